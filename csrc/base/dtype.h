@@ -1,0 +1,83 @@
+// The element types and reduce operations that the core knows, their sizes and their names.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace ringreduce {
+
+// The first ten can be reduced; the rest are only moved (broadcast, all-gather).  The values are part
+// of what ranks compare with each other before an operation, so they never change meaning.
+enum class DType : uint8_t {
+  kFloat32,
+  kFloat64,
+  kFloat16,
+  kBFloat16,
+  kInt8,
+  kUInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kBool,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kComplex64,
+  kComplex128,
+  kFloat8E4M3FN,
+  kFloat8E5M2,
+  kFloat8E4M3FNUZ,
+  kFloat8E5M2FNUZ,
+};
+inline constexpr int kReducibleDTypes = 10;
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBand, kBor, kBxor, kPremulSum };
+inline constexpr int kReduceOps = 9;
+
+struct DTypeInfo {
+  const char* name;  // torch's own spelling, without "torch."
+  uint32_t size;     // bytes an element
+};
+
+inline constexpr std::array kDTypes{
+    DTypeInfo{"float32", 4},       DTypeInfo{"float64", 8},         DTypeInfo{"float16", 2},
+    DTypeInfo{"bfloat16", 2},      DTypeInfo{"int8", 1},            DTypeInfo{"uint8", 1},
+    DTypeInfo{"int16", 2},         DTypeInfo{"int32", 4},           DTypeInfo{"int64", 8},
+    DTypeInfo{"bool", 1},          DTypeInfo{"uint16", 2},          DTypeInfo{"uint32", 4},
+    DTypeInfo{"uint64", 8},        DTypeInfo{"complex64", 8},       DTypeInfo{"complex128", 16},
+    DTypeInfo{"float8_e4m3fn", 1}, DTypeInfo{"float8_e5m2", 1},     DTypeInfo{"float8_e4m3fnuz", 1},
+    DTypeInfo{"float8_e5m2fnuz", 1},
+};
+
+inline constexpr std::array<const char*, kReduceOps> kReduceOpNames{
+    "SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+
+constexpr const char* name(DType t) { return kDTypes[static_cast<size_t>(t)].name; }
+constexpr size_t sizeOf(DType t) { return kDTypes[static_cast<size_t>(t)].size; }
+constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
+
+constexpr bool isFloating(DType t) {
+  return t == DType::kFloat32 || t == DType::kFloat64 || t == DType::kFloat16 || t == DType::kBFloat16;
+}
+constexpr bool isHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
+
+// Whether `op` has a meaning for elements of type `t`.  bool: SUM and MAX are "or", PRODUCT and MIN are
+// "and"; an average of truth values, and bits of floating-point numbers, have none.
+constexpr bool isSupported(DType t, ReduceOp op) {
+  if (static_cast<int>(t) >= kReducibleDTypes) return false;
+  switch (op) {
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      return !isFloating(t);
+    case ReduceOp::kAvg:
+      return t != DType::kBool;
+    case ReduceOp::kPremulSum:
+      return isFloating(t);
+    default:
+      return true;
+  }
+}
+
+}  // namespace ringreduce

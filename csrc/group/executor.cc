@@ -1,0 +1,176 @@
+// The queue, the worker and the teller.
+#include "group/executor.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace ringreduce {
+
+// ---- Ticket
+
+bool Ticket::isDone() const {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+bool Ticket::wait(int64_t longest, void (*turn)()) {
+  const Nanos deadline = deadlineIn(longest);
+  std::unique_lock lock(mutex_);
+  while (!done_) {
+    const Nanos left = deadline - now();
+    if (left <= 0) return false;
+    changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left, 50 * kMillisecond)));
+    if (!done_ && turn) {
+      lock.unlock();
+      turn();
+      lock.lock();
+    }
+  }
+  return true;
+}
+
+std::exception_ptr Ticket::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Ticket::finish(std::exception_ptr error) {
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    done_ = true;
+  }
+  changed_.notify_all();
+}
+
+// ---- Executor
+
+struct Executor::State {
+  struct Item {
+    Work work;
+    Completion completion;
+    std::shared_ptr<Ticket> ticket;
+  };
+  struct Told {
+    Completion completion;
+    std::exception_ptr error;
+  };
+
+  std::mutex mutex;
+  std::condition_variable for_worker, for_teller, idle;
+  std::deque<Item> queue;
+  std::deque<Told> to_tell;
+  bool busy = false;           // the token: an operation runs
+  bool worker_done = false;    // no more completions will come
+  bool stopping = false;
+  std::thread worker, teller;
+
+  static void name(const char* text) { pthread_setname_np(pthread_self(), text); }
+
+  void work() {
+    name("ringreduce");
+    std::unique_lock lock(mutex);
+    for (;;) {
+      for_worker.wait(lock, [&] { return (!queue.empty() && !busy) || (stopping && queue.empty()); });
+      if (queue.empty()) break;
+      Item item = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        item.work(/*in_users_thread=*/false);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      item.work = nullptr;  // whatever it holds is given back before anybody is told
+      lock.lock();
+      busy = false;
+      if (item.completion) {
+        to_tell.push_back({std::move(item.completion), error});
+        for_teller.notify_one();
+      }
+      idle.notify_all();
+      lock.unlock();
+      item.ticket->finish(std::move(error));
+      item = {};
+      lock.lock();
+    }
+    worker_done = true;
+    for_teller.notify_one();
+  }
+
+  void tell() {
+    name("ringreduce-done");
+    std::unique_lock lock(mutex);
+    for (;;) {
+      for_teller.wait(lock, [&] { return !to_tell.empty() || worker_done; });
+      if (to_tell.empty()) return;
+      Told next = std::move(to_tell.front());
+      to_tell.pop_front();
+      lock.unlock();
+      next.completion(std::move(next.error));
+      next = {};
+      lock.lock();
+    }
+  }
+};
+
+Executor::Executor() : state_(std::make_shared<State>()) {}
+
+Executor::~Executor() { stop(); }
+
+bool Executor::takeToken() {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
+  if (state_->busy || !state_->queue.empty()) return false;
+  return state_->busy = true;
+}
+
+void Executor::returnToken() {
+  const std::lock_guard lock(state_->mutex);
+  state_->busy = false;
+  // Only where somebody has reason to wake: this is on the way of every small operation.
+  if (!state_->queue.empty()) state_->for_worker.notify_one();
+  if (state_->stopping) state_->idle.notify_all();
+}
+
+std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
+  auto ticket = std::make_shared<Ticket>();
+  const std::shared_ptr<State> state = state_;
+  const std::lock_guard lock(state->mutex);
+  if (state->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
+  if (!state->worker.joinable()) {
+    state->worker = std::thread([state] { state->work(); });
+    state->teller = std::thread([state] { state->tell(); });
+  }
+  state->queue.push_back({std::move(work), std::move(completion), ticket});
+  state->for_worker.notify_one();
+  return ticket;
+}
+
+void Executor::stop() {
+  std::thread worker, teller;
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->stopping = true;
+    state_->for_worker.notify_one();
+    // An operation that runs in another user's thread ends first.
+    state_->idle.wait(lock, [&] { return !state_->busy && state_->queue.empty(); });
+    worker.swap(state_->worker);
+    teller.swap(state_->teller);
+  }
+  for (std::thread* thread : {&worker, &teller}) {
+    if (!thread->joinable()) continue;
+    if (thread->get_id() == std::this_thread::get_id()) thread->detach();
+    else thread->join();
+  }
+}
+
+}  // namespace ringreduce

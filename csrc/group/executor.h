@@ -1,0 +1,77 @@
+// In which thread and in which order a group's operations run.
+//
+// They run one at a time, in the order of the calls.  A blocking call with nothing before it runs in
+// the caller's own thread (`runHere`): a hand-off costs more than a small all-reduce.  Everything
+// else queues for one worker thread, which starts with the first queued operation.  Completions are
+// told by a third thread, so that a callback which itself waits for an operation cannot stop the
+// worker.  No thread outlives the executor, also when a callback destroys it.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace ringreduce {
+
+// A queued operation's end.
+class Ticket {
+ public:
+  bool isDone() const;
+  // Waits; `turn`, if not null, is called every few milliseconds and may throw to end the wait.
+  // False if `longest` nanoseconds went by first.  Does not throw the operation's error.
+  bool wait(int64_t longest, void (*turn)());
+  std::exception_ptr error() const;  // null while not done, or when all went well
+  void finish(std::exception_ptr error);
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+class Executor {
+ public:
+  // What runs: told whether it runs in a user's thread.
+  using Work = std::function<void(bool in_users_thread)>;
+  using Completion = std::function<void(std::exception_ptr)>;
+
+  Executor();
+  ~Executor();  // waits for what is queued, then for the threads
+
+  // Runs `work` in this thread if nothing is queued or running, and throws what it throws.  Returns
+  // false, with nothing done, if something is.
+  template <class F>
+  bool tryRunHere(F&& work) {
+    if (!takeToken()) return false;
+    const Token token(*this);
+    work();
+    return true;
+  }
+
+  // Queues `work`.  The ticket is finished right after it, `completion` (if any) called later.
+  std::shared_ptr<Ticket> submit(Work work, Completion completion);
+
+  // Waits until all that is queued has run and all completions were told, and ends the threads.
+  // What is submitted later is refused with Error(kAborted).  Called from a completion, it leaves
+  // that thread to end by itself right afterwards.
+  void stop();
+
+ private:
+  struct State;
+  struct Token {
+    explicit Token(Executor& e) : executor(e) {}
+    ~Token() { executor.returnToken(); }
+    Executor& executor;
+  };
+  bool takeToken();
+  void returnToken();
+
+  std::shared_ptr<State> state_;  // shared with the threads, one of which may outlive this object
+};
+
+}  // namespace ringreduce

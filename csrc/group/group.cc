@@ -1,0 +1,166 @@
+// Puts membership, session, wires and executor together.
+#include "group/group.h"
+
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "plan/cut.h"
+#include "wire/shm_link.h"
+
+namespace ringreduce {
+namespace {
+
+// How long waits spin and yield before they sleep.  A caller that blocks has nothing better to do,
+// if there is a core for every rank.  The worker runs beside the computation that made its input, so
+// it leaves the cores to that at once.
+Patience patienceOf(bool in_users_thread, int world_size) {
+  if (world_size > coresAvailable()) return {.spin = 0, .yields = in_users_thread ? 50 : 0};
+  return in_users_thread ? Patience{.spin = 100 * kMicrosecond, .yields = 20}
+                         : Patience{.spin = 5 * kMicrosecond, .yields = 0};
+}
+
+}  // namespace
+
+// The wires of one rank.  Links point at pages and slots in the members' segments.
+struct Group::Wires {
+  Wires(int rank, const Membership& membership, Session& session)
+      : size(static_cast<int>(membership.members.size())),
+        waiter(page(membership, rank), session),
+        exchange(rank, exchangeMembers(membership), waiter, session),
+        to_next(pipe(membership, rank, (rank + 1) % size), waiter),
+        from_prev(pipe(membership, (rank + size - 1) % size, rank), waiter),
+        communicator{.rank = rank,
+                     .size = size,
+                     .exchange = exchange,
+                     .next = to_next,
+                     .prev = from_prev,
+                     .link_slots = linkSlots(membership, rank),
+                     .watch = session,
+                     .algorithm = membership.options.algorithm} {}
+
+  const int size;
+  Waiter waiter;
+  Exchange exchange;
+  ShmSendLink to_next;
+  ShmRecvLink from_prev;
+  Communicator communicator;
+
+ private:
+  static Page& page(const Membership& m, int r) {
+    return *reinterpret_cast<Page*>(m.members[static_cast<size_t>(r)].segment->data());
+  }
+  // A segment holds the page, the exchange's slots, the inbound link's slots (segmentBytes).
+  static Slots slots(const Membership& m, int r, int region) {
+    std::byte* first = m.members[static_cast<size_t>(r)].segment->data() + roundUp(sizeof(Page), 4096);
+    const SharedOptions& o = m.options;
+    return {.data = first + static_cast<size_t>(region) * o.slot_bytes * static_cast<size_t>(o.slots),
+            .bytes = o.slot_bytes,
+            .depth = o.slots};
+  }
+  static Slots linkSlots(const Membership& m, int r) { return slots(m, r, 1); }
+  static std::vector<Exchange::Member> exchangeMembers(const Membership& m) {
+    std::vector<Exchange::Member> members;
+    for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
+      members.push_back({&page(m, r), slots(m, r, 0)});
+    return members;
+  }
+  static ShmPipe pipe(const Membership& m, int from, int to) {
+    return {from, to, &page(m, from), &page(m, to), linkSlots(m, to)};
+  }
+};
+
+std::shared_ptr<Group> Group::create(Store& store, int rank, int world_size,
+                                     const GroupOptions& options) {
+  if (world_size < 1 || rank < 0 || rank >= world_size)
+    throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
+                                     std::to_string(world_size) + " cannot be");
+  return std::shared_ptr<Group>(
+      new Group(rank, join(store, rank, world_size, options), options));
+}
+
+Group::Group(int rank, Membership membership, const GroupOptions& options)
+    : rank_(rank),
+      size_(static_cast<int>(membership.members.size())),
+      options_(options),
+      generation_(forkGeneration()),
+      timeout_(options.timeout),
+      membership_(std::move(membership)),
+      session_(std::make_unique<Session>(rank, membership_, options_)),
+      wires_(std::make_unique<Wires>(rank, membership_, *session_)),
+      executor_(std::make_unique<Executor>()) {}
+
+Group::~Group() {
+  if (forkGeneration() != generation_) {
+    // The threads and locks of the parent do not exist here, and its memory is not ours to mark.
+    (void)executor_.release();
+    (void)wires_.release();
+    (void)session_.release();
+    new Membership(std::move(membership_));
+    return;
+  }
+  shutdown();
+}
+
+void Group::refuseInChild() const {
+  if (forkGeneration() != generation_)
+    throw Error(Failure::kArgument,
+                "this process (pid " + std::to_string(getpid()) + ") was forked from rank " +
+                    std::to_string(rank_) + " of group '" + options_.name +
+                    "' and cannot use it; start processes that train with spawn, or make a new "
+                    "group in the child");
+}
+
+void Group::execute(const Operation& operation, bool in_users_thread) {
+  const uint64_t sequence = sequence_++;
+  wires_->waiter.setPatience(patienceOf(in_users_thread, size_));
+  const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
+  try {
+    session_->begin(announce(operation, sequence), timeout, in_users_thread);
+    ringreduce::run(wires_->communicator, operation);
+  } catch (const Error&) {
+    throw;
+  } catch (...) {  // Ctrl-C, or whatever else left the operation half done
+    session_->abort("interrupted in operation #" + std::to_string(sequence));
+    throw;
+  }
+}
+
+void Group::run(Operation operation) {
+  refuseInChild();
+  validate(operation, size_);
+  const bool ran = executor_->tryRunHere([&] {
+    ++submitted_;
+    execute(operation, /*in_users_thread=*/true);
+  });
+  if (ran) return;
+  const auto ticket = submit(std::move(operation), nullptr);
+  ticket->wait(kNever, options_.interrupt);
+  if (ticket->error()) std::rethrow_exception(ticket->error());
+}
+
+std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion completion) {
+  refuseInChild();
+  validate(operation, size_);
+  ++submitted_;
+  return executor_->submit(
+      [this, operation = std::move(operation)](bool in_users_thread) {
+        execute(operation, in_users_thread);
+      },
+      std::move(completion));
+}
+
+void Group::abort(const std::string& why) {
+  refuseInChild();
+  session_->abort(why);
+}
+
+void Group::shutdown() {
+  if (forkGeneration() != generation_) return;  // the parent's to do
+  executor_->stop();
+  std::call_once(departed_, [&] { session_->depart(); });
+}
+
+}  // namespace ringreduce

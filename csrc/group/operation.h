@@ -1,0 +1,27 @@
+// One collective call: which, with what arguments, and by when.
+#pragma once
+
+#include <memory>
+#include <variant>
+
+#include "base/clock.h"
+#include "collective/collectives.h"
+#include "wire/page.h"
+
+namespace ringreduce {
+
+struct Operation {
+  std::variant<AllReduce, Broadcast, AllGather, Barrier> call;
+  Nanos timeout = 0;  // from when it starts to run; 0: the group's
+  std::shared_ptr<const void> memory = {};  // kept until it has run: whatever owns the buffers
+};
+
+// Throws Error(kArgument) for what cannot be done, before anything is sent.
+void validate(const Operation& operation, int world_size);
+
+// What the ranks compare with each other.
+Announcement announce(const Operation& operation, uint64_t sequence);
+
+void run(Communicator& c, const Operation& operation);
+
+}  // namespace ringreduce

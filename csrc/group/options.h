@@ -1,0 +1,36 @@
+// What can be chosen about a group, with its defaults and where they come from.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/clock.h"
+#include "plan/choose.h"
+
+namespace ringreduce {
+
+// Rank 0's values hold for all: the others learn them when they join.
+struct SharedOptions {
+  Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
+  size_t slot_bytes = 256 << 10;           // RINGREDUCE_SLOT_BYTES
+  int slots = 4;                           // RINGREDUCE_SLOTS
+
+  // Reads the environment; defaults depend on how many ranks share this process's cores.
+  static SharedOptions fromEnvironment(int world_size);
+  std::string toText() const;
+  static SharedOptions fromText(const std::string& text);
+};
+
+struct GroupOptions {
+  std::string name;               // for messages: "group 'default_pg'"
+  Nanos timeout = 1800 * kSecond;  // of an operation, and of making the group
+  Nanos stall = 10 * kSecond;      // RINGREDUCE_STALL_SECONDS: a wait this long is logged
+
+  // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
+  void (*interrupt)() = nullptr;
+};
+
+// Processor cores that this process may run on.
+int coresAvailable();
+
+}  // namespace ringreduce

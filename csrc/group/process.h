@@ -1,0 +1,21 @@
+// What can be known about another rank's process: whether it has ended, whether it is stopped.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/fd.h"
+
+namespace ringreduce {
+
+// Keeps a pidfd, or drops it for one of the same living process that another group already holds, so
+// that many groups over the same ranks cost one descriptor a process.
+std::shared_ptr<Fd> shareProcessFd(Fd pidfd);
+
+// Which of these processes have ended; null entries never have, as far as anybody knows.
+std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes);
+
+// Whether a process of this host is stopped (SIGSTOP, a debugger).  False if it cannot be seen.
+bool isStopped(int pid);
+
+}  // namespace ringreduce

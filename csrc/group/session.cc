@@ -1,0 +1,227 @@
+// Polling, verdicts and their texts.
+#include "group/session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "base/log.h"
+#include "group/process.h"
+#include "group/text.h"
+#include "wire/wait.h"
+
+namespace ringreduce {
+namespace {
+
+// How long a rank that found a mismatch waits for the rest, to tell who is in the minority.
+constexpr Nanos kCensus = 300 * kMillisecond;
+
+constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
+  return static_cast<uint64_t>(kind) << 48 | static_cast<uint64_t>(culprit) << 24 |
+         static_cast<uint64_t>(reporter);
+}
+
+}  // namespace
+
+Session::Session(int rank, const Membership& membership, const GroupOptions& options)
+    : rank_(rank), size_(static_cast<int>(membership.members.size())), options_(options) {
+  for (const Member& member : membership.members) {
+    pages_.push_back(reinterpret_cast<Page*>(member.segment->data()));
+    processes_.push_back(member.process);
+    names_.push_back("pid " + std::to_string(member.pid) + " on host " + member.host);
+    pids_.push_back(member.pid);
+  }
+}
+
+void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_thread) {
+  current_ = operation;
+  inline_ = in_users_thread;
+  if (failed()) throwVerdict();
+  started_ = now();
+  timeout_ = timeout;
+  deadline_ = deadlineIn(timeout);
+  next_report_ = deadlineIn(options_.stall);
+  Page& own = page(rank_);
+  own.announcements[operation.sequence % kAnnouncements] = operation;
+  own.announced.publish(operation.sequence + 1);
+}
+
+void Session::check() const {
+  if (failed()) throwVerdict();
+}
+
+bool Session::hasDeparted(int r) const {
+  return std::atomic_ref(page(r).departed).load(std::memory_order_acquire) != 0;
+}
+
+void Session::depart() {
+  std::atomic_ref(page(rank_).departed).store(1, std::memory_order_release);
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) ring(page(r), rank_);
+}
+
+std::string Session::who(int r) const {
+  return "rank " + std::to_string(r) + " (" + names_[static_cast<size_t>(r)] + ")";
+}
+
+// ---- while waiting
+
+void Session::poll(int rank, Ready ready) {
+  if (failed()) throwVerdict();
+  if (inline_ && options_.interrupt) options_.interrupt();
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && hasAnnounced(r)) verify(r);
+  const std::vector<bool> gone = ended(processes_);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || !(gone[static_cast<size_t>(r)] || hasDeparted(r))) continue;
+    // A rank that is gone is missed if it never came to this operation, or if what this wait is for
+    // was its to do.  Whatever it did before it went is in memory by now, so look once more.
+    if ((!hasAnnounced(r) || r == rank) && !ready()) lost(r, gone[static_cast<size_t>(r)]);
+  }
+  const Nanos time = now();
+  if (time >= deadline_ && !ready()) {
+    const Laggards late = laggards(rank);
+    fail(Failure::kTimeout, late.ranks.front(),
+         late.text + ": " + describe(current_) + " timed out after " + seconds(timeout_));
+  }
+  if (time >= next_report_ && !ready()) {
+    next_report_ = time + std::max(time - started_, kSecond);
+    log("rank " + std::to_string(rank_) + " of group '" + options_.name + "' has waited " +
+        seconds(time - started_) + " in " + describe(current_) + " for " + laggards(rank).text);
+  }
+}
+
+void Session::verify(int rank) {
+  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch();
+}
+
+// ---- who is to blame
+
+// Every flag that rank r moves, wherever it lies: how far it has come.
+uint64_t Session::progressOf(int r) const {
+  Page& own = page(r);
+  return own.posted.observe() + own.reduced.observe() + own.done.observe() +
+         page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
+}
+
+Session::Laggards Session::laggards(int waited_for) const {
+  Laggards late;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && !hasAnnounced(r)) late.ranks.push_back(r);
+  if (!late.ranks.empty()) {
+    late.text = rankList(late.ranks) + " (";
+    for (int r : late.ranks) {
+      if (r != late.ranks.front()) late.text += "; ";
+      late.text += names_[static_cast<size_t>(r)];
+      if (isStopped(pids_[static_cast<size_t>(r)])) late.text += ", stopped";
+      const uint64_t done = page(r).announced.observe();
+      late.text += done == 0 ? ", no operation so far"
+                             : ", last seen in " + describe(page(r).announcements[(done - 1) %
+                                                                                  kAnnouncements]);
+    }
+    late.text += ") did not arrive";
+    return late;
+  }
+  // All have come: a stopped process is to blame, else the one that has got least far.
+  int slowest = waited_for;
+  bool stopped = false;
+  for (int r = 0; r < size_ && !stopped; ++r) {
+    if (r == rank_) continue;
+    stopped = isStopped(pids_[static_cast<size_t>(r)]);
+    if (stopped || progressOf(r) < progressOf(slowest)) slowest = r;
+  }
+  late.ranks = {slowest};
+  late.text = who(slowest) + " arrived but stopped moving data" +
+              (stopped ? ": its process is stopped" : "");
+  return late;
+}
+
+void Session::lost(int rank, bool process_ended) {
+  fail(Failure::kPeerLost, rank,
+       who(rank) + (process_ended ? " is lost: its process ended" : " has left the group") +
+           (hasAnnounced(rank) ? " during " : " before it came to ") + describe(current_));
+}
+
+void Session::mismatch() {
+  // Let the others arrive, so that the majority can be told from the minority.
+  const Nanos until = deadlineIn(kCensus);
+  const auto all_here = [&] {
+    for (int r = 0; r < size_; ++r)
+      if (!hasAnnounced(r)) return false;
+    return true;
+  };
+  while (!all_here() && !failed() && now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+
+  struct Party {
+    Announcement operation;
+    std::vector<int> ranks;
+  };
+  std::vector<Party> parties;
+  for (int r = 0; r < size_; ++r) {
+    if (!hasAnnounced(r)) continue;
+    const Announcement& theirs = page(r).announcements[current_.sequence % kAnnouncements];
+    auto party = std::find_if(parties.begin(), parties.end(),
+                              [&](const Party& p) { return p.operation == theirs; });
+    if (party == parties.end()) party = parties.insert(party, {theirs, {}});
+    party->ranks.push_back(r);
+  }
+  // The largest party is right; of equal ones that with the lowest rank, which comes first.
+  const auto right = std::max_element(
+      parties.begin(), parties.end(),
+      [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
+  std::string text = "ranks disagree on operation #" + std::to_string(current_.sequence) + ": ";
+  int culprit = -1;
+  for (const Party& party : parties) {
+    if (party.ranks == right->ranks) continue;
+    if (culprit < 0) culprit = party.ranks.front();
+    text += rankList(party.ranks) + " called " + describe(party.operation) + ", ";
+  }
+  if (culprit < 0) culprit = rank_;  // cannot be: a mismatch makes two parties at least
+  text += "where " + rankList(right->ranks) + " called " + describe(right->operation);
+  fail(Failure::kMismatch, culprit, text);
+}
+
+// ---- the verdict
+
+void Session::report(Failure kind, int culprit, const std::string& text) {
+  if (!failed()) {
+    Page& own = page(rank_);
+    // Only one thread of this rank reports: whoever else finds the word taken.
+    static std::mutex mutex;
+    const std::lock_guard lock(mutex);
+    if (!failed()) {
+      std::strncpy(own.record, text.c_str(), sizeof own.record - 1);
+      uint64_t none = 0;
+      verdict().compare_exchange_strong(none, pack(kind, culprit, rank_),
+                                        std::memory_order_acq_rel);
+    }
+  }
+  for (int r = 0; r < size_; ++r) wake(page(r));
+}
+
+void Session::fail(Failure kind, int culprit, const std::string& text) {
+  report(kind, culprit, text);
+  throwVerdict();
+}
+
+void Session::abort(const std::string& why) {
+  report(Failure::kAborted, rank_, who(rank_) + " aborted group '" + options_.name + "': " + why);
+}
+
+void Session::throwVerdict() const {
+  const uint64_t word = verdict().load(std::memory_order_acquire);
+  const auto kind = static_cast<Failure>(word >> 48);
+  const auto reporter = static_cast<int>(word & 0xffffff);
+  std::string text = page(reporter).record;
+  if (kind != Failure::kMismatch && kind != Failure::kAborted)
+    text += ", in group '" + options_.name + "'";
+  text += "; noticed by rank " + std::to_string(reporter);
+  if (reporter != rank_) text += ", learned by rank " + std::to_string(rank_);
+  text += ". The group has failed: destroy it and make a new one.";
+  throw Error(kind, text);
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,34 @@
+// Words that messages are made of.
+#include "group/text.h"
+
+#include <cstdio>
+
+namespace ringreduce {
+
+std::string rankList(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+std::string seconds(Nanos time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time) / kSecond);
+  return text;
+}
+
+std::string describe(const Announcement& operation) {
+  std::string text = kKindNames[static_cast<size_t>(operation.kind)];
+  text += " #" + std::to_string(operation.sequence);
+  if (operation.kind == Kind::kBarrier) return text;
+  text += std::string(" (") + name(operation.dtype) + ", " + std::to_string(operation.count) +
+          (operation.count == 1 ? " element" : " elements");
+  if (operation.op != kNoReduceOp) text += std::string(", ") + name(static_cast<ReduceOp>(operation.op));
+  if (operation.root != kNoRoot) text += ", from rank " + std::to_string(operation.root);
+  return text + ")";
+}
+
+}  // namespace ringreduce

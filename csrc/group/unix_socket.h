@@ -1,0 +1,52 @@
+// Messages and file descriptors between processes of one host, over abstract Unix sockets.
+//
+// An abstract socket has no file, so nothing is left behind; but anybody on the machine may connect to
+// it, so both ends ask the kernel who is there (peerOf) before they read a byte.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fd.h"
+
+namespace ringreduce {
+
+struct Packet {
+  std::string bytes;
+  std::vector<Fd> fds;
+};
+
+struct Peer {
+  pid_t pid;  // 0 if it is in a process-id namespace that ours does not contain
+  uid_t uid;
+};
+
+// A listening SOCK_SEQPACKET socket at an abstract name, with room for `backlog` callers.
+Fd listenAt(const std::string& name, int backlog);
+
+// The next caller, or none for now.
+Fd acceptFrom(const Fd& listener);
+
+// None if nobody listens there.  Throws Error(kSetup) for anything else.
+Fd connectTo(const std::string& name);
+
+Peer peerOf(const Fd& socket);
+
+// A descriptor that becomes readable when the peer's process ends; none where the kernel has no way.
+Fd pidfdOf(const Fd& socket, const Peer& peer);
+
+// Sends a whole message.  False if the peer has gone.
+bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {});
+
+enum class Received { kMessage, kNothingYet, kClosed };
+// Takes the next message without waiting.
+Received receivePacket(const Fd& socket, Packet& packet);
+
+// Waits until one of the sockets can be read or `longest` has passed.
+void waitReadable(const std::vector<int>& fds, Nanos longest);
+bool isReadable(int fd);
+
+}  // namespace ringreduce

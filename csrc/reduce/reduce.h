@@ -1,0 +1,48 @@
+// dst = a (op) b (op) ... for every dtype and op: the arithmetic of a reduction, and nothing else.
+//
+// A reduction adds in a fixed order, that of the sources given, so that every algorithm which keeps
+// that order gives the same bits.  float16 and bfloat16 are accumulated in float32 and rounded
+// once, at the end: while under way their partial results are float32, also on the wire ("partial
+// type"). Chaining `combine` and ending with `finish` gives the very bits that `reduce` gives in
+// one go.
+//
+// The kernels are compiled for several instruction sets; the best that this CPU has is chosen once.
+// No function here allocates, blocks or throws.
+#pragma once
+
+#include "base/dtype.h"
+
+namespace ringreduce {
+
+struct ReduceKernels {
+  DType partial;  // float32 for half types, else the dtype itself
+
+  // dst[i] = src[i], as the partial type.
+  void (*widen)(void* dst, const void* src, size_t n);
+
+  // dst[i] = partial[i] (op) own[i]; dst and partial are of the partial type, own of the dtype.
+  // dst may be `partial` itself; no other overlap.
+  void (*combine)(void* dst, const void* partial, const void* own, size_t n);
+
+  // The last step: dst[i] = round(finish(partial[i] (op) own[i])), dst of the dtype.  AVG divides
+  // by `world_size` here (integers: truncating towards zero), before rounding.  dst may be `own`
+  // itself.
+  void (*finish)(void* dst, const void* partial, const void* own, size_t n, int world_size);
+
+  // All at once: dst[i] = finish(sources[0][i] (op) ... (op) sources[count-1][i]), count >= 1.
+  // dst may be any one of the sources; no other overlap.
+  void (*reduce)(void* dst, const void* const* sources, int count, size_t n, int world_size);
+};
+
+// The kernels for a supported pair (see isSupported in base/dtype.h).  PREMUL_SUM gets SUM's: each
+// rank scales its own input first, with `scale`.
+const ReduceKernels& reduceKernels(DType dtype, ReduceOp op);
+
+// dst[i] = src[i] * factor, computed in float32 (float64 for float64) and rounded to the dtype.
+// Floating dtypes only.  dst may be src itself.
+void scale(DType dtype, void* dst, const void* src, size_t n, double factor);
+
+// The instruction set in use: "x86-64-v2", "x86-64-v3", "x86-64-v4" or "aarch64".
+const char* instructionSet();
+
+}  // namespace ringreduce

@@ -1,0 +1,56 @@
+// The spin, the yields and the futex.
+#include "wire/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <ctime>
+
+namespace ringreduce {
+namespace {
+
+// Not FUTEX_PRIVATE: the word is shared between processes.
+void futexWait(uint32_t* word, uint32_t value, Nanos longest) {
+  const timespec limit{.tv_sec = longest / kSecond, .tv_nsec = longest % kSecond};
+  syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+
+}  // namespace
+
+void wake(Page& page) {
+  // The exchange leaves the system call to one of several publishers.
+  if (std::atomic_ref(page.bell).exchange(0, std::memory_order_seq_cst))
+    syscall(SYS_futex, &page.bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+void Waiter::waitFor(int rank, Ready ready) {
+  if (patience_.spin > 0) {
+    const Nanos until = deadlineIn(patience_.spin);
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (ready()) return;
+        pause();
+      }
+    } while (!watch_.failed() && now() < until);
+  }
+  for (int i = 0; i < patience_.yields && !watch_.failed(); ++i) {
+    if (ready()) return;
+    sched_yield();
+  }
+  std::atomic_ref bell(own_.bell);
+  Nanos next_poll = 0;  // at once: this wait is long already
+  for (;;) {
+    bell.store(bellFor(rank), std::memory_order_seq_cst);
+    if (!ready() && !watch_.failed()) futexWait(&own_.bell, bellFor(rank), kLongestSleep);
+    bell.store(0, std::memory_order_relaxed);
+    if (ready()) return;
+    if (now() >= next_poll || watch_.failed()) {
+      watch_.poll(rank, ready);
+      next_poll = now() + kLongestSleep / 2;
+    }
+  }
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,295 @@
+// Groups whose ranks are threads: every collective and algorithm, the four errors, life and death.
+//
+// Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must be;
+// what needs processes (a killed rank, a fork) is tested from Python.
+#include <chrono>
+#include <cstdlib>
+#include <numeric>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "plan/cut.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+
+namespace {
+
+// Sets an environment variable for a scope.
+struct Setting {
+  Setting(const char* name, const std::string& value) : name(name) {
+    setenv(name, value.c_str(), 1);
+  }
+  ~Setting() { unsetenv(name); }
+  const char* name;
+};
+
+// Values whose sum depends on the order of addition.
+float value(int rank, size_t i) {
+  return static_cast<float>((i * 2654435761u + static_cast<size_t>(rank) * 40503u) % 1000003) * 1.37f -
+         500000.f * static_cast<float>(rank % 2);
+}
+
+std::vector<float> input(int rank, size_t n) {
+  std::vector<float> data(n);
+  for (size_t i = 0; i < n; ++i) data[i] = value(rank, i);
+  return data;
+}
+
+std::vector<float> canonicalSum(int P, size_t n) {
+  const Cut cut{n, P};
+  std::vector<float> sum(n);
+  for (size_t i = 0; i < n; ++i) {
+    const int c = cut.chunkOf(i);
+    sum[i] = value(kthToAdd(c, 0, P), i);
+    for (int k = 1; k < P; ++k) sum[i] += value(kthToAdd(c, k, P), i);
+  }
+  return sum;
+}
+
+void allReduceMatches(int P) {
+  for (size_t n : {0, 1, P - 1, P, P + 1, 127, 128, 129, 1021, 4096, 5003, 70001}) {
+    const std::vector<float> expected = canonicalSum(P, n);
+    ranks::inGroup(P, [&](Group& group) {
+      for (int again = 0; again < 3; ++again) {
+        std::vector<float> data = input(group.rank(), n);
+        group.run({AllReduce{data.data(), n, DType::kFloat32, ReduceOp::kSum}});
+        CHECK(data == expected);
+      }
+    });
+  }
+}
+
+Failure failureOf(const std::function<void()>& call, const std::string& words = "") {
+  try {
+    call();
+  } catch (const Error& error) {
+    if (std::string(error.what()).find(words) == std::string::npos)
+      check::fail(__FILE__, __LINE__, std::string("'") + words + "' is not in: " + error.what());
+    return error.kind();
+  }
+  return Failure::kNone;
+}
+
+}  // namespace
+
+TEST(every_algorithm_gives_the_canonical_bits) {
+  const Setting small("RINGREDUCE_SLOT_BYTES", "4096");
+  for (const char* algorithm : {"direct", "twoshot", "ring"}) {
+    const Setting chosen("RINGREDUCE_ALGORITHM", algorithm);
+    for (int P : {1, 2, 3, 4, 7}) allReduceMatches(P);
+  }
+}
+
+TEST(fewest_slots) {
+  const Setting small("RINGREDUCE_SLOT_BYTES", "4096"), few("RINGREDUCE_SLOTS", "3");
+  for (const char* algorithm : {"direct", "twoshot", "ring"}) {
+    const Setting chosen("RINGREDUCE_ALGORITHM", algorithm);
+    allReduceMatches(3);
+  }
+}
+
+TEST(broadcast_gather_barrier) {
+  const Setting small("RINGREDUCE_SLOT_BYTES", "4096");
+  for (int P : {1, 2, 3, 5})
+    for (size_t n : {0, 1, 1000, 5000})
+      ranks::inGroup(P, [&](Group& group) {
+        for (int root = 0; root < P; ++root) {
+          std::vector<float> data = input(group.rank(), n);
+          group.run({Broadcast{data.data(), n, DType::kFloat32, root}});
+          CHECK(data == input(root, n));
+        }
+        group.run({Barrier{}});
+        const std::vector<float> mine = input(group.rank(), n);
+        std::vector<std::vector<float>> all(static_cast<size_t>(P), std::vector<float>(n));
+        AllGather gather{mine.data(), {}, n, DType::kFloat32};
+        for (auto& part : all) gather.outputs.push_back(part.data());
+        group.run({gather});
+        for (int r = 0; r < P; ++r) CHECK(all[static_cast<size_t>(r)] == input(r, n));
+      });
+}
+
+TEST(queued_and_blocking_operations_keep_their_order) {
+  ranks::inGroup(3, [](Group& group) {
+    std::vector<std::vector<float>> data(40, std::vector<float>(500, 1.f));
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    std::atomic<int> told{0};
+    for (size_t i = 0; i < data.size(); ++i) {
+      const Operation operation{AllReduce{data[i].data(), 500, DType::kFloat32, ReduceOp::kSum}};
+      if (i % 3 == 2) group.run(operation);
+      else tickets.push_back(group.submit(operation, [&](std::exception_ptr e) { told += !e; }));
+    }
+    for (const auto& ticket : tickets) CHECK(ticket->wait(kNever, nullptr));
+    for (const auto& part : data) CHECK(part == std::vector<float>(500, 3.f));
+    group.shutdown();
+    CHECK_EQ(told.load(), static_cast<int>(tickets.size()));
+  });
+}
+
+TEST(a_completion_may_run_operations_and_drop_the_group) {
+  ranks::MemoryStore store;
+  ranks::inThreads(2, [&](int r) {
+    auto group = Group::create(store, r, 2, {.name = "test"});
+    float one = 1, two = 1;
+    std::atomic<bool> done{false};
+    Group* raw = group.get();
+    raw->submit({AllReduce{&one, 1, DType::kFloat32, ReduceOp::kSum}},
+                [&, held = std::move(group)](std::exception_ptr) mutable {
+                  held->run({AllReduce{&two, 1, DType::kFloat32, ReduceOp::kSum}});
+                  held.reset();
+                  done = true;
+                });
+    while (!done) std::this_thread::yield();
+    CHECK_EQ(one, 2.f);
+    CHECK_EQ(two, 2.f);
+  });
+}
+
+TEST(two_groups_from_two_threads) {
+  ranks::MemoryStore stores[2];
+  ranks::inThreads(4, [&](int t) {
+    const int which = t / 2, rank = t % 2;
+    const auto group = Group::create(stores[which], rank, 2, {.name = "test"});
+    for (int i = 0; i < 200; ++i) {
+      float x = static_cast<float>(i + which);
+      group->run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kSum}});
+      CHECK_EQ(x, 2 * static_cast<float>(i + which));
+    }
+  });
+}
+
+TEST(a_group_can_be_made_again_on_the_same_store) {
+  ranks::MemoryStore store;
+  ranks::inThreads(3, [&](int r) {
+    for (int i = 0; i < 5; ++i) {
+      const auto group = Group::create(store, r, 3, {.name = "test"});
+      group->run({Barrier{}});
+    }
+  });
+  CHECK_EQ(store.size(), 0u);
+}
+
+TEST(a_slower_rank_finishes_what_was_posted) {
+  ranks::inGroup(2, [](Group& group) {
+    float x = static_cast<float>(group.rank() + 1);
+    if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    group.run({Broadcast{&x, 1, DType::kFloat32, 0}});  // rank 0 leaves at once
+    CHECK_EQ(x, 1.f);
+  });
+}
+
+TEST(a_rank_that_left_is_lost) {
+  ranks::inGroup(3, [](Group& group) {
+    if (group.rank() == 1) return;
+    for (int again = 0; again < 2; ++again)
+      CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1") == Failure::kPeerLost);
+  });
+}
+
+TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+  ranks::inGroup(
+      3,
+      [](Group& group) {
+        if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(400));
+        CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1 (") == Failure::kTimeout);
+      },
+      {.name = "test", .timeout = 200 * kMillisecond});
+}
+
+TEST(ranks_that_disagree_are_named) {
+  for (int odd : {0, 2}) {
+    for (int what = 0; what < 5; ++what) {
+      ranks::inGroup(4, [&](Group& group) {
+        float data[64] = {};
+        Operation mine{AllReduce{data, 8, DType::kFloat32, ReduceOp::kSum}};
+        if (group.rank() == odd) {
+          if (what == 0) mine.call = AllReduce{data, 9, DType::kFloat32, ReduceOp::kSum};
+          if (what == 1) mine.call = AllReduce{data, 8, DType::kInt32, ReduceOp::kSum};
+          if (what == 2) mine.call = AllReduce{data, 8, DType::kFloat32, ReduceOp::kMax};
+          if (what == 3) mine.call = Barrier{};
+          if (what == 4) mine.call = Broadcast{data, 8, DType::kFloat32, odd};
+        }
+        const auto twice = [&] {
+          group.run(mine);
+          group.run({Barrier{}});
+        };
+        CHECK(failureOf(twice, "rank " + std::to_string(odd) + " called") == Failure::kMismatch);
+      });
+    }
+  }
+}
+
+TEST(ranks_that_choose_other_algorithms_by_mistake_still_disagree_openly) {
+  ranks::inGroup(3, [](Group& group) {
+    std::vector<float> data(1 << 16);
+    const size_t n = group.rank() == 2 ? 16 : data.size();  // direct there, two-shot elsewhere
+    const Operation mine{AllReduce{data.data(), n, DType::kFloat32, ReduceOp::kSum}};
+    CHECK(failureOf([&] { group.run(mine); }, "rank 2 called") == Failure::kMismatch);
+  });
+}
+
+TEST(abort_ends_a_wait_everywhere) {
+  ranks::inGroup(3, [](Group& group) {
+    if (group.rank() == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      group.abort("had enough");
+    }
+    CHECK(failureOf([&] { group.run({Barrier{}}); }, "had enough") == Failure::kAborted);
+  });
+}
+
+TEST(bad_arguments_leave_the_group_usable) {
+  ranks::inGroup(2, [](Group& group) {
+    float x = 1;
+    CHECK(failureOf([&] { group.run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kBand}}); }) ==
+          Failure::kArgument);
+    CHECK(failureOf([&] { group.run({AllReduce{&x, 1, DType::kComplex64, ReduceOp::kSum}}); }) ==
+          Failure::kArgument);
+    CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 2}}); }) ==
+          Failure::kArgument);
+    group.run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kSum}});
+    CHECK_EQ(x, 2.f);
+  });
+}
+
+TEST(world_sizes_and_ranks_must_agree) {
+  ranks::MemoryStore store;
+  ranks::inThreads(2, [&](int r) {
+    CHECK(failureOf([&] { Group::create(store, r, r == 0 ? 2 : 3, {.name = "test"}); },
+                    "world size mismatch") == Failure::kSetup);
+  });
+  ranks::inThreads(3, [&](int t) {
+    CHECK(failureOf([&] { Group::create(store, t == 0 ? 0 : 1, 3, {.name = "test"}); },
+                    "two processes claim rank 1") == Failure::kSetup);
+  });
+  CHECK_EQ(store.size(), 0u);
+}
+
+TEST(who_does_not_join_is_named) {
+  ranks::MemoryStore store;
+  const GroupOptions hasty{.name = "test", .timeout = 200 * kMillisecond};
+  ranks::inThreads(2, [&](int r) {
+    CHECK(failureOf([&] { Group::create(store, r, 4, hasty); }, r == 0 ? "ranks 2 and 3" : "join") ==
+          Failure::kTimeout);
+  });
+  CHECK(failureOf([&] { Group::create(store, 1, 2, hasty); }, "rank 0") == Failure::kTimeout);
+}
+
+TEST(a_stale_entry_of_an_earlier_run_is_waited_out) {
+  ranks::MemoryStore store;
+  std::string stale;
+  ranks::inThreads(2, [&](int r) {
+    if (r == 1) {
+      while (!store.get("ringreduce/hub")) std::this_thread::yield();
+      stale = *store.get("ringreduce/hub");
+    }
+    Group::create(store, r, 2, {.name = "test"});
+  });
+  store.set("ringreduce/hub", stale);
+  ranks::inThreads(2, [&](int r) {
+    if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const auto group = Group::create(store, r, 2, {.name = "test"});
+    group->run({Barrier{}});
+  });
+}
