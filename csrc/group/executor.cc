@@ -96,7 +96,7 @@ struct Executor::State {
         to_tell.push_back({std::move(item.completion), error});
         for_teller.notify_one();
       }
-      idle.notify_all();
+      if (stopping) idle.notify_all();
       lock.unlock();
       item.ticket->finish(std::move(error));
       item = {};
@@ -155,14 +155,20 @@ std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
   return ticket;
 }
 
-void Executor::stop() {
+void Executor::stop(void (*turn)()) {
   std::thread worker, teller;
   {
     std::unique_lock lock(state_->mutex);
     state_->stopping = true;
     state_->for_worker.notify_one();
     // An operation that runs in another user's thread ends first.
-    state_->idle.wait(lock, [&] { return !state_->busy && state_->queue.empty(); });
+    while (state_->busy || !state_->queue.empty()) {
+      state_->idle.wait_for(lock, std::chrono::milliseconds(50));
+      if (!turn) continue;
+      lock.unlock();
+      turn();
+      lock.lock();
+    }
     worker.swap(state_->worker);
     teller.swap(state_->teller);
   }

@@ -58,8 +58,9 @@ class Executor {
 
   // Waits until all that is queued has run and all completions were told, and ends the threads.
   // What is submitted later is refused with Error(kAborted).  Called from a completion, it leaves
-  // that thread to end by itself right afterwards.
-  void stop();
+  // that thread to end by itself right afterwards.  `turn`, if not null, is called now and then
+  // while it waits, and may throw: then the executor still runs.
+  void stop(void (*turn)() = nullptr);
 
  private:
   struct State;

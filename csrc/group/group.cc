@@ -101,7 +101,8 @@ Group::~Group() {
     new Membership(std::move(membership_));
     return;
   }
-  shutdown();
+  executor_->stop();
+  std::call_once(departed_, [&] { session_->depart(); });
 }
 
 void Group::refuseInChild() const {
@@ -126,16 +127,20 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
     session_->abort("interrupted in operation #" + std::to_string(sequence));
     throw;
   }
+  if (operation.after) operation.after();
 }
 
-void Group::run(Operation operation) {
+bool Group::tryRunHere(const Operation& operation) {
   refuseInChild();
   validate(operation, size_);
-  const bool ran = executor_->tryRunHere([&] {
+  return executor_->tryRunHere([&] {
     ++submitted_;
     execute(operation, /*in_users_thread=*/true);
   });
-  if (ran) return;
+}
+
+void Group::run(Operation operation) {
+  if (tryRunHere(operation)) return;
   const auto ticket = submit(std::move(operation), nullptr);
   ticket->wait(kNever, options_.interrupt);
   if (ticket->error()) std::rethrow_exception(ticket->error());
@@ -159,7 +164,13 @@ void Group::abort(const std::string& why) {
 
 void Group::shutdown() {
   if (forkGeneration() != generation_) return;  // the parent's to do
-  executor_->stop();
+  try {
+    executor_->stop(options_.interrupt);
+  } catch (...) {  // Ctrl-C while operations are under way that others may never join
+    session_->abort("interrupted while it was leaving");
+    executor_->stop();
+    throw;
+  }
   std::call_once(departed_, [&] { session_->depart(); });
 }
 

@@ -37,6 +37,9 @@ class Group {
   // Blocks until the operation is done; throws its Error.
   void run(Operation operation);
 
+  // Runs it in this thread if nothing is queued or running, like `run`; else returns false.
+  bool tryRunHere(const Operation& operation);
+
   // Queues the operation.  Throws Error(kArgument) at once for what cannot be done; any other error
   // is the ticket's.  `completion` is called once, in a thread where it may call this group.
   std::shared_ptr<Ticket> submit(Operation operation, Executor::Completion completion);

@@ -1,7 +1,7 @@
 // One collective call: which, with what arguments, and by when.
 #pragma once
 
-#include <memory>
+#include <functional>
 #include <variant>
 
 #include "base/clock.h"
@@ -13,7 +13,9 @@ namespace ringreduce {
 struct Operation {
   std::variant<AllReduce, Broadcast, AllGather, Barrier> call;
   Nanos timeout = 0;  // from when it starts to run; 0: the group's
-  std::shared_ptr<const void> memory = {};  // kept until it has run: whatever owns the buffers
+  // Called in the same thread once it has succeeded; what it holds, the buffers' owners, lives as
+  // long as the operation may touch them.
+  std::function<void()> after = {};
 };
 
 // Throws Error(kArgument) for what cannot be done, before anything is sent.

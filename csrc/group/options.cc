@@ -11,6 +11,12 @@
 #include "wire/page.h"
 
 namespace ringreduce {
+namespace {
+
+constexpr size_t kLeastSlotBytes = 4 << 10, kMostSlotBytes = 64 << 20;
+constexpr int kLeastSlots = 3;  // two-shot has three slices under way
+
+}  // namespace
 
 int coresAvailable() {
   cpu_set_t set;
@@ -25,10 +31,9 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
   // context switch, and a larger slot makes fewer of them.
   if (world_size > coresAvailable()) options.slot_bytes = 1 << 20;
   options.slot_bytes = static_cast<size_t>(
-      envInteger("RINGREDUCE_SLOT_BYTES", static_cast<int64_t>(options.slot_bytes), 4 << 10,
-                 64 << 20));
-  options.slot_bytes = options.slot_bytes / kLine * kLine;
-  options.slots = static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, 3, kMaxSlots));
+      envInteger("RINGREDUCE_SLOT_BYTES", static_cast<int64_t>(options.slot_bytes), kLeastSlotBytes,
+                 kMostSlotBytes));
+  options.slots = static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, kLeastSlots, kMaxSlots));
   if (const auto name = env("RINGREDUCE_ALGORITHM")) {
     const auto algorithm = algorithmNamed(*name);
     if (!algorithm)
@@ -37,6 +42,20 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
     options.algorithm = *algorithm;
   }
   return options;
+}
+
+void SharedOptions::validate() const {
+  const auto within = [](const char* what, size_t value, size_t low, size_t high) {
+    if (value < low || value > high)
+      throw Error(Failure::kSetup, std::string(what) + " is " + std::to_string(value) +
+                                       "; it can be " + std::to_string(low) + " to " +
+                                       std::to_string(high));
+  };
+  within("slot_bytes", slot_bytes, kLeastSlotBytes, kMostSlotBytes);
+  within("slots", static_cast<size_t>(slots), kLeastSlots, kMaxSlots);
+  if (slot_bytes % kLine != 0)
+    throw Error(Failure::kSetup, "slot_bytes is " + std::to_string(slot_bytes) +
+                                     ", which is not a multiple of " + std::to_string(kLine));
 }
 
 std::string SharedOptions::toText() const {

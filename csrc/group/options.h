@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 
 #include "base/clock.h"
@@ -17,14 +18,18 @@ struct SharedOptions {
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
+  // Throws Error(kSetup) for what no group can work with.
+  void validate() const;
   std::string toText() const;
   static SharedOptions fromText(const std::string& text);
 };
 
 struct GroupOptions {
-  std::string name;               // for messages: "group 'default_pg'"
+  std::string name;                // for messages: "group 'default_pg'"
   Nanos timeout = 1800 * kSecond;  // of an operation, and of making the group
   Nanos stall = 10 * kSecond;      // RINGREDUCE_STALL_SECONDS: a wait this long is logged
+
+  std::optional<SharedOptions> shared;  // unset: from the environment
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;

@@ -127,7 +127,8 @@ class Hub {
  public:
   Hub(Store& store, int size, const GroupOptions& options)
       : store_(store), size_(size), options_(options), patience_(options), callers_() {
-    shared_ = SharedOptions::fromEnvironment(size);
+    shared_ = options.shared ? *options.shared : SharedOptions::fromEnvironment(size);
+    shared_.validate();
     seats_.resize(static_cast<size_t>(size));
     table_.options = shared_;
     table_.members.resize(static_cast<size_t>(size));

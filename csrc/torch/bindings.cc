@@ -1,0 +1,88 @@
+// ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+
+#include "base/env.h"
+#include "reduce/reduce.h"
+#include "torch/backend.h"
+#include "torch/comm_hook.h"
+#include "torch/errors.h"
+
+namespace py = pybind11;
+
+namespace ringreduce {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// What is not given comes from the environment.
+BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         double timeout, const std::string& name,
+                         const std::optional<std::string>& algorithm,
+                         std::optional<size_t> slot_bytes, std::optional<int> slots,
+                         std::optional<double> stall_seconds) {
+  const py::gil_scoped_release no_gil;  // ranks that are threads of one process join one another
+  try {
+    GroupOptions options;
+    options.name = name;
+    options.timeout = static_cast<Nanos>(timeout * kSecond);
+    options.interrupt = &checkSignals;
+    options.stall = static_cast<Nanos>(
+        kSecond * stall_seconds.value_or(envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9)));
+    options.shared = SharedOptions::fromEnvironment(size);
+    if (algorithm) {
+      const auto known = algorithmNamed(*algorithm);
+      if (!known) throw Error(Failure::kArgument, "there is no algorithm '" + *algorithm + "'");
+      options.shared->algorithm = *known;
+    }
+    options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
+    options.shared->slots = slots.value_or(options.shared->slots);
+    return c10::make_intrusive<Backend>(store, rank, size, options);
+  } catch (const Error&) {
+    rethrowToPython();
+  }
+}
+
+}  // namespace
+}  // namespace ringreduce
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace ringreduce;
+  py::module_::import("torch.distributed");  // registers the types that the signatures name
+
+  m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
+        py::arg("timeout"), py::arg("name"), py::arg("algorithm") = py::none(),
+        py::arg("slot_bytes") = py::none(), py::arg("slots") = py::none(),
+        py::arg("stall_seconds") = py::none());
+  m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "staging_bytes",
+      [](const BackendPtr& backend) { return asRingreduce(*backend).stagingBytes(); },
+      py::arg("backend"));
+  m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
+  m.def(
+      "average_bucket",
+      [](const BackendPtr& backend, c10d::GradBucket& bucket) {
+        c10::intrusive_ptr<c10::ivalue::Future> future;
+        {
+          const py::gil_scoped_release no_gil;
+          future = averageGradBucket(*backend, bucket);
+        }
+        return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+      },
+      py::arg("backend"), py::arg("bucket"));
+  m.def("instruction_set", &instructionSet);
+  m.def(
+      "set_error_types",
+      [](const py::object& peer_lost, const py::object& timeout, const py::object& mismatch,
+         const py::object& aborted, const py::object& other) {
+        setErrorTypes(peer_lost.ptr(), timeout.ptr(), mismatch.ptr(), aborted.ptr(), other.ptr());
+      },
+      py::arg("peer_lost"), py::arg("timeout"), py::arg("mismatch"), py::arg("aborted"),
+      py::arg("other"));
+  m.attr("torch_version") = RINGREDUCE_TORCH_VERSION;
+}

@@ -1,0 +1,68 @@
+// Error to exception class.
+#include "torch/errors.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <utility>
+
+namespace ringreduce {
+namespace {
+
+std::array<PyObject*, 5> error_types{};
+
+PyObject* typeOf(Failure kind) {
+  switch (kind) {
+    case Failure::kPeerLost:
+      return error_types[0];
+    case Failure::kTimeout:
+      return error_types[1];
+    case Failure::kMismatch:
+      return error_types[2];
+    case Failure::kAborted:
+      return error_types[3];
+    case Failure::kArgument:
+      return PyExc_ValueError;
+    default:
+      return error_types[4];
+  }
+}
+
+struct PythonError final : torch::PyTorchError {
+  PythonError(Failure kind, const std::string& text) : PyTorchError(text), kind(kind) {}
+  PyObject* python_type() override { return typeOf(kind); }
+  Failure kind;
+};
+
+}  // namespace
+
+void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, PyObject* aborted,
+                   PyObject* other) {
+  error_types = {peer_lost, timeout, mismatch, aborted, other};
+  for (PyObject* type : error_types) Py_INCREF(type);
+}
+
+std::exception_ptr toPython(std::exception_ptr error, const std::string& context) {
+  if (!error) return error;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    std::string text = e.what();
+    if (!context.empty()) text += " (" + context + ")";
+    return std::make_exception_ptr(PythonError(e.kind(), text));
+  } catch (...) {
+    return error;
+  }
+}
+
+void rethrowToPython(const std::string& context) {
+  std::rethrow_exception(toPython(std::current_exception(), context));
+}
+
+void checkSignals() {
+  const pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,86 @@
+// Checks of tensors, and contiguous copies of those that need one.
+#include "torch/tensors.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+
+#include <string>
+
+#include "base/error.h"
+
+namespace ringreduce {
+namespace {
+
+[[noreturn]] void refuse(const char* call, const std::string& why) {
+  throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
+}
+
+}  // namespace
+
+DType dtypeOf(const at::Tensor& tensor, const char* call) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kDouble: return DType::kFloat64;
+    case at::kHalf: return DType::kFloat16;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kChar: return DType::kInt8;
+    case at::kByte: return DType::kUInt8;
+    case at::kShort: return DType::kInt16;
+    case at::kInt: return DType::kInt32;
+    case at::kLong: return DType::kInt64;
+    case at::kBool: return DType::kBool;
+    case at::kUInt16: return DType::kUInt16;
+    case at::kUInt32: return DType::kUInt32;
+    case at::kUInt64: return DType::kUInt64;
+    case at::kComplexFloat: return DType::kComplex64;
+    case at::kComplexDouble: return DType::kComplex128;
+    case at::kFloat8_e4m3fn: return DType::kFloat8E4M3FN;
+    case at::kFloat8_e5m2: return DType::kFloat8E5M2;
+    case at::kFloat8_e4m3fnuz: return DType::kFloat8E4M3FNUZ;
+    case at::kFloat8_e5m2fnuz: return DType::kFloat8E5M2FNUZ;
+    default: refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
+  }
+}
+
+void requireDense(const at::Tensor& tensor, const char* call) {
+  if (!tensor.defined()) refuse(call, "an undefined tensor");
+  if (tensor.layout() != at::kStrided)
+    refuse(call, std::string("takes dense tensors, not ") +
+                     (tensor.is_sparse() ? "sparse" : c10::str(tensor.layout())) +
+                     " ones; sparse all-reduce is gloo's");
+  if (tensor.is_quantized()) refuse(call, "takes no quantized tensors; dequantize them first");
+  if (!tensor.device().is_cpu())
+    refuse(call, "takes tensors in CPU memory, not on " + tensor.device().str() +
+                     ": this build has no GPU support; use nccl for CUDA tensors, or "
+                     "\"cpu:ringreduce,cuda:nccl\"");
+}
+
+const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call) {
+  if (tensors.size() != 1)
+    refuse(call, "takes one tensor, not a list of " + std::to_string(tensors.size()));
+  requireDense(tensors[0], call);
+  return tensors[0];
+}
+
+Staged::Staged(at::Tensor tensor, bool copy_in) : tensor_(std::move(tensor)) {
+  if (tensor_.is_contiguous()) {
+    memory_ = tensor_;
+    return;
+  }
+  if (at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
+    throw Error(Failure::kArgument,
+                "ringreduce cannot write to a tensor whose elements share memory (an expanded "
+                "one); pass .contiguous()");
+  const at::NoGradGuard no_grad;
+  memory_ = copy_in ? tensor_.detach().contiguous()
+                    : at::empty(tensor_.sizes(), tensor_.options().memory_format(
+                                                     at::MemoryFormat::Contiguous));
+}
+
+void Staged::giveBack() const {
+  if (memory_.is_same(tensor_)) return;
+  const at::NoGradGuard no_grad;
+  tensor_.detach().copy_(memory_);
+}
+
+}  // namespace ringreduce

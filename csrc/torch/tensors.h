@@ -1,0 +1,35 @@
+// Tensors as the core sees them: a dtype and dense memory.  Everything else is refused here, with an
+// error that names the call, before anything is sent.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "base/dtype.h"
+
+namespace ringreduce {
+
+// Throws Error(kArgument) for a dtype the core does not know.
+DType dtypeOf(const at::Tensor& tensor, const char* call);
+
+// Refuses what is not an ordinary tensor in CPU memory.
+void requireDense(const at::Tensor& tensor, const char* call);
+
+// Torch calls lists of tensors, one for each device; there is one.
+const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call);
+
+// Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes back.
+// Whatever strides a tensor has, its elements travel in their logical order.
+class Staged {
+ public:
+  // `copy_in`: the old values matter.
+  Staged(at::Tensor tensor, bool copy_in);
+  void* data() const { return memory_.data_ptr(); }
+  void giveBack() const;
+
+ private:
+  at::Tensor tensor_, memory_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,28 @@
+# The extension; csrc/torch/bindings.cc says what each function does.
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import GradBucket, Store
+from torch.futures import Future
+
+torch_version: str
+
+def create_backend(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: float,  # seconds
+    name: str,
+    algorithm: str | None = None,
+    slot_bytes: int | None = None,
+    slots: int | None = None,
+    stall_seconds: float | None = None,
+) -> Any: ...
+def shutdown_all() -> None: ...
+def staging_bytes(backend: Any) -> int: ...
+def register_comm_hook(reducer: Any, backend: Any) -> None: ...
+def average_bucket(backend: Any, bucket: GradBucket) -> Future[Tensor]: ...
+def instruction_set() -> str: ...
+def set_error_types(
+    peer_lost: type, timeout: type, mismatch: type, aborted: type, other: type
+) -> None: ...

@@ -1,0 +1,51 @@
+"""Bucketed ring all-reduce for PyTorch: a torch.distributed backend and a DDP hook.
+
+    dist.init_process_group("ringreduce")        # as a backend, no import needed
+    ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
+    ringreduce.average_gradients(model)          # in a loop without DDP
+"""
+
+import importlib.metadata
+
+import torch.distributed as dist
+
+import _ringreduce_autoload
+from ringreduce import hooks
+from ringreduce._backend import Options, backend_of, extension, ringreduce_group
+from ringreduce.average import average_gradients
+from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
+from ringreduce.hooks import register_comm_hook
+
+__all__ = [
+    "Aborted",
+    "Error",
+    "Mismatch",
+    "Options",
+    "PeerLost",
+    "Timeout",
+    "average_gradients",
+    "hooks",
+    "instruction_set",
+    "register_comm_hook",
+    "staging_bytes",
+]
+
+__version__ = importlib.metadata.version("ringreduce")
+
+_ringreduce_autoload.register()
+
+
+def staging_bytes(group: dist.ProcessGroup | None = None) -> int:
+    """Bytes of shared memory that this rank owns for a group: an upper bound of what it uses.
+
+    Args:
+        group: a ringreduce group, or another that has one beside it; None for the default group.
+    """
+    size: int = extension().staging_bytes(backend_of(ringreduce_group(group)))
+    return size
+
+
+def instruction_set() -> str:
+    """The instruction set that the reduction kernels use on this machine, such as "x86-64-v4"."""
+    name: str = extension().instruction_set()
+    return name

@@ -1,0 +1,118 @@
+"""Makes ringreduce groups for torch.distributed, and finds those that exist."""
+
+import atexit
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from ringreduce import errors
+from ringreduce._load import load
+
+# A backend object, of whatever kind; torch's stubs name it only in a private module.
+Backend = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of one group: `init_process_group("ringreduce", pg_options=Options(...))`.
+
+    What is None comes from the environment (RINGREDUCE_ALGORITHM, ...), else from the defaults.
+    All but `stall_seconds` are taken from rank 0.
+
+    Attributes:
+        algorithm: of all-reduce: "auto", "direct", "twoshot" or "ring".
+        slot_bytes: size of a slot of shared memory, a multiple of 128 from 4 KiB to 64 MiB.
+        slots: how many slots a rank has for each wire, 3 to 32.
+        stall_seconds: a wait that lasts longer is logged, with who is waited for.
+    """
+
+    algorithm: str | None = None
+    slot_bytes: int | None = None
+    slots: int | None = None
+    stall_seconds: float | None = None
+
+
+@functools.cache
+def extension() -> Any:
+    """Returns ringreduce._C, told of the exception classes and to be shut down at exit."""
+    module = load()
+    module.set_error_types(
+        errors.PeerLost, errors.Timeout, errors.Mismatch, errors.Aborted, errors.Error
+    )
+    # A process that ends without destroy_process_group still finishes what it has queued, and no
+    # thread of ours runs while the interpreter is torn down.
+    atexit.register(module.shutdown_all)
+    return module
+
+
+def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
+    """What torch calls to make a group; collective over its ranks.
+
+    Args:
+        dist_backend_opts: torch's DistributedBackendOptions: store, rank, size, timeout, name.
+        backend_options: what the caller gave as pg_options: None or `Options`.
+
+    Raises:
+        TypeError: pg_options of another kind.
+        ValueError: an option that cannot be.
+        Timeout, PeerLost, Error: not all ranks came, or they cannot work together; names them.
+    """
+    options = Options() if backend_options is None else backend_options
+    if not isinstance(options, Options):
+        raise TypeError(
+            "pg_options of a ringreduce group must be ringreduce.Options, "
+            f"not {type(options).__name__}"
+        )
+    return extension().create_backend(
+        store=dist_backend_opts.store,
+        rank=dist_backend_opts.group_rank,
+        size=dist_backend_opts.group_size,
+        timeout=dist_backend_opts.timeout.total_seconds(),
+        name=dist_backend_opts.group_id,
+        **dataclasses.asdict(options),
+    )
+
+
+def backend_of(group: dist.ProcessGroup) -> Backend | None:
+    """The group's ringreduce backend for CPU tensors, or None if it has another."""
+    import torch
+
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group that has no backend for CPU tensors at all, such as nccl's
+        return None
+    return backend if backend.name() == "ringreduce" else None
+
+
+_companions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself if it is ringreduce's, else one of ringreduce over the same ranks.
+
+    The latter is made once a group, which is collective over its ranks.
+
+    Raises:
+        RuntimeError: there is no default group.
+        Timeout, PeerLost, Error: as `create`.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise RuntimeError("call torch.distributed.init_process_group first")
+    if backend_of(group) is not None:
+        return group
+    companion = _companions.get(group)
+    # destroy_process_group() ends a companion with all other groups; torch forgets it then.
+    if companion is None or companion not in dist.distributed_c10d._world.pg_map:
+        companion = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="ringreduce",
+            use_local_synchronization=True,
+        )
+        _companions[group] = companion
+    return companion

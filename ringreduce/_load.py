@@ -1,0 +1,84 @@
+"""Loads the extension ringreduce._C, or says in words why it cannot.
+
+Without this, an extension that was built for another torch ends in an undefined symbol, or in
+memory that both sides lay out differently.
+"""
+
+import functools
+import importlib.machinery
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+
+def _rebuild_command() -> str:
+    """The command that builds ringreduce again, for this Python and in the way it was installed."""
+    tree = Path(__file__).resolve().parent.parent
+    if (tree / "CMakeLists.txt").exists():  # an editable install, or run from the source
+        arguments = ["-e", str(tree)]
+    else:
+        from ringreduce._build_info import SOURCE_DIR
+
+        there = (Path(SOURCE_DIR) / "CMakeLists.txt").exists()
+        source = SOURCE_DIR if there else "PATH_TO_RINGREDUCE_SOURCE"
+        arguments = ["--no-deps", "--force-reinstall", source]
+    pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation"]
+    return shlex.join(pip + arguments)
+
+
+def _release(version: str) -> str:
+    """The part of a torch version that must match: "2.13" of "2.13.0+cpu".
+
+    The C++ classes that we derive from (Backend, Work) change in minor releases of torch, not in
+    patch releases; what follows the "+" (cpu, cu130) changes none of the libraries that we link.
+    """
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Returns the module ringreduce._C; the second call costs nothing.
+
+    Raises:
+        ImportError: it was not built, or for another Python or another minor release of torch; the
+            message holds the command that builds it again.
+    """
+    try:
+        from ringreduce import _build_info as built
+    except ImportError:  # never built, so this is the source tree: an install always has it
+        raise ImportError(
+            f"ringreduce's C++ extension has not been built. Build it with: {_rebuild_command()}"
+        ) from None
+
+    rebuild = f"Rebuild it with: {_rebuild_command()}"
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    if built.EXTENSION_SUFFIX not in suffixes:
+        raise ImportError(
+            f"ringreduce was built for another Python (*{built.EXTENSION_SUFFIX}) than this one "
+            f"(*{suffixes[0]}). {rebuild}"
+        )
+    if _release(built.TORCH_VERSION) != _release(torch.__version__):
+        raise ImportError(
+            f"ringreduce was built for torch {built.TORCH_VERSION}, but torch {torch.__version__} "
+            f"is installed. {rebuild}"
+        )
+    if torch.compiled_with_cxx11_abi() != built.CXX11_ABI:
+        raise ImportError(
+            f"ringreduce and this torch {torch.__version__} were built with different C++ string "
+            f"ABIs (_GLIBCXX_USE_CXX11_ABI={int(built.CXX11_ABI)} and "
+            f"{int(torch.compiled_with_cxx11_abi())}). {rebuild}"
+        )
+    try:
+        return importlib.import_module("ringreduce._C")
+    except ModuleNotFoundError as error:
+        if error.name != "ringreduce._C":
+            raise
+        raise ImportError(f"ringreduce's C++ extension has not been built. {rebuild}") from None
+    except ImportError as error:
+        raise ImportError(
+            f"ringreduce's C++ extension, built for torch {built.TORCH_VERSION}, does not load "
+            f"into torch {torch.__version__} ({error}). {rebuild}"
+        ) from error
