@@ -1,6 +1,6 @@
 // How fast the reduction kernels are in cache, for each instruction set that this CPU has.
 //
-//   reduce_perf [KiB per buffer, 256 unless given] [repetitions, 7 unless given]
+//   reduce_perf [KiB per buffer, 256 unless given] [repetitions, 50 unless given]
 //
 // The figure is GB/s of memory traffic: P buffers read and one written, over the time of the
 // fastest repetition.  dst is the first source, as in an all-reduce in place.
@@ -30,7 +30,8 @@ std::unique_ptr<char, decltype(&std::free)> makeBuffer(size_t bytes) {
   return {buffer, &std::free};
 }
 
-// Seconds that one call of `body` takes, in the fastest of `repetitions` runs of about 10 ms each.
+// Seconds that one call of `body` takes, in the fastest of `repetitions` runs.  A run is about 1
+// ms: short enough that, on a busy machine too, some of them are not interrupted.
 template <class Body>
 double secondsOf(int repetitions, Body body) {
   const auto timed = [&](int calls) {
@@ -39,7 +40,7 @@ double secondsOf(int repetitions, Body body) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   int calls = 1;
-  while (timed(calls) < 0.005) calls *= 2;
+  while (timed(calls) < 0.0005) calls *= 2;
   double best = 1e9;
   for (int i = 0; i < repetitions; ++i) best = std::min(best, timed(2 * calls) / (2 * calls));
   return best;
@@ -49,14 +50,14 @@ double secondsOf(int repetitions, Body body) {
 
 int main(int argc, char** argv) {
   const int kib = argc > 1 ? std::atoi(argv[1]) : 256;
-  const int repetitions = argc > 2 ? std::atoi(argv[2]) : 7;
+  const int repetitions = argc > 2 ? std::atoi(argv[2]) : 50;
   if (kib <= 0 || repetitions <= 0) {
     std::fprintf(stderr, "usage: %s [KiB per buffer] [repetitions]\n", argv[0]);
     return 2;
   }
   const size_t bytes = static_cast<size_t>(kib) << 10;
 
-  constexpr int kMost = 8;
+  constexpr int kMost = 16;
   std::vector<std::unique_ptr<char, decltype(&std::free)>> buffers;
   const void* sources[kMost];
   for (const void*& source : sources) {
@@ -69,10 +70,10 @@ int main(int argc, char** argv) {
   std::printf("%d KiB a buffer; GB/s read and written; memcpy %.0f\n\n", kib,
               2 * static_cast<double>(bytes) / copy * 1e-9);
 
-  constexpr int kSizes[] = {2, 4, 8};
+  constexpr int kSizes[] = {2, 4, 8, 16};
   std::printf("%-10s %-10s", "set", "dtype");
-  for (const int p : kSizes) std::printf("   SUM P=%d", p);
-  std::printf("   AVG P=3  combine   finish\n");
+  for (const int p : kSizes) std::printf("  SUM P=%-2d", p);
+  std::printf("   AVG P=3   combine    finish\n");
   for (const KernelSet& set : kernelSets()) {
     if (!set.runs) continue;
     for (int type = 0; type < kReducibleDTypes; ++type) {

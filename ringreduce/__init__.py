@@ -1,8 +1,8 @@
 """Bucketed ring all-reduce for PyTorch: a torch.distributed backend and a DDP hook.
 
-    dist.init_process_group("ringreduce")        # as a backend, no import needed
-    ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
-    ringreduce.average_gradients(model)          # in a loop without DDP
+dist.init_process_group("ringreduce")        # as a backend, no import needed
+ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
+ringreduce.average_gradients(model)          # in a loop without DDP
 """
 
 import importlib.metadata

@@ -60,7 +60,7 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         pending.append((bucket, flat, work))
     for bucket, flat, work in pending:
         work.wait()
-        parts = flat.split([gradient.numel() for gradient in bucket])
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
         torch._foreach_copy_(
             bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)]
         )

@@ -4,11 +4,16 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce._backend import backend_of, extension, ringreduce_group
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 __all__ = ["all_reduce_hook", "register_comm_hook"]
 
@@ -16,8 +21,8 @@ __all__ = ["all_reduce_hook", "register_comm_hook"]
 def register_comm_hook(ddp_model: DistributedDataParallel) -> None:
     """Averages the gradients of a DDP model by ringreduce, whatever the backend of its group.
 
-    On a model whose group is not ringreduce's (gloo, nccl), a ringreduce group over the same ranks is
-    made beside it.  Call it on all ranks, once, before the first backward.
+    On a model whose group is not ringreduce's (gloo, nccl), a ringreduce group over the same ranks
+    is made beside it.  Call it on all ranks, once, before the first backward.
 
     Args:
         ddp_model: a DistributedDataParallel on CPU parameters, of any floating dtypes.
@@ -42,11 +47,12 @@ def register_comm_hook(ddp_model: DistributedDataParallel) -> None:
         )
     group = ringreduce_group(ddp_model.process_group)
     extension().register_comm_hook(ddp_model.reducer, backend_of(group))
-    ddp_model.logger._set_comm_hook_name("ringreduce_all_reduce")
+    if ddp_model.logger is not None:
+        ddp_model.logger._set_comm_hook_name("ringreduce_all_reduce")
 
 
 def all_reduce_hook(
-    state: dist.ProcessGroup | None, bucket: dist.GradBucket
+    state: dist.ProcessGroup | None, bucket: "GradBucket"
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages one bucket: `ddp_model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)`.
 
@@ -61,7 +67,6 @@ def all_reduce_hook(
     Raises:
         PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
     """
-    future: torch.futures.Future[torch.Tensor] = extension().average_bucket(
-        backend_of(ringreduce_group(state)), bucket
-    )
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    extension().average_bucket(backend_of(ringreduce_group(state)), bucket, future)
     return future

@@ -7,8 +7,8 @@
 
 namespace ringreduce {
 
-// The first ten can be reduced; the rest are only moved (broadcast, all-gather).  The values are part
-// of what ranks compare with each other before an operation, so they never change meaning.
+// The first ten can be reduced; the rest are only moved (broadcast, all-gather).  The values are
+// part of what ranks compare with each other before an operation, so they never change meaning.
 enum class DType : uint8_t {
   kFloat32,
   kFloat64,
@@ -41,29 +41,50 @@ struct DTypeInfo {
 };
 
 inline constexpr std::array kDTypes{
-    DTypeInfo{"float32", 4},       DTypeInfo{"float64", 8},         DTypeInfo{"float16", 2},
-    DTypeInfo{"bfloat16", 2},      DTypeInfo{"int8", 1},            DTypeInfo{"uint8", 1},
-    DTypeInfo{"int16", 2},         DTypeInfo{"int32", 4},           DTypeInfo{"int64", 8},
-    DTypeInfo{"bool", 1},          DTypeInfo{"uint16", 2},          DTypeInfo{"uint32", 4},
-    DTypeInfo{"uint64", 8},        DTypeInfo{"complex64", 8},       DTypeInfo{"complex128", 16},
-    DTypeInfo{"float8_e4m3fn", 1}, DTypeInfo{"float8_e5m2", 1},     DTypeInfo{"float8_e4m3fnuz", 1},
+    DTypeInfo{"float32", 4},
+    DTypeInfo{"float64", 8},
+    DTypeInfo{"float16", 2},
+    DTypeInfo{"bfloat16", 2},
+    DTypeInfo{"int8", 1},
+    DTypeInfo{"uint8", 1},
+    DTypeInfo{"int16", 2},
+    DTypeInfo{"int32", 4},
+    DTypeInfo{"int64", 8},
+    DTypeInfo{"bool", 1},
+    DTypeInfo{"uint16", 2},
+    DTypeInfo{"uint32", 4},
+    DTypeInfo{"uint64", 8},
+    DTypeInfo{"complex64", 8},
+    DTypeInfo{"complex128", 16},
+    DTypeInfo{"float8_e4m3fn", 1},
+    DTypeInfo{"float8_e5m2", 1},
+    DTypeInfo{"float8_e4m3fnuz", 1},
     DTypeInfo{"float8_e5m2fnuz", 1},
 };
 
 inline constexpr std::array<const char*, kReduceOps> kReduceOpNames{
     "SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 
-constexpr const char* name(DType t) { return kDTypes[static_cast<size_t>(t)].name; }
-constexpr size_t sizeOf(DType t) { return kDTypes[static_cast<size_t>(t)].size; }
-constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
+constexpr const char* name(DType t) {
+  return kDTypes[static_cast<size_t>(t)].name;
+}
+constexpr size_t sizeOf(DType t) {
+  return kDTypes[static_cast<size_t>(t)].size;
+}
+constexpr const char* name(ReduceOp op) {
+  return kReduceOpNames[static_cast<size_t>(op)];
+}
 
 constexpr bool isFloating(DType t) {
-  return t == DType::kFloat32 || t == DType::kFloat64 || t == DType::kFloat16 || t == DType::kBFloat16;
+  return t == DType::kFloat32 || t == DType::kFloat64 || t == DType::kFloat16 ||
+         t == DType::kBFloat16;
 }
-constexpr bool isHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
+constexpr bool isHalf(DType t) {
+  return t == DType::kFloat16 || t == DType::kBFloat16;
+}
 
-// Whether `op` has a meaning for elements of type `t`.  bool: SUM and MAX are "or", PRODUCT and MIN are
-// "and"; an average of truth values, and bits of floating-point numbers, have none.
+// Whether `op` has a meaning for elements of type `t`.  bool: SUM and MAX are "or", PRODUCT and MIN
+// are "and"; an average of truth values, and bits of floating-point numbers, have none.
 constexpr bool isSupported(DType t, ReduceOp op) {
   if (static_cast<int>(t) >= kReducibleDTypes) return false;
   switch (op) {

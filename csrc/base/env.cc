@@ -32,10 +32,14 @@ int64_t envInteger(const char* name, int64_t fallback, int64_t low, int64_t high
   double number = std::strtod(value->c_str(), &end);
   const std::string suffix(end);
   if (end == value->c_str()) refuse(name, *value, wanted);
-  if (suffix == "K" || suffix == "k") number *= 1 << 10;
-  else if (suffix == "M" || suffix == "m") number *= 1 << 20;
-  else if (suffix == "G" || suffix == "g") number *= 1 << 30;
-  else if (!suffix.empty()) refuse(name, *value, wanted);
+  if (suffix == "K" || suffix == "k")
+    number *= 1 << 10;
+  else if (suffix == "M" || suffix == "m")
+    number *= 1 << 20;
+  else if (suffix == "G" || suffix == "g")
+    number *= 1 << 30;
+  else if (!suffix.empty())
+    refuse(name, *value, wanted);
   if (!(number >= static_cast<double>(low) && number <= static_cast<double>(high)) ||
       number != std::floor(number))
     refuse(name, *value, wanted);

@@ -1,7 +1,9 @@
-// What can go wrong, as types: four failures of a group, one of its set-up, one of a call's arguments.
+// What can go wrong, as types: four failures of a group, one of its set-up, one of a call's
+// arguments.
 //
-// A group that has failed stays failed: every later operation on it raises the same error.  The text
-// of each names ranks, hosts and the operation, and is made where these are known (group/session.cc).
+// A group that has failed stays failed: every later operation on it raises the same error.  The
+// text of each names ranks, hosts and the operation, and is made where these are known
+// (group/session.cc).
 #pragma once
 
 #include <cstdint>

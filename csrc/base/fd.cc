@@ -57,6 +57,8 @@ void Fd::reset() {
   fd_ = -1;
 }
 
-int forkGeneration() { return Registry::instance().generation; }
+int forkGeneration() {
+  return Registry::instance().generation;
+}
 
 }  // namespace ringreduce

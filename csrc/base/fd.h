@@ -1,8 +1,9 @@
 // File descriptors that close themselves, also in a forked child.
 //
-// A forked child (a DataLoader worker, say) inherits every descriptor of its parent.  If it kept ours,
-// a dead rank's sockets would look open for as long as the child lives.  So every Fd is on a list
-// that a pthread_atfork handler closes in the child, where groups cannot be used (see inForkedChild).
+// A forked child (a DataLoader worker, say) inherits every descriptor of its parent.  If it kept
+// ours, a dead rank's sockets would look open for as long as the child lives.  So every Fd is on a
+// list that a pthread_atfork handler closes in the child, where groups cannot be used (see
+// inForkedChild).
 #pragma once
 
 #include <utility>
@@ -13,8 +14,7 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd);  // takes ownership; -1 is "none"
-  Fd(Fd&& other) noexcept
-      : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
   Fd& operator=(Fd&& other) noexcept {
     if (this != &other) {
       reset();

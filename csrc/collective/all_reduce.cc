@@ -34,8 +34,8 @@ class Exchanged {
         sources_(static_cast<size_t>(c.size)),
         ordered_(static_cast<size_t>(c.size)) {}
 
-  // Each rank puts all of a slice into its slot, then adds all slots.  Its own addends it takes from
-  // its own memory, which is in cache and about to be written.
+  // Each rank puts all of a slice into its slot, then adds all slots.  Its own addends it takes
+  // from its own memory, which is in cache and about to be written.
   void direct() {
     const auto fill = [&](uint64_t j) {
       const Span s = slice(j);
@@ -49,8 +49,8 @@ class Exchanged {
     });
   }
 
-  // A slice is shared out: each rank puts into its slot what others are to add, adds its own part of
-  // everybody's, writes that into its slot, and copies the others' parts of the sum from theirs.
+  // A slice is shared out: each rank puts into its slot what others are to add, adds its own part
+  // of everybody's, writes that into its slot, and copies the others' parts of the sum from theirs.
   void twoShot() {
     const auto fill = [&](uint64_t j) {
       std::byte* slot = c_.exchange.acquire(first_ + j);
@@ -102,20 +102,26 @@ class Exchanged {
     return span;
   }
 
-  std::byte* at(size_t element) const { return static_cast<std::byte*>(a_.data) + element * width_; }
+  std::byte* at(size_t element) const {
+    return static_cast<std::byte*>(a_.data) + element * width_;
+  }
 
   void copyPart(std::byte* slot, Span span, bool into_slot, uint64_t j) const {
     std::byte* there = slot + (span.begin - slice(j).begin) * width_;
-    if (into_slot) copyBytes(there, at(span.begin), span.size * width_);
-    else copyBytes(at(span.begin), there, span.size * width_);
+    if (into_slot)
+      copyBytes(there, at(span.begin), span.size * width_);
+    else
+      copyBytes(at(span.begin), there, span.size * width_);
   }
 
   // Waits for everybody's slot of slice j.
   void gatherSources(uint64_t j) {
     for (int k = 0; k < c_.size; ++k) {
       const int r = (c_.rank + k) % c_.size;
-      if (r == c_.rank) own_slot_ = c_.exchange.own(first_ + j);
-      else sources_[static_cast<size_t>(r)] = c_.exchange.peek(r, first_ + j);
+      if (r == c_.rank)
+        own_slot_ = c_.exchange.own(first_ + j);
+      else
+        sources_[static_cast<size_t>(r)] = c_.exchange.peek(r, first_ + j);
     }
   }
 
@@ -124,8 +130,9 @@ class Exchanged {
     cut_.forEachChunk(span, [&](int chunk, size_t begin, size_t n) {
       for (int k = 0; k < c_.size; ++k) {
         const int r = kthToAdd(chunk, k, c_.size);
-        ordered_[static_cast<size_t>(k)] = r == c_.rank ? at(begin)
-                                  : sources_[static_cast<size_t>(r)] + (begin - slice.begin) * width_;
+        ordered_[static_cast<size_t>(k)] =
+            r == c_.rank ? at(begin)
+                         : sources_[static_cast<size_t>(r)] + (begin - slice.begin) * width_;
       }
       kernels_.reduce(dst + (begin - span.begin) * width_, ordered_.data(), c_.size, n, c_.size);
     });
@@ -137,7 +144,7 @@ class Exchanged {
   const Cut cut_;
   const size_t width_, slice_;  // bytes an element, elements a slice
   const uint64_t slices_, first_;
-  std::vector<std::byte*> sources_;  // the peers' slots of the slice being added
+  std::vector<std::byte*> sources_;   // the peers' slots of the slice being added
   std::vector<const void*> ordered_;  // the addends of a chunk, first to last
   std::byte* own_slot_ = nullptr;
 };

@@ -1,7 +1,8 @@
 // Broadcast over the exchange: the root fills slots, everybody else copies them out.
 //
 // The root need not wait for anybody unless it runs out of slots, so it may be ahead of the others
-// by that much.  The others post their steps as well, without data: so all can tell who has arrived.
+// by that much.  The others post their steps as well, without data: so all can tell who has
+// arrived.
 #include <algorithm>
 
 #include "base/copy.h"

@@ -66,8 +66,8 @@ struct Executor::State {
   std::condition_variable for_worker, for_teller, idle;
   std::deque<Item> queue;
   std::deque<Told> to_tell;
-  bool busy = false;           // the token: an operation runs
-  bool worker_done = false;    // no more completions will come
+  bool busy = false;         // the token: an operation runs
+  bool worker_done = false;  // no more completions will come
   bool stopping = false;
   std::thread worker, teller;
 
@@ -77,7 +77,8 @@ struct Executor::State {
     name("ringreduce");
     std::unique_lock lock(mutex);
     for (;;) {
-      for_worker.wait(lock, [&] { return (!queue.empty() && !busy) || (stopping && queue.empty()); });
+      for_worker.wait(lock,
+                      [&] { return (!queue.empty() && !busy) || (stopping && queue.empty()); });
       if (queue.empty()) break;
       Item item = std::move(queue.front());
       queue.pop_front();
@@ -124,7 +125,9 @@ struct Executor::State {
 
 Executor::Executor() : state_(std::make_shared<State>()) {}
 
-Executor::~Executor() { stop(); }
+Executor::~Executor() {
+  stop();
+}
 
 bool Executor::takeToken() {
   const std::lock_guard lock(state_->mutex);
@@ -174,8 +177,10 @@ void Executor::stop(void (*turn)()) {
   }
   for (std::thread* thread : {&worker, &teller}) {
     if (!thread->joinable()) continue;
-    if (thread->get_id() == std::this_thread::get_id()) thread->detach();
-    else thread->join();
+    if (thread->get_id() == std::this_thread::get_id())
+      thread->detach();
+    else
+      thread->join();
   }
 }
 

@@ -1,7 +1,7 @@
 // In which thread and in which order a group's operations run.
 //
-// They run one at a time, in the order of the calls.  A blocking call with nothing before it runs in
-// the caller's own thread (`runHere`): a hand-off costs more than a small all-reduce.  Everything
+// They run one at a time, in the order of the calls.  A blocking call with nothing before it runs
+// in the caller's own thread (`runHere`): a hand-off costs more than a small all-reduce. Everything
 // else queues for one worker thread, which starts with the first queued operation.  Completions are
 // told by a third thread, so that a callback which itself waits for an operation cannot stop the
 // worker.  No thread outlives the executor, also when a callback destroys it.

@@ -14,8 +14,8 @@ namespace ringreduce {
 namespace {
 
 // How long waits spin and yield before they sleep.  A caller that blocks has nothing better to do,
-// if there is a core for every rank.  The worker runs beside the computation that made its input, so
-// it leaves the cores to that at once.
+// if there is a core for every rank.  The worker runs beside the computation that made its input,
+// so it leaves the cores to that at once.
 Patience patienceOf(bool in_users_thread, int world_size) {
   if (world_size > coresAvailable()) return {.spin = 0, .yields = in_users_thread ? 50 : 0};
   return in_users_thread ? Patience{.spin = 100 * kMicrosecond, .yields = 20}
@@ -54,11 +54,13 @@ struct Group::Wires {
   }
   // A segment holds the page, the exchange's slots, the inbound link's slots (segmentBytes).
   static Slots slots(const Membership& m, int r, int region) {
-    std::byte* first = m.members[static_cast<size_t>(r)].segment->data() + roundUp(sizeof(Page), 4096);
+    std::byte* first =
+        m.members[static_cast<size_t>(r)].segment->data() + roundUp(sizeof(Page), 4096);
     const SharedOptions& o = m.options;
-    return {.data = first + static_cast<size_t>(region) * o.slot_bytes * static_cast<size_t>(o.slots),
-            .bytes = o.slot_bytes,
-            .depth = o.slots};
+    return {
+        .data = first + static_cast<size_t>(region) * o.slot_bytes * static_cast<size_t>(o.slots),
+        .bytes = o.slot_bytes,
+        .depth = o.slots};
   }
   static Slots linkSlots(const Membership& m, int r) { return slots(m, r, 1); }
   static std::vector<Exchange::Member> exchangeMembers(const Membership& m) {
@@ -77,8 +79,7 @@ std::shared_ptr<Group> Group::create(Store& store, int rank, int world_size,
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
-  return std::shared_ptr<Group>(
-      new Group(rank, join(store, rank, world_size, options), options));
+  return std::shared_ptr<Group>(new Group(rank, join(store, rank, world_size, options), options));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)
@@ -150,11 +151,9 @@ std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion 
   refuseInChild();
   validate(operation, size_);
   ++submitted_;
-  return executor_->submit(
-      [this, operation = std::move(operation)](bool in_users_thread) {
-        execute(operation, in_users_thread);
-      },
-      std::move(completion));
+  return executor_->submit([this, operation = std::move(operation)](
+                               bool in_users_thread) { execute(operation, in_users_thread); },
+                           std::move(completion));
 }
 
 void Group::abort(const std::string& why) {

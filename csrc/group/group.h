@@ -3,9 +3,9 @@
 //     auto group = Group::create(store, rank, world_size, options);
 //     group->run({AllReduce{data, count, DType::kFloat32, ReduceOp::kSum}});
 //
-// Thread-safe.  All ranks must call the same operations in the same order; where they do not, all get
-// an Error.  After any Error but kArgument the group has failed for good: destroy it, make a new one.
-// In a forked child every call but destruction is refused.
+// Thread-safe.  All ranks must call the same operations in the same order; where they do not, all
+// get an Error.  After any Error but kArgument the group has failed for good: destroy it, make a
+// new one. In a forked child every call but destruction is refused.
 #pragma once
 
 #include <atomic>

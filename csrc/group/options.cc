@@ -27,18 +27,20 @@ int coresAvailable() {
 
 SharedOptions SharedOptions::fromEnvironment(int world_size) {
   SharedOptions options;
-  // Slots that stay in a core's cache serve best, but where ranks take turns on a core each turn is a
-  // context switch, and a larger slot makes fewer of them.
+  // Slots that stay in a core's cache serve best, but where ranks take turns on a core each turn is
+  // a context switch, and a larger slot makes fewer of them.
   if (world_size > coresAvailable()) options.slot_bytes = 1 << 20;
-  options.slot_bytes = static_cast<size_t>(
-      envInteger("RINGREDUCE_SLOT_BYTES", static_cast<int64_t>(options.slot_bytes), kLeastSlotBytes,
-                 kMostSlotBytes));
-  options.slots = static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, kLeastSlots, kMaxSlots));
+  options.slot_bytes = static_cast<size_t>(envInteger("RINGREDUCE_SLOT_BYTES",
+                                                      static_cast<int64_t>(options.slot_bytes),
+                                                      kLeastSlotBytes, kMostSlotBytes));
+  options.slots =
+      static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, kLeastSlots, kMaxSlots));
   if (const auto name = env("RINGREDUCE_ALGORITHM")) {
     const auto algorithm = algorithmNamed(*name);
     if (!algorithm)
-      throw Error(Failure::kSetup, "RINGREDUCE_ALGORITHM=" + *name +
-                                       " is none of auto, direct, twoshot, ring; correct or unset it");
+      throw Error(Failure::kSetup,
+                  "RINGREDUCE_ALGORITHM=" + *name +
+                      " is none of auto, direct, twoshot, ring; correct or unset it");
     options.algorithm = *algorithm;
   }
   return options;

@@ -29,7 +29,7 @@ struct GroupOptions {
   Nanos timeout = 1800 * kSecond;  // of an operation, and of making the group
   Nanos stall = 10 * kSecond;      // RINGREDUCE_STALL_SECONDS: a wait this long is logged
 
-  std::optional<SharedOptions> shared;  // unset: from the environment
+  std::optional<SharedOptions> shared = std::nullopt;  // unset: from the environment
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;

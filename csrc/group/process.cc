@@ -50,7 +50,8 @@ bool isStopped(int pid) {
   std::ifstream status("/proc/" + std::to_string(pid) + "/status");
   for (std::string line; std::getline(status, line);)
     if (line.starts_with("State:"))
-      return line.find("T (stopped") != std::string::npos || line.find("t (tracing") != std::string::npos;
+      return line.find("T (stopped") != std::string::npos ||
+             line.find("t (tracing") != std::string::npos;
   return false;
 }
 

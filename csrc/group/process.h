@@ -8,8 +8,8 @@
 
 namespace ringreduce {
 
-// Keeps a pidfd, or drops it for one of the same living process that another group already holds, so
-// that many groups over the same ranks cost one descriptor a process.
+// Keeps a pidfd, or drops it for one of the same living process that another group already holds,
+// so that many groups over the same ranks cost one descriptor a process.
 std::shared_ptr<Fd> shareProcessFd(Fd pidfd);
 
 // Which of these processes have ended; null entries never have, as far as anybody knows.

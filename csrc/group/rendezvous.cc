@@ -88,8 +88,8 @@ std::string hostName() {
   return name;
 }
 
-// Ranks can share memory through an abstract socket if they run under the same kernel and in the same
-// network namespace.
+// Ranks can share memory through an abstract socket if they run under the same kernel and in the
+// same network namespace.
 std::string hostId() {
   std::string boot, line;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -139,8 +139,7 @@ class Hub {
     self.pid = static_cast<int>(getpid());
     self.host = hostName();
     self.segment = Segment::create(segmentBytes(shared_));
-    self.process =
-        shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
+    self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
     if (size_ == 1) return std::move(table_);
     publish();
     try {
@@ -204,9 +203,8 @@ class Hub {
     return static_cast<int>(std::count(seats_.begin() + 1, seats_.end(), false));
   }
   int unready() const {
-    return static_cast<int>(std::count_if(callers_.begin(), callers_.end(), [](const Caller& c) {
-      return c.rank > 0 && !c.ready;
-    }));
+    return static_cast<int>(std::count_if(callers_.begin(), callers_.end(),
+                                          [](const Caller& c) { return c.rank > 0 && !c.ready; }));
   }
   // The ranks that are not as far as the others.
   std::string absentees() const {
@@ -227,15 +225,15 @@ class Hub {
     patience_.turn(0, missing);
     while (Fd socket = acceptFrom(listener_)) greet(std::move(socket));
     for (size_t i = 0; i < callers_.size();)
-      if (hear(callers_[i])) ++i;
-      else callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
-    if (const auto text = store_.get(failureKey(socket_)))
-      throw Error(Failure::kSetup, *text);
+      if (hear(callers_[i]))
+        ++i;
+      else
+        callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (const auto text = store_.get(failureKey(socket_))) throw Error(Failure::kSetup, *text);
     if (patience_.over())
-      throw Error(Failure::kTimeout, absentees() + " of " + std::to_string(size_) +
-                                         " did not " + verb + " within " +
-                                         seconds(options_.timeout) + ", making group '" +
-                                         options_.name + "'");
+      throw Error(Failure::kTimeout, absentees() + " of " + std::to_string(size_) + " did not " +
+                                         verb + " within " + seconds(options_.timeout) +
+                                         ", making group '" + options_.name + "'");
   }
 
   void greet(Fd socket) {
@@ -267,9 +265,12 @@ class Hub {
       if (!strangers_++) log("a process that does not know the group's secret was refused");
       return false;
     }
-    if (word(fields, "say") == "ready") caller.ready = true;
-    else if (word(fields, "say") == "fail") throw Error(Failure::kSetup, word(fields, "text"));
-    else admit(caller, fields, std::move(packet.fds));
+    if (word(fields, "say") == "ready")
+      caller.ready = true;
+    else if (word(fields, "say") == "fail")
+      throw Error(Failure::kSetup, word(fields, "text"));
+    else
+      admit(caller, fields, std::move(packet.fds));
     return true;
   }
 
@@ -278,8 +279,9 @@ class Hub {
     const std::string who =
         "rank " + std::to_string(rank) + " (pid " + std::to_string(caller.peer.pid) + ")";
     if (word(fields, "version") != kVersion)
-      throw Error(Failure::kSetup, who + " runs another version of ringreduce than rank 0; install "
-                                         "the same one for all ranks");
+      throw Error(Failure::kSetup, who +
+                                       " runs another version of ringreduce than rank 0; install "
+                                       "the same one for all ranks");
     if (size != size_)
       throw Error(Failure::kSetup, "world size mismatch: " + who + " was started with world size " +
                                        std::to_string(size) + ", rank 0 with " +
@@ -305,17 +307,17 @@ class Hub {
       const Member& member = table_.members[static_cast<size_t>(r)];
       std::vector<int> fds{member.segment->fd()};
       if (member.process && *member.process) fds.push_back(member.process->get());
-      sendPacket(caller.socket, encode({{"say", "member"},
-                                        {"rank", std::to_string(r)},
-                                        {"pid", std::to_string(member.pid)},
-                                        {"host", member.host}}), fds);
+      sendPacket(caller.socket,
+                 encode({{"say", "member"},
+                         {"rank", std::to_string(r)},
+                         {"pid", std::to_string(member.pid)},
+                         {"host", member.host}}),
+                 fds);
     }
   }
 
  public:
-  static std::string failureKey(const std::string& socket) {
-    return "ringreduce/failed/" + socket;
-  }
+  static std::string failureKey(const std::string& socket) { return "ringreduce/failed/" + socket; }
 
  private:
   Store& store_;
@@ -373,8 +375,8 @@ class CallerSide {
  private:
   // Tells rank 0 through the store, since this process cannot talk to it, and throws.
   [[noreturn]] void refuse(const Fields& hub, const std::string& why) {
-    const std::string text = "rank " + std::to_string(rank_) + " (pid " +
-                             std::to_string(getpid()) + " on host " + hostName() + ") " + why;
+    const std::string text = "rank " + std::to_string(rank_) + " (pid " + std::to_string(getpid()) +
+                             " on host " + hostName() + ") " + why;
     store_.set(Hub::failureKey(word(hub, "socket")), text);
     throw Error(Failure::kSetup, text);
   }
@@ -431,9 +433,8 @@ class CallerSide {
       }
       if (patience_.over(kHubGrace))
         throw Error(Failure::kTimeout, "not all ranks joined within " + seconds(options_.timeout) +
-                                           ", making group '" + options_.name +
-                                           "' (this is rank " + std::to_string(rank_) +
-                                           "; rank 0 did not say which)");
+                                           ", making group '" + options_.name + "' (this is rank " +
+                                           std::to_string(rank_) + "; rank 0 did not say which)");
       patience_.turn(rank_, [] { return std::string("rank 0 to say that all ranks are there"); });
       waitReadable({socket_.get()}, kTick);
     }
@@ -466,13 +467,12 @@ class CallerSide {
 
 size_t segmentBytes(const SharedOptions& options) {
   // The exchange's slots and the inbound link's.
-  return roundUp(sizeof(Page), 4096) +
-         2 * options.slot_bytes * static_cast<size_t>(options.slots);
+  return roundUp(sizeof(Page), 4096) + 2 * options.slot_bytes * static_cast<size_t>(options.slots);
 }
 
 Membership join(Store& store, int rank, int size, const GroupOptions& options) {
-  Membership membership = rank == 0 ? Hub(store, size, options).run()
-                                    : CallerSide(store, rank, size, options).run();
+  Membership membership =
+      rank == 0 ? Hub(store, size, options).run() : CallerSide(store, rank, size, options).run();
   for (const Member& member : membership.members) member.segment->closeFd();
   return membership;
 }

@@ -1,11 +1,11 @@
 // How the ranks of a host find each other and come to share memory.
 //
 // Rank 0 listens on an abstract Unix socket with a random name and puts that name, a random secret
-// and the shared options into the store, under one key.  Everybody else connects, is known by its user
-// id and the secret, and sends its own shared memory; when all are there rank 0 takes the key out of
-// the store and sends everybody the table of all members, with their memory and a descriptor each
-// that tells when their process ends.  Each maps it all and says so; rank 0's last word then starts the
-// group, or ends it for all with the first error that any rank met.
+// and the shared options into the store, under one key.  Everybody else connects, is known by its
+// user id and the secret, and sends its own shared memory; when all are there rank 0 takes the key
+// out of the store and sends everybody the table of all members, with their memory and a descriptor
+// each that tells when their process ends.  Each maps it all and says so; rank 0's last word then
+// starts the group, or ends it for all with the first error that any rank met.
 //
 // So the store is read once a rank, a group can be made again on the same store, and an entry of an
 // earlier run, whose socket nobody answers, is waited out until this run's rank 0 has replaced it.
@@ -37,8 +37,9 @@ struct Membership {
 // Bytes of shared memory a rank needs.
 size_t segmentBytes(const SharedOptions& options);
 
-// Blocks until all ranks are there.  Throws Error: kTimeout naming who did not come, kSetup for what
-// cannot be mended by waiting (a world size that differs, a rank taken twice, ranks on other hosts).
+// Blocks until all ranks are there.  Throws Error: kTimeout naming who did not come, kSetup for
+// what cannot be mended by waiting (a world size that differs, a rank taken twice, ranks on other
+// hosts).
 Membership join(Store& store, int rank, int size, const GroupOptions& options);
 
 }  // namespace ringreduce

@@ -118,8 +118,8 @@ Session::Laggards Session::laggards(int waited_for) const {
       if (isStopped(pids_[static_cast<size_t>(r)])) late.text += ", stopped";
       const uint64_t done = page(r).announced.observe();
       late.text += done == 0 ? ", no operation so far"
-                             : ", last seen in " + describe(page(r).announcements[(done - 1) %
-                                                                                  kAnnouncements]);
+                             : ", last seen in " +
+                                   describe(page(r).announcements[(done - 1) % kAnnouncements]);
     }
     late.text += ") did not arrive";
     return late;

@@ -1,12 +1,14 @@
 // A group's health: which operation runs, who is alive, and the verdict that ends it.
 //
-// The session is the Watch of every wait.  While a rank waits, the session looks for what flags cannot
-// tell: a dead process, a rank that left, one that announced another operation, the deadline, Ctrl-C.
+// The session is the Watch of every wait.  While a rank waits, the session looks for what flags
+// cannot tell: a dead process, a rank that left, one that announced another operation, the
+// deadline, Ctrl-C.
 //
-// Blame.  The first rank to find a cause writes its text into its own page and then sets the group's
-// verdict, one word, by compare-and-swap; whoever fails later finds it set and raises the same error.
-// So a survivor that leaves after an error is never taken for the cause, and a rank that is killed
-// while it reports leaves no half verdict.  A verdict is final: the group is of no more use.
+// Blame.  The first rank to find a cause writes its text into its own page and then sets the
+// group's verdict, one word, by compare-and-swap; whoever fails later finds it set and raises the
+// same error. So a survivor that leaves after an error is never taken for the cause, and a rank
+// that is killed while it reports leaves no half verdict.  A verdict is final: the group is of no
+// more use.
 #pragma once
 
 #include <atomic>

@@ -26,7 +26,8 @@ std::string describe(const Announcement& operation) {
   if (operation.kind == Kind::kBarrier) return text;
   text += std::string(" (") + name(operation.dtype) + ", " + std::to_string(operation.count) +
           (operation.count == 1 ? " element" : " elements");
-  if (operation.op != kNoReduceOp) text += std::string(", ") + name(static_cast<ReduceOp>(operation.op));
+  if (operation.op != kNoReduceOp)
+    text += std::string(", ") + name(static_cast<ReduceOp>(operation.op));
   if (operation.root != kNoRoot) text += ", from rank " + std::to_string(operation.root);
   return text + ")";
 }

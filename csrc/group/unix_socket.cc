@@ -76,7 +76,8 @@ Fd pidfdOf(const Fd& socket, const Peer& peer) {
   int fd = -1;
   socklen_t size = sizeof fd;
   if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERPIDFD, &fd, &size) == 0) return Fd(fd);
-  // An older kernel: by number.  The peer is waiting for our answer, so the number is still its own.
+  // An older kernel: by number.  The peer is waiting for our answer, so the number is still its
+  // own.
   if (peer.pid <= 0) return Fd();
   return Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
 }
@@ -138,8 +139,7 @@ Received receivePacket(const Fd& socket, Packet& packet) {
 void waitReadable(const std::vector<int>& fds, Nanos longest) {
   std::vector<pollfd> wanted;
   for (int fd : fds) wanted.push_back({.fd = fd, .events = POLLIN, .revents = 0});
-  poll(wanted.data(), wanted.size(),
-       static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
+  poll(wanted.data(), wanted.size(), static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
 }
 
 bool isReadable(int fd) {

@@ -1,7 +1,7 @@
 // Messages and file descriptors between processes of one host, over abstract Unix sockets.
 //
-// An abstract socket has no file, so nothing is left behind; but anybody on the machine may connect to
-// it, so both ends ask the kernel who is there (peerOf) before they read a byte.
+// An abstract socket has no file, so nothing is left behind; but anybody on the machine may connect
+// to it, so both ends ask the kernel who is there (peerOf) before they read a byte.
 #pragma once
 
 #include <sys/types.h>
@@ -35,7 +35,8 @@ Fd connectTo(const std::string& name);
 
 Peer peerOf(const Fd& socket);
 
-// A descriptor that becomes readable when the peer's process ends; none where the kernel has no way.
+// A descriptor that becomes readable when the peer's process ends; none where the kernel has no
+// way.
 Fd pidfdOf(const Fd& socket, const Peer& peer);
 
 // Sends a whole message.  False if the peer has gone.

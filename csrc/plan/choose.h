@@ -4,14 +4,15 @@
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.
 //
 //   direct   copy in (S read, S written), add all P inputs (P S read, S written); one wait a slice
-//   twoshot  copy in the others' parts, add one's own part of all inputs, share it, copy the others'
+//   twoshot  copy in the others' parts, add one's own part of all inputs, share it, copy the
+//   others'
 //            parts out: about (3 - 2/P) S read and (3 - 2/P) S written; two waits a slice
 //   ring     every byte moves through 2 (P-1) slots of 1/P of the message; 2 (P-1) waits a slice
 //
 // A wait costs a cache line's way between cores, or a context switch where ranks outnumber cores.
-// So direct wins where waits dominate (small messages) and always for two ranks, whose extra pass is
-// half a message; twoshot wins for larger messages of three and more ranks.  ring is there for the
-// wires between hosts and for comparison; benchmarks/core_perf.cc measures all three.
+// So direct wins where waits dominate (small messages) and always for two ranks, whose extra pass
+// is half a message; twoshot wins for larger messages of three and more ranks.  ring is there for
+// the wires between hosts and for comparison; benchmarks/core_perf.cc measures all three.
 #pragma once
 
 #include <cstddef>

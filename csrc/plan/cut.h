@@ -1,10 +1,10 @@
 // How a message is cut.
 //
 // The canonical cut: P chunks of equal size, rounded up to 128 elements, the last ones shorter or
-// empty.  Chunk c is owned by rank c and its elements are added in ring order: c+1, c+2, ..., c (mod
-// P).  Every algorithm keeps this cut and this order, so an element's sum never depends on the
-// algorithm, on pipelining or on where a buffer starts.  For transport a chunk, or the whole message,
-// is cut again into slices that fit a slot; that cut has no influence on any result.
+// empty.  Chunk c is owned by rank c and its elements are added in ring order: c+1, c+2, ..., c
+// (mod P).  Every algorithm keeps this cut and this order, so an element's sum never depends on the
+// algorithm, on pipelining or on where a buffer starts.  For transport a chunk, or the whole
+// message, is cut again into slices that fit a slot; that cut has no influence on any result.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,12 @@ struct Span {
   constexpr size_t end() const { return begin + size; }
 };
 
-constexpr size_t ceilDiv(size_t a, size_t b) { return a / b + (a % b != 0); }
-constexpr size_t roundUp(size_t a, size_t b) { return ceilDiv(a, b) * b; }
+constexpr size_t ceilDiv(size_t a, size_t b) {
+  return a / b + (a % b != 0);
+}
+constexpr size_t roundUp(size_t a, size_t b) {
+  return ceilDiv(a, b) * b;
+}
 
 // Part `i` when [0, n) is cut every `step` elements; empty beyond the end.
 constexpr Span piece(size_t n, size_t step, size_t i) {
@@ -35,9 +39,7 @@ struct Cut {
   constexpr size_t chunkSize() const {
     return roundUp(ceilDiv(elements, static_cast<size_t>(world_size)), kChunkElements);
   }
-  constexpr Span chunk(int c) const {
-    return piece(elements, chunkSize(), static_cast<size_t>(c));
-  }
+  constexpr Span chunk(int c) const { return piece(elements, chunkSize(), static_cast<size_t>(c)); }
   // The chunk that holds element i (i < elements).
   constexpr int chunkOf(size_t i) const { return static_cast<int>(i / chunkSize()); }
 
@@ -54,7 +56,9 @@ struct Cut {
 };
 
 // The rank whose value is the k-th to be added in chunk c.
-constexpr int kthToAdd(int c, int k, int world_size) { return (c + 1 + k) % world_size; }
+constexpr int kthToAdd(int c, int k, int world_size) {
+  return (c + 1 + k) % world_size;
+}
 
 static_assert(Cut{1000, 3}.chunkSize() == 384 && Cut{1000, 3}.chunk(2).size == 232);
 static_assert(Cut{1, 4}.chunk(0).size == 1 && Cut{1, 4}.chunk(3).size == 0);

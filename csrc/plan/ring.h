@@ -1,8 +1,9 @@
 // The ring all-reduce, written once.
 //
-// Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-// (2009); the primitives follow NCCL's.  Chunk c starts at rank c+1, gathers one addend a hop, is
-// complete at its owner c, and goes once more round as a copy.  At rank r, for each slice:
+// Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+// workstations" (2009); the primitives follow NCCL's.  Chunk c starts at rank c+1, gathers one
+// addend a hop, is complete at its owner c, and goes once more round as a copy.  At rank r, for
+// each slice:
 //
 //     send                 chunk r-1                    (first hop)
 //     recvReduceSend       chunks r-2 ... r-P+1         (P-2 hops that add)
@@ -10,10 +11,10 @@
 //     recvCopySend         chunks r-1 ... r-P+2         (P-2 hops that copy)
 //     recv                 chunk r+1                    (last hop)
 //
-// Pipelining is a window of W slices: W are sent first, and from then on every slice that is received
-// lets one be sent, so that W are always under way and the link never runs dry between batches.  A
-// link needs more than W slots: a receive always precedes a send, so with at most P*W slices in
-// the ring and more than W slots a link, some rank can always go on.
+// Pipelining is a window of W slices: W are sent first, and from then on every slice that is
+// received lets one be sent, so that W are always under way and the link never runs dry between
+// batches.  A link needs more than W slots: a receive always precedes a send, so with at most P*W
+// slices in the ring and more than W slots a link, some rank can always go on.
 //
 // `Primitives` says what moving and adding mean; this text is the same for every executor.
 #pragma once

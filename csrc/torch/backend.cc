@@ -46,16 +46,26 @@ Nanos timeoutOf(std::chrono::milliseconds timeout) {
 
 ReduceOp opOf(const c10d::ReduceOp& op) {
   switch (op.op_) {
-    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND: return ReduceOp::kBand;
-    case c10d::ReduceOp::BOR: return ReduceOp::kBor;
-    case c10d::ReduceOp::BXOR: return ReduceOp::kBxor;
-    case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::kPremulSum;
-    default: throw Error(Failure::kArgument, "ringreduce all_reduce: an unknown reduce op");
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::kProduct;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::kMax;
+    case c10d::ReduceOp::BAND:
+      return ReduceOp::kBand;
+    case c10d::ReduceOp::BOR:
+      return ReduceOp::kBor;
+    case c10d::ReduceOp::BXOR:
+      return ReduceOp::kBxor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return ReduceOp::kPremulSum;
+    default:
+      throw Error(Failure::kArgument, "ringreduce all_reduce: an unknown reduce op");
   }
 }
 
@@ -126,20 +136,18 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   return translated([&] {
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
     const Staged staged(tensor, /*copy_in=*/true);
-    return Work::start(
-        *group_,
-        {.type = c10d::OpType::ALLREDUCE,
-         .title = "ringreduce:all_reduce",
-         .inputs = tensors,
-         .outputs = tensors,
-         .operation = {AllReduce{.data = staged.data(),
-                                 .count = static_cast<size_t>(tensor.numel()),
-                                 .dtype = dtypeOf(tensor, "all_reduce"),
-                                 .op = opOf(options.reduceOp),
-                                 .factor = factorOf(options.reduceOp)},
-                       timeoutOf(options.timeout),
-         [staged] { staged.giveBack(); }}},
-        !options.asyncOp);
+    return Work::start(*group_,
+                       {.type = c10d::OpType::ALLREDUCE,
+                        .title = "ringreduce:all_reduce",
+                        .inputs = tensors,
+                        .outputs = tensors,
+                        .operation = {AllReduce{.data = staged.data(),
+                                                .count = static_cast<size_t>(tensor.numel()),
+                                                .dtype = dtypeOf(tensor, "all_reduce"),
+                                                .op = opOf(options.reduceOp),
+                                                .factor = factorOf(options.reduceOp)},
+                                      timeoutOf(options.timeout), [staged] { staged.giveBack(); }}},
+                       !options.asyncOp);
   });
 }
 
@@ -193,9 +201,9 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const DType dtype = dtypeOf(input, "all_gather");
     if (outputs.size() != 1 || outputs[0].size() != static_cast<size_t>(size_))
-      throw Error(Failure::kArgument,
-                  "ringreduce all_gather: needs a list of " + std::to_string(size_) +
-                      " output tensors, one for each rank");
+      throw Error(Failure::kArgument, "ringreduce all_gather: needs a list of " +
+                                          std::to_string(size_) +
+                                          " output tensors, one for each rank");
     const at::Tensor dense = input.detach().contiguous();
     AllGather gather{.input = dense.data_ptr(),
                      .outputs = {},
@@ -252,7 +260,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                         .inputs = {input},
                         .outputs = {output},
                         .operation = {std::move(gather), timeoutOf(options.timeout),
-                        [staged, dense] { staged.giveBack(); }}},
+                                      [staged, dense] { staged.giveBack(); }}},
                        !options.asyncOp);
   });
 }
@@ -275,7 +283,9 @@ void Backend::abort() {
   translated([&] { group_->abort("abort() was called"); });
 }
 
-void Backend::shutdown() { group_->shutdown(); }
+void Backend::shutdown() {
+  group_->shutdown();
+}
 
 void Backend::shutdownAll() {
   std::vector<std::weak_ptr<Group>> groups;
@@ -295,7 +305,9 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors&, const c10d::AllreduceOption
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) {
   notYet("all_reduce_coalesced", "gloo");
 }
-Backend::WorkPtr Backend::reduce(Tensors&, const c10d::ReduceOptions&) { notYet("reduce", "gloo"); }
+Backend::WorkPtr Backend::reduce(Tensors&, const c10d::ReduceOptions&) {
+  notYet("reduce", "gloo");
+}
 Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>&, Tensors&,
                                               const c10d::AllgatherOptions&) {
   notYet("all_gather_coalesced", "gloo");
@@ -329,9 +341,15 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor&, at::Tensor&, std::vector<in
 Backend::WorkPtr Backend::alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) {
   notYet("all_to_all", "gloo");
 }
-Backend::WorkPtr Backend::send(Tensors&, int, int) { notYet("send", "gloo"); }
-Backend::WorkPtr Backend::recv(Tensors&, int, int) { notYet("recv", "gloo"); }
-Backend::WorkPtr Backend::recvAnysource(Tensors&, int) { notYet("recv from any rank", "gloo"); }
+Backend::WorkPtr Backend::send(Tensors&, int, int) {
+  notYet("send", "gloo");
+}
+Backend::WorkPtr Backend::recv(Tensors&, int, int) {
+  notYet("recv", "gloo");
+}
+Backend::WorkPtr Backend::recvAnysource(Tensors&, int) {
+  notYet("recv from any rank", "gloo");
+}
 void Backend::monitoredBarrier(const c10d::BarrierOptions&, bool) {
   notYet("monitored_barrier", "gloo");
 }

@@ -4,11 +4,10 @@
 // backend does not have yet says so, and who has it.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "group/group.h"
@@ -44,8 +43,8 @@ class Backend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Runs what every living group of this process has queued, and leaves them all: for a process that
-  // ends without having destroyed its groups.
+  // Runs what every living group of this process has queued, and leaves them all: for a process
+  // that ends without having destroyed its groups.
   static void shutdownAll();
 
   size_t stagingBytes() const { return group_->stagingBytes(); }

@@ -1,10 +1,11 @@
 // ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/env.h"
 #include "reduce/reduce.h"
@@ -47,6 +48,24 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   }
 }
 
+// Averages a bucket and completes `future`, a torch.futures.Future, with its tensor.  DDP wants a
+// Python object from a hook in Python; Future.then would make one, but turns our errors into
+// RuntimeError.
+void averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket, const py::object& future) {
+  const auto wrapped = future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>();
+  // The last to hold it may be a thread without the interpreter's lock.
+  const std::shared_ptr<py::object> object(new py::object(future), [](py::object* o) {
+    const py::gil_scoped_acquire gil;
+    delete o;
+  });
+  const py::gil_scoped_release no_gil;
+  averageGradBucket(*backend, bucket)->addCallback([wrapped, object](c10::ivalue::Future& done) {
+    if (done.hasError()) return wrapped->fut->setError(done.exception_ptr());
+    const py::gil_scoped_acquire gil;
+    object->attr("set_result")(done.constValue().toTensor());
+  });
+}
+
 }  // namespace
 }  // namespace ringreduce
 
@@ -64,17 +83,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       [](const BackendPtr& backend) { return asRingreduce(*backend).stagingBytes(); },
       py::arg("backend"));
   m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
-  m.def(
-      "average_bucket",
-      [](const BackendPtr& backend, c10d::GradBucket& bucket) {
-        c10::intrusive_ptr<c10::ivalue::Future> future;
-        {
-          const py::gil_scoped_release no_gil;
-          future = averageGradBucket(*backend, bucket);
-        }
-        return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
-      },
-      py::arg("backend"), py::arg("bucket"));
+  m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"), py::arg("future"));
   m.def("instruction_set", &instructionSet);
   m.def(
       "set_error_types",

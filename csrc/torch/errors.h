@@ -14,12 +14,13 @@
 
 namespace ringreduce {
 
-// Borrowed for the life of the process: PeerLost, Timeout, Mismatch, Aborted and Error, in this order.
+// Borrowed for the life of the process: PeerLost, Timeout, Mismatch, Aborted and Error, in this
+// order.
 void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, PyObject* aborted,
                    PyObject* other);
 
-// The error as one that Python understands, with `context` (a bucket, say) in parentheses behind its
-// text.  kArgument becomes ValueError; what is not an Error stays as it is.
+// The error as one that Python understands, with `context` (a bucket, say) in parentheses behind
+// its text.  kArgument becomes ValueError; what is not an Error stays as it is.
 std::exception_ptr toPython(std::exception_ptr error, const std::string& context = "");
 
 // Throws what toPython makes of the exception being handled.

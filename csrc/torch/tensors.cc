@@ -19,26 +19,46 @@ namespace {
 
 DType dtypeOf(const at::Tensor& tensor, const char* call) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kDouble: return DType::kFloat64;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kChar: return DType::kInt8;
-    case at::kByte: return DType::kUInt8;
-    case at::kShort: return DType::kInt16;
-    case at::kInt: return DType::kInt32;
-    case at::kLong: return DType::kInt64;
-    case at::kBool: return DType::kBool;
-    case at::kUInt16: return DType::kUInt16;
-    case at::kUInt32: return DType::kUInt32;
-    case at::kUInt64: return DType::kUInt64;
-    case at::kComplexFloat: return DType::kComplex64;
-    case at::kComplexDouble: return DType::kComplex128;
-    case at::kFloat8_e4m3fn: return DType::kFloat8E4M3FN;
-    case at::kFloat8_e5m2: return DType::kFloat8E5M2;
-    case at::kFloat8_e4m3fnuz: return DType::kFloat8E4M3FNUZ;
-    case at::kFloat8_e5m2fnuz: return DType::kFloat8E5M2FNUZ;
-    default: refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3FN;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8E4M3FNUZ;
+    case at::kFloat8_e5m2fnuz:
+      return DType::kFloat8E5M2FNUZ;
+    default:
+      refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
   }
 }
 
@@ -73,8 +93,8 @@ Staged::Staged(at::Tensor tensor, bool copy_in) : tensor_(std::move(tensor)) {
                 "one); pass .contiguous()");
   const at::NoGradGuard no_grad;
   memory_ = copy_in ? tensor_.detach().contiguous()
-                    : at::empty(tensor_.sizes(), tensor_.options().memory_format(
-                                                     at::MemoryFormat::Contiguous));
+                    : at::empty(tensor_.sizes(),
+                                tensor_.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 void Staged::giveBack() const {

@@ -1,5 +1,5 @@
-// Tensors as the core sees them: a dtype and dense memory.  Everything else is refused here, with an
-// error that names the call, before anything is sent.
+// Tensors as the core sees them: a dtype and dense memory.  Everything else is refused here, with
+// an error that names the call, before anything is sent.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,8 +19,8 @@ void requireDense(const at::Tensor& tensor, const char* call);
 // Torch calls lists of tensors, one for each device; there is one.
 const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call);
 
-// Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes back.
-// Whatever strides a tensor has, its elements travel in their logical order.
+// Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes
+// back. Whatever strides a tensor has, its elements travel in their logical order.
 class Staged {
  public:
   // `copy_in`: the old values matter.

@@ -30,9 +30,9 @@ c10::intrusive_ptr<Work> Work::start(Group& group, Job job, bool blocking) {
       work->complete(nullptr);
       return work;
     }
-    work->ticket_ = group.submit(
-        std::move(job.operation),
-        [work](std::exception_ptr error) { work->complete(std::move(error)); });
+    work->ticket_ = group.submit(std::move(job.operation), [work](std::exception_ptr error) {
+      work->complete(std::move(error));
+    });
   } catch (...) {
     work->finish(std::current_exception());
     rethrowToPython(job.context);
@@ -45,15 +45,22 @@ c10::intrusive_ptr<Work> Work::start(Group& group, Job job, bool blocking) {
 // hangs on the Future may itself wait for operations of this group.
 void Work::complete(std::exception_ptr error) {
   error = toPython(std::move(error), context_);
-  if (error) future_->setError(error);
-  else if (future_of_one_) future_->markCompleted(outputs_.at(0));
-  else future_->markCompleted(c10::IValue(outputs_));
+  if (error)
+    future_->setError(error);
+  else if (future_of_one_)
+    future_->markCompleted(outputs_.at(0));
+  else
+    future_->markCompleted(c10::IValue(outputs_));
   finish(std::move(error));
 }
 
-bool Work::isCompleted() { return !ticket_ || ticket_->isDone(); }
+bool Work::isCompleted() {
+  return !ticket_ || ticket_->isDone();
+}
 
-bool Work::isSuccess() const { return !ticket_ || (ticket_->isDone() && !ticket_->error()); }
+bool Work::isSuccess() const {
+  return !ticket_ || (ticket_->isDone() && !ticket_->error());
+}
 
 std::exception_ptr Work::exception() const {
   return ticket_ ? toPython(ticket_->error(), context_) : nullptr;
@@ -64,10 +71,9 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   const Nanos longest = timeout.count() > 0 ? timeout.count() * kMillisecond : kNever;
   if (!ticket_->wait(longest, &checkSignals)) {
     try {
-      throw Error(Failure::kTimeout, "operation #" + std::to_string(sequence_) +
-                                         " was not done within the " +
-                                         std::to_string(timeout.count()) +
-                                         " ms that Work.wait was given; it goes on");
+      throw Error(Failure::kTimeout,
+                  "operation #" + std::to_string(sequence_) + " was not done within the " +
+                      std::to_string(timeout.count()) + " ms that Work.wait was given; it goes on");
     } catch (...) {
       rethrowToPython(context_);
     }
@@ -76,6 +82,8 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void Work::abort() { TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group"); }
+void Work::abort() {
+  TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group");
+}
 
 }  // namespace ringreduce

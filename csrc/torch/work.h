@@ -3,10 +3,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "group/group.h"
@@ -16,18 +16,18 @@ namespace ringreduce {
 // What there is to do besides the core's operation.
 struct Job {
   c10d::OpType type;
-  const char* title;                 // for the profiler: "ringreduce:all_reduce"
-  std::vector<at::Tensor> inputs;    // for the profiler
-  std::vector<at::Tensor> outputs;   // the Future's value
+  const char* title;                // for the profiler: "ringreduce:all_reduce"
+  std::vector<at::Tensor> inputs;   // for the profiler
+  std::vector<at::Tensor> outputs;  // the Future's value
   Operation operation;
-  std::string context;               // behind an error's text: the DDP bucket
-  bool future_of_one = false;        // the Future's value is the tensor itself (hooks), not a list
+  std::string context;         // behind an error's text: the DDP bucket
+  bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
 };
 
 class Work final : public c10d::Work {
  public:
-  // Blocking: the operation has run when this returns, in this thread if it could.  Throws its error.
-  // Else it is queued.
+  // Blocking: the operation has run when this returns, in this thread if it could.  Throws its
+  // error. Else it is queued.
   static c10::intrusive_ptr<Work> start(Group& group, Job job, bool blocking);
 
   bool isCompleted() override;

@@ -1,4 +1,5 @@
-// The exchange: each rank fills slots of its own memory, and every rank of the host reads them there.
+// The exchange: each rank fills slots of its own memory, and every rank of the host reads them
+// there.
 //
 // Time is counted in steps, the same on all ranks.  An operation takes the next few (begin), and in
 // step s a rank may fill its slot s mod D, post the step, read what it wants of the others' slots,
@@ -14,10 +15,11 @@
 //     share(s)      my part of the sum is written into my own slot
 //     shared(r, s)  rank r's slot with its part of the sum; waits until r has shared it
 //
-// Each of the five calls goes through the steps in order, none left out, but one may be ahead of
-// another.  Why that is safe: slot s mod D of a rank is filled for step s + D only after every rank's
-// `done` has passed s, and is read for step s only after the owner's `posted` has; between the two
-// only its owner writes it.  All counters only grow and have one writer each.  No barrier is needed.
+// Each call goes through the steps in growing order, and post and release leave none out, but one
+// may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only after every
+// rank's `done` has passed s, and is read for step s only after the owner's `posted` has; between
+// the two only its owner writes it.  All counters only grow and have one writer each.  No barrier
+// is needed.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,11 @@
 // The flags of the slot protocol, and the one place that says how memory is ordered.
 //
 // A flag is a 64-bit counter with one writer; it only grows.  What the writer stored before
-// `publish(n)` is seen by whoever then observes n or more.  Nothing else orders anything: data never
-// carries a flag, so any bit pattern may be sent.
+// `publish(n)` is seen by whoever then observes n or more.  Nothing else orders anything: data
+// never carries a flag, so any bit pattern may be sent.
 //
-// `HostRules` holds the memory orders.  On the host both are sequentially consistent, because a rank
-// that goes to sleep must see a publication or be seen asleep by the publisher (wait.h), which
+// `HostRules` holds the memory orders.  On the host both are sequentially consistent, because a
+// rank that goes to sleep must see a publication or be seen asleep by the publisher (wait.h), which
 // release/acquire does not promise; on x86-64 that costs one locked store and nothing for loads.
 // Tests replace the rules by random delays, and by mutants that must be caught.
 #pragma once

@@ -1,7 +1,8 @@
-// What lies at the start of each rank's shared segment: its flags, its announcements, its last words.
+// What lies at the start of each rank's shared segment: its flags, its announcements, its last
+// words.
 //
-// Every rank of a host maps every other's page.  Unless a line says otherwise, only the page's owner
-// writes to it.
+// Every rank of a host maps every other's page.  Unless a line says otherwise, only the page's
+// owner writes to it.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,15 @@ struct Announcement {
   bool operator==(const Announcement&) const = default;
 };
 
-// How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots operations),
-// so an announcement is still there when a slower rank compares it with its own.
+// How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots
+// operations), so an announcement is still there when a slower rank compares it with its own.
 inline constexpr uint64_t kAnnouncements = 64;
 inline constexpr int kMaxSlots = 32;
 static_assert(kAnnouncements >= 2 * kMaxSlots);
 
-constexpr uint32_t bellFor(int rank) { return static_cast<uint32_t>(rank) + 1; }
+constexpr uint32_t bellFor(int rank) {
+  return static_cast<uint32_t>(rank) + 1;
+}
 
 struct Page {
   Flag posted;    // exchange: steps whose slot is filled
@@ -43,14 +46,15 @@ struct Page {
   Flag inbound;   // ring link from the previous rank: slots filled; written by that rank
   Flag outbound;  // ring link to the next rank: slots read; written by that rank
 
-  Flag announced;                          // operations announced
+  Flag announced;  // operations announced
   Announcement announcements[kAnnouncements];
 
-  alignas(kLine) uint32_t bell;      // bellFor(r) while the owner sleeps and waits for rank r, else 0
+  alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
   alignas(kLine) uint32_t departed;  // 1 once the owner has left normally
 
-  // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of the
-  // host's first rank counts.  `record` is the text of a verdict that this page's owner reported.
+  // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of
+  // the host's first rank counts.  `record` is the text of a verdict that this page's owner
+  // reported.
   alignas(kLine) uint64_t verdict;
   alignas(kLine) char record[2048];
 };

@@ -30,7 +30,7 @@ Mappings& mappings() {
 }
 
 struct stat statusOf(int fd) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(fd, &status) != 0) throwErrno(Failure::kSetup, "cannot inspect shared memory");
   return status;
 }
@@ -47,7 +47,8 @@ std::shared_ptr<Segment> Segment::map(Fd fd, size_t bytes) {
   if (data == MAP_FAILED)
     throwErrno(Failure::kSetup, "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   madvise(data, bytes, MADV_HUGEPAGE);  // a wish; most kernels have it off for shared memory
-  std::shared_ptr<Segment> segment(new Segment(std::move(fd), static_cast<std::byte*>(data), bytes));
+  std::shared_ptr<Segment> segment(
+      new Segment(std::move(fd), static_cast<std::byte*>(data), bytes));
   known = segment;
   return segment;
 }

@@ -1,8 +1,9 @@
 // A rank's shared memory: an anonymous file (memfd), sealed so that nobody can change its size.
 //
-// It has no name in any file system, so nothing is left behind whatever happens to its owner, and the
-// size of /dev/shm does not matter.  Processes get it as a file descriptor (group/rendezvous.cc).
-// The memory lives as long as anybody maps it: a peer finishes reading what a dead rank had posted.
+// It has no name in any file system, so nothing is left behind whatever happens to its owner, and
+// the size of /dev/shm does not matter.  Processes get it as a file descriptor
+// (group/rendezvous.cc). The memory lives as long as anybody maps it: a peer finishes reading what
+// a dead rank had posted.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +19,8 @@ class Segment {
   static std::shared_ptr<Segment> create(size_t bytes);
 
   // Maps another rank's.  Refuses one that is not sealed or not of this size: touching memory that
-  // its owner cuts short would kill this process.  Within one process a file is mapped once only, so
-  // that ThreadSanitizer sees ranks that are threads share addresses.
+  // its owner cuts short would kill this process.  Within one process a file is mapped once only,
+  // so that ThreadSanitizer sees ranks that are threads share addresses.
   static std::shared_ptr<Segment> attach(Fd fd, size_t bytes);
 
   ~Segment();

@@ -1,7 +1,7 @@
 // Links over shared memory.  Slots lie in the receiver's segment, and the sender writes them there.
 //
-// The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page holds
-// `outbound` (slots read, written by the receiver): each polls a line of its own memory.
+// The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page
+// holds `outbound` (slots read, written by the receiver): each polls a line of its own memory.
 #pragma once
 
 #include <cstddef>

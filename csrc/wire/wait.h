@@ -1,9 +1,9 @@
 // Waiting for a flag: spin, then yield, then sleep on a futex.
 //
 // A waiter that sleeps says so in its page's bell and then looks once more; a publisher stores its
-// flag and then looks at the bells.  Both are sequentially consistent, so one of them sees the other.
-// A sleep ends after a few milliseconds in any case, to look after what flags cannot tell: a dead
-// process, a deadline, Ctrl-C.
+// flag and then looks at the bells.  Both are sequentially consistent, so one of them sees the
+// other. A sleep ends after a few milliseconds in any case, to look after what flags cannot tell: a
+// dead process, a deadline, Ctrl-C.
 #pragma once
 
 #include "base/clock.h"
@@ -31,8 +31,8 @@ inline constexpr Nanos kLongestSleep = 20 * kMillisecond;
 
 // Wakes the rank whose page this is, if it sleeps.
 void wake(Page& page);
-// The same for rank `me`, which has just stored a flag: if that rank sleeps and waits for `me`.  Costs
-// one load otherwise.
+// The same for rank `me`, which has just stored a flag: if that rank sleeps and waits for `me`.
+// Costs one load otherwise.
 inline void ring(Page& page, int me) {
   if (std::atomic_ref(page.bell).load(std::memory_order_seq_cst) == bellFor(me)) wake(page);
 }

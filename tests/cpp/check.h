@@ -1,7 +1,8 @@
 // A test program in C++: TEST(name) { CHECK(...); CHECK_EQ(a, b); } and nothing else to set up.
 //
-// Each file that includes this is a program of its own; its main runs every TEST (or those whose name
-// contains the first argument), prints "N passed, N failed" and fails if a check did or if none ran.
+// Each file that includes this is a program of its own; its main runs every TEST (or those whose
+// name contains the first argument), prints "N passed, N failed" and fails if a check did or if
+// none ran.
 #pragma once
 
 #include <cstdio>
@@ -42,24 +43,33 @@ void equal(const A& a, const B& b, const char* text, const char* file, int line)
 
 }  // namespace check
 
-#define TEST(name)                                           \
-  static void test_##name();                                 \
+#define TEST(name)                                            \
+  static void test_##name();                                  \
   static check::Register register_##name(#name, test_##name); \
   static void test_##name()
-#define CHECK(condition) \
-  do { if (!(condition)) check::fail(__FILE__, __LINE__, #condition); } while (0)
+#define CHECK(condition)                                           \
+  do {                                                             \
+    if (!(condition)) check::fail(__FILE__, __LINE__, #condition); \
+  } while (0)
 #define CHECK_EQ(a, b) check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 #define CHECK_THROWS(type, expression)                                            \
   do {                                                                            \
     bool thrown = false;                                                          \
-    try { expression; } catch (const type&) { thrown = true; }                    \
+    try {                                                                         \
+      expression;                                                                 \
+    } catch (const type&) {                                                       \
+      thrown = true;                                                              \
+    }                                                                             \
     if (!thrown) check::fail(__FILE__, __LINE__, #expression " threw no " #type); \
   } while (0)
 
-int main(int argc, char** argv) {
+namespace check {
+
+// Runs the tests whose name contains `filter`; returns main's exit status.
+inline int runAll(const char* filter) {
   int passed = 0, failed = 0;
-  for (const check::Test& test : check::tests()) {
-    if (argc > 1 && !std::strstr(test.name, argv[1])) continue;
+  for (const Test& test : tests()) {
+    if (filter && !std::strstr(test.name, filter)) continue;
     try {
       test.run();
       ++passed;
@@ -71,3 +81,11 @@ int main(int argc, char** argv) {
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed > 0 || passed == 0;
 }
+
+}  // namespace check
+
+#ifndef CHECK_OWN_MAIN
+int main(int argc, char** argv) {
+  return check::runAll(argc > 1 ? argv[1] : nullptr);
+}
+#endif

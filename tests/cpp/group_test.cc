@@ -1,7 +1,7 @@
 // Groups whose ranks are threads: every collective and algorithm, the four errors, life and death.
 //
-// Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must be;
-// what needs processes (a killed rank, a fork) is tested from Python.
+// Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must
+// be; what needs processes (a killed rank, a fork) is tested from Python.
 #include <chrono>
 #include <cstdlib>
 #include <numeric>
@@ -27,7 +27,8 @@ struct Setting {
 
 // Values whose sum depends on the order of addition.
 float value(int rank, size_t i) {
-  return static_cast<float>((i * 2654435761u + static_cast<size_t>(rank) * 40503u) % 1000003) * 1.37f -
+  return static_cast<float>((i * 2654435761u + static_cast<size_t>(rank) * 40503u) % 1000003) *
+             1.37f -
          500000.f * static_cast<float>(rank % 2);
 }
 
@@ -117,8 +118,10 @@ TEST(queued_and_blocking_operations_keep_their_order) {
     std::atomic<int> told{0};
     for (size_t i = 0; i < data.size(); ++i) {
       const Operation operation{AllReduce{data[i].data(), 500, DType::kFloat32, ReduceOp::kSum}};
-      if (i % 3 == 2) group.run(operation);
-      else tickets.push_back(group.submit(operation, [&](std::exception_ptr e) { told += !e; }));
+      if (i % 3 == 2)
+        group.run(operation);
+      else
+        tickets.push_back(group.submit(operation, [&](std::exception_ptr e) { told += !e; }));
     }
     for (const auto& ticket : tickets) CHECK(ticket->wait(kNever, nullptr));
     for (const auto& part : data) CHECK(part == std::vector<float>(500, 3.f));
@@ -270,8 +273,8 @@ TEST(who_does_not_join_is_named) {
   ranks::MemoryStore store;
   const GroupOptions hasty{.name = "test", .timeout = 200 * kMillisecond};
   ranks::inThreads(2, [&](int r) {
-    CHECK(failureOf([&] { Group::create(store, r, 4, hasty); }, r == 0 ? "ranks 2 and 3" : "join") ==
-          Failure::kTimeout);
+    CHECK(failureOf([&] { Group::create(store, r, 4, hasty); },
+                    r == 0 ? "ranks 2 and 3" : "join") == Failure::kTimeout);
   });
   CHECK(failureOf([&] { Group::create(store, 1, 2, hasty); }, "rank 0") == Failure::kTimeout);
 }

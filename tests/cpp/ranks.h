@@ -40,7 +40,8 @@ class MemoryStore final : public ringreduce::Store {
   std::map<std::string, std::string> values_;
 };
 
-// Runs body(r) in a thread for each rank, waits for all, and throws the first error of the lowest rank.
+// Runs body(r) in a thread for each rank, waits for all, and throws the first error of the lowest
+// rank.
 inline void inThreads(int size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
   std::vector<std::thread> threads;

@@ -19,9 +19,9 @@ using namespace ringreduce;
 using Bytes = std::vector<unsigned char>;
 
 constexpr size_t kMost = 4099;  // elements of every input
-constexpr int kMostSources = 9;
+constexpr int kMostSources = 24;
 
-// --- The arithmetic -------------------------------------------------------------------------------
+// --- The arithmetic ------------------------------------------------------------------------------
 
 template <class T>
 T get(const unsigned char* p) {
@@ -169,8 +169,7 @@ inline Bytes expected(DType t, ReduceOp op, const std::vector<Bytes>& sources, i
   return result;
 }
 
-// --- Inputs and comparison
-// ------------------------------------------------------------------------
+// --- Inputs and comparison -----------------------------------------------------------------------
 
 // kMost elements: any bits at all for integers; for floating-point types mostly of a size at which
 // sums round, and some NaNs, infinities, subnormals, zeros of both signs and huge values.

@@ -1,0 +1,172 @@
+"""Starts the rank processes of one job, as torchrun does, and sees that they end.
+
+torchrun itself would do for a training script. The demo also wants the output of a rank that
+fails, a deadline, and nothing left running after Ctrl-C, so it keeps the processes at hand:
+each rank is its own process group and writes to a log file of its own.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import TCPStore
+
+GRACE_SECONDS = 3.0  # after one rank failed, for the others to say what they saw of it
+TAIL_LINES = 25
+
+
+class JobFailed(Exception):
+    """A rank failed or the deadline passed; the message says which, and ends with its output."""
+
+
+class Job:
+    """`nproc` processes of one Python script with the environment that torchrun gives them.
+
+    Use as a context manager: whatever happens inside, no process survives it. Rank 0's stderr
+    goes to the terminal where `terminal` is set (for its progress bar); everything else that
+    ranks write goes to <logs>/<name>-rank<r>.log, or, with `conversation`, their stdout comes
+    to ask(). From the start to the end the job may take `deadline` seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        logs: Path,
+        deadline: float,
+        *,
+        nproc: int = 2,
+        terminal: bool = False,
+        conversation: bool = False,
+    ) -> None:
+        self.name, self.command, self.nproc = name, command, nproc
+        self.terminal, self.conversation = terminal, conversation
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"{name}-rank{rank}.log" for rank in range(nproc)]
+        self.allowed = deadline
+        self.deadline = time.monotonic() + deadline
+        self.ranks: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Job":
+        # The launcher holds the store, as torchrun's agent does: no port to guess, no race for it.
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        try:
+            for rank in range(self.nproc):
+                self._start(rank)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kill()
+
+    def wait(self) -> None:
+        """Returns when every rank has ended well; raises JobFailed when one has not."""
+        while not self._ended():
+            time.sleep(0.05)
+
+    def ask(self, request: str) -> list[Any]:
+        """Sends one line to every rank and returns the one JSON value that each answers."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # a rank is gone: _ended() below says how
+                process.stdin.write(request.encode() + b"\n")
+                process.stdin.flush()
+        answers: dict[int, bytes] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self.ranks):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
+            while len(answers) < self.nproc:
+                if self._ended():
+                    raise JobFailed(f"{self.name}: ended without an answer{self._tails()}")
+                # Ranks answer with one short line, so a readable pipe holds all of it.
+                for key, _ in selector.select(timeout=0.2):
+                    rank, pipe = key.data
+                    line = pipe.readline()
+                    selector.unregister(pipe)
+                    if line:  # else the rank closed its end: _ended() will see it end
+                        answers[rank] = line
+        return [json.loads(answers[rank]) for rank in range(self.nproc)]
+
+    def _start(self, rank: int) -> None:
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.nproc),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 makes none
+            "OMP_NUM_THREADS": "1",
+        }
+        to_terminal = self.terminal and rank == 0
+        with self.logs[rank].open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *self.command],
+                env=environment,
+                stdin=subprocess.PIPE if self.conversation else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self.conversation else log,
+                stderr=None if to_terminal else log,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks
+            )
+        self.ranks.append(process)
+
+    def _ended(self) -> bool:
+        """Whether all ranks ended well. Raises JobFailed for a failure and after the deadline."""
+        if any(process.poll() for process in self.ranks):
+            limit = time.monotonic() + GRACE_SECONDS
+            first = {rank: p.returncode for rank, p in enumerate(self.ranks) if p.returncode}
+            while time.monotonic() < limit and any(p.poll() is None for p in self.ranks):
+                time.sleep(0.05)
+            how = ", ".join(f"rank {rank} {_describe(code)}" for rank, code in first.items())
+            raise JobFailed(f"{self.name}: {how}{self._tails()}")
+        if time.monotonic() > self.deadline:
+            raise JobFailed(f"{self.name}: not done after {self.allowed:.0f} s{self._tails()}")
+        return all(process.poll() == 0 for process in self.ranks)
+
+    def _tails(self) -> str:
+        """The last lines that each rank wrote, for a message."""
+        parts = []
+        for rank, path in enumerate(self.logs):
+            lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            if self.terminal and rank == 0:
+                lines.append("(rank 0 wrote its errors to the terminal, above)")
+            parts.append(f"--- {self.name}, rank {rank}, end of {path}:")
+            parts.extend(f"    {line}" for line in lines)
+        return "\n" + "\n".join(parts)
+
+    def _kill(self) -> None:
+        """Ends what still runs, children of the ranks included, and collects every rank."""
+        for process in self.ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):  # of a request that nobody read
+                        pipe.close()
+        for process in self.ranks:
+            process.wait()
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit status {code}"

@@ -1,0 +1,25 @@
+"""The benchmark: one collective of ringreduce beside its peers, in one run.
+
+    python -m ringreduce.bench all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M --compare gloo
+    torchrun --nproc-per-node 2 -m ringreduce.bench all_reduce --compare gloo
+
+Every contender (ringreduce, each peer, the roofline) has rank processes of its own. One
+process, the controller, lets them take turns; whoever is not timed sleeps in a read.
+
+Modules, each knowing only those before it:
+
+    settings     what was asked for; sizes; the contenders
+    oracle       inputs that every rank can make by itself, and what must come out of them
+    collectives  one small class a collective: add one here to measure another
+    engines      how a rank process calls a collective: torch.distributed, MPI, the roofline
+    channel      messages between the controller and the rank processes
+    rank         the program of a rank process
+    processes    starting and ending rank processes
+    launch       the controller's view: sets of ranks that answer questions
+    elastic      the same under torchrun
+    results      the report: its numbers, and its JSON schema
+    alternate    the method: checks, calibration, alternating rounds
+    machine      what it ran on
+    table, plot  the report for people
+    cli          the command line
+"""

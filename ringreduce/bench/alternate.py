@@ -1,0 +1,131 @@
+"""The method: contenders take turns, round by round, and whoever is not timed sleeps.
+
+For each size every contender is checked against the oracle, then calibrated (how many calls
+fill a round), then timed: in each round, each contender in turn makes its calls back to back;
+a round's time is that of its slowest rank, divided by the calls. Who starts a round rotates.
+At the end all are checked once more.
+"""
+
+from __future__ import annotations
+
+from ringreduce.bench.channel import Message
+from ringreduce.bench.collectives import COLLECTIVES
+from ringreduce.bench.launch import Controller, RankSet
+from ringreduce.bench.results import Measurement, Row
+from ringreduce.bench.settings import OURS, ROOFLINE, BenchError, Settings, Unsupported
+
+ROUND_SECONDS = 0.1
+MOST_ITERATIONS = 50_000
+SLEEP_SECONDS = 0.1  # below this the answers' own CPU time hides whether a set has slept
+
+
+def measure_row(controller: Controller, settings: Settings, size: int, itemsize: int) -> Row:
+    """All contenders at `size` bytes, rounded down to what the collective can move.
+
+    A peer that refuses the first call is left out from then on. Raises BenchError.
+    """
+    cls = COLLECTIVES[settings.collective]
+    count = cls.fit(size // itemsize, settings.world) if cls.has_size else 0
+    row = Row(
+        bytes=count * itemsize,
+        count=count,
+        dtype=settings.dtype if cls.has_size else "",
+        op=settings.op if cls.reduces else "",
+        busbw_factor=cls.busbw_factor(settings.world),
+        measurements={},
+    )
+    calls: dict[str, int] = {}
+    for key, ranks in list(controller.sets.items()):
+        try:
+            ranks.ask(
+                "prepare",
+                collective=settings.collective,
+                count=count,
+                dtype=settings.dtype,
+                op=settings.op,
+            )
+            measurement = Measurement()
+            check(ranks, measurement, salt=1)
+        except Unsupported as reason:
+            if key in (OURS, ROOFLINE):
+                raise BenchError(f"{ranks.contender.title}: {reason}") from reason
+            controller.skip(key, str(reason))
+            continue
+        row.measurements[key] = measurement
+        calls[key] = settings.iterations or calibrate(ranks)
+    keys = list(row.measurements)
+    idle: dict[str, list[Message]] = {key: [] for key in keys}
+    for turn in range(settings.rounds):
+        first = turn % len(keys)
+        for key in keys[first:] + keys[:first]:
+            ranks = controller.sets[key]
+            answers = run_round(ranks, calls[key], settings.warmup)
+            if not settings.iterations and too_short(answers, calls[key]):
+                # It was calibrated in a bad moment, or this is a good one: once more.
+                calls[key] = calibrate(ranks)
+                answers = run_round(ranks, calls[key], settings.warmup)
+            measurement = row.measurements[key]
+            measurement.seconds.append(slowest(answers) / calls[key])
+            measurement.iterations.append(calls[key])
+            if turn > 0:
+                idle[key] += answers
+    for key in keys:
+        check(controller.sets[key], row.measurements[key], salt=2)
+        slept = sum(a["idle"] for a in idle[key])
+        used = sum(a["idle_cpu"] for a in idle[key])
+        if slept > SLEEP_SECONDS:
+            row.measurements[key].idle_cpu = used / slept
+    return row
+
+
+def run_round(ranks: RankSet, calls: int, warmup: int | None) -> list[Message]:
+    """One round of one contender: `warmup` calls (None: a tenth), then `calls` timed ones."""
+    if warmup is None:
+        warmup = max(1, calls // 10)
+    return ranks.ask("round", warmup=warmup, iterations=calls)
+
+
+def too_short(answers: list[Message], calls: int) -> bool:
+    """Whether a round ended so soon that its time says little."""
+    return slowest(answers) < ROUND_SECONDS / 4 and calls < MOST_ITERATIONS
+
+
+def slowest(answers: list[Message]) -> float:
+    """Seconds that the slowest rank took for all its calls."""
+    return max(float(answer["seconds"]) for answer in answers)
+
+
+def calibrate(ranks: RankSet) -> int:
+    """How many calls fill a round of ROUND_SECONDS."""
+    ranks.ask("round", warmup=1, iterations=1)
+    calls = 1
+    while True:
+        # The better of two, so that a disturbance does not make for short rounds.
+        seconds = min(slowest(ranks.ask("round", warmup=0, iterations=calls)) for _ in range(2))
+        wanted = max(1, min(MOST_ITERATIONS, round(ROUND_SECONDS * calls / seconds)))
+        if seconds > ROUND_SECONDS / 8 or calls == MOST_ITERATIONS:
+            return wanted
+        calls = max(2 * calls, wanted // 4)
+        calls = min(calls, MOST_ITERATIONS)
+
+
+def check(ranks: RankSet, measurement: Measurement, salt: int) -> None:
+    """One call against the oracle on every rank; adds what is wrong to the measurement."""
+    if ranks.contender.kind == "roofline":
+        ranks.ask("settle")
+        return
+    answers = ranks.ask("check", salt=salt)
+    measurement.wrong += sum(answer["wrong"] for answer in answers)
+    if "came" in answers[0]:
+        last = max(answer["came"] for answer in answers)
+        measurement.wrong += sum(answer["left"] < last for answer in answers)
+    measurement.same_bits &= len({answer["digest"] for answer in answers}) == 1
+
+
+def sleepers_warning(row: Row, limit: float = 0.05) -> list[str]:
+    """The contenders at this size that did not sleep while others were timed."""
+    return [
+        f"{key} used {100 * m.idle_cpu:.0f} % of a core a rank while others were timed"
+        for key, m in row.measurements.items()
+        if m.idle_cpu > limit
+    ]

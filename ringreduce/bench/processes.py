@@ -1,0 +1,155 @@
+"""Starting and ending rank processes; what they wrote to stderr is kept in files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.bench.settings import Contender, Unsupported
+
+# What torchrun tells its own ranks must not reach ours, whose groups are others.
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank processes report to: the same for all processes of a run."""
+
+    folder: str
+    store_port: int
+    world: int
+    timeout: float
+
+    @property
+    def control(self) -> str:
+        """The controller's Unix socket."""
+        return str(Path(self.folder) / "control")
+
+    def log(self, key: str, rank: int | None) -> Path:
+        """Where a rank's output goes; mpirun's ranks share one file (`rank` None)."""
+        return Path(self.folder) / (f"{key}.log" if rank is None else f"{key}.{rank}.log")
+
+
+@dataclass
+class Process:
+    """A process that this one has started: a rank, or mpirun (`rank` None) with all ranks."""
+
+    key: str
+    rank: int | None
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def how_it_ended(self) -> str:
+        """ "exit status 3", "killed by SIGKILL"; waits a moment for it to end."""
+        try:
+            code = self.popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit status {code}"
+
+    def kill(self) -> None:
+        """End the process and all that it has started, and wait for its end."""
+        if self.rank is None and self.popen.poll() is None:
+            # mpirun ends its ranks if it is asked to. If it does not, the signal that they
+            # get at their parent's death does.
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(3.0)
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+def tail(log: Path) -> str:
+    """The last lines of a rank's output."""
+    if not log.exists():
+        return ""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def start_rank(contender: Contender, rank: int, place: Place) -> Process:
+    """Start rank `rank` of `contender`."""
+    spec = _spec(contender, rank, place)
+    command = [sys.executable, "-m", "ringreduce.bench.rank", json.dumps(spec)]
+    return _start(command, contender, rank, place)
+
+
+def start_mpirun(contender: Contender, place: Place) -> Process:
+    """Start all ranks of `contender` under mpirun. Raises Unsupported where that is missing."""
+    reason = why_no_mpi()
+    if reason:
+        raise Unsupported(reason)
+    mpirun = find_mpirun()
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    command = [mpirun, "-n", str(place.world)]
+    if "Open MPI" in version.stdout or "Open MPI" in version.stderr:
+        command += ["--oversubscribe", "--bind-to", "none"]
+    spec = _spec(contender, None, place)
+    command += [sys.executable, "-m", "ringreduce.bench.rank", json.dumps(spec)]
+    return _start(command, contender, None, place)
+
+
+def find_mpirun() -> str:
+    """mpirun beside this Python, which is where a package's comes to lie, or on the PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun") or ""
+
+
+def why_no_mpi() -> str:
+    """Why MPI cannot be compared with, or "" if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if not find_mpirun():
+        return "mpirun is not on the PATH"
+    return ""
+
+
+def _spec(contender: Contender, rank: int | None, place: Place) -> dict[str, object]:
+    return {
+        "key": contender.key,
+        "kind": contender.kind,
+        "backend": contender.backend,
+        "rank": rank,
+        "world": place.world,
+        "control": place.control,
+        "store_port": place.store_port,
+        "timeout": place.timeout,
+        "parent": None if rank is None else os.getpid(),
+    }
+
+
+def _start(command: list[str], contender: Contender, rank: int | None, place: Place) -> Process:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    environment["OMP_NUM_THREADS"] = "1"
+    # Open MPI refuses to run as root without these two; containers often are.
+    environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    environment.update(contender.environment)
+    log = place.log(contender.key, rank)
+    with log.open("wb") as output:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # so that a Ctrl-C reaches the controller only
+        )
+    return Process(contender.key, rank, popen, log)

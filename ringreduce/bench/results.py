@@ -1,0 +1,173 @@
+"""The report of a run, and the JSON file that holds it.
+
+The schema, version 1 (times in seconds unless the name says otherwise, sizes in bytes):
+
+    schema       1
+    collective   "all_reduce", ...
+    created      when, ISO 8601, UTC
+    machine      {cpu, cores, memory_bytes, kernel, python, torch, environment, mpi}: what it ran
+                 on; environment holds the RINGREDUCE_ variables that were set, mpi the
+                 version of the library compared with
+    library      {version, isa, staging_bytes}: what ringreduce says about itself;
+                 staging_bytes is shared memory owned by one rank
+    settings     the command's settings: world (ranks), sizes, dtype, op, backend, algorithm,
+                 compare, iterations and warmup (null: chosen by size), rounds, timeout
+    titles       {contender: its name for people}
+    skipped      {contender: why it was left out}
+    rows         one a size, each
+        bytes, count, dtype, op       of the whole message, as nccl-tests counts it; dtype
+                                      and op are "" where there are none
+        busbw_factor                  busbw / algbw
+        measurements                  {contender: measurement}; "ours" and "roofline" are
+                                      contenders, the others are peers by name
+
+    measurement
+        seconds      one value a round: seconds a call, that of the slowest rank
+        iterations   timed calls in each round; `settings.warmup` untimed ones came before
+                     them (null: a tenth as many, at least one)
+        wrong        wrong elements of the checked calls before and after timing, all ranks
+        same_bits    whether those results had the same bits on all ranks
+        idle_cpu     CPU time / wall time of its ranks while others were timed (0: asleep)
+        median_us, p10_us, p90_us, algbw, busbw   follow from these (GB/s are 1e9 bytes/s);
+                     written for readers, not read back
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringreduce.bench.settings import OURS, ROOFLINE
+
+SCHEMA = 1
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """The value below which `fraction` of `values` lie, interpolated between neighbours."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+@dataclass
+class Measurement:
+    """What one contender did at one size; see the module's schema."""
+
+    seconds: list[float] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
+    wrong: int = 0
+    same_bits: bool = True
+    idle_cpu: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """Seconds a call, median over the rounds."""
+        return statistics.median(self.seconds)
+
+    def quantile(self, fraction: float) -> float:
+        """Seconds a call, at that fraction of the rounds."""
+        return percentile(self.seconds, fraction)
+
+
+@dataclass
+class Row:
+    """All contenders at one size; see the module's schema."""
+
+    bytes: int
+    count: int
+    dtype: str
+    op: str
+    busbw_factor: float
+    measurements: dict[str, Measurement]
+
+    def algbw(self, key: str) -> float:
+        """Size over median time, in GB/s."""
+        return self.bytes / self.measurements[key].median / 1e9
+
+    def busbw(self, key: str) -> float:
+        """algbw times the collective's factor, in GB/s."""
+        return self.algbw(key) * self.busbw_factor
+
+    def ratio(self, peer: str) -> float:
+        """The peer's median time over ours: how many times faster we are."""
+        return self.measurements[peer].median / self.measurements[OURS].median
+
+
+@dataclass
+class Report:
+    """A whole run; see the module's schema."""
+
+    collective: str
+    created: str
+    machine: dict[str, Any]
+    library: dict[str, Any]
+    settings: dict[str, Any]
+    titles: dict[str, str]
+    skipped: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def peers(self) -> list[str]:
+        """The contenders that ours is compared with, without those that were left out."""
+        return [k for k in self.titles if k not in (OURS, ROOFLINE) and k not in self.skipped]
+
+    def faults(self) -> list[str]:
+        """A sentence for each contender and size with a wrong result."""
+        found = []
+        for row in self.rows:
+            for key, measurement in row.measurements.items():
+                what = f"{self.titles[key]}, {row.bytes} bytes"
+                if measurement.wrong:
+                    found.append(f"{what}: {measurement.wrong} wrong elements")
+                if not measurement.same_bits:
+                    found.append(f"{what}: ranks have different bits")
+        return found
+
+    @property
+    def ours_is_right(self) -> bool:
+        """Whether ours had no wrong element, and the same bits on all ranks, at every size."""
+        ours = [row.measurements[OURS] for row in self.rows]
+        return all(m.wrong == 0 and m.same_bits for m in ours)
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as the schema has it."""
+        document: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
+        for row, entry in zip(self.rows, document["rows"], strict=True):
+            for key, measurement in row.measurements.items():
+                entry["measurements"][key].update(
+                    median_us=measurement.median * 1e6,
+                    p10_us=measurement.quantile(0.1) * 1e6,
+                    p90_us=measurement.quantile(0.9) * 1e6,
+                    algbw=row.algbw(key),
+                    busbw=row.busbw(key),
+                )
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Report:
+        """The report of such a document. Raises ValueError for another schema."""
+        if document.get("schema") != SCHEMA:
+            raise ValueError(f"schema {document.get('schema')!r}, and not {SCHEMA}")
+        values = {name: document[name] for name in cls.__dataclass_fields__ if name != "rows"}
+        rows = []
+        for entry in document["rows"]:
+            measurements = {
+                key: Measurement(**{n: m[n] for n in Measurement.__dataclass_fields__})
+                for key, m in entry["measurements"].items()
+            }
+            rows.append(Row(**{**entry, "measurements": measurements}))
+        return cls(**values, rows=rows)
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """The report in a JSON file."""
+        return cls.from_json(json.loads(path.read_text()))

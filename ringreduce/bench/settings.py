@@ -1,0 +1,127 @@
+"""What the user asked for, in plain values: sizes, settings, and the contenders they imply."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
+
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64",
+)  # fmt: skip
+OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+ALGORITHMS = ("auto", "direct", "twoshot", "ring")
+PEERS = ("gloo", "mpi", "direct", "twoshot", "ring")
+
+OURS = "ours"
+ROOFLINE = "roofline"
+
+
+class BenchError(Exception):
+    """Something that ends the benchmark; its text is all that the user needs to see."""
+
+
+class Unsupported(Exception):
+    """A contender cannot do what is asked (a dtype, an operation); its text says why."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `text`: a whole number with K, M or G for powers of 1024 ("64K", "25MiB").
+
+    Raises ValueError for anything else.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size: write bytes, or a number with K, M or G")
+    return int(match.group(1)) * UNITS[match.group(2).upper()]
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes in bytes of a list like "1K,64K" in which "1K:1M:4" stands for 1K, 4K, ... 1M.
+
+    The factor of a range is 2 where it is left out. Raises ValueError.
+    """
+    sizes: list[int] = []
+    for item in text.split(","):
+        parts = item.split(":")
+        if len(parts) == 1:
+            sizes.append(parse_size(item))
+        elif len(parts) in (2, 3):
+            size, last = parse_size(parts[0]), parse_size(parts[1])
+            factor = int(parts[2]) if len(parts) == 3 else 2
+            if size < 1 or factor < 2 or last < size:
+                raise ValueError(f"{item!r} is no range: write FIRST:LAST:FACTOR, factor >= 2")
+            while size <= last:
+                sizes.append(size)
+                size *= factor
+        else:
+            raise ValueError(f"{item!r} is no range: write FIRST:LAST or FIRST:LAST:FACTOR")
+    return tuple(sizes)
+
+
+def format_size(size: int) -> str:
+    """`size` bytes for people: "64 KiB", "1000 B"."""
+    for unit in ("G", "M", "K"):
+        if size and size % UNITS[unit] == 0:
+            return f"{size // UNITS[unit]} {unit}iB"
+    return f"{size} B" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the benchmark. `iterations` and `warmup` of None mean: chosen by size."""
+
+    collective: str
+    world: int
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    op: str = "sum"
+    backend: str = "ringreduce"
+    algorithm: str = "auto"
+    compare: tuple[str, ...] = ()
+    iterations: int | None = None
+    warmup: int | None = None
+    rounds: int = 7
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those that are compared.
+
+    `key` names it in messages and in the JSON, `title` in tables and plots. `kind` chooses
+    the engine ("torch", "mpi" or "roofline"), `backend` is for torch.distributed, and
+    `environment` is added to that of its rank processes.
+    """
+
+    key: str
+    title: str
+    kind: str
+    backend: str
+    environment: dict[str, str]
+
+
+def contenders_of(settings: Settings) -> list[Contender]:
+    """Ours first, then the peers in the order asked for, then the roofline if there are sizes."""
+    algorithm = {"RINGREDUCE_ALGORITHM": settings.algorithm}
+    title = settings.backend
+    if title != "ringreduce":
+        title += " (as ours)"
+    if settings.algorithm != "auto":
+        title += f" ({settings.algorithm})"
+    found = [Contender(OURS, title, "torch", settings.backend, algorithm)]
+    for peer in settings.compare:
+        if peer == "mpi":
+            found.append(Contender(peer, peer, "mpi", "", {}))
+        elif peer in ALGORITHMS:
+            found.append(
+                Contender(peer, peer, "torch", "ringreduce", {"RINGREDUCE_ALGORITHM": peer})
+            )
+        else:
+            found.append(Contender(peer, peer, "torch", peer, {}))
+    if any(settings.sizes):
+        # Its ranks need a group for its barriers only, and gloo is always there.
+        found.append(Contender(ROOFLINE, ROOFLINE, "roofline", "gloo", {}))
+    return found

@@ -1,0 +1,128 @@
+// The small pure parts: the cut, the chooser, options from the environment, words of messages,
+// descriptors across a fork.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/error.h"
+#include "base/fd.h"
+#include "check.h"
+#include "group/options.h"
+#include "group/text.h"
+#include "plan/choose.h"
+#include "plan/cut.h"
+
+using namespace ringreduce;
+
+TEST(chunks_cover_a_message_once_in_order) {
+  for (int P : {1, 2, 3, 8, 100})
+    for (size_t n : {0, 1, 127, 128, 129, 1000, 12800, 99999}) {
+      const Cut cut{n, P};
+      CHECK_EQ(cut.chunkSize() % kChunkElements, 0u);
+      size_t end = 0;
+      for (int c = 0; c < P; ++c) {
+        CHECK_EQ(cut.chunk(c).begin, end);
+        end = cut.chunk(c).end();
+      }
+      CHECK_EQ(end, n);
+      std::vector<int> seen(n);
+      cut.forEachChunk({0, n}, [&](int c, size_t begin, size_t size) {
+        CHECK(size > 0);
+        for (size_t i = begin; i < begin + size; ++i) {
+          CHECK_EQ(cut.chunkOf(i), c);
+          ++seen[i];
+        }
+      });
+      for (int times : seen) CHECK_EQ(times, 1);
+    }
+}
+
+TEST(a_chunk_is_added_from_its_next_rank_to_its_owner) {
+  for (int P : {1, 2, 5})
+    for (int c = 0; c < P; ++c) {
+      CHECK_EQ(kthToAdd(c, 0, P), (c + 1) % P);
+      CHECK_EQ(kthToAdd(c, P - 1, P), c);
+    }
+}
+
+TEST(the_user_has_the_last_word_on_the_algorithm) {
+  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kRing) == Algorithm::kRing);
+  for (int P : {2, 3, 64})
+    for (size_t bytes : {size_t{0}, size_t{1} << 30})
+      CHECK(chooseAllReduce(bytes, P, Algorithm::kAuto) != Algorithm::kAuto);
+  CHECK(algorithmNamed("twoshot") == Algorithm::kTwoShot);
+  CHECK(!algorithmNamed("treering"));
+}
+
+TEST(the_environment_is_read_with_care) {
+  const char* name = "RINGREDUCE_TEST_VALUE";
+  unsetenv(name);
+  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
+  setenv(name, "", 1);
+  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
+  setenv(name, "64K", 1);
+  CHECK_EQ(envInteger(name, 5, 0, 1 << 20), 65536);
+  for (const char* bad : {"11", "-1", "x", "3x", "1.5", "nan", "1e99"}) {
+    setenv(name, bad, 1);
+    CHECK_THROWS(Error, envInteger(name, 5, 0, 10));
+  }
+  setenv(name, "0.25", 1);
+  CHECK_EQ(envSeconds(name, 1, 0, 10), 0.25);
+  setenv(name, "soon", 1);
+  CHECK_THROWS(Error, envSeconds(name, 1, 0, 10));
+  unsetenv(name);
+}
+
+TEST(shared_options_travel_as_text) {
+  const SharedOptions sent{.algorithm = Algorithm::kRing, .slot_bytes = 8192, .slots = 7};
+  const SharedOptions got = SharedOptions::fromText(sent.toText());
+  CHECK(got.algorithm == sent.algorithm);
+  CHECK_EQ(got.slot_bytes, sent.slot_bytes);
+  CHECK_EQ(got.slots, sent.slots);
+  for (const SharedOptions& bad :
+       {SharedOptions{.slot_bytes = 4097}, SharedOptions{.slot_bytes = 1},
+        SharedOptions{.slots = 2}, SharedOptions{.slots = 33}})
+    CHECK_THROWS(Error, bad.validate());
+  CHECK_THROWS(Error, SharedOptions::fromText("nonsense"));
+}
+
+TEST(messages_read_well) {
+  CHECK_EQ(rankList({3}), "rank 3");
+  CHECK_EQ(rankList({1, 2}), "ranks 1 and 2");
+  CHECK_EQ(rankList({1, 2, 5}), "ranks 1, 2 and 5");
+  CHECK_EQ(seconds(2500 * kMillisecond), "2.5 s");
+  CHECK_EQ(describe(Announcement{.sequence = 4}), "barrier #4");
+  CHECK_EQ(describe({.sequence = 0,
+                     .count = 1,
+                     .kind = Kind::kAllReduce,
+                     .dtype = DType::kBFloat16,
+                     .op = static_cast<uint8_t>(ReduceOp::kMax)}),
+           "all_reduce #0 (bfloat16, 1 element, MAX)");
+}
+
+TEST(a_forked_child_holds_no_descriptor_of_ours) {
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  Fd reader(ends[0]), writer(ends[1]);
+  const int generation = forkGeneration();
+  const pid_t child = fork();
+  if (child == 0) {
+    // The handler has closed both, so that their numbers can be used again, and we must not close
+    // what has them then.
+    int again[2];
+    const bool closed = pipe(again) == 0 && again[0] == ends[0] && again[1] == ends[1];
+    writer.reset();
+    const bool kept = write(again[1], "x", 1) == 1;
+    _exit(closed && kept && forkGeneration() == generation + 1 ? 0 : 1);
+  }
+  int status = 1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  writer.reset();
+  char byte;
+  CHECK_EQ(read(reader.get(), &byte, 1), 0);  // end of file: nobody else holds the other end
+}

@@ -1,0 +1,258 @@
+// The slot protocol itself: exchange, links and ring, with random delays at every step of it, and
+// with mutants that must be caught.
+//
+//     protocol_test                    the protocol as it is: passes
+//     protocol_test --list-mutants     names of the mutants
+//     protocol_test --mutant NAME      the protocol with one mistake in it: must not pass
+//
+// A mutant of a memory order is caught by ThreadSanitizer only, the others by wrong data as well
+// (run_mutants.sh runs them all).
+#define CHECK_OWN_MAIN
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "collective/host_primitives.h"
+#include "plan/ring.h"
+#include "ranks.h"
+#include "wire/exchange.h"
+#include "wire/shm_link.h"
+
+using namespace ringreduce;
+
+namespace {
+
+// Mostly nothing, sometimes a yield, rarely a sleep: finds orders that a machine's own timing
+// hides.
+struct Delayed : HostRules {
+  static void delay() {
+    thread_local std::minstd_rand random(
+        static_cast<unsigned>(std::hash<std::thread::id>()(std::this_thread::get_id())));
+    const auto dice = random() % 256;
+    if (dice < 16) std::this_thread::yield();
+    if (dice == 16) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+  }
+};
+
+struct WeakPublish : Delayed {
+  static constexpr auto kPublish = std::memory_order_relaxed;
+};
+struct WeakObserve : Delayed {
+  static constexpr auto kObserve = std::memory_order_relaxed;
+};
+struct EarlyReuse : Delayed {
+  static constexpr uint64_t kEarlyReuse = 1;
+};
+
+// Ends a wait after twenty seconds, so that a mutant which stalls is a failure and not a hang.
+struct Impatient final : Watch {
+  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  bool failed() const override { return false; }
+  void poll(int, Ready) override {
+    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20))
+      throw std::runtime_error("the protocol has stalled");
+  }
+  void verify(int) override {}
+};
+
+// The pages and slots of P ranks, in ordinary memory.
+struct Memory {
+  Memory(int P, size_t bytes, int depth)
+      : pages(static_cast<size_t>(P)),
+        data(2 * static_cast<size_t>(P),
+             std::vector<std::byte>(bytes * static_cast<size_t>(depth))),
+        bytes(bytes),
+        depth(depth) {
+    for (Page& page : pages) std::memset(static_cast<void*>(&page), 0, sizeof page);
+  }
+  Slots slots(int r) { return {data[static_cast<size_t>(2 * r)].data(), bytes, depth}; }
+  Slots links(int r) { return {data[static_cast<size_t>(2 * r + 1)].data(), bytes, depth}; }
+
+  std::vector<Page> pages;
+  std::vector<std::vector<std::byte>> data;
+  size_t bytes;
+  int depth;
+};
+
+constexpr size_t kWords = 32;
+
+void fill(std::byte* slot, uint64_t value) {
+  for (size_t i = 0; i < kWords; ++i) std::memcpy(slot + 8 * i, &value, 8);
+}
+void expect(const std::byte* slot, uint64_t value) {
+  for (size_t i = 0; i < kWords; ++i) {
+    uint64_t found;
+    std::memcpy(&found, slot + 8 * i, 8);
+    CHECK_EQ(found, value);
+  }
+}
+uint64_t token(int rank, uint64_t step) {
+  return step * 64 + static_cast<uint64_t>(rank);
+}
+
+// Random operations on one exchange: everybody speaks, one speaks, or a sum is shared out.
+template <class Rules>
+void exchanges(int P, int depth) {
+  Memory memory(P, kWords * 8, depth);
+  ranks::inThreads(P, [&](int me) {
+    Impatient watch;
+    Waiter waiter(memory.pages[static_cast<size_t>(me)], watch);
+    std::vector<typename BasicExchange<Rules>::Member> members;
+    for (int r = 0; r < P; ++r)
+      members.push_back({&memory.pages[static_cast<size_t>(r)], memory.slots(r)});
+    BasicExchange<Rules> exchange(me, members, waiter, watch);
+    std::minstd_rand plan(7);  // the same on all ranks
+    for (int operation = 0; operation < 300; ++operation) {
+      const uint64_t steps = 1 + plan() % 4;
+      const int kind = static_cast<int>(plan() % 3), root = static_cast<int>(plan() % P);
+      const uint64_t first = exchange.begin(steps);
+      const auto speak = [&](uint64_t s) {
+        if (kind != 1 || me == root) fill(exchange.acquire(s), token(me, s));
+        exchange.post(s);
+      };
+      const auto collect = [&](uint64_t s) {
+        for (int r = 0; r < P; ++r)
+          if (r != me) expect(exchange.shared(r, s), token(r, s) + 1);
+        exchange.release(s);
+      };
+      speak(first);
+      for (uint64_t s = first; s < first + steps; ++s) {
+        if (s + 1 < first + steps) speak(s + 1);
+        for (int r = 0; r < P; ++r)
+          if (r != me && (kind == 0 || (kind == 1 && r == root)))
+            expect(exchange.peek(r, s), token(r, s));
+          else if (r != me && kind == 2)
+            exchange.peek(r, s);
+        if (kind == 2) {
+          fill(exchange.own(s), token(me, s) + 1);
+          exchange.share(s);
+          if (s > first) collect(s - 1);
+        } else {
+          exchange.share(s);  // every counter passes every step
+          exchange.release(s);
+        }
+      }
+      if (kind == 2) collect(first + steps - 1);
+    }
+  });
+}
+
+// A receiver that gives its slot back before it has read it.
+struct EarlyRelease final : RecvLink {
+  explicit EarlyRelease(RecvLink& link) : link(link) {}
+  const std::byte* peek() override {
+    const std::byte* slot = link.peek();
+    link.release();
+    return slot;
+  }
+  void release() override {}
+  RecvLink& link;
+};
+
+// Primitives that forget to add one slice.
+struct SkippedSlice : HostPrimitives {
+  using HostPrimitives::HostPrimitives;
+  void recvReduceCopySend(int chunk, size_t j) {
+    if (j == 1)
+      recvCopySend(chunk, j);
+    else
+      HostPrimitives::recvReduceCopySend(chunk, j);
+  }
+};
+
+// The ring, over links with these rules, against sums of small whole numbers.
+template <class Rules, class Primitives = HostPrimitives, bool kEarlyRelease = false>
+void rings(int P, int depth, size_t window) {
+  constexpr size_t kSlice = 128;
+  for (size_t n : {size_t{0}, size_t{5}, 3 * kSlice, 40 * kSlice + 17}) {
+    Memory fresh(P, kSlice * sizeof(float), depth);
+    ranks::inThreads(P, [&](int me) {
+      Impatient watch;
+      Page& page = fresh.pages[static_cast<size_t>(me)];
+      Waiter waiter(page, watch);
+      Exchange unused(me, {{&page, fresh.slots(me)}}, waiter, watch);
+      const auto pipe = [&](int from, int to) {
+        return ShmPipe{from, to, &fresh.pages[static_cast<size_t>(from)],
+                       &fresh.pages[static_cast<size_t>(to)], fresh.links(to)};
+      };
+      BasicShmSendLink<Rules> next(pipe(me, (me + 1) % P), waiter);
+      BasicShmRecvLink<Rules> prev(pipe((me + P - 1) % P, me), waiter);
+      EarlyRelease early(prev);
+      Communicator communicator{.rank = me,
+                                .size = P,
+                                .exchange = unused,
+                                .next = next,
+                                .prev = kEarlyRelease ? static_cast<RecvLink&>(early) : prev,
+                                .link_slots = fresh.links(me),
+                                .watch = watch,
+                                .algorithm = Algorithm::kRing};
+      for (int again = 0; again < 20; ++again) {
+        std::vector<float> data(n), expected(n);
+        for (size_t i = 0; i < n; ++i) {
+          data[i] = static_cast<float>((i + static_cast<size_t>(me * 7 + again)) % 100);
+          for (int r = 0; r < P; ++r)
+            expected[i] += static_cast<float>((i + static_cast<size_t>(r * 7 + again)) % 100);
+        }
+        const AllReduce call{data.data(), n, DType::kFloat32, ReduceOp::kSum};
+        const Cut cut{n, P};
+        Primitives primitives(communicator, call, reduceKernels(call.dtype, call.op), kSlice);
+        runRing(primitives, {.rank = me,
+                             .world_size = P,
+                             .slices = std::max<size_t>(1, ceilDiv(cut.chunkSize(), kSlice)),
+                             .window = window});
+        CHECK(data == expected);
+      }
+    });
+  }
+}
+
+template <class Rules>
+void everything() {
+  for (int P : {2, 3, 5})
+    for (int depth : {3, 4, 8}) exchanges<Rules>(P, depth);
+  for (int P : {2, 3, 4, 7})
+    for (int depth : {2, 4, 8})
+      for (size_t window = 1; window < static_cast<size_t>(depth); window += 2)
+        rings<Rules>(P, depth, window);
+}
+
+const std::map<std::string, std::function<void()>> kMutants{
+    {"weak_publish", everything<WeakPublish>},
+    {"weak_observe", everything<WeakObserve>},
+    {"early_reuse", everything<EarlyReuse>},
+    {"early_release", [] { rings<Delayed, HostPrimitives, true>(3, 2, 1); }},
+    {"skipped_slice", [] { rings<Delayed, SkippedSlice>(3, 4, 2); }},
+};
+
+}  // namespace
+
+TEST(exchange_and_ring_hold_under_random_delays) {
+  everything<Delayed>();
+}
+
+int main(int argc, char** argv) {
+  const std::string verb = argc > 1 ? argv[1] : "";
+  if (verb == "--list-mutants") {
+    for (const auto& [name, run] : kMutants) std::puts(name.c_str());
+    return 0;
+  }
+  if (verb == "--mutant") {
+    const auto mutant = kMutants.find(argc > 2 ? argv[2] : "");
+    if (mutant == kMutants.end()) {
+      std::puts("no such mutant: --list-mutants names them");
+      return 0;  // a runner that expects failure notices
+    }
+    check::tests().clear();
+    static std::function<void()> body;
+    body = mutant->second;
+    check::tests().push_back({mutant->first.c_str(), [] { body(); }});
+    return check::runAll(nullptr);
+  }
+  return check::runAll(argc > 1 ? argv[1] : nullptr);
+}

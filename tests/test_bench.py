@@ -1,0 +1,398 @@
+"""The benchmark: its parsing, its oracle, its report, and real runs with gloo in our place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringreduce.bench import oracle
+from ringreduce.bench.cli import main
+from ringreduce.bench.collectives import COLLECTIVES, AllReduce, Barrier, Case
+from ringreduce.bench.rank import Rank
+from ringreduce.bench.results import Measurement, Report, Row, percentile
+from ringreduce.bench.settings import (
+    DTYPES,
+    OPS,
+    OURS,
+    Settings,
+    contenders_of,
+    format_size,
+    parse_size,
+    parse_sizes,
+)
+from ringreduce.bench.table import format_row, header
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GLOO = ["-m", "ringreduce.bench", "all_reduce", "--backend", "gloo"]
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """A Python program of its own, in a session of its own, from this checkout."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 120.0) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; kills a process that does not end."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def rank_processes(controller: int) -> list[int]:
+    """Process ids of the rank processes that `controller` has started."""
+    found = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [("0", 0), ("1000", 1000), ("1K", 1024), ("64k", 65536), ("25M", 25 << 20),
+         ("25MiB", 25 << 20), ("1GB", 1 << 30), (" 8 ", 8), ("12B", 12)],
+    )  # fmt: skip
+    def test_size(self, text, size):
+        assert parse_size(text) == size
+
+    @pytest.mark.parametrize("text", ["", "K", "-1", "1.5K", "1T", "1 2", "64KK"])
+    def test_no_size(self, text):
+        with pytest.raises(ValueError, match="no size"):
+            parse_size(text)
+
+    def test_list_and_ranges(self):
+        assert parse_sizes("1K,3,1M") == (1024, 3, 1 << 20)
+        assert parse_sizes("1K:20K:4,5") == (1024, 4096, 16384, 5)
+        assert parse_sizes("1K:4K") == (1024, 2048, 4096)
+
+    @pytest.mark.parametrize("text", ["1K:4K:1", "4K:1K", "0:4K", "1:2:3:4"])
+    def test_no_range(self, text):
+        with pytest.raises(ValueError, match="no range"):
+            parse_sizes(text)
+
+    def test_written_for_people(self):
+        sizes = (0, 1000, 1 << 10, 25 << 20, 1 << 30, (1 << 20) + 1)
+        written = ["0 B", "1000 B", "1 KiB", "25 MiB", "1 GiB", "1.0 MiB"]
+        assert [format_size(size) for size in sizes] == written
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["all_reduce", "--sizes", "3"], "too few"),
+            (["all_gather", "--nproc", "4", "--sizes", "12"], "too few"),
+            (["all_reduce", "--op", "band"], "integer type"),
+            (["all_reduce", "--compare", "smoke"], "none of"),
+            (["all_reduce", "--nproc", "0"], "no number above 0"),
+            (["all_reduce", "--sizes", "1K,x"], "no size"),
+            (["barrier", "--plot", "x.png"], "no sizes to plot"),
+        ],
+    )
+    def test_refuses(self, capsys, arguments, complaint):
+        with pytest.raises(SystemExit) as error:
+            main(arguments)
+        assert error.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+    def test_contenders(self):
+        settings = Settings("all_reduce", 2, (1024,), algorithm="ring", compare=("gloo", "direct"))
+        found = {c.key: c for c in contenders_of(settings)}
+        assert list(found) == ["ours", "gloo", "direct", "roofline"]
+        assert found["ours"].title == "ringreduce (ring)"
+        assert found["ours"].environment == {"RINGREDUCE_ALGORITHM": "ring"}
+        assert found["direct"].backend == "ringreduce"
+        assert found["gloo"].environment == {}
+        assert "roofline" not in [c.key for c in contenders_of(Settings("barrier", 2, (0,)))]
+
+
+class Loopback:
+    """An engine whose all-reduce adds what the other ranks would have sent, then lies a bit."""
+
+    def __init__(self, rank: int, world: int, lie=None) -> None:
+        self.rank, self.world, self.lie = rank, world, lie
+        self.salt = 0
+
+    def call(self, collective):
+        def all_reduce():
+            self.salt += 1
+            tensor = collective.tensor
+            inputs = collective._inputs(tensor.numel(), self.salt)
+            for rank in range(self.world):
+                if rank != self.rank:
+                    other = torch.empty_like(tensor)
+                    oracle.fill(other, inputs.of(rank))
+                    tensor.add_(other)
+            if self.lie:
+                self.lie(tensor)
+
+        return all_reduce
+
+    def barrier(self):
+        pass
+
+    def about(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def check_with(lie, dtype: str, count: int, world: int = 3):
+    """The answer of a rank process whose results `lie` has touched."""
+    rank = Rank(Loopback(1, world, lie), world)
+    rank.prepare("all_reduce", count, dtype, "sum")
+    return rank.check(salt=1)
+
+
+class TestOracle:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("count", [1, 1000, oracle.PERIOD + 7])
+    def test_honest_sums_pass(self, dtype, count):
+        assert check_with(None, dtype, count)["wrong"] == 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_finds_one_planted_error(self, dtype):
+        def lie(tensor):
+            tensor[-1] += 1
+
+        assert check_with(lie, dtype, oracle.PERIOD + 7)["wrong"] == 1
+
+    def test_finds_nan_and_infinity(self):
+        def lie(tensor):
+            tensor[3], tensor[5] = float("nan"), float("inf")
+
+        assert check_with(lie, "float32", 100)["wrong"] == 2
+
+    def test_finds_swapped_chunks(self):
+        def lie(tensor):
+            chunk = tensor[:128].clone()
+            tensor[:128] = tensor[128:256]
+            tensor[128:256] = chunk
+
+        assert check_with(lie, "float32", 1024)["wrong"] > 250
+
+    def test_finds_sums_in_a_smaller_type(self):
+        def lie(tensor):
+            tensor.copy_(tensor.bfloat16())
+
+        assert check_with(lie, "float32", 1000)["wrong"] > 900
+
+        def lie_64(tensor):
+            tensor.copy_(tensor.float())
+
+        assert check_with(lie_64, "float64", 1000)["wrong"] > 900
+
+    def test_finds_what_the_call_before_left(self):
+        rank = Rank(Loopback(0, 2), 2)
+        rank.prepare("all_reduce", 1000, "int32", "sum")
+        assert rank.check(salt=1)["wrong"] == 0
+        assert rank.check(salt=9)["wrong"] > 900  # the loopback adds the inputs of salt 2
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_every_operation_has_an_oracle(self, op):
+        dtype = "int32" if op in ("band", "bor", "bxor") else "float32"
+        inputs = oracle.Inputs(dtype, op, world=4, count=50, salt=1)
+        stacked = torch.stack([inputs.of(rank) for rank in range(4)])
+        expected = oracle.expect_reduced(inputs)
+        by_torch = {
+            "sum": lambda: stacked.sum(0),
+            "avg": lambda: stacked.mean(0),
+            "min": lambda: stacked.amin(0),
+            "max": lambda: stacked.amax(0),
+            "product": lambda: stacked.prod(0),
+            "band": lambda: stacked[0] & stacked[1] & stacked[2] & stacked[3],
+            "bor": lambda: stacked[0] | stacked[1] | stacked[2] | stacked[3],
+            "bxor": lambda: stacked[0] ^ stacked[1] ^ stacked[2] ^ stacked[3],
+        }[op]()
+        assert oracle.count_wrong(by_torch, expected) == 0
+        assert oracle.count_wrong(by_torch + 1, expected) == 50
+
+    def test_the_values_timed_stay_what_they_are(self):
+        for op in OPS:
+            case = Case(10, "int32" if op.startswith("b") else "float32", op, 0, 2)
+            collective = AllReduce(case)
+            collective.settle()
+            before = collective.tensor.clone()
+            both = oracle._combine(op, before, before)
+            assert torch.equal(both / 2 if op == "avg" else both, before), op
+
+    def test_digest_sees_one_bit(self):
+        zero = torch.zeros(100)
+        assert oracle.digest(zero) == oracle.digest(torch.zeros(100))
+        assert oracle.digest(zero) != oracle.digest(-zero)
+        assert oracle.digest(torch.empty(0)) == ""
+
+
+def make_report() -> Report:
+    ours = Measurement([2e-6, 3e-6, 4e-6], iterations=[100, 100, 90])
+    gloo = Measurement([200e-6, 300e-6, 400e-6], iterations=[10] * 3, idle_cpu=0.01)
+    roofline = Measurement([1e-6, 1e-6, 1e-6], iterations=[1000] * 3)
+    big = {OURS: Measurement([5e-3], [1]), "roofline": Measurement([2e-3], [1])}
+    return Report(
+        collective="all_reduce",
+        created="2030-01-01T00:00:00+00:00",
+        machine={"cpu": "a CPU", "cores": 2, "memory_bytes": 8 << 30, "kernel": "Linux",
+                 "torch": "2.13.0", "python": "3.11"},
+        library={"version": "1.2.3", "isa": "v3", "staging_bytes": 4 << 20},
+        settings={"world": 4, "rounds": 3},
+        titles={OURS: "ringreduce", "gloo": "gloo", "mpi": "mpi", "roofline": "roofline"},
+        skipped={"mpi": "mpi4py is not installed"},
+        rows=[
+            Row(1024, 256, "float32", "sum", 1.5,
+                {OURS: ours, "gloo": gloo, "roofline": roofline}),
+            Row(1 << 20, 1 << 18, "float32", "sum", 1.5, big),
+        ],
+    )  # fmt: skip
+
+
+class TestReport:
+    def test_percentile(self):
+        assert percentile([5.0], 0.9) == 5
+        assert percentile([3.0, 1.0, 2.0], 0.5) == 2
+        assert percentile([0.0, 10.0], 0.1) == pytest.approx(1)
+
+    def test_header_says_what_and_where(self):
+        text = "\n".join(header(make_report()))
+        assert all(line.startswith("#") for line in text.splitlines())
+        for piece in ("a CPU", "2 cores", "8 GiB", "1.2.3", "ISA v3", "4 MiB a rank",
+                      "4 for each of: ringreduce, gloo, roofline", "mpi4py is not installed",
+                      "dist.all_reduce(t), in place", "3 rounds", "#wrong", "busbw"):  # fmt: skip
+            assert piece in text
+
+    def test_rows(self):
+        report = make_report()
+        small, big = (format_row(report, row) for row in report.rows)
+        assert small.split() == ["1024", "256", "float32", "sum", "3.00", "2.20-3.80", "0.34",
+                                 "0.51", "0", "-", "300.0", "100.0x"]  # fmt: skip
+        assert big.split() == ["1048576", "262144", "float32", "sum", "5000", "5000-5000", "0.21",
+                               "0.31", "0", "0.52", "-", "-"]  # fmt: skip
+        names = header(report)[-2]
+        assert len(small) == len(big) == len(names)
+
+    def test_wrong_results_are_seen(self):
+        report = make_report()
+        assert report.ours_is_right and report.faults() == []
+        report.rows[0].measurements["gloo"].wrong = 3
+        assert report.ours_is_right and len(report.faults()) == 1
+        report.rows[1].measurements[OURS].same_bits = False
+        assert not report.ours_is_right
+        assert "0!" in format_row(report, report.rows[1])
+
+    def test_json_round_trip(self, tmp_path):
+        report = make_report()
+        report.write(tmp_path / "report.json")
+        assert Report.read(tmp_path / "report.json") == report
+        document = json.loads((tmp_path / "report.json").read_text())
+        ours = document["rows"][0]["measurements"]["ours"]
+        assert ours["seconds"] == [2e-6, 3e-6, 4e-6]
+        assert ours["median_us"] == pytest.approx(3)
+        document["schema"] = 99
+        with pytest.raises(ValueError, match="schema 99"):
+            Report.from_json(document)
+
+    def test_barrier_notices_who_left_early(self):
+        barrier = Barrier(Case(0, "float32", "sum", 1, 2))
+        answer = barrier.check(lambda: None, salt=1)
+        assert answer["came"] <= answer["left"]
+        assert not COLLECTIVES["barrier"].has_size
+
+
+class TestRuns:
+    """Whole runs. They share two cores with each other's leftovers, so no time is asserted."""
+
+    def test_all_reduce(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        json_path, plot_path = tmp_path / "run.json", tmp_path / "run.png"
+        status, out, err = finish(
+            start(*GLOO, "--compare", "gloo", "--nproc", "2", "--sizes", "1K,64K", "--rounds", "2",
+                  "--json", str(json_path), "--plot", str(plot_path))
+        )  # fmt: skip
+        assert status == 0, err
+        rows = rows_of(out)
+        assert [row[:4] for row in rows] == [
+            ["1024", "256", "float32", "sum"],
+            ["65536", "16384", "float32", "sum"],
+        ]
+        assert all(row[8] == "0" for row in rows)
+        report = Report.read(json_path)
+        for row in report.rows:
+            assert list(row.measurements) == ["ours", "gloo", "roofline"]
+            assert all(len(m.seconds) == 2 for m in row.measurements.values())
+        assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("collective", "size", "world"),
+        [("broadcast", "1024", 2), ("all_gather", "1020", 3), ("barrier", "-", 2)],
+    )
+    def test_other_collectives(self, collective, size, world):
+        status, out, err = finish(
+            start("-m", "ringreduce.bench", collective, "--backend", "gloo", "--nproc", str(world),
+                  "--dtype", "bfloat16", "--sizes", "1K", "--rounds", "1", "--iters", "2")
+        )  # fmt: skip
+        assert status == 0, err
+        (row,) = rows_of(out)
+        assert (row[0], row[8]) == (size, "0")
+
+    def test_under_torchrun(self):
+        status, out, err = finish(
+            start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                  *GLOO, "--sizes", "1K", "--rounds", "1", "--iters", "3")
+        )  # fmt: skip
+        assert status == 0, err
+        (row,) = rows_of(out)
+        assert (row[0], row[8]) == ("1024", "0")
+        assert "2 for each of" in out
+
+    def test_a_killed_rank_ends_the_run(self):
+        process = start(*GLOO, "--sizes", "1K", "--rounds", "1000")
+        wait_until(lambda: len(rank_processes(process.pid)) == 4, 60, "four rank processes")
+        ranks = rank_processes(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        status, _, err = finish(process)
+        assert status == 1
+        assert "rank 1 failed" in err and "SIGKILL" in err
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+    def test_an_error_names_its_rank(self):
+        status, _, err = finish(
+            start("-m", "ringreduce.bench", "all_reduce", "--backend", "no_such", "--sizes", "1K")
+        )
+        assert status == 1
+        assert "failed" in err and "no_such" in err and "Traceback" in err
+
+    def test_interrupt_leaves_nothing(self):
+        process = start(*GLOO, "--sizes", "1K", "--rounds", "1000")
+        wait_until(lambda: len(rank_processes(process.pid)) == 4, 60, "four rank processes")
+        ranks = rank_processes(process.pid)
+        os.kill(process.pid, signal.SIGINT)
+        status, _, err = finish(process)
+        assert status == 130
+        assert "interrupted" in err
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

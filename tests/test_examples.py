@@ -1,0 +1,157 @@
+"""The examples as a user runs them: under torchrun, with gloo and with ringreduce, and the demo.
+
+Losses of both backends are compared bit for bit. The ringreduce runs need the built extension;
+everything else runs without it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tqdm")
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+MLP = ("train_mlp.py", "--steps", "6")
+GPT = ("train_gpt.py", "--steps", "4", "--layers", "1", "--width", "32")
+GPT += ("--sync-pairs", "2", "--sample", "20")
+
+
+def extension_is_built() -> bool:
+    try:
+        import ringreduce._C  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+needs_ringreduce = pytest.mark.skipif(
+    not extension_is_built(), reason="ringreduce._C cannot be imported"
+)
+
+
+def run(command: list[str], seconds: float) -> None:
+    """Runs a command in a session of its own, so that a deadline ends its children with it."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun and the demo take their ranks along
+        process.wait(10)
+        raise
+    assert process.returncode == 0, output
+
+
+@cache
+def train(*example: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains an example on two ranks under torchrun; what each rank recorded."""
+    with TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [str(EXAMPLES / example[0]), *example[1:], "--record", folder]
+        run([*torchrun, "--nproc-per-node", "2", *script], seconds=120)
+        first, second = (json.loads(Path(folder, f"rank{r}.json").read_text()) for r in (0, 1))
+    return first, second
+
+
+@pytest.mark.parametrize("example", [MLP, GPT], ids=["mlp", "gpt"])
+def test_ranks_have_equal_weights_and_learn(example: tuple[str, ...]) -> None:
+    first, second = train(*example, "--backend", "gloo")
+    assert first["weights_hash"] == second["weights_hash"]
+    assert first["losses"] != second["losses"]  # each rank has its own share of the data
+    for rank in (first, second):
+        assert rank["losses"][-1] < rank["losses"][0]
+
+
+@needs_ringreduce
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [
+        pytest.param(MLP, ("--backend", "ringreduce"), id="mlp-backend"),
+        pytest.param(MLP, ("--backend", "gloo", "--hook"), id="mlp-hook"),
+        pytest.param(GPT, ("--backend", "ringreduce"), id="gpt-backend"),
+    ],
+)
+def test_ringreduce_gives_the_bits_of_gloo(
+    example: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
+    base = train(*example, "--backend", "gloo")
+    ours = train(*example, *arguments)
+    for rank in (0, 1):
+        # By way of hex: a list of floats would call 0.0 and -0.0 equal.
+        assert [x.hex() for x in ours[rank]["losses"]] == [x.hex() for x in base[rank]["losses"]]
+        assert ours[rank]["weights_hash"] == base[rank]["weights_hash"]
+
+
+def test_demo_in_small(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    demo = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo,gloo"]
+    run([*demo, "--gpt-steps", "3", "--mlp-rounds", "1", "--out", str(tmp_path)], seconds=150)
+    results = json.loads((tmp_path / "demo.json").read_text())
+    for part in ("gpt", "mlp"):
+        runs = results[part]["runs"]
+        assert runs["gloo-again"]["differs"] == ""
+        assert runs["gloo-again"]["step_ms"] > 0
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_first_difference_finds_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from demo import first_difference
+
+    base = [
+        {"losses": [1.0, 0.0], "weights_hash": "a"},
+        {"losses": [1.0, 2.0], "weights_hash": "a"},
+    ]
+    assert first_difference(base, base) == ""
+    signed = [base[0] | {"losses": [1.0, -0.0]}, base[1]]
+    assert first_difference(signed, base).startswith("rank 0, step 1")
+    weights = [base[0], base[1] | {"weights_hash": "b"}]
+    assert first_difference(weights, base).startswith("rank 1: the losses are equal")
+    short = [base[0], base[1] | {"losses": [1.0]}]
+    assert "number of steps" in first_difference(short, base)
+
+
+def processes_naming(text: str) -> list[int]:
+    """The processes with `text` in their command line, zombies not among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:  # it ended between the listing and the look
+                continue
+            if text.encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    demo = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo,gloo"]
+    process = subprocess.Popen(
+        [*demo, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        limit = time.monotonic() + 60
+        while len(processes_naming(str(tmp_path))) < 3:  # the demo and two ranks
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert processes_naming(str(tmp_path)) == []

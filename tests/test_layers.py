@@ -1,0 +1,41 @@
+"""The layers of csrc/: each may include itself and those before it, and only the last one torch."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+LAYERS = ["base", "plan", "reduce", "codec", "wire", "collective", "group", "torch"]
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cc"))
+
+
+def violations(layer: str, text: str) -> list[str]:
+    """The includes in `text`, a source of `layer`, that the layer may not have."""
+    found = []
+    for quote, header in INCLUDE.findall(text):
+        if quote == "<":
+            if layer != "torch" and header.startswith(TORCH_HEADERS):
+                found.append(f"<{header}>")
+            continue
+        target = header.split("/")[0]
+        if target not in LAYERS or LAYERS.index(target) > LAYERS.index(layer):
+            found.append(f'"{header}"')
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_includes_only_earlier_layers(path: Path) -> None:
+    layer = path.relative_to(CSRC).parts[0]
+    assert layer in LAYERS, "a folder that is no layer"
+    assert violations(layer, path.read_text()) == []
+
+
+def test_a_wrong_include_is_seen() -> None:
+    text = '#include <vector>\n#include "base/dtype.h"\n#include "group/group.h"\n'
+    assert violations("wire", text) == ['"group/group.h"']
+    assert violations("wire", "#include <torch/torch.h>\n") == ["<torch/torch.h>"]
+    assert violations("wire", '#include "segment.h"\n') == ['"segment.h"']
+    assert violations("torch", '#include <torch/torch.h>\n#include "group/group.h"\n') == []
