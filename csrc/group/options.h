@@ -13,7 +13,7 @@ namespace ringreduce {
 // Rank 0's values hold for all: the others learn them when they join.
 struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
-  size_t slot_bytes = 256 << 10;           // RINGREDUCE_SLOT_BYTES
+  size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES
   int slots = 4;                           // RINGREDUCE_SLOTS
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.

@@ -1,9 +1,10 @@
 // float16 and bfloat16 as elements: widened to float32 when loaded, rounded to nearest even when
 // stored.  Only for kernels.cc (see tile.h).
 //
-// float16 uses the conversion instructions where x86 has them, and integer arithmetic elsewhere.
-// Both give the same bits for every input: subnormals are kept, what is too large becomes infinite,
-// and a NaN is made quiet and keeps its sign and the upper bits of its payload.
+// float16 uses conversion instructions where there are any (F16C, AVX-512, NEON), and integer
+// arithmetic elsewhere.  All of them give the same bits for every input: subnormals are kept, what
+// is too large becomes infinite, and a NaN is made quiet and keeps its sign and the upper bits of
+// its payload.
 #pragma once
 
 #include "reduce/tile.h"
@@ -136,7 +137,7 @@ struct Float16 {
     _mm256_storeu_si256(p, _mm512_maskz_cvtps_ph(kAll, tile.lo, kNearestEven));
     _mm256_storeu_si256(p + 1, _mm512_maskz_cvtps_ph(kAll, tile.hi, kNearestEven));
   }
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   RINGREDUCE_INLINE static Tile<float> load(const char* from) {
     const __m128i* p = reinterpret_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))};

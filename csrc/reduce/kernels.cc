@@ -14,13 +14,13 @@
 #include "reduce/tile.h"
 
 #define RINGREDUCE_JOIN(a, b) a##b
-#define RINGREDUCE_NAMESPACE(isa) RINGREDUCE_JOIN(kernels_, isa)
+#define RINGREDUCE_JOIN_VALUES(a, b) RINGREDUCE_JOIN(a, b)
+#define RINGREDUCE_NAMESPACE RINGREDUCE_JOIN_VALUES(kernels_, RINGREDUCE_ISA)
 
 namespace ringreduce {
 namespace {
 
-// --- Operations: the accumulator first, the next source second
-// ------------------------------------
+// --- Operations: the accumulator first, the next source second -----------------------------------
 
 struct Sum {
   template <class V>
@@ -77,8 +77,7 @@ struct Max {
   }
 };
 
-// --- Last steps
-// -----------------------------------------------------------------------------------
+// --- Last steps ----------------------------------------------------------------------------------
 
 struct Keep {
   template <class T>
@@ -131,8 +130,7 @@ struct TruncatingDivideBy {
   }
 };
 
-// --- The loop
-// -------------------------------------------------------------------------------------
+// --- The loop ------------------------------------------------------------------------------------
 
 // dst[i] = finish(sources[0][i] (op) sources[1][i] (op) ...): the first source is of element First,
 // the others of Rest, dst of Out.  kCount is the number of sources, or 0 to take `count`.
@@ -180,8 +178,7 @@ void fold(void* dst, const void* const* sources, int count, size_t n, Finish fin
   __builtin_memcpy(out + i * Out::kBytes, padded, rest * Out::kBytes);
 }
 
-// --- The kernels of reduce.h
-// ----------------------------------------------------------------------
+// --- The kernels of reduce.h ---------------------------------------------------------------------
 
 // What AVG does last, for element type T (with its sign).  Calls body(step).
 template <class T>
@@ -276,8 +273,7 @@ void reduce(void* dst, const void* const* sources, int count, size_t n, int worl
   });
 }
 
-// --- The tables
-// -----------------------------------------------------------------------------------
+// --- The tables ----------------------------------------------------------------------------------
 
 // Element: how it is loaded and stored.  Value: the type that is compared and divided.
 template <DType type>
@@ -364,7 +360,7 @@ void scaleBy(void* dst, const void* src, size_t n, double factor) {
 
 }  // namespace
 
-namespace RINGREDUCE_NAMESPACE(RINGREDUCE_ISA) {
+namespace RINGREDUCE_NAMESPACE {
 
 const ReduceKernels* table(DType dtype, ReduceOp op) {
   const int type = static_cast<int>(dtype);
@@ -388,5 +384,5 @@ void scale(DType dtype, void* dst, const void* src, size_t n, double factor) {
   }
 }
 
-}  // namespace RINGREDUCE_NAMESPACE(RINGREDUCE_ISA)
+}  // namespace RINGREDUCE_NAMESPACE
 }  // namespace ringreduce

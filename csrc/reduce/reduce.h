@@ -3,11 +3,16 @@
 // A reduction adds in a fixed order, that of the sources given, so that every algorithm which keeps
 // that order gives the same bits.  float16 and bfloat16 are accumulated in float32 and rounded
 // once, at the end: while under way their partial results are float32, also on the wire ("partial
-// type"). Chaining `combine` and ending with `finish` gives the very bits that `reduce` gives in
-// one go.
+// type").  Chaining `combine` and ending with `finish` gives the very bits that `reduce` gives in
+// one go.  Only the payload of a NaN that comes from two NaNs is left open.
 //
-// The kernels are compiled for several instruction sets; the best that this CPU has is chosen once.
-// No function here allocates, blocks or throws.
+// MIN and MAX give NaN if either side is one, as torch.minimum does, and the earlier source where
+// two are equal (0 and -0).  Sums and products of integers wrap.  A bool may be any byte; 0 is
+// false.
+//
+// The kernels are compiled for several instruction sets, and give the same bits in all of them; the
+// best that this CPU has is chosen once, or the one that RINGREDUCE_ISA names (v2, v3 or v4).
+// Pointers need no alignment.  No function here allocates, blocks or throws.
 #pragma once
 
 #include "base/dtype.h"
@@ -35,7 +40,8 @@ struct ReduceKernels {
 };
 
 // The kernels for a supported pair (see isSupported in base/dtype.h).  PREMUL_SUM gets SUM's: each
-// rank scales its own input first, with `scale`.
+// rank scales its own input first, with `scale`.  Ends the process for a pair that is not
+// supported.
 const ReduceKernels& reduceKernels(DType dtype, ReduceOp op);
 
 // dst[i] = src[i] * factor, computed in float32 (float64 for float64) and rounded to the dtype.
