@@ -13,13 +13,14 @@
 namespace ringreduce {
 namespace {
 
-// How long waits spin and yield before they sleep.  A caller that blocks has nothing better to do,
-// if there is a core for every rank.  The worker runs beside the computation that made its input,
-// so it leaves the cores to that at once.
+// A caller that blocks has nothing better to do than to look; it spins only where there is a core for
+// every rank, and not for long, since the scheduler may have put two ranks on one core all the same.
+// The worker runs beside the computation that made its input: yielding would give that a whole time
+// slice, so it sleeps at once and is woken.
 Patience patienceOf(bool in_users_thread, int world_size) {
-  if (world_size > coresAvailable()) return {.spin = 0, .yields = in_users_thread ? 50 : 0};
-  return in_users_thread ? Patience{.spin = 100 * kMicrosecond, .yields = 20}
-                         : Patience{.spin = 5 * kMicrosecond, .yields = 0};
+  const bool crowded = world_size > coresAvailable();
+  if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
+  return {.spin = crowded ? 0 : 10 * kMicrosecond, .yield = 200 * kMicrosecond};
 }
 
 }  // namespace

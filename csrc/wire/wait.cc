@@ -26,16 +26,13 @@ void wake(Page& page) {
 }
 
 void Waiter::waitFor(int rank, Ready ready) {
-  if (patience_.spin > 0) {
-    const Nanos until = deadlineIn(patience_.spin);
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (ready()) return;
-        pause();
-      }
-    } while (!watch_.failed() && now() < until);
-  }
-  for (int i = 0; i < patience_.yields && !watch_.failed(); ++i) {
+  const Nanos start = now();
+  while (now() - start < patience_.spin && !watch_.failed())
+    for (int i = 0; i < 32; ++i) {
+      if (ready()) return;
+      pause();
+    }
+  while (now() - start < patience_.spin + patience_.yield && !watch_.failed()) {
     if (ready()) return;
     sched_yield();
   }

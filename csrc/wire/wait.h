@@ -20,10 +20,11 @@ inline void pause() {
 #endif
 }
 
-// How long to spin and how often to yield before sleeping.
+// How long to spin, and then how long to yield the core again and again, before sleeping.  Spinning
+// notices soonest; yielding lets another rank run that shares the core, and costs little if none does.
 struct Patience {
   Nanos spin = 0;
-  int yields = 0;
+  Nanos yield = 0;
 };
 
 // Between sleeps; bounds how late a death, a deadline or Ctrl-C is noticed.
