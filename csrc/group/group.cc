@@ -8,15 +8,16 @@
 
 #include "base/error.h"
 #include "plan/cut.h"
+#include "reduce/reduce.h"
 #include "wire/shm_link.h"
 
 namespace ringreduce {
 namespace {
 
-// A caller that blocks has nothing better to do than to look; it spins only where there is a core for
-// every rank, and not for long, since the scheduler may have put two ranks on one core all the same.
-// The worker runs beside the computation that made its input: yielding would give that a whole time
-// slice, so it sleeps at once and is woken.
+// A caller that blocks has nothing better to do than to look; it spins only where there is a core
+// for every rank, and not for long, since the scheduler may have put two ranks on one core all the
+// same. The worker runs beside the computation that made its input: yielding would give that a
+// whole time slice, so it sleeps at once and is woken.
 Patience patienceOf(bool in_users_thread, int world_size) {
   const bool crowded = world_size > coresAvailable();
   if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
@@ -80,6 +81,7 @@ std::shared_ptr<Group> Group::create(Store& store, int rank, int world_size,
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
+  instructionSet();  // throws here, before anything is sent, where no kernel can run
   return std::shared_ptr<Group>(new Group(rank, join(store, rank, world_size, options), options));
 }
 

@@ -7,7 +7,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <span>
+#include <string>
 
+#include "base/error.h"
 #include "reduce/kernels.h"
 
 #if defined(__x86_64__)
@@ -68,10 +70,8 @@ const KernelSet& choose() {
   for (const KernelSet& set : sets) {
     if (set.runs) widest = &set;
   }
-  if (!widest) {
-    std::fprintf(stderr, "ringreduce: this CPU lacks SSE4.2 (x86-64-v2), the least it needs\n");
-    std::abort();
-  }
+  if (!widest)
+    throw Error(Failure::kSetup, "this CPU lacks SSE4.2 (x86-64-v2), the least that is needed");
   const char* wish = std::getenv("RINGREDUCE_ISA");
   if (!wish || !*wish) return *widest;
   for (const KernelSet& set : sets) {
@@ -91,8 +91,7 @@ const KernelSet& chosen() {
 // Only a mistake of ours gets here: every operation is checked against isSupported when it is
 // called.
 [[noreturn]] void unsupported(const char* what, DType dtype) {
-  std::fprintf(stderr, "ringreduce: no kernel for %s of %s\n", what, name(dtype));
-  std::abort();
+  throw Error(Failure::kArgument, std::string("no kernel for ") + what + " of " + name(dtype));
 }
 
 }  // namespace

@@ -12,7 +12,8 @@
 //
 // The kernels are compiled for several instruction sets, and give the same bits in all of them; the
 // best that this CPU has is chosen once, or the one that RINGREDUCE_ISA names (v2, v3 or v4).
-// Pointers need no alignment.  No function here allocates, blocks or throws.
+// Pointers need no alignment.  No kernel allocates, blocks or throws; finding one throws Error for
+// a pair that isSupported denies, and where this CPU can run none.
 #pragma once
 
 #include "base/dtype.h"

@@ -16,10 +16,10 @@
 //     shared(r, s)  rank r's slot with its part of the sum; waits until r has shared it
 //
 // Each call goes through the steps in growing order, and post and release leave none out, but one
-// may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only after every
-// rank's `done` has passed s, and is read for step s only after the owner's `posted` has; between
-// the two only its owner writes it.  All counters only grow and have one writer each.  No barrier
-// is needed.
+// may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only
+// after every rank's `done` has passed s, and is read for step s only after the owner's `posted`
+// has; between the two only its owner writes it.  All counters only grow and have one writer each.
+// No barrier is needed.
 #pragma once
 
 #include <cstddef>

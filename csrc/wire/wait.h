@@ -21,7 +21,8 @@ inline void pause() {
 }
 
 // How long to spin, and then how long to yield the core again and again, before sleeping.  Spinning
-// notices soonest; yielding lets another rank run that shares the core, and costs little if none does.
+// notices soonest; yielding lets another rank run that shares the core, and costs little if none
+// does.
 struct Patience {
   Nanos spin = 0;
   Nanos yield = 0;
