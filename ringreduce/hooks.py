@@ -4,16 +4,11 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce._backend import backend_of, extension, ringreduce_group
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 __all__ = ["all_reduce_hook", "register_comm_hook"]
 
@@ -52,7 +47,8 @@ def register_comm_hook(ddp_model: DistributedDataParallel) -> None:
 
 
 def all_reduce_hook(
-    state: dist.ProcessGroup | None, bucket: "GradBucket"
+    state: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP insists on this very annotation
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages one bucket: `ddp_model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)`.
 

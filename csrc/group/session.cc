@@ -23,6 +23,16 @@ constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
          static_cast<uint64_t>(reporter);
 }
 
+// A rank that does not wait for another in an operation (the root of a broadcast) does not see what
+// the other called there.  So each announcement carries this hash of all before it, and a
+// difference shows at the next operation at the latest.  (FNV-1a's mixing step, over whole words.)
+uint64_t extended(uint64_t history, const Announcement& a) {
+  for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
+                        static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root)})
+    history = (history ^ word) * 0x100000001b3;
+  return history;
+}
+
 }  // namespace
 
 Session::Session(int rank, const Membership& membership, const GroupOptions& options)
@@ -37,6 +47,8 @@ Session::Session(int rank, const Membership& membership, const GroupOptions& opt
 
 void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_thread) {
   current_ = operation;
+  current_.history = history_;
+  history_ = extended(history_, operation);
   inline_ = in_users_thread;
   if (failed()) throwVerdict();
   started_ = now();
@@ -44,7 +56,7 @@ void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_
   deadline_ = deadlineIn(timeout);
   next_report_ = deadlineIn(options_.stall);
   Page& own = page(rank_);
-  own.announcements[operation.sequence % kAnnouncements] = operation;
+  own.announcements[operation.sequence % kAnnouncements] = current_;
   own.announced.publish(operation.sequence + 1);
 }
 
@@ -159,20 +171,26 @@ void Session::mismatch() {
     Announcement operation;
     std::vector<int> ranks;
   };
+  // The first operation that they disagree about: this one, or one that this rank did not wait in.
   std::vector<Party> parties;
-  for (int r = 0; r < size_; ++r) {
-    if (!hasAnnounced(r)) continue;
-    const Announcement& theirs = page(r).announcements[current_.sequence % kAnnouncements];
-    auto party = std::find_if(parties.begin(), parties.end(),
-                              [&](const Party& p) { return p.operation == theirs; });
-    if (party == parties.end()) party = parties.insert(party, {theirs, {}});
-    party->ranks.push_back(r);
+  uint64_t sequence = current_.sequence - std::min(current_.sequence, kAnnouncements / 2);
+  for (; sequence <= current_.sequence; ++sequence) {
+    parties.clear();
+    for (int r = 0; r < size_; ++r) {
+      if (!hasAnnounced(r)) continue;
+      const Announcement& theirs = page(r).announcements[sequence % kAnnouncements];
+      auto party = std::find_if(parties.begin(), parties.end(),
+                                [&](const Party& p) { return p.operation == theirs; });
+      if (party == parties.end()) party = parties.insert(party, {theirs, {}});
+      party->ranks.push_back(r);
+    }
+    if (parties.size() > 1) break;
   }
   // The largest party is right; of equal ones that with the lowest rank, which comes first.
   const auto right = std::max_element(
       parties.begin(), parties.end(),
       [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
-  std::string text = "ranks disagree on operation #" + std::to_string(current_.sequence) + ": ";
+  std::string text = "ranks disagree on operation #" + std::to_string(sequence) + ": ";
   int culprit = -1;
   for (const Party& party : parties) {
     if (party.ranks == right->ranks) continue;

@@ -72,6 +72,7 @@ class Session final : public Watch {
   std::vector<int> pids_;
 
   Announcement current_;
+  uint64_t history_ = 0;
   bool inline_ = false;
   Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
 };

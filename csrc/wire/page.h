@@ -21,6 +21,7 @@ inline constexpr int32_t kNoRoot = -1;
 struct Announcement {
   uint64_t sequence = 0;  // operations of this group before this one
   uint64_t count = 0;     // elements
+  uint64_t history = 0;   // a hash of all operations before it
   Kind kind = Kind::kBarrier;
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;

@@ -223,6 +223,20 @@ TEST(ranks_that_disagree_are_named) {
   }
 }
 
+TEST(a_difference_that_nobody_waited_for_shows_at_the_next_operation) {
+  ranks::inGroup(3, [](Group& group) {
+    float x = 0;
+    // Ranks 0 and 2 are both a root, which waits for nobody.
+    group.run({Broadcast{&x, 1, DType::kFloat32, 0}});
+    const Operation second{Broadcast{&x, 1, DType::kFloat32, group.rank() == 2 ? 2 : 0}};
+    const auto twice = [&] {
+      group.run(second);
+      group.run({Barrier{}});
+    };
+    CHECK(failureOf(twice, "rank 2 called broadcast #1") == Failure::kMismatch);
+  });
+}
+
 TEST(ranks_that_choose_other_algorithms_by_mistake_still_disagree_openly) {
   ranks::inGroup(3, [](Group& group) {
     std::vector<float> data(1 << 16);

@@ -1,0 +1,72 @@
+"""Options and fixtures of the Python tests.
+
+--backend gloo (or RINGREDUCE_TEST_BACKEND=gloo) runs what any backend must do with another one, as
+a check of the tests themselves.  RINGREDUCE_TEST_FULL=1 runs the long variants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# One thread a rank: the machine's cores belong to the ranks, and a process without further threads
+# can be forked.  Set before torch or numpy is imported.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import pytest  # noqa: E402
+from pool import Pool, World  # noqa: E402
+
+MakeWorld = Callable[..., World]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", default=os.environ.get("RINGREDUCE_TEST_BACKEND", "ringreduce"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ringreduce: shows what other backends do not promise")
+    config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    backend = config.getoption("--backend")
+    for item in items:
+        if backend != "ringreduce" and item.get_closest_marker("ringreduce"):
+            item.add_marker(pytest.mark.skip(reason=f"not promised by {backend}"))
+        if os.geteuid() != 0 and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="session")
+def backend(pytestconfig: pytest.Config) -> str:
+    return str(pytestconfig.getoption("--backend"))
+
+
+@pytest.fixture(scope="session")
+def full() -> bool:
+    """Whether to run the long variants."""
+    return os.environ.get("RINGREDUCE_TEST_FULL", "0") not in ("", "0")
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Iterator[Pool]:
+    preload = ["torch.multiprocessing", "torch.utils.data", "hypothesis", "pytest", backend]
+    ranks = Pool(Path(tmp_path_factory.mktemp("ranks")), preload)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def world(backend: str) -> MakeWorld:
+    """world(size, timeout=60.0, ALGORITHM="ring", ...): a group of the tested backend.
+
+    Names in capitals are environment variables without their RINGREDUCE_.
+    """
+
+    def make(size: int, timeout: float = 60.0, **options: str) -> World:
+        env = tuple(sorted((f"RINGREDUCE_{name}", value) for name, value in options.items()))
+        return World(size, backend, env, timeout)
+
+    return make

@@ -1,0 +1,166 @@
+"""A rank's process: it makes the group that a job wants, runs the job, tells what came of it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import multiprocessing.connection as mpc
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PREFIX = "RINGREDUCE_"
+KEPT = {"RINGREDUCE_TEST_BACKEND", "RINGREDUCE_TEST_FULL"}
+
+
+@dataclass(frozen=True)
+class World:
+    """The group a job runs in.  `size` 0: no group, the job makes its own."""
+
+    size: int
+    backend: str
+    env: tuple[tuple[str, str], ...] = ()
+    timeout: float = 60.0
+
+
+@dataclass
+class Rank:
+    """What a job gets: who it is, and a line to the test."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store_port: int
+    conn: mpc.Connection
+
+    def tell(self, what: Any) -> None:
+        """Sends `what` to the test, which takes it with `Call.heard`."""
+        self.conn.send_bytes(pickle.dumps(("event", what)))
+
+    def hear(self, timeout: float = 30.0) -> Any:
+        """Waits for what the test sends with `Call.tell`."""
+        if not self.conn.poll(timeout):
+            raise TimeoutError("the test sent nothing")
+        return pickle.loads(self.conn.recv_bytes())
+
+    def store(self, prefix: str) -> dist.Store:
+        """A part of the session's store that nobody else uses if `prefix` is a new name."""
+        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False)
+        return dist.PrefixStore(prefix, client)
+
+    def init(self, prefix: str, rank: int = -1, size: int = -1, timeout: float = 60.0) -> None:
+        """Makes a default group of the tested backend on a part of the session's store."""
+        dist.init_process_group(
+            self.backend,
+            store=self.store(prefix),
+            rank=self.rank if rank < 0 else rank,
+            world_size=self.world_size if size < 0 else size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+
+@dataclass
+class Done:
+    rank: int
+    value: Any
+
+
+@dataclass
+class Raised:
+    rank: int
+    kinds: tuple[str, ...]  # the class and its bases, most derived first: "ringreduce.PeerLost"
+    message: str
+    when: float  # time.monotonic() at which the job ended; one clock for all processes
+    trace: str = field(repr=False)
+
+    def isa(self, name: str) -> bool:
+        """Whether the exception's class, or a base of it, has this (unqualified) name."""
+        return any(kind.rsplit(".", 1)[-1] == name for kind in self.kinds)
+
+
+@dataclass
+class Died:
+    rank: int
+    exitcode: int | None
+
+
+@dataclass
+class Hung:
+    rank: int
+    stack: str = field(repr=False)
+
+
+Outcome = Done | Raised | Died | Hung
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., Any]:
+    target: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target  # type: ignore[no-any-return]
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # a job's closures may hold a group in a cycle
+
+
+def _enter_group(me: Rank, world: World, key: str) -> None:
+    for name in [k for k in os.environ if k.startswith(PREFIX) and k not in KEPT]:
+        del os.environ[name]
+    os.environ.update(world.env)
+    if world.size:
+        me.init(key, timeout=world.timeout)
+
+
+def describe(rank: int, error: BaseException) -> Raised:
+    """The exception as something that another process, without its class, can look at."""
+    kinds = tuple(f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__)
+    return Raised(rank, kinds, str(error), time.monotonic(), traceback.format_exc())
+
+
+def serve(conn: mpc.Connection, log: str, store_port: int) -> None:
+    """A rank's life: jobs, one after the other, until the test session closes the line."""
+    # The server that forked us ends with the session, however that ends; then so do we.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.setsid()  # Ctrl-C in the terminal is for pytest, which then stops us
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    faulthandler.enable(file=2)  # type: ignore[arg-type]
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # type: ignore[arg-type]
+    torch.set_num_threads(1)
+
+    held = ""
+    while True:
+        try:
+            module, qualname, args, number, world, key = pickle.loads(conn.recv_bytes())
+        except EOFError:
+            return
+        me = Rank(number, world.size, world.backend, store_port, conn)
+        answer: Done | Raised
+        try:
+            if held != key:
+                held = ""
+                _leave_group()
+                _enter_group(me, world, key)
+                held = key
+            answer = Done(number, _resolve(module, qualname)(me, *args))
+        except BaseException as error:  # KeyboardInterrupt is a result too
+            answer = describe(number, error)
+            held = ""
+        conn.send_bytes(pickle.dumps(("done", answer)))

@@ -1,0 +1,134 @@
+"""ringreduce.average_gradients: one call after backward, for loops without DDP."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, World
+from torch import nn
+
+pytestmark = pytest.mark.ringreduce
+
+
+class Odd(nn.Module):
+    """Parameters of several dtypes and shapes; some never get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7,), (300, 40), (1,), (0,), (129, 3, 2), ()]
+        kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+        self.all = nn.ParameterList(
+            nn.Parameter(torch.zeros(shape, dtype=kind)) for kind in kinds for shape in shapes
+        )
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def fill(model: Odd, rank: int) -> None:
+    for i, p in enumerate(model.all):
+        draw = torch.Generator().manual_seed(31 * i + rank)
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+def average(me: Rank) -> str:
+    import ringreduce
+
+    model, others = Odd(), [Odd() for _ in range(me.world_size)]
+    fill(model, me.rank)
+    places = [p.grad.data_ptr() for p in model.all if p.grad is not None]
+    ringreduce.average_gradients(model)
+    assert model.unused.grad is None and model.frozen.grad is None
+    assert places == [p.grad.data_ptr() for p in model.all if p.grad is not None], "in place"
+    for r, other in enumerate(others):
+        fill(other, r)
+    for i, p in enumerate(model.all):
+        assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.shape == p.shape
+        grads = [other.all[i].grad for other in others]
+        wanted = torch.stack([g.double() for g in grads if g is not None]).mean(0)
+        tolerance = 3 * torch.finfo(p.dtype).eps
+        torch.testing.assert_close(p.grad.double(), wanted, rtol=tolerance, atol=tolerance)
+    return oracle.digest(*[p.grad for p in model.all if p.grad is not None])
+
+
+@pytest.mark.parametrize("on", ["ringreduce", "gloo"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_gradient_is_averaged(pool: Pool, size: int, on: str) -> None:
+    digests = pool.run(average, World(size, on))
+    assert len(set(digests)) == 1
+
+
+def average_in_a_group(me: Rank) -> float:
+    import ringreduce
+
+    group = dist.new_group([0, 2])
+    model = nn.Linear(5, 5)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(me.rank))
+    if me.rank != 1:
+        ringreduce.average_gradients(model, group=group)
+    dist.barrier()
+    grad = model.weight.grad
+    assert grad is not None and bool((grad == grad[0, 0]).all())
+    return float(grad[0, 0])
+
+
+def test_over_a_subgroup(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(average_in_a_group, world(3)) == [1.0, 1.0, 1.0]
+
+
+def average_strided(me: Rank) -> None:
+    import ringreduce
+
+    p = nn.Parameter(torch.zeros(6, 4))
+    model = nn.Module()
+    model.p = p
+    p.grad = (torch.arange(24.0).view(4, 6) * (me.rank + 1)).t()
+    ringreduce.average_gradients(model)
+    assert torch.equal(p.grad, (torch.arange(24.0).view(4, 6) * 1.5).t())
+    ringreduce.average_gradients(nn.Module())  # nothing to do
+
+
+def test_non_contiguous_gradients(pool: Pool, world: MakeWorld) -> None:
+    pool.run(average_strided, world(2))
+
+
+def average_sparse(me: Rank) -> str:
+    import ringreduce
+
+    model = nn.Embedding(10, 3, sparse=True)
+    model(torch.tensor([me.rank])).sum().backward()
+    try:
+        ringreduce.average_gradients(model)
+    except (RuntimeError, TypeError, ValueError) as error:
+        dist.barrier()
+        return str(error)
+    return "accepted"
+
+
+def test_sparse_gradients_are_refused(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(average_sparse, world(2)):
+        assert "sparse" in said.lower() and "weight" in said, said
+
+
+def gradient_on_one_rank_only(me: Rank) -> list[float] | str:
+    import ringreduce
+
+    model = nn.Linear(2, 2)
+    model.bias.grad = torch.ones(2)
+    if me.rank == 0:
+        model.weight.grad = torch.full((2, 2), 4.0)
+    try:
+        ringreduce.average_gradients(model)
+    except RuntimeError as error:
+        return str(error)
+    grad = model.weight.grad
+    return [] if grad is None else grad.reshape(-1).tolist()
+
+
+def test_a_gradient_that_only_one_rank_has(pool: Pool, world: MakeWorld) -> None:
+    """A missing one counts as zeros, or every rank is told: never two different models."""
+    found = pool.run(gradient_on_one_rank_only, world(2, timeout=8.0))
+    assert found == [[2.0] * 4] * 2 or all(isinstance(said, str) for said in found), found

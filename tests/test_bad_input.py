@@ -1,0 +1,244 @@
+"""What cannot be done is refused with one clear error before anything is sent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Done, Pool, Raised, Rank
+from test_bits import reduce_op
+from test_failures import add_up
+
+pytestmark = pytest.mark.ringreduce
+
+
+def _backend() -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def _sparse() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+# A call and what its message must say.
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "complex": (lambda: _backend().allreduce([torch.ones(2, dtype=torch.complex64)]), "complex64"),
+    "complex MAX": (
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX),
+        "complex",
+    ),
+    "float8": (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "float8_e5m2"),
+    "uint16": (lambda: dist.all_reduce(torch.ones(2).to(torch.uint16)), "uint16"),
+    "sparse": (lambda: dist.all_reduce(_sparse()), "(?i)sparse"),
+    "sparse broadcast": (lambda: dist.broadcast(_sparse(), 0), "(?i)sparse"),
+    "quantized": (lambda: dist.all_reduce(_quantized()), "(?i)quanti|qint8"),
+    "quantized broadcast": (lambda: dist.broadcast(_quantized(), 0), "(?i)quanti|qint8"),
+    "meta": (lambda: _backend().allreduce([torch.ones(2, device="meta")]), "(?i)meta|cpu"),
+    "two tensors": (lambda: _backend().allreduce([torch.ones(2), torch.ones(2)]), "(?i)one|single"),
+    "no tensor": (lambda: _backend().allreduce([]), "(?i)one|single|empty"),
+    "mixed dtypes": (
+        lambda: dist.all_gather([torch.ones(2).int(), torch.ones(2)], torch.ones(2)),
+        "(?i)dtype|type",
+    ),
+    "mixed devices": (
+        lambda: _backend().allgather(
+            [[torch.ones(2), torch.ones(2, device="meta")]], [torch.ones(2)]
+        ),
+        "(?i)meta|cpu|device",
+    ),
+    "no such root": (lambda: _backend().broadcast([torch.ones(2)], 7), "7"),
+    "overlapping view": (
+        lambda: dist.all_reduce(torch.ones(1).expand(5)),
+        "(?i)overlap|expand|same memory|single memory|share",
+    ),
+}
+
+
+def _try(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "accepted"
+
+
+def refuse(me: Rank, who: list[int]) -> dict[str, str]:
+    said = {}
+    for name, (call, _) in BAD.items():
+        if me.rank in who:
+            said[name] = _try(call)
+        t = torch.full((5,), float(me.rank))  # nothing was sent, so the group goes on
+        dist.all_reduce(t)
+        assert float(t[0]) == 1.0, name
+    return said
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all ranks", "one rank"])
+def test_tensors_that_cannot_be_sent(pool: Pool, world: MakeWorld, who: list[int]) -> None:
+    for rank, said in enumerate(pool.run(refuse, world(2, timeout=10.0), who)):
+        assert len(said) == (len(BAD) if rank in who else 0)
+        for name, message in said.items():
+            assert message != "accepted", name
+            assert re.search(BAD[name][1], message), f"{name}: {message}"
+
+
+def refuse_pairs(me: Rank) -> list[str]:
+    wrong = []
+    for dtype in oracle.REDUCIBLE:
+        for op in oracle.OPS:
+            if oracle.supported(dtype, op):
+                continue
+            t = torch.ones(3).to(getattr(torch, dtype))
+            before = t.clone()
+            said = _try(lambda t=t, op=op: dist.all_reduce(t, op=reduce_op(op, me.rank)))
+            if op not in said or dtype not in said or not torch.equal(t, before):
+                wrong.append(f"{op} of {dtype}: {said}")
+    dist.barrier()
+    return wrong
+
+
+def test_operations_without_a_meaning(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(refuse_pairs, world(2)) == [[], []]
+
+
+def sum_complex(me: Rank) -> list[complex]:
+    t = torch.tensor([1 + 2j, 3 - 1j]) * (me.rank + 1)
+    dist.all_reduce(t)  # torch hands it down as pairs of real numbers
+    return t.tolist()
+
+
+def test_complex_sums_as_torch_does_them(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(sum_complex, world(2)) == [[3 + 6j, 9 - 3j]] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_tensors_are_refused(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(refuse_cuda, world(2)):
+        assert re.search("(?i)cuda|cpu", said), said
+
+
+def refuse_cuda(me: Rank) -> str:
+    return _try(lambda: dist.all_reduce(torch.ones(2, device="cuda")))
+
+
+# ---------------------------------------------------------------------------------------------
+# Groups that cannot be made
+
+
+def make(me: Rank, path: str, rank: int, size: int, timeout: float, way: str) -> float:
+    """Makes a group on a file and adds up its ranks."""
+    if way == "other network namespace" and me.rank == 1:
+        assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0, "CLONE_NEWNET"
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        me.backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit
+    )
+    me.tell("joined")
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    if way == "stay":
+        time.sleep(60)
+    return float(t)
+
+
+def start_each(
+    pool: Pool, world: MakeWorld, jobs: list[tuple[int, int]], way: str = ""
+) -> list[str]:
+    """Starts processes as (rank, world size), all meeting on one file; returns what each said."""
+    path = pool.folder / pool.name("meeting")
+    call = pool.start(make_as, world(0), str(path), jobs, way, ranks=len(jobs), fresh=True)
+    began = time.monotonic()
+    outcomes = call.outcomes(deadline=20.0)
+    assert time.monotonic() - began < 12, "found out only by waiting"
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised), f"rank {outcome.rank}: {outcome}"
+        assert not outcome.isa("AssertionError"), outcome
+    return [o.message for o in outcomes if isinstance(o, Raised)]
+
+
+def make_as(me: Rank, path: str, jobs: list[tuple[int, int]], way: str) -> float:
+    rank, size = jobs[me.rank]
+    return make(me, path, rank, size, 6.0, way)
+
+
+def test_world_sizes_differ(pool: Pool, world: MakeWorld) -> None:
+    messages = start_each(pool, world, [(0, 2), (1, 3)])
+    for message in messages:
+        assert re.search(r"(?i)world.size", message), message
+        assert re.search(r"\brank 1\b", message) and "2" in message and "3" in message, message
+
+
+def test_two_ranks_of_one_number(pool: Pool, world: MakeWorld) -> None:
+    for message in start_each(pool, world, [(0, 3), (1, 3), (1, 3)]):
+        assert re.search(r"\brank 1\b", message), message
+
+
+def test_a_rank_that_never_joins(pool: Pool, world: MakeWorld) -> None:
+    messages = start_each(pool, world, [(0, 3), (1, 3)])
+    assert any(re.search(r"\brank 2\b", m) for m in messages), messages
+
+
+@pytest.mark.root
+def test_a_group_that_spans_hosts(pool: Pool, world: MakeWorld) -> None:
+    """Another network namespace is another host, as far as sockets can tell."""
+    for message in start_each(pool, world, [(0, 2), (1, 2)], "other network namespace"):
+        assert re.search(r"(?i)host", message) and re.search(r"\brank 1\b", message), message
+
+
+def test_a_file_of_an_earlier_run(pool: Pool, world: MakeWorld) -> None:
+    """Either the new run is right, or it says what the matter is; it does not hang."""
+    path = Path(pool.folder / pool.name("stale"))
+
+    def start(way: str, timeout: float) -> object:
+        args = (str(path), [(0, 2), (1, 2)], way)
+        return pool.start(make_as, world(0), *args, ranks=2, fresh=True)
+
+    first = start("stay", 6.0)
+    for rank in range(2):
+        assert first.heard(rank) == "joined"  # type: ignore[attr-defined]
+    for rank in range(2):
+        first.signal(rank, signal.SIGKILL)  # type: ignore[attr-defined]
+    first.outcomes(5.0)  # type: ignore[attr-defined]
+    assert os.path.exists(path)
+    for outcome in start("", 6.0).outcomes(deadline=15.0):  # type: ignore[attr-defined]
+        if not (isinstance(outcome, Done) and outcome.value == 2.0):
+            assert isinstance(outcome, Raised), outcome
+            assert re.search(r"(?i)stale|earlier|left", outcome.message), outcome.message
+
+
+def killed_while_joining(me: Rank, path: str) -> None:
+    me.tell("here")
+    make(me, path, me.rank, 3, 20.0, "")
+
+
+def test_killed_before_the_group_is_whole(pool: Pool, world: MakeWorld) -> None:
+    path = str(pool.folder / pool.name("half"))
+    call = pool.start(killed_while_joining, world(0), path, ranks=2, fresh=True)
+    call.heard(0), call.heard(1)
+    time.sleep(0.5)
+    killed = call.signal(1, signal.SIGKILL)
+    survivor = call.outcomes(deadline=10.0)[0]
+    assert isinstance(survivor, Raised) and re.search(r"\brank 1\b", survivor.message), survivor
+    assert survivor.when - killed <= 1.0
+
+
+def test_the_group_goes_on_elsewhere(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(add_up, world(2)) == [3.0] * 2

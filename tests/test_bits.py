@@ -1,0 +1,251 @@
+"""All-reduce gives the promised bits: on every rank, in every run, by every algorithm.
+
+Each rank knows how to make every rank's input, so a job carries only sizes, types and seeds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pool import Pool, Rank
+
+ALGORITHMS = ("direct", "twoshot", "ring")
+SIZES = range(1, 10)
+
+
+def reduce_op(op: str, rank: int) -> Any:
+    if op == "PREMUL_SUM":
+        return dist._make_nccl_premul_sum(oracle.factor(rank))
+    return getattr(dist.ReduceOp, op)
+
+
+def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """A tensor with these values, in memory as `layout` says."""
+    n = values.numel()
+    if layout == "offset":  # starts one element into its storage: not aligned to anything
+        storage = torch.zeros(n + 3, dtype=values.dtype)
+        view = storage[1 : n + 1]
+    elif layout == "strided":
+        view = torch.zeros(2 * n + 1, dtype=values.dtype)[1::2][:n]
+    elif layout == "transposed" and n % 3 == 0:
+        view = torch.zeros(3, n // 3, dtype=values.dtype).t()
+    else:
+        return values.clone()
+    view.copy_(values.view(view.shape))
+    return view
+
+
+def reduce_cases(me: Rank, cases: list[tuple[str, str, int, str, int]]) -> list[str]:
+    """Runs the cases (dtype, op, elements, layout, seed); returns what each gave, as a digest.
+
+    Every rank compares its results with the oracles and raises, after the last, if they differ.
+    """
+    digests, faults = [], []
+    for dtype, op, n, layout, seed in cases:
+        inputs = [oracle.make_input(dtype, op, n, r, seed) for r in range(me.world_size)]
+        mine = laid_out(inputs[me.rank], layout)
+        dist.all_reduce(mine, op=reduce_op(op, me.rank))
+        result = mine.contiguous().view(-1)
+        case = f"{dtype} {op} n={n} {layout} seed={seed} on {me.world_size} ranks"
+        if me.backend == "ringreduce" or me.world_size <= 2:  # the others promise no order
+            wanted = oracle.exact(inputs, op)
+            wrong = (oracle.bits(result) != oracle.bits(wanted)).nonzero()
+            if wrong.numel():
+                i = int(wrong[0]) // result.element_size()
+                got = f"element {i} is {result[i]}, not {wanted[i]}"
+                faults.append(f"{case}: {wrong.numel()} bytes differ, {got}")
+        error = oracle.worst_error(result, inputs, op)
+        if not error <= 1.0:
+            faults.append(f"{case}: errs {error} times the bound")
+        digests.append(oracle.digest(result))
+    assert not faults, f"{len(faults)} faults, the first: " + "; ".join(faults[:3])
+    return digests
+
+
+def check(pool: Pool, world: Any, cases: list[tuple[str, str, int, str, int]]) -> list[str]:
+    by_rank = pool.run(reduce_cases, world, cases)
+    for digests in zip(*by_rank, strict=True):
+        assert len(set(digests)) == 1, "ranks ended with different bits"
+    first: list[str] = by_rank[0]
+    return first
+
+
+def interesting_sizes(world_size: int) -> list[int]:
+    p = world_size
+    around_chunks = [128 * p - 1, 128 * p, 128 * p + 1, 128 * (p - 1), 256 * p + 1]
+    return sorted({0, 1, p - 1, p, p + 1, 127, 129, 1009, 10007, *around_chunks})
+
+
+def gloo_can(dtype: str, op: str) -> bool:
+    known = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
+    return dtype in known and op in ("SUM", "MIN", "MAX", "PRODUCT")
+
+
+def pairs(backend: str) -> list[tuple[str, str]]:
+    """The (dtype, op) pairs to test; the stand-in backend has fewer, and its halves round early."""
+    if backend == "ringreduce":
+        return oracle.PAIRS
+    return [(d, o) for d, o in oracle.PAIRS if gloo_can(d, o) and d != "float16"]
+
+
+def layouts(backend: str) -> tuple[str, ...]:
+    """Memory layouts; gloo does not look at strides."""
+    every = ("plain", "offset", "strided", "transposed")
+    return every if backend == "ringreduce" else every[:2]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_dtype_and_op(pool: Pool, world: MakeWorld, backend: str, size: int) -> None:
+    cases = [
+        (dtype, op, n, "plain", seed)
+        for seed, (dtype, op) in enumerate(pairs(backend))
+        for n in (1009, 128 * size + 1)
+    ]
+    once = check(pool, world(size), cases)
+    assert check(pool, world(size), cases) == once, "two runs gave different bits"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size(pool: Pool, world: MakeWorld, backend: str, size: int) -> None:
+    kinds = [("float32", "SUM"), ("bfloat16", "SUM"), ("float64", "AVG"), ("uint8", "MAX")]
+    cases = [
+        (dtype, op, n, layout, n)
+        for dtype, op in kinds
+        if (dtype, op) in pairs(backend)
+        for n in interesting_sizes(size)
+        for layout in layouts(backend)
+    ]
+    check(pool, world(size), cases)
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_algorithms_agree(pool: Pool, world: MakeWorld, size: int) -> None:
+    cases = [
+        (dtype, op, n, "plain", n)
+        for dtype, op in oracle.PAIRS
+        for n in (1, size + 1, 128 * size + 1, 3001)
+    ]
+    cases += [(dtype, "SUM", n, "offset", 7) for dtype in oracle.FLOATS for n in (65537, 99991)]
+    results = {a: check(pool, world(size, ALGORITHM=a), cases) for a in ("auto", *ALGORITHMS)}
+    for algorithm, digests in results.items():
+        differing = [c for c, a, b in zip(cases, digests, results["auto"], strict=True) if a != b]
+        assert not differing, f"{algorithm} and auto differ at {differing[:3]}"
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("slots", ["3", "8"])
+def test_around_slot_sizes(pool: Pool, world: MakeWorld, algorithm: str, slots: str) -> None:
+    slot = 4096
+    counts = [k * slot // 4 + d for k in (1, 2, 3, 16) for d in (-1, 0, 1)]
+    cases = [("float32", "SUM", n, "plain", n) for n in counts]
+    cases += [("bfloat16", "AVG", 2 * n, "plain", n) for n in counts]
+    cases += [("int8", "BXOR", 4 * n + 1, "offset", n) for n in counts]
+    for size in (2, 3):
+        check(pool, world(size, ALGORITHM=algorithm, SLOT_BYTES=str(slot), SLOTS=slots), cases)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_around_large_sizes(pool: Pool, world: MakeWorld, size: int) -> None:
+    """Around every power of two up to 4 MiB: wherever slots end, some message ends beside it."""
+    counts = [(1 << k) + d for k in range(14, 21) for d in (-1, 0, 1)] + [3 * (1 << 18) + 5]
+    check(pool, world(size), [("float32", "SUM", n, "plain", n) for n in counts])
+
+
+@st.composite
+def some_cases(draw: st.DrawFn, backend: str) -> tuple[int, str, list[Any]]:
+    size = draw(st.integers(1, 9))
+    algorithm = draw(st.sampled_from(("auto", *ALGORITHMS)))
+    counts = st.integers(0, 3000) | st.integers(0, 40).map(lambda k: k * 128 * size)
+    kinds = st.sampled_from(pairs(backend))
+    one = st.tuples(kinds, counts, st.sampled_from(layouts(backend)), st.integers(0, 10**6))
+    cases = draw(st.lists(one, min_size=1, max_size=12))
+    return size, algorithm, [(d, o, n, layout, s) for (d, o), n, layout, s in cases]
+
+
+def test_properties(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
+    @settings(
+        max_examples=1000 if full else 80,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(some_cases(backend))
+    def run(drawn: tuple[int, str, list[Any]]) -> None:
+        size, algorithm, cases = drawn
+        check(pool, world(size, ALGORITHM=algorithm), cases)
+
+    run()
+
+
+def reduce_specials(me: Rank, op: str) -> list[str]:
+    inf, nan = float("inf"), float("nan")
+    special = [0.0, -0.0, inf, -inf, nan, 1e-40, -1e-45, 3e38, -3e38, 1.5]
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        base = torch.tensor(special, dtype=torch.float64)
+        grid = torch.cartesian_prod(base, base, base)
+        mine = grid[:, me.rank % 3].contiguous().to(dtype)
+        dist.all_reduce(mine, op=reduce_op(op, me.rank))
+        if op == "SUM":
+            all_in = [grid[:, r % 3].contiguous().to(dtype) for r in range(me.world_size)]
+            wanted = oracle.exact(all_in, op)
+            assert torch.equal(oracle.bits(mine), oracle.bits(wanted)), dtype
+        found.append(oracle.digest(mine))
+    return found
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
+def test_infinities_nans_and_signed_zeros(pool: Pool, world: MakeWorld, op: str) -> None:
+    """Any bit pattern passes, and is the same everywhere (NaN payloads aside)."""
+    seen = set()
+    for algorithm in ALGORITHMS:
+        by_rank = pool.run(reduce_specials, world(3, ALGORITHM=algorithm), op)
+        seen |= {tuple(digests) for digests in by_rank}
+    assert len(seen) == 1
+
+
+def beside_limits(n: int) -> list[int]:
+    return [0, n // 2 - 1, n // 2, min(n, 2**31) - 1, n - 1]
+
+
+def reduce_beyond_2_31(me: Rank, n: int) -> list[int]:
+    t = torch.full((n,), me.rank + 1, dtype=torch.uint8)
+    marks = beside_limits(n)
+    for k, at in enumerate(marks):
+        t[at] = 10 * k + me.rank
+    dist.all_reduce(t)
+    got = [int(t[at]) for at in marks]
+    for at in marks:
+        t[at] = 3
+    assert bool((t == 3).all())
+    return got
+
+
+def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool) -> None:
+    n = 2**31 + 4099 if full else 2**26 + 4099
+    marks = beside_limits(n)
+    last = {at: 20 * k + 1 for k, at in enumerate(marks)}  # a mark may be written twice
+    wanted = [last[at] for at in marks]
+    assert pool.run(reduce_beyond_2_31, world(2), n, deadline=240.0) == [wanted] * 2
+
+
+def premultiply_by_tensor(me: Rank) -> float:
+    t = torch.ones(5)
+    dist.all_reduce(t, op=dist._make_nccl_premul_sum(torch.tensor(0.5 + me.rank)))
+    assert bool((t == t[0]).all())
+    return float(t[0])
+
+
+@pytest.mark.ringreduce
+def test_premul_sum_takes_a_tensor(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(premultiply_by_tensor, world(3)) == [0.5 + 1.5 + 2.5] * 3

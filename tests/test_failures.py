@@ -1,0 +1,267 @@
+"""Ranks that are killed, stopped, late or interrupted: the others say so, name them, and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blame import blamed, expect, expect_all
+from conftest import MakeWorld
+from pool import Died, Done, Pool, Raised, Rank
+
+pytestmark = pytest.mark.ringreduce
+ALGORITHMS = ("auto", "ring", "direct", "twoshot")
+
+
+def loop_forever(me: Rank, n: int, style: str) -> None:
+    """All-reduces until something happens; tells the test once they flow."""
+    t = torch.ones(n)
+    for k in range(10**9):
+        if style == "async":
+            dist.all_reduce(t, async_op=True).wait()
+        elif style == "mixed" and k % 3 == 1:
+            dist.broadcast(t, k % me.world_size)
+        elif style == "mixed" and k % 3 == 2:
+            dist.barrier()
+        else:
+            dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        if k == 3:
+            me.tell("flowing")
+
+
+def add_up(me: Rank) -> float:
+    """What a whole group gives, and a proof that the process can go on."""
+    t = torch.full((1000,), float(me.rank + 1))
+    dist.all_reduce(t)
+    return float(t[0])
+
+
+def left_over(me: Rank) -> dict[str, Any]:
+    """What the process still holds after its group is gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    children = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
+            state, parent = f.read().rsplit(")", 1)[1].split()[:2]
+            if int(parent) == os.getpid():
+                children.append((int(pid), state))
+    with open("/proc/self/maps") as f:
+        maps = sum("/memfd:ringreduce" in line for line in f)
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "children": children,
+        "maps": maps,
+    }
+
+
+def test_sigkill_amid_all_reduces(pool: Pool, world: MakeWorld, full: bool) -> None:
+    """Every other rank raises within a second and names the dead one; 100 times of 100."""
+    draw = random.Random()
+    shm = set(os.listdir("/dev/shm"))
+    # torch's profiler keeps the group that its first run saw: what was there before is not ours.
+    before = pool.start(left_over, world(0), ranks=4).results()
+    mapped = {worker.pid: before[rank]["maps"] for rank, worker in pool.workers.items() if rank < 4}
+    base: dict[int, dict[str, Any]] = {}
+    for trial in range(100 if full else 12):
+        size, n = draw.choice([2, 3, 4]), draw.choice([1, 1000, 70_000, 1_000_000])
+        victim, style = draw.randrange(size), draw.choice(["blocking", "async", "mixed"])
+        group = world(size, ALGORITHM=draw.choice(ALGORITHMS))
+        case = f"trial {trial}: rank {victim} of {size}, {n} elements, {style}, {group.env}"
+        call = pool.start(loop_forever, group, n, style)
+        for rank in range(size):
+            assert call.heard(rank) == "flowing"
+        time.sleep(draw.random() * 0.05)
+        killed = call.signal(victim, signal.SIGKILL)
+        outcomes = call.outcomes(deadline=10.0)
+        assert outcomes[victim] == Died(victim, -signal.SIGKILL), case
+        for raised in expect_all(outcomes, {victim}, "PeerLost", {victim}):
+            assert raised.when - killed <= 1.0, f"{case}: took {raised.when - killed:.3f} s"
+            assert re.search(r"(all_reduce|broadcast|barrier) #\d+", raised.message), case
+        wanted = float(sum(range(1, size + 1)))
+        assert pool.run(add_up, world(size)) == [wanted] * size, case
+        for rank, found in enumerate(pool.start(left_over, world(0), ranks=size).results()):
+            pid = pool.workers[rank].pid
+            assert found["children"] == [], f"{case}: {found}"
+            assert found["maps"] == mapped.get(pid, 0), f"{case}: {found}"
+            if rank != victim:
+                first = base.setdefault(pid, found)
+                assert found == first, f"{case}: rank {rank} holds more than it did"
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
+def arrive_late(me: Rank, late: int, by: float, call: str) -> None:
+    dist.all_reduce(torch.ones(3))
+    if me.rank == late:
+        time.sleep(by)
+    me.tell(time.monotonic())
+    if call == "async":
+        dist.all_reduce(torch.ones(1024), async_op=True).wait()
+    elif call == "barrier":
+        dist.barrier()
+    elif call == "all_gather":
+        dist.all_gather([torch.ones(1024) for _ in range(me.world_size)], torch.ones(1024))
+    else:
+        dist.all_reduce(torch.ones(1024))
+
+
+@pytest.mark.parametrize(
+    ("size", "late", "call"),
+    [
+        (2, 1, "all_reduce"),
+        (3, 0, "all_reduce"),
+        (4, 2, "all_reduce"),
+        (3, 1, "async"),
+        (3, 2, "barrier"),
+        (2, 0, "all_gather"),
+    ],
+)
+def test_a_rank_that_never_arrives(
+    pool: Pool, world: MakeWorld, size: int, late: int, call: str
+) -> None:
+    deadline = 2.0  # making the group must not take longer, on a busy machine either
+    job = pool.start(arrive_late, world(size, timeout=deadline), late, 3.0, call, remade=True)
+    outcomes = job.outcomes(deadline=15.0)
+    name = "all_reduce" if call == "async" else call
+    for raised in expect_all(outcomes, {late}, "Timeout", {late}, says=rf"{name} #1\b"):
+        waited = raised.when - job.heard(raised.rank)
+        assert deadline - 0.1 <= waited <= deadline + 0.7, f"{waited} s on rank {raised.rank}"
+    expect(outcomes[late], "Error", {late})  # the late one learns it too, at once
+    assert outcomes[late].when - job.heard(late) < 0.5  # type: ignore[union-attr]
+    assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "twoshot"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sigstop_amid_an_all_reduce(
+    pool: Pool, world: MakeWorld, size: int, algorithm: str
+) -> None:
+    """A Timeout names the end of the chain: who stopped, not who waits for him."""
+    victim = 1
+    group = world(size, timeout=2.0, ALGORITHM=algorithm)
+    job = pool.start(loop_forever, group, 500_000, "blocking")
+    for rank in range(size):
+        job.heard(rank)
+    stopped = job.signal(victim, signal.SIGSTOP)
+    while len(job.ended) < size - 1 and time.monotonic() < stopped + 8:
+        job._take(0.1)
+    job.signal(victim, signal.SIGCONT)
+    outcomes = job.outcomes(deadline=10.0)
+    for raised in expect_all(outcomes, {victim}, "Timeout", {victim}):
+        assert 1.8 <= raised.when - stopped <= 3.5
+    expect(outcomes[victim], "Error", {victim})
+    assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
+
+
+def test_the_log_names_who_is_missing(pool: Pool, world: MakeWorld) -> None:
+    """Long before any deadline, on standard error."""
+    group = world(3, STALL_SECONDS="0.5")
+    job = pool.start(arrive_late, group, 1, 1.6, "all_reduce", remade=True)
+    job.results(deadline=20.0)
+    for rank in (0, 2):
+        lines = [line for line in job.log(rank).splitlines() if "waited" in line]
+        assert lines, f"rank {rank} logged nothing: {job.log(rank)}"
+        assert len(lines) <= 4, "the log is flooded"
+        who = lines[0].split(" for ", 1)[1]
+        assert blamed(who) == {1}, lines[0]
+        assert "all_reduce #1" in lines[0], lines[0]
+
+
+def wait_for_ever(me: Rank, call: str) -> None:
+    if me.rank == 1:
+        me.hear()
+        return
+    me.tell("waiting")
+    if call == "barrier":
+        dist.barrier()
+    elif call == "wait":
+        dist.all_reduce(torch.ones(8), async_op=True).wait()
+    elif call == "many":
+        works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(10)]
+        works[-1].wait()
+    else:
+        dist.all_reduce(torch.ones(8))
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "barrier", "wait", "many"])
+def test_ctrl_c_ends_a_wait(pool: Pool, world: MakeWorld, call: str) -> None:
+    job = pool.start(wait_for_ever, world(2), call)
+    job.heard(0)
+    time.sleep(0.3)
+    pressed = job.signal(0, signal.SIGINT)
+    while 0 not in job.ended and time.monotonic() < pressed + 5:
+        job._take(0.1)
+    job.tell(1)
+    interrupted, other = job.outcomes(deadline=10.0)
+    assert isinstance(interrupted, Raised) and interrupted.isa("KeyboardInterrupt"), interrupted
+    assert interrupted.when - pressed < 1.0
+    assert isinstance(other, Done)
+    assert pool.run(add_up, world(2)) == [3.0] * 2
+
+
+def leave_in_turn(me: Rank, n: int) -> str:
+    """All-reduces until a rank dies; then leaves the group and ends, each rank at its own time."""
+    me.tell(os.getpid())
+    message = ""
+    try:
+        loop_forever(me, n, "mixed")
+    except dist.DistBackendError as error:
+        message = f"{type(error).__name__}: {error}"
+    time.sleep(random.random() * 0.05)
+    if me.rank % 2:
+        dist.destroy_process_group()
+    me.tell(message)
+    os._exit(0)
+
+
+def test_no_rank_ever_names_a_survivor(pool: Pool, world: MakeWorld, full: bool) -> None:
+    """Survivors that leave one after the other look dead too; the blame must stay right."""
+    for trial in range(30 if full else 6):
+        size, victim = 4, trial % 4
+        group = world(size, ALGORITHM=ALGORITHMS[trial % 4])
+        job = pool.start(leave_in_turn, group, 10_000, fresh=True)
+        for rank in range(size):
+            job.heard(rank)
+        for rank in range(size):
+            assert job.heard(rank) == "flowing"
+        job.signal(victim, signal.SIGKILL)
+        for rank in set(range(size)) - {victim}:
+            message = job.heard(rank, timeout=10.0)
+            assert message.startswith("PeerLost"), f"trial {trial}, rank {rank}: {message}"
+            assert blamed(message) == {victim}, f"trial {trial}, rank {rank}: {message}"
+        job.outcomes(deadline=10.0)
+
+
+def late_learners(me: Rank, victim: int) -> list[str]:
+    """Rank 0 comes to its next operation only after the others have failed and left."""
+    dist.all_reduce(torch.ones(4))
+    if me.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 0:
+        time.sleep(1.0)
+    said = []
+    for _ in range(2):  # and every later operation says the same
+        try:
+            dist.all_reduce(torch.ones(4))
+        except dist.DistBackendError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_late_survivor_blames_the_dead(pool: Pool, world: MakeWorld, victim: int) -> None:
+    outcomes = pool.start(late_learners, world(3), victim).outcomes(deadline=15.0)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert isinstance(outcome, Done), outcome
+            assert [blamed(message) for message in outcome.value] == [{victim}] * 2, outcome

@@ -1,0 +1,209 @@
+"""The ways in which a group comes to be (env://, file://, tcp://, torchrun, mp.spawn), and again.
+
+The scripts are whole processes that never import ringreduce: `import torch` finds the backend.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, run_ranks
+
+BODY = r"""
+    import os, sys
+    import torch
+    import torch.distributed as dist
+
+    BACKEND = os.environ.get("TEST_BACKEND", "ringreduce")
+
+    def work(**how):
+        dist.init_process_group(BACKEND, **how)
+        t = torch.full((1000,), float(dist.get_rank() + 1))
+        dist.all_reduce(t)
+        dist.all_reduce(t, op=dist.ReduceOp.MAX, async_op=True).wait()
+        dist.barrier()
+        assert dist.get_backend() == BACKEND
+        dist.destroy_process_group()
+        sys.stdout.write(f"sum {float(t[0])}\n")  # one write: ranks may share a pipe
+        sys.stdout.flush()
+"""
+
+
+def write(folder: Path, source: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(BODY) + textwrap.dedent(source))
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.parametrize("way", ["env", "file", "tcp"])
+def test_scripts(tmp_path: Path, backend: str, way: str) -> None:
+    rest = "rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE'])"
+    how = {
+        "env": "",  # the default
+        "file": f"init_method='file://{tmp_path}/meeting', {rest}",
+        "tcp": f"init_method='tcp://127.0.0.1:{free_port()}', {rest}",
+    }[way]
+    script = write(tmp_path, f"work({how})")
+    env = {"TEST_BACKEND": backend, "TORCHELASTIC_USE_AGENT_STORE": str(way != "tcp")}
+    for done in run_ranks(script, 2, env):
+        assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
+
+
+def test_torchrun(tmp_path: Path, backend: str) -> None:
+    script = write(tmp_path, "work()")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script)], env=env, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0") == 2, done.stdout
+
+
+def test_mp_spawn(tmp_path: Path, backend: str) -> None:
+    script = write(
+        tmp_path,
+        """
+        import torch.multiprocessing as mp
+
+        def main(rank, meeting):
+            work(init_method=f"file://{meeting}", rank=rank, world_size=2)
+
+        if __name__ == "__main__":
+            mp.spawn(main, args=(sys.argv[0] + ".meeting",), nprocs=2)
+        """,
+    )
+    env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0") == 2, done.stdout
+
+
+def test_debug_detail(tmp_path: Path, backend: str) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend and numbers its operations."""
+    script = write(tmp_path, "work()")
+    for done in run_ranks(
+        script, 2, {"TEST_BACKEND": backend, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    ):
+        assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
+
+
+def test_as_the_cpu_part_of_a_pair(tmp_path: Path, backend: str) -> None:
+    how = "work.__globals__['BACKEND']"
+    script = write(
+        tmp_path,
+        f"""
+        dist.init_process_group("cpu:" + {how})
+        t = torch.ones(3)
+        dist.all_reduce(t)
+        dist.destroy_process_group()
+        print("sum", float(t[0]))
+        """,
+    )
+    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+        assert (done.returncode, done.stdout) == (0, "sum 2.0\n"), done.stderr
+
+
+def remake(me: Rank, path: str, kind: str, times: int) -> list[float]:
+    """Makes the group again and again on one store, each rank at its own pace."""
+    draw, sums = random.Random(me.rank), []
+    for k in range(times):
+        if kind == "file":
+            store: dist.Store = dist.FileStore(path, 3)
+        else:
+            store = me.store(path)
+        time.sleep(draw.random() * 0.05)
+        limit = timedelta(seconds=20)
+        dist.init_process_group(me.backend, store=store, rank=me.rank, world_size=3, timeout=limit)
+        t = torch.full((100,), float(k))
+        dist.all_reduce(t)
+        time.sleep(draw.random() * 0.05)
+        dist.destroy_process_group()
+        sums.append(float(t[0]))
+    return sums
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_made_again_on_the_same_store(
+    pool: Pool, world: MakeWorld, tmp_path: Path, kind: str
+) -> None:
+    path = str(tmp_path / "store") if kind == "file" else pool.name("again")
+    call = pool.start(remake, world(0), path, kind, 10, ranks=3)
+    assert call.results() == [[3.0 * k for k in range(10)]] * 3
+
+
+def serve_store(me: Rank) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    me.tell(server.port)
+    me.hear(60)
+
+
+def outlive_the_store(me: Rank, port: int) -> float:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(me.backend, store=store, rank=me.rank, world_size=3)
+    me.tell("joined")
+    me.hear(30)  # the store's process is gone now
+    t = torch.ones(70_000)
+    for _ in range(3):
+        dist.all_reduce(t)
+    dist.all_reduce(t, async_op=True).wait()
+    dist.broadcast(t, 2)
+    dist.all_gather([torch.empty(4) for _ in range(3)], torch.ones(4))
+    dist.barrier()
+    dist.destroy_process_group()
+    return float(t[0])
+
+
+@pytest.mark.ringreduce
+def test_the_store_may_go_away(pool: Pool, world: MakeWorld) -> None:
+    server = pool.start(serve_store, world(0), ranks=1, fresh=True)
+    call = pool.start(outlive_the_store, world(0), server.heard(0), ranks=3)
+    for rank in range(3):
+        call.heard(rank)
+    server.signal(0, signal.SIGKILL)
+    server.outcomes(5.0)
+    for rank in range(3):
+        call.tell(rank)
+    assert call.results() == [81.0] * 3
+
+
+def join_slowly(me: Rank, path: str, wait: float) -> float:
+    time.sleep(wait * me.rank)
+    me.init(path)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    dist.destroy_process_group()
+    return float(t)
+
+
+def test_ranks_that_come_late(pool: Pool, world: MakeWorld) -> None:
+    for wait in (0.0, 0.4):
+        call = pool.start(join_late, world(0), pool.name("late"), wait, ranks=4)
+        assert call.results() == [4.0] * 4
+
+
+def join_late(me: Rank, path: str, wait: float) -> float:
+    me.world_size = 4
+    return join_slowly(me, path, wait)

@@ -1,0 +1,270 @@
+"""Groups end cleanly: nothing leaks, nothing runs on, and leaving early cuts nobody short."""
+
+from __future__ import annotations
+
+import os
+import resource
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, run_ranks, wait_until
+
+
+def held() -> dict[str, int]:
+    """What this process holds of what a group might leak."""
+    with open("/proc/self/status") as f:
+        status = dict(line.split(":", 1) for line in f)
+    with open("/proc/self/maps") as f:
+        shared = sum("/memfd:ringreduce" in line for line in f)
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+        "maps": shared,
+        "rss": int(status["VmRSS"].split()[0]),
+        "virtual": int(status["VmSize"].split()[0]),
+    }
+
+
+def make_many(me: Rank, count: int) -> tuple[dict[str, int], dict[str, int]]:
+    first: dict[str, int] = {}
+    for k in range(count + 30):
+        if k == 30:
+            first = held()
+        group = dist.new_group()
+        t = torch.ones(10)
+        if k % 2:
+            dist.all_reduce(t, group=group, async_op=True).wait()
+        else:
+            dist.all_reduce(t, group=group)
+        assert float(t[0]) == me.world_size
+        dist.destroy_process_group(group)
+        del group
+    return first, held()
+
+
+def test_many_groups_leak_nothing(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
+    count = 1000 if full else 100
+    if backend != "ringreduce":
+        count = 20
+    for first, last in pool.run(make_many, world(2), count, deadline=200.0):
+        for what in ("fds", "threads", "maps"):
+            assert last[what] <= first[what], f"{what}: {first} -> {last}"
+        # torch itself keeps a few names a group; 12 KiB a group is far below one group's memory.
+        assert last["rss"] - first["rss"] <= 12 * count + 4096, f"KiB: {first} -> {last}"
+        if backend == "ringreduce":
+            assert last["virtual"] - first["virtual"] <= 12 * count + 70_000, f"{first} -> {last}"
+
+
+def alive_together(me: Rank, count: int) -> dict[str, int]:
+    before = held()
+    groups = [dist.new_group() for _ in range(count)]
+    for group in groups:
+        t = torch.ones(4)
+        dist.all_reduce(t, group=group)
+        dist.all_reduce(t, group=group, async_op=True).wait()
+        assert float(t[0]) == me.world_size**2
+    during = held()
+    for group in groups:
+        dist.destroy_process_group(group)
+    after = held()
+    assert after["fds"] <= before["fds"], (before, after)
+    return {what: during[what] - before[what] for what in during}
+
+
+@pytest.mark.ringreduce
+def test_many_groups_at_once(pool: Pool, world: MakeWorld) -> None:
+    for grown in pool.run(alive_together, world(2), 40):
+        assert grown["fds"] <= 40 * 6, grown
+        assert grown["threads"] <= 40 * 2, grown
+
+
+def destroyed_in_a_callback(me: Rank) -> int:
+    before = len(os.listdir("/proc/self/task"))
+    ended = threading.Event()
+
+    def destroy(_: Any) -> None:
+        dist.destroy_process_group()
+        ended.set()
+
+    dist.all_reduce(torch.ones(5), async_op=True).get_future().then(destroy)
+    assert ended.wait(20), "destroying the group in its own callback hangs"
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+@pytest.mark.ringreduce
+def test_a_callback_may_destroy_its_own_group(pool: Pool, world: MakeWorld) -> None:
+    assert max(pool.run(destroyed_in_a_callback, world(2))) <= 0
+
+
+def blocked(me: Rank, seconds: float, call: str) -> tuple[float, float]:
+    dist.barrier()
+    if me.rank == 0:
+        time.sleep(seconds)
+    used, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    if call == "barrier":
+        dist.barrier()
+    elif call == "wait":
+        dist.all_reduce(torch.ones(100), async_op=True).wait()
+    else:
+        dist.all_reduce(torch.ones(100))
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return time.monotonic() - began, cpu
+
+
+@pytest.mark.parametrize("call", ["barrier", "all_reduce", "wait"])
+def test_a_waiting_rank_does_not_burn_a_core(
+    pool: Pool, world: MakeWorld, full: bool, call: str
+) -> None:
+    seconds = 10.0 if full else 3.0
+    for waited, cpu in pool.run(blocked, world(3), seconds, call)[1:]:
+        assert waited > seconds - 0.5
+        assert cpu < 0.1 * waited, f"{cpu} s of CPU in {waited} s"
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole processes, which leave as processes do
+
+HEAD = """
+    import os, sys, threading, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(os.environ["TEST_BACKEND"])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    t = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(t)
+"""
+
+EXITS = {
+    "at the end": "",
+    "sys.exit": "sys.exit(0)",
+    "work under way is forgotten": "kept = dist.all_reduce(t, async_op=True).wait()",
+    "a callback pending": """
+        dist.all_reduce(t, async_op=True).get_future().then(lambda f: None)
+    """,
+    "a new group too": """
+        other = dist.new_group()
+        dist.all_reduce(t, group=other, async_op=True).wait()
+    """,
+}
+
+
+def write(folder: Path, *parts: str) -> Path:
+    path = folder / "script.py"
+    path.write_text("".join(textwrap.dedent(part) for part in (HEAD, *parts)))
+    return path
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("how", EXITS)
+def test_exit_without_destroy(tmp_path: Path, backend: str, how: str) -> None:
+    script = write(tmp_path, EXITS[how])
+    began = time.monotonic()
+    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+        assert done.returncode == 0, done.stderr
+        for bad in ("terminate", "abort", "Fatal", "Traceback", "destroy_process_group() failed"):
+            assert bad not in done.stderr, done.stderr
+    assert time.monotonic() - began < 25
+
+
+SLOW_PEER = """
+    n = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    if rank == 1:
+        time.sleep(1.0)
+    s = torch.full((n,), float(rank))
+    {call}
+    if rank == 1:
+        print("got", float(s[0]), float(s[-1]))
+"""
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ("dist.broadcast(s, 0)", 0.0),
+        ("work = dist.broadcast(s, 0, async_op=True)", 0.0),
+        ("dist.broadcast(s, 0); dist.destroy_process_group() if rank == 0 else None", 0.0),
+        ("dist.all_reduce(s); dist.all_reduce(s)", 2.0),
+        ("work = dist.all_reduce(s, async_op=True)", 1.0),
+        (
+            "work = dist.all_reduce(s, async_op=True); rank == 0 and dist.destroy_process_group()",
+            1.0,
+        ),
+    ],
+)
+def test_a_slower_peer_finishes_what_was_posted(tmp_path: Path, call: str, wanted: float) -> None:
+    script = write(
+        tmp_path,
+        SLOW_PEER.format(call=call),
+        """
+        if rank == 1 and "work" in globals():
+            work.wait()
+            print("then", float(s[0]))
+        """,
+    )
+    first, second = run_ranks(script, 2, {"TEST_BACKEND": "ringreduce"})
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert float(second.stdout.split()[-1]) == wanted, second.stdout
+
+
+@pytest.mark.ringreduce
+def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        kept = dist.all_reduce(t, async_op=True)
+        kept.wait()
+        pid = os.fork()
+        if pid == 0:
+            calls = {
+                "blocking": lambda: dist.all_reduce(t),
+                "async": lambda: dist.all_reduce(t, async_op=True).wait(),
+                "barrier": lambda: dist.barrier(),
+            }
+            for name, call in calls.items():
+                try:
+                    call()
+                    print(name, "was accepted", flush=True)
+                except Exception as error:
+                    print(name, "|", type(error).__name__, "|", error, flush=True)
+            sys.exit(0)  # the interpreter's own exit: it must neither hang nor crash
+        _, status = os.waitpid(pid, 0)
+        print("child", status, flush=True)
+        dist.all_reduce(t)
+        print("parent", float(t[0]), flush=True)
+        dist.destroy_process_group()
+        """,
+    )
+    for done in run_ranks(script, 2, {"TEST_BACKEND": "ringreduce"}, timeout=40):
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        for name in ("blocking", "async", "barrier"):
+            said = next(line for line in lines if line.startswith(name))
+            assert "fork" in said and "accepted" not in said, said
+        assert "child 0" in lines, lines
+        assert any(line.startswith("parent 1") or line == "parent 12.0" for line in lines), lines
+
+
+@pytest.mark.ringreduce
+def test_pending_work_is_not_lost_at_exit_of_a_thread(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(post_from_a_thread, world(2)) == [2.0, 2.0]
+
+
+def post_from_a_thread(me: Rank) -> float:
+    t, works = torch.ones(10), []
+    thread = threading.Thread(target=lambda: works.append(dist.all_reduce(t, async_op=True)))
+    thread.start()
+    thread.join()
+    works[0].wait()
+    return float(t[0])

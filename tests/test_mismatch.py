@@ -1,0 +1,161 @@
+"""Ranks that disagree about an operation: all are told, and told who differs.
+
+A rank that did not have to wait for the others learns it at its next operation.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blame import blamed, expect
+from conftest import MakeWorld
+from pool import Done, Pool, Rank
+from test_failures import add_up
+
+pytestmark = pytest.mark.ringreduce
+
+
+def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> Any:
+    return lambda p: dist.all_reduce(torch.ones(n, dtype=dtype), op=op)
+
+
+# Calls by name: what the right ranks do comes first, what the others do second.
+DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
+    "size": (_reduce(100), _reduce(101)),
+    "large size": (_reduce(300_000), _reduce(900_000)),
+    "nothing": (_reduce(100), _reduce(0)),
+    "dtype": (_reduce(100), _reduce(100, torch.int32)),
+    "half dtype": (_reduce(100, torch.float16), _reduce(100, torch.bfloat16)),
+    "op": (_reduce(100), _reduce(100, op=dist.ReduceOp.MAX)),
+    "avg": (_reduce(100), _reduce(100, op=dist.ReduceOp.AVG)),
+    "collective": (_reduce(100), lambda p: dist.broadcast(torch.ones(100), 0)),
+    "barrier": (_reduce(100), lambda p: dist.barrier()),
+    "gather": (
+        _reduce(64),
+        lambda p: dist.all_gather_into_tensor(torch.ones(64 * p), torch.ones(64)),
+    ),
+    "root": (
+        lambda p: dist.broadcast(torch.ones(9), 0),
+        lambda p: dist.broadcast(torch.ones(9), 1),
+    ),
+    "gather size": (
+        lambda p: dist.all_gather([torch.ones(9) for _ in range(p)], torch.ones(9)),
+        lambda p: dist.all_gather([torch.ones(8) for _ in range(p)], torch.ones(8)),
+    ),
+}
+
+
+def disagree(me: Rank, what: str, others: list[int], style: str) -> str:
+    """One operation on which `others` differ, then a next one; returns what was raised."""
+    dist.all_reduce(torch.ones(2))
+    call = DISAGREEMENTS[what][me.rank in others]
+    time.sleep(0.02 * ((me.rank * 7) % 3))
+    if style == "async" and what in ("size", "dtype", "op"):
+        n, kind, op = 100, torch.float32, dist.ReduceOp.SUM
+        if me.rank in others:
+            n, kind = 100 + (what == "size"), torch.int32 if what == "dtype" else kind
+            op = dist.ReduceOp.MAX if what == "op" else op
+        dist.all_reduce(torch.ones(n, dtype=kind), op=op, async_op=True).wait()
+    else:
+        call(me.world_size)
+    dist.all_reduce(torch.ones(2))
+    return "no error"
+
+
+def check(
+    pool: Pool, group: Any, what: str, others: list[int], named: set[int], style: str
+) -> None:
+    call = pool.start(disagree, group, what, others, style, remade=True)
+    outcomes = call.outcomes(deadline=20.0)
+    for outcome in outcomes:
+        raised = expect(outcome, "Mismatch", named)
+        assert re.search(r"#1\b", raised.message), raised.message
+        # Both sides' calls are told, so that a reader sees the difference.
+        assert re.search(r"(?s)called .* called ", raised.message), raised.message
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_one_of_two_differs(pool: Pool, world: MakeWorld, what: str) -> None:
+    check(pool, world(2, timeout=8.0), what, [1], {1}, "blocking")
+
+
+@pytest.mark.parametrize("style", ["blocking", "async"])
+@pytest.mark.parametrize(
+    ("size", "others", "named"),
+    [(3, [0], {0}), (3, [2], {2}), (4, [3], {3}), (4, [0], {0}), (4, [1, 3], {1, 3})],
+)
+def test_the_minority_is_named(
+    pool: Pool, world: MakeWorld, size: int, others: list[int], named: set[int], style: str
+) -> None:
+    """Of two halves that without the lowest rank differs."""
+    for what in ("size", "dtype", "op", "collective", "root"):
+        check(pool, world(size, timeout=8.0), what, others, named, style)
+    assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "twoshot"])
+def test_by_every_algorithm(pool: Pool, world: MakeWorld, algorithm: str) -> None:
+    for what in ("size", "large size", "dtype", "op", "nothing"):
+        group = world(3, timeout=8.0, ALGORITHM=algorithm)
+        check(pool, group, what, [1], {1}, "blocking")
+
+
+def out_of_order(me: Rank) -> None:
+    a, b = torch.ones(10), torch.ones(10)
+    dist.all_reduce(a)
+    if me.rank == 1:
+        dist.broadcast(b, 0)
+        dist.all_reduce(a)
+    else:
+        dist.all_reduce(a)
+        dist.broadcast(b, 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_order(pool: Pool, world: MakeWorld, size: int) -> None:
+    for outcome in pool.start(out_of_order, world(size, timeout=8.0)).outcomes(deadline=20.0):
+        raised = expect(outcome, "Mismatch", {1})
+        assert "all_reduce" in raised.message and "broadcast" in raised.message
+
+
+def three_ways(me: Rank) -> None:
+    dist.all_reduce(torch.ones(10 + me.rank))
+    dist.barrier()
+
+
+def test_everybody_differs(pool: Pool, world: MakeWorld) -> None:
+    for outcome in pool.start(three_ways, world(3, timeout=8.0)).outcomes(deadline=20.0):
+        raised = expect(outcome, "Mismatch", {1, 2})
+        for count in ("10 elements", "11 elements", "12 elements"):
+            assert count in raised.message
+
+
+def one_more(me: Rank) -> str:
+    """Rank 1 calls once more than the others, who then end normally."""
+    dist.all_reduce(torch.ones(10))
+    said = ""
+    if me.rank == 1:
+        try:
+            dist.all_reduce(torch.ones(10))
+        except dist.DistBackendError as error:
+            said = f"{type(error).__name__}: {error}"
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_call_that_the_others_never_make(pool: Pool, world: MakeWorld) -> None:
+    """They left the group: that is said, not waited out."""
+    began = time.monotonic()
+    outcomes = pool.start(one_more, world(3)).outcomes(deadline=20.0)
+    assert time.monotonic() - began < 5
+    said = [o.value for o in outcomes if isinstance(o, Done)]
+    assert len(said) == 3, outcomes
+    assert said[0] == said[2] == ""
+    assert said[1].startswith("PeerLost") and "left" in said[1], said[1]
+    assert blamed(said[1]) <= {0, 2} and blamed(said[1]), said[1]

@@ -1,0 +1,180 @@
+"""broadcast, all_gather, all_gather_into_tensor and barrier: bytes arrive as they were sent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank
+
+EVERY = (*oracle.REDUCIBLE, *oracle.MOVED)
+
+
+def noise(dtype: str, n: int, rank: int) -> torch.Tensor:
+    """Arbitrary bytes, NaNs and all; for bool the two that it has."""
+    draw = torch.Generator().manual_seed(97 * n + rank)
+    kind = getattr(torch, dtype)
+    if kind == torch.bool:
+        return torch.randint(0, 2, (n,), generator=draw).bool()
+    width = torch.empty(0, dtype=kind).element_size()
+    return torch.randint(0, 256, (n * width,), generator=draw, dtype=torch.uint8).view(kind)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def kinds(backend: str) -> list[str]:
+    few = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
+    return list(EVERY if backend == "ringreduce" else few)
+
+
+def move_everything(me: Rank, dtypes: list[str], counts: list[int]) -> None:
+    p = me.world_size
+    for dtype in dtypes:
+        kind = getattr(torch, dtype)
+        for n in counts:
+            all_in = [noise(dtype, n, r) for r in range(p)]
+            case = f"{dtype} n={n}"
+            for root in range(p):
+                t = all_in[me.rank].clone()
+                dist.broadcast(t, src=root)
+                assert raw(t) == raw(all_in[root]), f"broadcast from {root}: {case}"
+            outs = [torch.empty(n, dtype=kind) for _ in range(p)]
+            mine = all_in[me.rank].clone()
+            dist.all_gather(outs, mine)
+            assert [raw(o) for o in outs] == [raw(i) for i in all_in], f"all_gather: {case}"
+            assert raw(mine) == raw(all_in[me.rank])
+            out = torch.empty(n * p, dtype=kind)
+            dist.all_gather_into_tensor(out, mine)
+            assert raw(out) == b"".join(raw(i) for i in all_in), f"into_tensor: {case}"
+            if me.backend == "ringreduce":  # gloo wants it flat
+                stacked = torch.empty(p, n, dtype=kind)
+                dist.all_gather_into_tensor(stacked, mine)
+                assert raw(stacked) == raw(out), f"into_tensor, stacked: {case}"
+        dist.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_dtype_arrives(pool: Pool, world: MakeWorld, backend: str, size: int) -> None:
+    pool.run(move_everything, world(size), kinds(backend), [1, 7, 129])
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 4, 9])
+def test_no_elements(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(move_everything, world(size), ["float32", "complex64", "uint8"], [0, 0])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_large_ones_arrive(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(move_everything, world(size), ["uint8", "float32"], [(1 << 20) + 1])
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_slots(pool: Pool, world: MakeWorld, size: int) -> None:
+    counts = [4095, 4096, 4097, 65537]
+    pool.run(move_everything, world(size, SLOT_BYTES="4096", SLOTS="3"), ["uint8"], counts)
+
+
+def move_views(me: Rank) -> None:
+    p = me.world_size
+    for root in range(p):
+        square = torch.arange(35.0).view(5, 7) + 100 * me.rank
+        dist.broadcast(square.t(), src=root)  # written back through the strides
+        assert torch.equal(square, torch.arange(35.0).view(5, 7) + 100 * root)
+    whole = torch.arange(20, dtype=torch.int32) * (me.rank + 1)
+    outs = [torch.zeros(2 * 10, dtype=torch.int32)[::2] for _ in range(p)]
+    dist.all_gather(outs, whole[1::2])
+    for r, out in enumerate(outs):
+        assert torch.equal(out, torch.arange(20, dtype=torch.int32)[1::2] * (r + 1))
+    wide = torch.zeros(10 * p, 2, dtype=torch.int32)
+    dist.all_gather_into_tensor(wide[:, 0], whole[1::2])
+    expected = torch.cat([torch.arange(20, dtype=torch.int32)[1::2] * (r + 1) for r in range(p)])
+    assert torch.equal(wide[:, 0], expected)
+    assert not wide[:, 1].any(), "wrote beside the view"
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3])
+def test_non_contiguous(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(move_views, world(size))
+
+
+def gather_over_itself(me: Rank) -> None:
+    p, n = me.world_size, 1000
+    whole = torch.full((p * n,), -1.0)
+    mine = whole[me.rank * n : (me.rank + 1) * n]
+    mine.fill_(float(me.rank))
+    dist.all_gather_into_tensor(whole, mine)
+    assert torch.equal(whole, torch.arange(p).repeat_interleave(n).float())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_input_inside_the_output(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(gather_over_itself, world(size))
+
+
+def wrong_sizes(me: Rank) -> list[str]:
+    p, said = me.world_size, []
+    mine = torch.ones(4)
+    calls: list[Any] = [
+        lambda: dist.all_gather([torch.empty(4) for _ in range(p + 1)], mine),
+        lambda: dist.all_gather([torch.empty(4) for _ in range(p - 1)], mine),
+        lambda: dist.all_gather([torch.empty(4 if r else 5) for r in range(p)], mine),
+        lambda: dist.all_gather_into_tensor(torch.empty(4 * p + 1), mine),
+        lambda: dist.all_gather_into_tensor(torch.empty(4 * p, dtype=torch.float64), mine),
+        lambda: dist.all_gather([torch.empty(4, dtype=torch.int32) for _ in range(p)], mine),
+    ]
+    for k, call in enumerate(calls):
+        try:
+            call()
+            said.append(f"call {k} was accepted")
+        except (RuntimeError, ValueError, TypeError) as error:
+            assert len(str(error)) > 10
+    t = torch.ones(2)
+    dist.all_reduce(t)
+    assert t.tolist() == [float(p)] * 2
+    return said
+
+
+@pytest.mark.ringreduce
+def test_wrong_output_sizes_are_refused(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(wrong_sizes, world(3)) == [[]] * 3
+
+
+def arrive_late(me: Rank, late: int) -> tuple[float, float]:
+    dist.barrier()
+    if me.rank == late:
+        time.sleep(0.3)
+    entered = time.monotonic()
+    dist.barrier()
+    return entered, time.monotonic()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_nobody_leaves_a_barrier_before_the_last_enters(
+    pool: Pool, world: MakeWorld, size: int
+) -> None:
+    for late in range(size):
+        times = pool.run(arrive_late, world(size), late)
+        assert min(left for _, left in times) >= max(entered for entered, _ in times)
+
+
+def move_objects(me: Rank) -> tuple[list[Any], list[Any]]:
+    gathered: list[Any] = [None] * me.world_size
+    dist.all_gather_object(gathered, {"rank": me.rank, "text": "x" * (10 + 100 * me.rank)})
+    passed: list[Any] = [me.rank, "root" if me.rank == 1 else None]
+    dist.broadcast_object_list(passed, src=1)
+    return [g["rank"] for g in gathered], passed
+
+
+def test_objects(pool: Pool, world: MakeWorld) -> None:
+    """What torch builds from these calls works too."""
+    assert pool.run(move_objects, world(3)) == [([0, 1, 2], [1, "root"])] * 3

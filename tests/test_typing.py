@@ -1,0 +1,90 @@
+"""The package is typed: stubs match the extension, and a user's strict checker is content."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ringreduce
+
+USER = """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import ringreduce
+    from ringreduce import hooks
+
+
+    def main(model: DDP, plain: torch.nn.Module, group: dist.ProcessGroup) -> int:
+        try:
+            ringreduce.register_comm_hook(model)
+            model.register_comm_hook(None, hooks.all_reduce_hook)
+            ringreduce.average_gradients(plain)
+            ringreduce.average_gradients(plain, group=group)
+        except (ringreduce.PeerLost, ringreduce.Timeout) as error:
+            reveal_type(error)
+        except ringreduce.Mismatch as error:
+            reveal_type(error)
+        except (ringreduce.Aborted, ringreduce.Error):
+            pass
+        reveal_type(ringreduce.__version__)
+        return ringreduce.staging_bytes() + ringreduce.staging_bytes(group)
+
+
+    def wrong(plain: torch.nn.Linear) -> None:
+        ringreduce.average_gradients(3)
+        ringreduce.staging_bytes("group")
+"""
+
+
+def package() -> Path:
+    import ringreduce
+
+    assert ringreduce.__file__ is not None
+    return Path(ringreduce.__file__).parent
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("mypy")
+    env = dict(os.environ)
+    # Type checkers do not follow an editable install's import hook; they are told the folder.
+    if package().parent.name != "site-packages":
+        env["MYPYPATH"] = str(package().parent)
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=170)
+
+
+def test_markers_are_there() -> None:
+    assert (package() / "py.typed").exists()
+    assert (package() / "_C.pyi").exists()
+
+
+def test_a_users_strict_checker(tmp_path: Path) -> None:
+    """It sees the types, and it sees mistakes."""
+    (tmp_path / "user.py").write_text(textwrap.dedent(USER))
+    done = run("mypy", "--strict", "--follow-imports=silent", "user.py", cwd=tmp_path)
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert all("[arg-type]" in line for line in errors), errors
+    assert "ringreduce.Mismatch" in done.stdout or "ringreduce" in done.stdout
+    assert 'Revealed type is "builtins.str"' in done.stdout or '"str"' in done.stdout
+
+
+def test_stubs_match_the_extension(tmp_path: Path) -> None:
+    done = run("mypy.stubtest", "ringreduce._C", "--ignore-missing-stub", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_public_name_is_documented() -> None:
+    import ringreduce
+
+    public = [name for name in dir(ringreduce) if not name.startswith("_")]
+    for name in ("register_comm_hook", "average_gradients", "staging_bytes", "hooks"):
+        assert name in public
+        assert getattr(ringreduce, name).__doc__, name
