@@ -53,6 +53,8 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         gradients.append(gradient)
 
     group = ringreduce_group(group)
+    if not gradients:  # still meets the others, who get a Mismatch if they have some
+        dist.all_reduce(torch.empty(0), op=dist.ReduceOp.AVG, group=group)
     pending = []
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])

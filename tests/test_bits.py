@@ -126,12 +126,10 @@ def test_every_size(pool: Pool, world: MakeWorld, backend: str, size: int) -> No
 
 
 @pytest.mark.ringreduce
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_algorithms_agree(pool: Pool, world: MakeWorld, size: int) -> None:
     cases = [
-        (dtype, op, n, "plain", n)
-        for dtype, op in oracle.PAIRS
-        for n in (1, size + 1, 128 * size + 1, 3001)
+        (dtype, op, n, "plain", n) for dtype, op in oracle.PAIRS for n in (size + 1, 128 * size + 1)
     ]
     cases += [(dtype, "SUM", n, "offset", 7) for dtype in oracle.FLOATS for n in (65537, 99991)]
     results = {a: check(pool, world(size, ALGORITHM=a), cases) for a in ("auto", *ALGORITHMS)}

@@ -93,15 +93,13 @@ struct Executor::State {
       item.work = nullptr;  // whatever it holds is given back before anybody is told
       lock.lock();
       busy = false;
+      // Before anybody can take the token: an operation that is over when a later one has run.
+      item.ticket->finish(error);
       if (item.completion) {
-        to_tell.push_back({std::move(item.completion), error});
+        to_tell.push_back({std::move(item.completion), std::move(error)});
         for_teller.notify_one();
       }
       if (stopping) idle.notify_all();
-      lock.unlock();
-      item.ticket->finish(std::move(error));
-      item = {};
-      lock.lock();
     }
     worker_done = true;
     for_teller.notify_one();

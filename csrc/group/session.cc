@@ -173,7 +173,7 @@ void Session::mismatch() {
   };
   // The first operation that they disagree about: this one, or one that this rank did not wait in.
   std::vector<Party> parties;
-  uint64_t sequence = current_.sequence - std::min(current_.sequence, kAnnouncements / 2);
+  uint64_t sequence = current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1);
   for (; sequence <= current_.sequence; ++sequence) {
     parties.clear();
     for (int r = 0; r < size_; ++r) {
