@@ -5,8 +5,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, Store
 from torch.futures import Future
 
-torch_version: str
-
 def create_backend(
     store: Store,
     rank: int,
@@ -18,6 +16,7 @@ def create_backend(
     slots: int | None = None,
     stall_seconds: float | None = None,
 ) -> Any: ...
+def has_failed(backend: Any) -> bool: ...
 def shutdown_all() -> None: ...
 def staging_bytes(backend: Any) -> int: ...
 def register_comm_hook(reducer: Any, backend: Any) -> None: ...

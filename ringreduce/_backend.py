@@ -2,10 +2,12 @@
 
 import atexit
 import dataclasses
+import datetime
 import functools
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ringreduce import errors
@@ -57,7 +59,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
 
     Raises:
         TypeError: pg_options of another kind.
-        ValueError: an option that cannot be.
+        ValueError: rank 0's options cannot be; on all ranks.
         Timeout, PeerLost, Error: not all ranks came, or they cannot work together; names them.
     """
     options = Options() if backend_options is None else backend_options
@@ -78,8 +80,6 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:
     """The group's ringreduce backend for CPU tensors, or None if it has another."""
-    import torch
-
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group that has no backend for CPU tensors at all, such as nccl's
@@ -87,15 +87,31 @@ def backend_of(group: dist.ProcessGroup) -> Backend | None:
     return backend if backend.name() == "ringreduce" else None
 
 
-_companions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = (
-    weakref.WeakKeyDictionary()
-)
+# ringreduce groups made beside groups of other backends: (the other group, ours).
+_companions: list[tuple["weakref.ref[dist.ProcessGroup]", dist.ProcessGroup]] = []
+
+
+def _is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch still knows the group: destroy_process_group makes it forget."""
+    return group is not None and group in dist.distributed_c10d._world.pg_map
+
+
+def _sweep_companions() -> None:
+    """Destroys companions that have failed, or whose group is gone; forgets destroyed ones."""
+    for entry in list(_companions):
+        group, companion = entry[0](), entry[1]
+        if not _is_alive(companion):
+            _companions.remove(entry)
+        elif not _is_alive(group) or extension().has_failed(backend_of(companion)):
+            _companions.remove(entry)
+            dist.destroy_process_group(companion)
 
 
 def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself if it is ringreduce's, else one of ringreduce over the same ranks.
 
-    The latter is made once a group, which is collective over its ranks.
+    The latter is made once a group, with its timeout, and again after it has failed; making it is
+    collective over the ranks.
 
     Raises:
         RuntimeError: there is no default group.
@@ -106,13 +122,25 @@ def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise RuntimeError("call torch.distributed.init_process_group first")
     if backend_of(group) is not None:
         return group
-    companion = _companions.get(group)
-    # destroy_process_group() ends a companion with all other groups; torch forgets it then.
-    if companion is None or companion not in dist.distributed_c10d._world.pg_map:
-        companion = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="ringreduce",
-            use_local_synchronization=True,
-        )
-        _companions[group] = companion
-    return companion
+    _sweep_companions()
+    for known, companion in _companions:
+        if known() is group:
+            return companion
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=_timeout_of(group),
+        backend="ringreduce",
+        use_local_synchronization=True,
+    )
+    _companions.append((weakref.ref(group), made))
+    return made
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """The timeout of a group of another backend; None where it does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: datetime.timedelta = options._timeout
+            return timeout
+    return None

@@ -6,20 +6,39 @@ import torch
 import torch.distributed as dist
 
 from ringreduce._backend import ringreduce_group
+from ringreduce.errors import Mismatch
 
 # The size of DDP's buckets: large enough to be fast, small enough to overlap with the copies.
 BUCKET_BYTES = 25 << 20
 
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Groups gradients of one dtype, in their order, into lists of about BUCKET_BYTES."""
-    open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
     for gradient in gradients:
-        bucket = open_buckets.setdefault(gradient.dtype, [])
-        bucket.append(gradient)
-        if sum(g.nbytes for g in bucket) >= BUCKET_BYTES:
-            yield open_buckets.pop(gradient.dtype)
-    yield from open_buckets.values()
+        buckets.setdefault(gradient.dtype, []).append(gradient)
+        sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.nbytes
+        if sizes[gradient.dtype] >= BUCKET_BYTES:
+            yield buckets.pop(gradient.dtype)
+            del sizes[gradient.dtype]
+    yield from buckets.values()
+
+
+def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    """Raises Mismatch, on all ranks alike, unless all have the same signature."""
+    # Hashes of whole numbers, and of tuples of them, are the same in every process.
+    mine = torch.tensor([hash(signature)], dtype=torch.int64)
+    everybody = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather_into_tensor(everybody, mine, group=group)
+    others = [rank for rank, value in enumerate(everybody.tolist()) if value != everybody[0]]
+    if others:
+        raise Mismatch(
+            f"average_gradients: of {dist.get_world_size(group)} ranks, {others} have gradients of "
+            "other parameters, shapes or dtypes than rank 0; nothing was averaged"
+        )
 
 
 @torch.no_grad()
@@ -31,30 +50,36 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     whose `.grad` is None are left out; they must be the same on all ranks.
 
     Args:
-        model: its `.parameters()` have dense gradients in CPU memory, of any floating dtypes.
+        model: its `.parameters()` have dense gradients in CPU memory, of floating dtypes.
         group: the ranks to average over; None for the default group.  If it is not ringreduce's, a
             ringreduce group over the same ranks is made once.
 
     Raises:
-        ValueError: a sparse gradient, or one that is not in CPU memory.
-        Mismatch: the ranks' gradients differ in number, shape or dtype.
+        ValueError: a gradient that is sparse, of another dtype, or not in CPU memory.
+        Mismatch: the ranks have gradients of different parameters, shapes or dtypes.
         PeerLost, Timeout, Aborted: see `ringreduce.errors`.
     """
     gradients = []
-    for name, parameter in model.named_parameters():
+    signature: list[int] = []
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.layout != torch.strided or gradient.device.type != "cpu":
+        if (
+            gradient.layout != torch.strided
+            or gradient.device.type != "cpu"
+            or gradient.dtype not in _DTYPES
+        ):
             raise ValueError(
-                f"average_gradients takes dense gradients in CPU memory; that of {name} is "
-                f"{gradient.layout} on {gradient.device}"
+                "average_gradients takes dense gradients of float32, float64, float16 or bfloat16 "
+                f"in CPU memory; that of {name} is {gradient.layout}, {gradient.dtype}, on "
+                f"{gradient.device}"
             )
         gradients.append(gradient)
+        signature += [index, _DTYPES.index(gradient.dtype), *gradient.shape, -1]
 
     group = ringreduce_group(group)
-    if not gradients:  # still meets the others, who get a Mismatch if they have some
-        dist.all_reduce(torch.empty(0), op=dist.ReduceOp.AVG, group=group)
+    _require_same(tuple(signature), group)
     pending = []
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])

@@ -20,6 +20,8 @@ bool Ticket::isDone() const {
 }
 
 bool Ticket::wait(int64_t longest, void (*turn)()) {
+  if (forkGeneration() != generation_)
+    throw Error(Failure::kArgument, "this operation is the parent process's to wait for");
   const Nanos deadline = deadlineIn(longest);
   std::unique_lock lock(mutex_);
   while (!done_) {

@@ -1,10 +1,10 @@
 // In which thread and in which order a group's operations run.
 //
 // They run one at a time, in the order of the calls.  A blocking call with nothing before it runs
-// in the caller's own thread (`runHere`): a hand-off costs more than a small all-reduce. Everything
-// else queues for one worker thread, which starts with the first queued operation.  Completions are
-// told by a third thread, so that a callback which itself waits for an operation cannot stop the
-// worker.  No thread outlives the executor, also when a callback destroys it.
+// in the caller's own thread (`tryRunHere`): a hand-off costs more than a small all-reduce.
+// Everything else queues for one worker thread, which starts with the first queued operation.
+// Completions are told by a third thread, so that a callback which itself waits for an operation
+// cannot stop the worker.  No thread outlives the executor, also when a callback destroys it.
 #pragma once
 
 #include <condition_variable>
@@ -15,6 +15,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/fd.h"
+
 namespace ringreduce {
 
 // A queued operation's end.
@@ -22,12 +24,14 @@ class Ticket {
  public:
   bool isDone() const;
   // Waits; `turn`, if not null, is called every few milliseconds and may throw to end the wait.
-  // False if `longest` nanoseconds went by first.  Does not throw the operation's error.
+  // False if `longest` nanoseconds went by first.  Does not throw the operation's error.  In a
+  // forked child, where nobody would finish it, throws Error(kArgument).
   bool wait(int64_t longest, void (*turn)());
   std::exception_ptr error() const;  // null while not done, or when all went well
   void finish(std::exception_ptr error);
 
  private:
+  const int generation_ = forkGeneration();
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;

@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "base/align.h"
 #include "base/error.h"
-#include "plan/cut.h"
 #include "reduce/reduce.h"
 #include "wire/shm_link.h"
 
@@ -90,6 +90,8 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       size_(static_cast<int>(membership.members.size())),
       options_(options),
       generation_(forkGeneration()),
+      users_patience_(patienceOf(/*in_users_thread=*/true, size_)),
+      workers_patience_(patienceOf(/*in_users_thread=*/false, size_)),
       timeout_(options.timeout),
       membership_(std::move(membership)),
       session_(std::make_unique<Session>(rank, membership_, options_)),
@@ -120,7 +122,7 @@ void Group::refuseInChild() const {
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const uint64_t sequence = sequence_++;
-  wires_->waiter.setPatience(patienceOf(in_users_thread, size_));
+  wires_->waiter.setPatience(in_users_thread ? users_patience_ : workers_patience_);
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   try {
     session_->begin(announce(operation, sequence), timeout, in_users_thread);
@@ -146,7 +148,7 @@ bool Group::tryRunHere(const Operation& operation) {
 void Group::run(Operation operation) {
   if (tryRunHere(operation)) return;
   const auto ticket = submit(std::move(operation), nullptr);
-  ticket->wait(kNever, options_.interrupt);
+  await(*ticket, kNever);
   if (ticket->error()) std::rethrow_exception(ticket->error());
 }
 
@@ -157,6 +159,19 @@ std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion 
   return executor_->submit([this, operation = std::move(operation)](
                                bool in_users_thread) { execute(operation, in_users_thread); },
                            std::move(completion));
+}
+
+bool Group::await(Ticket& ticket, Nanos longest) {
+  refuseInChild();
+  try {
+    return ticket.wait(longest, options_.interrupt);
+  } catch (...) {
+    // Ctrl-C.  Whoever gave up may free the buffers, and others wait for an operation that this
+    // rank will not finish: so it ends, for all, before anybody goes on.
+    session_->abort("interrupted while it waited for an operation");
+    ticket.wait(kNever, nullptr);
+    throw;
+  }
 }
 
 void Group::abort(const std::string& why) {

@@ -20,7 +20,7 @@
 
 namespace ringreduce {
 
-class Group {
+class Group : public std::enable_shared_from_this<Group> {
  public:
   // Collective: returns when all ranks have joined.  Throws Error.
   static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
@@ -44,6 +44,9 @@ class Group {
   // is the ticket's.  `completion` is called once, in a thread where it may call this group.
   std::shared_ptr<Ticket> submit(Operation operation, Executor::Completion completion);
 
+  // Waits for a ticket of this group; false if `longest` goes by first.  Ctrl-C fails the group.
+  bool await(Ticket& ticket, Nanos longest);
+
   // Makes the operation under way and all later ones fail, on all ranks.
   void abort(const std::string& why);
 
@@ -51,7 +54,8 @@ class Group {
   void shutdown();
 
   bool failed() const { return session_->failed(); }
-  uint64_t operations() const { return submitted_; }  // so far: the next one's number
+  Failure failure() const { return session_->failure(); }  // kNone while all is well
+  uint64_t operations() const { return submitted_; }       // so far: the next one's number
   size_t stagingBytes() const { return segmentBytes(membership_.options); }
 
  private:
@@ -64,6 +68,7 @@ class Group {
   const int rank_, size_;
   const GroupOptions options_;
   const int generation_;  // forks before it was made
+  const Patience users_patience_, workers_patience_;
   std::atomic<Nanos> timeout_;
   Membership membership_;
   std::unique_ptr<Session> session_;

@@ -49,15 +49,18 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
 void SharedOptions::validate() const {
   const auto within = [](const char* what, size_t value, size_t low, size_t high) {
     if (value < low || value > high)
-      throw Error(Failure::kSetup, std::string(what) + " is " + std::to_string(value) +
-                                       "; it can be " + std::to_string(low) + " to " +
-                                       std::to_string(high));
+      throw Error(Failure::kArgument, std::string(what) + " is " + std::to_string(value) +
+                                          "; it can be " + std::to_string(low) + " to " +
+                                          std::to_string(high));
   };
   within("slot_bytes", slot_bytes, kLeastSlotBytes, kMostSlotBytes);
   within("slots", static_cast<size_t>(slots), kLeastSlots, kMaxSlots);
+  if (algorithm > Algorithm::kRing)
+    throw Error(Failure::kArgument,
+                "there is no such algorithm; there are auto, direct, twoshot and ring");
   if (slot_bytes % kLine != 0)
-    throw Error(Failure::kSetup, "slot_bytes is " + std::to_string(slot_bytes) +
-                                     ", which is not a multiple of " + std::to_string(kLine));
+    throw Error(Failure::kArgument, "slot_bytes is " + std::to_string(slot_bytes) +
+                                        ", which is not a multiple of " + std::to_string(kLine));
 }
 
 std::string SharedOptions::toText() const {

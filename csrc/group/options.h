@@ -18,7 +18,7 @@ struct SharedOptions {
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
-  // Throws Error(kSetup) for what no group can work with.
+  // Throws Error(kArgument) for what no group can work with.
   void validate() const;
   std::string toText() const;
   static SharedOptions fromText(const std::string& text);
@@ -29,10 +29,13 @@ struct GroupOptions {
   Nanos timeout = 1800 * kSecond;  // of an operation, and of making the group
   Nanos stall = 10 * kSecond;      // RINGREDUCE_STALL_SECONDS: a wait this long is logged
 
-  std::optional<SharedOptions> shared = std::nullopt;  // unset: from the environment
+  std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;
+  // Whether Ctrl-C came after that time and was left unheard: the worker, whose operation a user
+  // may be waiting for in torch's own code, gives it up then.  May be null.
+  bool (*interrupted)(Nanos since) = nullptr;
 };
 
 // Processor cores that this process may run on.

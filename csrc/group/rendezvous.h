@@ -7,8 +7,9 @@
 // each that tells when their process ends.  Each maps it all and says so; rank 0's last word then
 // starts the group, or ends it for all with the first error that any rank met.
 //
-// So the store is read once a rank, a group can be made again on the same store, and an entry of an
-// earlier run, whose socket nobody answers, is waited out until this run's rank 0 has replaced it.
+// So a group can be made again on the same store, and an entry of an earlier run, whose socket
+// nobody answers, is waited out until this run's rank 0 has replaced it.  If rank 0 gives up, it
+// leaves the reason in the store for those who come later.
 #pragma once
 
 #include <memory>

@@ -83,6 +83,10 @@ std::string Session::who(int r) const {
 void Session::poll(int rank, Ready ready) {
   if (failed()) throwVerdict();
   if (inline_ && options_.interrupt) options_.interrupt();
+  if (!inline_ && options_.interrupted && options_.interrupted(started_))
+    fail(Failure::kAborted, rank_,
+         who(rank_) + " aborted group '" + options_.name + "': interrupted in " +
+             describe(current_));
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && hasAnnounced(r)) verify(r);
   const std::vector<bool> gone = ended(processes_);
@@ -101,7 +105,7 @@ void Session::poll(int rank, Ready ready) {
   if (time >= next_report_ && !ready()) {
     next_report_ = time + std::max(time - started_, kSecond);
     log("rank " + std::to_string(rank_) + " of group '" + options_.name + "' has waited " +
-        seconds(time - started_) + " in " + describe(current_) + " for " + laggards(rank).text);
+        seconds(time - started_) + " in " + describe(current_) + ": " + laggards(rank).text);
   }
 }
 
@@ -173,7 +177,8 @@ void Session::mismatch() {
   };
   // The first operation that they disagree about: this one, or one that this rank did not wait in.
   std::vector<Party> parties;
-  uint64_t sequence = current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1);
+  uint64_t sequence =
+      current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1);
   for (; sequence <= current_.sequence; ++sequence) {
     parties.clear();
     for (int r = 0; r < size_; ++r) {

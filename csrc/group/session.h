@@ -41,6 +41,11 @@ class Session final : public Watch {
   // This rank has left normally; what it posted stays readable.
   void depart();
 
+  // Why the group has failed; kNone while it has not.
+  Failure failure() const {
+    return static_cast<Failure>(verdict().load(std::memory_order_acquire) >> 48);
+  }
+
   bool failed() const override { return verdict().load(std::memory_order_acquire) != 0; }
   void poll(int rank, Ready ready) override;
   void verify(int rank) override;
@@ -56,7 +61,7 @@ class Session final : public Watch {
   [[noreturn]] void throwVerdict() const;
   [[noreturn]] void lost(int rank, bool process_ended);
   [[noreturn]] void mismatch();
-  // Who keeps the others waiting, and how: "rank 2 (pid 7 on host a), which has not arrived".
+  // Who keeps the others waiting, and how: "rank 2 (pid 7 on host a) did not arrive".
   struct Laggards {
     std::vector<int> ranks;
     std::string text;

@@ -104,9 +104,13 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
     if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
       return true;
     if (errno == EINTR) continue;
-    if (errno != EAGAIN || now() > deadline) return false;
+    // ETOOMANYREFS: too many descriptors under way that nobody has taken yet.
+    if ((errno != EAGAIN && errno != ETOOMANYREFS) || now() > deadline) return false;
     pollfd wanted{.fd = socket.get(), .events = POLLOUT, .revents = 0};
-    poll(&wanted, 1, 100);
+    if (errno == EAGAIN)
+      poll(&wanted, 1, 100);
+    else
+      poll(nullptr, 0, 5);
   }
 }
 
@@ -120,9 +124,14 @@ Received receivePacket(const Fd& socket, Packet& packet) {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
-  ssize_t size;
-  do size = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
-  while (size < 0 && errno == EINTR);
+  // A peer that closed before it had read everything of ours makes the first call fail with
+  // ECONNRESET, although its last message is there: the next call has it.
+  ssize_t size = -1;
+  for (int tries = 0; tries < 2; ++tries) {
+    do size = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+    while (size < 0 && errno == EINTR);
+    if (size >= 0 || errno != ECONNRESET) break;
+  }
   if (size < 0) return errno == EAGAIN ? Received::kNothingYet : Received::kClosed;
   for (cmsghdr* h = CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
     if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
@@ -140,11 +149,6 @@ void waitReadable(const std::vector<int>& fds, Nanos longest) {
   std::vector<pollfd> wanted;
   for (int fd : fds) wanted.push_back({.fd = fd, .events = POLLIN, .revents = 0});
   poll(wanted.data(), wanted.size(), static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
-}
-
-bool isReadable(int fd) {
-  pollfd wanted{.fd = fd, .events = POLLIN, .revents = 0};
-  return poll(&wanted, 1, 0) > 0;
 }
 
 }  // namespace ringreduce

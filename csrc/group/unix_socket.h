@@ -39,7 +39,7 @@ Peer peerOf(const Fd& socket);
 // way.
 Fd pidfdOf(const Fd& socket, const Peer& peer);
 
-// Sends a whole message.  False if the peer has gone.
+// Sends a whole message.  False if the peer has gone, or takes nothing for ten seconds.
 bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {});
 
 enum class Received { kMessage, kNothingYet, kClosed };
@@ -48,6 +48,5 @@ Received receivePacket(const Fd& socket, Packet& packet);
 
 // Waits until one of the sockets can be read or `longest` has passed.
 void waitReadable(const std::vector<int>& fds, Nanos longest);
-bool isReadable(int fd);
 
 }  // namespace ringreduce

@@ -23,6 +23,7 @@
 namespace ringreduce {
 
 enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing };
+inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // a name that none has
 inline constexpr const char* kAlgorithmNames[] = {"auto", "direct", "twoshot", "ring"};
 
 constexpr std::optional<Algorithm> algorithmNamed(std::string_view name) {

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "base/align.h"
+
 namespace ringreduce {
 
 inline constexpr size_t kChunkElements = 128;
@@ -18,13 +20,6 @@ struct Span {
   size_t begin, size;
   constexpr size_t end() const { return begin + size; }
 };
-
-constexpr size_t ceilDiv(size_t a, size_t b) {
-  return a / b + (a % b != 0);
-}
-constexpr size_t roundUp(size_t a, size_t b) {
-  return ceilDiv(a, b) * b;
-}
 
 // Part `i` when [0, n) is cut every `step` elements; empty beyond the end.
 constexpr Span piece(size_t n, size_t step, size_t i) {

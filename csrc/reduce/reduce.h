@@ -41,8 +41,7 @@ struct ReduceKernels {
 };
 
 // The kernels for a supported pair (see isSupported in base/dtype.h).  PREMUL_SUM gets SUM's: each
-// rank scales its own input first, with `scale`.  Ends the process for a pair that is not
-// supported.
+// rank scales its own input first, with `scale`.
 const ReduceKernels& reduceKernels(DType dtype, ReduceOp op);
 
 // dst[i] = src[i] * factor, computed in float32 (float64 for float64) and rounded to the dtype.

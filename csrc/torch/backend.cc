@@ -30,18 +30,12 @@ class TorchStore final : public Store {
   const c10::intrusive_ptr<c10d::Store>& store_;
 };
 
-// Runs `call` so that the core's errors leave as Python's.
-template <class F>
-auto translated(F&& call) {
-  try {
-    return call();
-  } catch (const Error&) {
-    rethrowToPython();
-  }
+Nanos nanosOf(std::chrono::milliseconds time) {
+  return time.count() < kNever / kMillisecond ? time.count() * kMillisecond : kNever;
 }
 
 Nanos timeoutOf(std::chrono::milliseconds timeout) {
-  return timeout.count() > 0 ? timeout.count() * kMillisecond : 0;  // kUnsetTimeout: the group's
+  return timeout.count() > 0 ? nanosOf(timeout) : 0;  // kUnsetTimeout: the group's
 }
 
 ReduceOp opOf(const c10d::ReduceOp& op) {
@@ -129,7 +123,7 @@ c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
-  group_->setTimeout(timeout.count() * kMillisecond);
+  group_->setTimeout(nanosOf(timeout));
 }
 
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -152,7 +146,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor& bucket,
-                                                               std::string context) {
+                                                               Context context) {
   return translated([&] {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, /*copy_in=*/true);
@@ -276,7 +270,16 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 c10d::ErrorType Backend::getError() {
-  return group_->failed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  switch (group_->failure()) {
+    case Failure::kNone:
+      return c10d::ErrorType::SUCCESS;
+    case Failure::kTimeout:
+      return c10d::ErrorType::TIMEOUT;
+    case Failure::kPeerLost:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
 }
 
 void Backend::abort() {

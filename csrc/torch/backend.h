@@ -34,8 +34,7 @@ class Backend final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
   // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
-  c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket,
-                                                        std::string context);
+  c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
 
   void setSequenceNumberForGroup() override {}  // both ends count from the start
   uint64_t getSequenceNumberForGroup() override { return group_->operations(); }
@@ -47,6 +46,7 @@ class Backend final : public c10d::Backend {
   // that ends without having destroyed its groups.
   static void shutdownAll();
 
+  bool hasFailed() const { return group_->failed(); }
   size_t stagingBytes() const { return group_->stagingBytes(); }
 
   // Not there yet.

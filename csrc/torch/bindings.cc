@@ -20,6 +20,12 @@ namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
+// Seconds as nanoseconds; more than the clock can count means never.
+Nanos nanosOf(double seconds) {
+  return seconds * kSecond < static_cast<double>(kNever) ? static_cast<Nanos>(seconds * kSecond)
+                                                         : kNever;
+}
+
 // What is not given comes from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
@@ -30,18 +36,19 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   try {
     GroupOptions options;
     options.name = name;
-    options.timeout = static_cast<Nanos>(timeout * kSecond);
+    options.timeout = nanosOf(timeout);
     options.interrupt = &checkSignals;
-    options.stall = static_cast<Nanos>(
-        kSecond * stall_seconds.value_or(envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9)));
-    options.shared = SharedOptions::fromEnvironment(size);
-    if (algorithm) {
-      const auto known = algorithmNamed(*algorithm);
-      if (!known) throw Error(Failure::kArgument, "there is no algorithm '" + *algorithm + "'");
-      options.shared->algorithm = *known;
+    options.interrupted = &interruptedSince;
+    options.stall =
+        nanosOf(stall_seconds.value_or(envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9)));
+    // Given by the caller: rank 0 refuses for all what it cannot work with.  The environment is
+    // read by rank 0 alone, inside.
+    if (rank == 0 && (algorithm || slot_bytes || slots)) {
+      options.shared = SharedOptions::fromEnvironment(size);
+      if (algorithm) options.shared->algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
+      options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
+      options.shared->slots = slots.value_or(options.shared->slots);
     }
-    options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
-    options.shared->slots = slots.value_or(options.shared->slots);
     return c10::make_intrusive<Backend>(store, rank, size, options);
   } catch (const Error&) {
     rethrowToPython();
@@ -72,6 +79,7 @@ void averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket, const py
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringreduce;
   py::module_::import("torch.distributed");  // registers the types that the signatures name
+  watchInterrupts();
 
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), py::arg("name"), py::arg("algorithm") = py::none(),
@@ -81,6 +89,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "staging_bytes",
       [](const BackendPtr& backend) { return asRingreduce(*backend).stagingBytes(); },
+      py::arg("backend"));
+  m.def(
+      "has_failed", [](const BackendPtr& backend) { return asRingreduce(*backend).hasFailed(); },
       py::arg("backend"));
   m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
   m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"), py::arg("future"));
@@ -93,5 +104,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("peer_lost"), py::arg("timeout"), py::arg("mismatch"), py::arg("aborted"),
       py::arg("other"));
-  m.attr("torch_version") = RINGREDUCE_TORCH_VERSION;
 }

@@ -11,10 +11,9 @@ namespace ringreduce {
 namespace {
 
 // "DDP bucket 2 with 3 parameters of shapes [4096, 64], [4096], ..."
-std::string nameOf(const c10d::GradBucket& bucket) {
+std::string describe(size_t index, const std::vector<at::Tensor>& parameters) {
   constexpr size_t kMostShapes = 3;
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
-  std::string text = c10::str("DDP bucket ", bucket.getIndex(), " with ", parameters.size(),
+  std::string text = c10::str("DDP bucket ", index, " with ", parameters.size(),
                               parameters.size() == 1 ? " parameter" : " parameters", " of shape");
   for (size_t i = 0; i < parameters.size() && i < kMostShapes; ++i)
     text += c10::str(i ? ", " : " ", parameters[i].sizes());
@@ -34,7 +33,10 @@ class AverageHook final : public c10d::CppCommHookInterface<c10::intrusive_ptr<c
 
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
                                                           c10d::GradBucket& bucket) {
-  return asRingreduce(backend).averageBucket(bucket.getBufferRef(), nameOf(bucket));
+  return asRingreduce(backend).averageBucket(
+      bucket.getBufferRef(), [index = bucket.getIndex(), parameters = bucket.getParameters()] {
+        return describe(index, parameters);
+      });
 }
 
 void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend) {

@@ -1,10 +1,12 @@
 // Error to exception class.
 #include "torch/errors.h"
 
+#include <signal.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <atomic>
 #include <utility>
 
 namespace ringreduce {
@@ -28,6 +30,21 @@ PyObject* typeOf(Failure kind) {
       return error_types[4];
   }
 }
+
+// ---- Ctrl-C
+
+std::atomic<Nanos> interrupt_time{0};
+struct sigaction pythons_action;
+
+void onInterrupt(int signal, siginfo_t* info, void* context) {
+  interrupt_time.store(now());
+  if (pythons_action.sa_flags & SA_SIGINFO)
+    pythons_action.sa_sigaction(signal, info, context);
+  else
+    pythons_action.sa_handler(signal);
+}
+
+// ---- classes
 
 struct PythonError final : torch::PyTorchError {
   PythonError(Failure kind, const std::string& text) : PyTorchError(text), kind(kind) {}
@@ -63,6 +80,20 @@ void rethrowToPython(const std::string& context) {
 void checkSignals() {
   const pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+void watchInterrupts() {
+  if (sigaction(SIGINT, nullptr, &pythons_action) != 0) return;
+  if (pythons_action.sa_handler == SIG_DFL || pythons_action.sa_handler == SIG_IGN) return;
+  struct sigaction ours = pythons_action;
+  ours.sa_flags |= SA_SIGINFO;
+  ours.sa_sigaction = &onInterrupt;
+  sigaction(SIGINT, &ours, nullptr);
+}
+
+bool interruptedSince(Nanos since) {
+  const Nanos time = interrupt_time.load();
+  return time > since && now() - time > kSecond;
 }
 
 }  // namespace ringreduce

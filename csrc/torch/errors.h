@@ -10,6 +10,7 @@
 #include <exception>
 #include <string>
 
+#include "base/clock.h"
 #include "base/error.h"
 
 namespace ringreduce {
@@ -26,7 +27,25 @@ std::exception_ptr toPython(std::exception_ptr error, const std::string& context
 // Throws what toPython makes of the exception being handled.
 [[noreturn]] void rethrowToPython(const std::string& context = "");
 
+// Runs `call` so that the core's errors leave as Python's.
+template <class F>
+auto translated(F&& call) {
+  try {
+    return call();
+  } catch (const Error&) {
+    rethrowToPython();
+  }
+}
+
 // Runs Python's signal handlers; throws KeyboardInterrupt after Ctrl-C.  Waits call it.
 void checkSignals();
+
+// From now on notices SIGINT itself, before Python does, unless somebody has taken it over from
+// Python: a thread that waits in torch's own code (DDP's backward, Future.wait) runs no Python, so
+// only the group's worker can end its wait.
+void watchInterrupts();
+
+// Whether SIGINT came after `since` and more than a second ago: until then Python may hear of it.
+bool interruptedSince(Nanos since);
 
 }  // namespace ringreduce

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -13,6 +15,9 @@
 
 namespace ringreduce {
 
+// Makes what stands behind an error's text; called only if there is one.  May be null.
+using Context = std::function<std::string()>;
+
 // What there is to do besides the core's operation.
 struct Job {
   c10d::OpType type;
@@ -20,7 +25,7 @@ struct Job {
   std::vector<at::Tensor> inputs;   // for the profiler
   std::vector<at::Tensor> outputs;  // the Future's value
   Operation operation;
-  std::string context;         // behind an error's text: the DDP bucket
+  Context context;             // behind an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
 };
 
@@ -40,16 +45,18 @@ class Work final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   uint64_t getSequencenumber() const override { return sequence_; }
 
-  Work(int rank, const Job& job, uint64_t sequence);
+  Work(Group& group, const Job& job);
 
  private:
   void complete(std::exception_ptr error);
 
+  const std::weak_ptr<Group> group_;
   const std::vector<at::Tensor> outputs_;
-  const std::string context_;
+  const Context context_;
   const uint64_t sequence_;
   const bool future_of_one_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<bool> completed_once_{false};
   std::shared_ptr<Ticket> ticket_;  // null: it ran in the caller's thread and is over
 };
 

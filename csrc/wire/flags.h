@@ -20,6 +20,7 @@ struct HostRules {
   static constexpr auto kPublish = std::memory_order_seq_cst;
   static constexpr auto kObserve = std::memory_order_seq_cst;
   static constexpr uint64_t kEarlyReuse = 0;  // a mutant fills a slot this many steps too early
+  static constexpr bool kWakes = true;        // a mutant does not wake who sleeps
   static void delay() {}                      // tests sleep here, at every step of the protocol
 };
 

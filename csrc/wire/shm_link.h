@@ -37,7 +37,7 @@ class BasicShmSendLink final : public SendLink {
 
   void post() override {
     pipe_.receiver_page->inbound.publish<Rules>(++filled_);
-    ring(*pipe_.receiver_page, pipe_.sender);
+    ring<Rules>(*pipe_.receiver_page, pipe_.sender);
   }
 
  private:
@@ -62,7 +62,7 @@ class BasicShmRecvLink final : public RecvLink {
 
   void release() override {
     pipe_.sender_page->outbound.publish<Rules>(++read_);
-    ring(*pipe_.sender_page, pipe_.receiver);
+    ring<Rules>(*pipe_.sender_page, pipe_.receiver);
   }
 
  private:

@@ -40,7 +40,7 @@ void Waiter::waitFor(int rank, Ready ready) {
   Nanos next_poll = 0;  // at once: this wait is long already
   for (;;) {
     bell.store(bellFor(rank), std::memory_order_seq_cst);
-    if (!ready() && !watch_.failed()) futexWait(&own_.bell, bellFor(rank), kLongestSleep);
+    if (!ready() && !watch_.failed()) futexWait(&own_.bell, bellFor(rank), patience_.sleep);
     bell.store(0, std::memory_order_relaxed);
     if (ready()) return;
     if (now() >= next_poll || watch_.failed()) {

@@ -280,7 +280,34 @@ TEST(world_sizes_and_ranks_must_agree) {
     CHECK(failureOf([&] { Group::create(store, t == 0 ? 0 : 1, 3, {.name = "test"}); },
                     "two processes claim rank 1") == Failure::kSetup);
   });
-  CHECK_EQ(store.size(), 0u);
+}
+
+TEST(the_reason_reaches_every_rank_and_those_who_come_later) {
+  for (int round = 0; round < 4; ++round) {
+    ranks::MemoryStore store;
+    ranks::inThreads(4, [&](int r) {
+      CHECK(failureOf([&] { Group::create(store, r, r == 2 ? 5 : 4, {.name = "test"}); },
+                      "world size mismatch: rank 2") == Failure::kSetup);
+    });
+    if (round > 0) continue;
+    // A rank that was not there waits a little, in case a new attempt begins, and then knows.
+    CHECK(failureOf([&] { Group::create(store, 5, 6, {.name = "test"}); },
+                    "world size mismatch: rank 2") == Failure::kSetup);
+    // Those that were there try again, and are not taken in by the old entry.
+    ranks::inThreads(4, [&](int r) {
+      if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      Group::create(store, r, 4, {.name = "test"})->run({Barrier{}});
+    });
+  }
+}
+
+TEST(options_that_cannot_be_fail_on_all_ranks) {
+  ranks::MemoryStore store;
+  GroupOptions bad{.name = "test"};
+  bad.shared = SharedOptions{.slot_bytes = 100};
+  ranks::inThreads(2, [&](int r) {
+    CHECK(failureOf([&] { Group::create(store, r, 2, bad); }, "slot_bytes") == Failure::kArgument);
+  });
 }
 
 TEST(who_does_not_join_is_named) {

@@ -1,0 +1,251 @@
+// Rank 0's side of the rendezvous: publishes where it listens, gathers the ranks, hands the table
+// out.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <ctime>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "group/handshake.h"
+#include "group/process.h"
+#include "group/rendezvous.h"
+#include "group/text.h"
+#include "group/unix_socket.h"
+
+namespace ringreduce {
+namespace {
+
+class Hub {
+ public:
+  Hub(Store& store, int size, const GroupOptions& options)
+      : store_(store), size_(size), options_(options), stopwatch_(options) {
+    seats_.resize(static_cast<size_t>(size));
+    table_.members.resize(static_cast<size_t>(size));
+  }
+
+  Membership run() {
+    try {
+      prepare();
+      if (size_ > 1) gather();
+    } catch (const Error& error) {
+      giveUp(error.kind(), error.what());
+      throw;
+    } catch (const std::exception& error) {  // the store's, or Ctrl-C
+      giveUp(Failure::kAborted, std::string("rank 0 gave up making the group: ") + error.what());
+      throw;
+    } catch (...) {
+      giveUp(Failure::kAborted, "rank 0 gave up making the group: interrupted");
+      throw;
+    }
+    return std::move(table_);
+  }
+
+ private:
+  struct Caller {
+    Fd socket;
+    Peer peer;
+    int rank = -1;  // not known yet
+    bool ready = false;
+  };
+
+  void prepare() {
+    socket_ = "ringreduce-" + randomHex();
+    secret_ = randomHex();
+    SharedOptions& shared = table_.options;
+    shared = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
+    shared.validate();
+    Member& self = table_.members[0];
+    self.pid = static_cast<int>(getpid());
+    self.host = hostName();
+    self.segment = Segment::create(segmentBytes(shared));
+    self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
+  }
+
+  void gather() {
+    listener_ = listenAt(socket_, size_ + 16);
+    store_.set(kHubKey, encode({{"version", kVersion},
+                                {"host_id", hostId()},
+                                {"host", hostName()},
+                                {"pid", std::to_string(getpid())},
+                                {"socket", socket_},
+                                {"secret", secret_},
+                                {"options", table_.options.toText()}}));
+    while (missing() > 0) turn("join", [&] { return absentees() + " to join it"; });
+    store_.remove(kHubKey);
+    for (const Caller& caller : callers_)
+      if (caller.rank > 0) sendTable(caller);
+    while (unready() > 0) turn("get ready", [&] { return absentees() + " to map the memory"; });
+    for (const Caller& caller : callers_)
+      if (caller.rank > 0) tell(caller, {{"say", "go"}});
+  }
+
+  // The error goes to all who have called, and into the store for those who will.
+  void giveUp(Failure kind, const std::string& text) {
+    if (size_ == 1) return;
+    const std::string kind_number = std::to_string(static_cast<int>(kind));
+    while (listener_) {
+      Fd socket = acceptFrom(listener_);
+      if (!socket) break;
+      greet(std::move(socket));
+    }
+    for (const Caller& caller : callers_)
+      sendPacket(caller.socket,
+                 encode({{"say", "fail"}, {"kind", kind_number}, {"text", text.substr(0, 3000)}}));
+    try {
+      store_.set(kHubKey, encode({{"failed", text},
+                                  {"kind", kind_number},
+                                  {"socket", socket_},
+                                  {"time", std::to_string(std::time(nullptr))}}));
+      store_.remove(failureKey(socket_));
+    } catch (const std::exception& error) {  // what is being reported matters more
+      log(std::string("cannot leave the reason in the store: ") + error.what());
+    }
+  }
+
+  void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {}) {
+    if (!sendPacket(caller.socket, encode(fields), fds))
+      throw Error(Failure::kPeerLost, "rank " + std::to_string(caller.rank) + " (pid " +
+                                          std::to_string(caller.peer.pid) +
+                                          ") no longer listens while group '" + options_.name +
+                                          "' is being made");
+  }
+
+  int missing() const {
+    return static_cast<int>(std::count(seats_.begin() + 1, seats_.end(), false));
+  }
+  int unready() const {
+    return static_cast<int>(std::count_if(callers_.begin(), callers_.end(),
+                                          [](const Caller& c) { return c.rank > 0 && !c.ready; }));
+  }
+  // The ranks that are not as far as the others.
+  std::string absentees() const {
+    std::vector<int> ranks;
+    for (int r = 1; r < size_; ++r)
+      if (!seats_[static_cast<size_t>(r)]) ranks.push_back(r);
+    if (ranks.empty())
+      for (const Caller& caller : callers_)
+        if (caller.rank > 0 && !caller.ready) ranks.push_back(caller.rank);
+    return rankList(ranks);
+  }
+
+  template <class Missing>
+  void turn(const char* verb, Missing missing) {
+    std::vector<int> wanted{listener_.get()};
+    for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
+    waitReadable(wanted, kTick);
+    stopwatch_.turn(0, missing);
+    while (Fd socket = acceptFrom(listener_)) greet(std::move(socket));
+    for (size_t i = 0; i < callers_.size();)
+      if (hear(callers_[i]))
+        ++i;
+      else
+        callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (const auto text = store_.get(failureKey(socket_))) throw Error(Failure::kSetup, *text);
+    if (stopwatch_.over())
+      throw Error(Failure::kTimeout, absentees() + " of " + std::to_string(size_) + " did not " +
+                                         verb + " within " + seconds(options_.timeout) +
+                                         ", making group '" + options_.name + "'");
+  }
+
+  void greet(Fd socket) {
+    const Peer peer = peerOf(socket);
+    if (peer.uid != geteuid()) {
+      if (!strangers_++) log("a process of user id " + std::to_string(peer.uid) + " was refused");
+      return;
+    }
+    callers_.push_back({.socket = std::move(socket), .peer = peer});
+  }
+
+  // False: forget this caller.
+  bool hear(Caller& caller) {
+    Packet packet;
+    switch (receivePacket(caller.socket, packet)) {
+      case Received::kNothingYet:
+        return true;
+      case Received::kClosed:
+        if (caller.rank < 0) return false;
+        throw Error(Failure::kPeerLost, "rank " + std::to_string(caller.rank) + " (pid " +
+                                            std::to_string(caller.peer.pid) +
+                                            ") ended while group '" + options_.name +
+                                            "' was being made");
+      case Received::kMessage:
+        break;
+    }
+    const Fields fields = decode(packet.bytes);
+    if (!sameSecret(word(fields, "secret"), secret_)) {
+      if (!strangers_++) log("a process that does not know the group's secret was refused");
+      return false;
+    }
+    if (word(fields, "say") == "ready")
+      caller.ready = true;
+    else if (word(fields, "say") == "fail")
+      throw Error(Failure::kSetup, word(fields, "text"));
+    else
+      admit(caller, fields, std::move(packet.fds));
+    return true;
+  }
+
+  void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds) {
+    const int64_t rank = number(fields, "rank"), size = number(fields, "size");
+    const std::string who =
+        "rank " + std::to_string(rank) + " (pid " + std::to_string(caller.peer.pid) + ")";
+    if (word(fields, "version") != kVersion)
+      throw Error(Failure::kSetup, who +
+                                       " runs another version of ringreduce than rank 0; install "
+                                       "the same one for all ranks");
+    if (size != size_)
+      throw Error(Failure::kSetup, "world size mismatch: " + who + " was started with world size " +
+                                       std::to_string(size) + ", rank 0 with " +
+                                       std::to_string(size_));
+    if (rank <= 0 || rank >= size_ || fds.size() != 1)
+      throw Error(Failure::kSetup, who + " is not a rank of a group of " + std::to_string(size_));
+    if (seats_[static_cast<size_t>(rank)])
+      throw Error(Failure::kSetup,
+                  "two processes claim rank " + std::to_string(rank) + ": pid " +
+                      std::to_string(table_.members[static_cast<size_t>(rank)].pid) + " and pid " +
+                      std::to_string(caller.peer.pid));
+    Member& member = table_.members[static_cast<size_t>(rank)];
+    member.pid = caller.peer.pid;
+    member.host = word(fields, "host");
+    member.segment = Segment::attach(std::move(fds[0]), segmentBytes(table_.options));
+    member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));
+    caller.rank = static_cast<int>(rank);
+    seats_[static_cast<size_t>(rank)] = true;
+  }
+
+  void sendTable(const Caller& caller) {
+    for (int r = 0; r < size_; ++r) {
+      const Member& member = table_.members[static_cast<size_t>(r)];
+      std::vector<int> fds{member.segment->fd()};
+      if (member.process && *member.process) fds.push_back(member.process->get());
+      tell(caller,
+           {{"say", "member"},
+            {"rank", std::to_string(r)},
+            {"pid", std::to_string(member.pid)},
+            {"host", member.host}},
+           fds);
+    }
+  }
+
+  Store& store_;
+  const int size_;
+  const GroupOptions& options_;
+  Stopwatch stopwatch_;
+  std::string socket_, secret_;
+  Fd listener_;
+  std::vector<Caller> callers_;
+  std::vector<bool> seats_;  // taken, by rank
+  Membership table_;
+  int strangers_ = 0;
+};
+
+}  // namespace
+
+Membership joinAsHub(Store& store, int size, const GroupOptions& options) {
+  return Hub(store, size, options).run();
+}
+
+}  // namespace ringreduce
