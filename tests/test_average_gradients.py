@@ -113,22 +113,37 @@ def test_sparse_gradients_are_refused(pool: Pool, world: MakeWorld) -> None:
         assert "sparse" in said.lower() and "weight" in said, said
 
 
-def gradient_on_one_rank_only(me: Rank) -> list[float] | str:
+def other_gradients_elsewhere(me: Rank, what: str) -> str:
+    """Gradients that differ between ranks; returns the error that this rank got."""
     import ringreduce
 
-    model = nn.Linear(2, 2)
-    model.bias.grad = torch.ones(2)
-    if me.rank == 0:
-        model.weight.grad = torch.full((2, 2), 4.0)
-    try:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = me.rank == 0
+    if what == "one more":
+        model[0].bias.grad = torch.ones(2)
+        if first:
+            model[0].weight.grad = torch.ones(2, 2)
+    elif what == "none":
+        if first:
+            model[0].weight.grad = torch.ones(2, 2)
+    elif what == "as large":
+        model[0 if first else 1].weight.grad = torch.full((2, 2), 10.0 + me.rank)
+    else:
+        model = nn.Linear(2, 3, bias=False) if first else nn.Linear(3, 2, bias=False)
+        model.weight.grad = torch.ones_like(model.weight)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(ringreduce.Mismatch) as caught:
         ringreduce.average_gradients(model)
-    except RuntimeError as error:
-        return str(error)
-    grad = model.weight.grad
-    return [] if grad is None else grad.reshape(-1).tolist()
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    one = torch.ones(1)
+    dist.all_reduce(one)  # nothing was sent, so the group goes on
+    assert one.item() == 2.0
+    return str(caught.value)
 
 
-def test_a_gradient_that_only_one_rank_has(pool: Pool, world: MakeWorld) -> None:
-    """A missing one counts as zeros, or every rank is told: never two different models."""
-    found = pool.run(gradient_on_one_rank_only, world(2, timeout=8.0))
-    assert found == [[2.0] * 4] * 2 or all(isinstance(said, str) for said in found), found
+@pytest.mark.parametrize("what", ["one more", "none", "as large", "transposed"])
+def test_gradients_of_other_parameters(pool: Pool, world: MakeWorld, what: str) -> None:
+    """Every rank is told, and no gradient has changed: never two different models."""
+    for said in pool.run(other_gradients_elsewhere, world(2, timeout=8.0), what):
+        assert "[1] have gradients of other parameters" in said

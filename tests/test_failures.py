@@ -171,7 +171,7 @@ def test_the_log_names_who_is_missing(pool: Pool, world: MakeWorld) -> None:
         lines = [line for line in job.log(rank).splitlines() if "waited" in line]
         assert lines, f"rank {rank} logged nothing: {job.log(rank)}"
         assert len(lines) <= 4, "the log is flooded"
-        who = lines[0].split(" for ", 1)[1]
+        who = lines[0].split(": ", 1)[1]
         assert blamed(who) == {1}, lines[0]
         assert "all_reduce #1" in lines[0], lines[0]
 
@@ -188,8 +188,32 @@ def wait_for_ever(me: Rank, call: str) -> None:
     elif call == "many":
         works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(10)]
         works[-1].wait()
+    elif call == "future":
+        dist.all_reduce(torch.ones(8), async_op=True).get_future().wait()
+    elif call == "backward":
+        model = torch.nn.Linear(4, 4)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+        ddp(torch.ones(1, 4)).sum().backward()
     else:
         dist.all_reduce(torch.ones(8))
+
+
+@pytest.mark.parametrize("call", ["future", "backward"])
+def test_ctrl_c_ends_a_wait_inside_torch(pool: Pool, world: MakeWorld, call: str) -> None:
+    """There no Python runs, so it is the group's worker that gives up, after a second."""
+    job = pool.start(wait_for_ever, world(2), call)
+    job.heard(0)
+    time.sleep(0.3)
+    pressed = job.signal(0, signal.SIGINT)
+    while 0 not in job.ended and time.monotonic() < pressed + 5:
+        job._take(0.1)
+    job.tell(1)
+    interrupted, other = job.outcomes(deadline=10.0)
+    assert isinstance(interrupted, Raised), interrupted
+    assert interrupted.isa("KeyboardInterrupt") or interrupted.isa("Aborted"), interrupted
+    assert interrupted.when - pressed < 2.0
+    assert isinstance(other, Done)
+    assert pool.run(add_up, world(2)) == [3.0] * 2
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "barrier", "wait", "many"])
