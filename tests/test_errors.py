@@ -73,7 +73,7 @@ def die_with_work_posted(me: Rank, way: str) -> list[Raised]:
 @pytest.mark.parametrize("way", ["wait", "future", "value", "exception", "then"])
 def test_asynchronous_errors_surface(pool: Pool, world: MakeWorld, way: str) -> None:
     outcomes = pool.start(die_with_work_posted, world(3), way).outcomes(deadline=15.0)
-    assert isinstance(outcomes[1], Died)
+    assert isinstance(outcomes[1], Died), outcomes
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, Done), outcome
         assert len(outcome.value) == 5, "every operation must fail"
@@ -104,7 +104,7 @@ def backward_without_a_peer(me: Rank, way: str) -> None:
 @pytest.mark.parametrize("way", ["backend", "hook", "python hook"])
 def test_ddps_backward_raises(pool: Pool, world: MakeWorld, way: str) -> None:
     outcomes = pool.start(backward_without_a_peer, world(3), way).outcomes(deadline=20.0)
-    assert isinstance(outcomes[1], Died)
+    assert isinstance(outcomes[1], Died), outcomes
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, Raised), outcome
         if way == "python hook":  # its future comes from `.then()`, which keeps the text alone
