@@ -15,9 +15,6 @@
 namespace ringreduce {
 namespace {
 
-// Slices that go in ahead of the one that is being added, so that peers find them there.
-constexpr uint64_t kAhead = 1;
-
 // An all-reduce under way over the exchange: what direct and two-shot have in common.
 class Exchanged {
  public:
@@ -42,7 +39,7 @@ class Exchanged {
       copyBytes(c_.exchange.acquire(first_ + j), at(s.begin), s.size * width_);
       c_.exchange.post(first_ + j);
     };
-    pipeline(kAhead, fill, [&](uint64_t j) {
+    pipeline(fill, [&](uint64_t j) {
       gatherSources(j);
       reduce(slice(j), at(slice(j).begin), slice(j));
       c_.exchange.release(first_ + j);
@@ -73,7 +70,7 @@ class Exchanged {
       }
       c_.exchange.release(first_ + j);
     };
-    pipeline(kAhead, fill, [&](uint64_t j) {
+    pipeline(fill, [&](uint64_t j) {
       add(j);
       if (j > 0) collect(j - 1);
     });
@@ -81,9 +78,12 @@ class Exchanged {
   }
 
  private:
-  // ahead fills first, then alternately one fill and one `rest`.
+  // A few fills first, then alternately one fill and one `rest`: a slice is in its slot well before
+  // peers look for it.  A rank fills at most this many slices more than it has added, which leaves
+  // room for those that slower ranks still read, and in two-shot for the one still to be collected.
   template <class Fill, class Rest>
-  void pipeline(uint64_t ahead, Fill fill, Rest rest) {
+  void pipeline(Fill fill, Rest rest) {
+    const auto ahead = static_cast<uint64_t>(c_.exchange.depth() / 2 - 1);
     for (uint64_t j = 0; j < std::min(ahead, slices_); ++j) fill(j);
     for (uint64_t j = 0; j < slices_; ++j) {
       if (j + ahead < slices_) fill(j + ahead);

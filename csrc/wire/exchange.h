@@ -57,6 +57,7 @@ class BasicExchange {
 
   int size() const { return static_cast<int>(members_.size()); }
   size_t slotBytes() const { return members_[0].slots.bytes; }
+  int depth() const { return members_[0].slots.depth; }
 
   // Takes the next `steps` steps for a new operation and returns the first of them.
   uint64_t begin(uint64_t steps) {
