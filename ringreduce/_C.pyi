@@ -11,6 +11,7 @@ def create_backend(
     size: int,
     timeout: float,  # seconds
     name: str,
+    global_ranks: list[int],
     algorithm: str | None = None,
     slot_bytes: int | None = None,
     slots: int | None = None,

@@ -36,6 +36,15 @@ class Options:
     slots: int | None = None
     stall_seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        stall = self.stall_seconds
+        if stall is not None and not stall > 0:
+            raise ValueError(f"stall_seconds must be above 0, not {stall}")
+        for name in ("slot_bytes", "slots"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} cannot be negative, as {value} is")
+
 
 @functools.cache
 def extension() -> Any:
@@ -74,6 +83,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         size=dist_backend_opts.group_size,
         timeout=dist_backend_opts.timeout.total_seconds(),
         name=dist_backend_opts.group_id,
+        global_ranks=list(dist_backend_opts.global_ranks_in_group),
         **dataclasses.asdict(options),
     )
 
@@ -84,6 +94,8 @@ def backend_of(group: dist.ProcessGroup) -> Backend | None:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group that has no backend for CPU tensors at all, such as nccl's
         return None
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around each backend.
+    backend = getattr(backend, "wrapped_pg", backend)
     return backend if backend.name() == "ringreduce" else None
 
 
@@ -115,11 +127,14 @@ def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
     Raises:
         RuntimeError: there is no default group.
+        TypeError: not a group, or one that this rank is not in.
         Timeout, PeerLost, Error: as `create`.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise RuntimeError("call torch.distributed.init_process_group first")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"this rank needs to be in the group, which is {group!r} here")
     if backend_of(group) is not None:
         return group
     _sweep_companions()

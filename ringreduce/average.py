@@ -31,13 +31,17 @@ def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
     """Raises Mismatch, on all ranks alike, unless all have the same signature."""
     # Hashes of whole numbers, and of tuples of them, are the same in every process.
     mine = torch.tensor([hash(signature)], dtype=torch.int64)
-    everybody = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    dist.all_gather_into_tensor(everybody, mine, group=group)
-    others = [rank for rank, value in enumerate(everybody.tolist()) if value != everybody[0]]
-    if others:
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    values = [value.item() for value in gathered]
+    # The most frequent is right, and of two as frequent the one of the lowest rank.
+    right = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    ranks = dist.get_process_group_ranks(group)
+    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != right]
+    if odd:
         raise Mismatch(
-            f"average_gradients: of {dist.get_world_size(group)} ranks, {others} have gradients of "
-            "other parameters, shapes or dtypes than rank 0; nothing was averaged"
+            f"average_gradients: of ranks {ranks}, {odd} have gradients of other parameters, "
+            "shapes or dtypes than the others; nothing was averaged"
         )
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <ctime>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -56,14 +57,38 @@ class Caller {
     const Fields hub = findHub();
     const Peer peer = peerOf(socket_);
     if (peer.uid != geteuid())
-      refuse(hub, "runs as user id " + std::to_string(geteuid()) + ", rank 0 as user id " +
-                      std::to_string(peer.uid) + "; all ranks must run as the same user");
+      refuse(hub, "runs as user id " + std::to_string(geteuid()) + ", " + hub_name_ +
+                      " as user id " + std::to_string(peer.uid) +
+                      "; all ranks must run as the same user");
     if (word(hub, "version") != kVersion)
-      refuse(hub, "runs another version of ringreduce than rank 0; install the same one for all");
+      refuse(hub, "runs another version of ringreduce than " + hub_name_ +
+                      "; install the same one for all");
     hub_socket_ = word(hub, "socket");
+    secret_ = word(hub, "secret");
+    try {
+      hello(hub);
+      for (int known = 0; known < size_; ++known) learn(awaitPacket());
+    } catch (const Error& error) {
+      if (error.kind() != Failure::kSetup || told_) throw;
+      const Error named(error.kind(), name() + ": " + error.what());
+      sendPacket(socket_, encode({{"say", "fail"}, {"secret", secret_}, {"text", named.what()}}));
+      awaitPacket();  // rank 0 answers with the error that all ranks get
+      throw named;
+    }
+    sendPacket(socket_, encode({{"say", "ready"}, {"secret", secret_}}));
+    awaitPacket();  // "go"
+    return std::move(table_);
+  }
+
+ private:
+  std::string name() const {
+    return "rank " + options_.shown(rank_) + " (pid " + std::to_string(getpid()) + " on host " +
+           hostName() + ")";
+  }
+
+  void hello(const Fields& hub) {
     table_.options = SharedOptions::fromText(word(hub, "options"));
     table_.members.resize(static_cast<size_t>(size_));
-    secret_ = word(hub, "secret");
     Member& self = table_.members[static_cast<size_t>(rank_)];
     self.segment = Segment::create(segmentBytes(table_.options));
     sendPacket(socket_,  // if rank 0 is gone, the answer says so
@@ -74,24 +99,11 @@ class Caller {
                        {"size", std::to_string(size_)},
                        {"host", hostName()}}),
                {self.segment->fd()});
-    try {
-      for (int known = 0; known < size_; ++known) learn(awaitPacket());
-    } catch (const Error& error) {
-      if (error.kind() != Failure::kSetup || told_) throw;
-      sendPacket(socket_, encode({{"say", "fail"}, {"secret", secret_}, {"text", error.what()}}));
-      awaitPacket();  // rank 0 answers with the error that all ranks get
-      throw;
-    }
-    sendPacket(socket_, encode({{"say", "ready"}, {"secret", secret_}}));
-    awaitPacket();  // "go"
-    return std::move(table_);
   }
 
- private:
   // Tells rank 0 through the store, since this process cannot talk to it, and throws.
   [[noreturn]] void refuse(const Fields& hub, const std::string& why) {
-    const std::string text = "rank " + std::to_string(rank_) + " (pid " + std::to_string(getpid()) +
-                             " on host " + hostName() + ") " + why;
+    const std::string text = name() + " " + why;
     store_.set(failureKey(word(hub, "socket")), text);
     throw Error(Failure::kSetup, text);
   }
@@ -101,7 +113,7 @@ class Caller {
     std::string seen;
     Nanos seen_at = 0;
     for (Nanos pause = kMillisecond;; pause = std::min(2 * pause, kTick)) {
-      const auto text = store_.get(kHubKey);
+      const auto text = read(decode(seen));
       const Fields hub = decode(text.value_or(""));
       if (text) {
         if (*text != seen) {
@@ -114,13 +126,27 @@ class Caller {
           socket_ = connectTo(word(hub, "socket"));
           if (socket_) return hub;
         } else if (now() - seen_at > kForeignGrace) {
-          refuse(hub, "cannot share memory with rank 0 on host " + word(hub, "host") +
+          refuse(hub, "cannot share memory with " + hub_name_ + " on host " + word(hub, "host") +
                           ": groups that span hosts are not built yet; use gloo or nccl for them");
         }
       }
       if (stopwatch_.over()) notFound(text.has_value(), hub);
-      stopwatch_.turn(rank_, [] { return std::string("rank 0 to publish its address"); });
+      stopwatch_.turn(options_.shownAs(rank_),
+                      [&] { return hub_name_ + " to publish its address"; });
       std::this_thread::sleep_for(std::chrono::nanoseconds(pause));
+    }
+  }
+
+  // Rank 0's entry.  A store that fails has most likely gone with the process that held it, which
+  // is rank 0 as a rule: then its last entry is the reason, if it is one.
+  std::optional<std::string> read(const Fields& seen) {
+    try {
+      return store_.get(kHubKey);
+    } catch (const Error& error) {
+      if (seen.contains("failed") && isOurs(seen)) heedFailure(seen);
+      throw Error(error.kind(), name() + " lost the store while group '" + options_.name +
+                                    "' was being made; has " + hub_name_ + " ended? (" +
+                                    error.what() + ")");
     }
   }
 
@@ -135,13 +161,13 @@ class Caller {
   [[noreturn]] void heedFailure(const Fields& failure) {
     failures().add(word(failure, "socket"), rank_);
     throw Error(static_cast<Failure>(number(failure, "kind")),
-                word(failure, "failed") + " (before rank " + std::to_string(rank_) + " came)");
+                word(failure, "failed") + " (before rank " + options_.shown(rank_) + " came)");
   }
 
   [[noreturn]] void notFound(bool stale, const Fields& hub) {
-    std::string text = "rank 0 did not publish its address within " + seconds(options_.timeout) +
-                       ", making group '" + options_.name + "' (this is rank " +
-                       std::to_string(rank_) + ")";
+    std::string text = hub_name_ + " did not publish its address within " +
+                       seconds(options_.timeout) + ", making group '" + options_.name +
+                       "' (this is rank " + options_.shown(rank_) + ")";
     if (stale)
       text += "; the store holds an entry of an earlier run, by pid " + word(hub, "pid") +
               " on host " + word(hub, "host") + ", which no longer answers";
@@ -153,9 +179,9 @@ class Caller {
       Packet packet;
       const Received received = receivePacket(socket_, packet);
       if (received == Received::kClosed)
-        throw Error(Failure::kPeerLost, "rank 0 ended while group '" + options_.name +
+        throw Error(Failure::kPeerLost, hub_name_ + " ended while group '" + options_.name +
                                             "' was being made (this is rank " +
-                                            std::to_string(rank_) + ")");
+                                            options_.shown(rank_) + ")");
       if (received == Received::kMessage) {
         const Fields fields = decode(packet.bytes);
         if (word(fields, "say") != "fail") return packet;
@@ -166,8 +192,10 @@ class Caller {
       if (stopwatch_.over(kHubGrace))
         throw Error(Failure::kTimeout, "not all ranks joined within " + seconds(options_.timeout) +
                                            ", making group '" + options_.name + "' (this is rank " +
-                                           std::to_string(rank_) + "; rank 0 did not say which)");
-      stopwatch_.turn(rank_, [] { return std::string("rank 0 to say that all ranks are there"); });
+                                           options_.shown(rank_) + "; " + hub_name_ +
+                                           " did not say which)");
+      stopwatch_.turn(options_.shownAs(rank_),
+                      [&] { return hub_name_ + " to say that all ranks are there"; });
       waitReadable({socket_.get()}, kTick);
     }
   }
@@ -176,7 +204,7 @@ class Caller {
     const Fields fields = decode(packet.bytes);
     const int64_t rank = number(fields, "rank");
     if (rank < 0 || rank >= size_ || packet.fds.empty())
-      throw Error(Failure::kSetup, "rank 0 sent an entry that cannot be read");
+      throw Error(Failure::kSetup, hub_name_ + " sent an entry that cannot be read");
     Member& member = table_.members[static_cast<size_t>(rank)];
     member.pid = static_cast<int>(number(fields, "pid"));
     member.host = word(fields, "host");
@@ -190,6 +218,7 @@ class Caller {
   const GroupOptions& options_;
   Stopwatch stopwatch_;
   Fd socket_;
+  const std::string hub_name_ = "rank " + options_.shown(0);
   std::string hub_socket_, secret_;
   Membership table_;
   bool told_ = false;  // rank 0 knows, and has told everybody

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "base/clock.h"
@@ -69,6 +71,7 @@ struct Executor::State {
   std::deque<Item> queue;
   std::deque<Told> to_tell;
   bool busy = false;         // the token: an operation runs
+  std::thread::id owner;     // who holds it, if that is a user's thread
   bool worker_done = false;  // no more completions will come
   bool stopping = false;
   std::thread worker, teller;
@@ -107,6 +110,12 @@ struct Executor::State {
     for_teller.notify_one();
   }
 
+  // Once startThreads is over: whether it has started both threads.
+  bool waitForWorker() {
+    const std::lock_guard lock(mutex);
+    return worker.joinable() || worker_done || stopping;
+  }
+
   void tell() {
     name("ringreduce-done");
     std::unique_lock lock(mutex);
@@ -133,15 +142,44 @@ bool Executor::takeToken() {
   const std::lock_guard lock(state_->mutex);
   if (state_->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
   if (state_->busy || !state_->queue.empty()) return false;
+  state_->owner = std::this_thread::get_id();
   return state_->busy = true;
 }
 
 void Executor::returnToken() {
   const std::lock_guard lock(state_->mutex);
+  state_->owner = {};
   state_->busy = false;
   // Only where somebody has reason to wake: this is on the way of every small operation.
   if (!state_->queue.empty()) state_->for_worker.notify_one();
   if (state_->stopping) state_->idle.notify_all();
+}
+
+bool Executor::runsInThisThread() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->owner == std::this_thread::get_id();
+}
+
+// Both or none: without the teller a Future would never be completed.  Called with the lock held,
+// which keeps the first from running before the second is there.
+void Executor::startThreads() {
+  const std::shared_ptr<State> state = state_;
+  try {
+    std::thread teller([state] {
+      if (state->waitForWorker()) state->tell();
+    });
+    try {
+      state->worker = std::thread([state] { state->work(); });
+    } catch (...) {
+      teller.detach();  // it sees that there is no worker, and ends
+      throw;
+    }
+    state->teller = std::move(teller);
+  } catch (const std::system_error& error) {
+    throw Error(Failure::kArgument,
+                std::string("ringreduce cannot start a thread for asynchronous operations: ") +
+                    error.what());
+  }
 }
 
 std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
@@ -149,10 +187,7 @@ std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
   const std::shared_ptr<State> state = state_;
   const std::lock_guard lock(state->mutex);
   if (state->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
-  if (!state->worker.joinable()) {
-    state->worker = std::thread([state] { state->work(); });
-    state->teller = std::thread([state] { state->tell(); });
-  }
+  if (!state->worker.joinable()) startThreads();
   state->queue.push_back({std::move(work), std::move(completion), ticket});
   state->for_worker.notify_one();
   return ticket;

@@ -47,6 +47,10 @@ class Executor {
   Executor();
   ~Executor();  // waits for what is queued, then for the threads
 
+  // Whether an operation runs in this very thread: then the caller is a signal handler, or
+  // something else that a wait has let in, and must not wait for another operation.
+  bool runsInThisThread() const;
+
   // Runs `work` in this thread if nothing is queued or running, and throws what it throws.  Returns
   // false, with nothing done, if something is.
   template <class F>
@@ -74,6 +78,7 @@ class Executor {
     Executor& executor;
   };
   bool takeToken();
+  void startThreads();
   void returnToken();
 
   std::shared_ptr<State> state_;  // shared with the threads, one of which may outlive this object

@@ -120,6 +120,15 @@ void Group::refuseInChild() const {
                     "group in the child");
 }
 
+void Group::refuseInside() const {
+  if (executor_->runsInThisThread())
+    throw Error(Failure::kArgument,
+                "rank " + options_.shown(rank_) + " cannot wait for an operation of group '" +
+                    options_.name +
+                    "' inside another one that this thread waits for (in a signal handler?); set a "
+                    "flag there and act on it later");
+}
+
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const uint64_t sequence = sequence_++;
   wires_->waiter.setPatience(in_users_thread ? users_patience_ : workers_patience_);
@@ -138,6 +147,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
 
 bool Group::tryRunHere(const Operation& operation) {
   refuseInChild();
+  refuseInside();
   validate(operation, size_);
   return executor_->tryRunHere([&] {
     ++submitted_;
@@ -163,6 +173,7 @@ std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion 
 
 bool Group::await(Ticket& ticket, Nanos longest) {
   refuseInChild();
+  if (!ticket.isDone()) refuseInside();
   try {
     return ticket.wait(longest, options_.interrupt);
   } catch (...) {
@@ -181,6 +192,12 @@ void Group::abort(const std::string& why) {
 
 void Group::shutdown() {
   if (forkGeneration() != generation_) return;  // the parent's to do
+  if (executor_->runsInThisThread()) {
+    // A signal handler that ran while an operation waits below us on this thread's stack.  That
+    // operation ends with this error; the rest is done by the destructor.
+    session_->abort("destroyed by a signal handler in the midst of an operation");
+    return;
+  }
   try {
     executor_->stop(options_.interrupt);
   } catch (...) {  // Ctrl-C while operations are under way that others may never join

@@ -61,6 +61,7 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(int rank, Membership membership, const GroupOptions& options);
   void refuseInChild() const;
+  void refuseInside() const;
   void execute(const Operation& operation, bool in_users_thread);
 
   struct Wires;

@@ -29,15 +29,20 @@ class Hub {
   Membership run() {
     try {
       prepare();
+      prepared_ = true;
       if (size_ > 1) gather();
     } catch (const Error& error) {
-      giveUp(error.kind(), error.what());
-      throw;
+      // What this process itself met does not say whose it was.
+      const Error named(error.kind(), prepared_ ? error.what()
+                                                : hubName() + " (pid " + std::to_string(getpid()) +
+                                                      "): " + error.what());
+      giveUp(named.kind(), named.what());
+      throw named;
     } catch (const std::exception& error) {  // the store's, or Ctrl-C
-      giveUp(Failure::kAborted, std::string("rank 0 gave up making the group: ") + error.what());
+      giveUp(Failure::kAborted, hubName() + " gave up making the group: " + error.what());
       throw;
     } catch (...) {
-      giveUp(Failure::kAborted, "rank 0 gave up making the group: interrupted");
+      giveUp(Failure::kAborted, hubName() + " gave up making the group: interrupted");
       throw;
     }
     return std::move(table_);
@@ -86,10 +91,14 @@ class Hub {
   void giveUp(Failure kind, const std::string& text) {
     if (size_ == 1) return;
     const std::string kind_number = std::to_string(static_cast<int>(kind));
-    while (listener_) {
-      Fd socket = acceptFrom(listener_);
-      if (!socket) break;
-      greet(std::move(socket));
+    try {
+      while (listener_) {
+        Fd socket = acceptFrom(listener_);
+        if (!socket) break;
+        greet(std::move(socket));
+      }
+    } catch (const Error& error) {  // those find the reason in the store
+      log(std::string("cannot tell all ranks: ") + error.what());
     }
     for (const Caller& caller : callers_)
       sendPacket(caller.socket,
@@ -107,7 +116,7 @@ class Hub {
 
   void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {}) {
     if (!sendPacket(caller.socket, encode(fields), fds))
-      throw Error(Failure::kPeerLost, "rank " + std::to_string(caller.rank) + " (pid " +
+      throw Error(Failure::kPeerLost, "rank " + options_.shown(caller.rank) + " (pid " +
                                           std::to_string(caller.peer.pid) +
                                           ") no longer listens while group '" + options_.name +
                                           "' is being made");
@@ -128,7 +137,7 @@ class Hub {
     if (ranks.empty())
       for (const Caller& caller : callers_)
         if (caller.rank > 0 && !caller.ready) ranks.push_back(caller.rank);
-    return rankList(ranks);
+    return rankList(options_.shownAs(ranks));
   }
 
   template <class Missing>
@@ -136,7 +145,7 @@ class Hub {
     std::vector<int> wanted{listener_.get()};
     for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
     waitReadable(wanted, kTick);
-    stopwatch_.turn(0, missing);
+    stopwatch_.turn(options_.shownAs(0), missing);
     while (Fd socket = acceptFrom(listener_)) greet(std::move(socket));
     for (size_t i = 0; i < callers_.size();)
       if (hear(callers_[i]))
@@ -167,7 +176,7 @@ class Hub {
         return true;
       case Received::kClosed:
         if (caller.rank < 0) return false;
-        throw Error(Failure::kPeerLost, "rank " + std::to_string(caller.rank) + " (pid " +
+        throw Error(Failure::kPeerLost, "rank " + options_.shown(caller.rank) + " (pid " +
                                             std::to_string(caller.peer.pid) +
                                             ") ended while group '" + options_.name +
                                             "' was being made");
@@ -191,20 +200,20 @@ class Hub {
   void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds) {
     const int64_t rank = number(fields, "rank"), size = number(fields, "size");
     const std::string who =
-        "rank " + std::to_string(rank) + " (pid " + std::to_string(caller.peer.pid) + ")";
+        "rank " + nameOf(rank) + " (pid " + std::to_string(caller.peer.pid) + ")";
     if (word(fields, "version") != kVersion)
-      throw Error(Failure::kSetup, who +
-                                       " runs another version of ringreduce than rank 0; install "
+      throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + hubName() +
+                                       "; install "
                                        "the same one for all ranks");
     if (size != size_)
       throw Error(Failure::kSetup, "world size mismatch: " + who + " was started with world size " +
-                                       std::to_string(size) + ", rank 0 with " +
+                                       std::to_string(size) + ", " + hubName() + " with " +
                                        std::to_string(size_));
     if (rank <= 0 || rank >= size_ || fds.size() != 1)
       throw Error(Failure::kSetup, who + " is not a rank of a group of " + std::to_string(size_));
     if (seats_[static_cast<size_t>(rank)])
       throw Error(Failure::kSetup,
-                  "two processes claim rank " + std::to_string(rank) + ": pid " +
+                  "two processes claim rank " + nameOf(rank) + ": pid " +
                       std::to_string(table_.members[static_cast<size_t>(rank)].pid) + " and pid " +
                       std::to_string(caller.peer.pid));
     Member& member = table_.members[static_cast<size_t>(rank)];
@@ -214,6 +223,15 @@ class Hub {
     member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));
     caller.rank = static_cast<int>(rank);
     seats_[static_cast<size_t>(rank)] = true;
+  }
+
+  // This rank, 0 of the group.
+  std::string hubName() const { return "rank " + options_.shown(0); }
+
+  // Of a rank as it says it is, which may be none of this group's.
+  std::string nameOf(int64_t rank) const {
+    return rank >= 0 && rank < size_ ? options_.shown(static_cast<int>(rank))
+                                     : std::to_string(rank);
   }
 
   void sendTable(const Caller& caller) {
@@ -240,6 +258,7 @@ class Hub {
   std::vector<bool> seats_;  // taken, by rank
   Membership table_;
   int strangers_ = 0;
+  bool prepared_ = false;
 };
 
 }  // namespace

@@ -18,27 +18,28 @@ Overloaded(F...) -> Overloaded<F...>;
 }  // namespace
 
 void validate(const Operation& operation, int world_size) {
-  std::visit(
-      Overloaded{
-          [](const AllReduce& a) {
-            if (!isSupported(a.dtype, a.op))
-              throw Error(Failure::kArgument, std::string("all_reduce cannot take ") + name(a.op) +
-                                                  " of " + name(a.dtype) + " elements");
-          },
-          [&](const Broadcast& b) {
-            if (b.root < 0 || b.root >= world_size)
-              throw Error(Failure::kArgument, "broadcast from rank " + std::to_string(b.root) +
-                                                  " in a group of " + std::to_string(world_size));
-          },
-          [&](const AllGather& a) {
-            if (static_cast<int>(a.outputs.size()) != world_size)
-              throw Error(Failure::kArgument,
-                          "all_gather into " + std::to_string(a.outputs.size()) +
-                              " outputs in a group of " + std::to_string(world_size));
-          },
-          [](const Barrier&) {},
-      },
-      operation.call);
+  std::visit(Overloaded{
+                 [](const AllReduce& a) {
+                   if (!isSupported(a.dtype, a.op))
+                     throw Error(Failure::kArgument,
+                                 std::string("ringreduce all_reduce: cannot take ") + name(a.op) +
+                                     " of " + name(a.dtype) + " elements");
+                 },
+                 [&](const Broadcast& b) {
+                   if (b.root < 0 || b.root >= world_size)
+                     throw Error(Failure::kArgument,
+                                 "ringreduce broadcast: from rank " + std::to_string(b.root) +
+                                     " in a group of " + std::to_string(world_size));
+                 },
+                 [&](const AllGather& a) {
+                   if (static_cast<int>(a.outputs.size()) != world_size)
+                     throw Error(Failure::kArgument,
+                                 "ringreduce all_gather: into " + std::to_string(a.outputs.size()) +
+                                     " outputs in a group of " + std::to_string(world_size));
+                 },
+                 [](const Barrier&) {},
+             },
+             operation.call);
 }
 
 Announcement announce(const Operation& operation, uint64_t sequence) {

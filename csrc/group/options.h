@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "plan/choose.h"
@@ -25,11 +26,22 @@ struct SharedOptions {
 };
 
 struct GroupOptions {
-  std::string name;                // for messages: "group 'default_pg'"
-  Nanos timeout = 1800 * kSecond;  // of an operation, and of making the group
-  Nanos stall = 10 * kSecond;      // RINGREDUCE_STALL_SECONDS: a wait this long is logged
+  std::string name;                    // for messages: "group 'default_pg'"
+  std::vector<int> global_ranks = {};  // the ranks' numbers in messages; empty: as they are here
+  Nanos timeout = 1800 * kSecond;      // of an operation, and of making the group
+  Nanos stall = 10 * kSecond;          // RINGREDUCE_STALL_SECONDS: a wait this long is logged
 
   std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
+
+  // A rank of this group as messages name it.
+  int shownAs(int rank) const {
+    return global_ranks.empty() ? rank : global_ranks[static_cast<size_t>(rank)];
+  }
+  std::string shown(int rank) const { return std::to_string(shownAs(rank)); }
+  std::vector<int> shownAs(std::vector<int> ranks) const {
+    for (int& rank : ranks) rank = shownAs(rank);
+    return ranks;
+  }
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;

@@ -74,8 +74,14 @@ void Session::depart() {
     if (r != rank_) ring(page(r), rank_);
 }
 
+// With the root's number as messages name it.
+std::string Session::told(Announcement operation) const {
+  if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
+  return describe(operation);
+}
+
 std::string Session::who(int r) const {
-  return "rank " + std::to_string(r) + " (" + names_[static_cast<size_t>(r)] + ")";
+  return "rank " + options_.shown(r) + " (" + names_[static_cast<size_t>(r)] + ")";
 }
 
 // ---- while waiting
@@ -85,8 +91,7 @@ void Session::poll(int rank, Ready ready) {
   if (inline_ && options_.interrupt) options_.interrupt();
   if (!inline_ && options_.interrupted && options_.interrupted(started_))
     fail(Failure::kAborted, rank_,
-         who(rank_) + " aborted group '" + options_.name + "': interrupted in " +
-             describe(current_));
+         who(rank_) + " aborted group '" + options_.name + "': interrupted in " + told(current_));
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && hasAnnounced(r)) verify(r);
   const std::vector<bool> gone = ended(processes_);
@@ -100,12 +105,12 @@ void Session::poll(int rank, Ready ready) {
   if (time >= deadline_ && !ready()) {
     const Laggards late = laggards(rank);
     fail(Failure::kTimeout, late.ranks.front(),
-         late.text + ": " + describe(current_) + " timed out after " + seconds(timeout_));
+         late.text + ": " + told(current_) + " timed out after " + seconds(timeout_));
   }
   if (time >= next_report_ && !ready()) {
     next_report_ = time + std::max(time - started_, kSecond);
-    log("rank " + std::to_string(rank_) + " of group '" + options_.name + "' has waited " +
-        seconds(time - started_) + " in " + describe(current_) + ": " + laggards(rank).text);
+    log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
+        seconds(time - started_) + " in " + told(current_) + ": " + laggards(rank).text);
   }
 }
 
@@ -127,15 +132,15 @@ Session::Laggards Session::laggards(int waited_for) const {
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && !hasAnnounced(r)) late.ranks.push_back(r);
   if (!late.ranks.empty()) {
-    late.text = rankList(late.ranks) + " (";
+    late.text = rankList(options_.shownAs(late.ranks)) + " (";
     for (int r : late.ranks) {
       if (r != late.ranks.front()) late.text += "; ";
       late.text += names_[static_cast<size_t>(r)];
       if (isStopped(pids_[static_cast<size_t>(r)])) late.text += ", stopped";
       const uint64_t done = page(r).announced.observe();
-      late.text += done == 0 ? ", no operation so far"
-                             : ", last seen in " +
-                                   describe(page(r).announcements[(done - 1) % kAnnouncements]);
+      late.text +=
+          done == 0 ? ", no operation so far"
+                    : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
     }
     late.text += ") did not arrive";
     return late;
@@ -157,7 +162,7 @@ Session::Laggards Session::laggards(int waited_for) const {
 void Session::lost(int rank, bool process_ended) {
   fail(Failure::kPeerLost, rank,
        who(rank) + (process_ended ? " is lost: its process ended" : " has left the group") +
-           (hasAnnounced(rank) ? " during " : " before it came to ") + describe(current_));
+           (hasAnnounced(rank) ? " during " : " before it came to ") + told(current_));
 }
 
 void Session::mismatch() {
@@ -200,10 +205,10 @@ void Session::mismatch() {
   for (const Party& party : parties) {
     if (party.ranks == right->ranks) continue;
     if (culprit < 0) culprit = party.ranks.front();
-    text += rankList(party.ranks) + " called " + describe(party.operation) + ", ";
+    text += rankList(options_.shownAs(party.ranks)) + " called " + told(party.operation) + ", ";
   }
   if (culprit < 0) culprit = rank_;  // cannot be: a mismatch makes two parties at least
-  text += "where " + rankList(right->ranks) + " called " + describe(right->operation);
+  text += "where " + rankList(options_.shownAs(right->ranks)) + " called " + told(right->operation);
   fail(Failure::kMismatch, culprit, text);
 }
 
@@ -241,8 +246,8 @@ void Session::throwVerdict() const {
   std::string text = page(reporter).record;
   if (kind != Failure::kMismatch && kind != Failure::kAborted)
     text += ", in group '" + options_.name + "'";
-  text += "; noticed by rank " + std::to_string(reporter);
-  if (reporter != rank_) text += ", learned by rank " + std::to_string(rank_);
+  text += "; noticed by rank " + options_.shown(reporter);
+  if (reporter != rank_) text += ", learned by rank " + options_.shown(rank_);
   text += ". The group has failed: destroy it and make a new one.";
   throw Error(kind, text);
 }

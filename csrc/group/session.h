@@ -68,6 +68,7 @@ class Session final : public Watch {
   };
   Laggards laggards(int waited_for) const;
   std::string who(int r) const;
+  std::string told(Announcement operation) const;
 
   const int rank_, size_;
   const GroupOptions& options_;

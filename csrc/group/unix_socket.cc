@@ -51,7 +51,10 @@ Fd listenAt(const std::string& name, int backlog) {
 }
 
 Fd acceptFrom(const Fd& listener) {
-  return Fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  Fd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!fd && (errno == EMFILE || errno == ENFILE))
+    throwErrno(Failure::kSetup, "cannot accept a rank's connection");
+  return fd;
 }
 
 Fd connectTo(const std::string& name) {
@@ -142,6 +145,8 @@ Received receivePacket(const Fd& socket, Packet& packet) {
     }
   }
   packet.bytes.resize(static_cast<size_t>(size));
+  if (message.msg_flags & MSG_CTRUNC)
+    throw Error(Failure::kSetup, "this process may open no more files (ulimit -n)");
   return size == 0 ? Received::kClosed : Received::kMessage;
 }
 

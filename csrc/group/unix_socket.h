@@ -27,7 +27,7 @@ struct Peer {
 // A listening SOCK_SEQPACKET socket at an abstract name, with room for `backlog` callers.
 Fd listenAt(const std::string& name, int backlog);
 
-// The next caller, or none for now.
+// The next caller, or none for now.  Throws Error(kSetup) when there are no descriptors left.
 Fd acceptFrom(const Fd& listener);
 
 // None if nobody listens there.  Throws Error(kSetup) for anything else.

@@ -19,14 +19,31 @@ namespace {
 class TorchStore final : public Store {
  public:
   explicit TorchStore(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {}
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
-  std::optional<std::string> get(const std::string& key) override {
-    if (!store_->check({key})) return std::nullopt;
-    return store_->get_to_str(key);
+  void set(const std::string& key, const std::string& value) override {
+    guarded([&] { store_->set(key, value); });
   }
-  void remove(const std::string& key) override { store_->deleteKey(key); }
+  std::optional<std::string> get(const std::string& key) override {
+    return guarded([&]() -> std::optional<std::string> {
+      if (!store_->check({key})) return std::nullopt;
+      return store_->get_to_str(key);
+    });
+  }
+  void remove(const std::string& key) override {
+    guarded([&] { store_->deleteKey(key); });
+  }
 
  private:
+  // torch's errors carry pages of frames.
+  template <class F>
+  static auto guarded(F&& call) {
+    try {
+      return call();
+    } catch (const c10::Error& error) {
+      throw Error(Failure::kSetup,
+                  std::string("the store failed: ") + error.what_without_backtrace());
+    }
+  }
+
   const c10::intrusive_ptr<c10d::Store>& store_;
 };
 
@@ -129,7 +146,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return translated([&] {
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    const Staged staged(tensor, /*copy_in=*/true);
+    const Staged staged(tensor, Staged::Use::kBoth, "all_reduce");
     return Work::start(*group_,
                        {.type = c10d::OpType::ALLREDUCE,
                         .title = "ringreduce:all_reduce",
@@ -149,7 +166,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor&
                                                                Context context) {
   return translated([&] {
     requireDense(bucket, "DDP hook");
-    const Staged staged(bucket, /*copy_in=*/true);
+    const Staged staged(bucket, Staged::Use::kBoth, "DDP hook");
     return Work::start(*group_,
                        {.type = c10d::OpType::ALLREDUCE,
                         .title = "ringreduce:all_reduce",
@@ -171,7 +188,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   return translated([&] {
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
     const bool root = options.rootRank == rank_;
-    const Staged staged(tensor, /*copy_in=*/root);
+    const Staged staged(tensor, root ? Staged::Use::kRead : Staged::Use::kWrite, "broadcast");
     return Work::start(*group_,
                        {.type = c10d::OpType::BROADCAST,
                         .title = "ringreduce:broadcast",
@@ -181,10 +198,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
                                                 .count = static_cast<size_t>(tensor.numel()),
                                                 .dtype = dtypeOf(tensor, "broadcast"),
                                                 .root = static_cast<int>(options.rootRank)},
-                                      timeoutOf(options.timeout),
-                                      [staged, root] {
-                                        if (!root) staged.giveBack();
-                                      }}},
+                                      timeoutOf(options.timeout), [staged] { staged.giveBack(); }}},
                        !options.asyncOp);
   });
 }
@@ -211,7 +225,7 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
                     c10::str("ringreduce all_gather: each output must have the input's ",
                              input.numel(), " elements of ", input.scalar_type(), ", one has ",
                              output.numel(), " of ", output.scalar_type()));
-      staged.emplace_back(output, /*copy_in=*/false);
+      staged.emplace_back(output, Staged::Use::kWrite, "all_gather");
       gather.outputs.push_back(staged.back().data());
     }
     return Work::start(*group_,
@@ -240,7 +254,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                            " (the input's times the world size), it has ", output.numel(), " of ",
                            output.scalar_type()));
     const at::Tensor dense = input.detach().contiguous();
-    const Staged staged(output, /*copy_in=*/false);
+    const Staged staged(output, Staged::Use::kWrite, "all_gather_into_tensor");
     AllGather gather{.input = dense.data_ptr(),
                      .outputs = {},
                      .count = static_cast<size_t>(input.numel()),

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "base/env.h"
 #include "reduce/reduce.h"
@@ -29,6 +30,7 @@ Nanos nanosOf(double seconds) {
 // What is not given comes from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
+                         const std::vector<int>& global_ranks,
                          const std::optional<std::string>& algorithm,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
                          std::optional<double> stall_seconds) {
@@ -36,6 +38,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   try {
     GroupOptions options;
     options.name = name;
+    options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
@@ -82,9 +85,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   watchInterrupts();
 
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
-        py::arg("timeout"), py::arg("name"), py::arg("algorithm") = py::none(),
-        py::arg("slot_bytes") = py::none(), py::arg("slots") = py::none(),
-        py::arg("stall_seconds") = py::none());
+        py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),
+        py::arg("algorithm") = py::none(), py::arg("slot_bytes") = py::none(),
+        py::arg("slots") = py::none(), py::arg("stall_seconds") = py::none());
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
   m.def(
       "staging_bytes",

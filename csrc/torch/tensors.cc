@@ -82,23 +82,25 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
   return tensors[0];
 }
 
-Staged::Staged(at::Tensor tensor, bool copy_in) : tensor_(std::move(tensor)) {
+Staged::Staged(at::Tensor tensor, Use use, const char* call)
+    : tensor_(std::move(tensor)), use_(use) {
   if (tensor_.is_contiguous()) {
     memory_ = tensor_;
     return;
   }
-  if (at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
-    throw Error(Failure::kArgument,
-                "ringreduce cannot write to a tensor whose elements share memory (an expanded "
-                "one); pass .contiguous()");
+  if (use != Use::kRead && at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
+    refuse(call,
+           "cannot write to a tensor whose elements share memory (an expanded one); pass "
+           ".contiguous()");
   const at::NoGradGuard no_grad;
-  memory_ = copy_in ? tensor_.detach().contiguous()
-                    : at::empty(tensor_.sizes(),
-                                tensor_.options().memory_format(at::MemoryFormat::Contiguous));
+  memory_ = use == Use::kWrite
+                ? at::empty(tensor_.sizes(),
+                            tensor_.options().memory_format(at::MemoryFormat::Contiguous))
+                : tensor_.detach().contiguous();
 }
 
 void Staged::giveBack() const {
-  if (memory_.is_same(tensor_)) return;
+  if (use_ == Use::kRead || memory_.is_same(tensor_)) return;
   const at::NoGradGuard no_grad;
   tensor_.detach().copy_(memory_);
 }

@@ -23,13 +23,14 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
 // back. Whatever strides a tensor has, its elements travel in their logical order.
 class Staged {
  public:
-  // `copy_in`: the old values matter.
-  Staged(at::Tensor tensor, bool copy_in);
+  enum class Use { kRead, kWrite, kBoth };
+  Staged(at::Tensor tensor, Use use, const char* call);
   void* data() const { return memory_.data_ptr(); }
   void giveBack() const;
 
  private:
   at::Tensor tensor_, memory_;
+  Use use_;
 };
 
 }  // namespace ringreduce

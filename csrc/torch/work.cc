@@ -30,6 +30,7 @@ Work::Work(Group& group, const Job& job)
       future_(c10::make_intrusive<c10::ivalue::Future>(futureType(job.future_of_one))) {}
 
 c10::intrusive_ptr<Work> Work::start(Group& group, Job job, bool blocking) {
+  const auto alive = group.shared_from_this();  // whatever a signal handler destroys meanwhile
   auto work = c10::make_intrusive<Work>(group, job);
   try {
     if (blocking && group.tryRunHere(job.operation)) {
