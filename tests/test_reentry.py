@@ -1,4 +1,4 @@
-"""What runs inside a wait: a signal handler that uses the group it interrupts; and subgroups' names."""
+"""Signal handlers that use the group whose wait they interrupt; and how subgroups name ranks."""
 
 from __future__ import annotations
 

@@ -15,35 +15,35 @@
 namespace ringreduce {
 namespace {
 
+// torch's errors carry pages of frames.
+template <class F>
+auto fromStore(F&& call) {
+  try {
+    return call();
+  } catch (const c10::Error& error) {
+    throw Error(Failure::kSetup,
+                std::string("the store failed: ") + error.what_without_backtrace());
+  }
+}
+
 // torch's store, as the rendezvous wants it.
 class TorchStore final : public Store {
  public:
   explicit TorchStore(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {}
   void set(const std::string& key, const std::string& value) override {
-    guarded([&] { store_->set(key, value); });
+    fromStore([&] { store_->set(key, value); });
   }
   std::optional<std::string> get(const std::string& key) override {
-    return guarded([&]() -> std::optional<std::string> {
+    return fromStore([&]() -> std::optional<std::string> {
       if (!store_->check({key})) return std::nullopt;
       return store_->get_to_str(key);
     });
   }
   void remove(const std::string& key) override {
-    guarded([&] { store_->deleteKey(key); });
+    fromStore([&] { store_->deleteKey(key); });
   }
 
  private:
-  // torch's errors carry pages of frames.
-  template <class F>
-  static auto guarded(F&& call) {
-    try {
-      return call();
-    } catch (const c10::Error& error) {
-      throw Error(Failure::kSetup,
-                  std::string("the store failed: ") + error.what_without_backtrace());
-    }
-  }
-
   const c10::intrusive_ptr<c10d::Store>& store_;
 };
 
