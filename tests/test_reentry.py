@@ -46,7 +46,7 @@ def wait_with_a_handler(me: Rank, does: str) -> str:
 @pytest.mark.parametrize("does", ["destroy", "all_reduce", "async"])
 def test_a_signal_handler_uses_the_group(pool: Pool, world: MakeWorld, does: str) -> None:
     """Never a deadlock: the handler gets an error, or ends the operation below it."""
-    job = pool.start(wait_with_a_handler, world(2, timeout=3.0), does)
+    job = pool.start(wait_with_a_handler, world(2, timeout=3.0), does, remade=True)
     job.heard(0)
     time.sleep(0.2)
     sent = job.signal(0, signal.SIGTERM)
@@ -78,7 +78,7 @@ def in_a_subgroup(me: Rank, what: str) -> None:
 
 @pytest.mark.parametrize(("what", "error"), [("kill", "PeerLost"), ("mismatch", "Mismatch")])
 def test_a_subgroup_names_global_ranks(pool: Pool, world: MakeWorld, what: str, error: str) -> None:
-    outcomes = pool.start(in_a_subgroup, world(4), what).outcomes(deadline=10.0)
+    outcomes = pool.start(in_a_subgroup, world(4), what, remade=True).outcomes(deadline=10.0)
     assert isinstance(outcomes[0], Done) and isinstance(outcomes[2], Done)
     raised = outcomes[1]
     assert isinstance(raised, Raised) and raised.isa(error), raised
