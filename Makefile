@@ -18,12 +18,13 @@ CMAKE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja $(RINGREDUC
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-cpp lint format sanitize bench clean
+.PHONY: help venv build demo test test-full test-cpp lint format sanitize bench clean
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make test      the C++ tests and the Python tests"
+	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB"
 	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
 	@echo "make build     build and install ringreduce into $(VENV)"
@@ -60,6 +61,11 @@ bench: build
 
 test: build test-cpp
 	$(BIN)/python -m pytest tests -q
+
+# What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB.
+test-full: build
+	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
+	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core"
 
 # One at a time: tests that hold others to deadlines want the cores for themselves.
 test-cpp: $(VENV)/.ready
