@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <ctime>
 #include <mutex>
 #include <optional>
@@ -178,16 +179,19 @@ class Caller {
     for (;;) {
       Packet packet;
       const Received received = receivePacket(socket_, packet);
-      if (received == Received::kClosed)
+      if (received == Received::kClosed) {
+        // It may have given up just when this rank called, and had no time to say so here.
+        const Fields entry = decode(read({}).value_or(""));
+        if (entry.contains("failed") && word(entry, "socket") == hub_socket_)
+          told(word(entry, "kind"), word(entry, "failed"));
         throw Error(Failure::kPeerLost, hub_name_ + " ended while group '" + options_.name +
                                             "' was being made (this is rank " +
                                             options_.shown(rank_) + ")");
+      }
       if (received == Received::kMessage) {
         const Fields fields = decode(packet.bytes);
         if (word(fields, "say") != "fail") return packet;
-        told_ = true;
-        failures().add(hub_socket_, rank_);
-        throw Error(static_cast<Failure>(number(fields, "kind")), word(fields, "text"));
+        told(word(fields, "kind"), word(fields, "text"));
       }
       if (stopwatch_.over(kHubGrace))
         throw Error(Failure::kTimeout, "not all ranks joined within " + seconds(options_.timeout) +
@@ -198,6 +202,13 @@ class Caller {
                       [&] { return hub_name_ + " to say that all ranks are there"; });
       waitReadable({socket_.get()}, kTick);
     }
+  }
+
+  // Rank 0's error, which all ranks get.
+  [[noreturn]] void told(const std::string& kind, const std::string& text) {
+    told_ = true;
+    failures().add(hub_socket_, rank_);
+    throw Error(static_cast<Failure>(std::atoi(kind.c_str())), text);
   }
 
   void learn(Packet packet) {
