@@ -21,11 +21,11 @@ using Context = std::function<std::string()>;
 // What there is to do besides the core's operation.
 struct Job {
   c10d::OpType type;
-  const char* title;                // for the profiler: "ringreduce:all_reduce"
-  std::vector<at::Tensor> inputs;   // for the profiler
-  std::vector<at::Tensor> outputs;  // the Future's value
-  Operation operation;
-  Context context;             // behind an error's text: the DDP bucket
+  const char* title;                     // for the profiler: "ringreduce:all_reduce"
+  std::vector<at::Tensor> inputs = {};   // for the profiler
+  std::vector<at::Tensor> outputs = {};  // the Future's value
+  Operation operation = {};
+  Context context = {};        // behind an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
 };
 
