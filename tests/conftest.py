@@ -7,6 +7,7 @@ a check of the tests themselves.  RINGREDUCE_TEST_FULL=1 runs the long variants.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from pathlib import Path
 # can be forked.  Set before torch or numpy is imported.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# A shell without job control starts its background jobs with Ctrl-C ignored, and so would every
+# process be that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from pool import Pool, World  # noqa: E402
