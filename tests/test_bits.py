@@ -171,7 +171,7 @@ def some_cases(draw: st.DrawFn, backend: str) -> tuple[int, str, list[Any]]:
 
 def test_properties(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
     @settings(
-        max_examples=1000 if full else 40,
+        max_examples=1000 if full else 80,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

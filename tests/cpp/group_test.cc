@@ -283,7 +283,7 @@ TEST(world_sizes_and_ranks_must_agree) {
 }
 
 TEST(the_reason_reaches_every_rank_and_those_who_come_later) {
-  for (int round = 0; round < 2; ++round) {
+  for (int round = 0; round < 4; ++round) {
     ranks::MemoryStore store;
     ranks::inThreads(4, [&](int r) {
       CHECK(failureOf([&] { Group::create(store, r, r == 2 ? 5 : 4, {.name = "test"}); },
