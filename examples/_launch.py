@@ -20,6 +20,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from ringreduce.bench.processes import uninterrupted
+
 GRACE_SECONDS = 3.0  # after one rank failed, for the others to say what they saw of it
 TAIL_LINES = 25
 
@@ -118,7 +120,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         to_terminal = self.terminal and rank == 0
-        with self.logs[rank].open("wb") as log:
+        with self.logs[rank].open("wb") as log, uninterrupted():
             process = subprocess.Popen(
                 [sys.executable, *self.command],
                 env=environment,
@@ -127,7 +129,7 @@ class Job:
                 stderr=None if to_terminal else log,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks
             )
-        self.ranks.append(process)
+            self.ranks.append(process)
 
     def _ended(self) -> bool:
         """Whether all ranks ended well. Raises JobFailed for a failure and after the deadline."""

@@ -20,7 +20,14 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce.bench.channel import Message, receive, send
-from ringreduce.bench.processes import Place, Process, start_mpirun, start_rank, tail
+from ringreduce.bench.processes import (
+    Place,
+    Process,
+    start_mpirun,
+    start_rank,
+    tail,
+    uninterrupted,
+)
 from ringreduce.bench.settings import BenchError, Contender, Settings, Unsupported
 
 GRACE_SECONDS = 1.0  # how long the other ranks may still report after one has failed
@@ -143,10 +150,12 @@ class Controller:
         for contender in contenders:
             try:
                 if contender.kind == "mpi":
-                    self._processes.append(start_mpirun(contender, self.place))
+                    with uninterrupted():
+                        self._processes.append(start_mpirun(contender, self.place))
                 else:
                     for rank in self._start_ranks:
-                        self._processes.append(start_rank(contender, rank, self.place))
+                        with uninterrupted():
+                            self._processes.append(start_rank(contender, rank, self.place))
                 started.append(contender)
             except Unsupported as reason:
                 self.skipped[contender.key] = str(reason)

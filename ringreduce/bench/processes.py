@@ -10,8 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from ringreduce.bench.settings import Contender, Unsupported
 
@@ -21,6 +24,27 @@ LAUNCHER_VARIABLES = (
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 TAIL_LINES = 20
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C until the block is over.  For the main thread; in others nothing to do.
+
+    A KeyboardInterrupt between the start of a process and the moment when its starter knows of it
+    would leave that process behind.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    late: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: late.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if late:
+            before(*late[0])
 
 
 @dataclass(frozen=True)
