@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-LAYERS = ["base", "plan", "reduce", "codec", "wire", "collective", "group", "torch"]
+LAYERS = ["base", "plan", "reduce", "codec", "wire", "p2p", "collective", "group", "torch"]
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cc"))

@@ -1,7 +1,11 @@
 // The collectives: their arguments and their functions.  One .cc file each says how it works.
+//
+// Memory is the caller's and dense.  A list that is `by rank` has an entry for each rank of the
+// group.  Inputs are only read; unless it is said, an output shares no memory with an input.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "base/dtype.h"
@@ -19,6 +23,30 @@ struct AllReduce {
 };
 void allReduce(Communicator&, const AllReduce&);
 
+// The reduction lands in `output` of `root`, which may be its input; the others' is not touched.
+struct Reduce {
+  const void* input;
+  void* output;
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  int root;
+  double factor = 1;
+};
+void reduce(Communicator&, const Reduce&);
+
+// `output` receives the reduction of everybody's inputs[this rank], counts[this rank] elements.
+// It may be that very input.
+struct ReduceScatter {
+  std::vector<const void*> inputs;  // by rank
+  std::vector<size_t> counts;       // by rank, the same on all ranks
+  void* output;
+  DType dtype;
+  ReduceOp op;
+  double factor = 1;
+};
+void reduceScatter(Communicator&, const ReduceScatter&);
+
 // `data` of `root` is copied over everybody's.
 struct Broadcast {
   void* data;
@@ -28,14 +56,55 @@ struct Broadcast {
 };
 void broadcast(Communicator&, const Broadcast&);
 
-// outputs[r] receives rank r's input: `count` elements each.  An output may be the input itself.
+// outputs[r] receives rank r's input of counts[r] elements.  An output may be the input itself.
 struct AllGather {
   const void* input;
-  std::vector<void*> outputs;
-  size_t count;
+  std::vector<void*> outputs = {};  // by rank
+  std::vector<size_t> counts = {};  // by rank, the same on all ranks
   DType dtype;
 };
 void allGather(Communicator&, const AllGather&);
+
+// The same where a rank knows its own count only: once all are known, `place` says where each
+// rank's elements go.
+struct AllGatherUnknown {
+  const void* input;
+  size_t count;
+  DType dtype;
+  std::function<std::vector<void*>(const std::vector<size_t>& counts)> place;
+};
+void allGatherUnknown(Communicator&, const AllGatherUnknown&);
+
+// outputs[r] of `root` receives rank r's input: `count` elements each.  The root's own may be its
+// input.
+struct Gather {
+  const void* input;
+  std::vector<void*> outputs;  // by rank; empty but for the root
+  size_t count;
+  DType dtype;
+  int root;
+};
+void gather(Communicator&, const Gather&);
+
+// `output` receives inputs[this rank] of `root`: `count` elements.  The root's may be that input.
+struct Scatter {
+  std::vector<const void*> inputs;  // by rank; empty but for the root
+  void* output;
+  size_t count;
+  DType dtype;
+  int root;
+};
+void scatter(Communicator&, const Scatter&);
+
+// outputs[r] receives inputs[this rank] of rank r.
+struct AllToAll {
+  std::vector<const void*> inputs;               // by rank
+  std::vector<void*> outputs;                    // by rank
+  std::vector<size_t> send_counts, recv_counts;  // by rank
+  bool even;  // all counts, of all ranks, are the same; where not so, the ranks tell each other
+  DType dtype;
+};
+void allToAll(Communicator&, const AllToAll&);
 
 // Returns when all ranks have called it.
 struct Barrier {};

@@ -91,7 +91,7 @@ class Caller {
     table_.options = SharedOptions::fromText(word(hub, "options"));
     table_.members.resize(static_cast<size_t>(size_));
     Member& self = table_.members[static_cast<size_t>(rank_)];
-    self.segment = Segment::create(segmentBytes(table_.options));
+    self.segment = Segment::create(Layout(table_.options, size_).bytes);
     sendPacket(socket_,  // if rank 0 is gone, the answer says so
                encode({{"say", "hello"},
                        {"secret", secret_},
@@ -220,7 +220,7 @@ class Caller {
     member.pid = static_cast<int>(number(fields, "pid"));
     member.host = word(fields, "host");
     if (rank != rank_)
-      member.segment = Segment::attach(std::move(packet.fds[0]), segmentBytes(table_.options));
+      member.segment = Segment::attach(std::move(packet.fds[0]), Layout(table_.options, size_).bytes);
     if (packet.fds.size() > 1) member.process = shareProcessFd(std::move(packet.fds[1]));
   }
 

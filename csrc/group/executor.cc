@@ -21,9 +21,13 @@ bool Ticket::isDone() const {
   return done_;
 }
 
-bool Ticket::wait(int64_t longest, void (*turn)()) {
+void Ticket::refuseInChild() const {
   if (forkGeneration() != generation_)
     throw Error(Failure::kArgument, "this operation is the parent process's to wait for");
+}
+
+bool Ticket::wait(int64_t longest, void (*turn)()) {
+  refuseInChild();
   const Nanos deadline = deadlineIn(longest);
   std::unique_lock lock(mutex_);
   while (!done_) {
@@ -44,13 +48,22 @@ std::exception_ptr Ticket::error() const {
   return error_;
 }
 
-void Ticket::finish(std::exception_ptr error) {
+bool Ticket::setCompletion(Completion completion) {
+  const std::lock_guard lock(mutex_);
+  if (!done_) completion_ = std::move(completion);
+  return !done_;
+}
+
+Ticket::Completion Ticket::finish(std::exception_ptr error) {
+  Completion completion;
   {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);
     done_ = true;
+    completion.swap(completion_);
   }
   changed_.notify_all();
+  return completion;
 }
 
 // ---- Executor
@@ -58,7 +71,6 @@ void Ticket::finish(std::exception_ptr error) {
 struct Executor::State {
   struct Item {
     Work work;
-    Completion completion;
     std::shared_ptr<Ticket> ticket;
   };
   struct Told {
@@ -99,9 +111,8 @@ struct Executor::State {
       lock.lock();
       busy = false;
       // Before anybody can take the token: an operation that is over when a later one has run.
-      item.ticket->finish(error);
-      if (item.completion) {
-        to_tell.push_back({std::move(item.completion), std::move(error)});
+      if (Completion completion = item.ticket->finish(error)) {
+        to_tell.push_back({std::move(completion), std::move(error)});
         for_teller.notify_one();
       }
       if (stopping) idle.notify_all();
@@ -184,13 +195,28 @@ void Executor::startThreads() {
 
 std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
   auto ticket = std::make_shared<Ticket>();
+  if (completion) ticket->setCompletion(std::move(completion));
   const std::shared_ptr<State> state = state_;
   const std::lock_guard lock(state->mutex);
   if (state->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
   if (!state->worker.joinable()) startThreads();
-  state->queue.push_back({std::move(work), std::move(completion), ticket});
+  state->queue.push_back({std::move(work), ticket});
   state->for_worker.notify_one();
   return ticket;
+}
+
+void Executor::tell(Completion completion, std::exception_ptr error) {
+  const std::shared_ptr<State> state = state_;
+  {
+    const std::lock_guard lock(state->mutex);
+    if (!state->stopping) {
+      if (!state->worker.joinable()) startThreads();
+      state->to_tell.push_back({std::move(completion), std::move(error)});
+      state->for_teller.notify_one();
+      return;
+    }
+  }
+  completion(std::move(error));  // the group is being left: its thread for this may be gone
 }
 
 void Executor::stop(void (*turn)()) {

@@ -19,16 +19,24 @@
 
 namespace ringreduce {
 
-// A queued operation's end.
+// How an operation ended, once it has.
 class Ticket {
  public:
+  // Called once, with the operation's error, in a thread where it may call the group.
+  using Completion = std::function<void(std::exception_ptr)>;
+
+  virtual ~Ticket() = default;
   bool isDone() const;
   // Waits; `turn`, if not null, is called every few milliseconds and may throw to end the wait.
   // False if `longest` nanoseconds went by first.  Does not throw the operation's error.  In a
   // forked child, where nobody would finish it, throws Error(kArgument).
   bool wait(int64_t longest, void (*turn)());
   std::exception_ptr error() const;  // null while not done, or when all went well
-  void finish(std::exception_ptr error);
+  // False, and nothing will be called, if it is done already.  There is one at most.
+  bool setCompletion(Completion completion);
+  // Returns the completion that is to be called now.
+  Completion finish(std::exception_ptr error);
+  void refuseInChild() const;
 
  private:
   const int generation_ = forkGeneration();
@@ -36,13 +44,14 @@ class Ticket {
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
+  Completion completion_;
 };
 
 class Executor {
  public:
   // What runs: told whether it runs in a user's thread.
   using Work = std::function<void(bool in_users_thread)>;
-  using Completion = std::function<void(std::exception_ptr)>;
+  using Completion = Ticket::Completion;
 
   Executor();
   ~Executor();  // waits for what is queued, then for the threads
@@ -63,6 +72,9 @@ class Executor {
 
   // Queues `work`.  The ticket is finished right after it, `completion` (if any) called later.
   std::shared_ptr<Ticket> submit(Work work, Completion completion);
+
+  // Calls `completion` later, where those of queued operations are called.
+  void tell(Completion completion, std::exception_ptr error);
 
   // Waits until all that is queued has run and all completions were told, and ends the threads.
   // What is submitted later is refused with Error(kAborted).  Called from a completion, it leaves

@@ -43,6 +43,25 @@ struct Group::Wires {
                      .watch = session,
                      .algorithm = membership.options.algorithm} {}
 
+  // What rank `rank` sends messages to each rank with, and receives them by.
+  static std::vector<Engine::Wire> channels(const Membership& m, int rank) {
+    const Layout at = layout(m);
+    // What rank `of` keeps for rank `peer`.
+    const auto box = [&](int of, int peer) -> Box& {
+      return reinterpret_cast<Box*>(memory(m, of) + at.boxes)[peer];
+    };
+    const auto ring = [&](int of, int peer) {
+      return memory(m, of) + at.rings + static_cast<size_t>(peer) * kRingBytes;
+    };
+    std::vector<Engine::Wire> wires;
+    for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
+      wires.push_back({.out = {ring(r, rank), box(r, rank).filled, box(rank, r).emptied},
+                       .in = {ring(rank, r), box(rank, r).filled, box(r, rank).emptied},
+                       .consumed = &box(r, rank).consumed,
+                       .acknowledged = &box(rank, r).consumed});
+    return wires;
+  }
+
   const int size;
   Waiter waiter;
   Exchange exchange;
@@ -51,24 +70,21 @@ struct Group::Wires {
   Communicator communicator;
 
  private:
-  static Page& page(const Membership& m, int r) {
-    return *reinterpret_cast<Page*>(m.members[static_cast<size_t>(r)].segment->data());
+  static Page& page(const Membership& m, int r) { return *reinterpret_cast<Page*>(memory(m, r)); }
+  static std::byte* memory(const Membership& m, int r) {
+    return m.members[static_cast<size_t>(r)].segment->data();
   }
-  // A segment holds the page, the exchange's slots, the inbound link's slots (segmentBytes).
-  static Slots slots(const Membership& m, int r, int region) {
-    std::byte* first =
-        m.members[static_cast<size_t>(r)].segment->data() + roundUp(sizeof(Page), 4096);
-    const SharedOptions& o = m.options;
-    return {
-        .data = first + static_cast<size_t>(region) * o.slot_bytes * static_cast<size_t>(o.slots),
-        .bytes = o.slot_bytes,
-        .depth = o.slots};
+  static Layout layout(const Membership& m) {
+    return Layout(m.options, static_cast<int>(m.members.size()));
   }
-  static Slots linkSlots(const Membership& m, int r) { return slots(m, r, 1); }
+  static Slots slots(const Membership& m, int r, size_t offset) {
+    return {.data = memory(m, r) + offset, .bytes = m.options.slot_bytes, .depth = m.options.slots};
+  }
+  static Slots linkSlots(const Membership& m, int r) { return slots(m, r, layout(m).link); }
   static std::vector<Exchange::Member> exchangeMembers(const Membership& m) {
     std::vector<Exchange::Member> members;
     for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
-      members.push_back({&page(m, r), slots(m, r, 0)});
+      members.push_back({&page(m, r), slots(m, r, layout(m).exchange)});
     return members;
   }
   static ShmPipe pipe(const Membership& m, int from, int to) {
@@ -96,19 +112,28 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       membership_(std::move(membership)),
       session_(std::make_unique<Session>(rank, membership_, options_)),
       wires_(std::make_unique<Wires>(rank, membership_, *session_)),
-      executor_(std::make_unique<Executor>()) {}
+      executor_(std::make_unique<Executor>()),
+      messenger_(std::make_unique<Messenger>(rank, Wires::channels(membership_, rank), *session_,
+                                             *executor_, options_, users_patience_)) {}
 
 Group::~Group() {
   if (forkGeneration() != generation_) {
     // The threads and locks of the parent do not exist here, and its memory is not ours to mark.
+    (void)messenger_.release();
     (void)executor_.release();
     (void)wires_.release();
     (void)session_.release();
     new Membership(std::move(membership_));
     return;
   }
-  executor_->stop();
-  std::call_once(departed_, [&] { session_->depart(); });
+  leave(nullptr);
+}
+
+// In this order: no collective is called any more, then no message received, then nothing at all.
+void Group::leave(void (*turn)()) {
+  executor_->stop(turn);
+  messenger_->stop(turn);
+  std::call_once(departed_, [&] { session_->depart(Departure::kGone); });
 }
 
 void Group::refuseInChild() const {
@@ -171,6 +196,16 @@ std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion 
                            std::move(completion));
 }
 
+std::shared_ptr<Delivery> Group::post(Message message) {
+  refuseInChild();
+  return messenger_->post(std::move(message));
+}
+
+bool Group::await(Delivery& delivery, Nanos longest) {
+  refuseInChild();
+  return messenger_->await(delivery, longest, timeout_);
+}
+
 bool Group::await(Ticket& ticket, Nanos longest) {
   refuseInChild();
   if (!ticket.isDone()) refuseInside();
@@ -199,13 +234,12 @@ void Group::shutdown() {
     return;
   }
   try {
-    executor_->stop(options_.interrupt);
+    leave(options_.interrupt);
   } catch (...) {  // Ctrl-C while operations are under way that others may never join
     session_->abort("interrupted while it was leaving");
-    executor_->stop();
+    leave(nullptr);
     throw;
   }
-  std::call_once(departed_, [&] { session_->depart(); });
 }
 
 }  // namespace ringreduce

@@ -2,6 +2,7 @@
 //
 //     auto group = Group::create(store, rank, world_size, options);
 //     group->run({AllReduce{data, count, DType::kFloat32, ReduceOp::kSum}});
+//     auto receive = group->post({Message::Way::kReceive, peer, tag, data, count, dtype});
 //
 // Thread-safe.  All ranks must call the same operations in the same order; where they do not, all
 // get an Error.  After any Error but kArgument the group has failed for good: destroy it, make a
@@ -13,6 +14,7 @@
 #include <memory>
 
 #include "group/executor.h"
+#include "group/messenger.h"
 #include "group/operation.h"
 #include "group/options.h"
 #include "group/rendezvous.h"
@@ -44,25 +46,31 @@ class Group : public std::enable_shared_from_this<Group> {
   // is the ticket's.  `completion` is called once, in a thread where it may call this group.
   std::shared_ptr<Ticket> submit(Operation operation, Executor::Completion completion);
 
+  // Starts a send or a receive.  It may be over at once; `await` waits for it.
+  std::shared_ptr<Delivery> post(Message message);
+
   // Waits for a ticket of this group; false if `longest` goes by first.  Ctrl-C fails the group.
   bool await(Ticket& ticket, Nanos longest);
+  bool await(Delivery& delivery, Nanos longest);
 
   // Makes the operation under way and all later ones fail, on all ranks.
   void abort(const std::string& why);
 
-  // Runs what is queued, leaves the group and ends its threads.  Further calls are refused.
+  // Runs what is queued, sends what is to be sent, leaves the group and ends its threads.  Further calls are refused.
   void shutdown();
 
   bool failed() const { return session_->failed(); }
   Failure failure() const { return session_->failure(); }  // kNone while all is well
   uint64_t operations() const { return submitted_; }       // so far: the next one's number
-  size_t stagingBytes() const { return segmentBytes(membership_.options); }
+  size_t stagingBytes() const { return Layout(membership_.options, size_).bytes; }
+  const SharedOptions& sharedOptions() const { return membership_.options; }
 
  private:
   Group(int rank, Membership membership, const GroupOptions& options);
   void refuseInChild() const;
   void refuseInside() const;
   void execute(const Operation& operation, bool in_users_thread);
+  void leave(void (*turn)());
 
   struct Wires;
 
@@ -77,7 +85,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<uint64_t> submitted_{0};
   uint64_t sequence_ = 0;  // of the operation that runs; guarded by the executor's token
   std::once_flag departed_;
-  std::unique_ptr<Executor> executor_;  // last: its threads use all the others
+  std::unique_ptr<Executor> executor_;  // its threads use all of the above
+  std::unique_ptr<Messenger> messenger_;
 };
 
 }  // namespace ringreduce

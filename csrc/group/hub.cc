@@ -65,7 +65,7 @@ class Hub {
     Member& self = table_.members[0];
     self.pid = static_cast<int>(getpid());
     self.host = hostName();
-    self.segment = Segment::create(segmentBytes(shared));
+    self.segment = Segment::create(Layout(shared, size_).bytes);
     self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
   }
 
@@ -219,7 +219,7 @@ class Hub {
     Member& member = table_.members[static_cast<size_t>(rank)];
     member.pid = caller.peer.pid;
     member.host = word(fields, "host");
-    member.segment = Segment::attach(std::move(fds[0]), segmentBytes(table_.options));
+    member.segment = Segment::attach(std::move(fds[0]), Layout(table_.options, size_).bytes);
     member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));
     caller.rank = static_cast<int>(rank);
     seats_[static_cast<size_t>(rank)] = true;

@@ -1,9 +1,12 @@
 // From a call to its check, its announcement and its collective.
 #include "group/operation.h"
 
+#include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "base/error.h"
+#include "base/hash.h"
 
 namespace ringreduce {
 namespace {
@@ -15,65 +18,148 @@ struct Overloaded : F... {
 template <class... F>
 Overloaded(F...) -> Overloaded<F...>;
 
+// What is checked and announced is the same wherever a call has the same members.
+template <class Call>
+concept Counted = requires(Call c) { size_t{c.count}; };
+template <class Call>
+concept Typed = requires(Call c) { DType{c.dtype}; };
+template <class Call>
+concept Reducing = Typed<Call> && requires(Call c) { ReduceOp{c.op}; };
+template <class Call>
+concept Rooted = requires(Call c) { int{c.root}; };
+template <class Call>
+concept HasInputs = requires(Call c) { c.inputs.size(); };
+template <class Call>
+concept HasOutputs = requires(Call c) { c.outputs.size(); };
+template <class Call>
+concept HasCounts = requires(Call c) { c.counts.size(); };
+
+constexpr Kind kindOf(const AllReduce&) {
+  return Kind::kAllReduce;
+}
+constexpr Kind kindOf(const Reduce&) {
+  return Kind::kReduce;
+}
+constexpr Kind kindOf(const ReduceScatter&) {
+  return Kind::kReduceScatter;
+}
+constexpr Kind kindOf(const Broadcast&) {
+  return Kind::kBroadcast;
+}
+constexpr Kind kindOf(const AllGather&) {
+  return Kind::kAllGather;
+}
+constexpr Kind kindOf(const Gather&) {
+  return Kind::kGather;
+}
+constexpr Kind kindOf(const Scatter&) {
+  return Kind::kScatter;
+}
+constexpr Kind kindOf(const AllToAll&) {
+  return Kind::kAllToAll;
+}
+constexpr Kind kindOf(const Barrier&) {
+  return Kind::kBarrier;
+}
+constexpr Kind kindOf(const SparseAllReduce&) {
+  return Kind::kSparseAllReduce;
+}
+constexpr Kind kindOf(const MonitoredBarrier&) {
+  return Kind::kMonitoredBarrier;
+}
+
+template <class Call>
+[[noreturn]] void refuse(const Call& call, const std::string& why) {
+  throw Error(Failure::kArgument, std::string("ringreduce ") +
+                                      kKindNames[static_cast<size_t>(kindOf(call))] + ": " + why);
+}
+
+// `wanted` entries by rank.
+template <class Call>
+void requireEntries(const Call& call, const char* what, size_t size, size_t wanted) {
+  if (size != wanted)
+    refuse(call, std::to_string(size) + " " + what + " where " + std::to_string(wanted) +
+                     " are needed");
+}
+
+template <class Call>
+void check(const Call& call, int world_size) {
+  const auto P = static_cast<size_t>(world_size);
+  if constexpr (Reducing<Call>)
+    if (!isSupported(call.dtype, call.op))
+      refuse(call, std::string("cannot take ") + name(call.op) + " of " + name(call.dtype) +
+                       " elements");
+  if constexpr (Rooted<Call>)
+    if (call.root < 0 || call.root >= world_size)
+      refuse(call, "rank " + std::to_string(call.root) + " in a group of " +
+                       std::to_string(world_size));
+  // Who is not the root of a gather or a scatter has one side of it only.
+  if constexpr (HasInputs<Call>)
+    if (!Rooted<Call> || !call.inputs.empty())
+      requireEntries(call, "inputs", call.inputs.size(), P);
+  if constexpr (HasOutputs<Call>)
+    if (!Rooted<Call> || !call.outputs.empty())
+      requireEntries(call, "outputs", call.outputs.size(), P);
+  if constexpr (HasCounts<Call>) requireEntries(call, "counts", call.counts.size(), P);
+  if constexpr (std::is_same_v<Call, AllToAll>) {
+    requireEntries(call, "send counts", call.send_counts.size(), P);
+    requireEntries(call, "receive counts", call.recv_counts.size(), P);
+  }
+}
+
+// The elements of all parts; parts that differ in size are told apart by a hash as well.
+void announceParts(Announcement& a, const std::vector<size_t>& counts) {
+  bool even = true;
+  uint64_t hash = 0;
+  for (size_t n : counts) {
+    a.count += n;
+    even = even && n == counts[0];
+    hash = mixed(hash, n);
+  }
+  if (!even) a.parts = hash;
+}
+
 }  // namespace
 
 void validate(const Operation& operation, int world_size) {
-  std::visit(Overloaded{
-                 [](const AllReduce& a) {
-                   if (!isSupported(a.dtype, a.op))
-                     throw Error(Failure::kArgument,
-                                 std::string("ringreduce all_reduce: cannot take ") + name(a.op) +
-                                     " of " + name(a.dtype) + " elements");
-                 },
-                 [&](const Broadcast& b) {
-                   if (b.root < 0 || b.root >= world_size)
-                     throw Error(Failure::kArgument,
-                                 "ringreduce broadcast: from rank " + std::to_string(b.root) +
-                                     " in a group of " + std::to_string(world_size));
-                 },
-                 [&](const AllGather& a) {
-                   if (static_cast<int>(a.outputs.size()) != world_size)
-                     throw Error(Failure::kArgument,
-                                 "ringreduce all_gather: into " + std::to_string(a.outputs.size()) +
-                                     " outputs in a group of " + std::to_string(world_size));
-                 },
-                 [](const Barrier&) {},
-             },
-             operation.call);
+  std::visit([&](const auto& call) { check(call, world_size); }, operation.call);
 }
 
 Announcement announce(const Operation& operation, uint64_t sequence) {
   Announcement a{.sequence = sequence};
-  std::visit(Overloaded{
-                 [&](const AllReduce& r) {
-                   a.kind = Kind::kAllReduce;
-                   a.count = r.count;
-                   a.dtype = r.dtype;
-                   a.op = static_cast<uint8_t>(r.op);
-                 },
-                 [&](const Broadcast& b) {
-                   a.kind = Kind::kBroadcast;
-                   a.count = b.count;
-                   a.dtype = b.dtype;
-                   a.root = b.root;
-                 },
-                 [&](const AllGather& g) {
-                   a.kind = Kind::kAllGather;
-                   a.count = g.count;
-                   a.dtype = g.dtype;
-                 },
-                 [&](const Barrier&) { a.kind = Kind::kBarrier; },
-             },
-             operation.call);
+  std::visit(
+      [&]<class Call>(const Call& call) {
+        a.kind = kindOf(call);
+        if constexpr (Typed<Call>) a.dtype = call.dtype;
+        if constexpr (Reducing<Call>) a.op = static_cast<uint8_t>(call.op);
+        if constexpr (Rooted<Call>) a.root = call.root;
+        if constexpr (HasCounts<Call>)
+          announceParts(a, call.counts);
+        else if constexpr (Counted<Call>)
+          a.count = call.count;
+        // What ranks send each other in an uneven all-to-all they compare while it runs.
+        if constexpr (std::is_same_v<Call, AllToAll>) {
+          if (call.even) announceParts(a, call.send_counts);
+          a.parts = call.even ? 0 : 1;
+        }
+      },
+      operation.call);
   return a;
 }
 
 void run(Communicator& c, const Operation& operation) {
   std::visit(Overloaded{
                  [&](const AllReduce& a) { allReduce(c, a); },
+                 [&](const Reduce& r) { reduce(c, r); },
+                 [&](const ReduceScatter& r) { reduceScatter(c, r); },
                  [&](const Broadcast& b) { broadcast(c, b); },
                  [&](const AllGather& a) { allGather(c, a); },
+                 [&](const Gather& g) { gather(c, g); },
+                 [&](const Scatter& s) { scatter(c, s); },
+                 [&](const AllToAll& a) { allToAll(c, a); },
                  [&](const Barrier& b) { barrier(c, b); },
+                 [&](const SparseAllReduce& s) { allGatherUnknown(c, s.gather); },
+                 [&](const MonitoredBarrier&) { barrier(c, {}); },
              },
              operation.call);
 }

@@ -10,8 +10,21 @@
 
 namespace ringreduce {
 
+// An all-gather of what ranks have of a sparse tensor: of `count` elements were it dense.
+struct SparseAllReduce {
+  AllGatherUnknown gather;
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+};
+
+// A barrier whose error tells the absent ranks in the words of torch's monitored_barrier.
+struct MonitoredBarrier {};
+
 struct Operation {
-  std::variant<AllReduce, Broadcast, AllGather, Barrier> call;
+  std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
+               Barrier, SparseAllReduce, MonitoredBarrier>
+      call;
   Nanos timeout = 0;  // from when it starts to run; 0: the group's
   // Called in the same thread once it has succeeded; what it holds, the buffers' owners, lives as
   // long as the operation may touch them.

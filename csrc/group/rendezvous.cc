@@ -2,6 +2,7 @@
 #include "group/rendezvous.h"
 
 #include "base/align.h"
+#include "wire/channel.h"
 #include "wire/page.h"
 
 namespace ringreduce {
@@ -11,9 +12,14 @@ Membership joinAsHub(Store& store, int size, const GroupOptions& options);
 // caller.cc
 Membership joinAsCaller(Store& store, int rank, int size, const GroupOptions& options);
 
-size_t segmentBytes(const SharedOptions& options) {
-  // The exchange's slots and the inbound link's.
-  return roundUp(sizeof(Page), 4096) + 2 * options.slot_bytes * static_cast<size_t>(options.slots);
+Layout::Layout(const SharedOptions& options, int world_size) {
+  const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
+  const auto P = static_cast<size_t>(world_size);
+  exchange = roundUp(sizeof(Page), 4096);
+  link = exchange + slots;
+  boxes = link + slots;
+  rings = roundUp(boxes + P * sizeof(Box), 4096);
+  bytes = rings + P * kRingBytes;
 }
 
 Membership join(Store& store, int rank, int size, const GroupOptions& options) {

@@ -35,8 +35,12 @@ struct Membership {
   std::vector<Member> members;  // by rank
 };
 
-// Bytes of shared memory a rank needs.
-size_t segmentBytes(const SharedOptions& options);
+// A rank's shared memory: its page, the exchange's slots, the inbound link's slots, and a box and a
+// ring for each rank's messages.  Pages of it that nothing was written to cost nothing.
+struct Layout {
+  Layout(const SharedOptions& options, int world_size);
+  size_t exchange, link, boxes, rings, bytes;  // offsets, and the whole
+};
 
 // Blocks until all ranks are there.  Throws Error: kTimeout naming who did not come, kSetup for
 // what cannot be mended by waiting (a world size that differs, a rank taken twice, ranks on other

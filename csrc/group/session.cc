@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/hash.h"
 #include "base/log.h"
 #include "group/process.h"
 #include "group/text.h"
@@ -25,11 +26,11 @@ constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
 
 // A rank that does not wait for another in an operation (the root of a broadcast) does not see what
 // the other called there.  So each announcement carries this hash of all before it, and a
-// difference shows at the next operation at the latest.  (FNV-1a's mixing step, over whole words.)
+// difference shows at the next operation at the latest.  
 uint64_t extended(uint64_t history, const Announcement& a) {
   for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
-                        static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root)})
-    history = (history ^ word) * 0x100000001b3;
+                        static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
+    history = mixed(history, word);
   return history;
 }
 
@@ -64,14 +65,33 @@ void Session::check() const {
   if (failed()) throwVerdict();
 }
 
-bool Session::hasDeparted(int r) const {
-  return std::atomic_ref(page(r).departed).load(std::memory_order_acquire) != 0;
+Departure Session::departureOf(int r) const {
+  return static_cast<Departure>(
+      std::atomic_ref(page(r).departed).load(std::memory_order_acquire));
 }
 
-void Session::depart() {
-  std::atomic_ref(page(rank_).departed).store(1, std::memory_order_release);
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_) ring(page(r), rank_);
+void Session::depart(Departure how) {
+  std::atomic_ref(page(rank_).departed)
+      .store(static_cast<uint32_t>(how), std::memory_order_release);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    ring(page(r), rank_);
+    ringBell(page(r).messenger_bell);
+  }
+}
+
+std::vector<bool> Session::endedProcesses() const {
+  return ended(processes_);
+}
+
+// The words in which monitored_barrier is known to tell who did not come, and who looked.
+std::string Session::monitored(const std::vector<int>& late) const {
+  const long ms = timeout_ / kMillisecond;
+  std::string text = late.size() > 1 ? "Ranks " : "Rank ";
+  for (size_t i = 0; i < late.size(); ++i) text += (i > 0 ? ", " : "") + options_.shown(late[i]);
+  text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";
+  if (late.size() > 1) text += ", Rank " + options_.shown(late.front()) + " first";
+  return text + ". Rank " + options_.shown(rank_) + " timed out in monitoredBarrier";
 }
 
 // With the root's number as messages name it.
@@ -84,6 +104,20 @@ std::string Session::who(int r) const {
   return "rank " + options_.shown(r) + " (" + names_[static_cast<size_t>(r)] + ")";
 }
 
+std::string Session::details(int r) const {
+  std::string text = names_[static_cast<size_t>(r)];
+  if (isStopped(pids_[static_cast<size_t>(r)])) text += ", stopped";
+  const uint64_t done = page(r).announced.observe();
+  text += done == 0
+              ? ", no operation so far"
+              : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
+  return text;
+}
+
+std::string Session::whereabouts(int r) const {
+  return "rank " + options_.shown(r) + " (" + details(r) + ")";
+}
+
 // ---- while waiting
 
 void Session::poll(int rank, Ready ready) {
@@ -94,7 +128,7 @@ void Session::poll(int rank, Ready ready) {
          who(rank_) + " aborted group '" + options_.name + "': interrupted in " + told(current_));
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && hasAnnounced(r)) verify(r);
-  const std::vector<bool> gone = ended(processes_);
+  const std::vector<bool> gone = endedProcesses();
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || !(gone[static_cast<size_t>(r)] || hasDeparted(r))) continue;
     // A rank that is gone is missed if it never came to this operation, or if what this wait is for
@@ -104,8 +138,9 @@ void Session::poll(int rank, Ready ready) {
   const Nanos time = now();
   if (time >= deadline_ && !ready()) {
     const Laggards late = laggards(rank);
-    fail(Failure::kTimeout, late.ranks.front(),
-         late.text + ": " + told(current_) + " timed out after " + seconds(timeout_));
+    std::string text = late.text + ": " + told(current_) + " timed out after a timeout of " + seconds(timeout_);
+    if (current_.kind == Kind::kMonitoredBarrier) text = monitored(late.ranks) + ". " + text;
+    fail(Failure::kTimeout, late.ranks.front(), text);
   }
   if (time >= next_report_ && !ready()) {
     next_report_ = time + std::max(time - started_, kSecond);
@@ -135,12 +170,7 @@ Session::Laggards Session::laggards(int waited_for) const {
     late.text = rankList(options_.shownAs(late.ranks)) + " (";
     for (int r : late.ranks) {
       if (r != late.ranks.front()) late.text += "; ";
-      late.text += names_[static_cast<size_t>(r)];
-      if (isStopped(pids_[static_cast<size_t>(r)])) late.text += ", stopped";
-      const uint64_t done = page(r).announced.observe();
-      late.text +=
-          done == 0 ? ", no operation so far"
-                    : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
+      late.text += details(r);
     }
     late.text += ") did not arrive";
     return late;
@@ -163,6 +193,16 @@ void Session::lost(int rank, bool process_ended) {
   fail(Failure::kPeerLost, rank,
        who(rank) + (process_ended ? " is lost: its process ended" : " has left the group") +
            (hasAnnounced(rank) ? " during " : " before it came to ") + told(current_));
+}
+
+void Session::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
+  const auto elements = [](uint64_t n) {
+    return std::to_string(n) + (n == 1 ? " element" : " elements");
+  };
+  fail(Failure::kMismatch, sender,
+       "ranks disagree on " + told(current_) + ": rank " + options_.shown(sender) + " sends " +
+           elements(sent) + " to rank " + options_.shown(receiver) + ", which expects " +
+           elements(expected));
 }
 
 void Session::mismatch() {
@@ -227,7 +267,10 @@ void Session::report(Failure kind, int culprit, const std::string& text) {
                                         std::memory_order_acq_rel);
     }
   }
-  for (int r = 0; r < size_; ++r) wake(page(r));
+  for (int r = 0; r < size_; ++r) {
+    wake(page(r));
+    ringBell(page(r).messenger_bell);
+  }
 }
 
 void Session::fail(Failure kind, int culprit, const std::string& text) {
@@ -248,6 +291,11 @@ void Session::throwVerdict() const {
     text += ", in group '" + options_.name + "'";
   text += "; noticed by rank " + options_.shown(reporter);
   if (reporter != rank_) text += ", learned by rank " + options_.shown(rank_);
+  if (current_.kind == Kind::kMonitoredBarrier && rank_ != 0)
+    text += ". Rank " + options_.shown(rank_) +
+            " successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank " +
+            options_.shown(0);
   text += ". The group has failed: destroy it and make a new one.";
   throw Error(kind, text);
 }

@@ -38,8 +38,18 @@ class Session final : public Watch {
   // Throws if the group has failed.
   void check() const;
 
-  // This rank has left normally; what it posted stays readable.
-  void depart();
+  // How far this rank has left normally; what it posted stays readable.
+  void depart(Departure how);
+
+  // About other ranks, for who waits for messages.
+  Departure departureOf(int r) const;
+  std::vector<bool> endedProcesses() const;
+  // "rank 2 (pid 7 on host a)"
+  std::string who(int r) const;
+  // The same with what it was last seen doing, and whether it is stopped.
+  std::string whereabouts(int r) const;
+  Page& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
+  [[noreturn]] void throwVerdict() const;
 
   // Why the group has failed; kNone while it has not.
   Failure failure() const {
@@ -49,16 +59,15 @@ class Session final : public Watch {
   bool failed() const override { return verdict().load(std::memory_order_acquire) != 0; }
   void poll(int rank, Ready ready) override;
   void verify(int rank) override;
+  [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
 
  private:
-  Page& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
   std::atomic_ref<uint64_t> verdict() const { return std::atomic_ref(page(0).verdict); }
   bool hasAnnounced(int r) const { return page(r).announced.observe() > current_.sequence; }
-  bool hasDeparted(int r) const;
+  bool hasDeparted(int r) const { return departureOf(r) != Departure::kHere; }
   uint64_t progressOf(int r) const;
 
   void report(Failure kind, int culprit, const std::string& text);
-  [[noreturn]] void throwVerdict() const;
   [[noreturn]] void lost(int rank, bool process_ended);
   [[noreturn]] void mismatch();
   // Who keeps the others waiting, and how: "rank 2 (pid 7 on host a) did not arrive".
@@ -67,8 +76,10 @@ class Session final : public Watch {
     std::string text;
   };
   Laggards laggards(int waited_for) const;
-  std::string who(int r) const;
+  // "pid 7 on host a, stopped, last seen in barrier #3"
+  std::string details(int r) const;
   std::string told(Announcement operation) const;
+  std::string monitored(const std::vector<int>& late) const;
 
   const int rank_, size_;
   const GroupOptions& options_;

@@ -12,8 +12,22 @@
 
 namespace ringreduce {
 
-enum class Kind : uint8_t { kAllReduce, kBroadcast, kAllGather, kBarrier };
-inline constexpr const char* kKindNames[] = {"all_reduce", "broadcast", "all_gather", "barrier"};
+enum class Kind : uint8_t {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSparseAllReduce,
+  kMonitoredBarrier,
+};
+inline constexpr const char* kKindNames[] = {
+    "all_reduce", "reduce",     "reduce_scatter", "broadcast",         "all_gather",       "gather",
+    "scatter",    "all_to_all", "barrier",        "sparse all_reduce", "monitored_barrier"};
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
@@ -26,6 +40,7 @@ struct Announcement {
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
   int32_t root = kNoRoot;
+  uint64_t parts = 0;  // where it has parts of unequal sizes: a hash of these
 
   bool operator==(const Announcement&) const = default;
 };
@@ -40,6 +55,13 @@ constexpr uint32_t bellFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
+// How far a rank has left normally.
+enum class Departure : uint32_t {
+  kHere,
+  kLeaving,  // calls no more collectives and receives no more messages, but still sends some
+  kGone,
+};
+
 struct Page {
   Flag posted;    // exchange: steps whose slot is filled
   Flag reduced;   // exchange: steps whose slot holds this rank's share of the sum (two-shot)
@@ -51,7 +73,8 @@ struct Page {
   Announcement announcements[kAnnouncements];
 
   alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
-  alignas(kLine) uint32_t departed;  // 1 once the owner has left normally
+  alignas(kLine) uint32_t messenger_bell;  // 1 while the owner sleeps and waits for messages
+  alignas(kLine) uint32_t departed;        // a Departure of the owner
 
   // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of
   // the host's first rank counts.  `record` is the text of a verdict that this page's owner

@@ -9,20 +9,21 @@
 #include <ctime>
 
 namespace ringreduce {
-namespace {
 
 // Not FUTEX_PRIVATE: the word is shared between processes.
-void futexWait(uint32_t* word, uint32_t value, Nanos longest) {
+void sleepOn(uint32_t& bell, uint32_t value, Nanos longest) {
   const timespec limit{.tv_sec = longest / kSecond, .tv_nsec = longest % kSecond};
-  syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, nullptr, 0);
+  syscall(SYS_futex, &bell, FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
-}  // namespace
+void ringBell(uint32_t& bell) {
+  // The exchange leaves the system call to one of several that ring.
+  if (std::atomic_ref(bell).exchange(0, std::memory_order_seq_cst))
+    syscall(SYS_futex, &bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
 
 void wake(Page& page) {
-  // The exchange leaves the system call to one of several publishers.
-  if (std::atomic_ref(page.bell).exchange(0, std::memory_order_seq_cst))
-    syscall(SYS_futex, &page.bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  ringBell(page.bell);
 }
 
 void Waiter::waitFor(int rank, Ready ready) {
@@ -40,7 +41,7 @@ void Waiter::waitFor(int rank, Ready ready) {
   Nanos next_poll = 0;  // at once: this wait is long already
   for (;;) {
     bell.store(bellFor(rank), std::memory_order_seq_cst);
-    if (!ready() && !watch_.failed()) futexWait(&own_.bell, bellFor(rank), patience_.sleep);
+    if (!ready() && !watch_.failed()) sleepOn(own_.bell, bellFor(rank), patience_.sleep);
     bell.store(0, std::memory_order_relaxed);
     if (ready()) return;
     if (now() >= next_poll || watch_.failed()) {

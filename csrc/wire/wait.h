@@ -42,6 +42,11 @@ void ring(Page& page, int me) {
     wake(page);
 }
 
+// Sleeps while `bell` has this value, no longer than `longest`.
+void sleepOn(uint32_t& bell, uint32_t value, Nanos longest);
+// Wakes who sleeps on `bell`, which is 0 afterwards.
+void ringBell(uint32_t& bell);
+
 class Waiter {
  public:
   // `own` is the page of the rank that waits; one thread at a time may wait on it.

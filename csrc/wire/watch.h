@@ -1,6 +1,8 @@
 // What a wait must look after while it waits; implemented by the group (group/session.h).
 #pragma once
 
+#include <cstdint>
+
 namespace ringreduce {
 
 // A non-owning reference to a callable that says whether a wait is over.
@@ -28,6 +30,10 @@ class Watch {
 
   // Called when `rank` is first heard of in an operation.  Throws if it announced another one.
   virtual void verify(int rank) = 0;
+
+  // Called when `sender` gives `sent` elements to `receiver`, which expects `expected`.  Throws.
+  [[noreturn]] virtual void disagree(int sender, int receiver, uint64_t sent,
+                                     uint64_t expected) = 0;
 };
 
 }  // namespace ringreduce

@@ -104,8 +104,9 @@ TEST(broadcast_gather_barrier) {
         group.run({Barrier{}});
         const std::vector<float> mine = input(group.rank(), n);
         std::vector<std::vector<float>> all(static_cast<size_t>(P), std::vector<float>(n));
-        AllGather gather{mine.data(), {}, n, DType::kFloat32};
+        AllGather gather{.input = mine.data(), .dtype = DType::kFloat32};
         for (auto& part : all) gather.outputs.push_back(part.data());
+        gather.counts.assign(all.size(), n);
         group.run({gather});
         for (int r = 0; r < P; ++r) CHECK(all[static_cast<size_t>(r)] == input(r, n));
       });

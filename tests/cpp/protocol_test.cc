@@ -65,6 +65,9 @@ struct Impatient final : Watch {
       throw std::runtime_error("the protocol has stalled");
   }
   void verify(int) override {}
+  [[noreturn]] void disagree(int, int, uint64_t, uint64_t) override {
+    throw std::runtime_error("ranks disagree");
+  }
 };
 
 // The pages and slots of P ranks, in ordinary memory.

@@ -1,0 +1,454 @@
+// Posting, waiting, and the thread for when nobody waits.
+#include "group/messenger.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "group/text.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
+// While messages come and go the thread looks by itself that often whether it is needed, and only
+// after so many looks for nothing sleeps until it is called: calling it costs more than a small
+// message does.
+constexpr auto kDoze = std::chrono::milliseconds(1);
+constexpr int kDozes = 50;
+
+}  // namespace
+
+Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Session& session,
+                     Executor& executor, const GroupOptions& options, Patience patience)
+    : rank_(rank),
+      size_(static_cast<int>(wires.size())),
+      session_(session),
+      executor_(executor),
+      options_(options),
+      patience_(patience),
+      engine_(std::move(wires)) {}
+
+Messenger::~Messenger() {
+  if (thread_.joinable()) stop(nullptr);
+}
+
+std::shared_ptr<Delivery> Messenger::post(Message message) {
+  const bool from_any = message.way == Message::Way::kReceive && message.peer == kAnySource;
+  if (!from_any && (message.peer < 0 || message.peer >= size_))
+    throw Error(Failure::kArgument,
+                std::string("ringreduce ") +
+                    (message.way == Message::Way::kSend ? "send: to" : "recv: from") + " rank " +
+                    std::to_string(message.peer) + " in a group of " + std::to_string(size_));
+  session_.check();
+  auto delivery = std::make_shared<Delivery>(std::move(message));
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw Error(Failure::kAborted, "the group has been destroyed");
+    ++posts_;
+    engine_.post(delivery);
+  }
+  pass();
+  if (!delivery->isDone()) {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) startThread();
+    if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
+  }
+  return delivery;
+}
+
+// ---- moving on
+
+// One look at all ranks.  Whatever is over is told outside of the lock: what hangs on it (tensors,
+// callbacks) may want other locks.
+bool Messenger::pass() {
+  std::vector<Engine::Handle> over;
+  std::vector<int> touched;
+  bool moved = false, others_wait = false;
+  {
+    const std::lock_guard lock(mutex_);
+    moved = engine_.progress(over, touched);
+    others_wait = driven_ && driver_ != std::this_thread::get_id();
+  }
+  for (int r : touched)
+    if (r != rank_ &&
+        std::atomic_ref(session_.page(r).messenger_bell).load(std::memory_order_seq_cst))
+      ringBell(session_.page(r).messenger_bell);
+  if (over.empty()) return moved;
+  finish(over, nullptr);
+  // The driver may sleep, and wait for what this thread has just finished.
+  if (others_wait) ringBell(session_.page(rank_).messenger_bell);
+  changed_.notify_all();
+  return true;
+}
+
+void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_ptr error) {
+  for (const Engine::Handle& handle : over) {
+    auto& delivery = static_cast<Delivery&>(*handle);
+    std::exception_ptr why = error;
+    if (!why) {
+      try {
+        if (delivery.mismatch) checkMismatch(delivery);
+        if (delivery.message.after) delivery.message.after();
+      } catch (...) {
+        why = std::current_exception();
+      }
+    }
+    delivery.message.after = nullptr;
+    if (Ticket::Completion completion = delivery.finish(why))
+      executor_.tell(std::move(completion), why);
+  }
+}
+
+void Messenger::checkMismatch(const Transfer& transfer) {
+  const Message& m = transfer.message;
+  session_.fail(Failure::kMismatch, transfer.source,
+                "ranks disagree on a message: " + session_.who(transfer.source) + " sent " +
+                    std::to_string(transfer.sent_count) + " elements of " +
+                    name(transfer.sent_dtype) + " with tag " + std::to_string(m.tag) +
+                    ", where rank " + options_.shown(rank_) + " receives " +
+                    std::to_string(m.count) + " of " + name(m.dtype));
+}
+
+void Messenger::fail(const std::vector<Engine::Handle>& some, const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Engine::Handle& handle : some) engine_.cancel(handle);
+  }
+  finish(some, error);
+  changed_.notify_all();
+}
+
+void Messenger::failAll(const std::exception_ptr& error) {
+  std::vector<Engine::Handle> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.assign(engine_.pending().begin(), engine_.pending().end());
+    for (const Engine::Handle& handle : all) engine_.cancel(handle);
+  }
+  finish(all, error);
+  changed_.notify_all();
+}
+
+// ---- waiting
+
+// Who drives, for as long as this lives.  A signal handler may drive inside its own thread's wait.
+struct Messenger::Driving {
+  explicit Driving(Messenger& m) : messenger(m), nested(m.driven_), before(m.driver_) {
+    m.driven_ = true;
+    m.driver_ = std::this_thread::get_id();
+  }
+  ~Driving() {
+    {
+      const std::lock_guard lock(messenger.mutex_);
+      messenger.driven_ = nested;
+      messenger.driver_ = before;
+      if (messenger.thread_asleep_ && messenger.wantsThread()) messenger.for_thread_.notify_one();
+    }
+    messenger.changed_.notify_all();
+  }
+  Messenger& messenger;
+  const bool nested;
+  const std::thread::id before;
+};
+
+// What a wait looks after now and then: Ctrl-C, peers, its deadline, and a word in the log.
+class Messenger::Turns {
+ public:
+  Turns(Messenger& m, const Delivery& delivery, Nanos timeout)
+      : messenger_(m),
+        delivery_(delivery),
+        started_(now()),
+        timeout_(timeout),
+        deadline_(deadlineIn(timeout)),
+        next_report_(deadlineIn(m.options_.stall)) {}
+
+  // Throws what Ctrl-C throws.  Everything else ends the delivery.
+  void turn() {
+    const Nanos time = now();
+    if (time < next_) return;
+    next_ = time + kLook;
+    Messenger& m = messenger_;
+    try {
+      if (m.options_.interrupt) m.options_.interrupt();
+    } catch (...) {
+      // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
+      m.session_.abort("interrupted while it waited to " + m.describe(delivery_));
+      m.failAll(std::current_exception());
+      throw;
+    }
+    try {
+      m.session_.check();
+      m.lookAfterPeers();
+      if (time >= deadline_ && !delivery_.isDone())
+        m.session_.fail(Failure::kTimeout,
+                        delivery_.message.peer == kAnySource ? 0 : delivery_.message.peer,
+                        m.missing(delivery_) + ": to " + m.describe(delivery_) +
+                            " timed out after a timeout of " + seconds(timeout_));
+    } catch (const Error&) {
+      return m.failAll(std::current_exception());
+    }
+    if (time >= next_report_ && !delivery_.isDone()) {
+      next_report_ = time + std::max(time - started_, kSecond);
+      log("rank " + m.options_.shown(m.rank_) + " of group '" + m.options_.name + "' has waited " +
+          seconds(time - started_) + " to " + m.describe(delivery_) + ": " + m.missing(delivery_));
+    }
+  }
+
+ private:
+  Messenger& messenger_;
+  const Delivery& delivery_;
+  const Nanos started_, timeout_, deadline_;
+  Nanos next_report_, next_ = 0;
+};
+
+bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
+  if (delivery.isDone()) return true;
+  delivery.refuseInChild();
+  const Nanos limit = deadlineIn(longest);
+  Turns turns(*this, delivery, timeout);
+
+  struct User {
+    explicit User(Messenger& m) : messenger(m) {
+      const std::lock_guard lock(m.mutex_);
+      ++m.users_;
+      thread_drives = m.driven_ && m.driver_ == m.thread_.get_id();
+    }
+    ~User() {
+      const std::lock_guard lock(messenger.mutex_);
+      --messenger.users_;
+    }
+    Messenger& messenger;
+    bool thread_drives;
+  } const user(*this);
+  if (user.thread_drives) ringBell(session_.page(rank_).messenger_bell);  // it makes way
+
+  while (!delivery.isDone()) {
+    std::unique_lock lock(mutex_);
+    if (driven_ && driver_ != std::this_thread::get_id()) {
+      changed_.wait_for(lock, std::chrono::nanoseconds(kLook));
+      lock.unlock();
+      turns.turn();
+      if (now() >= limit) return delivery.isDone();
+      continue;
+    }
+    const Driving driving(*this);
+    lock.unlock();
+    Nanos moved_at = now();
+    while (!delivery.isDone()) {
+      if (pass()) {
+        moved_at = now();
+        continue;
+      }
+      const Nanos idle = now() - moved_at;
+      if (idle < patience_.spin) {
+        pause();
+      } else if (idle < patience_.spin + patience_.yield && !session_.failed()) {
+        sched_yield();
+      } else {
+        turns.turn();
+        sleep(&delivery);
+      }
+      if (now() >= limit) return delivery.isDone();
+    }
+  }
+  return true;
+}
+
+// Until a peer has done something, or for a few milliseconds.
+void Messenger::sleep(const Delivery* waited_for) {
+  uint32_t& bell = session_.page(rank_).messenger_bell;
+  std::atomic_ref(bell).store(1, std::memory_order_seq_cst);
+  const bool moved = pass();
+  const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
+  if (!moved && !done && !session_.failed()) sleepOn(bell, 1, kLongestSleep);
+  std::atomic_ref(bell).store(0, std::memory_order_relaxed);
+}
+
+bool Messenger::wantedByUsers() {
+  const std::lock_guard lock(mutex_);
+  return users_ > 0;
+}
+
+// Ends what can no longer happen: messages to and from ranks that are gone.
+void Messenger::lookAfterPeers() {
+  const std::vector<bool> dead = session_.endedProcesses();
+  std::vector<bool> leaving(dead.size()), gone(dead.size());
+  bool any = false;
+  for (int r = 0; r < size_; ++r) {
+    const auto i = static_cast<size_t>(r);
+    const Departure departure = session_.departureOf(r);
+    leaving[i] = r != rank_ && (dead[i] || departure != Departure::kHere);
+    gone[i] = r != rank_ && (dead[i] || departure == Departure::kGone);
+    any = any || leaving[i];
+  }
+  if (!any) return;
+  while (pass()) {
+  }  // what they did before they went is in memory by now
+  std::vector<Engine::Handle> hopeless;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Engine::Handle& handle : engine_.pending()) {
+      const Message& m = handle->message;
+      const int peer = handle->source != kAnySource ? handle->source : m.peer;
+      const auto nobody = [&] {
+        for (int r = 0; r < size_; ++r)
+          if (r != rank_ && !gone[static_cast<size_t>(r)]) return false;
+        return size_ > 1;
+      };
+      const auto i = static_cast<size_t>(peer);
+      if (m.way == Message::Way::kSend ? gone[i] || (leaving[i] && !handle->matched)
+          : peer == kAnySource         ? nobody()
+                                       : gone[i])
+        hopeless.push_back(handle);
+    }
+  }
+  for (const Engine::Handle& handle : hopeless) {
+    const int peer = handle->source != kAnySource ? handle->source : handle->message.peer;
+    if (peer != kAnySource && dead[static_cast<size_t>(peer)] &&
+        session_.departureOf(peer) == Departure::kHere)
+      session_.fail(Failure::kPeerLost, peer,
+                    session_.who(peer) + " is lost: its process ended; rank " +
+                        options_.shown(rank_) + " waited to " + describe(*handle));
+    fail({handle}, std::make_exception_ptr(Error(
+                       Failure::kPeerLost,
+                       (peer == kAnySource ? "all other ranks have" : session_.who(peer) + " has") +
+                           " left group '" + options_.name + "'; rank " + options_.shown(rank_) +
+                           " waited to " + describe(*handle))));
+  }
+}
+
+// ---- the thread
+
+bool Messenger::wantsThread() const {
+  return !engine_.pending().empty() && !driven_ && users_ == 0;
+}
+
+void Messenger::startThread() {
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw Error(Failure::kArgument,
+                std::string("ringreduce cannot start a thread for messages: ") + error.what());
+  }
+}
+
+void Messenger::run() {
+  pthread_setname_np(pthread_self(), "ringreduce-p2p");
+  int dozes = 0;
+  uint64_t seen = 0;
+  Nanos next_look = 0;
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (!wantsThread()) {
+      if (seen != posts_) dozes = 0;
+      seen = posts_;
+      if (dozes++ < kDozes) {
+        for_thread_.wait_for(lock, kDoze);
+      } else {
+        thread_asleep_ = true;
+        for_thread_.wait(lock, [&] { return stopping_ || wantsThread(); });
+        thread_asleep_ = false;
+        dozes = 0;
+      }
+      continue;
+    }
+    dozes = 0;
+    {
+      const Driving driving(*this);
+      lock.unlock();
+      if (!pass()) sleep(nullptr);
+      if (now() >= next_look) {
+        next_look = now() + kLook;
+        try {
+          session_.check();
+          lookAfterPeers();
+        } catch (const Error&) {
+          failAll(std::current_exception());
+        }
+      }
+    }
+    lock.lock();
+  }
+}
+
+void Messenger::stop(void (*turn)()) {
+  std::vector<Engine::Handle> receives;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (const Engine::Handle& handle : engine_.pending())
+      if (handle->message.way == Message::Way::kReceive) receives.push_back(handle);
+  }
+  const auto left = std::make_exception_ptr(
+      Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
+                                   "' before a message it was to receive had come"));
+  fail(receives, left);
+  session_.depart(Departure::kLeaving);
+  const auto sending = [&] {
+    const std::lock_guard lock(mutex_);
+    return !engine_.pending().empty();
+  };
+  Nanos next_look = 0;
+  while (sending()) {
+    if (pass()) continue;
+    if (now() >= next_look) {
+      next_look = now() + kLook;
+      try {
+        if (turn) turn();
+        session_.check();
+        lookAfterPeers();
+      } catch (const Error&) {
+        failAll(std::current_exception());
+      } catch (...) {
+        failAll(std::current_exception());
+        throw;
+      }
+    }
+    sleep(nullptr);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    for_thread_.notify_all();
+  }
+  ringBell(session_.page(rank_).messenger_bell);
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id())
+    thread_.detach();
+  else
+    thread_.join();
+}
+
+// ---- words
+
+std::string Messenger::describe(const Transfer& transfer) const {
+  const Message& m = transfer.message;
+  const bool send = m.way == Message::Way::kSend;
+  return std::string(send ? "send " : "receive ") + std::to_string(m.count) +
+         (m.count == 1 ? " element" : " elements") + " of " + name(m.dtype) +
+         (send ? " to " : " from ") +
+         (m.peer == kAnySource ? "any rank" : "rank " + options_.shown(m.peer)) + " with tag " +
+         std::to_string(m.tag) + " (message #" + std::to_string(transfer.number) + ")";
+}
+
+std::string Messenger::missing(const Transfer& transfer) {
+  const Message& m = transfer.message;
+  int matched = kAnySource;
+  {
+    const std::lock_guard lock(mutex_);
+    if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
+  }
+  if (matched != kAnySource) return session_.whereabouts(matched) + " stopped moving data";
+  if (m.peer == kAnySource) return "no rank sent it";
+  return session_.whereabouts(m.peer) +
+         (m.way == Message::Way::kSend ? " did not receive it" : " did not send it");
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,257 @@
+// Matching, and the two ways of sending.
+#include "p2p/engine.h"
+
+#include <algorithm>
+
+#include "base/copy.h"
+
+namespace ringreduce {
+namespace {
+
+// Records that one pass takes from one rank: enough for all that fits the ring, so that others get
+// their turn.
+constexpr int kRecordsAPass = 16;
+
+}  // namespace
+
+Engine::Engine(std::vector<Wire> wires) {
+  peers_.reserve(wires.size());
+  for (const Wire& wire : wires) peers_.emplace_back(wire);
+}
+
+void Engine::post(const Handle& transfer) {
+  transfer->number = posts_++;
+  pending_.insert(transfer);
+  const Message& m = transfer->message;
+  if (m.way == Message::Way::kSend) {
+    peers_[static_cast<size_t>(m.peer)].unannounced.push_back(transfer);
+    return;
+  }
+  int rank = m.peer;
+  Arrival arrival;
+  if (takeArrival(*transfer, rank, arrival))
+    match(transfer, rank, arrival, arrival.payload.data(), finished_by_post_);
+  else
+    posted_[{m.peer, m.tag}].push_back(transfer);
+}
+
+bool Engine::progress(std::vector<Handle>& finished, std::vector<int>& touched) {
+  const bool posted = !finished_by_post_.empty();
+  finished.insert(finished.end(), finished_by_post_.begin(), finished_by_post_.end());
+  finished_by_post_.clear();
+  for (size_t r = 0; r < peers_.size(); ++r) {
+    const bool drained = drain(static_cast<int>(r), finished);
+    const bool pushed = push(peers_[r], finished);
+    if (drained || pushed) touched.push_back(static_cast<int>(r));
+  }
+  return posted || !touched.empty();
+}
+
+void Engine::cancel(const Handle& transfer) {
+  const Message& m = transfer->message;
+  const auto forget = [&](std::deque<Handle>& from) { std::erase(from, transfer); };
+  const auto forgetIn = [&](std::map<uint64_t, Handle>& from) {
+    std::erase_if(from, [&](const auto& entry) { return entry.second == transfer; });
+  };
+  if (m.way == Message::Way::kSend) {
+    Peer& peer = peers_[static_cast<size_t>(m.peer)];
+    forget(peer.unannounced);
+    forget(peer.granted);
+    forgetIn(peer.requested);
+  } else if (transfer->matched) {
+    forgetIn(peers_[static_cast<size_t>(transfer->source)].receiving);
+  } else if (const auto found = posted_.find({m.peer, m.tag}); found != posted_.end()) {
+    forget(found->second);
+  }
+  transfer->over = true;
+  pending_.erase(transfer);
+}
+
+// Grants first, since others wait for them, and fragments last: a large message does not hold up
+// small ones.
+bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
+  ChannelWriter& out = peer.wire.out;
+  bool moved = false;
+  while (!peer.grants.empty()) {
+    if (!out.reserve(0)) return moved;
+    out.commit({.id = peer.grants.front(), .type = Record::Type::kGrant});
+    peer.grants.pop_front();
+    moved = true;
+  }
+  while (!peer.unannounced.empty()) {
+    const Handle transfer = peer.unannounced.front();
+    const Message& m = transfer->message;
+    const size_t bytes = m.bytes();
+    Record record{.id = peer.next_id, .count = m.count, .tag = m.tag, .dtype = m.dtype};
+    const bool eager =
+        bytes <= kEagerBytes &&
+        peer.eager_sent + bytes <= peer.wire.acknowledged->observe() + kEagerBudget;
+    std::byte* payload = out.reserve(eager ? bytes : 0);
+    if (!payload) return moved;
+    record.type = eager ? Record::Type::kEager : Record::Type::kRequest;
+    if (eager) {
+      record.payload = static_cast<uint32_t>(bytes);
+      copyBytes(payload, m.data, bytes);
+      peer.eager_sent += bytes;
+    }
+    out.commit(record);
+    transfer->id = peer.next_id++;
+    peer.unannounced.pop_front();
+    if (eager)
+      finish(transfer, finished);
+    else
+      peer.requested.emplace(transfer->id, transfer);
+    moved = true;
+  }
+  while (!peer.granted.empty()) {
+    const Handle transfer = peer.granted.front();
+    const Message& m = transfer->message;
+    const size_t bytes = std::min(kFragmentBytes, m.bytes() - transfer->moved);
+    std::byte* payload = out.reserve(bytes);
+    if (!payload) return moved;
+    copyBytes(payload, static_cast<const std::byte*>(m.data) + transfer->moved, bytes);
+    out.commit({.id = transfer->id,
+                .payload = static_cast<uint32_t>(bytes),
+                .type = Record::Type::kFragment});
+    transfer->moved += bytes;
+    moved = true;
+    if (transfer->moved == m.bytes()) {
+      peer.granted.pop_front();
+      finish(transfer, finished);
+    }
+  }
+  return moved;
+}
+
+bool Engine::drain(int rank, std::vector<Handle>& finished) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  bool moved = false;
+  for (int i = 0; i < kRecordsAPass; ++i) {
+    const Record* record = peer.wire.in.front();
+    if (!record) break;
+    const auto* payload = reinterpret_cast<const std::byte*>(record + 1);
+    const uint32_t bytes = record->payload;
+    moved = true;
+    switch (record->type) {
+      case Record::Type::kEager:
+      case Record::Type::kRequest:
+        arrive(rank, *record, payload, finished);
+        break;
+      case Record::Type::kGrant:
+        // A send that was cancelled since is not there any more.
+        if (auto found = peer.requested.extract(record->id)) {
+          found.mapped()->matched = true;
+          peer.granted.push_back(std::move(found.mapped()));
+        }
+        break;
+      case Record::Type::kFragment:
+        if (const auto found = peer.receiving.find(record->id); found != peer.receiving.end()) {
+          const Handle receive = found->second;
+          copyBytes(static_cast<std::byte*>(receive->message.data) + receive->moved, payload,
+                    bytes);
+          receive->moved += bytes;
+          if (receive->moved == receive->message.bytes()) {
+            peer.receiving.erase(found);
+            finish(receive, finished);
+          }
+        }
+        break;
+      case Record::Type::kSkip:
+        break;
+    }
+    peer.wire.in.pop(bytes);
+  }
+  return moved;
+}
+
+// A message has come: with its payload, or to ask for a receive.
+void Engine::arrive(int rank, const Record& record, const std::byte* payload,
+                    std::vector<Handle>& finished) {
+  Arrival arrival{.order = arrivals_++,
+                  .id = record.id,
+                  .count = record.count,
+                  .dtype = record.dtype,
+                  .eager = record.type == Record::Type::kEager,
+                  .payload = {}};
+  if (const Handle receive = takePosted(rank, record.tag))
+    return match(receive, rank, arrival, payload, finished);
+  if (arrival.eager) arrival.payload.assign(payload, payload + record.payload);
+  unexpected_[{rank, record.tag}].push_back(std::move(arrival));
+}
+
+// The first receive that a message of this rank and tag fits.
+Engine::Handle Engine::takePosted(int rank, int tag) {
+  const auto fits = [&](int source) {
+    const auto found = posted_.find({source, tag});
+    return found == posted_.end() || found->second.empty() ? posted_.end() : found;
+  };
+  auto first = fits(rank);
+  if (const auto any = fits(kAnySource); any != posted_.end())
+    if (first == posted_.end() ||
+        any->second.front()->number < first->second.front()->number)
+      first = any;
+  if (first == posted_.end()) return nullptr;
+  Handle receive = std::move(first->second.front());
+  first->second.pop_front();
+  if (first->second.empty()) posted_.erase(first);
+  return receive;
+}
+
+// The first message that fits a receive.
+bool Engine::takeArrival(Transfer& receive, int& rank, Arrival& arrival) {
+  const Message& m = receive.message;
+  auto first = unexpected_.end();
+  const auto consider = [&](int source) {
+    const auto found = unexpected_.find({source, m.tag});
+    if (found != unexpected_.end() &&
+        (first == unexpected_.end() || found->second.front().order < first->second.front().order))
+      first = found;
+  };
+  if (m.peer != kAnySource)
+    consider(m.peer);
+  else
+    for (size_t r = 0; r < peers_.size(); ++r) consider(static_cast<int>(r));
+  if (first == unexpected_.end()) return false;
+  rank = first->first.first;
+  arrival = std::move(first->second.front());
+  first->second.pop_front();
+  if (first->second.empty()) unexpected_.erase(first);
+  return true;
+}
+
+void Engine::match(const Handle& receive, int rank, const Arrival& arrival,
+                   const std::byte* payload, std::vector<Handle>& finished) {
+  const Message& m = receive->message;
+  receive->source = rank;
+  receive->matched = true;
+  if (arrival.count != m.count || arrival.dtype != m.dtype) {
+    receive->mismatch = true;
+    receive->sent_count = arrival.count;
+    receive->sent_dtype = arrival.dtype;
+    return finish(receive, finished);
+  }
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (!arrival.eager) {
+    peer.grants.push_back(arrival.id);
+    peer.receiving.emplace(arrival.id, receive);
+    return;
+  }
+  copyBytes(m.data, payload, m.bytes());
+  receive->moved = m.bytes();
+  consume(rank, m.bytes());
+  finish(receive, finished);
+}
+
+void Engine::finish(const Handle& transfer, std::vector<Handle>& finished) {
+  transfer->over = true;
+  pending_.erase(transfer);
+  finished.push_back(transfer);
+}
+
+void Engine::consume(int rank, size_t bytes) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  peer.eager_consumed += bytes;
+  peer.wire.consumed->publish(peer.eager_consumed);
+}
+
+}  // namespace ringreduce
