@@ -29,6 +29,9 @@ enum class DType : uint8_t {
   kFloat8E5M2,
   kFloat8E4M3FNUZ,
   kFloat8E5M2FNUZ,
+  kFloat8E8M0FNU,
+  kFloat4E2M1FNx2,
+  kComplex32,
 };
 inline constexpr int kReducibleDTypes = 10;
 
@@ -60,6 +63,9 @@ inline constexpr std::array kDTypes{
     DTypeInfo{"float8_e5m2", 1},
     DTypeInfo{"float8_e4m3fnuz", 1},
     DTypeInfo{"float8_e5m2fnuz", 1},
+    DTypeInfo{"float8_e8m0fnu", 1},
+    DTypeInfo{"float4_e2m1fn_x2", 1},
+    DTypeInfo{"complex32", 4},
 };
 
 inline constexpr std::array<const char*, kReduceOps> kReduceOpNames{

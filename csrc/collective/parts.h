@@ -16,9 +16,9 @@ class Parts {
     bytes_ = even >= kLine ? even / kLine * kLine : even / width * width;
     elements_ = bytes_ / width;
     if (elements_ == 0)
-      throw Error(Failure::kArgument,
-                  "a slot of " + std::to_string(c.exchange.slotBytes()) + " bytes is too small for " +
-                      std::to_string(c.size) + " ranks; set RINGREDUCE_SLOT_BYTES higher");
+      throw Error(Failure::kArgument, "a slot of " + std::to_string(c.exchange.slotBytes()) +
+                                          " bytes is too small for " + std::to_string(c.size) +
+                                          " ranks; set RINGREDUCE_SLOT_BYTES higher");
   }
 
   size_t elements() const { return elements_; }  // that a part holds

@@ -56,9 +56,8 @@ void reduceScatter(Communicator& c, const ReduceScatter& r) {
     const Span s = piece(count(c.rank), parts.elements(), j);
     for (int k = 0; k < c.size; ++k) {
       const int p = kthToAdd(c.rank, k, c.size);
-      ordered[static_cast<size_t>(k)] = p == c.rank
-                                            ? input(p, s.begin)
-                                            : parts.incoming(c.exchange.peek(p, first + j), p);
+      ordered[static_cast<size_t>(k)] =
+          p == c.rank ? input(p, s.begin) : parts.incoming(c.exchange.peek(p, first + j), p);
     }
     kernels.reduce(static_cast<std::byte*>(r.output) + s.begin * width, ordered.data(), c.size,
                    s.size, c.size);

@@ -59,8 +59,8 @@ void Reduction::twoShot() {
     for (int k = 1; k < c_.size && wanted(); ++k) {
       const int p = (c_.rank + k) % c_.size;
       const Span theirs = part(j, p);
-      copyBytes(output(theirs.begin),
-                c_.exchange.shared(p, first_ + j) + inSlot(theirs.begin, j), theirs.size * width_);
+      copyBytes(output(theirs.begin), c_.exchange.shared(p, first_ + j) + inSlot(theirs.begin, j),
+                theirs.size * width_);
     }
     c_.exchange.release(first_ + j);
   };

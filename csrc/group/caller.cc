@@ -220,7 +220,8 @@ class Caller {
     member.pid = static_cast<int>(number(fields, "pid"));
     member.host = word(fields, "host");
     if (rank != rank_)
-      member.segment = Segment::attach(std::move(packet.fds[0]), Layout(table_.options, size_).bytes);
+      member.segment =
+          Segment::attach(std::move(packet.fds[0]), Layout(table_.options, size_).bytes);
     if (packet.fds.size() > 1) member.process = shareProcessFd(std::move(packet.fds[1]));
   }
 

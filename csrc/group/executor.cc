@@ -82,6 +82,7 @@ struct Executor::State {
   std::condition_variable for_worker, for_teller, idle;
   std::deque<Item> queue;
   std::deque<Told> to_tell;
+  bool telling = false;      // a completion is being called
   bool busy = false;         // the token: an operation runs
   std::thread::id owner;     // who holds it, if that is a user's thread
   bool worker_done = false;  // no more completions will come
@@ -135,10 +136,12 @@ struct Executor::State {
       if (to_tell.empty()) return;
       Told next = std::move(to_tell.front());
       to_tell.pop_front();
+      telling = true;
       lock.unlock();
       next.completion(std::move(next.error));
       next = {};
       lock.lock();
+      telling = false;
     }
   }
 };
@@ -217,6 +220,18 @@ void Executor::tell(Completion completion, std::exception_ptr error) {
     }
   }
   completion(std::move(error));  // the group is being left: its thread for this may be gone
+}
+
+void Executor::drain(void (*turn)()) {
+  const std::shared_ptr<State> state = state_;
+  std::unique_lock lock(state->mutex);
+  while (state->busy || state->telling || !state->queue.empty() || !state->to_tell.empty()) {
+    state->idle.wait_for(lock, std::chrono::milliseconds(1));
+    if (!turn) continue;
+    lock.unlock();
+    turn();
+    lock.lock();
+  }
 }
 
 void Executor::stop(void (*turn)()) {

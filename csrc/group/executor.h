@@ -76,6 +76,9 @@ class Executor {
   // Calls `completion` later, where those of queued operations are called.
   void tell(Completion completion, std::exception_ptr error);
 
+  // Waits until all that was queued has run and its completions were told.
+  void drain(void (*turn)());
+
   // Waits until all that is queued has run and all completions were told, and ends the threads.
   // What is submitted later is refused with Error(kAborted).  Called from a completion, it leaves
   // that thread to end by itself right afterwards.  `turn`, if not null, is called now and then

@@ -220,6 +220,12 @@ bool Group::await(Ticket& ticket, Nanos longest) {
   }
 }
 
+void Group::drain() {
+  refuseInChild();
+  refuseInside();
+  executor_->drain(options_.interrupt);
+}
+
 void Group::abort(const std::string& why) {
   refuseInChild();
   session_->abort(why);

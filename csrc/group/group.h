@@ -53,10 +53,14 @@ class Group : public std::enable_shared_from_this<Group> {
   bool await(Ticket& ticket, Nanos longest);
   bool await(Delivery& delivery, Nanos longest);
 
+  // Waits until all operations that were queued are over and their completions were told.
+  void drain();
+
   // Makes the operation under way and all later ones fail, on all ranks.
   void abort(const std::string& why);
 
-  // Runs what is queued, sends what is to be sent, leaves the group and ends its threads.  Further calls are refused.
+  // Runs what is queued, sends what is to be sent, leaves the group and ends its threads.  Further
+  // calls are refused.
   void shutdown();
 
   bool failed() const { return session_->failed(); }

@@ -1,10 +1,10 @@
 // Sends and receives of one rank: who moves them on, and what ends them.
 //
-// The engine (p2p/engine.h) knows which bytes go where and waits for nothing.  Here are the threads:
-// whoever waits for a message drives the engine, spinning, then yielding, then asleep on a bell that
-// peers ring; one at a time, the others wait for it.  If messages are under way and nobody waits, a
-// thread of this group does the same, so that they arrive while the rank computes.  Collectives have
-// a thread and a bell of their own: neither kind ever waits for the other.
+// The engine (p2p/engine.h) knows which bytes go where and waits for nothing.  Here are the
+// threads: whoever waits for a message drives the engine, spinning, then yielding, then asleep on a
+// bell that peers ring; one at a time, the others wait for it.  If messages are under way and
+// nobody waits, a thread of this group does the same, so that they arrive while the rank computes.
+// Collectives have a thread and a bell of their own: neither kind ever waits for the other.
 //
 // A message has no deadline until somebody waits for it: a server may keep receives open for hours.
 // A process that died, a deadline and messages that do not fit end the group (group/session.h).  A
@@ -43,7 +43,8 @@ class Messenger {
   std::shared_ptr<Delivery> post(Message message);
 
   // Waits; false if `longest` goes by first.  The deadline of the group is `timeout` from now.
-  // Throws what Ctrl-C throws, after the group has been aborted; does not throw the message's error.
+  // Throws what Ctrl-C throws, after the group has been aborted; does not throw the message's
+  // error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);
 
   // Sends what is still to be sent to ranks that receive it, gives up all receives, and ends the

@@ -78,8 +78,8 @@ template <class Call>
 template <class Call>
 void requireEntries(const Call& call, const char* what, size_t size, size_t wanted) {
   if (size != wanted)
-    refuse(call, std::to_string(size) + " " + what + " where " + std::to_string(wanted) +
-                     " are needed");
+    refuse(call,
+           std::to_string(size) + " " + what + " where " + std::to_string(wanted) + " are needed");
 }
 
 template <class Call>
@@ -87,12 +87,12 @@ void check(const Call& call, int world_size) {
   const auto P = static_cast<size_t>(world_size);
   if constexpr (Reducing<Call>)
     if (!isSupported(call.dtype, call.op))
-      refuse(call, std::string("cannot take ") + name(call.op) + " of " + name(call.dtype) +
-                       " elements");
+      refuse(call,
+             std::string("cannot take ") + name(call.op) + " of " + name(call.dtype) + " elements");
   if constexpr (Rooted<Call>)
     if (call.root < 0 || call.root >= world_size)
-      refuse(call, "rank " + std::to_string(call.root) + " in a group of " +
-                       std::to_string(world_size));
+      refuse(call,
+             "rank " + std::to_string(call.root) + " in a group of " + std::to_string(world_size));
   // Who is not the root of a gather or a scatter has one side of it only.
   if constexpr (HasInputs<Call>)
     if (!Rooted<Call> || !call.inputs.empty())

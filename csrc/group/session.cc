@@ -26,7 +26,7 @@ constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
 
 // A rank that does not wait for another in an operation (the root of a broadcast) does not see what
 // the other called there.  So each announcement carries this hash of all before it, and a
-// difference shows at the next operation at the latest.  
+// difference shows at the next operation at the latest.
 uint64_t extended(uint64_t history, const Announcement& a) {
   for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
                         static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
@@ -66,8 +66,7 @@ void Session::check() const {
 }
 
 Departure Session::departureOf(int r) const {
-  return static_cast<Departure>(
-      std::atomic_ref(page(r).departed).load(std::memory_order_acquire));
+  return static_cast<Departure>(std::atomic_ref(page(r).departed).load(std::memory_order_acquire));
 }
 
 void Session::depart(Departure how) {
@@ -108,9 +107,8 @@ std::string Session::details(int r) const {
   std::string text = names_[static_cast<size_t>(r)];
   if (isStopped(pids_[static_cast<size_t>(r)])) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
-  text += done == 0
-              ? ", no operation so far"
-              : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
+  text += done == 0 ? ", no operation so far"
+                    : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
   return text;
 }
 
@@ -138,7 +136,8 @@ void Session::poll(int rank, Ready ready) {
   const Nanos time = now();
   if (time >= deadline_ && !ready()) {
     const Laggards late = laggards(rank);
-    std::string text = late.text + ": " + told(current_) + " timed out after a timeout of " + seconds(timeout_);
+    std::string text =
+        late.text + ": " + told(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier) text = monitored(late.ranks) + ". " + text;
     fail(Failure::kTimeout, late.ranks.front(), text);
   }

@@ -36,8 +36,8 @@ std::string describe(const Announcement& operation) {
   if (operation.kind == Kind::kAllToAll && operation.parts != 0)
     text += ", with counts for each rank";
   else
-    text += ", " + std::to_string(operation.count) +
-            (operation.count == 1 ? " element" : " elements");
+    text +=
+        ", " + std::to_string(operation.count) + (operation.count == 1 ? " element" : " elements");
   if (operation.kind != Kind::kAllToAll && operation.parts != 0) {
     char parts[48];
     std::snprintf(parts, sizeof parts, " in uneven parts (hash %08x)",
@@ -46,7 +46,9 @@ std::string describe(const Announcement& operation) {
   }
   if (operation.op != kNoReduceOp)
     text += std::string(", ") + name(static_cast<ReduceOp>(operation.op));
-  if (operation.root != kNoRoot) text += (toRoot(operation.kind) ? ", to rank " : ", from rank ") + std::to_string(operation.root);
+  if (operation.root != kNoRoot)
+    text +=
+        (toRoot(operation.kind) ? ", to rank " : ", from rank ") + std::to_string(operation.root);
   return text + ")";
 }
 

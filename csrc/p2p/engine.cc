@@ -83,9 +83,8 @@ bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
     const Message& m = transfer->message;
     const size_t bytes = m.bytes();
     Record record{.id = peer.next_id, .count = m.count, .tag = m.tag, .dtype = m.dtype};
-    const bool eager =
-        bytes <= kEagerBytes &&
-        peer.eager_sent + bytes <= peer.wire.acknowledged->observe() + kEagerBudget;
+    const bool eager = bytes <= kEagerBytes &&
+                       peer.eager_sent + bytes <= peer.wire.acknowledged->observe() + kEagerBudget;
     std::byte* payload = out.reserve(eager ? bytes : 0);
     if (!payload) return moved;
     record.type = eager ? Record::Type::kEager : Record::Type::kRequest;
@@ -187,8 +186,7 @@ Engine::Handle Engine::takePosted(int rank, int tag) {
   };
   auto first = fits(rank);
   if (const auto any = fits(kAnySource); any != posted_.end())
-    if (first == posted_.end() ||
-        any->second.front()->number < first->second.front()->number)
+    if (first == posted_.end() || any->second.front()->number < first->second.front()->number)
       first = any;
   if (first == posted_.end()) return nullptr;
   Handle receive = std::move(first->second.front());

@@ -38,7 +38,7 @@ struct Message {
   enum class Way : uint8_t { kSend, kReceive };
 
   Way way;
-  int peer;    // kReceive: or kAnySource
+  int peer;  // kReceive: or kAnySource
   int tag;
   void* data;  // kSend: only read
   size_t count;
@@ -105,11 +105,11 @@ class Engine {
   struct Peer {
     explicit Peer(const Wire& w) : wire(w) {}
     Wire wire;
-    std::deque<Handle> unannounced;           // to be sent
-    std::map<uint64_t, Handle> requested;     // announced, not granted yet
-    std::deque<Handle> granted;               // on their way, one after the other
-    std::deque<uint64_t> grants;              // to be given
-    std::map<uint64_t, Handle> receiving;     // granted, not here yet
+    std::deque<Handle> unannounced;        // to be sent
+    std::map<uint64_t, Handle> requested;  // announced, not granted yet
+    std::deque<Handle> granted;            // on their way, one after the other
+    std::deque<uint64_t> grants;           // to be given
+    std::map<uint64_t, Handle> receiving;  // granted, not here yet
     uint64_t next_id = 0, eager_sent = 0, eager_consumed = 0;
   };
   using Key = std::pair<int, int>;  // rank, tag

@@ -1,16 +1,20 @@
-// Torch's calls, checked and turned into operations.
+// The backend as a whole: its group's life, groups made of it, what is known of it.  Its calls are
+// in collective_calls.cc and message_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "base/error.h"
+#include "torch/arguments.h"
 #include "torch/errors.h"
-#include "torch/tensors.h"
+#include "torch/memory.h"
 
 namespace ringreduce {
 namespace {
@@ -47,53 +51,6 @@ class TorchStore final : public Store {
   const c10::intrusive_ptr<c10d::Store>& store_;
 };
 
-Nanos nanosOf(std::chrono::milliseconds time) {
-  return time.count() < kNever / kMillisecond ? time.count() * kMillisecond : kNever;
-}
-
-Nanos timeoutOf(std::chrono::milliseconds timeout) {
-  return timeout.count() > 0 ? nanosOf(timeout) : 0;  // kUnsetTimeout: the group's
-}
-
-ReduceOp opOf(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::kAvg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND:
-      return ReduceOp::kBand;
-    case c10d::ReduceOp::BOR:
-      return ReduceOp::kBor;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOp::kBxor;
-    case c10d::ReduceOp::PREMUL_SUM:
-      return ReduceOp::kPremulSum;
-    default:
-      throw Error(Failure::kArgument, "ringreduce all_reduce: an unknown reduce op");
-  }
-}
-
-double factorOf(const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
-  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-  if (!supplement) throw Error(Failure::kArgument, "ringreduce: PREMUL_SUM without its factor");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
-                                             : supplement->double_factor;
-}
-
-[[noreturn]] void notYet(const char* call, const char* who) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "ringreduce does not have ", call, " yet; ", who,
-                              " has it.  It offers all_reduce, broadcast, all_gather, "
-                              "all_gather_into_tensor and barrier.");
-}
-
 // The groups that are alive, for shutdownAll.
 struct LiveGroups {
   std::mutex mutex;
@@ -121,7 +78,13 @@ Backend& asRingreduce(c10d::Backend& backend) {
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                  const GroupOptions& options)
-    : c10d::Backend(rank, size) {
+    : c10d::Backend(rank, size),
+      store_(store),
+      group_options_(options),
+      options_(c10::make_intrusive<Options>(
+          "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))) {
+  options_->group_name = options.name;
+  options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
   TorchStore adapted(store);
   group_ = translated([&] { return Group::create(adapted, rank, size, options); });
   liveGroups().add(group_);
@@ -134,153 +97,106 @@ Backend::~Backend() {
   group_.reset();
 }
 
-c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
-  return c10::make_intrusive<Options>("ringreduce",
-                                      std::chrono::milliseconds(group_->timeout() / kMillisecond));
-}
-
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
   group_->setTimeout(nanosOf(timeout));
 }
 
-Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return translated([&] {
-    const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    const Staged staged(tensor, Staged::Use::kBoth, "all_reduce");
-    return Work::start(*group_,
-                       {.type = c10d::OpType::ALLREDUCE,
-                        .title = "ringreduce:all_reduce",
-                        .inputs = tensors,
-                        .outputs = tensors,
-                        .operation = {AllReduce{.data = staged.data(),
-                                                .count = static_cast<size_t>(tensor.numel()),
-                                                .dtype = dtypeOf(tensor, "all_reduce"),
-                                                .op = opOf(options.reduceOp),
-                                                .factor = factorOf(options.reduceOp)},
-                                      timeoutOf(options.timeout), [staged] { staged.giveBack(); }}},
-                       !options.asyncOp);
-  });
+// ---- starting operations
+
+Backend::WorkPtr Backend::start(Job job, bool async) {
+  job.observer = observer_;
+  return collected(Work::start(*group_, std::move(job), !async));
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor& bucket,
-                                                               Context context) {
-  return translated([&] {
-    requireDense(bucket, "DDP hook");
-    const Staged staged(bucket, Staged::Use::kBoth, "DDP hook");
-    return Work::start(*group_,
-                       {.type = c10d::OpType::ALLREDUCE,
-                        .title = "ringreduce:all_reduce",
-                        .inputs = {bucket},
-                        .outputs = {bucket},
-                        .operation = {AllReduce{.data = staged.data(),
-                                                .count = static_cast<size_t>(bucket.numel()),
-                                                .dtype = dtypeOf(bucket, "DDP hook"),
-                                                .op = ReduceOp::kAvg},
-                                      0, [staged] { staged.giveBack(); }},
-                        .context = std::move(context),
-                        .future_of_one = true},
-                       /*blocking=*/false)
-        ->getFuture();
-  });
+Backend::WorkPtr Backend::startMessage(Job job, Message message) {
+  job.observer = observer_;
+  return collected(Work::start(*group_, std::move(job), std::move(message)));
 }
 
-Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return translated([&] {
-    const at::Tensor& tensor = onlyOne(tensors, "broadcast");
-    const bool root = options.rootRank == rank_;
-    const Staged staged(tensor, root ? Staged::Use::kRead : Staged::Use::kWrite, "broadcast");
-    return Work::start(*group_,
-                       {.type = c10d::OpType::BROADCAST,
-                        .title = "ringreduce:broadcast",
-                        .inputs = tensors,
-                        .outputs = tensors,
-                        .operation = {Broadcast{.data = staged.data(),
-                                                .count = static_cast<size_t>(tensor.numel()),
-                                                .dtype = dtypeOf(tensor, "broadcast"),
-                                                .root = static_cast<int>(options.rootRank)},
-                                      timeoutOf(options.timeout), [staged] { staged.giveBack(); }}},
-                       !options.asyncOp);
-  });
+Backend::WorkPtr Backend::collected(WorkPtr work) {
+  const std::lock_guard lock(coalescing_mutex_);
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
 }
 
-Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                    const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    const at::Tensor& input = onlyOne(inputs, "all_gather");
-    const DType dtype = dtypeOf(input, "all_gather");
-    if (outputs.size() != 1 || outputs[0].size() != static_cast<size_t>(size_))
-      throw Error(Failure::kArgument, "ringreduce all_gather: needs a list of " +
-                                          std::to_string(size_) +
-                                          " output tensors, one for each rank");
-    const at::Tensor dense = input.detach().contiguous();
-    AllGather gather{.input = dense.data_ptr(),
-                     .outputs = {},
-                     .count = static_cast<size_t>(input.numel()),
-                     .dtype = dtype};
-    std::vector<Staged> staged;
-    for (const at::Tensor& output : outputs[0]) {
-      requireDense(output, "all_gather");
-      if (output.numel() != input.numel() || output.scalar_type() != input.scalar_type())
-        throw Error(Failure::kArgument,
-                    c10::str("ringreduce all_gather: each output must have the input's ",
-                             input.numel(), " elements of ", input.scalar_type(), ", one has ",
-                             output.numel(), " of ", output.scalar_type()));
-      staged.emplace_back(output, Staged::Use::kWrite, "all_gather");
-      gather.outputs.push_back(staged.back().data());
-    }
-    return Work::start(*group_,
-                       {.type = c10d::OpType::ALLGATHER,
-                        .title = "ringreduce:all_gather",
-                        .inputs = inputs,
-                        .outputs = outputs[0],
-                        .operation = {std::move(gather), timeoutOf(options.timeout),
-                                      [staged = std::move(staged), dense] {
-                                        for (const Staged& part : staged) part.giveBack();
-                                      }}},
-                       !options.asyncOp);
-  });
+void Backend::startCoalescing() {
+  const std::lock_guard lock(coalescing_mutex_);
+  TORCH_CHECK(!coalescing_, "ringreduce: startCoalescing inside startCoalescing");
+  coalescing_ = true;
 }
 
-Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                          const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    requireDense(input, "all_gather_into_tensor");
-    requireDense(output, "all_gather_into_tensor");
-    const DType dtype = dtypeOf(input, "all_gather_into_tensor");
-    if (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type())
-      throw Error(Failure::kArgument,
-                  c10::str("ringreduce all_gather_into_tensor: the output must have ",
-                           input.numel() * size_, " elements of ", input.scalar_type(),
-                           " (the input's times the world size), it has ", output.numel(), " of ",
-                           output.scalar_type()));
-    const at::Tensor dense = input.detach().contiguous();
-    const Staged staged(output, Staged::Use::kWrite, "all_gather_into_tensor");
-    AllGather gather{.input = dense.data_ptr(),
-                     .outputs = {},
-                     .count = static_cast<size_t>(input.numel()),
-                     .dtype = dtype};
-    for (int r = 0; r < size_; ++r)
-      gather.outputs.push_back(static_cast<std::byte*>(staged.data()) +
-                               static_cast<size_t>(r) * gather.count * sizeOf(dtype));
-    return Work::start(*group_,
-                       {.type = c10d::OpType::_ALLGATHER_BASE,
-                        .title = "ringreduce:all_gather_into_tensor",
-                        .inputs = {input},
-                        .outputs = {output},
-                        .operation = {std::move(gather), timeoutOf(options.timeout),
-                                      [staged, dense] { staged.giveBack(); }}},
-                       !options.asyncOp);
-  });
+Backend::WorkPtr Backend::endCoalescing() {
+  const std::lock_guard lock(coalescing_mutex_);
+  TORCH_CHECK(coalescing_, "ringreduce: endCoalescing without startCoalescing");
+  coalescing_ = false;
+  return c10::make_intrusive<WorkList>(rank_, std::exchange(coalesced_, {}));
 }
 
-Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  return translated([&] {
-    return Work::start(*group_,
-                       {.type = c10d::OpType::BARRIER,
-                        .title = "ringreduce:barrier",
-                        .operation = {Barrier{}, timeoutOf(options.timeout)}},
-                       !options.asyncOp);
-  });
+// ---- groups made of this one
+
+// Of `ranks` of this group, this one `rank` among them.
+Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                     const std::vector<int>& ranks,
+                                     const OptionsPtr& options) const {
+  GroupOptions made = group_options_;
+  made.timeout = options ? nanosOf(options->timeout) : group_->timeout();
+  made.name =
+      options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
+  made.shared = group_->sharedOptions();
+  made.global_ranks.clear();
+  for (int r : ranks) made.global_ranks.push_back(group_options_.shownAs(r));
+  return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made);
+}
+
+Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                   const std::vector<int>& ranks, const OptionsPtr& options) {
+  for (int r : ranks)
+    TORCH_CHECK_VALUE(r >= 0 && r < size_, "ringreduce split: rank ", r, " in a group of ", size_);
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) return nullptr;
+  return derived(store ? store : store_, static_cast<int>(self - ranks.begin()), ranks, options);
+}
+
+Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                   const OptionsPtr& options, const int& rank, const int& size) {
+  GroupOptions made = group_options_;
+  if (options) made.timeout = nanosOf(options->timeout);
+  if (options && !options->group_name.empty()) made.name = options->group_name;
+  made.shared = group_->sharedOptions();
+  made.global_ranks.clear();  // those of other groups are not known here
+  return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made);
+}
+
+Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int flags,
+                                    const OptionsPtr& options) {
+  constexpr int kAbort = 1;  // torch's SHRINK_ABORT
+  std::vector<int> ranks;
+  for (int r = 0; r < size_; ++r)
+    if (std::find(excluded.begin(), excluded.end(), r) == excluded.end()) ranks.push_back(r);
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  TORCH_CHECK_VALUE(self != ranks.end(), "ringreduce shrink: rank ", rank_, " excludes itself");
+  if ((flags & kAbort) != 0 && !group_->failed()) abort();
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(
+      "ringreduce/shrink/" + std::to_string(shrinks_++) + "/", store_);
+  return derived(store, static_cast<int>(self - ranks.begin()), ranks, options);
+}
+
+// ---- what is known of it
+
+void Backend::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK(!observer_->hooked, "ringreduce: there is an onCompletion hook already");
+  observer_->on_completion = std::move(hook);
+  observer_->hooked = true;
+}
+
+void Backend::waitForPendingWorks() {
+  translated([&] { group_->drain(); });
+}
+
+std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
+  return {{"staging_bytes", group_->stagingBytes()}};
 }
 
 c10d::ErrorType Backend::getError() {
@@ -314,61 +230,19 @@ void Backend::shutdownAll() {
     if (const auto group = weak.lock()) group->shutdown();
 }
 
-// ---- not there yet
+// ---- memory
 
-Backend::WorkPtr Backend::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  notYet("all_reduce of sparse tensors", "gloo");
+std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
+  return pageAllocator();
 }
-Backend::WorkPtr Backend::allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) {
-  notYet("all_reduce_coalesced", "gloo");
-}
-Backend::WorkPtr Backend::reduce(Tensors&, const c10d::ReduceOptions&) {
-  notYet("reduce", "gloo");
-}
-Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>&, Tensors&,
-                                              const c10d::AllgatherOptions&) {
-  notYet("all_gather_coalesced", "gloo");
-}
-Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors&, Tensors&,
-                                                          const c10d::AllgatherOptions&) {
-  notYet("all_gather_into_tensor_coalesced", "gloo");
-}
-Backend::WorkPtr Backend::gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) {
-  notYet("gather", "gloo");
-}
-Backend::WorkPtr Backend::scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) {
-  notYet("scatter", "gloo");
-}
-Backend::WorkPtr Backend::reduce_scatter(Tensors&, std::vector<Tensors>&,
-                                         const c10d::ReduceScatterOptions&) {
-  notYet("reduce_scatter", "gloo");
-}
-Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor&, at::Tensor&,
-                                               const c10d::ReduceScatterOptions&) {
-  notYet("reduce_scatter_tensor", "gloo");
-}
-Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
-                                                          const c10d::ReduceScatterOptions&) {
-  notYet("reduce_scatter_tensor_coalesced", "gloo");
-}
-Backend::WorkPtr Backend::alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&,
-                                        std::vector<int64_t>&, const c10d::AllToAllOptions&) {
-  notYet("all_to_all_single", "gloo");
-}
-Backend::WorkPtr Backend::alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) {
-  notYet("all_to_all", "gloo");
-}
-Backend::WorkPtr Backend::send(Tensors&, int, int) {
-  notYet("send", "gloo");
-}
-Backend::WorkPtr Backend::recv(Tensors&, int, int) {
-  notYet("recv", "gloo");
-}
-Backend::WorkPtr Backend::recvAnysource(Tensors&, int) {
-  notYet("recv from any rank", "gloo");
-}
-void Backend::monitoredBarrier(const c10d::BarrierOptions&, bool) {
-  notYet("monitored_barrier", "gloo");
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
+  TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
+  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
+                             pageAllocator()->allocate(bytes), nullptr, /*resizable=*/false);
+  return at::empty({0}, options).set_(storage, 0, {size}, {1});
 }
 
 }  // namespace ringreduce

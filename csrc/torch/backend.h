@@ -1,13 +1,15 @@
 // The backend "ringreduce" of torch.distributed.
 //
-// Torch's argument lists become the core's operations; the core does everything else.  What this
-// backend does not have yet says so, and who has it.
+// Torch's argument lists become the core's operations; the core does everything else.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unordered_map>
 #include <vector>
 
 #include "group/group.h"
@@ -22,25 +24,78 @@ class Backend final : public c10d::Backend {
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
+  // ---- collectives (collective_calls.cc)
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
+                         const c10d::ReduceScatterOptions&) override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                               const c10d::ReduceScatterOptions&) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::ReduceScatterOptions&) override;
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
+                              const c10d::AllgatherOptions&) override;
   WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::AllgatherOptions&) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
+  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                        const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
   // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
   c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
 
+  // ---- point to point (message_calls.cc)
+  WorkPtr send(Tensors&, int peer, int tag) override;
+  WorkPtr recv(Tensors&, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors&, int tag) override;
+
+  // ---- the group itself
+  // Calls between these two are started as they come, and waited for as one.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using OptionsPtr = c10::intrusive_ptr<Options>;
+  bool supportsSplitting() const override { return true; }
+  bool supportsShrinking() const override { return true; }
+  // A group of some of the ranks, in this order; null for a rank that is not among them.  All of
+  // them must call it.  These three meet in a store: the given one, or this group's.
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                   const OptionsPtr&) override;
+  BackendPtr merge(const c10::intrusive_ptr<c10d::Store>&, const OptionsPtr&, const int& rank,
+                   const int& size) override;
+  // A group of all ranks but some, also after this group has failed.
+  BackendPtr shrink(const std::vector<int64_t>& excluded, int flags, const OptionsPtr&) override;
+
   void setSequenceNumberForGroup() override {}  // both ends count from the start
   uint64_t getSequenceNumberForGroup() override { return group_->operations(); }
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override { observer_->timing = true; }
   c10d::ErrorType getError() override;
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
   void abort() override;
   void shutdown() override;
+
+  // Memory that is aligned to pages, in huge ones where the system has them.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   // Runs what every living group of this process has queued, and leaves them all: for a process
   // that ends without having destroyed its groups.
@@ -49,32 +104,23 @@ class Backend final : public c10d::Backend {
   bool hasFailed() const { return group_->failed(); }
   size_t stagingBytes() const { return group_->stagingBytes(); }
 
-  // Not there yet.
-  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
-  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
-                              const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::AllgatherOptions&) override;
-  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
-  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
-  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
-                         const c10d::ReduceScatterOptions&) override;
-  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
-                               const c10d::ReduceScatterOptions&) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
-                                          const c10d::ReduceScatterOptions&) override;
-  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
-                        const c10d::AllToAllOptions&) override;
-  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
-  WorkPtr send(Tensors&, int, int) override;
-  WorkPtr recv(Tensors&, int, int) override;
-  WorkPtr recvAnysource(Tensors&, int) override;
-  void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
-
  private:
+  WorkPtr start(Job job, bool async);
+  WorkPtr startMessage(Job job, Message message);
+  WorkPtr collected(WorkPtr work);
+  BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                     const std::vector<int>& ranks, const OptionsPtr& options) const;
+
+  const c10::intrusive_ptr<c10d::Store> store_;  // for groups made of this one
+  const GroupOptions group_options_;
+  const OptionsPtr options_;
+  const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   std::shared_ptr<Group> group_;
+  std::atomic<int> shrinks_{0};
+
+  std::mutex coalescing_mutex_;  // of the next two
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
 };
 
 // The ringreduce backend behind a torch backend object; throws if it is another one.

@@ -57,6 +57,12 @@ DType dtypeOf(const at::Tensor& tensor, const char* call) {
       return DType::kFloat8E4M3FNUZ;
     case at::kFloat8_e5m2fnuz:
       return DType::kFloat8E5M2FNUZ;
+    case at::kFloat8_e8m0fnu:
+      return DType::kFloat8E8M0FNU;
+    case at::kFloat4_e2m1fn_x2:
+      return DType::kFloat4E2M1FNx2;
+    case at::kComplexHalf:
+      return DType::kComplex32;
     default:
       refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
   }
@@ -67,7 +73,7 @@ void requireDense(const at::Tensor& tensor, const char* call) {
   if (tensor.layout() != at::kStrided)
     refuse(call, std::string("takes dense tensors, not ") +
                      (tensor.is_sparse() ? "sparse" : c10::str(tensor.layout())) +
-                     " ones; sparse all-reduce is gloo's");
+                     " ones; all_reduce alone takes sparse tensors, in COO layout");
   if (tensor.is_quantized()) refuse(call, "takes no quantized tensors; dequantize them first");
   if (!tensor.device().is_cpu())
     refuse(call, "takes tensors in CPU memory, not on " + tensor.device().str() +

@@ -1,6 +1,8 @@
 // Starting, waiting for and completing operations.
 #include "torch/work.h"
 
+#include <algorithm>
+#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -9,13 +11,20 @@
 namespace ringreduce {
 namespace {
 
-c10::TypePtr futureType(bool of_one) {
-  return of_one ? c10::TypePtr(c10::TensorType::get())
-                : c10::TypePtr(c10::ListType::create(c10::TensorType::get()));
+const c10::TypePtr& futureType(bool of_one) {
+  static const auto* one = new c10::TypePtr(c10::TensorType::get());
+  static const auto* list = new c10::TypePtr(c10::ListType::create(c10::TensorType::get()));
+  return of_one ? *one : *list;
 }
 
 std::string textOf(const Context& context) {
   return context ? context() : "";
+}
+
+std::chrono::steady_clock::time_point timePoint(Nanos time) {
+  return std::chrono::steady_clock::time_point(
+      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+          std::chrono::nanoseconds(time)));
 }
 
 }  // namespace
@@ -27,17 +36,23 @@ Work::Work(Group& group, const Job& job)
       context_(job.context),
       sequence_(group.operations()),
       future_of_one_(job.future_of_one),
-      future_(c10::make_intrusive<c10::ivalue::Future>(futureType(job.future_of_one))) {}
+      observer_(job.observer) {}
 
-c10::intrusive_ptr<Work> Work::start(Group& group, Job job, bool blocking) {
+Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // whatever a signal handler destroys meanwhile
   auto work = c10::make_intrusive<Work>(group, job);
   try {
-    if (blocking && group.tryRunHere(job.operation)) {
+    size_t next = 0;
+    while (blocking && next < job.operations.size() && group.tryRunHere(job.operations[next]))
+      ++next;
+    if (next == job.operations.size()) {
       work->complete(nullptr);
       return work;
     }
-    work->ticket_ = group.submit(std::move(job.operation), [work](std::exception_ptr error) {
+    // If one fails so do all after it, with the same error: the last speaks for all.
+    for (; next + 1 < job.operations.size(); ++next)
+      group.submit(std::move(job.operations[next]), nullptr);
+    work->ticket_ = group.submit(std::move(job.operations[next]), [work](std::exception_ptr error) {
       work->complete(std::move(error));
     });
   } catch (...) {
@@ -48,22 +63,98 @@ c10::intrusive_ptr<Work> Work::start(Group& group, Job job, bool blocking) {
   return work;
 }
 
-// Completes the Future and the profiler's record.  Called by whoever is first, a thread that has
+Work::Pointer Work::start(Group& group, Job job, Message message) {
+  const auto alive = group.shared_from_this();
+  auto work = c10::make_intrusive<Work>(group, job);
+  try {
+    work->delivery_ = group.post(std::move(message));
+  } catch (...) {
+    work->finish(std::current_exception());
+    rethrowToPython();
+  }
+  work->ticket_ = work->delivery_;
+  // Whoever watches is told without a wait; else that costs more than a small message does.
+  const bool watched = work->recordFunctionEndCallback_ || work->observer_->hooked;
+  if (work->delivery_->isDone())
+    work->complete(work->delivery_->error());
+  else if (watched)
+    work->delivery_->setCompletion([work](std::exception_ptr e) { work->complete(std::move(e)); });
+  return work;
+}
+
+// Settles the profiler's record and the Future.  Called by whoever is first, a thread that has
 // waited or the group's thread for completions, and never by the worker: what hangs on the Future
 // may itself wait for operations of this group.
 void Work::complete(std::exception_ptr error) {
-  if (completed_once_.exchange(true)) {
-    while (!future_->completed()) std::this_thread::yield();  // the other is about to
+  if (claimed_.exchange(true)) {
+    // The other is about to; when it calls what hangs on the Future, that may come by here.
+    while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
     return;
   }
   if (error) error = toPython(std::move(error), textOf(context_));
-  if (error)
-    future_->setError(error);
+  ended_ = now();
+  finish(error);
+  FuturePtr future;
+  {
+    const std::lock_guard lock(outcome_mutex_);
+    known_ = true;
+    outcome_ = error;
+    future = future_;
+  }
+  if (future) settle(*future);
+  settled_ = true;
+  if (observer_->hooked)
+    observer_->on_completion(std::make_shared<c10d::WorkInfo>(
+        retrieveOpType(), sequence_, timePoint(started_), timePoint(ended_),
+        std::chrono::duration<float>(static_cast<float>(ended_ - started_) / kSecond)));
+}
+
+bool Work::hasCompletedFuture() {
+  const std::lock_guard lock(outcome_mutex_);
+  return future_ && future_->completed();
+}
+
+void Work::settle(c10::ivalue::Future& future) const {
+  if (outcome_)
+    future.setError(outcome_);
   else if (future_of_one_)
-    future_->markCompleted(outputs_.at(0));
+    future.markCompleted(outputs_.at(0));
   else
-    future_->markCompleted(c10::IValue(outputs_));
-  finish(std::move(error));
+    future.markCompleted(c10::IValue(outputs_));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  FuturePtr future;
+  {
+    const std::lock_guard lock(outcome_mutex_);
+    if (future_) return future_;
+    future = future_ = c10::make_intrusive<c10::ivalue::Future>(futureType(future_of_one_));
+    if (known_) settle(*future);  // nothing hangs on it yet
+    if (known_) return future;
+  }
+  if (delivery_ && !delivery_->setCompletion(
+                       [work = self()](std::exception_ptr e) { work->complete(std::move(e)); }))
+    complete(delivery_->error());
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
+  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  getFuture()->addCallback([result, work = self()](c10::ivalue::Future&) {
+    auto code = c10d::WorkResult::SUCCESS;
+    if (const std::exception_ptr error = work->ticket_ ? work->ticket_->error() : nullptr) {
+      code = c10d::WorkResult::UNKNOWN;
+      try {
+        std::rethrow_exception(error);
+      } catch (const Error& e) {
+        code = e.kind() == Failure::kTimeout ? c10d::WorkResult::TIMEOUT
+                                             : c10d::WorkResult::COMM_ERROR;
+      } catch (...) {  // not the core's: UNKNOWN
+      }
+    }
+    result->markCompleted(c10::IValue(static_cast<int64_t>(code)));
+  });
+  return result;
 }
 
 bool Work::isCompleted() {
@@ -86,7 +177,10 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   translated([&] {
     const std::shared_ptr<Group> group = group_.lock();
     // A group that is gone has run all its operations, or failed them.
-    if (!(group ? group->await(*ticket_, longest) : ticket_->isDone()))
+    const bool done = !group      ? ticket_->isDone()
+                      : delivery_ ? group->await(*delivery_, longest)
+                                  : group->await(*ticket_, longest);
+    if (!done)
       throw Error(Failure::kTimeout,
                   "operation #" + std::to_string(sequence_) + " was not done within the " +
                       std::to_string(timeout.count()) + " ms that Work.wait was given; it goes on");
@@ -99,6 +193,76 @@ bool Work::wait(std::chrono::milliseconds timeout) {
 
 void Work::abort() {
   TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group");
+}
+
+int Work::sourceRank() const {
+  const bool receive = delivery_ && delivery_->message.way == Message::Way::kReceive;
+  TORCH_CHECK(receive && delivery_->isDone(),
+              "only a receive that is over has a source rank to tell");
+  return delivery_->source;
+}
+
+float Work::getDuration() const {
+  TORCH_CHECK(observer_->timing, "call _enable_collectives_timing() on the group first");
+  const Nanos ended = ended_;
+  TORCH_CHECK(ended != 0, "the operation is not over yet");
+  return static_cast<float>(ended - started_) / kMillisecond;
+}
+
+// ---- WorkList
+
+WorkList::WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+    : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+bool WorkList::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isCompleted(); });
+}
+
+bool WorkList::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isSuccess(); });
+}
+
+std::exception_ptr WorkList::exception() const {
+  for (const auto& work : works_)
+    if (std::exception_ptr error = work->exception()) return error;
+  return nullptr;
+}
+
+// All are waited for, and then the first error is thrown: buffers are quiet afterwards.
+bool WorkList::wait(std::chrono::milliseconds timeout) {
+  std::exception_ptr first;
+  for (const auto& work : works_) {
+    try {
+      work->wait(timeout);
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+  return true;
+}
+
+std::vector<at::Tensor> WorkList::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    const std::vector<at::Tensor> some = work->result();
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkList::getFuture() {
+  auto result = c10::make_intrusive<c10::ivalue::Future>(futureType(false));
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(futureType(false)));
+  for (const auto& work : works_) futures.push_back(work->getFuture());
+  c10::collectAll(futures)->addCallback([result, tensors = this->result()](auto& all) {
+    if (all.hasError())
+      result->setError(all.exception_ptr());
+    else
+      result->markCompleted(c10::IValue(tensors));
+  });
+  return result;
 }
 
 }  // namespace ringreduce

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -18,22 +19,34 @@ namespace ringreduce {
 // Makes what stands behind an error's text; called only if there is one.  May be null.
 using Context = std::function<std::string()>;
 
-// What there is to do besides the core's operation.
+// What a backend wants to know of all its operations.
+struct Observer {
+  std::atomic<bool> timing{false};
+  std::atomic<bool> hooked{false};  // on_completion is set
+  std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;
+};
+
+// What there is to do besides the core's operations.
 struct Job {
   c10d::OpType type;
-  const char* title;                     // for the profiler: "ringreduce:all_reduce"
-  std::vector<at::Tensor> inputs = {};   // for the profiler
-  std::vector<at::Tensor> outputs = {};  // the Future's value
-  Operation operation = {};
-  Context context = {};        // behind an error's text: the DDP bucket
+  const char* title;                       // for the profiler: "ringreduce:all_reduce"
+  std::vector<at::Tensor> inputs = {};     // for the profiler
+  std::vector<at::Tensor> outputs = {};    // the Future's value
+  std::vector<Operation> operations = {};  // one after the other; not for messages
+  Context context = {};                    // behind an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
+  std::shared_ptr<Observer> observer = {};
 };
 
 class Work final : public c10d::Work {
  public:
-  // Blocking: the operation has run when this returns, in this thread if it could.  Throws its
-  // error. Else it is queued.
-  static c10::intrusive_ptr<Work> start(Group& group, Job job, bool blocking);
+  using Pointer = c10::intrusive_ptr<Work>;
+
+  // Collectives.  Blocking: the operations have run when this returns, in this thread if they
+  // could.  Throws their error.  Else they are queued.
+  static Pointer start(Group& group, Job job, bool blocking);
+  // A send or a receive, which may be over already.
+  static Pointer start(Group& group, Job job, Message message);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -42,22 +55,57 @@ class Work final : public c10d::Work {
   void synchronize() override {}  // a finished CPU operation needs nothing more
   void abort() override;
   std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override { return sequence_; }
+  int sourceRank() const override;     // of what a receive has received, once it has
+  float getDuration() const override;  // in ms, from its start to its end
 
   Work(Group& group, const Job& job);
 
  private:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  bool hasCompletedFuture();
+  void settle(c10::ivalue::Future& future) const;
 
   const std::weak_ptr<Group> group_;
   const std::vector<at::Tensor> outputs_;
   const Context context_;
   const uint64_t sequence_;
   const bool future_of_one_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::atomic<bool> completed_once_{false};
-  std::shared_ptr<Ticket> ticket_;  // null: it ran in the caller's thread and is over
+  const std::shared_ptr<Observer> observer_;
+  const Nanos started_ = now();
+  std::atomic<Nanos> ended_{0};
+
+  // Null: it ran in the caller's thread and is over.
+  std::shared_ptr<Ticket> ticket_;
+  std::shared_ptr<Delivery> delivery_;  // the same, for messages
+
+  std::atomic<bool> claimed_{false};  // somebody completes it
+  std::mutex outcome_mutex_;          // of the next three
+  bool known_ = false;                // how it ended
+  std::exception_ptr outcome_;
+  FuturePtr future_;  // made when it is first asked for
+  std::atomic<bool> settled_{false};
+};
+
+// Several works that are waited for as one (startCoalescing ... endCoalescing).
+class WorkList final : public c10d::Work {
+ public:
+  explicit WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 }  // namespace ringreduce

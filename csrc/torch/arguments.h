@@ -1,0 +1,55 @@
+// Torch's arguments as the core's: reduce ops, timeouts, lists of tensors.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <string>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "torch/tensors.h"
+
+namespace ringreduce {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Throws Error(kArgument), with the call's name before it.
+[[noreturn]] void refuse(const char* call, const std::string& why);
+
+Nanos nanosOf(std::chrono::milliseconds time);
+// As Operation::timeout wants it: 0 for "the group's".
+Nanos timeoutOf(std::chrono::milliseconds timeout);
+
+ReduceOp opOf(const c10d::ReduceOp& op, const char* call);
+double factorOf(const c10d::ReduceOp& op);
+
+// What can be added of a tensor: of a complex one the pairs of real numbers.
+at::Tensor addable(const at::Tensor& tensor, ReduceOp op, const char* call);
+
+// Refuses a tensor that has not `elements` elements of `like`'s dtype.
+void requireLike(const at::Tensor& tensor, int64_t elements, const at::Tensor& like,
+                 const char* call, const char* what);
+
+// The only list of a list of lists, with `size` tensors.
+const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const char* call,
+                        const char* what);
+
+// Tensors that an operation works on, each in dense memory until the operation is over.
+class StagedList {
+ public:
+  // Returns where the tensor's elements are.
+  void* add(const at::Tensor& tensor, Staged::Use use, const char* call) {
+    return list_.emplace_back(tensor, use, call).data();
+  }
+  void giveBack() const {
+    for (const Staged& staged : list_) staged.giveBack();
+  }
+
+ private:
+  std::vector<Staged> list_;
+};
+
+}  // namespace ringreduce

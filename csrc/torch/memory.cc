@@ -1,0 +1,54 @@
+// mmap, behind torch's interface.
+#include "torch/memory.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/align.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+
+struct Mapping {
+  void* data;
+  size_t bytes;
+};
+
+void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
+  munmap(mapping->data, mapping->bytes);
+  delete mapping;
+}
+
+class PageAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+    auto mapping = std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, kHugePage)});
+    mapping->data =
+        mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
+                     mapping->bytes, " bytes of memory: ", std::strerror(errno));
+    madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
+    void* data = mapping->data;
+    return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
+  }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<c10::Allocator> pageAllocator() {
+  static auto* allocator =
+      new std::shared_ptr<c10::Allocator>(new PageAllocator);  // never destroyed
+  return *allocator;
+}
+
+}  // namespace ringreduce
