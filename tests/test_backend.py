@@ -215,37 +215,3 @@ def described(me: Rank) -> tuple[Any, ...]:
 
 def test_names_ranks_and_sizes(pool: Pool, world: MakeWorld, backend: str) -> None:
     assert pool.run(described, world(2)) == [(backend, backend, r, 2) for r in range(2)]
-
-
-UNSUPPORTED: dict[str, Any] = {
-    "reduce": lambda t, p: dist.reduce(t, 0),
-    "gather": lambda t, p: dist.gather(t, [t.clone()] * p if dist.get_rank() == 0 else None, 0),
-    "scatter": lambda t, p: dist.scatter(t, [t.clone()] * p if dist.get_rank() == 0 else None),
-    "reduce_scatter": lambda t, p: dist.reduce_scatter(t, [t.clone() for _ in range(p)]),
-    "all_to_all": lambda t, p: dist.all_to_all([t.clone() for _ in range(p)], [t] * p),
-    "send": lambda t, p: dist.send(t, (dist.get_rank() + 1) % p),
-    "recv": lambda t, p: dist.recv(t, (dist.get_rank() + 1) % p),
-}
-
-
-def unsupported(me: Rank) -> dict[str, str]:
-    said = {}
-    for name, call in UNSUPPORTED.items():
-        try:
-            call(torch.ones(4), me.world_size)
-            said[name] = "accepted"
-        except RuntimeError as error:  # NotImplementedError is one
-            said[name] = str(error)
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    assert float(t) == me.world_size, "the group must stay usable"
-    return said
-
-
-@pytest.mark.ringreduce
-def test_calls_that_are_not_there_say_so(pool: Pool, world: MakeWorld) -> None:
-    for said in pool.run(unsupported, world(2)):
-        for name, message in said.items():
-            stem = name.replace("_", "")
-            assert stem in message.replace("_", "").lower(), f"{name}: {message}"
-            assert "gloo" in message.lower(), f"which backend offers {name}? {message}"

@@ -47,7 +47,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "float8": (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "float8_e5m2"),
     "uint16": (lambda: dist.all_reduce(torch.ones(2).to(torch.uint16)), "uint16"),
-    "sparse": (lambda: dist.all_reduce(_sparse()), "(?i)sparse"),
+    "sparse maximum": (lambda: dist.all_reduce(_sparse(), dist.ReduceOp.MAX), "(?i)sparse.*MAX"),
     "sparse broadcast": (lambda: dist.broadcast(_sparse(), 0), "(?i)sparse"),
     "quantized": (lambda: dist.all_reduce(_quantized()), "(?i)quanti|qint8"),
     "quantized broadcast": (lambda: dist.broadcast(_quantized(), 0), "(?i)quanti|qint8"),

@@ -127,7 +127,7 @@ def wrong_sizes(me: Rank) -> list[str]:
     calls: list[Any] = [
         lambda: dist.all_gather([torch.empty(4) for _ in range(p + 1)], mine),
         lambda: dist.all_gather([torch.empty(4) for _ in range(p - 1)], mine),
-        lambda: dist.all_gather([torch.empty(4 if r else 5) for r in range(p)], mine),
+        lambda: dist.all_gather([torch.empty(5) for _ in range(p)], mine),
         lambda: dist.all_gather_into_tensor(torch.empty(4 * p + 1), mine),
         lambda: dist.all_gather_into_tensor(torch.empty(4 * p, dtype=torch.float64), mine),
         lambda: dist.all_gather([torch.empty(4, dtype=torch.int32) for _ in range(p)], mine),
