@@ -40,7 +40,6 @@ def _sparse() -> torch.Tensor:
 
 # A call and what its message must say.
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "complex": (lambda: _backend().allreduce([torch.ones(2, dtype=torch.complex64)]), "complex64"),
     "complex MAX": (
         lambda: dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX),
         "complex",

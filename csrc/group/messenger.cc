@@ -289,8 +289,15 @@ void Messenger::lookAfterPeers() {
     any = any || leaving[i];
   }
   if (!any) return;
-  while (pass()) {
-  }  // what they did before they went is in memory by now
+  // What they did before they went is in memory by now.
+  const auto hasNews = [&] {
+    const std::lock_guard lock(mutex_);
+    for (int r = 0; r < size_; ++r)
+      if (gone[static_cast<size_t>(r)] && engine_.hasNews(r)) return true;
+    return false;
+  };
+  do pass();
+  while (hasNews());
   std::vector<Engine::Handle> hopeless;
   {
     const std::lock_guard lock(mutex_);
@@ -380,9 +387,10 @@ void Messenger::run() {
 
 void Messenger::stop(void (*turn)()) {
   std::vector<Engine::Handle> receives;
+  bool first = false;  // else an earlier call was interrupted, or has done it all
   {
     const std::lock_guard lock(mutex_);
-    closed_ = true;
+    first = !std::exchange(closed_, true);
     for (const Engine::Handle& handle : engine_.pending())
       if (handle->message.way == Message::Way::kReceive) receives.push_back(handle);
   }
@@ -390,7 +398,7 @@ void Messenger::stop(void (*turn)()) {
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
                                    "' before a message it was to receive had come"));
   fail(receives, left);
-  session_.depart(Departure::kLeaving);
+  if (first) session_.depart(Departure::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();

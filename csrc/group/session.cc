@@ -51,6 +51,7 @@ void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_
   current_.history = history_;
   history_ = extended(history_, operation);
   inline_ = in_users_thread;
+  in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
   if (failed()) throwVerdict();
   started_ = now();
   timeout_ = timeout;
@@ -290,7 +291,7 @@ void Session::throwVerdict() const {
     text += ", in group '" + options_.name + "'";
   text += "; noticed by rank " + options_.shown(reporter);
   if (reporter != rank_) text += ", learned by rank " + options_.shown(rank_);
-  if (current_.kind == Kind::kMonitoredBarrier && rank_ != 0)
+  if (in_monitored_barrier_ && rank_ != 0)
     text += ". Rank " + options_.shown(rank_) +
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank " +

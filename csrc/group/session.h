@@ -91,6 +91,7 @@ class Session final : public Watch {
   Announcement current_;
   uint64_t history_ = 0;
   bool inline_ = false;
+  std::atomic<bool> in_monitored_barrier_{false};  // also asked by who waits for messages
   Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
 };
 
