@@ -3,6 +3,7 @@
 dist.init_process_group("ringreduce")        # as a backend, no import needed
 ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
 ringreduce.average_gradients(model)          # in a loop without DDP
+ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
 """
 
 import importlib.metadata
@@ -15,16 +16,19 @@ from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
+from ringreduce.launch import Launch, init
 
 __all__ = [
     "Aborted",
     "Error",
+    "Launch",
     "Mismatch",
     "Options",
     "PeerLost",
     "Timeout",
     "average_gradients",
     "hooks",
+    "init",
     "instruction_set",
     "register_comm_hook",
     "staging_bytes",

@@ -22,6 +22,7 @@ USER = """
 
 
     def main(model: DDP, plain: torch.nn.Module, group: dist.ProcessGroup) -> int:
+        launch: ringreduce.Launch = ringreduce.init(master_port=29500, group_name="")
         try:
             ringreduce.register_comm_hook(model)
             model.register_comm_hook(None, hooks.all_reduce_hook)
@@ -34,12 +35,13 @@ USER = """
         except (ringreduce.Aborted, ringreduce.Error):
             pass
         reveal_type(ringreduce.__version__)
-        return ringreduce.staging_bytes() + ringreduce.staging_bytes(group)
+        return launch.rank + ringreduce.staging_bytes() + ringreduce.staging_bytes(group)
 
 
     def wrong(plain: torch.nn.Linear) -> None:
         ringreduce.average_gradients(3)
         ringreduce.staging_bytes("group")
+        ringreduce.init(rank="0")
 """
 
 
@@ -70,7 +72,7 @@ def test_a_users_strict_checker(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(textwrap.dedent(USER))
     done = run("mypy", "--strict", "--follow-imports=silent", "user.py", cwd=tmp_path)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 2, done.stdout + done.stderr
+    assert len(errors) == 3, done.stdout + done.stderr
     assert all("[arg-type]" in line for line in errors), errors
     assert "ringreduce.Mismatch" in done.stdout or "ringreduce" in done.stdout
     assert 'Revealed type is "builtins.str"' in done.stdout or '"str"' in done.stdout
@@ -85,6 +87,6 @@ def test_every_public_name_is_documented() -> None:
     import ringreduce
 
     public = [name for name in dir(ringreduce) if not name.startswith("_")]
-    for name in ("register_comm_hook", "average_gradients", "staging_bytes", "hooks"):
+    for name in ("register_comm_hook", "average_gradients", "staging_bytes", "hooks", "init"):
         assert name in public
         assert getattr(ringreduce, name).__doc__, name
