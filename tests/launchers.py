@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,6 +25,19 @@ def untouched(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         if name not in TORCHRUN and not name.startswith(PREFIXES)
     }
     return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def environment(env: Mapping[str, str]) -> Iterator[None]:
+    """os.environ as if a launcher had set `env`, and no other; as it was, afterwards."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update({**untouched(before), **env})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def torchrun(world_size: int, *arguments: str) -> list[str]:

@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
+from launchers import environment
 from pool import Pool, Raised, Rank
 
 import ringreduce
@@ -180,19 +179,6 @@ def test_tasks_on_a_host_of_slurms() -> None:
 
 
 # From here on groups are made, in ranks of the pool whose environment is made up.
-
-
-@contextmanager
-def environment(env: dict[str, str]) -> Iterator[None]:
-    """os.environ as if a launcher had set `env`; as it was, afterwards."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(launchers.untouched(before) | env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def start(me: Rank, envs: list[dict[str, str]], options: dict[str, Any]) -> tuple[Any, ...]:
