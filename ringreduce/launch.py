@@ -98,6 +98,8 @@ def init(
             "rank 0 of 1, a group of its own.%s To start more: torchrun --nproc-per-node N SCRIPT",
             me.aside,
         )
+    if options.get("init_method") == "env://":  # what it means, we do ourselves
+        del options["init_method"]
     if options.get("store") is None and options.get("init_method") is None:
         _meet(me, backend, master_addr, master_port, options)
     elif master_addr is None and master_port is None:

@@ -215,7 +215,8 @@ def test_a_group_by_a_launchers_variables(pool: Pool, world: MakeWorld, launcher
         "PMI": [hydra(rank, 2, rank, 2) | {"PMI_JOBID": job} for rank in range(2)],
         "Slurm": [srun(rank, 2, rank, "vm", "2", 0) | {"SLURM_JOB_ID": job} for rank in range(2)],
     }[launcher]
-    results = pool.start(start, world(0), envs, {}, ranks=2).results()
+    options = {"init_method": "env://"} if launcher == "PMI" else {}  # which is the default
+    results = pool.start(start, world(0), envs, options, ranks=2).results()
     for rank, (launch, left, total, warnings) in enumerate(results):
         assert launch == (rank, 2, rank, 2, launcher)
         assert total == 3.0
