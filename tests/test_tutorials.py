@@ -30,6 +30,7 @@ from pool import Pool, Rank
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tutorials"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
+DEADLINE = 120.0  # seconds; a script takes about one
 SIZES = pytest.mark.parametrize("size", [2, 4])
 
 Printed = list[dict[str, Any]]  # by rank: what -> value
@@ -74,7 +75,7 @@ def in_pool(pool: Pool, world: MakeWorld, name: str, size: int, *arguments: str)
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     call = pool.start(run_script, world(0), name, list(arguments), env, ranks=size)
-    return read("".join(call.results()), size)
+    return read("".join(call.results(DEADLINE)), size)
 
 
 def launched(command: list[str], size: int) -> Printed:
@@ -238,7 +239,7 @@ def test_init_methods(
     options = ["--method", method, "--rank", "{rank}", "--world-size", str(size)]
     options += ["--port", str(port), "--file", str(tmp_path / "meeting")]
     call = pool.start(run_script, world(0), "init_methods.py", options, {}, ranks=size)
-    printed = read("".join(call.results()), size)
+    printed = read("".join(call.results(DEADLINE)), size)
     assert printed == [{"sum": size * (size + 1) // 2}] * size
 
 
