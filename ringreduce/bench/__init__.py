@@ -1,6 +1,7 @@
-"""The benchmark: one collective of ringreduce beside its peers, in one run.
+"""The benchmark: collectives of ringreduce beside its peers, in one run.
 
     python -m ringreduce.bench all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M --compare gloo
+    python -m ringreduce.bench all --compare gloo,mpi --json all.json
     torchrun --nproc-per-node 2 -m ringreduce.bench all_reduce --compare gloo
 
 Every contender (ringreduce, each peer, the roofline) has rank processes of its own. One
@@ -10,7 +11,10 @@ Modules, each knowing only those before it:
 
     settings     what was asked for; sizes; the contenders
     oracle       inputs that every rank can make by itself, and what must come out of them
-    collectives  one small class a collective: add one here to measure another
+    collective   what a collective is: buffers, a call in each library, a check, a factor
+    reducing, moving, point_to_point
+                 one small class a collective
+    collectives  the list of them
     engines      how a rank process calls a collective: torch.distributed, MPI, the roofline
     channel      messages between the controller and the rank processes
     rank         the program of a rank process
@@ -20,6 +24,8 @@ Modules, each knowing only those before it:
     results      the report: its numbers, and its JSON schema
     alternate    the method: checks, calibration, alternating rounds
     machine      what it ran on
-    table, plot  the report for people
+    table, plot, summary
+                 the report for people: of one collective, of one in a picture, of several
+    run          the controller measures one collective after the other
     cli          the command line
 """

@@ -2,7 +2,8 @@
 
 For each size every contender is checked against the oracle, then calibrated (how many calls
 fill a round), then timed: in each round, each contender in turn makes its calls back to back;
-a round's time is that of its slowest rank, divided by the calls. Who starts a round rotates.
+a round's time is that of its slowest rank, divided by the calls (and by the messages that
+follow each other in a call). Who starts a round rotates.
 At the end all are checked once more.
 """
 
@@ -12,17 +13,20 @@ from ringreduce.bench.channel import Message
 from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.launch import Controller, RankSet
 from ringreduce.bench.results import Measurement, Row
-from ringreduce.bench.settings import OURS, ROOFLINE, BenchError, Settings, Unsupported
+from ringreduce.bench.settings import OURS, ROOFLINE, Settings, Unsupported
 
 ROUND_SECONDS = 0.1
 MOST_ITERATIONS = 50_000
 SLEEP_SECONDS = 0.1  # below this the answers' own CPU time hides whether a set has slept
 
 
-def measure_row(controller: Controller, settings: Settings, size: int, itemsize: int) -> Row:
+def measure_row(
+    controller: Controller, settings: Settings, size: int, itemsize: int, skipped: dict[str, str]
+) -> Row:
     """All contenders at `size` bytes, rounded down to what the collective can move.
 
-    A peer that refuses the first call is left out from then on. Raises BenchError.
+    A peer that refuses the first call is added to `skipped` with its reason; who stands there
+    is left out. Raises Unsupported if ours refuses, BenchError for all else.
     """
     cls = COLLECTIVES[settings.collective]
     count = cls.fit(size // itemsize, settings.world) if cls.has_size else 0
@@ -35,7 +39,9 @@ def measure_row(controller: Controller, settings: Settings, size: int, itemsize:
         measurements={},
     )
     calls: dict[str, int] = {}
-    for key, ranks in list(controller.sets.items()):
+    for key, ranks in controller.sets.items():
+        if key in skipped:
+            continue
         try:
             ranks.ask(
                 "prepare",
@@ -48,8 +54,8 @@ def measure_row(controller: Controller, settings: Settings, size: int, itemsize:
             check(ranks, measurement, salt=1)
         except Unsupported as reason:
             if key in (OURS, ROOFLINE):
-                raise BenchError(f"{ranks.contender.title}: {reason}") from reason
-            controller.skip(key, str(reason))
+                raise Unsupported(f"{ranks.contender.title}: {reason}") from reason
+            skipped[key] = str(reason)
             continue
         row.measurements[key] = measurement
         calls[key] = settings.iterations or calibrate(ranks)
@@ -65,7 +71,7 @@ def measure_row(controller: Controller, settings: Settings, size: int, itemsize:
                 calls[key] = calibrate(ranks)
                 answers = run_round(ranks, calls[key], settings.warmup)
             measurement = row.measurements[key]
-            measurement.seconds.append(slowest(answers) / calls[key])
+            measurement.seconds.append(slowest(answers) / (calls[key] * cls.trips))
             measurement.iterations.append(calls[key])
             if turn > 0:
                 idle[key] += answers

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ringreduce.bench.collectives import Call, Collective
+from ringreduce.bench.collective import Call, Collective, item_size
 from ringreduce.bench.settings import Unsupported
 
 
@@ -79,7 +79,7 @@ class RooflineEngine(TorchEngine):
     """
 
     def call(self, collective: Collective) -> Call:
-        size = collective.result().numel() * collective.result().element_size()
+        size = collective.case.count * item_size(collective.case.dtype)
         buffer = torch.ones(max(1, size // 4), dtype=torch.float32)
         return lambda: buffer.mul_(1.0)
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ringreduce.bench.channel import Message, connect, receive, send
-from ringreduce.bench.collectives import COLLECTIVES, Call, Case, Collective
+from ringreduce.bench.collective import Call, Case, Collective
+from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.engines import Engine, make_engine
 from ringreduce.bench.settings import Unsupported
 

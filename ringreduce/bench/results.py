@@ -1,4 +1,4 @@
-"""The report of a run, and the JSON file that holds it.
+"""The report of a run, and the JSON file that holds it; the suite of several.
 
 The schema, version 1 (times in seconds unless the name says otherwise, sizes in bytes):
 
@@ -30,6 +30,12 @@ The schema, version 1 (times in seconds unless the name says otherwise, sizes in
         idle_cpu     CPU time / wall time of its ranks while others were timed (0: asleep)
         median_us, p10_us, p90_us, algbw, busbw   follow from these (GB/s are 1e9 bytes/s);
                      written for readers, not read back
+
+The file of a suite has no rows of its own:
+
+    schema       1
+    refused      {collective: why ringreduce did not do it}
+    reports      one document as above for each of the other collectives
 """
 
 from __future__ import annotations
@@ -43,6 +49,11 @@ from typing import Any
 from ringreduce.bench.settings import OURS, ROOFLINE
 
 SCHEMA = 1
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write `document` for people and programs to read. Raises OSError."""
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def percentile(values: list[float], fraction: float) -> float:
@@ -135,8 +146,8 @@ class Report:
         return all(m.wrong == 0 and m.same_bits for m in ours)
 
     def write(self, path: Path) -> None:
-        """Write the JSON file."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Write the JSON file. Raises OSError."""
+        write_json(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """The report as the schema has it."""
@@ -171,3 +182,23 @@ class Report:
     def read(cls, path: Path) -> Report:
         """The report in a JSON file."""
         return cls.from_json(json.loads(path.read_text()))
+
+
+@dataclass
+class Suite:
+    """Several collectives in one run; see the module's schema."""
+
+    reports: list[Report] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file. Raises OSError."""
+        reports = [report.to_json() for report in self.reports]
+        write_json(path, {"schema": SCHEMA, "refused": self.refused, "reports": reports})
+
+    @classmethod
+    def read(cls, path: Path) -> Suite:
+        """The suite in a JSON file. Raises ValueError for another schema."""
+        document = json.loads(path.read_text())
+        reports = [Report.from_json(entry) for entry in document["reports"]]
+        return cls(reports, document["refused"])

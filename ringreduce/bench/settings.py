@@ -103,8 +103,11 @@ class Contender:
     environment: dict[str, str]
 
 
-def contenders_of(settings: Settings) -> list[Contender]:
-    """Ours first, then the peers in the order asked for, then the roofline if there are sizes."""
+def contenders_of(settings: Settings, roofline: bool = True) -> list[Contender]:
+    """Ours first, then the peers in the order asked for, then the roofline if there are sizes.
+
+    `roofline` of False leaves that out.
+    """
     algorithm = {"RINGREDUCE_ALGORITHM": settings.algorithm}
     title = settings.backend
     if title != "ringreduce":
@@ -121,7 +124,7 @@ def contenders_of(settings: Settings) -> list[Contender]:
             )
         else:
             found.append(Contender(peer, peer, "torch", peer, {}))
-    if any(settings.sizes):
+    if roofline and any(settings.sizes):
         # Its ranks need a group for its barriers only, and gloo is always there.
         found.append(Contender(ROOFLINE, ROOFLINE, "roofline", "gloo", {}))
     return found

@@ -29,11 +29,11 @@ def format_rate(value: float) -> str:
     return f"{value:.{3 if value < 0.0995 else 2 if value < 99.995 else 1}f}"
 
 
-def header(report: Report) -> list[str]:
-    """What was measured, where and how; then the columns' names."""
+def preamble(report: Report) -> list[str]:
+    """What it ran on and how it was measured: the same for all collectives of a run."""
     machine, library, settings = report.machine, report.library, report.settings
     lines = [
-        f"ringreduce.bench {report.collective}, {report.created}",
+        f"ringreduce.bench, {report.created}",
         f"machine   {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / (1 << 30):.0f} GiB memory, {machine['kernel']}, "
         f"torch {machine['torch']}, Python {machine['python']}",
@@ -53,19 +53,23 @@ def header(report: Report) -> list[str]:
     )
     if machine.get("mpi"):
         lines.append(f"mpi       {machine['mpi']}, through mpi4py on NumPy views of the buffers")
-    for key, reason in report.skipped.items():
-        lines.append(f"skipped   {report.titles[key]}: {reason}")
-    timed = COLLECTIVES[report.collective].torch_name
     lines.append(
-        f"method    {timed}, blocking, back to back; contenders take turns over "
-        f"{settings['rounds']} rounds, the others asleep; a round is its slowest rank's time / "
-        "calls; median of rounds"
+        f"method    blocking calls, back to back; contenders take turns over {settings['rounds']} "
+        "rounds, the others asleep; a round is its slowest rank's time / calls; median of rounds"
     )
     if ROOFLINE in report.titles:
         lines.append(
             f"roofline  all {settings['world']} ranks scale a buffer of that size in place at "
             "the same time: size / time, as algbw"
         )
+    return [f"# {line}" for line in lines]
+
+
+def header(report: Report) -> list[str]:
+    """What is measured, who is left out, and the columns' names."""
+    lines = [f"{report.collective}: {COLLECTIVES[report.collective].torch_name}"]
+    for key, reason in report.skipped.items():
+        lines.append(f"skipped   {report.titles[key]}: {reason}")
     names, units = [], []
     for name, unit, width in COLUMNS:
         names.append(f"{name:>{width}}")
@@ -73,7 +77,7 @@ def header(report: Report) -> list[str]:
     for peer in report.peers:
         names.append(f"{report.titles[peer]:>10}{report.titles[peer] + '/ours':>14}")
         units.append(f"{'(us)':>10}{'':>14}")
-    return [f"# {line}".rstrip() for line in [*lines, "", "".join(names)[2:], "".join(units)[2:]]]
+    return [f"# {line}".rstrip() for line in [*lines, "".join(names)[2:], "".join(units)[2:]]]
 
 
 def format_row(report: Report, row: Row) -> str:

@@ -1,0 +1,145 @@
+"""A run of the benchmark: the controller measures one collective after the other and reports."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ringreduce.bench import elastic
+from ringreduce.bench.alternate import measure_row, sleepers_warning
+from ringreduce.bench.collective import item_size
+from ringreduce.bench.launch import Controller
+from ringreduce.bench.machine import describe_machine
+from ringreduce.bench.plot import write_plot
+from ringreduce.bench.results import Report, Suite
+from ringreduce.bench.settings import (
+    OURS,
+    BenchError,
+    Contender,
+    Settings,
+    Unsupported,
+    contenders_of,
+)
+from ringreduce.bench.summary import summary
+from ringreduce.bench.table import format_row, header, preamble
+
+
+def run(
+    plan: Sequence[Settings],
+    store: Store | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> int:
+    """Be the controller, with torchrun's `store` if there is one; returns the exit status.
+
+    `plan` has the settings of each collective, alike in all else but sizes. If there are
+    several, the roofline is left out, what ringreduce refuses is passed over, and the JSON file
+    is written after each of them. Raises BenchError.
+    """
+    signal.signal(signal.SIGTERM, _on_terminate)
+    first, alone = plan[0], len(plan) == 1
+    contenders = contenders_of(first, roofline=alone)
+    starts = range(first.world) if store is None else [0]
+    suite = Suite()
+    try:
+        with Controller(first, starts) as controller:
+            if store is not None:
+                elastic.announce(store, controller.place, contenders)
+            controller.start(contenders)
+            for settings in plan:
+                try:
+                    suite.reports.append(measure(controller, settings, contenders, suite))
+                except Unsupported as reason:
+                    if alone:
+                        raise BenchError(str(reason)) from reason
+                    suite.refused[settings.collective] = str(reason)
+                    print(f"\n# {settings.collective}\n# refused by {reason}", flush=True)
+                if json_path and not alone:
+                    save(suite.write, json_path)
+            controller.close()
+    finally:  # if a rank fails in one collective, the others' numbers are still good
+        for report in suite.reports:
+            for fault in report.faults():
+                print(f"# WRONG: {report.collective}: {fault}", flush=True)
+        if not alone and suite.reports:
+            print("\n".join(["", *summary(suite)]), flush=True)
+    if json_path and alone:
+        save(suite.reports[0].write, json_path)
+    if plot_path:
+        save(partial(write_plot, suite.reports[0]), plot_path)
+    right = all(report.ours_is_right for report in suite.reports)
+    return 0 if right and not suite.refused else 1
+
+
+def measure(
+    controller: Controller, settings: Settings, contenders: Sequence[Contender], suite: Suite
+) -> Report:
+    """One collective, printed as it goes, after those in `suite`.
+
+    Raises Unsupported if ringreduce refuses it.
+    """
+    report = Report(
+        collective=settings.collective,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine={
+            **describe_machine(),
+            "environment": _environment(),
+            "mpi": _mpi_version(controller),
+        },
+        library=_library(controller),
+        settings=asdict(settings),
+        titles={contender.key: contender.title for contender in contenders},
+        skipped=dict(controller.skipped),
+    )
+    if not suite.reports and not suite.refused:
+        print("\n".join(preamble(report)), flush=True)
+    for size in settings.sizes:
+        row = measure_row(controller, settings, size, item_size(settings.dtype), report.skipped)
+        if not report.rows:
+            print("\n".join(["", *header(report)]), flush=True)
+        report.rows.append(row)
+        print(format_row(report, row), flush=True)
+        for warning in sleepers_warning(row):
+            print(f"# warning: {warning}", flush=True)
+    report.library = _library(controller)  # staging memory may have grown
+    return report
+
+
+def save(write: Callable[[Path], None], path: Path) -> None:
+    """Call `write` for a file; raises BenchError where that cannot be written."""
+    try:
+        write(path)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    """End as Ctrl-C does: through the exit of the controller, which kills the ranks."""
+    raise KeyboardInterrupt
+
+
+def _library(controller: Controller) -> dict[str, object]:
+    """What ringreduce says about itself; the greatest staging memory of all ranks."""
+    about = controller.sets[OURS].ask("about")
+    return max(about, key=lambda entry: int(entry.get("staging_bytes", 0)))
+
+
+def _mpi_version(controller: Controller) -> str:
+    """The MPI library that is compared with, or "" if none is."""
+    return (
+        str(controller.sets["mpi"].ask("about")[0]["version"]) if "mpi" in controller.sets else ""
+    )
+
+
+def _environment() -> str:
+    """The variables that change what ringreduce does, but --algorithm's."""
+    names = sorted(name for name in os.environ if name.startswith("RINGREDUCE_"))
+    return " ".join(f"{n}={os.environ[n]}" for n in names if n != "RINGREDUCE_ALGORITHM")
