@@ -493,9 +493,7 @@ class TestRuns:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_all_collectives(self, tmp_path, backend, monkeypatch, dtype):
         # What is timed must not be torch's warning about a name that it no longer likes.
-        modules = ("moving", "reducing", "point_to_point")
-        warnings = ",".join(f"error::FutureWarning:ringreduce.bench.{name}" for name in modules)
-        monkeypatch.setenv("PYTHONWARNINGS", warnings)
+        monkeypatch.setenv("PYTHONWARNINGS", "error:`torch.distributed.:FutureWarning")
         json_path = tmp_path / "all.json"
         status, out, err = finish(
             start("-m", "ringreduce.bench", "all", "--backend", backend, "--compare", "gloo",
