@@ -1,7 +1,8 @@
 // The collectives of the backend: torch's calls, checked and turned into operations.
 //
 // A check that fails here raises ValueError before anything is sent, and the group stays usable.
-#include <numeric>
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
 #include "base/error.h"
@@ -47,6 +48,33 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
                     .op = op,
                     .factor = factorOf(options.reduceOp)},
           timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
+}
+
+// Several small tensors of one dtype as one message: each operation is a wait for everybody.  A
+// large one is better off alone, since it would be copied twice.
+constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = 1 << 20;
+
+Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& options,
+                         const char* call) {
+  const at::NoGradGuard no_grad;
+  const ReduceOp op = opOf(options.reduceOp, call);
+  Tensors flat;
+  for (const at::Tensor& tensor : tensors) flat.push_back(addable(tensor, op, call).detach());
+  for (const at::Tensor& tensor : flat)
+    (void)Staged(tensor, Use::kBoth, call);  // refuses what cannot be written back
+  Tensors pieces;
+  for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
+  const at::Tensor all = at::cat(pieces);
+  Operation operation = allReduceOf(all, options, call);
+  operation.after = [all, flat] {
+    const at::NoGradGuard no_grad;
+    int64_t at = 0;
+    for (const at::Tensor& tensor : flat) {
+      tensor.copy_(all.narrow(0, at, tensor.numel()).view(tensor.sizes()));
+      at += tensor.numel();
+    }
+  };
+  return operation;
 }
 
 // all_gather_into_tensor.
@@ -179,16 +207,35 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const c10d::AllreduceCoalescedOptions& options) {
+  constexpr auto kCall = "all_reduce_coalesced";
   return translated([&] {
-    requireSome(tensors, "all_reduce_coalesced");
+    requireSome(tensors, kCall);
     Job job{.type = c10d::OpType::ALLREDUCE_COALESCED,
             .title = "ringreduce:all_reduce",
             .inputs = tensors,
             .outputs = tensors};
+    for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
+    Tensors small;
+    size_t bytes = 0;
+    const auto flush = [&] {
+      if (small.size() == 1) job.operations.push_back(allReduceOf(small[0], options, kCall));
+      if (small.size() > 1) job.operations.push_back(fusedAllReduce(small, options, kCall));
+      small.clear();
+      bytes = 0;
+    };
     for (const at::Tensor& tensor : tensors) {
-      requireDense(tensor, "all_reduce_coalesced");
-      job.operations.push_back(allReduceOf(tensor, options, "all_reduce_coalesced"));
+      if (tensor.nbytes() > kFusedTensorBytes) {
+        flush();
+        job.operations.push_back(allReduceOf(tensor, options, kCall));
+        continue;
+      }
+      if (bytes + tensor.nbytes() > kFusedBytes ||
+          (!small.empty() && small[0].scalar_type() != tensor.scalar_type()))
+        flush();
+      small.push_back(tensor);
+      bytes += tensor.nbytes();
     }
+    flush();
     return start(std::move(job), options.asyncOp);
   });
 }
