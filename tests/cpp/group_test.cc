@@ -3,27 +3,18 @@
 // Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must
 // be; what needs processes (a killed rank, a fork) is tested from Python.
 #include <chrono>
-#include <cstdlib>
 #include <numeric>
 #include <vector>
 
-#include "base/error.h"
 #include "check.h"
 #include "plan/cut.h"
 #include "ranks.h"
 
 using namespace ringreduce;
+using ranks::failureOf;
+using ranks::Setting;
 
 namespace {
-
-// Sets an environment variable for a scope.
-struct Setting {
-  Setting(const char* name, const std::string& value) : name(name) {
-    setenv(name, value.c_str(), 1);
-  }
-  ~Setting() { unsetenv(name); }
-  const char* name;
-};
 
 // Values whose sum depends on the order of addition.
 float value(int rank, size_t i) {
@@ -60,17 +51,6 @@ void allReduceMatches(int P) {
       }
     });
   }
-}
-
-Failure failureOf(const std::function<void()>& call, const std::string& words = "") {
-  try {
-    call();
-  } catch (const Error& error) {
-    if (std::string(error.what()).find(words) == std::string::npos)
-      check::fail(__FILE__, __LINE__, std::string("'") + words + "' is not in: " + error.what());
-    return error.kind();
-  }
-  return Failure::kNone;
 }
 
 }  // namespace

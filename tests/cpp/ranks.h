@@ -1,6 +1,8 @@
-// Ranks as threads of one process: a store in memory, and a function run once by each rank.
+// Ranks as threads of one process: a store in memory, and a function run once by each rank.  Also
+// what tests of groups have in common: settings for a scope, and which error a call gives.
 #pragma once
 
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <map>
@@ -10,9 +12,33 @@
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
+#include "check.h"
 #include "group/group.h"
 
 namespace ranks {
+
+// Sets an environment variable for a scope.
+struct Setting {
+  Setting(const char* name, const std::string& value) : name(name) {
+    setenv(name, value.c_str(), 1);
+  }
+  ~Setting() { unsetenv(name); }
+  const char* name;
+};
+
+// How a call fails, and that its error says `words`.
+inline ringreduce::Failure failureOf(const std::function<void()>& call,
+                                     const std::string& words = "") {
+  try {
+    call();
+  } catch (const ringreduce::Error& error) {
+    if (std::string(error.what()).find(words) == std::string::npos)
+      check::fail(__FILE__, __LINE__, std::string("'") + words + "' is not in: " + error.what());
+    return error.kind();
+  }
+  return ringreduce::Failure::kNone;
+}
 
 class MemoryStore final : public ringreduce::Store {
  public:
@@ -40,22 +66,23 @@ class MemoryStore final : public ringreduce::Store {
   std::map<std::string, std::string> values_;
 };
 
-// Runs body(r) in a thread for each rank, waits for all, and throws the first error of the lowest
-// rank.
+// Runs body(r) in a thread for each rank, waits for all, and throws the error that came first:
+// those of other ranks may be its consequences.
 inline void inThreads(int size, const std::function<void(int)>& body) {
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  std::mutex mutex;
+  std::exception_ptr first;
   std::vector<std::thread> threads;
   for (int r = 0; r < size; ++r)
     threads.emplace_back([&, r] {
       try {
         body(r);
       } catch (...) {
-        errors[static_cast<size_t>(r)] = std::current_exception();
+        const std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
       }
     });
   for (std::thread& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+  if (first) std::rethrow_exception(first);
 }
 
 // The same with a new group for all of them.

@@ -142,10 +142,11 @@ inline int64_t applyInteger(ReduceOp op, int64_t a, int64_t b) {
   }
 }
 
+// Of the first `count` sources, in this order; all are as long as the first.
 inline Bytes expected(DType t, ReduceOp op, const std::vector<Bytes>& sources, int count,
                       int worldSize) {
   const size_t size = sizeOf(t);
-  Bytes result(kMost * size);
+  Bytes result(sources[0].size());
   for (size_t at = 0; at < result.size(); at += size) {
     if (isFloating(t)) {
       double value = readFloat(t, &sources[0][at]);
