@@ -173,7 +173,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
 bool Group::tryRunHere(const Operation& operation) {
   refuseInChild();
   refuseInside();
-  validate(operation, size_);
+  validate(operation, rank_, size_);
   return executor_->tryRunHere([&] {
     ++submitted_;
     execute(operation, /*in_users_thread=*/true);
@@ -189,7 +189,7 @@ void Group::run(Operation operation) {
 
 std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion completion) {
   refuseInChild();
-  validate(operation, size_);
+  validate(operation, rank_, size_);
   ++submitted_;
   return executor_->submit([this, operation = std::move(operation)](
                                bool in_users_thread) { execute(operation, in_users_thread); },

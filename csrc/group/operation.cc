@@ -83,7 +83,7 @@ void requireEntries(const Call& call, const char* what, size_t size, size_t want
 }
 
 template <class Call>
-void check(const Call& call, int world_size) {
+void check(const Call& call, int rank, int world_size) {
   const auto P = static_cast<size_t>(world_size);
   if constexpr (Reducing<Call>)
     if (!isSupported(call.dtype, call.op))
@@ -94,16 +94,21 @@ void check(const Call& call, int world_size) {
       refuse(call,
              "rank " + std::to_string(call.root) + " in a group of " + std::to_string(world_size));
   // Who is not the root of a gather or a scatter has one side of it only.
+  bool both_sides = true;
+  if constexpr (Rooted<Call>) both_sides = call.root == rank;
   if constexpr (HasInputs<Call>)
-    if (!Rooted<Call> || !call.inputs.empty())
-      requireEntries(call, "inputs", call.inputs.size(), P);
+    if (both_sides || !call.inputs.empty()) requireEntries(call, "inputs", call.inputs.size(), P);
   if constexpr (HasOutputs<Call>)
-    if (!Rooted<Call> || !call.outputs.empty())
+    if (both_sides || !call.outputs.empty())
       requireEntries(call, "outputs", call.outputs.size(), P);
   if constexpr (HasCounts<Call>) requireEntries(call, "counts", call.counts.size(), P);
   if constexpr (std::is_same_v<Call, AllToAll>) {
     requireEntries(call, "send counts", call.send_counts.size(), P);
     requireEntries(call, "receive counts", call.recv_counts.size(), P);
+    const auto equal = [&](size_t n) { return n == call.send_counts[0]; };
+    if (call.even && !(std::all_of(call.send_counts.begin(), call.send_counts.end(), equal) &&
+                       std::all_of(call.recv_counts.begin(), call.recv_counts.end(), equal)))
+      refuse(call, "called even, but not all counts are equal");
   }
 }
 
@@ -121,8 +126,8 @@ void announceParts(Announcement& a, const std::vector<size_t>& counts) {
 
 }  // namespace
 
-void validate(const Operation& operation, int world_size) {
-  std::visit([&](const auto& call) { check(call, world_size); }, operation.call);
+void validate(const Operation& operation, int rank, int world_size) {
+  std::visit([&](const auto& call) { check(call, rank, world_size); }, operation.call);
 }
 
 Announcement announce(const Operation& operation, uint64_t sequence) {

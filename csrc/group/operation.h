@@ -31,8 +31,8 @@ struct Operation {
   std::function<void()> after = {};
 };
 
-// Throws Error(kArgument) for what cannot be done, before anything is sent.
-void validate(const Operation& operation, int world_size);
+// Throws Error(kArgument) for what this rank cannot do, before anything is sent.
+void validate(const Operation& operation, int rank, int world_size);
 
 // What the ranks compare with each other.
 Announcement announce(const Operation& operation, uint64_t sequence);
