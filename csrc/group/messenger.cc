@@ -58,7 +58,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
   if (!delivery->isDone()) {
     const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) startThread();
-    if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
+    callThread();
   }
   return delivery;
 }
@@ -149,7 +149,7 @@ struct Messenger::Driving {
       const std::lock_guard lock(messenger.mutex_);
       messenger.driven_ = nested;
       messenger.driver_ = before;
-      if (messenger.thread_asleep_ && messenger.wantsThread()) messenger.for_thread_.notify_one();
+      messenger.callThread();
     }
     messenger.changed_.notify_all();
   }
@@ -223,6 +223,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     ~User() {
       const std::lock_guard lock(messenger.mutex_);
       --messenger.users_;
+      messenger.callThread();
     }
     Messenger& messenger;
     bool thread_drives;
@@ -335,6 +336,11 @@ void Messenger::lookAfterPeers() {
 
 bool Messenger::wantsThread() const {
   return !engine_.pending().empty() && !driven_ && users_ == 0;
+}
+
+// With the lock held, wherever wantsThread may have become true.
+void Messenger::callThread() {
+  if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
 }
 
 void Messenger::startThread() {

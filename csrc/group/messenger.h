@@ -65,6 +65,7 @@ class Messenger {
   void run();
   bool wantsThread() const;
   bool wantedByUsers();
+  void callThread();
   void startThread();
   std::string describe(const Transfer& transfer) const;
   std::string missing(const Transfer& transfer);
