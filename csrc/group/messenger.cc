@@ -116,9 +116,11 @@ void Messenger::checkMismatch(const Transfer& transfer) {
                     std::to_string(m.count) + " of " + name(m.dtype));
 }
 
-void Messenger::fail(const std::vector<Engine::Handle>& some, const std::exception_ptr& error) {
+void Messenger::fail(std::vector<Engine::Handle> some, const std::exception_ptr& error) {
   {
     const std::lock_guard lock(mutex_);
+    // Another thread may have finished one since it was found pending.
+    std::erase_if(some, [](const Engine::Handle& handle) { return handle->over; });
     for (const Engine::Handle& handle : some) engine_.cancel(handle);
   }
   finish(some, error);

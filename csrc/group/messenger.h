@@ -58,7 +58,7 @@ class Messenger {
   bool pass();
   void finish(const std::vector<Engine::Handle>& over, std::exception_ptr error);
   void failAll(const std::exception_ptr& error);
-  void fail(const std::vector<Engine::Handle>& some, const std::exception_ptr& error);
+  void fail(std::vector<Engine::Handle> some, const std::exception_ptr& error);
   void sleep(const Delivery* waited_for);
   void lookAfterPeers();
   void checkMismatch(const Transfer& transfer);
