@@ -394,18 +394,19 @@ void Messenger::run() {
 }
 
 void Messenger::stop(void (*turn)()) {
-  std::vector<Engine::Handle> receives;
+  std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
   bool first = false;  // else an earlier call was interrupted, or has done it all
   {
     const std::lock_guard lock(mutex_);
     first = !std::exchange(closed_, true);
     for (const Engine::Handle& handle : engine_.pending())
-      if (handle->message.way == Message::Way::kReceive) receives.push_back(handle);
+      if (handle->message.way == Message::Way::kReceive || handle->message.peer == rank_)
+        given_up.push_back(handle);
   }
   const auto left = std::make_exception_ptr(
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
-                                   "' before a message it was to receive had come"));
-  fail(receives, left);
+                                   "' before a message that it was to receive had come"));
+  fail(std::move(given_up), left);
   if (first) session_.depart(Departure::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
