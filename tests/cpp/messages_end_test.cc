@@ -269,22 +269,24 @@ TEST(leaving_gives_up_receives_and_refuses_more) {
 }
 
 TEST(many_threads_lose_the_same_rank) {
+  constexpr int kThreads = 6, kEach = 20;
   for (int round = 0; round < 5; ++round)
     ranks::inGroup(2, [](Group& group) {
       if (group.rank() == 1) return pauseFor(20);
       std::atomic<int> completed{0};
-      ranks::inThreads(6, [&](int t) {
-        std::vector<Letter> in(20, Letter(8));
-        std::vector<std::shared_ptr<Delivery>> posted;
-        for (Letter& data : in) {
-          posted.push_back(post(group, Message::Way::kReceive, 1, t, data));
-          if (!posted.back()->setCompletion([&](std::exception_ptr) { ++completed; })) ++completed;
+      std::vector<Letter> in(kThreads * kEach, Letter(8));
+      std::vector<std::shared_ptr<Delivery>> posted(in.size());
+      ranks::inThreads(kThreads, [&](int t) {
+        const auto begin = static_cast<size_t>(t * kEach), end = begin + kEach;
+        for (size_t i = begin; i < end; ++i) {
+          posted[i] = post(group, Message::Way::kReceive, 1, t, in[i]);
+          if (!posted[i]->setCompletion([&](std::exception_ptr) { ++completed; })) ++completed;
         }
-        for (const auto& delivery : posted)
-          CHECK(failureOfWait(group, delivery, "rank 1 (") == Failure::kPeerLost);
+        for (size_t i = begin; i < end; ++i)
+          CHECK(failureOfWait(group, posted[i], "rank 1 (") == Failure::kPeerLost);
       });
       group.shutdown();
-      CHECK_EQ(completed.load(), 120);
+      CHECK_EQ(completed.load(), kThreads * kEach);
     });
 }
 
@@ -379,17 +381,18 @@ TEST(a_messages_completion_may_drop_the_group) {
   ranks::inThreads(2, [&](int r) {
     auto group = Group::create(store, r, 2, {.name = "test"});
     Letter in(10);
-    std::atomic<bool> done{false};
-    Group* raw = group.get();
-    const auto received = post(*raw, Message::Way::kReceive, 1 - r, 1, in);
-    const bool registered =
-        received->setCompletion([&, held = std::move(group)](std::exception_ptr) mutable {
-          held.reset();
-          done = true;
-        });
+    std::atomic<bool> released{false}, done{false};
+    const auto received = post(*group, Message::Way::kReceive, 1 - r, 1, in);
+    const bool registered = received->setCompletion([&, held = group](std::exception_ptr) mutable {
+      while (!released) std::this_thread::yield();
+      held.reset();
+      done = true;
+    });
     CHECK(registered);
-    raw->run({Barrier{}});
-    post(*raw, Message::Way::kSend, 1 - r, 1, letter(r, 1, 10));
+    group->run({Barrier{}});
+    post(*group, Message::Way::kSend, 1 - r, 1, letter(r, 1, 10));
+    group.reset();
+    released = true;
     while (!done) std::this_thread::yield();
     CHECK(in == letter(1 - r, 1, 10));
   });

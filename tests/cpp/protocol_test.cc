@@ -1,5 +1,5 @@
-// The slot protocol itself: exchange, links and ring, with random delays at every step of it, and
-// with mutants that must be caught.
+// The protocols of shared memory: exchange, links and ring, and channels of messages, with random
+// delays at every step of them, and with mutants that must be caught.
 //
 //     protocol_test                    the protocol as it is: passes
 //     protocol_test --list-mutants     names of the mutants
@@ -21,6 +21,7 @@
 #include "collective/host_primitives.h"
 #include "plan/ring.h"
 #include "ranks.h"
+#include "wire/channel.h"
 #include "wire/exchange.h"
 #include "wire/shm_link.h"
 
@@ -233,6 +234,82 @@ void everything() {
         rings<Rules>(P, depth, window);
 }
 
+// What the two ends of a channel do in the wrong order.
+enum class ChannelMistake {
+  kNone,
+  kEarlyCommit,  // the sender publishes a record and then writes its payload
+  kEarlyPop,     // the receiver gives a record's room back and then reads its payload
+};
+
+// Records of all sizes through one channel.  Some fill the ring to its very end, the largest are
+// half as long as it.
+template <class Rules, ChannelMistake kMistake = ChannelMistake::kNone>
+void channels() {
+  constexpr uint64_t kRecords = 4000;
+  const auto sizeOf = [](uint64_t id) -> size_t {
+    const uint64_t mixed = id * 0x9e3779b97f4a7c15u >> 40;
+    if (id % 97 == 0) return kRingBytes / 2 - kRecordAlign - mixed % 3;
+    if (id % 7 == 0) return mixed % (20 << 10);
+    return mixed % 4 == 0 ? kRecordAlign * (mixed % 9) + kRecordAlign - sizeof(Record)
+                          : mixed % 300;
+  };
+  const auto payloadOf = [&](uint64_t id) {
+    return std::vector<uint8_t>(sizeOf(id), static_cast<uint8_t>(id * 31 + 7));
+  };
+  std::vector<uint64_t> ring(kRingBytes / sizeof(uint64_t));
+  auto* const bytes = reinterpret_cast<std::byte*>(ring.data());
+  Box box{};
+  Impatient watch;
+  const auto again = [&] {
+    bool unused = false;
+    auto never = [&] { return unused; };
+    watch.poll(0, never);
+    std::this_thread::yield();
+  };
+  const auto dawdle = [] {
+    for (int i = 0; i < 20; ++i) Rules::delay();
+  };
+  ranks::inThreads(2, [&](int side) {
+    if (side == 0) {
+      BasicChannelWriter<Rules> out(bytes, box.filled, box.emptied);
+      for (uint64_t id = 0; id < kRecords; ++id) {
+        const std::vector<uint8_t> payload = payloadOf(id);
+        std::byte* room;
+        while (!(room = out.reserve(payload.size()))) again();
+        const Record record{.id = id,
+                            .count = ~id,
+                            .payload = static_cast<uint32_t>(payload.size()),
+                            .tag = static_cast<int32_t>(id % 5),
+                            .type = Record::Type::kEager};
+        if (kMistake == ChannelMistake::kEarlyCommit) {
+          out.commit(record);
+          dawdle();
+        }
+        if (!payload.empty()) std::memcpy(room, payload.data(), payload.size());
+        if (kMistake != ChannelMistake::kEarlyCommit) out.commit(record);
+      }
+    } else {
+      BasicChannelReader<Rules> in(bytes, box.filled, box.emptied);
+      for (uint64_t id = 0; id < kRecords; ++id) {
+        const Record* record;
+        while (!(record = in.front())) again();
+        CHECK_EQ(record->id, id);
+        CHECK_EQ(record->count, ~id);
+        CHECK_EQ(record->tag, static_cast<int32_t>(id % 5));
+        const std::vector<uint8_t> payload = payloadOf(id);
+        CHECK_EQ(record->payload, payload.size());
+        if (kMistake == ChannelMistake::kEarlyPop) {
+          in.pop(payload.size());
+          dawdle();
+        }
+        CHECK(payload.empty() || std::memcmp(record + 1, payload.data(), payload.size()) == 0);
+        if (kMistake != ChannelMistake::kEarlyPop) in.pop(payload.size());
+      }
+      CHECK(!in.front());
+    }
+  });
+}
+
 const std::map<std::string, std::function<void()>> kMutants{
     {"weak_publish", everything<WeakPublish>},
     {"weak_observe", everything<WeakObserve>},
@@ -240,12 +317,21 @@ const std::map<std::string, std::function<void()>> kMutants{
     {"early_reuse", everything<EarlyReuse>},
     {"early_release", [] { rings<Delayed, HostPrimitives, true>(3, 2, 1); }},
     {"skipped_slice", [] { rings<Delayed, SkippedSlice>(3, 4, 2); }},
+    {"channel_weak_publish", channels<WeakPublish>},
+    {"channel_weak_observe", channels<WeakObserve>},
+    {"channel_early_reuse", channels<EarlyReuse>},
+    {"channel_early_commit", channels<Delayed, ChannelMistake::kEarlyCommit>},
+    {"channel_early_pop", channels<Delayed, ChannelMistake::kEarlyPop>},
 };
 
 }  // namespace
 
 TEST(exchange_and_ring_hold_under_random_delays) {
   everything<Delayed>();
+}
+
+TEST(channels_hold_under_random_delays) {
+  channels<Delayed>();
 }
 
 int main(int argc, char** argv) {
