@@ -243,22 +243,23 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     }
     const Driving driving(*this);
     lock.unlock();
-    Nanos moved_at = now();
+    const Nanos began = now();
+    Nanos moved_at = began;
     while (!delivery.isDone()) {
-      if (pass()) {
-        moved_at = now();
-        continue;
-      }
-      const Nanos idle = now() - moved_at;
-      if (idle < patience_.spin) {
-        pause();
-      } else if (idle < patience_.spin + patience_.yield && !session_.failed()) {
-        sched_yield();
-      } else {
-        turns.turn();
+      const bool moved = pass();
+      const Nanos time = now();
+      if (moved) moved_at = time;
+      const Nanos idle = time - moved_at;
+      const bool tired = idle >= patience_.spin + patience_.yield || session_.failed();
+      if (tired || time - began >= kLook) turns.turn();  // however much comes for others
+      if (time >= limit) return delivery.isDone();
+      if (moved) continue;
+      if (tired)
         sleep(&delivery);
-      }
-      if (now() >= limit) return delivery.isDone();
+      else if (idle < patience_.spin)
+        pause();
+      else
+        sched_yield();
     }
   }
   return true;
@@ -430,17 +431,19 @@ void Messenger::stop(void (*turn)()) {
     }
     sleep(nullptr);
   }
+  std::thread thread;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     for_thread_.notify_all();
+    thread.swap(thread_);
   }
   ringBell(session_.page(rank_).messenger_bell);
-  if (!thread_.joinable()) return;
-  if (thread_.get_id() == std::this_thread::get_id())
-    thread_.detach();
+  if (!thread.joinable()) return;
+  if (thread.get_id() == std::this_thread::get_id())
+    thread.detach();
   else
-    thread_.join();
+    thread.join();
 }
 
 // ---- words
