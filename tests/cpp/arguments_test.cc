@@ -247,10 +247,10 @@ TEST(every_collective_has_a_deadline_and_misses_who_left) {
         const auto twice = [&] {  // in some, a rank need not wait for this very one
           for (int i = 0; i < 2; ++i) {
             Operation call = make(kind, group.rank(), room, {});
-            call.timeout = 100 * kMillisecond;
+            call.timeout = 250 * kMillisecond;
             group.run(call);
           }
-          group.run({.call = Barrier{}, .timeout = 100 * kMillisecond});
+          group.run({.call = Barrier{}, .timeout = 250 * kMillisecond});
         };
         CHECK(failureOf(twice, kind == Kind::kMonitoredBarrier ? "ank 2" : "2 (pid") ==
               (leaves ? Failure::kPeerLost : Failure::kTimeout));

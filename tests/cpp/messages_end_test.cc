@@ -42,6 +42,11 @@ void waitForFailure(const Group& group) {
   while (!group.failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
+// Waits for all ranks, unless the group fails just then.
+void meet(Group& group) {
+  failureOf([&] { group.run({Barrier{}}); });
+}
+
 void pauseFor(int milliseconds) {
   std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
@@ -71,21 +76,21 @@ TEST(ranks_that_disagree_on_a_message_all_learn_it) {
       ranks::inGroup(3, [&](Group& group) {
         Letter data(std::max(kind.sent, kind.expected) * 4);
         if (group.rank() == 1) {
-          if (receive_first) group.run({Barrier{}});
+          if (receive_first) meet(group);
           const auto sent =
               group.post({Message::Way::kSend, 2, 4, data.data(), kind.sent, kind.sent_type});
-          if (!receive_first) group.run({Barrier{}});
+          if (!receive_first) meet(group);
           if (kind.sent == kLarge)
             CHECK(failureOfWait(group, sent, "rank 1 (pid") == Failure::kMismatch);
         }
         if (group.rank() == 2) {
-          if (!receive_first) group.run({Barrier{}});
+          if (!receive_first) meet(group);
           const auto received = group.post(
               {Message::Way::kReceive, 1, 4, data.data(), kind.expected, kind.expected_type});
-          if (receive_first) group.run({Barrier{}});
+          if (receive_first) meet(group);
           CHECK(failureOfWait(group, received, kind.words) == Failure::kMismatch);
         }
-        if (group.rank() == 0) group.run({Barrier{}});
+        if (group.rank() == 0) meet(group);
         waitForFailure(group);
         CHECK(failureOf([&] { group.run({Barrier{}}); }, kind.words) == Failure::kMismatch);
         CHECK(failureOf([&] { send(group, 0, 0, data); }, kind.words) == Failure::kMismatch);
@@ -124,36 +129,34 @@ TEST(a_deadline_names_the_rank_that_is_missing) {
 }
 
 TEST(a_deadline_holds_however_much_other_traffic_there_is) {
-  ranks::inGroup(
-      2,
-      [](Group& group) {
-        const int me = group.rank(), other = 1 - me;
-        std::atomic<Failure> how{Failure::kNone};
-        std::thread waiter([&] { how = failureOf([&] { receive(group, other, 77, 10); }); });
-        // The waiter moves all of this, and it never ends.
-        const auto start = std::chrono::steady_clock::now();
-        const Letter out(4 << 20);
-        std::vector<Letter> in(4, out);
-        std::vector<std::shared_ptr<Delivery>> posted(2 * in.size());
-        const auto streaming = [&] {
-          for (size_t i = 0; i < posted.size(); ++i) {
-            if (posted[i] && !posted[i]->isDone()) continue;
-            posted[i] = i < in.size() ? post(group, Message::Way::kReceive, other, 1, in[i])
-                                      : post(group, Message::Way::kSend, other, 1, out);
-          }
-          std::this_thread::sleep_for(std::chrono::microseconds(100));
-        };
-        Failure mine = Failure::kNone;
-        while (mine == Failure::kNone &&
-               std::chrono::steady_clock::now() - start < std::chrono::seconds(10))
-          mine = failureOf(streaming);
-        if (mine == Failure::kNone) group.abort("the deadline has been overlooked");
-        waiter.join();
-        group.shutdown();  // nothing is written to these letters any more
-        CHECK(mine == Failure::kTimeout);
-        CHECK(how == Failure::kTimeout);
-      },
-      {.name = "test", .timeout = 200 * kMillisecond});
+  ranks::inGroup(2, [](Group& group) {
+    group.setTimeout(200 * kMillisecond);
+    const int me = group.rank(), other = 1 - me;
+    std::atomic<Failure> how{Failure::kNone};
+    std::thread waiter([&] { how = failureOf([&] { receive(group, other, 77, 10); }); });
+    // The waiter moves all of this, and it never ends.
+    const auto start = std::chrono::steady_clock::now();
+    const Letter out(4 << 20);
+    std::vector<Letter> in(4, out);
+    std::vector<std::shared_ptr<Delivery>> posted(2 * in.size());
+    const auto streaming = [&] {
+      for (size_t i = 0; i < posted.size(); ++i) {
+        if (posted[i] && !posted[i]->isDone()) continue;
+        posted[i] = i < in.size() ? post(group, Message::Way::kReceive, other, 1, in[i])
+                                  : post(group, Message::Way::kSend, other, 1, out);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    };
+    Failure mine = Failure::kNone;
+    while (mine == Failure::kNone &&
+           std::chrono::steady_clock::now() - start < std::chrono::seconds(10))
+      mine = failureOf(streaming);
+    if (mine == Failure::kNone) group.abort("the deadline has been overlooked");
+    waiter.join();
+    group.shutdown();  // nothing is written to these letters any more
+    CHECK(mine == Failure::kTimeout);
+    CHECK(how == Failure::kTimeout);
+  });
 }
 
 TEST(a_rank_that_leaves_is_missed_only_by_who_waits_for_it) {
@@ -296,6 +299,7 @@ TEST(abort_ends_messages_everywhere) {
     const auto waited = post(group, Message::Way::kReceive, next, 1, in);
     const auto left_alone = post(group, Message::Way::kReceive, kAnySource, 2, unwatched);
     const auto sent = post(group, Message::Way::kSend, next, 3, large);
+    meet(group);
     // The verdict is read by this thread, by the group's, and by one that runs collectives.
     const auto ticket = group.rank() < 2 ? group.submit({Barrier{}}, nullptr) : nullptr;
     std::thread aborter([&] {
@@ -346,6 +350,7 @@ TEST(ctrl_c_ends_a_wait_and_the_group) {
         [large](Group& group) {
           Letter data(large ? kLarge : 10);
           const auto receiving = post(group, Message::Way::kReceive, 1 - group.rank(), 1, data);
+          meet(group);
           if (group.rank() == 0) {
             interrupt_this_thread = true;
             CHECK_THROWS(Interrupted, group.await(*receiving, kNever));

@@ -404,7 +404,7 @@ TEST(programs_of_random_operations) {
       static_cast<int>(envInteger("RINGREDUCE_SOAK_OPERATIONS", 1000, 1, 100000000));
   const auto given = envInteger("RINGREDUCE_SEED", -1, -1, INT64_MAX);
   const uint64_t first = given >= 0 ? static_cast<uint64_t>(given) : std::random_device{}();
-  const int programs = given >= 0 ? 1 : 2;
+  const int programs = given >= 0 ? 1 : 4;
   for (uint64_t seed = first; seed < first + static_cast<uint64_t>(programs); ++seed) {
     std::printf("%d operations; to repeat: RINGREDUCE_SEED=%llu\n", operations,
                 static_cast<unsigned long long>(seed));
