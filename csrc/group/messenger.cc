@@ -77,7 +77,7 @@ bool Messenger::pass() {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if (r != rank_ &&
+    if ((r != rank_ || others_wait) &&
         std::atomic_ref(session_.page(r).messenger_bell).load(std::memory_order_seq_cst))
       ringBell(session_.page(r).messenger_bell);
   if (over.empty()) return moved;
