@@ -21,7 +21,7 @@ using Letter = std::vector<uint8_t>;
 inline Letter letter(int from, int number, size_t n) {
   Letter bytes(n);
   uint32_t word =
-      static_cast<uint32_t>(from) * 2654435761u + static_cast<uint32_t>(number) * 40503u;
+      static_cast<uint32_t>(from) * 2654435761u + static_cast<uint32_t>(number) * 0x85ebca6bu;
   for (uint8_t& b : bytes) b = static_cast<uint8_t>((word += 0x9e3779b9u) >> 24);
   return bytes;
 }
