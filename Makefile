@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
+WORLD ?= 3
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
@@ -18,13 +19,14 @@ CMAKE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja $(RINGREDUC
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-full test-cpp lint format sanitize bench clean
+.PHONY: help venv build demo test test-full test-cpp torch-suite lint format sanitize bench clean
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make test      the C++ tests and the Python tests"
 	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB"
+	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
 	@echo "make build     build and install ringreduce into $(VENV)"
@@ -33,6 +35,7 @@ help:
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  (any pip requirement, a wheel's path too)"
 	@echo "           JOBS=$(JOBS)  VENV=$(VENV)"
+	@echo "           WORLD=$(WORLD)  (ranks of torch-suite)"
 
 venv: $(VENV)/.ready
 
@@ -66,6 +69,10 @@ test: build test-cpp
 test-full: build
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core"
+
+# Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
+torch-suite: build
+	$(BIN)/python tests/torch_suite/run.py --world $(WORLD)
 
 # One at a time: tests that hold others to deadlines want the cores for themselves.
 test-cpp: $(VENV)/.ready

@@ -1,0 +1,103 @@
+"""What came of the tests: Gloo's, which are kept, and ours beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import exceptions
+
+HERE = Path(__file__).resolve().parent
+# How the line of a traceback begins that names the exception.
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One test: `outcome` is pass, skip or fail; `why` is empty for a pass."""
+
+    outcome: str
+    seconds: float
+    why: str
+
+    @property
+    def gist(self) -> str:
+        """The exception at the end of a traceback, or the reason as it is."""
+        lines = [line.strip() for line in self.why.splitlines() if line.strip()]
+        errors = [i for i, line in enumerate(lines) if ERROR.match(line)]
+        gist = " ".join(lines[errors[-1] :] if errors else lines)
+        return gist.split(" To execute this test")[0][:300]
+
+
+Results = Mapping[str, Result]
+
+
+def baseline_path(torch_version: str, world: int) -> Path:
+    """Where Gloo's results are; builds of one torch ("+cpu" and the like) share them."""
+    return HERE / f"gloo-{torch_version.split('+')[0]}-{world}.json"
+
+
+def save_baseline(path: Path, results: Results) -> None:
+    """Writes one line a test, so that a difference can be read."""
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps([result.outcome, result.gist])}"
+        for name, result in sorted(results.items())
+    ]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def load_baseline(path: Path) -> dict[str, Result]:
+    """What save_baseline wrote."""
+    return {name: Result(o, 0.0, why) for name, (o, why) in json.loads(path.read_text()).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Names of tests by what is to be said of them."""
+
+    failed: list[str]
+    missing: list[str]  # skipped here, though Gloo runs them
+    excepted: list[str]  # of both kinds, but on the list of exceptions
+    needless: list[str]  # exceptions that pass
+
+    @property
+    def good(self) -> bool:
+        return not self.failed and not self.missing
+
+
+def judge(ours: Results, gloo: Results, listed: Mapping[str, str] | None = None) -> Verdict:
+    """Compares; `listed` are the exceptions with their causes, those of exceptions.py if None."""
+    listed = exceptions.EXCEPTIONS if listed is None else listed
+    failed = [name for name, result in ours.items() if result.outcome == "fail"]
+    missing = [
+        name
+        for name, theirs in gloo.items()
+        if theirs.outcome == "pass" and (name not in ours or ours[name].outcome == "skip")
+    ]
+    return Verdict(
+        failed=[name for name in failed if name not in listed],
+        missing=[name for name in missing if name not in listed],
+        excepted=[name for name in failed + missing if name in listed],
+        needless=[name for name in listed if name in ours and ours[name].outcome == "pass"],
+    )
+
+
+def table(ours: Results, gloo: Results) -> str:
+    """Passed, failed and skipped beside Gloo's, of torch's tests and of those beyond them."""
+    lines = [f"{'':34}{'ringreduce':>12}{'gloo':>8}"]
+    for title, beyond in (("torch's tests", False), ("further ones, for the CPU", True)):
+        for number, outcome in enumerate(("pass", "fail", "skip")):
+            counts = [
+                sum(
+                    result.outcome == outcome and name.startswith("beyond.") == beyond
+                    for name, result in results.items()
+                )
+                for results in (ours, gloo)
+            ]
+            label = {"pass": "passed", "fail": "failed", "skip": "skipped"}[outcome]
+            left = f"{'' if number else title:26}{label:8}"
+            lines.append(f"{left}{counts[0]:>12}{counts[1]:>8}")
+    return "\n".join(lines)
