@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -68,7 +69,12 @@ def test_baselines_and_exceptions_hold_what_they_should() -> None:
         assert not [name for name, result in suite.items() if result.outcome == "fail"], path.name
         assert sum(result.outcome == "pass" for result in suite.values()) >= 80, path.name
         assert all(gloo[name].outcome == "pass" for name in results.exceptions.EXCEPTIONS)
+
+
+def test_exceptions_are_few_and_say_where_in_torch() -> None:
     assert len(results.exceptions.EXCEPTIONS) <= 5
+    for test, cause in results.exceptions.EXCEPTIONS.items():
+        assert re.match(r"torch/[\w/]+\.(cpp|hpp|h|py):\d+: ", cause), test
 
 
 def test_the_gist_of_a_traceback_is_its_exception() -> None:
