@@ -165,10 +165,12 @@ def main() -> int:
 
     path = results.baseline_path(torch.__version__, settings.world)
     print(f"torch {torch.__version__}, {settings.world} ranks, {os.cpu_count()} cores")
+    if settings.k and not path.exists():
+        parser.error("there are no results of Gloo for this torch yet: leave -k out first")
     if settings.record_gloo or not path.exists():
         if not settings.record_gloo:
             print(f"no results of Gloo for this torch and {settings.world} ranks: recording them")
-        kept = results.load_baseline(path) if settings.k and path.exists() else {}
+        kept = results.load_baseline(path) if settings.k else {}
         results.save_baseline(path, kept | run_pass("gloo", settings))
         if settings.record_gloo:
             return 0
