@@ -396,7 +396,7 @@ void Messenger::run() {
 
 void Messenger::stop(void (*turn)()) {
   std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
-  bool first = false;  // else an earlier call was interrupted, or has done it all
+  bool first = false;                    // else an earlier call was interrupted, or has done it all
   {
     const std::lock_guard lock(mutex_);
     first = !std::exchange(closed_, true);
