@@ -189,6 +189,10 @@ void Backend::registerOnCompletionHook(
   TORCH_CHECK(!observer_->hooked, "ringreduce: there is an onCompletion hook already");
   observer_->on_completion = std::move(hook);
   observer_->hooked = true;
+  // torch looks here before it destroys a group, to wait for the hooks that are still to come.
+  onCompletionHook_ = [observer = observer_](std::shared_ptr<c10d::WorkInfo> info) {
+    observer->on_completion(std::move(info));
+  };
 }
 
 void Backend::waitForPendingWorks() {

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
 #include "torch/errors.h"
 
 namespace ringreduce {
@@ -103,10 +104,19 @@ void Work::complete(std::exception_ptr error) {
   }
   if (future) settle(*future);
   settled_ = true;
-  if (observer_->hooked)
+  if (observer_->hooked) tellHook();
+}
+
+// The operation is over for everybody already: what the hook throws is not its error.
+void Work::tellHook() const {
+  try {
     observer_->on_completion(std::make_shared<c10d::WorkInfo>(
         retrieveOpType(), sequence_, timePoint(started_), timePoint(ended_),
         std::chrono::duration<float>(static_cast<float>(ended_ - started_) / kSecond)));
+  } catch (const std::exception& error) {
+    log("the onCompletion hook of rank " + std::to_string(rank_) +
+        "'s group raised an error: " + error.what());
+  }
 }
 
 bool Work::hasCompletedFuture() {

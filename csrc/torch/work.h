@@ -67,6 +67,7 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  void tellHook() const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
