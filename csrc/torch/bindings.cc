@@ -13,6 +13,7 @@
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/errors.h"
+#include "torch/memory.h"
 
 namespace py = pybind11;
 
@@ -83,6 +84,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringreduce;
   py::module_::import("torch.distributed");  // registers the types that the signatures name
   watchInterrupts();
+  // What Backend.mem_allocator returns: torch's CPU builds have no class for allocators.
+  py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),

@@ -24,30 +24,23 @@ void unmap(void* context) {
   delete mapping;
 }
 
-class PageAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
-    auto mapping = std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, kHugePage)});
-    mapping->data =
-        mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
-                     mapping->bytes, " bytes of memory: ", std::strerror(errno));
-    madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
-    void* data = mapping->data;
-    return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
-  }
-
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    default_copy_data(to, from, bytes);
-  }
-};
-
 }  // namespace
 
-std::shared_ptr<c10::Allocator> pageAllocator() {
+c10::DataPtr PageAllocator::allocate(size_t bytes) {
+  if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+  auto mapping = std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, kHugePage)});
+  mapping->data =
+      mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
+                   mapping->bytes, " bytes of memory: ", std::strerror(errno));
+  madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
+  void* data = mapping->data;
+  return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
+}
+
+std::shared_ptr<PageAllocator> pageAllocator() {
   static auto* allocator =
-      new std::shared_ptr<c10::Allocator>(new PageAllocator);  // never destroyed
+      new std::shared_ptr<PageAllocator>(new PageAllocator);  // never destroyed
   return *allocator;
 }
 
