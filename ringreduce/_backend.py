@@ -141,21 +141,37 @@ def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     for known, companion in _companions:
         if known() is group:
             return companion
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout_of(group),
-        backend="ringreduce",
-        use_local_synchronization=True,
-    )
+    made = _make_companion(group)
     _companions.append((weakref.ref(group), made))
     return made
 
 
-def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """The timeout of a group of another backend; None where it does not tell."""
+def _make_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A ringreduce group over a group's ranks, which torch destroys with the default group.
+
+    What `new_group(use_local_synchronization=True)` does, but for the name: there it comes from the
+    number of groups that a rank is in, which need not be the same for all ranks of this one.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend("ringreduce"),
+        c10d._get_default_store(),
+        group_name=f"{group.group_name}/ringreduce",
+        timeout=_timeout_of(group),
+    )[0]
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """The timeout of a group of another backend; torch's default where it does not tell."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
             timeout: datetime.timedelta = options._timeout
             return timeout
-    return None
+    return dist.distributed_c10d.default_pg_timeout

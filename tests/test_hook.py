@@ -150,6 +150,29 @@ def test_python_hook_with_a_group(pool: Pool) -> None:
     assert pool.run(hook_with_own_group, World(2, "gloo")) == [True, True]
 
 
+def in_more_groups_than_others(me: Rank) -> tuple[float, str]:
+    import ringreduce
+
+    pair = dist.new_group([0, 1])  # rank 2 is in one group less
+    model = DDP(nn.Linear(4, 2, bias=False))
+    ringreduce.register_comm_hook(model)
+    model(torch.full((1, 4), float(me.rank))).sum().backward()
+    grad = float(model.module.weight.grad[0, 0])
+    if me.rank < 2:  # and a companion of that one, which rank 2 knows nothing of
+        small = DDP(nn.Linear(4, 2, bias=False), process_group=pair)
+        ringreduce.register_comm_hook(small)
+        small(torch.full((1, 4), float(me.rank))).sum().backward()
+        assert float(small.module.weight.grad[0, 0]) == 0.5
+        assert ringreduce.staging_bytes(pair) > 0
+    dist.barrier()
+    return grad, dist.get_backend()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(pool: Pool) -> None:
+    results = pool.run(in_more_groups_than_others, World(3, "gloo", timeout=10.0))
+    assert results == [(1.0, "gloo")] * 3
+
+
 def hook_name(me: Rank) -> str:
     import ringreduce
 
