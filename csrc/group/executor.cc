@@ -1,4 +1,4 @@
-// The queue, the worker and the teller.
+// The queue, the worker and the tellers.
 #include "group/executor.h"
 
 #include <pthread.h>
@@ -8,11 +8,19 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/log.h"
 
 namespace ringreduce {
+namespace {
+
+// How long a completion may keep the next one waiting before another thread calls that.
+constexpr auto kPatience = std::chrono::milliseconds(1);
+
+}  // namespace
 
 // ---- Ticket
 
@@ -68,7 +76,7 @@ Ticket::Completion Ticket::finish(std::exception_ptr error) {
 
 // ---- Executor
 
-struct Executor::State {
+struct Executor::State : std::enable_shared_from_this<State> {
   struct Item {
     Work work;
     std::shared_ptr<Ticket> ticket;
@@ -82,12 +90,16 @@ struct Executor::State {
   std::condition_variable for_worker, for_teller, idle;
   std::deque<Item> queue;
   std::deque<Told> to_tell;
-  bool telling = false;      // a completion is being called
+  uint64_t told = 0;         // completions that were taken from to_tell
+  int alive = 0;             // tellers
+  int calling = 0;           // of them, those that are calling a completion
+  bool abandoned = false;    // nobody will join the tellers
   bool busy = false;         // the token: an operation runs
   std::thread::id owner;     // who holds it, if that is a user's thread
   bool worker_done = false;  // no more completions will come
   bool stopping = false;
-  std::thread worker, teller;
+  std::thread worker;
+  std::vector<std::thread> tellers;
 
   static void name(const char* text) { pthread_setname_np(pthread_self(), text); }
 
@@ -112,20 +124,37 @@ struct Executor::State {
       lock.lock();
       busy = false;
       // Before anybody can take the token: an operation that is over when a later one has run.
-      if (Completion completion = item.ticket->finish(error)) {
-        to_tell.push_back({std::move(completion), std::move(error)});
-        for_teller.notify_one();
-      }
+      if (Completion completion = item.ticket->finish(error))
+        queueTold({std::move(completion), std::move(error)});
       if (stopping) idle.notify_all();
     }
     worker_done = true;
+    for_teller.notify_all();
+  }
+
+  // With the lock held, as the next two.
+  void queueTold(Told told_next) {
+    to_tell.push_back(std::move(told_next));
+    ensureTeller();
     for_teller.notify_one();
   }
 
-  // Once startThreads is over: whether it has started both threads.
-  bool waitForWorker() {
-    const std::lock_guard lock(mutex);
-    return worker.joinable() || worker_done || stopping;
+  // A completion may itself wait for a Future whose completion stands behind it in the queue, so
+  // there is always a teller that is not calling one.  It is patient, and most never call any.
+  void ensureTeller() {
+    if (calling < alive) return;
+    try {
+      std::thread teller([state = shared_from_this()] { state->tell(); });
+      ++alive;
+      if (abandoned)
+        teller.detach();
+      else
+        tellers.push_back(std::move(teller));
+    } catch (const std::system_error& error) {
+      if (alive == 0) throw;
+      log(std::string("cannot start a thread for completions, which come later for it: ") +
+          error.what());
+    }
   }
 
   void tell() {
@@ -133,16 +162,24 @@ struct Executor::State {
     std::unique_lock lock(mutex);
     for (;;) {
       for_teller.wait(lock, [&] { return !to_tell.empty() || worker_done; });
-      if (to_tell.empty()) return;
+      if (to_tell.empty()) break;
+      const uint64_t seen = told;
+      if (calling > 0 && for_teller.wait_for(lock, kPatience, [&] {
+            return calling == 0 || told != seen || to_tell.empty();
+          }))
+        continue;
       Told next = std::move(to_tell.front());
       to_tell.pop_front();
-      telling = true;
+      ++told;
+      ++calling;
+      if (!to_tell.empty()) ensureTeller();
       lock.unlock();
       next.completion(std::move(next.error));
       next = {};
       lock.lock();
-      telling = false;
+      --calling;
     }
+    --alive;
   }
 };
 
@@ -174,21 +211,13 @@ bool Executor::runsInThisThread() const {
   return state_->owner == std::this_thread::get_id();
 }
 
-// Both or none: without the teller a Future would never be completed.  Called with the lock held,
-// which keeps the first from running before the second is there.
+// Called with the lock held.  Without a teller a Future would never be completed; one without a
+// worker only waits, until there is one.
 void Executor::startThreads() {
   const std::shared_ptr<State> state = state_;
   try {
-    std::thread teller([state] {
-      if (state->waitForWorker()) state->tell();
-    });
-    try {
-      state->worker = std::thread([state] { state->work(); });
-    } catch (...) {
-      teller.detach();  // it sees that there is no worker, and ends
-      throw;
-    }
-    state->teller = std::move(teller);
+    state->ensureTeller();
+    state->worker = std::thread([state] { state->work(); });
   } catch (const std::system_error& error) {
     throw Error(Failure::kArgument,
                 std::string("ringreduce cannot start a thread for asynchronous operations: ") +
@@ -214,8 +243,7 @@ void Executor::tell(Completion completion, std::exception_ptr error) {
     const std::lock_guard lock(state->mutex);
     if (!state->stopping) {
       if (!state->worker.joinable()) startThreads();
-      state->to_tell.push_back({std::move(completion), std::move(error)});
-      state->for_teller.notify_one();
+      state->queueTold({std::move(completion), std::move(error)});
       return;
     }
   }
@@ -225,7 +253,7 @@ void Executor::tell(Completion completion, std::exception_ptr error) {
 void Executor::drain(void (*turn)()) {
   const std::shared_ptr<State> state = state_;
   std::unique_lock lock(state->mutex);
-  while (state->busy || state->telling || !state->queue.empty() || !state->to_tell.empty()) {
+  while (state->busy || state->calling > 0 || !state->queue.empty() || !state->to_tell.empty()) {
     state->idle.wait_for(lock, std::chrono::milliseconds(1));
     if (!turn) continue;
     lock.unlock();
@@ -235,28 +263,38 @@ void Executor::drain(void (*turn)()) {
 }
 
 void Executor::stop(void (*turn)()) {
-  std::thread worker, teller;
-  {
-    std::unique_lock lock(state_->mutex);
-    state_->stopping = true;
-    state_->for_worker.notify_one();
-    // An operation that runs in another user's thread ends first.
-    while (state_->busy || !state_->queue.empty()) {
-      state_->idle.wait_for(lock, std::chrono::milliseconds(50));
-      if (!turn) continue;
-      lock.unlock();
-      turn();
-      lock.lock();
-    }
-    worker.swap(state_->worker);
-    teller.swap(state_->teller);
+  std::unique_lock lock(state_->mutex);
+  state_->stopping = true;
+  state_->for_worker.notify_one();
+  // An operation that runs in another user's thread ends first.
+  while (state_->busy || !state_->queue.empty()) {
+    state_->idle.wait_for(lock, std::chrono::milliseconds(50));
+    if (!turn) continue;
+    lock.unlock();
+    turn();
+    lock.lock();
   }
-  for (std::thread* thread : {&worker, &teller}) {
-    if (!thread->joinable()) continue;
-    if (thread->get_id() == std::this_thread::get_id())
-      thread->detach();
-    else
-      thread->join();
+  if (std::thread worker = std::move(state_->worker); worker.joinable()) {
+    lock.unlock();
+    worker.join();
+    lock.lock();
+  }
+  state_->worker_done = true;  // also if there never was one
+  state_->for_teller.notify_all();
+  const auto self = std::this_thread::get_id();
+  auto& tellers = state_->tellers;
+  if (std::any_of(tellers.begin(), tellers.end(), [&](auto& t) { return t.get_id() == self; })) {
+    // A completion cannot wait for others, which may wait for it.
+    state_->abandoned = true;
+    for (std::thread& teller : tellers) teller.detach();
+    tellers.clear();
+  }
+  while (!tellers.empty()) {  // one that ends may have started another
+    std::thread teller = std::move(tellers.back());
+    tellers.pop_back();
+    lock.unlock();
+    teller.join();
+    lock.lock();
   }
 }
 

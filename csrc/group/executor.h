@@ -4,7 +4,9 @@
 // in the caller's own thread (`tryRunHere`): a hand-off costs more than a small all-reduce.
 // Everything else queues for one worker thread, which starts with the first queued operation.
 // Completions are told by a third thread, so that a callback which itself waits for an operation
-// cannot stop the worker.  No thread outlives the executor, also when a callback destroys it.
+// cannot stop the worker; and while a callback takes long, by a fourth, since it may wait for a
+// Future (torch's PowerSGD hook does).  They are told in order but for that.  No thread outlives
+// the executor, but where a callback destroys it: then they end by themselves right afterwards.
 #pragma once
 
 #include <condition_variable>
@@ -80,9 +82,9 @@ class Executor {
   void drain(void (*turn)());
 
   // Waits until all that is queued has run and all completions were told, and ends the threads.
-  // What is submitted later is refused with Error(kAborted).  Called from a completion, it leaves
-  // that thread to end by itself right afterwards.  `turn`, if not null, is called now and then
-  // while it waits, and may throw: then the executor still runs.
+  // What is submitted later is refused with Error(kAborted).  Called from a completion, it waits
+  // for no completions.  `turn`, if not null, is called now and then while it waits, and may throw:
+  // then the executor still runs.
   void stop(void (*turn)() = nullptr);
 
  private:

@@ -1,0 +1,336 @@
+"""Groups of some of the ranks: overlapping, in several threads, made of others, ended in any order.
+
+test_backend.py has the plain subgroups; here they are all in use at the same time, and a rank knows
+what every group must give from the ranks' numbers alone.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Died, Done, Pool, Rank
+
+OVERLAPPING = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 2], [0, 1, 2], [1, 2, 3], [3, 1, 0, 2])
+
+
+def every_call(group: dist.ProcessGroup, members: list[int], rank: int, tag: float) -> None:
+    """One of each kind of call; `members` are global ranks, in the order of the group."""
+    p, own = len(members), members.index(rank)
+    total = float(sum(members))
+    t = torch.full((300,), rank + tag)
+    dist.all_reduce(t, group=group)
+    assert bool((t == total + p * tag).all()), (members, float(t[0]))
+
+    src = members[-1]
+    t = torch.full((300,), rank + tag)
+    dist.broadcast(t, src=src, group=group)
+    assert bool((t == src + tag).all())
+    dist.broadcast(t, group_src=0, group=group)
+
+    outs = [torch.empty(5) for _ in range(p)]
+    dist.all_gather(outs, torch.full((5,), rank + tag), group=group)
+    assert [float(o[4]) for o in outs] == [r + tag for r in members]
+
+    # Rank i sends 10 i + j to rank j, both counted within the group.
+    sent = torch.tensor([10.0 * own + j for j in range(p)])
+    received = torch.empty(p)
+    dist.all_to_all_single(received, sent, group=group)
+    assert received.tolist() == [10.0 * i + own for i in range(p)]
+
+    part = torch.empty(4)
+    dist.reduce_scatter_tensor(part, torch.arange(4.0 * p) + rank, group=group)
+    assert torch.equal(part, p * torch.arange(4.0 * own, 4.0 * own + 4) + total)
+
+    # Around the ring, by global ranks.
+    after, before = members[(own + 1) % p], members[own - 1]
+    t = torch.empty(7)
+    works = [
+        dist.isend(torch.full((7,), rank + tag), after, group=group, tag=3),
+        dist.irecv(t, before, group=group, tag=3),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert float(t[6]) == before + tag
+
+    said: list[Any] = [None] * p
+    dist.all_gather_object(said, {"rank": rank, "tag": tag}, group=group)
+    assert said == [{"rank": r, "tag": tag} for r in members]
+    dist.barrier(group=group)
+
+
+def overlapping(me: Rank, seed: int) -> int:
+    groups = [dist.new_group(m, sort_ranks=False) for m in OVERLAPPING]
+    draw = random.Random(seed)  # the same order on all ranks, else groups wait in a circle
+    rounds = 0
+    for tag in range(3):
+        for which in draw.sample(range(len(groups)), len(groups)):
+            if me.rank in OVERLAPPING[which]:
+                every_call(groups[which], OVERLAPPING[which], me.rank, float(tag))
+                rounds += 1
+    # Destroyed in an order that is each rank's own.
+    mine = [g for g, m in zip(groups, OVERLAPPING, strict=True) if me.rank in m]
+    random.Random(seed + me.rank).shuffle(mine)
+    for k, group in enumerate(mine):
+        dist.destroy_process_group(group)
+        with pytest.raises(ValueError):
+            dist.all_reduce(torch.ones(1), group=group)
+        if k == 1:
+            every_call(dist.group.WORLD, list(range(me.world_size)), me.rank, 0.5)
+    return rounds
+
+
+@pytest.mark.ringreduce
+def test_overlapping_groups(pool: Pool, world: MakeWorld) -> None:
+    expected = [3 * sum(r in members for members in OVERLAPPING) for r in range(4)]
+    assert pool.run(overlapping, world(4, 20.0), 5) == expected
+
+
+def in_threads(jobs: list[Callable[[], None]]) -> None:
+    """Runs all at the same time; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def groups_in_threads(me: Rank) -> int:
+    """A thread a group, so that the groups' operations meet in every order there is."""
+    groups = [dist.new_group(m, sort_ranks=False) for m in OVERLAPPING]
+
+    def use(which: int) -> Callable[[], None]:
+        def run() -> None:
+            for tag in range(4):
+                every_call(groups[which], OVERLAPPING[which], me.rank, float(tag))
+
+        return run
+
+    mine = [use(i) for i, m in enumerate(OVERLAPPING) if me.rank in m]
+    in_threads(mine)
+    return len(mine)
+
+
+def test_overlapping_groups_from_a_thread_each(pool: Pool, world: MakeWorld) -> None:
+    expected = [sum(r in members for members in OVERLAPPING) for r in range(4)]
+    assert pool.run(groups_in_threads, world(4, 20.0)) == expected
+
+
+def disjoint(me: Rank) -> tuple[float, float, list[int]]:
+    """torch's own ways to make many: enumerated, equal parts, and without the other ranks."""
+    pair, pairs = dist.new_subgroups(2)
+    assert len(pairs) == 2
+    a = torch.tensor([float(me.rank)])
+    dist.all_reduce(a, group=pair)
+    stride, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    b = torch.tensor([float(me.rank)])
+    dist.all_reduce(b, group=stride)
+    ranks = [me.rank // 2 * 2, me.rank // 2 * 2 + 1]
+    local = dist.new_group(ranks, use_local_synchronization=True)
+    every_call(local, ranks, me.rank, 1.0)
+    dist.destroy_process_group(pair)
+    dist.destroy_process_group(local)
+    every_call(stride, [me.rank % 2, me.rank % 2 + 2], me.rank, 2.0)
+    return float(a), float(b), dist.get_process_group_ranks(stride)
+
+
+def test_disjoint_groups(pool: Pool, world: MakeWorld) -> None:
+    # Remade, since torch names a group that is made without the other ranks by its members and by
+    # the number of groups that this rank is in: that must be the same for its members.
+    call = pool.start(disjoint, world(4, 20.0), remade=True)
+    assert call.results() == [
+        (1.0, 2.0, [0, 2]),
+        (1.0, 4.0, [1, 3]),
+        (5.0, 2.0, [0, 2]),
+        (5.0, 4.0, [1, 3]),
+    ]
+
+
+def members_of_a_split(me: Rank) -> tuple[list[int], float]:
+    """ProcessGroup.split_group: a group made of a group."""
+    world = dist.group.WORLD
+    assert world is not None
+    assert world._get_backend(torch.device("cpu")).supports_splitting
+    wanted = [2, 0] if me.rank % 2 == 0 else [1, 3]
+    part = world.split_group(wanted, timeout=timedelta(seconds=30), group_name=f"half{me.rank % 2}")
+    assert part is not None
+    t = torch.tensor([float(me.rank)])
+    part.allreduce([t]).wait()
+    s = torch.tensor([float(me.rank)])
+    part.broadcast(s, 0).wait()
+    assert float(s) == min(wanted), "torch sorts the ranks of a split"
+    # A split of the split: one rank each.
+    alone = part.split_group([part.rank()], group_name=f"alone{me.rank}")
+    u = torch.tensor([7.0])
+    alone.allreduce([u]).wait()
+    alone.shutdown()
+    part.barrier().wait()
+    part.shutdown()
+    dist.all_reduce(u)
+    return [part.rank(), part.size(), alone.size()], float(t) + float(u)
+
+
+@pytest.mark.ringreduce
+def test_split_group(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(members_of_a_split, world(4, 20.0)) == [
+        ([0, 2, 1], 2.0 + 28.0),
+        ([0, 2, 1], 4.0 + 28.0),
+        ([1, 2, 1], 2.0 + 28.0),
+        ([1, 2, 1], 4.0 + 28.0),
+    ]
+
+
+def merged(me: Rank, key: str) -> tuple[int, int, float]:
+    """Two groups of two become one of four, on a store that both know."""
+    pair = dist.new_group([me.rank // 2 * 2, me.rank // 2 * 2 + 1], use_local_synchronization=True)
+    assert pair.size() == 2
+    # torch adds each group's size to a counter in the store, to know where its ranks begin.
+    whole = pair.merge_remote_group(me.store(key), 4, timedelta(seconds=30), group_name="whole")
+    t = torch.tensor([10.0**me.rank])
+    whole.allreduce([t]).wait()
+    seen = whole.rank(), whole.size(), float(t)
+    whole.barrier().wait()
+    whole.shutdown()
+    return seen
+
+
+@pytest.mark.ringreduce
+def test_merge_of_two_groups(pool: Pool, world: MakeWorld) -> None:
+    seen = pool.run(merged, world(4, 20.0), pool.name("merge"))
+    assert sorted(rank for rank, _, _ in seen) == [0, 1, 2, 3]
+    assert {(size, total) for _, size, total in seen} == {(4, 1111.0)}
+
+
+def shrunk(me: Rank, flags: int) -> Any:
+    """Rank 2 is killed amid the work; the others leave it out and go on."""
+    t = torch.full((1000,), float(me.rank))
+    me.tell("ready")
+    try:
+        while True:
+            dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    except dist.DistBackendError as error:
+        said = str(error)
+    smaller = dist.shrink_group([2], shrink_flags=flags)
+    assert dist.group.WORLD is smaller
+    u = torch.full((1000,), 10.0**me.rank)
+    dist.all_reduce(u)
+    # What is left is a group like any other: it can be shrunk and have subgroups.
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        v = torch.ones(3)
+        dist.all_reduce(v, group=pair)
+        assert float(v[0]) == 2.0
+    ranks = dist.get_process_group_ranks(smaller)
+    result = said, dist.get_rank(), dist.get_world_size(), ranks, float(u[0])
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("flags", [0, 1], ids=["default", "abort"])
+def test_shrink_after_a_rank_was_killed(pool: Pool, world: MakeWorld, flags: int) -> None:
+    call = pool.start(shrunk, world(4, 20.0), flags, fresh=True)
+    for rank in range(4):
+        call.heard(rank)
+    time.sleep(0.05)
+    call.signal(2, signal.SIGKILL)
+    outcomes = call.outcomes(40.0)
+    assert isinstance(outcomes[2], Died)
+    for group_rank, rank in enumerate([0, 1, 3]):
+        outcome = outcomes[rank]
+        assert isinstance(outcome, Done), outcome
+        said, new_rank, size, _, total = outcome.value
+        assert "rank 2" in said
+        assert (new_rank, size, total) == (group_rank, 3, 1011.0)
+
+
+def shrunk_whole(me: Rank) -> tuple[float, float]:
+    """A healthy subgroup is shrunk; the default group and the rank left out go on."""
+    group = dist.new_group([0, 1, 2])
+    before = torch.ones(2)
+    dist.all_reduce(before, group=group)
+    after = torch.ones(2)
+    if me.rank != 1:
+        smaller = dist.shrink_group([1], group=group)
+        dist.all_reduce(after, group=smaller)
+        every_call(smaller, [0, 2], me.rank, 1.0)
+    dist.barrier()
+    return float(before[0]), float(after[0])
+
+
+@pytest.mark.ringreduce
+def test_shrink_of_a_healthy_group(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(shrunk_whole, world(3, 20.0)) == [(3.0, 2.0), (3.0, 1.0), (3.0, 2.0)]
+
+
+def over_a_store(me: Rank, kind: str, path: str) -> float:
+    stores: dict[str, Callable[[], dist.Store]] = {
+        "file": lambda: dist.FileStore(path, 2),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", me.store_port, 2, wait_for_workers=False),
+        "prefix": lambda: dist.PrefixStore("a", dist.PrefixStore("b", me.store(path))),
+    }
+    store = stores[kind]()
+    if kind == "tcp":
+        store = dist.PrefixStore(path, store)
+    dist.init_process_group(me.backend, store=store, rank=me.rank, world_size=2)
+    every_call(dist.group.WORLD, [0, 1], me.rank, 1.0)
+    group = dist.new_group([1, 0], sort_ranks=False)
+    every_call(group, [1, 0], me.rank, 2.0)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    dist.destroy_process_group()
+    return float(t)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp", "prefix"])
+def test_explicit_stores(pool: Pool, world: MakeWorld, tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "store") if kind == "file" else pool.name("store")
+    assert pool.start(over_a_store, world(0), kind, path, ranks=2).results() == [2.0, 2.0]
+
+
+def composite(me: Rank, path: str, names: str) -> tuple[str, str, float]:
+    store = me.store(path)
+    dist.init_process_group(names, store=store, rank=me.rank, world_size=2)
+    every_call(dist.group.WORLD, [0, 1], me.rank, 1.0)
+    part = dist.new_group([0, 1])
+    every_call(part, [0, 1], me.rank, 2.0)
+    other = dist.new_group(backend="gloo")
+    every_call(other, [0, 1], me.rank, 3.0)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    cpu = part._get_backend(torch.device("cpu"))
+    found = dist.get_backend_config(), cpu.name(), float(t)
+    dist.destroy_process_group()
+    return found
+
+
+# nccl needs a CUDA build even to be named beside us; gloo stands in for it.
+@pytest.mark.parametrize("names", ["cpu:{}", "cpu:{},cuda:gloo", "cpu:{},cuda:{}"])
+def test_composite_names(pool: Pool, world: MakeWorld, backend: str, names: str) -> None:
+    asked = names.replace("{}", backend)
+    call = pool.start(composite, world(0), pool.name("composite"), asked, ranks=2)
+    for config, name, total in call.results():
+        assert f"cpu:{backend}" in config
+        assert (name, total) == (backend, 2.0)

@@ -1,0 +1,268 @@
+"""Sharded training and its checkpoints: FSDP2, HSDP, FSDP1, ZeRO, torch.distributed.checkpoint.
+
+The oracle is the same model trained whole on one rank's memory, or the same code over Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import MakeWorld
+from pool import Pool, Rank
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+PRELOAD = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
+STEPS = 3
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3)
+    )
+
+
+def batches(rank: int) -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        yield torch.randn(4, 7, generator=draw)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    losses = []
+    for x in batches(rank):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trained_whole(world_size: int) -> list[torch.Tensor]:
+    """What data-parallel training must give: every step on all ranks' batches at once."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parts in zip(*(batches(r) for r in range(world_size)), strict=True):
+        optimizer.zero_grad()
+        model(torch.cat(parts)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def shard(mesh: DeviceMesh, **how: Any) -> nn.Sequential:
+    model = make_model()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh, **how)
+    return model
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        found.append(p.full_tensor().detach())
+    return found
+
+
+def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def mesh_of(me: Rank, shape: tuple[int, ...], backend: str) -> DeviceMesh:
+    """A mesh over groups of the backend; Gloo's are made beside the default group."""
+    names = ("replicas", "shards")[-len(shape) :]
+    if backend == me.backend:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(
+        "cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, backend)
+    )
+
+
+def fsdp2(me: Rank, shape: tuple[int, ...], bits: bool) -> list[float]:
+    found = []
+    for backend in (me.backend, "gloo"):
+        model = shard(mesh_of(me, shape, backend))
+        losses = train(model, torch.optim.AdamW(model.parameters(), lr=0.01), me.rank)
+        weights = whole(model)
+        assert_close(weights, trained_whole(me.world_size))
+        found.append((losses, weights))
+    (ours, our_weights), (theirs, their_weights) = found
+    assert_close(our_weights, their_weights)
+    if bits:  # two addends have only one order
+        assert ours == theirs
+        assert all(torch.equal(a, b) for a, b in zip(our_weights, their_weights, strict=True))
+    return [float(w.double().sum()) for w in our_weights]
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=["2", "3", "2x2"])
+def test_fsdp2(pool: Pool, world: MakeWorld, shape: tuple[int, ...]) -> None:
+    size = torch.Size(shape).numel()
+    call = pool.start(fsdp2, world(size, 20.0), shape, shape == (2,), remade=True)
+    results = call.results()
+    assert all(r == results[0] for r in results), "the ranks have different weights"
+
+
+def fsdp2_variants(me: Rank, name: str) -> tuple[float, list[str]]:
+    mesh = mesh_of(me, (me.world_size,), me.backend)
+    how: dict[str, Any] = {}
+    if name == "bfloat16":
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    elif name == "bfloat16 sums":
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+    elif name == "no reshard":
+        how["reshard_after_forward"] = False
+    model = shard(mesh, **how)
+    if name == "our memory":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), me.rank)
+    furthest = 0.0
+    for a, b in zip(whole(model), trained_whole(me.world_size), strict=True):
+        furthest = max(furthest, float((a - b).abs().max()))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert isinstance(norm, DTensor)
+    return furthest, [str(float(norm.full_tensor()))]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 sums", "no reshard", "our memory"])
+def test_fsdp2_variants(pool: Pool, world: MakeWorld, name: str) -> None:
+    results = pool.start(fsdp2_variants, world(2, 20.0), name, remade=True).results()
+    # AdamW moves a weight by at most lr a step, whichever way a gradient's sign goes.
+    limit = 2 * STEPS * 0.011 if "bfloat16" in name else 1e-5
+    assert results[0][0] < limit
+    assert results[0] == results[1]
+
+
+def fsdp1(me: Rank) -> list[float]:
+    model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), me.rank)
+    with FullyShardedDataParallel.summon_full_params(model):
+        weights = [p.detach().clone() for p in model.module.parameters()]
+    expected = torch.cat([w.flatten() for w in trained_whole(me.world_size)])
+    assert_close([torch.cat([w.flatten() for w in weights])], [expected])
+    return [float(w.double().sum()) for w in weights]
+
+
+def test_fsdp1(pool: Pool, world: MakeWorld) -> None:
+    first, second = pool.start(fsdp1, world(2, 20.0), remade=True).results()
+    assert first == second
+
+
+def save(me: Rank, path: str) -> None:
+    model = shard(mesh_of(me, (me.world_size,), me.backend))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, me.rank)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    if me.rank == 0:
+        torch.save(trained_whole(me.world_size), path + ".expected")
+
+
+def load(me: Rank, path: str) -> list[float]:
+    """Into a model sharded over another number of ranks, and into a whole one."""
+    expected = torch.load(path + ".expected")
+    model = shard(mesh_of(me, (me.world_size,), me.backend))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert_close(whole(model), expected)
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_model_state_dict(model, options=full)
+    moments = get_optimizer_state_dict(model, optimizer, options=full)
+    if me.rank == 0:
+        assert_close(list(gathered.values()), expected)
+        steps = {float(state["step"]) for state in moments["state"].values()}
+        assert steps == {float(STEPS)}
+    else:
+        assert not gathered
+    alone = make_model()
+    dcp.load({"model": alone.state_dict()}, checkpoint_id=path)
+    assert_close(list(alone.parameters()), expected)
+    return [float(w.double().sum()) for w in whole(model)]
+
+
+def test_checkpoint_over_another_number_of_ranks(
+    pool: Pool, world: MakeWorld, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    pool.start(save, world(3, 20.0), path, remade=True).results()
+    assert len(list((tmp_path / "checkpoint").glob("*.distcp"))) == 3
+    first, second = pool.start(load, world(2, 20.0), path, remade=True).results()
+    assert first == second
+
+
+def save_in_the_background(me: Rank, path: str) -> bool:
+    model = shard(mesh_of(me, (2,), me.backend))
+    before = whole(model)
+    # A group for the thread that saves: its calls come in no order with the training's.
+    saving = dcp.async_save(
+        {"model": get_model_state_dict(model)}, checkpoint_id=path, process_group=dist.new_group()
+    )
+    train(model, torch.optim.SGD(model.parameters(), lr=0.5), me.rank)
+    saving.result()
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=path)
+    restored = [w.full_tensor() for w in state["model"].values()]
+    return all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
+
+
+def test_checkpoint_in_the_background(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    call = pool.start(save_in_the_background, world(2, 20.0), path, remade=True)
+    assert call.results() == [True, True]
+
+
+def zero(me: Rank, buckets: bool) -> tuple[list[float], int]:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        lr=0.01,
+        parameters_as_bucket_view=buckets,
+    )
+    train(model, optimizer, me.rank)
+    assert_close(list(model.parameters()), trained_whole(me.world_size))
+    held = sum(len(group["params"]) for group in optimizer.optim.param_groups)
+    optimizer.consolidate_state_dict(to=0)
+    if me.rank == 0:
+        assert len(optimizer.state_dict()["state"]) == 6
+    return [float(p.detach().double().sum()) for p in model.parameters()], held
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_zero_redundancy_optimizer(pool: Pool, world: MakeWorld, buckets: bool) -> None:
+    (first, held), (second, other) = pool.run(zero, world(2, 20.0), buckets)
+    assert first == second
+    assert held + other == 6
+    assert held and other, "each rank keeps a part of the optimizer's state"

@@ -1,0 +1,260 @@
+"""What stands around a training loop: samplers, batch norm, uneven inputs, DDP's buckets in our
+memory, TORCH_DISTRIBUTED_DEBUG=DETAIL and the profiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank
+from test_backend_methods import everything, objects
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 5))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train_by_sampler(me: Rank, group: dist.ProcessGroup) -> tuple[list[int], torch.Tensor]:
+    data = TensorDataset(torch.arange(17), torch.randn(17, 6, generator=torch.Generator()))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, me.world_size, me.rank, seed=5)
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for indices, x in DataLoader(data, batch_size=2, sampler=sampler):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            seen += indices.tolist()
+    every: list[Any] = [None] * me.world_size
+    dist.all_gather_object(every, seen, group=group)
+    return [i for part in every for i in part], weights(model)
+
+
+def sampled(me: Rank) -> list[float]:
+    assert dist.group.WORLD is not None
+    seen, ours = train_by_sampler(me, dist.group.WORLD)
+    also, theirs = train_by_sampler(me, dist.new_group(backend="gloo"))
+    assert seen == also
+    assert set(seen) == set(range(17))
+    assert len(seen) == 2 * 18, "padded to a multiple of the world size"
+    torch.testing.assert_close(ours, theirs)
+    return [float(ours.double().sum())]
+
+
+def test_distributed_sampler(pool: Pool, world: MakeWorld) -> None:
+    results = pool.run(sampled, world(3, 20.0))
+    assert results == [results[0]] * 3
+
+
+def uneven(me: Rank, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rank 0 has fewer batches; Join shadows what it no longer calls."""
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(me.rank)
+    with Join([model]):
+        for _ in range(2 + 3 * me.rank):
+            optimizer.zero_grad()
+            model(torch.randn(3, 6, generator=draw)).square().mean().backward()
+            optimizer.step()
+    return weights(model)
+
+
+def uneven_like_gloo(me: Rank) -> bool:
+    assert dist.group.WORLD is not None
+    ours, theirs = uneven(me, dist.group.WORLD), uneven(me, dist.new_group(backend="gloo"))
+    return torch.equal(ours, theirs)
+
+
+def test_uneven_inputs(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(uneven_like_gloo, world(2, 20.0)) == [True, True]
+
+
+HOOKS = ("allreduce", "fp16", "powersgd", "c++ allreduce", "c++ fp16")
+
+
+def with_hook(me: Rank, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Training with one of torch's own communication hooks, which call the backend themselves."""
+    model = DistributedDataParallel(make_model(), process_group=group)
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name.startswith("c++"):
+        kinds = dist.BuiltinCommHookType
+        model._register_builtin_comm_hook(
+            kinds.ALLREDUCE if "allreduce" in name else kinds.FP16_COMPRESS
+        )
+    else:
+        hooks = {
+            "allreduce": default_hooks.allreduce_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+        }
+        model.register_comm_hook(group, hooks[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(me.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(3, 6, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def hooks_like_gloo(me: Rank) -> list[bool]:
+    assert dist.group.WORLD is not None
+    gloo = dist.new_group(backend="gloo")
+    return [
+        torch.equal(with_hook(me, name, dist.group.WORLD), with_hook(me, name, gloo))
+        for name in HOOKS
+    ]
+
+
+def test_torchs_own_hooks(pool: Pool, world: MakeWorld) -> None:
+    """Two addends have one order and one rounding, so the bits are Gloo's."""
+    assert pool.run(hooks_like_gloo, world(2, 20.0)) == [[True] * len(HOOKS)] * 2
+
+
+def buckets_in_our_memory(me: Rank) -> list[bool]:
+    """DDP_DISABLE_COMM_MEM=0: DDP asks its group for its buckets' memory."""
+    found = []
+    for setting in ("1", "0"):
+        os.environ["DDP_DISABLE_COMM_MEM"] = setting  # read again when DDP rebuilds its buckets
+        model = DistributedDataParallel(
+            make_model(), gradient_as_bucket_view=True, bucket_cap_mb=0.004
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(10 * step + me.rank)
+            model(torch.randn(3, 6, generator=draw)).square().mean().backward()
+            optimizer.step()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        kept = [g.clone() for g in grads]
+        found.append((weights(model), grads, kept))
+    dist.destroy_process_group()  # the buckets outlive their group
+    for got, grads, kept in found:
+        assert torch.equal(got, found[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
+    # Memory of ours cannot be resized, torch's can.
+    return [all(not g.untyped_storage().resizable() for g in grads) for _, grads, _ in found]
+
+
+@pytest.mark.ringreduce
+def test_ddp_buckets_in_our_memory(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(buckets_in_our_memory, world(2, 20.0), fresh=True)
+    assert call.results() == [[False, True]] * 2
+
+
+def batch_norm(me: Rank) -> list[str]:
+    plain = nn.Sequential(nn.BatchNorm1d(4))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
+    x = torch.arange(12.0).view(3, 4)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    said = []
+    for attempt in (lambda: model.train()(x), lambda: DistributedDataParallel(model)):
+        try:
+            attempt()
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    assert float(t) == me.world_size, "the group has not noticed"
+    return said
+
+
+def test_sync_batch_norm_is_refused_by_torch(pool: Pool, world: MakeWorld) -> None:
+    """torch trains it on accelerators only, whatever the backend."""
+    for said in pool.run(batch_norm, world(2, 20.0)):
+        assert all("GPU" in text for text in said), said
+
+
+def in_detail(me: Rank, key: str) -> list[str]:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper between torch and the backend."""
+    me.world_size = 2
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        me.init(key, timeout=20.0)
+        group = dist.group.WORLD
+        assert group is not None
+        wrapper = group._get_backend(torch.device("cpu"))
+        assert type(wrapper).__name__ == "_ProcessGroupWrapper"
+        plain = dist.new_group(backend="gloo")
+        for k, (a, b) in enumerate(zip(everything(me, group), everything(me, plain), strict=True)):
+            assert torch.equal(a, b), (k, a, b)
+        assert repr(objects(me, group)) == repr(objects(me, plain))
+        group.monitored_barrier()
+        model = DistributedDataParallel(make_model())
+        model(torch.ones(2, 6)).sum().backward()
+        told: list[str] = []
+        # The wrapper compares shapes before our backend sees the call.
+        try:
+            dist.all_reduce(torch.ones(3 + me.rank))
+        except RuntimeError as error:
+            told.append(str(error))
+        dist.destroy_process_group()
+        return told
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.ringreduce
+def test_debug_detail_passes_every_call(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(in_detail, world(0), pool.name("detail"), ranks=2, fresh=True)
+    for told in call.results():
+        assert len(told) == 1
+        assert "mismatch" in told[0].lower()
+
+
+def profiled(me: Rank, path: str) -> tuple[dict[str, int], set[str]]:
+    """The trace of a step: what was called, on which shapes, from start to end."""
+    t, big = torch.ones(4, 3), torch.ones(1_000_000)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as run:
+        dist.all_reduce(t)
+        dist.all_reduce(big, async_op=True).wait()
+        dist.all_reduce(t)
+        part = torch.empty(500_000)
+        dist.reduce_scatter_tensor(part, big)
+        if me.rank == 0:
+            dist.send(t, 1)
+        else:
+            dist.recv(t, 0)
+        dist.barrier()
+    run.export_chrome_trace(f"{path}.{me.rank}")
+    with open(f"{path}.{me.rank}") as f:
+        trace = json.load(f)["traceEvents"]
+    counts: dict[str, int] = {}
+    for event in trace:
+        name = str(event.get("name"))
+        if name.startswith(me.backend + ":"):
+            counts[name] = counts.get(name, 0) + 1
+            assert event["dur"] >= 0
+    shapes = {str(e.input_shapes) for e in run.events() if e.name == f"{me.backend}:all_reduce"}
+    return counts, shapes
+
+
+@pytest.mark.ringreduce
+def test_profiler_trace(pool: Pool, world: MakeWorld, backend: str, tmp_path: Path) -> None:
+    results = pool.run(profiled, world(2, 20.0), str(tmp_path / "trace"))
+    for rank, (counts, shapes) in enumerate(results):
+        assert counts[f"{backend}:all_reduce"] == 3
+        assert shapes == {"[[4, 3]]", "[[1000000]]"}
+        assert counts[f"{backend}:{'recv' if rank else 'send'}"] == 1
