@@ -57,8 +57,13 @@ def full() -> bool:
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Iterator[Pool]:
+def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: str
+) -> Iterator[Pool]:
     preload = ["torch.multiprocessing", "torch.utils.data", "hypothesis", "pytest", backend]
+    # What a test module needs that is slow to import, once and not once a rank.
+    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
+    preload += sorted({name for m in modules for name in getattr(m, "PRELOAD", ())})
     ranks = Pool(Path(tmp_path_factory.mktemp("ranks")), preload)
     yield ranks
     ranks.close()
