@@ -142,6 +142,7 @@ Announcement announce(const Operation& operation, uint64_t sequence) {
           announceParts(a, call.counts);
         else if constexpr (Counted<Call>)
           a.count = call.count;
+        if constexpr (std::is_same_v<Call, SparseAllReduce>) a.parts = call.shape;
         // What ranks send each other in an uneven all-to-all they compare while it runs.
         if constexpr (std::is_same_v<Call, AllToAll>) {
           if (call.even) announceParts(a, call.send_counts);

@@ -10,12 +10,14 @@
 
 namespace ringreduce {
 
-// An all-gather of what ranks have of a sparse tensor: of `count` elements were it dense.
+// An all-gather of what ranks have of a sparse tensor: of `count` elements were it dense, and of a
+// shape that `shape` is a hash of.
 struct SparseAllReduce {
   AllGatherUnknown gather;
   size_t count;
   DType dtype;
   ReduceOp op;
+  uint64_t shape = 0;
 };
 
 // A barrier whose error tells the absent ranks in the words of torch's monitored_barrier.

@@ -40,7 +40,8 @@ std::string describe(const Announcement& operation) {
         ", " + std::to_string(operation.count) + (operation.count == 1 ? " element" : " elements");
   if (operation.kind != Kind::kAllToAll && operation.parts != 0) {
     char parts[48];
-    std::snprintf(parts, sizeof parts, " in uneven parts (hash %08x)",
+    std::snprintf(parts, sizeof parts, " in %s (hash %08x)",
+                  operation.kind == Kind::kSparseAllReduce ? "a shape" : "uneven parts",
                   static_cast<unsigned>(operation.parts ^ operation.parts >> 32));
     text += parts;
   }

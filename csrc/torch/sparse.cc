@@ -1,5 +1,5 @@
 // Every rank gets everybody's elements, and adds them in the order of ranks: so all have the same
-// bits.  What travels is a head of two integers, the indices, and the values.
+// bits.  What travels is the number of elements, their indices, and their values.
 #include "torch/sparse.h"
 
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/copy.h"
-#include "base/error.h"
+#include "base/hash.h"
 #include "torch/arguments.h"
 
 namespace ringreduce {
@@ -17,39 +17,36 @@ namespace {
 
 constexpr auto kCall = "sparse all_reduce";
 
-struct Head {
-  int64_t elements;  // non-zero ones
-  int64_t sparse_dims;
-};
+// What ranks must agree on, or one would read and write beside another's elements.
+uint64_t shapeOf(const at::Tensor& tensor) {
+  uint64_t hash = mixed(0, static_cast<uint64_t>(tensor.sparse_dim()));
+  for (int64_t size : tensor.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
+  return hash;
+}
 
 at::Tensor packed(const at::Tensor& tensor) {
   const at::Tensor indices = tensor._indices().contiguous(), values = tensor._values().contiguous();
-  const Head head{indices.size(1), indices.size(0)};
+  const int64_t elements = indices.size(1);
   at::Tensor bytes = at::empty(
-      {static_cast<int64_t>(sizeof head + indices.nbytes() + values.nbytes())}, at::kByte);
+      {static_cast<int64_t>(sizeof elements + indices.nbytes() + values.nbytes())}, at::kByte);
   auto* at = bytes.data_ptr<uint8_t>();
-  copyBytes(at, &head, sizeof head);
-  copyBytes(at + sizeof head, indices.data_ptr(), indices.nbytes());
-  copyBytes(at + sizeof head + indices.nbytes(), values.data_ptr(), values.nbytes());
+  copyBytes(at, &elements, sizeof elements);
+  copyBytes(at + sizeof elements, indices.data_ptr(), indices.nbytes());
+  copyBytes(at + sizeof elements + indices.nbytes(), values.data_ptr(), values.nbytes());
   return bytes;
 }
 
 // Another rank's elements, in a tensor like `own`.
-at::Tensor unpacked(const at::Tensor& bytes, const at::Tensor& own, size_t rank) {
-  Head head{};
+at::Tensor unpacked(const at::Tensor& bytes, const at::Tensor& own) {
+  int64_t elements = 0;
   const auto* at = bytes.data_ptr<uint8_t>();
-  copyBytes(&head, at, sizeof head);
-  if (head.sparse_dims != own.sparse_dim())
-    throw Error(Failure::kMismatch,
-                std::string("ringreduce ") + kCall + ": the tensor of rank " +
-                    std::to_string(rank) + " has " + std::to_string(head.sparse_dims) +
-                    " sparse dimensions, this rank's " + std::to_string(own.sparse_dim()));
-  at::Tensor indices = at::empty({head.sparse_dims, head.elements}, at::kLong);
+  copyBytes(&elements, at, sizeof elements);
+  at::Tensor indices = at::empty({own.sparse_dim(), elements}, at::kLong);
   std::vector<int64_t> shape = own._values().sizes().vec();
-  shape[0] = head.elements;
+  shape[0] = elements;
   at::Tensor values = at::empty(shape, own._values().options());
-  copyBytes(indices.data_ptr(), at + sizeof head, indices.nbytes());
-  copyBytes(values.data_ptr(), at + sizeof head + indices.nbytes(), values.nbytes());
+  copyBytes(indices.data_ptr(), at + sizeof elements, indices.nbytes());
+  copyBytes(values.data_ptr(), at + sizeof elements + indices.nbytes(), values.nbytes());
   return at::_sparse_coo_tensor_unsafe(indices, values, own.sizes());
 }
 
@@ -98,7 +95,7 @@ Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions
   const auto add = [received, own, bytes, tensor, op] {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> parts;
-    for (size_t r = 0; r < received->size(); ++r) parts.push_back(unpacked((*received)[r], own, r));
+    for (const at::Tensor& bytes : *received) parts.push_back(unpacked(bytes, own));
     tensor.copy_(sumOf(parts, own, op));  // not of detach(), whose elements are its own
   };
   Operation operation{.call = Barrier{}, .timeout = timeoutOf(options.timeout), .after = add};
@@ -106,6 +103,7 @@ Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions
   reduce.count = static_cast<size_t>(tensor.numel());
   reduce.dtype = dtype;
   reduce.op = op;
+  reduce.shape = shapeOf(tensor);
   reduce.gather.input = bytes.data_ptr();
   reduce.gather.count = static_cast<size_t>(bytes.numel());
   reduce.gather.dtype = DType::kUInt8;

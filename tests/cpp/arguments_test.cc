@@ -31,10 +31,11 @@ struct Knobs {
   ReduceOp op = ReduceOp::kSum;
   std::vector<size_t> counts = std::vector<size_t>(kRanks, 8);
   bool even = true;
+  uint64_t shape = 0;
 };
 
 Operation make(Kind kind, int rank, Room& room, const Knobs& k) {
-  const auto [n, root, dtype, op, counts, even] = k;
+  const auto [n, root, dtype, op, counts, even, shape] = k;
   const bool mine = rank == root;
   switch (kind) {
     case Kind::kAllReduce:
@@ -59,7 +60,7 @@ Operation make(Kind kind, int rank, Room& room, const Knobs& k) {
     case Kind::kSparseAllReduce: {
       const AllGatherUnknown gather{room.in.data(), 3, dtype,
                                     [&room](const auto&) { return room.outputs; }};
-      return {SparseAllReduce{gather, n, dtype, op}};
+      return {SparseAllReduce{gather, n, dtype, op, shape}};
     }
     case Kind::kMonitoredBarrier:
       return {MonitoredBarrier{}};
@@ -125,6 +126,7 @@ TEST(ranks_that_differ_in_an_argument) {
       expectMismatch("root", kind, kind, {.root = 3});
     if (has(kind, {Kind::kReduce, Kind::kReduceScatter, Kind::kSparseAllReduce}))
       expectMismatch("op", kind, kind, {.op = ReduceOp::kMax});
+    if (kind == Kind::kSparseAllReduce) expectMismatch("shape", kind, kind, {.shape = 1});
     expectMismatch("count", kind, kind, {.n = 9, .counts = std::vector<size_t>(kRanks, 9)});
     expectMismatch("count, none", kind, kind, {.n = 0, .counts = std::vector<size_t>(kRanks, 0)});
   }
