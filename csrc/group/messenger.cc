@@ -465,9 +465,9 @@ std::string Messenger::missing(const Transfer& transfer) {
     const std::lock_guard lock(mutex_);
     if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
   }
-  if (matched != kAnySource) return session_.whereabouts(matched) + " stopped moving data";
+  if (matched != kAnySource) return session_.whereabouts({matched}) + " stopped moving data";
   if (m.peer == kAnySource) return "no rank sent it";
-  return session_.whereabouts(m.peer) +
+  return session_.whereabouts({m.peer}) +
          (m.way == Message::Way::kSend ? " did not receive it" : " did not send it");
 }
 

@@ -113,8 +113,20 @@ std::string Session::details(int r) const {
   return text;
 }
 
-std::string Session::whereabouts(int r) const {
-  return "rank " + options_.shown(r) + " (" + details(r) + ")";
+std::string Session::whereabouts(const std::vector<int>& ranks) const {
+  std::string text = rankList(options_.shownAs(ranks)) + " (";
+  for (int r : ranks) {
+    if (r != ranks.front()) text += "; ";
+    text += details(r);
+  }
+  return text + ")";
+}
+
+std::vector<int> Session::stoppedOf(const std::vector<int>& ranks) const {
+  std::vector<int> stopped;
+  for (int r : ranks)
+    if (isStopped(pids_[static_cast<size_t>(r)])) stopped.push_back(r);
+  return stopped;
 }
 
 // ---- while waiting
@@ -162,17 +174,33 @@ uint64_t Session::progressOf(int r) const {
          page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
 }
 
+// Those to blame among ranks that have not come.  This rank may be several operations ahead, and of
+// the others one may be held up by another: by one that is stopped, or by one that has come less
+// far.
+std::vector<int> Session::lastOf(const std::vector<int>& absent) const {
+  std::vector<int> last = stoppedOf(absent);
+  if (!last.empty()) return last;
+  uint64_t least = UINT64_MAX;
+  for (int r : absent) {
+    const uint64_t come = page(r).announced.observe();
+    if (come > least) continue;
+    if (come < least) last.clear();
+    least = come;
+    last.push_back(r);
+  }
+  return last;
+}
+
 Session::Laggards Session::laggards(int waited_for) const {
   Laggards late;
+  std::vector<int> absent;
   for (int r = 0; r < size_; ++r)
-    if (r != rank_ && !hasAnnounced(r)) late.ranks.push_back(r);
-  if (!late.ranks.empty()) {
-    late.text = rankList(options_.shownAs(late.ranks)) + " (";
-    for (int r : late.ranks) {
-      if (r != late.ranks.front()) late.text += "; ";
-      late.text += details(r);
-    }
-    late.text += ") did not arrive";
+    if (r != rank_ && !hasAnnounced(r)) absent.push_back(r);
+  if (!absent.empty()) {
+    late.ranks = current_.kind == Kind::kMonitoredBarrier ? absent : lastOf(absent);
+    late.text = whereabouts(late.ranks) + " did not arrive";
+    std::erase_if(absent, [&](int r) { return std::ranges::count(late.ranks, r) > 0; });
+    if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
     return late;
   }
   // All have come: a stopped process is to blame, else the one that has got least far.

@@ -47,7 +47,8 @@ class Session final : public Watch {
   // "rank 2 (pid 7 on host a)"
   std::string who(int r) const;
   // The same with what it was last seen doing, and whether it is stopped.
-  std::string whereabouts(int r) const;
+  std::string whereabouts(const std::vector<int>& ranks) const;
+  std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
   Page& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
   [[noreturn]] void throwVerdict() const;
 
@@ -76,6 +77,7 @@ class Session final : public Watch {
     std::string text;
   };
   Laggards laggards(int waited_for) const;
+  std::vector<int> lastOf(const std::vector<int>& absent) const;
   // "pid 7 on host a, stopped, last seen in barrier #3"
   std::string details(int r) const;
   std::string told(Announcement operation) const;
