@@ -322,16 +322,18 @@ void Messenger::lookAfterPeers() {
   }
   for (const Engine::Handle& handle : hopeless) {
     const int peer = handle->source != kAnySource ? handle->source : handle->message.peer;
-    if (peer != kAnySource && dead[static_cast<size_t>(peer)] &&
-        session_.departureOf(peer) == Departure::kHere)
-      session_.fail(Failure::kPeerLost, peer,
-                    session_.who(peer) + " is lost: its process ended; rank " +
-                        options_.shown(rank_) + " waited to " + describe(*handle));
-    fail({handle}, std::make_exception_ptr(Error(
-                       Failure::kPeerLost,
-                       (peer == kAnySource ? "all other ranks have" : session_.who(peer) + " has") +
-                           " left group '" + options_.name + "'; rank " + options_.shown(rank_) +
-                           " waited to " + describe(*handle))));
+    const std::vector<int> awaited = peer == kAnySource ? others() : std::vector<int>{peer};
+    for (int r : awaited)
+      if (dead[static_cast<size_t>(r)] && session_.departureOf(r) == Departure::kHere)
+        session_.fail(Failure::kPeerLost, r,
+                      session_.who(r) + " is lost: its process ended; rank " +
+                          options_.shown(rank_) + " waited to " + describe(*handle));
+    fail({handle}, std::make_exception_ptr(
+                       Error(Failure::kPeerLost,
+                             (awaited.size() == 1 ? session_.who(awaited[0]) + " has"
+                                                  : rankList(options_.shownAs(awaited)) + " have") +
+                                 " left group '" + options_.name + "'; rank " +
+                                 options_.shown(rank_) + " waited to " + describe(*handle))));
   }
 }
 
@@ -458,6 +460,13 @@ std::string Messenger::describe(const Transfer& transfer) const {
          std::to_string(m.tag) + " (message #" + std::to_string(transfer.number) + ")";
 }
 
+std::vector<int> Messenger::others() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) ranks.push_back(r);
+  return ranks;
+}
+
 std::string Messenger::missing(const Transfer& transfer) {
   const Message& m = transfer.message;
   int matched = kAnySource;
@@ -466,9 +475,11 @@ std::string Messenger::missing(const Transfer& transfer) {
     if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
   }
   if (matched != kAnySource) return session_.whereabouts({matched}) + " stopped moving data";
-  if (m.peer == kAnySource) return "no rank sent it";
-  return session_.whereabouts({m.peer}) +
-         (m.way == Message::Way::kSend ? " did not receive it" : " did not send it");
+  if (m.way == Message::Way::kSend) return session_.whereabouts({m.peer}) + " did not receive it";
+  if (m.peer != kAnySource) return session_.whereabouts({m.peer}) + " did not send it";
+  if (size_ == 1) return "there is no other rank to send it";
+  const std::vector<int> stopped = session_.stoppedOf(others());
+  return session_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
 }
 
 }  // namespace ringreduce

@@ -69,6 +69,7 @@ class Messenger {
   void startThread();
   std::string describe(const Transfer& transfer) const;
   std::string missing(const Transfer& transfer);
+  std::vector<int> others() const;
 
   const int rank_, size_;
   Session& session_;
