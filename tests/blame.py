@@ -13,11 +13,12 @@ _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)")
 def blamed(message: str) -> set[int]:
     """The ranks that a message holds responsible.
 
-    Not those that it names as witnesses ("noticed by rank 0"), as the majority ("where ranks 0 and
-    1 called ...") or as the root of an operation ("from rank 0").
+    Not those that it names as witnesses ("noticed by rank 0", "rank 0 waited to receive ..."), as
+    the majority ("where ranks 0 and 1 called ..."), as held up ("late too: rank 2 ...") or as the
+    root of an operation ("from rank 0").
     """
-    text = re.split(r", where |; noticed by ", message)[0]
-    text = re.sub(r"from rank \d+", "", text)
+    text = re.split(r", where |; late too: |; noticed by |; rank \d+ waited ", message)[0]
+    text = re.sub(r"\b(from|to) rank \d+", "", text)
     return {int(n) for found in _RANKS.findall(text) for n in re.findall(r"\d+", found)}
 
 

@@ -1,0 +1,287 @@
+"""The rules of failing, for every call: killed, stopped, never there, or calling something else.
+
+Rank 1 is the one that fails.  To wait for a deadline once and not once a call, all calls fail at
+the same time, each in a group and a thread of its own (`fail_at_once`); the tests look at what came
+of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blame import blamed, expect
+from calls import CALLS, MESSAGES, REDUCING, ROOTED, Site, new_site, title
+from conftest import MakeWorld
+from pool import Died, Done, Outcome, Pool, Raised, Rank, describe
+
+pytestmark = pytest.mark.ringreduce
+VICTIM = 1
+TIMEOUT = 2.0
+# Every call by name; those with a root twice, with the victim as the root and without.
+CASES = [(name, root) for name in CALLS for root in ((0, 1) if name in ROOTED else (0,))]
+
+
+def waits(name: str, root: int) -> set[int]:
+    """The ranks that cannot finish the call without the victim."""
+    if name in MESSAGES:
+        return {0}
+    if name in ROOTED:
+        to_root = name in ("reduce", "gather")
+        return ({0} if root == 0 else set()) if to_root else ({0, 2} if root == 1 else set())
+    return {0, 2}
+
+
+class Fate(threading.Thread):
+    """What comes of one call on one rank."""
+
+    def __init__(self, me: Rank, name: str, site: Site, go: threading.Event, how: str) -> None:
+        super().__init__(daemon=True)
+        self.me, self.name_of_call, self.site, self.go, self.how = me, name, site, go, how
+        self.flowing = threading.Event()
+        self.returned = False  # the call at which the victim is missing did return
+        self.raised: Raised | None = None
+
+    def run(self) -> None:
+        try:
+            if self.how.endswith("amid"):
+                self._loop()
+            else:
+                self._once()
+        except BaseException as error:
+            self.raised = describe(self.me.rank, error)
+        self.flowing.set()
+
+    def _loop(self) -> None:
+        for k in range(10**9):
+            CALLS[self.name_of_call](self.site)
+            if k == 2:
+                self.flowing.set()
+            time.sleep(0.002)
+
+    def _once(self) -> None:
+        CALLS[self.name_of_call](self.site)
+        self.flowing.set()
+        self.go.wait(60)
+        if self.me.rank == VICTIM:
+            time.sleep(TIMEOUT + 1)
+        CALLS[self.name_of_call](self.site)
+        self.returned = True
+        dist.barrier(group=self.site.group)
+
+
+def fail_at_once(me: Rank, how: str) -> list[tuple[Raised | None, bool] | None]:
+    go, fates = threading.Event(), []
+    for name, root in CASES:
+        site = new_site(name, TIMEOUT, root=root)
+        fates.append(Fate(me, name, site, go, how) if site else None)
+    mine = [fate for fate in fates if fate]
+    for fate in mine:
+        fate.start()
+    for fate in mine:
+        assert fate.flowing.wait(30), f"{fate.name_of_call} does not flow"
+        assert fate.raised is None, fate.raised
+    me.tell("flowing")
+    if how != "killed before" or me.rank != VICTIM:
+        go.set()
+    until = time.monotonic() + TIMEOUT + 20
+    for fate in mine:
+        fate.join(max(0.1, until - time.monotonic()))
+        assert not fate.is_alive(), f"{fate.name_of_call} hangs"
+    for fate in mine:
+        dist.destroy_process_group(fate.site.group)
+    return [(fate.raised, fate.returned) if fate else None for fate in fates]
+
+
+class Failures:
+    """What each way to fail has led to, found out when it is first asked for."""
+
+    def __init__(self, pool: Pool, world: MakeWorld) -> None:
+        self.pool, self.world = pool, world
+        self.known: dict[str, tuple[float, list[Outcome]]] = {}
+        self.asked: set[str] = set()
+
+    def of(self, how: str, case: tuple[str, int]) -> tuple[float, dict[int, Any]]:
+        """When the victim failed, and by rank (Raised or None, whether the call returned)."""
+        if how not in self.asked:
+            self.asked.add(how)
+            self.known[how] = self._find_out(how)
+        assert how in self.known, f"{how}: see the first of these tests"
+        when, outcomes = self.known[how]
+        for outcome in outcomes:
+            assert isinstance(outcome, Done | Died), outcome
+        at = CASES.index(case)
+        found = {o.rank: o.value[at] for o in outcomes if isinstance(o, Done)}
+        return when, {rank: fate for rank, fate in found.items() if fate}
+
+    def _find_out(self, how: str) -> tuple[float, list[Outcome]]:
+        job = self.pool.start(fail_at_once, self.world(3), how)
+        for rank in range(3):
+            job.heard(rank)
+        time.sleep(0.1)
+        when = time.monotonic()
+        if how.startswith("killed"):
+            job.signal(VICTIM, signal.SIGKILL)
+        elif how.startswith("stopped"):
+            job.signal(VICTIM, signal.SIGSTOP)
+            while len(job.ended) < 2 and time.monotonic() < when + TIMEOUT + 10:
+                job._take(0.1)
+            job.signal(VICTIM, signal.SIGCONT)
+        return when, job.outcomes(deadline=60.0)
+
+
+@pytest.fixture(scope="module")
+def failures(pool: Pool, world: MakeWorld) -> Failures:
+    return Failures(pool, world)
+
+
+def names(case: Any) -> str:
+    return f"{case[0]} root {case[1]}" if case[0] in ROOTED else case[0]
+
+
+every_call = pytest.mark.parametrize("case", CASES, ids=names)
+
+
+@every_call
+@pytest.mark.parametrize("how", ["killed amid", "killed before"])
+def test_a_killed_rank(failures: Failures, how: str, case: tuple[str, int]) -> None:
+    """PeerLost within a second or so on all that wait for it; on others at their next call."""
+    when, fates = failures.of(how, case)
+    assert set(fates) == ({0} if case[0] in MESSAGES else {0, 2})
+    for rank, (raised, returned) in fates.items():
+        expect(raised, "PeerLost", {VICTIM}, says="process ended")
+        assert raised.when - when < 3.0, f"rank {rank} took {raised.when - when:.3f} s"
+        if how == "killed before" and rank in waits(*case):
+            assert not returned, f"rank {rank} did not wait for rank {VICTIM}"
+            other = "" if rank in waits(*case) == set(fates) else "|barrier"
+            assert re.search(rf"({title(case[0])}{other})\b", raised.message), raised.message
+
+
+@every_call
+def test_a_stopped_rank(failures: Failures, case: tuple[str, int]) -> None:
+    """Timeout that names it and says that it is stopped; it learns so when it goes on."""
+    when, fates = failures.of("stopped amid", case)
+    assert set(fates) == ({0, 1} if case[0] in MESSAGES else {0, 1, 2})
+    for rank, (raised, _) in fates.items():
+        expect(raised, "Timeout", {VICTIM}, says="stopped")
+        assert rank == VICTIM or TIMEOUT / 2 < raised.when - when < TIMEOUT + 5
+
+
+@every_call
+def test_a_rank_that_does_not_come(failures: Failures, case: tuple[str, int]) -> None:
+    """Timeout that names it, at the call or at the next; when it comes it learns the same."""
+    _, fates = failures.of("never comes", case)
+    says = "did not (send|receive) it" if case[0] in MESSAGES else "did not arrive"
+    for rank, (raised, returned) in fates.items():
+        expect(raised, "Timeout", {VICTIM}, says=says)
+        if rank in waits(*case):
+            assert not returned, f"rank {rank} did not wait for rank {VICTIM}"
+        if rank != VICTIM and waits(*case) == set(fates) - {VICTIM}:
+            assert re.search(rf"{title(case[0])}\b", raised.message), raised.message
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that call something else
+
+Change = Callable[[Site], None]
+
+
+def _sparse_of(shape: tuple[int, int], sparse_dims: int) -> Change:
+    """As many elements as the call has (3 x 36), in another shape."""
+
+    def call(at: Site) -> None:
+        dist.all_reduce(torch.ones(shape).to_sparse(sparse_dims), group=at.group)
+
+    return call
+
+
+def differences(name: str) -> dict[str, Change]:
+    """What rank 1 may do instead of the call, by what the matter is."""
+    call = CALLS[name]
+    changes: dict[str, Change] = {
+        "dtype": lambda at: call(replace(at, dtype=torch.float64)),
+        "count": lambda at: call(replace(at, count=at.count + 1)),
+        "large count": lambda at: call(replace(at, count=at.count * 1000)),
+        "nothing": lambda at: call(replace(at, count=0)),
+    }
+    if name in ("barrier", "monitored_barrier"):
+        changes = {}
+    if name in REDUCING:
+        changes["op"] = lambda at: call(replace(at, op=dist.ReduceOp.MAX))
+    if name in ROOTED:
+        changes["root"] = lambda at: call(replace(at, root=2))
+    if name == "sparse all_reduce":
+        changes["shape"] = _sparse_of((18, 6), 2)
+        changes["sparse dimensions"] = _sparse_of((3, 36), 1)
+    if name == "all_to_all_single with splits":
+        changes["splits"] = lambda at: call(replace(at, splits=(3, 3, 3)))
+        del changes["nothing"]  # of its own default, which has zeros
+    if name not in MESSAGES:
+        other = CALLS["gather" if name == "broadcast" else "broadcast"]
+        changes["another call"] = lambda at: other(at)
+        changes["barrier"] = CALLS["all_reduce" if "barrier" in name else "barrier"]
+    return changes
+
+
+def differ(me: Rank, name: str) -> dict[str, tuple[Raised | None, float]]:
+    """One call at which rank 1 differs, and a next one, for each of the differences."""
+    found = {}
+    for what, change in differences(name).items():
+        site = new_site(name, 10.0)
+        if site is None:
+            continue
+        CALLS[name](site)
+        began, raised = time.monotonic(), None
+        try:
+            (change if me.rank == VICTIM else CALLS[name])(site)
+            dist.barrier(group=site.group)
+        except BaseException as error:
+            raised = describe(me.rank, error)
+        found[what] = raised, time.monotonic() - began
+        dist.destroy_process_group(site.group)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_calls_something_else(pool: Pool, world: MakeWorld, name: str) -> None:
+    """Mismatch on all ranks, at that call or their next; long before a deadline."""
+    for rank, found in enumerate(pool.run(differ, world(3), name)):
+        assert rank == 2 or set(found) == set(differences(name))
+        for what, (raised, took) in found.items():
+            assert raised is not None, f"{what}: rank {rank} raised nothing"
+            assert raised.isa("Mismatch"), f"{what}: {raised}\n{raised.trace}"
+            if name in MESSAGES or "sends" in raised.message:
+                # Of two that disagree about what they send each other the sender is named first.
+                assert re.search(rf"\brank {VICTIM}\b", raised.message), f"{what}: {raised}"
+            else:
+                assert blamed(raised.message) == {VICTIM}, f"{what}: {raised}"
+            assert took < 5.0, f"{what}: rank {rank} took {took:.1f} s"
+
+
+def wrong_tag(me: Rank, name: str) -> Raised | None:
+    site, raised = new_site(name, 1.0), None
+    assert site is not None
+    try:
+        CALLS[name](replace(site, tag=me.rank, count=12))
+    except BaseException as error:
+        raised = describe(me.rank, error)
+    dist.barrier()  # nobody leaves before
+    dist.destroy_process_group(site.group)
+    return raised
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_tag_that_is_never_sent(pool: Pool, world: MakeWorld, name: str) -> None:
+    """Of what nobody receives nothing is known to be wrong: a Timeout."""
+    raised = pool.run(wrong_tag, world(2), name)
+    receiver = 1 if name == "send" else 0
+    assert raised[1 - receiver] is None, "a small message does not wait"
+    expect(raised[receiver], "Timeout", {1 - receiver}, says=f"with tag {receiver}")
