@@ -1,14 +1,16 @@
-"""What an all-reduce must give, said twice: exactly, and in float64 without knowing any order.
+"""What a reduction must give, said twice: exactly, and in float64 without knowing any order.
 
 The exact one keeps the promised order: the message is cut into P equal chunks, ceil(n / P)
-rounded up to 128 elements; chunk c is added in rank order c+1, c+2, ..., c (mod P).  Half types
-are accumulated in float32 and rounded once; AVG divides before that, integers towards zero.
+rounded up to 128 elements (a reduce-scatter's into its parts); chunk c is added in rank order c+1,
+c+2, ..., c (mod P).  Half types are accumulated in float32 and rounded once; AVG divides before
+that, integers towards zero.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +31,9 @@ MOVED = (
     "float8_e5m2",
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "complex32",
 )
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
@@ -70,7 +75,7 @@ def make_input(dtype: str, op: str, n: int, rank: int, seed: int) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes, with every NaN made the same one."""
-    t = tensor.detach().contiguous().view(-1).clone()
+    t = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     if not t.numel():
         return torch.empty(0, dtype=torch.uint8)
     if t.is_floating_point() and t.element_size() > 1:
@@ -119,23 +124,32 @@ def scaled(value: Tensor, by: float) -> Tensor:
 
 def exact(inputs: Sequence[Tensor], op: str) -> Tensor:
     """The promised bits, from all ranks' inputs (1-D, all alike)."""
-    world_size, n, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
+    world_size, n = len(inputs), inputs[0].numel()
+    size = chunk_elements(n, world_size)
+    starts = [min(c * size, n) for c in range(world_size + 1)]
+    counts = [end - begin for begin, end in itertools.pairwise(starts)]
+    return torch.cat(exact_parts(inputs, op, counts))
+
+
+def exact_parts(inputs: Sequence[Tensor], op: str, counts: Sequence[int]) -> list[Tensor]:
+    """The same for parts of given sizes, the first of which is added in the order 1, 2, ..., 0."""
+    world_size, dtype = len(inputs), inputs[0].dtype
     if op == "PREMUL_SUM":
         inputs = [scaled(t, factor(r)) for r, t in enumerate(inputs)]
     half = dtype in (torch.float16, torch.bfloat16)
     wide = [t.float() if half else t for t in inputs]
     step = (_BOOL if dtype == torch.bool else _STEP)[op]
-    size = max(chunk_elements(n, world_size), 1)
-    parts = []
+    parts, end = [], 0
     for c in range(world_size):
-        cut = slice(min(c * size, n), min((c + 1) * size, n))
+        cut = slice(end, end + counts[c])
+        end += counts[c]
         order = [wide[(c + 1 + k) % world_size][cut] for k in range(world_size)]
         total = functools.reduce(step, order)
         if op == "AVG":
             rounding = None if dtype.is_floating_point else "trunc"
             total = torch.div(total, world_size, rounding_mode=rounding)
         parts.append(total.to(dtype))
-    return torch.cat(parts)
+    return parts
 
 
 def worst_error(result: Tensor, inputs: Sequence[Tensor], op: str) -> float:
