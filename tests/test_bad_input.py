@@ -38,8 +38,15 @@ def _sparse() -> torch.Tensor:
     return torch.eye(3).to_sparse()
 
 
+def _allreduce_complex(op: dist.ReduceOp) -> object:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return _backend().allreduce([torch.ones(2, dtype=torch.complex64)], options)
+
+
 # A call and what its message must say.
 BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "complex BAND": (lambda: _allreduce_complex(dist.ReduceOp.BAND), "complex"),
     "complex MAX": (
         lambda: dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX),
         "complex",

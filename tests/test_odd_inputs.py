@@ -1,0 +1,231 @@
+"""What collectives and messages refuse: a ValueError on whoever calls it so, before anything moves.
+
+As tests/test_bad_input.py, for the calls that take lists, parts and roots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank
+from test_bad_input import _backend, _quantized, _sparse
+
+pytestmark = pytest.mark.ringreduce
+Tensor = torch.Tensor
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def lists(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [ones(*shape, dtype=dtype) for _ in range(count)]
+
+
+def expanded(n: int) -> Tensor:
+    return ones(1).expand(n)
+
+
+def _alone(call: Callable[..., Any], *args: Any, kind: Any, root: int, op: Any = None) -> Any:
+    """A rooted call straight to the backend: torch's own checks come first otherwise."""
+    options = kind()
+    options.rootRank = root
+    if op is not None:
+        options.reduceOp = op
+    return call(*args, options)
+
+
+# Calls of a rank of two, each with what is wrong.  `r` is the rank itself.
+REFUSED: dict[str, Callable[[int], object]] = {
+    # lists of the wrong length
+    "all_gather to 1": lambda r: dist.all_gather(lists(1, 4), ones(4)),
+    "all_gather to 3": lambda r: dist.all_gather(lists(3, 4), ones(4)),
+    "all_gather to none": lambda r: dist.all_gather([], ones(4)),
+    "gather to 1": lambda r: dist.gather(ones(4), lists(1, 4), dst=r),
+    "gather to 3": lambda r: dist.gather(ones(4), lists(3, 4), dst=r),
+    "gather to none": lambda r: _alone(
+        _backend().gather, [], [ones(4)], kind=dist.GatherOptions, root=r
+    ),
+    "gather, not the root's": lambda r: _alone(
+        _backend().gather, [lists(2, 4)], [ones(4)], kind=dist.GatherOptions, root=1 - r
+    ),
+    "scatter of 1": lambda r: dist.scatter(ones(4), lists(1, 4), src=r),
+    "scatter of 3": lambda r: dist.scatter(ones(4), lists(3, 4), src=r),
+    "scatter, not the root's": lambda r: _alone(
+        _backend().scatter, [ones(4)], [lists(2, 4)], kind=dist.ScatterOptions, root=1 - r
+    ),
+    "reduce_scatter of 1": lambda r: dist.reduce_scatter(ones(4), lists(1, 4)),
+    "reduce_scatter of 3": lambda r: dist.reduce_scatter(ones(4), lists(3, 4)),
+    "all_to_all from 3": lambda r: dist.all_to_all(lists(2, 4), lists(3, 4)),
+    "all_to_all to 1": lambda r: dist.all_to_all(lists(1, 4), lists(2, 4)),
+    "coalesced, none": lambda r: _backend().allreduce_coalesced([]),
+    # sizes
+    "all_gather own output": lambda r: dist.all_gather(lists(2, 5), ones(4)),
+    "all_gather_into_tensor": lambda r: dist.all_gather_into_tensor(ones(9), ones(4)),
+    "gather size": lambda r: dist.gather(ones(4), [ones(4), ones(5)], dst=r),
+    "scatter size": lambda r: dist.scatter(ones(4), [ones(4), ones(3)], src=r),
+    "reduce_scatter own input": lambda r: dist.reduce_scatter(ones(4), lists(2, 5)),
+    "reduce_scatter_tensor": lambda r: dist.reduce_scatter_tensor(ones(4), ones(9)),
+    "all_to_all own part": lambda r: dist.all_to_all(lists(2, 4), lists(2, 5)),
+    "all_to_all_single sizes": lambda r: dist.all_to_all_single(ones(4), ones(6)),
+    "all_to_all_single odd": lambda r: dist.all_to_all_single(ones(5), ones(5)),
+    "all_to_all_single scalar": lambda r: dist.all_to_all_single(ones(), ones()),
+    "splits add up to less": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [2, 1]),
+    "splits add up to more": lambda r: dist.all_to_all_single(ones(4), ones(4), [3, 2], [2, 2]),
+    "negative split": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [5, -1]),
+    "three splits": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [2, 1, 1]),
+    # dtypes
+    "all_gather dtype": lambda r: _backend().allgather([lists(2, 4)], [ones(4).double()]),
+    "all_gather_into_tensor dtype": lambda r: dist.all_gather_into_tensor(
+        ones(8, dtype=torch.int32), ones(4)
+    ),
+    "gather dtype": lambda r: dist.gather(ones(4), [ones(4), ones(4).int()], dst=r),
+    "scatter dtype": lambda r: dist.scatter(ones(4), [ones(4), ones(4).int()], src=r),
+    "reduce_scatter dtype": lambda r: dist.reduce_scatter(ones(4), [ones(4), ones(4).int()]),
+    "reduce_scatter_tensor dtype": lambda r: dist.reduce_scatter_tensor(ones(4), ones(8).int()),
+    "all_to_all dtype": lambda r: dist.all_to_all(lists(2, 4), [ones(4), ones(4).int()]),
+    "all_to_all_single dtype": lambda r: dist.all_to_all_single(ones(4), ones(4).double()),
+    "reduce of uint16": lambda r: dist.reduce(ones(4).to(torch.uint16), 0),
+    "reduce_scatter of float8": lambda r: dist.reduce_scatter(
+        ones(4).to(torch.float8_e5m2), [ones(4).to(torch.float8_e5m2)] * 2
+    ),
+    "average of bool": lambda r: dist.reduce(ones(4).bool(), 0, op=dist.ReduceOp.AVG),
+    "BAND of float": lambda r: dist.reduce_scatter_tensor(ones(2), ones(4), op=dist.ReduceOp.BAND),
+    # outputs whose elements share memory
+    "expanded reduce": lambda r: dist.reduce(expanded(4), r),
+    "expanded broadcast": lambda r: dist.broadcast(expanded(4), 1 - r),
+    "expanded all_gather": lambda r: dist.all_gather([ones(4), expanded(4)], ones(4)),
+    "expanded gather": lambda r: dist.gather(ones(4), [ones(4), expanded(4)], dst=r),
+    "expanded scatter": lambda r: dist.scatter(expanded(4), lists(2, 4) if r == 0 else None, src=0),
+    "expanded reduce_scatter": lambda r: dist.reduce_scatter(expanded(4), lists(2, 4)),
+    "expanded reduce_scatter_tensor": lambda r: dist.reduce_scatter_tensor(expanded(4), ones(8)),
+    "expanded all_to_all": lambda r: dist.all_to_all([ones(4), expanded(4)], lists(2, 4)),
+    "expanded all_to_all_single": lambda r: dist.all_to_all_single(expanded(4), ones(4)),
+    "expanded recv": lambda r: dist.recv(expanded(4), 1 - r),
+    # other kinds of tensors
+    "sparse reduce": lambda r: _backend().reduce([_sparse()]),
+    "sparse MAX": lambda r: dist.all_reduce(_sparse(), op=dist.ReduceOp.MAX),
+    "sparse gather": lambda r: _backend().gather([], [_sparse()]),
+    "sparse send": lambda r: _backend().send([_sparse()], 1 - r, 0),
+    "quantized recv": lambda r: _backend().recv([_quantized()], 1 - r, 0),
+    "meta all_to_all": lambda r: _backend().alltoall(
+        lists(2, 4), [ones(4), torch.ones(4, device="meta")]
+    ),
+    # ranks that are none
+    "reduce to 7": lambda r: _alone(_backend().reduce, [ones(4)], kind=dist.ReduceOptions, root=7),
+    "gather to rank 7": lambda r: _alone(
+        _backend().gather, [], [ones(4)], kind=dist.GatherOptions, root=7
+    ),
+    "scatter from -1": lambda r: _alone(
+        _backend().scatter, [ones(4)], [], kind=dist.ScatterOptions, root=-1
+    ),
+    "send to 7": lambda r: _backend().send([ones(4)], 7, 0),
+    "recv from -3": lambda r: _backend().recv([ones(4)], -3, 0),
+    "recv from 7": lambda r: _backend().recv([ones(4)], 7, 0),
+}
+
+
+def refuse(me: Rank, who: list[int]) -> dict[str, str]:
+    """What each call said on the ranks that made it; the group goes on after each."""
+    said = {}
+    for name, call in REFUSED.items():
+        if me.rank in who:
+            try:
+                call(me.rank)
+                said[name] = "accepted"
+            except (ValueError, TypeError, RuntimeError) as error:
+                said[name] = f"{type(error).__name__}: {error}"
+        t = torch.full((5,), float(me.rank))
+        dist.all_reduce(t)
+        assert float(t[0]) == 1.0, name
+    work = dist.isend(torch.full((3,), float(me.rank)), 1 - me.rank)
+    got = torch.empty(3)
+    dist.recv(got, 1 - me.rank)
+    work.wait()
+    assert got.tolist() == [1.0 - me.rank] * 3, "no message was left behind by those"
+    return said
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all ranks", "one rank"])
+def test_calls_that_cannot_be_made(pool: Pool, world: MakeWorld, who: list[int]) -> None:
+    for rank, said in enumerate(pool.run(refuse, world(2, timeout=10.0), who)):
+        assert len(said) == (len(REFUSED) if rank in who else 0)
+        wrong = {name: text for name, text in said.items() if not text.startswith("ValueError: ")}
+        assert not wrong, wrong
+        for name, text in said.items():
+            assert len(text) > 25, f"{name}: {text}"
+        assert all("ringreduce" in text for name, text in said.items() if "expanded" in name)
+
+
+def odd_shapes(me: Rank) -> list[str]:
+    """Calls that only look odd: shapes differ where counts agree, and inputs share memory."""
+    p, rank = me.world_size, me.rank
+    done = []
+    out = ones(2, 2)
+    dist.scatter(out, lists(p, 4, 1) if rank == 0 else None, src=0)
+    done.append(f"scatter {out.tolist()}")
+    gathered = ones(p, 2, 2)
+    dist.all_gather_into_tensor(gathered, expanded(4))
+    done.append(f"all_gather_into_tensor {gathered.shape == (p, 2, 2)}")
+    total = ones(2)
+    dist.reduce_scatter_tensor(total, expanded(2 * p))
+    done.append(f"reduce_scatter_tensor {total.tolist() == [p, p]}")
+    scalar = torch.tensor(float(rank))
+    dist.reduce(scalar, p - 1)
+    done.append(f"reduce {float(scalar) if rank == p - 1 else p * (p - 1) / 2}")
+    scalars = [torch.tensor(0.0) for _ in range(p)]
+    dist.all_gather(scalars, torch.tensor(float(rank)))
+    done.append(f"all_gather {[float(s) for s in scalars] == list(range(p))}")
+    rows = torch.empty(0, 7)
+    dist.all_to_all_single(rows, torch.empty(0, 7), [0] * p, [0] * p)
+    wide = torch.empty(0)
+    dist.all_to_all_single(torch.empty(5 * p, 0), torch.empty(5 * p, 0))
+    dist.reduce_scatter(wide, [torch.empty(0) for _ in range(p)])
+    dist.reduce(wide, 0)
+    dist.gather(wide, [torch.empty(0) for _ in range(p)] if rank == 0 else None)
+    done.append("nothing at all")
+    return done
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_calls_that_only_look_odd(pool: Pool, world: MakeWorld, size: int) -> None:
+    wanted = [
+        "scatter [[1.0, 1.0], [1.0, 1.0]]",
+        "all_gather_into_tensor True",
+        "reduce_scatter_tensor True",
+        f"reduce {size * (size - 1) / 2}",
+        "all_gather True",
+        "nothing at all",
+    ]
+    assert pool.run(odd_shapes, world(size)) == [wanted] * size
+
+
+def sum_sparse(me: Rank, case: tuple[str, str, bool]) -> list[Any]:
+    dtype, op, hybrid = case
+    kind = getattr(torch, dtype)
+    dense = torch.zeros(6, 5, dtype=kind)
+    if me.rank < 3:  # the last of four has no element at all
+        dense[me.rank] = me.rank + 1
+        dense[5, 2] = 7
+    t = dense.to_sparse(1 if hybrid else 2)
+    dist.all_reduce(t, op=getattr(dist.ReduceOp, op))
+    assert t.is_sparse and t.is_coalesced() and t.dtype == kind
+    return t.to_dense().double().tolist()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float32", "SUM"), ("float16", "AVG"), ("int64", "SUM"), ("bfloat16", "SUM")]
+)
+def test_sparse_sums(pool: Pool, world: MakeWorld, dtype: str, op: str, hybrid: bool) -> None:
+    wanted = torch.zeros(6, 5, dtype=torch.float64)
+    for rank in range(3):
+        wanted[rank] += rank + 1
+        wanted[5, 2] += 7
+    wanted /= 4 if op == "AVG" else 1
+    assert pool.run(sum_sparse, world(4), (dtype, op, hybrid)) == [wanted.tolist()] * 4
