@@ -229,6 +229,42 @@ def reduce_beyond_2_31(me: Rank, n: int) -> list[int]:
     return got
 
 
+def move_beyond_2_31(me: Rank, n: int, call: str) -> list[int]:
+    """Rank 0's bytes to rank 1, and the other way round where the call has that."""
+    t = torch.full((n,), me.rank + 1, dtype=torch.uint8)
+    marks = beside_limits(n)
+    for k, at in enumerate(marks):
+        t[at] = 10 * k + me.rank
+    if call == "all_to_all_single":
+        got = torch.zeros(n, dtype=torch.uint8)
+        splits = [0, n] if me.rank == 0 else [n, 0]
+        dist.all_to_all_single(got, t, splits, splits)
+    elif me.rank == 0:
+        dist.send(t, 1)
+        return []
+    else:
+        got = t
+        dist.recv(got, 0)
+    found = [int(got[at]) for at in marks]
+    for at in marks:
+        got[at] = 2 - me.rank
+    assert bool((got == 2 - me.rank).all())
+    return found
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("call", ["all_to_all_single", "send"])
+def test_moves_of_more_than_2_to_the_31_bytes(
+    pool: Pool, world: MakeWorld, full: bool, call: str
+) -> None:
+    n = 2**31 + 4099 if full else 2**25 + 4099
+    last = {at: 10 * k for k, at in enumerate(beside_limits(n))}
+    wanted = [[last[at] + other for at in beside_limits(n)] for other in (1, 0)]
+    if call == "send":
+        wanted[0] = []
+    assert pool.run(move_beyond_2_31, world(2), n, call, deadline=240.0) == wanted
+
+
 def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool) -> None:
     n = 2**31 + 4099 if full else 2**26 + 4099
     marks = beside_limits(n)

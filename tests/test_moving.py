@@ -1,4 +1,4 @@
-"""broadcast, all_gather, all_gather_into_tensor and barrier: bytes arrive as they were sent."""
+"""Calls that move and do not add: bytes arrive as they were sent, of every dtype there is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def noise(dtype: str, n: int, rank: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    # Not contiguous(): a single element counts as that with any stride.
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return bytes(plain.view(torch.uint8).numpy().tobytes())
 
 
 def kinds(backend: str) -> list[str]:
@@ -57,7 +59,57 @@ def move_everything(me: Rank, dtypes: list[str], counts: list[int]) -> None:
                 stacked = torch.empty(p, n, dtype=kind)
                 dist.all_gather_into_tensor(stacked, mine)
                 assert raw(stacked) == raw(out), f"into_tensor, stacked: {case}"
+            move_between(me, dtype, n, case)
         dist.barrier()
+
+
+def move_between(me: Rank, dtype: str, n: int, case: str) -> None:
+    """The calls in which ranks get different things: `noise` number 10 a + b goes from a to b."""
+    p, rank, root = me.world_size, me.rank, n % me.world_size
+    kind = getattr(torch, dtype)
+
+    def empty(count: int) -> list[torch.Tensor]:
+        return [torch.empty(count, dtype=kind) for _ in range(p)]
+
+    def sent(a: int, b: int, count: int = n) -> torch.Tensor:
+        return noise(dtype, count, 10 * a + b)
+
+    outs = empty(n)
+    dist.gather(sent(rank, root), outs if rank == root else None, dst=root)
+    if rank == root:
+        assert [raw(o) for o in outs] == [raw(sent(r, root)) for r in range(p)], f"gather: {case}"
+    out = torch.empty(n, dtype=kind)
+    dist.scatter(out, [sent(root, r) for r in range(p)] if rank == root else None, src=root)
+    assert raw(out) == raw(sent(root, rank)), f"scatter: {case}"
+
+    outs = empty(n)
+    dist.all_to_all(outs, [sent(rank, r) for r in range(p)])
+    wanted = [raw(sent(r, rank)) for r in range(p)]
+    assert [raw(o) for o in outs] == wanted, f"all_to_all: {case}"
+    out = torch.empty(p * n, dtype=kind)
+    dist.all_to_all_single(out, torch.cat([sent(rank, r) for r in range(p)]))
+    assert raw(out) == b"".join(wanted), f"all_to_all_single: {case}"
+
+    if p > 1 and me.backend == "ringreduce":  # uneven: rank a sends rank b n + a elements, or none
+        counts = [[n + a if (a + b) % 3 else 0 for b in range(p)] for a in range(p)]
+        mine, theirs = counts[rank], [counts[a][rank] for a in range(p)]
+        out = torch.empty(sum(theirs), dtype=kind)
+        parts = torch.cat([sent(rank, b, mine[b]) for b in range(p)])
+        dist.all_to_all_single(out, parts, theirs, mine)
+        wanted = [raw(sent(a, rank, theirs[a])) for a in range(p)]
+        assert raw(out) == b"".join(wanted), f"all_to_all_single with splits: {case}"
+        outs = [torch.empty(n + r, dtype=kind) for r in range(p)]
+        dist.all_gather(outs, sent(rank, 0, n + rank))
+        wanted = [raw(sent(r, 0, n + r)) for r in range(p)]
+        assert [raw(o) for o in outs] == wanted, f"uneven all_gather: {case}"
+
+    out, work = torch.empty(n, dtype=kind), None
+    if p > 1:
+        work = dist.isend(sent(rank, 0), (rank + 1) % p)
+        dist.recv(out, (rank - 1) % p)
+        assert raw(out) == raw(sent((rank - 1) % p, 0)), f"recv: {case}"
+    if work:
+        work.wait()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -99,12 +151,39 @@ def move_views(me: Rank) -> None:
     expected = torch.cat([torch.arange(20, dtype=torch.int32)[1::2] * (r + 1) for r in range(p)])
     assert torch.equal(wide[:, 0], expected)
     assert not wide[:, 1].any(), "wrote beside the view"
+    views_between(me, whole)
 
 
-@pytest.mark.ringreduce
-@pytest.mark.parametrize("size", [2, 3])
-def test_non_contiguous(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(move_views, world(size))
+def views_between(me: Rank, whole: torch.Tensor) -> None:
+    p, rank = me.world_size, me.rank
+
+    def theirs(r: int) -> torch.Tensor:
+        return torch.arange(20, dtype=torch.int32)[1::2] * (r + 1)
+
+    def holes() -> torch.Tensor:
+        return torch.zeros(10, 2, dtype=torch.int32)
+
+    outs = [holes() for _ in range(p)]
+    views = [o[:, 0] for o in outs]
+    dist.gather(whole[1::2], views if rank == p - 1 else None, dst=p - 1)
+    assert rank < p - 1 or all(torch.equal(v, theirs(r)) for r, v in enumerate(views))
+    out = holes()
+    dist.scatter(out[:, 1], [whole[1::2] * r for r in range(p)] if rank == 0 else None, src=0)
+    assert torch.equal(out[:, 1], theirs(0) * rank) and not out[:, 0].any()
+    outs = [holes() for _ in range(p)]
+    dist.all_to_all([o[:, 1] for o in outs], [whole[1::2] for _ in range(p)])
+    for r, out in enumerate(outs):
+        assert torch.equal(out[:, 1], theirs(r)) and not out[:, 0].any()
+    square = torch.arange(p * p).view(p, p) + 100 * rank
+    out = torch.zeros(p, p, 2, dtype=torch.int64)[:, :, 1]
+    dist.all_to_all_single(out, square.t())  # of a transposed one, the columns are split
+    wanted = [torch.arange(p * p).view(p, p)[:, rank] + 100 * r for r in range(p)]
+    assert torch.equal(out, torch.stack(wanted))
+    out = holes()
+    work = dist.isend(whole[1::2], (rank + 1) % p)
+    dist.recv(out[:, 0], (rank - 1) % p)
+    work.wait()
+    assert torch.equal(out[:, 0], theirs((rank - 1) % p)) and not out[:, 1].any()
 
 
 def gather_over_itself(me: Rank) -> None:
