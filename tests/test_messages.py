@@ -1,0 +1,340 @@
+"""Messages between ranks, as scripts send and receive them: tags, order, sources, both at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blame import blamed, expect
+from conftest import MakeWorld
+from pool import Died, Done, Pool, Rank
+
+LARGE = 300_000  # elements; more than is sent before it is wanted
+
+
+def said(call: Any) -> str:
+    """The class and the text of the error that a call raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def number(value: float, n: int = 4) -> torch.Tensor:
+    return torch.full((n,), float(value))
+
+
+def receive(source: int | None, n: int = 4, tag: int = 0) -> float:
+    t = number(-1, n)
+    dist.recv(t, source, tag=tag)
+    assert bool((t == t[0]).all())
+    return float(t[0])
+
+
+def tags(me: Rank, n: int) -> list[float]:
+    """Sent with tags 1 to 5 in that order; received in another."""
+    order = [4, 1, 5, 3, 2, 0]
+    if me.rank == 0:
+        works = [dist.isend(number(tag * 10, n), 1, tag=tag) for tag in range(6)]
+        for work in works:
+            work.wait()
+        return []
+    return [receive(0, n, tag) for tag in order]
+
+
+@pytest.mark.parametrize("n", [4, LARGE])
+def test_tags(pool: Pool, world: MakeWorld, n: int) -> None:
+    assert pool.run(tags, world(2), n)[1] == [40.0, 10.0, 50.0, 30.0, 20.0, 0.0]
+
+
+def in_order(me: Rank, seed: int) -> None:
+    """Within a tag messages keep their order, small behind large ones too, whoever waits how."""
+    draw = random.Random(seed)
+    counts = [draw.choice([0, 1, 100, 5000, LARGE]) for _ in range(40)]
+    which = [draw.randrange(2) for _ in counts]  # the tag
+    mine = random.Random(seed + 1 + me.rank)
+    works, got = [], []
+    for k, (n, tag) in enumerate(zip(counts, which, strict=True)):
+        t = number(k if me.rank == 0 else -1, n)
+        if me.rank == 0:
+            works.append(dist.isend(t, 1, tag=tag))
+        else:
+            works.append(dist.irecv(t, 0, tag=tag))
+        got.append(t)
+        if mine.random() < 0.1:
+            time.sleep(0.002)
+    mine.shuffle(works)
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    for k, t in enumerate(got):
+        assert bool((t == k).all()), f"message {k} of {counts[k]} elements"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_within_a_tag(pool: Pool, world: MakeWorld, seed: int) -> None:
+    pool.run(in_order, world(2), seed)
+
+
+def from_any(me: Rank) -> list[tuple[int, float]]:
+    """Each of the others sends two; rank 0 takes what comes."""
+    if me.rank:
+        dist.send(number(me.rank), 0, tag=3)
+        dist.send(number(10 * me.rank), 0, tag=3)
+        return []
+    got = []
+    for k in range(2 * (me.world_size - 1)):
+        t = number(-1)
+        if k % 2:
+            work = dist.irecv(t, tag=3)
+            work.wait()
+            source = work._source_rank()
+        else:
+            source = dist.recv(t, tag=3)
+        got.append((source, float(t[0])))
+    return got
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_from_any_rank(pool: Pool, world: MakeWorld, size: int) -> None:
+    got = pool.run(from_any, world(size))[0]
+    assert sorted(got) == sorted((r, f * r) for r in range(1, size) for f in (1.0, 10.0))
+    for rank in range(1, size):
+        assert [v for r, v in got if r == rank] == [rank, 10.0 * rank]
+
+
+def any_in_a_part(me: Rank) -> int:
+    """In a group of ranks 1 and 2 the source is told as torch tells it: as a rank of the whole."""
+    group = dist.new_group([2, 1])
+    source = -5
+    if me.rank == 2:
+        dist.send(number(8), 1, group=group)
+    elif me.rank == 1:
+        source = dist.recv(number(0), group=group)
+    dist.barrier()
+    return source
+
+
+@pytest.mark.ringreduce
+def test_from_any_rank_of_a_part(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(any_in_a_part, world(3)) == [-5, 2, -5]
+
+
+def both_send_first(me: Rank) -> list[float]:
+    """Small ones do not wait for their receive; large ones go by isend."""
+    other, got = 1 - me.rank, []
+    for k in range(20):
+        dist.send(number(100 * me.rank + k), other)
+    got += [receive(other) for _ in range(20)]
+    work = dist.isend(number(me.rank + 0.5, LARGE), other)
+    got.append(receive(other, LARGE))
+    work.wait()
+    return got
+
+
+@pytest.mark.ringreduce
+def test_both_send_first(pool: Pool, world: MakeWorld) -> None:
+    for rank, got in enumerate(pool.run(both_send_first, world(2))):
+        other = 1 - rank
+        assert got == [100.0 * other + k for k in range(20)] + [other + 0.5]
+
+
+def batch(me: Rank, n: int) -> None:
+    """Everybody with everybody, in both directions at once."""
+    p = me.world_size
+    got = [number(-1, n) for _ in range(p)]
+    ops = []
+    for r in range(p):
+        if r != me.rank:
+            ops.append(dist.P2POp(dist.irecv, got[r], r))
+            ops.append(dist.P2POp(dist.isend, number(10 * me.rank + r, n), r))
+    for _ in range(2):
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    for r in range(p):
+        assert r == me.rank or bool((got[r] == 10 * r + me.rank).all()), f"from {r}"
+
+
+@pytest.mark.parametrize("n", [3, LARGE])
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches(pool: Pool, world: MakeWorld, size: int, n: int) -> None:
+    pool.run(batch, world(size), n)
+
+
+def poll(me: Rank, n: int) -> int:
+    """A receive that nobody waits for is done some time."""
+    if me.rank == 0:
+        dist.barrier()
+        time.sleep(0.1)
+        dist.isend(number(9, n), 1).wait()
+        return 0
+    t = number(-1, n)
+    work = dist.irecv(t, 0)
+    assert not work.is_completed()
+    dist.barrier()  # beside a message that is awaited
+    until, looks = time.monotonic() + 20, 0
+    while not work.is_completed():
+        looks += 1
+        time.sleep(0.001)
+        assert time.monotonic() < until, "never done"
+    assert bool((t == 9).all())
+    work.wait()
+    return looks
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("n", [4, LARGE])
+def test_polling_without_a_wait(pool: Pool, world: MakeWorld, n: int) -> None:
+    assert pool.run(poll, world(2), n)[1] > 0
+
+
+def futures(me: Rank) -> float:
+    other, t = 1 - me.rank, number(-1)
+    work = dist.irecv(t, other)
+    doubled = work.get_future().then(lambda f: f.value()[0] * 2)
+    dist.send(number(me.rank + 1), other)
+    twice = float(doubled.wait()[0])
+    late = dist.isend(number(0), other)
+    late.wait()
+    assert late.get_future().done() and receive(other) == 0.0
+    dist.barrier()
+    return twice
+
+
+@pytest.mark.ringreduce
+def test_futures(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(futures, world(2)) == [4.0, 2.0]
+
+
+def beside_collectives(me: Rank) -> None:
+    """A receive stays open while collectives run, and messages go between two of three ranks."""
+    p = me.world_size
+    late = number(-1, LARGE)
+    work = dist.irecv(late, 1, tag=7) if me.rank == 0 else None
+    for k in range(30):
+        total = number(me.rank)
+        pending = dist.all_reduce(total, async_op=True)
+        if me.rank < 2:
+            back = dist.isend(number(k), 1 - me.rank)
+            assert receive(1 - me.rank) == k
+            back.wait()
+        pending.wait()
+        assert bool((total == p * (p - 1) / 2).all())
+    if me.rank == 1:
+        dist.isend(number(5, LARGE), 0, tag=7).wait()
+    elif work:
+        work.wait()
+        assert bool((late == 5).all())
+
+
+def test_beside_collectives(pool: Pool, world: MakeWorld) -> None:
+    pool.run(beside_collectives, world(3))
+
+
+def to_oneself(me: Rank) -> list[float]:
+    """torch's functions refuse it; a group does it."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert "ValueError" in said(lambda: dist.send(number(1), me.rank))
+    got = []
+    for n in (4, LARGE):
+        t = number(-1, n)
+        works = [group.send([number(me.rank + 3, n)], me.rank, 5), group.recv([t], me.rank, 5)]
+        for work in works:
+            work.wait()
+        assert bool((t == t[0]).all())
+        got.append(float(t[0]))
+    dist.barrier()
+    return got
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [1, 2])
+def test_to_oneself(pool: Pool, world: MakeWorld, size: int) -> None:
+    assert pool.run(to_oneself, world(size)) == [[r + 3.0] * 2 for r in range(size)]
+
+
+def destroy_with_receives(me: Rank) -> list[str]:
+    group = dist.new_group()
+    works = [dist.irecv(number(-1), 1 - me.rank, group=group) for _ in range(3)]
+    works.append(dist.irecv(number(-1), group=group))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    ends = [said(work.wait) for work in works]
+    assert all(work.is_completed() and not work.is_success() for work in works)
+    dist.barrier()  # of another group: nothing has happened to it
+    return ends
+
+
+@pytest.mark.ringreduce
+def test_destroy_with_open_receives(pool: Pool, world: MakeWorld) -> None:
+    """Each ends with an error; it was this rank that left, or the other had already."""
+    for rank, ends in enumerate(pool.run(destroy_with_receives, world(2))):
+        for text in ends:
+            assert text.startswith(("Aborted: ", "PeerLost: ")) and "left group" in text, text
+            assert blamed(text) == ({rank} if text.startswith("Aborted") else {1 - rank}), text
+
+
+def a_peer_leaves(me: Rank) -> list[Any]:
+    """Rank 2 leaves.  Who receives from it is told; the two others go on with each other."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    dist.barrier(group=group)
+    ends: list[Any] = []
+    if me.rank == 2:
+        dist.send(number(1), 0, group=group)  # stays there to be received
+        dist.destroy_process_group(group)
+    else:
+        works = [dist.irecv(number(-1), 2, group=group, tag=t) for t in (4, 5)]
+        ends = [said(work.wait) for work in works]
+        ends.append(said(lambda: dist.send(number(1, LARGE), 2, group=group)))
+        if me.rank == 0:
+            t = number(-1)
+            dist.recv(t, 2, group=group)
+            ends.append(float(t[0]))
+            dist.send(number(6), 1, group=group)
+        else:
+            t = number(-1)
+            ends.append(dist.recv(t, group=group) * 100 + float(t[0]))
+    dist.barrier()
+    return ends
+
+
+@pytest.mark.ringreduce
+def test_a_peer_leaves(pool: Pool, world: MakeWorld) -> None:
+    found = pool.run(a_peer_leaves, world(3))
+    for rank in (0, 1):
+        for text in found[rank][:3]:
+            assert text.startswith("PeerLost: ") and "left group" in text, text
+            assert blamed(text) == {2}, text
+    assert found[0][3] == 1.0 and found[1][3] == 6.0
+
+
+def die_after_sending(me: Rank) -> list[Any]:
+    if me.rank == 1:
+        for k in range(3):
+            dist.send(number(k), 0)
+        me.tell("sent")
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.hear()
+    return [receive(1), receive(1), receive(1), receive(1)]
+
+
+@pytest.mark.ringreduce
+def test_what_a_dead_rank_has_sent_arrives(pool: Pool, world: MakeWorld) -> None:
+    job = pool.start(die_after_sending, world(2))
+    job.heard(1)
+    time.sleep(0.1)
+    job.tell(0)
+    outcomes = job.outcomes(deadline=15.0)
+    assert outcomes[1] == Died(1, -signal.SIGKILL)
+    raised = expect(outcomes[0], "PeerLost", {1}, says=r"receive 4 elements .* \(message #3\)")
+    assert "ended" in raised.message
+    assert all(isinstance(o, Done) for o in pool.start(to_oneself, world(2)).outcomes())
