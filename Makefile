@@ -68,7 +68,8 @@ test: build test-cpp
 # What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB.
 test-full: build
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
-	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or compiled_steps"
+	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
+	  compiled_steps"
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
 torch-suite: build
