@@ -101,6 +101,17 @@ struct Executor::State : std::enable_shared_from_this<State> {
   std::thread worker;
   std::vector<std::thread> tellers;
 
+  // What a completion throws is nobody's to catch.
+  static void call(const Completion& completion, std::exception_ptr error) {
+    try {
+      completion(std::move(error));
+    } catch (const std::exception& thrown) {
+      log(std::string("a callback at the end of an operation failed: ") + thrown.what());
+    } catch (...) {
+      log("a callback at the end of an operation failed");
+    }
+  }
+
   static void name(const char* text) { pthread_setname_np(pthread_self(), text); }
 
   void work() {
@@ -174,7 +185,7 @@ struct Executor::State : std::enable_shared_from_this<State> {
       ++calling;
       if (!to_tell.empty()) ensureTeller();
       lock.unlock();
-      next.completion(std::move(next.error));
+      call(next.completion, std::move(next.error));
       next = {};
       lock.lock();
       --calling;
@@ -247,12 +258,17 @@ void Executor::tell(Completion completion, std::exception_ptr error) {
       return;
     }
   }
-  completion(std::move(error));  // the group is being left: its thread for this may be gone
+  State::call(completion, std::move(error));  // the group is being left: its tellers may be gone
 }
 
 void Executor::drain(void (*turn)()) {
   const std::shared_ptr<State> state = state_;
   std::unique_lock lock(state->mutex);
+  // A completion that calls this cannot wait for itself, nor for others that may wait for it.
+  const auto self = std::this_thread::get_id();
+  const auto& tellers = state->tellers;
+  if (std::any_of(tellers.begin(), tellers.end(), [&](auto& t) { return t.get_id() == self; }))
+    return;
   while (state->busy || state->calling > 0 || !state->queue.empty() || !state->to_tell.empty()) {
     state->idle.wait_for(lock, std::chrono::milliseconds(1));
     if (!turn) continue;

@@ -132,7 +132,7 @@ Group::~Group() {
 // In this order: no collective is called any more, then no message received, then nothing at all.
 void Group::leave(void (*turn)()) {
   executor_->stop(turn);
-  messenger_->stop(turn);
+  messenger_->stop(turn, timeout_);
   std::call_once(departed_, [&] { session_->depart(Departure::kGone); });
 }
 
@@ -161,6 +161,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   try {
     session_->begin(announce(operation, sequence), timeout, in_users_thread);
     ringreduce::run(wires_->communicator, operation);
+    session_->end();
   } catch (const Error&) {
     throw;
   } catch (...) {  // Ctrl-C, or whatever else left the operation half done
@@ -170,30 +171,46 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   if (operation.after) operation.after();
 }
 
-bool Group::tryRunHere(const Operation& operation) {
+// All of them before any is run.
+void Group::check(const std::vector<Operation>& operations) const {
+  for (const Operation& operation : operations) validate(operation, rank_, size_);
+}
+
+bool Group::tryRunHere(const std::vector<Operation>& operations) {
   refuseInChild();
   refuseInside();
-  validate(operation, rank_, size_);
+  check(operations);
   return executor_->tryRunHere([&] {
-    ++submitted_;
-    execute(operation, /*in_users_thread=*/true);
+    submitted_ += operations.size();
+    for (const Operation& operation : operations) execute(operation, /*in_users_thread=*/true);
   });
 }
 
 void Group::run(Operation operation) {
-  if (tryRunHere(operation)) return;
-  const auto ticket = submit(std::move(operation), nullptr);
+  std::vector<Operation> operations;
+  operations.push_back(std::move(operation));
+  if (tryRunHere(operations)) return;
+  const auto ticket = submitAll(std::move(operations), nullptr);
   await(*ticket, kNever);
   if (ticket->error()) std::rethrow_exception(ticket->error());
 }
 
-std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion completion) {
+std::shared_ptr<Ticket> Group::submitAll(std::vector<Operation> operations,
+                                         Executor::Completion completion) {
   refuseInChild();
-  validate(operation, rank_, size_);
-  ++submitted_;
-  return executor_->submit([this, operation = std::move(operation)](
-                               bool in_users_thread) { execute(operation, in_users_thread); },
-                           std::move(completion));
+  check(operations);
+  submitted_ += operations.size();
+  return executor_->submit(
+      [this, operations = std::move(operations)](bool in_users_thread) {
+        for (const Operation& operation : operations) execute(operation, in_users_thread);
+      },
+      std::move(completion));
+}
+
+std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion completion) {
+  std::vector<Operation> operations;
+  operations.push_back(std::move(operation));
+  return submitAll(std::move(operations), std::move(completion));
 }
 
 std::shared_ptr<Delivery> Group::post(Message message) {
@@ -204,6 +221,11 @@ std::shared_ptr<Delivery> Group::post(Message message) {
 bool Group::await(Delivery& delivery, Nanos longest) {
   refuseInChild();
   return messenger_->await(delivery, longest, timeout_);
+}
+
+void Group::expect(Delivery& delivery) {
+  refuseInChild();
+  messenger_->expect(delivery, timeout_);
 }
 
 bool Group::await(Ticket& ticket, Nanos longest) {

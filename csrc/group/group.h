@@ -39,11 +39,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // Blocks until the operation is done; throws its Error.
   void run(Operation operation);
 
-  // Runs it in this thread if nothing is queued or running, like `run`; else returns false.
-  bool tryRunHere(const Operation& operation);
+  // Runs them, one after the other, in this thread if nothing is queued or running, like `run`;
+  // else returns false.
+  bool tryRunHere(const std::vector<Operation>& operations);
 
-  // Queues the operation.  Throws Error(kArgument) at once for what cannot be done; any other error
-  // is the ticket's.  `completion` is called once, in a thread where it may call this group.
+  // Queues the operations, to run one after the other until one fails.  Throws Error(kArgument) at
+  // once for what cannot be done; any other error is the ticket's.  `completion` is called once, in
+  // a thread where it may call this group.
+  std::shared_ptr<Ticket> submitAll(std::vector<Operation> operations,
+                                    Executor::Completion completion);
+
   std::shared_ptr<Ticket> submit(Operation operation, Executor::Completion completion);
 
   // Starts a send or a receive.  It may be over at once; `await` waits for it.
@@ -52,6 +57,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Waits for a ticket of this group; false if `longest` goes by first.  Ctrl-C fails the group.
   bool await(Ticket& ticket, Nanos longest);
   bool await(Delivery& delivery, Nanos longest);
+  // Somebody waits for it from now on without a call of `await`: in a Future of torch's.
+  void expect(Delivery& delivery);
 
   // Waits until all operations that were queued are over and their completions were told.
   void drain();
@@ -73,6 +80,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(int rank, Membership membership, const GroupOptions& options);
   void refuseInChild() const;
   void refuseInside() const;
+  void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
   void leave(void (*turn)());
 

@@ -36,7 +36,7 @@ Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Session& session
       engine_(std::move(wires)) {}
 
 Messenger::~Messenger() {
-  if (thread_.joinable()) stop(nullptr);
+  if (thread_.joinable()) stop(nullptr, kNever);
 }
 
 std::shared_ptr<Delivery> Messenger::post(Message message) {
@@ -84,7 +84,7 @@ bool Messenger::pass() {
   finish(over, nullptr);
   // The driver may sleep, and wait for what this thread has just finished.
   if (others_wait) ringBell(session_.page(rank_).messenger_bell);
-  changed_.notify_all();
+  tellUsers();
   return true;
 }
 
@@ -124,7 +124,7 @@ void Messenger::fail(std::vector<Engine::Handle> some, const std::exception_ptr&
     for (const Engine::Handle& handle : some) engine_.cancel(handle);
   }
   finish(some, error);
-  changed_.notify_all();
+  tellUsers();
 }
 
 void Messenger::failAll(const std::exception_ptr& error) {
@@ -135,6 +135,14 @@ void Messenger::failAll(const std::exception_ptr& error) {
     for (const Engine::Handle& handle : all) engine_.cancel(handle);
   }
   finish(all, error);
+  tellUsers();
+}
+
+// Through the lock: nobody is between a look at a message and the wait for it.
+void Messenger::tellUsers() {
+  {
+    const std::lock_guard lock(mutex_);
+  }
   changed_.notify_all();
 }
 
@@ -188,11 +196,7 @@ class Messenger::Turns {
     try {
       m.session_.check();
       m.lookAfterPeers();
-      if (time >= deadline_ && !delivery_.isDone())
-        m.session_.fail(Failure::kTimeout,
-                        delivery_.message.peer == kAnySource ? 0 : delivery_.message.peer,
-                        m.missing(delivery_) + ": to " + m.describe(delivery_) +
-                            " timed out after a timeout of " + seconds(timeout_));
+      if (time >= deadline_ && !delivery_.isDone()) m.timedOut(delivery_, timeout_);
     } catch (const Error&) {
       return m.failAll(std::current_exception());
     }
@@ -235,7 +239,8 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
     if (driven_ && driver_ != std::this_thread::get_id()) {
-      changed_.wait_for(lock, std::chrono::nanoseconds(kLook));
+      const Nanos longest_turn = std::min(kLook, std::max<Nanos>(0, limit - now()));
+      if (!delivery.isDone()) changed_.wait_for(lock, std::chrono::nanoseconds(longest_turn));
       lock.unlock();
       turns.turn();
       if (now() >= limit) return delivery.isDone();
@@ -337,6 +342,45 @@ void Messenger::lookAfterPeers() {
   }
 }
 
+void Messenger::expect(Delivery& delivery, Nanos timeout) {
+  const std::lock_guard lock(mutex_);
+  if (delivery.expected_since != 0) return;
+  delivery.expected_since = now();
+  delivery.timeout = timeout;
+}
+
+// What a wait inside torch (Future.wait) cannot look after itself: its deadline and Ctrl-C.
+void Messenger::lookAfterExpected() {
+  const Nanos time = now();
+  Engine::Handle late;
+  bool interrupted = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Engine::Handle& handle : engine_.pending()) {
+      const auto& delivery = static_cast<const Delivery&>(*handle);
+      if (delivery.expected_since == 0) continue;
+      interrupted = options_.interrupted && options_.interrupted(delivery.expected_since);
+      if (!interrupted && time - delivery.expected_since < delivery.timeout) continue;
+      late = handle;
+      break;
+    }
+  }
+  if (!late) return;
+  const auto& delivery = static_cast<const Delivery&>(*late);
+  if (interrupted)
+    session_.fail(Failure::kAborted, rank_,
+                  session_.who(rank_) + " aborted group '" + options_.name +
+                      "': interrupted while it waited to " + describe(delivery));
+  timedOut(delivery, delivery.timeout);
+}
+
+void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
+  const Message& m = delivery.message;
+  session_.fail(Failure::kTimeout, m.peer == kAnySource ? 0 : m.peer,
+                missing(delivery) + ": to " + describe(delivery) +
+                    " timed out after a timeout of " + seconds(timeout));
+}
+
 // ---- the thread
 
 bool Messenger::wantsThread() const {
@@ -387,6 +431,7 @@ void Messenger::run() {
         try {
           session_.check();
           lookAfterPeers();
+          lookAfterExpected();
         } catch (const Error&) {
           failAll(std::current_exception());
         }
@@ -396,7 +441,7 @@ void Messenger::run() {
   }
 }
 
-void Messenger::stop(void (*turn)()) {
+void Messenger::stop(void (*turn)(), Nanos timeout) {
   std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
   bool first = false;                    // else an earlier call was interrupted, or has done it all
   {
@@ -416,39 +461,57 @@ void Messenger::stop(void (*turn)()) {
     return !engine_.pending().empty();
   };
   Nanos next_look = 0;
+  const Nanos started = now(), deadline = deadlineIn(timeout);
+  Nanos next_report = deadlineIn(options_.stall);
   while (sending()) {
-    if (pass()) continue;
-    if (now() >= next_look) {
-      next_look = now() + kLook;
+    if (const Nanos time = now(); time >= next_look) {
+      next_look = time + kLook;
       try {
         if (turn) turn();
         session_.check();
         lookAfterPeers();
-      } catch (const Error&) {
+        if (time >= deadline)
+          throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
+                                             options_.name + "' " + seconds(timeout) +
+                                             " after it was told to: " + stillSending());
+      } catch (const Error& error) {
+        if (error.kind() == Failure::kTimeout) log(error.what());
         failAll(std::current_exception());
       } catch (...) {
         failAll(std::current_exception());
         throw;
       }
+      if (time >= next_report) {
+        next_report = time + std::max(time - started, kSecond);
+        log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
+            seconds(time - started) + " to leave: " + stillSending());
+      }
     }
-    sleep(nullptr);
+    if (!pass()) sleep(nullptr);
   }
   std::thread thread;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     for_thread_.notify_all();
-    thread.swap(thread_);
+    // What runs in the thread itself leaves it to a later call, from another one.
+    if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
   ringBell(session_.page(rank_).messenger_bell);
-  if (!thread.joinable()) return;
-  if (thread.get_id() == std::this_thread::get_id())
-    thread.detach();
-  else
-    thread.join();
+  if (thread.joinable()) thread.join();
 }
 
 // ---- words
+
+// The first message that is still to be sent, and who does not receive it.
+std::string Messenger::stillSending() {
+  Engine::Handle first;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!engine_.pending().empty()) first = *engine_.pending().begin();
+  }
+  return first ? missing(*first) + ", to which it is to " + describe(*first) : "nothing is left";
+}
 
 std::string Messenger::describe(const Transfer& transfer) const {
   const Message& m = transfer.message;

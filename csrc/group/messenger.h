@@ -30,6 +30,9 @@ namespace ringreduce {
 class Delivery final : public Ticket, public Transfer {
  public:
   explicit Delivery(Message m) : Transfer(std::move(m)) {}
+
+  // Since when somebody waits for it where nobody drives the engine; 0 if nobody does.
+  Nanos expected_since = 0, timeout = kNever;
 };
 
 class Messenger {
@@ -47,9 +50,13 @@ class Messenger {
   // error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);
 
+  // From now on it is waited for elsewhere: `timeout` from now it must be over, and Ctrl-C ends it.
+  void expect(Delivery& delivery, Nanos timeout);
+
   // Sends what is still to be sent to ranks that receive it, gives up all receives, and ends the
-  // thread.  `turn`, if not null, is called now and then and may throw: then all is given up.
-  void stop(void (*turn)());
+  // thread.  `turn`, if not null, is called now and then and may throw: then all is given up, as it
+  // is after `timeout`.
+  void stop(void (*turn)(), Nanos timeout);
 
  private:
   struct Driving;
@@ -61,6 +68,10 @@ class Messenger {
   void fail(std::vector<Engine::Handle> some, const std::exception_ptr& error);
   void sleep(const Delivery* waited_for);
   void lookAfterPeers();
+  void lookAfterExpected();
+  [[noreturn]] void timedOut(const Delivery& delivery, Nanos timeout);
+  void tellUsers();
+  std::string stillSending();
   void checkMismatch(const Transfer& transfer);
   void run();
   bool wantsThread() const;

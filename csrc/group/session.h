@@ -31,6 +31,8 @@ class Session final : public Watch {
   // end it.
   void begin(const Announcement& operation, Nanos timeout, bool in_users_thread);
 
+  void end() { in_monitored_barrier_ = false; }
+
   // Ends the group, unless it has ended already, and throws its verdict.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
   // The same without throwing, from any thread.

@@ -122,8 +122,8 @@ Backend::WorkPtr Backend::collected(WorkPtr work) {
 
 void Backend::startCoalescing() {
   const std::lock_guard lock(coalescing_mutex_);
-  TORCH_CHECK(!coalescing_, "ringreduce: startCoalescing inside startCoalescing");
   coalescing_ = true;
+  coalesced_.clear();  // of a block that an error has left without its end
 }
 
 Backend::WorkPtr Backend::endCoalescing() {
@@ -149,13 +149,24 @@ Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& stor
   return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made);
 }
 
+// A part of this group's store for some of its ranks.  A group can be made there again and again.
+c10::intrusive_ptr<c10d::Store> Backend::meeting(const char* why,
+                                                 const std::vector<int>& ranks) const {
+  std::string prefix = std::string("ringreduce/") + why + "/";
+  for (int r : ranks) prefix += std::to_string(r) + ",";
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+}
+
 Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                    const std::vector<int>& ranks, const OptionsPtr& options) {
   for (int r : ranks)
-    TORCH_CHECK_VALUE(r >= 0 && r < size_, "ringreduce split: rank ", r, " in a group of ", size_);
+    TORCH_CHECK_VALUE(r >= 0 && r < size_ && std::count(ranks.begin(), ranks.end(), r) == 1,
+                      "ringreduce split: rank ", r, " in a group of ", size_,
+                      ", or twice in the list");
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   if (self == ranks.end()) return nullptr;
-  return derived(store ? store : store_, static_cast<int>(self - ranks.begin()), ranks, options);
+  return derived(store ? store : meeting("split", ranks), static_cast<int>(self - ranks.begin()),
+                 ranks, options);
 }
 
 Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
@@ -177,9 +188,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   TORCH_CHECK_VALUE(self != ranks.end(), "ringreduce shrink: rank ", rank_, " excludes itself");
   if ((flags & kAbort) != 0 && !group_->failed()) abort();
-  const auto store = c10::make_intrusive<c10d::PrefixStore>(
-      "ringreduce/shrink/" + std::to_string(shrinks_++) + "/", store_);
-  return derived(store, static_cast<int>(self - ranks.begin()), ranks, options);
+  return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
 
 // ---- what is known of it

@@ -88,7 +88,8 @@ class Backend final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { observer_->timing = true; }
   c10d::ErrorType getError() override;
-  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
+  // Overrides what torch has since 2.12.
+  std::unordered_map<std::string, uint64_t> getMemoryStats();
   void abort() override;
   void shutdown() override;
 
@@ -108,6 +109,7 @@ class Backend final : public c10d::Backend {
   WorkPtr start(Job job, bool async);
   WorkPtr startMessage(Job job, Message message);
   WorkPtr collected(WorkPtr work);
+  c10::intrusive_ptr<c10d::Store> meeting(const char* why, const std::vector<int>& ranks) const;
   BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                      const std::vector<int>& ranks, const OptionsPtr& options) const;
 
@@ -116,7 +118,6 @@ class Backend final : public c10d::Backend {
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   std::shared_ptr<Group> group_;
-  std::atomic<int> shrinks_{0};
 
   std::mutex coalescing_mutex_;  // of the next two
   bool coalescing_ = false;

@@ -102,10 +102,10 @@ Operation gatherList(const Tensors& outputs, const at::Tensor& input, int rank,
   AllGather gather{.input = staged.add(input, Use::kRead, call), .dtype = dtype};
   for (size_t r = 0; r < outputs.size(); ++r) {
     const bool own = static_cast<int>(r) == rank;
-    if (outputs[r].defined())
-      requireLike(outputs[r], own ? input.numel() : outputs[r].numel(), input, call,
-                  own ? "this rank's own output" : "each output");
-    gather.counts.push_back(outputs[r].defined() ? countOf(outputs[r]) : 0);
+    requireDense(outputs[r], call);
+    requireLike(outputs[r], own ? input.numel() : outputs[r].numel(), input, call,
+                own ? "this rank's own output" : "each output");
+    gather.counts.push_back(countOf(outputs[r]));
     gather.outputs.push_back(staged.add(outputs[r], Use::kWrite, call));
   }
   return {std::move(gather), timeoutOf(timeout),
@@ -331,7 +331,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
   constexpr auto kCall = "reduce_scatter_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);
-    Job job{.type = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED,
+    Job job{.type = c10d::OpType::COALESCED,
             .title = "ringreduce:reduce_scatter_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
@@ -513,6 +513,10 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                       .recv_counts = splitCounts(output, output_splits, size_, kCall, "output"),
                       .even = even,
                       .dtype = dtype};
+    const auto own = static_cast<size_t>(rank_);
+    if (exchange.send_counts[own] != exchange.recv_counts[own])
+      refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
+                             " elements and expects ", exchange.recv_counts[own]));
     exchange.inputs = partsOf<const void*>(staged.add(input, Use::kRead, kCall),
                                            exchange.send_counts, sizeOf(dtype));
     exchange.outputs =

@@ -11,7 +11,7 @@
 namespace ringreduce {
 namespace {
 
-constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kPage = 4 << 10, kHugePage = 2 << 20;
 
 struct Mapping {
   void* data;
@@ -28,12 +28,14 @@ void unmap(void* context) {
 
 c10::DataPtr PageAllocator::allocate(size_t bytes) {
   if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
-  auto mapping = std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, kHugePage)});
+  const bool huge = bytes >= kHugePage;
+  auto mapping =
+      std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, huge ? kHugePage : kPage)});
   mapping->data =
       mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
                    mapping->bytes, " bytes of memory: ", std::strerror(errno));
-  madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
+  if (huge) madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
   void* data = mapping->data;
   return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
 }

@@ -90,7 +90,8 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
 
 Staged::Staged(at::Tensor tensor, Use use, const char* call)
     : tensor_(std::move(tensor)), use_(use) {
-  if (tensor_.is_contiguous()) {
+  // A lazily conjugated or negated view has other elements than its memory.
+  if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) {
     memory_ = tensor_;
     return;
   }
@@ -102,7 +103,7 @@ Staged::Staged(at::Tensor tensor, Use use, const char* call)
   memory_ = use == Use::kWrite
                 ? at::empty(tensor_.sizes(),
                             tensor_.options().memory_format(at::MemoryFormat::Contiguous))
-                : tensor_.detach().contiguous();
+                : tensor_.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 void Staged::giveBack() const {

@@ -22,10 +22,11 @@ std::string textOf(const Context& context) {
   return context ? context() : "";
 }
 
-std::chrono::steady_clock::time_point timePoint(Nanos time) {
-  return std::chrono::steady_clock::time_point(
-      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-          std::chrono::nanoseconds(time)));
+// On the clock that this torch keeps works' times by.
+using TorchClock = decltype(c10d::WorkInfo::timeStarted)::clock;
+TorchClock::time_point timePoint(Nanos time) {
+  return TorchClock::now() +
+         std::chrono::duration_cast<TorchClock::duration>(std::chrono::nanoseconds(time - now()));
 }
 
 }  // namespace
@@ -43,17 +44,11 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // whatever a signal handler destroys meanwhile
   auto work = c10::make_intrusive<Work>(group, job);
   try {
-    size_t next = 0;
-    while (blocking && next < job.operations.size() && group.tryRunHere(job.operations[next]))
-      ++next;
-    if (next == job.operations.size()) {
+    if (blocking && group.tryRunHere(job.operations)) {
       work->complete(nullptr);
       return work;
     }
-    // If one fails so do all after it, with the same error: the last speaks for all.
-    for (; next + 1 < job.operations.size(); ++next)
-      group.submit(std::move(job.operations[next]), nullptr);
-    work->ticket_ = group.submit(std::move(job.operations[next]), [work](std::exception_ptr error) {
+    work->ticket_ = group.submitAll(std::move(job.operations), [work](std::exception_ptr error) {
       work->complete(std::move(error));
     });
   } catch (...) {
@@ -76,10 +71,10 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
   work->ticket_ = work->delivery_;
   // Whoever watches is told without a wait; else that costs more than a small message does.
   const bool watched = work->recordFunctionEndCallback_ || work->observer_->hooked;
-  if (work->delivery_->isDone())
-    work->complete(work->delivery_->error());
-  else if (watched)
-    work->delivery_->setCompletion([work](std::exception_ptr e) { work->complete(std::move(e)); });
+  const bool told_later = watched && work->delivery_->setCompletion([work](std::exception_ptr e) {
+    work->complete(std::move(e));
+  });
+  if (!told_later && work->delivery_->isDone()) work->complete(work->delivery_->error());
   return work;
 }
 
@@ -142,6 +137,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (known_) settle(*future);  // nothing hangs on it yet
     if (known_) return future;
   }
+  // Whoever asks for a Future will wait for it, somewhere in torch.
+  if (const auto group = group_.lock(); group && delivery_) group->expect(*delivery_);
   if (delivery_ && !delivery_->setCompletion(
                        [work = self()](std::exception_ptr e) { work->complete(std::move(e)); }))
     complete(delivery_->error());
@@ -187,7 +184,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   translated([&] {
     const std::shared_ptr<Group> group = group_.lock();
     // A group that is gone has run all its operations, or failed them.
-    const bool done = !group      ? ticket_->isDone()
+    const bool done = !group      ? ticket_->wait(longest, nullptr)
                       : delivery_ ? group->await(*delivery_, longest)
                                   : group->await(*ticket_, longest);
     if (!done)
