@@ -7,8 +7,8 @@
 
 namespace ringreduce {
 
-// The first ten can be reduced; the rest are only moved (broadcast, all-gather).  The values are
-// part of what ranks compare with each other before an operation, so they never change meaning.
+// The first ten can be reduced; the rest are only moved.  The values are part of what ranks compare
+// with each other before an operation, so they never change meaning.
 enum class DType : uint8_t {
   kFloat32,
   kFloat64,

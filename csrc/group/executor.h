@@ -4,7 +4,7 @@
 // in the caller's own thread (`tryRunHere`): a hand-off costs more than a small all-reduce.
 // Everything else queues for one worker thread, which starts with the first queued operation.
 // Completions are told by a third thread, so that a callback which itself waits for an operation
-// cannot stop the worker; and while a callback takes long, by a fourth, since it may wait for a
+// cannot stop the worker; and while a callback takes long, by another, since it may wait for a
 // Future (torch's PowerSGD hook does).  They are told in order but for that.  No thread outlives
 // the executor, but where a callback destroys it: then they end by themselves right afterwards.
 #pragma once

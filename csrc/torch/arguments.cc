@@ -75,4 +75,14 @@ const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const ch
   return lists[0];
 }
 
+void requireSome(const Tensors& tensors, const char* call) {
+  if (tensors.empty()) refuse(call, "an empty list of tensors");
+}
+
+void requirePairs(const Tensors& outputs, const Tensors& inputs, const char* call) {
+  requireSome(inputs, call);
+  if (outputs.size() != inputs.size())
+    refuse(call, c10::str(outputs.size(), " outputs for ", inputs.size(), " inputs"));
+}
+
 }  // namespace ringreduce

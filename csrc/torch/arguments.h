@@ -37,6 +37,32 @@ void requireLike(const at::Tensor& tensor, int64_t elements, const at::Tensor& l
 const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const char* call,
                         const char* what);
 
+// Refuses an empty list.
+void requireSome(const Tensors& tensors, const char* call);
+// Refuses lists of which one is longer, or that are empty.
+void requirePairs(const Tensors& outputs, const Tensors& inputs, const char* call);
+
+inline size_t countOf(const at::Tensor& tensor) {
+  return static_cast<size_t>(tensor.numel());
+}
+
+// Elements of each rank's part, by rank, where all have `count`.
+inline std::vector<size_t> equalCounts(size_t count, int world_size) {
+  return std::vector<size_t>(static_cast<size_t>(world_size), count);
+}
+
+// `memory` cut into consecutive parts.
+template <class Pointer>
+std::vector<Pointer> partsOf(void* memory, const std::vector<size_t>& counts, size_t width) {
+  std::vector<Pointer> parts;
+  auto* at = static_cast<std::byte*>(memory);
+  for (size_t count : counts) {
+    parts.push_back(at);
+    at += count * width;
+  }
+  return parts;
+}
+
 // Tensors that an operation works on, each in dense memory until the operation is over.
 class StagedList {
  public:

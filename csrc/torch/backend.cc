@@ -1,5 +1,5 @@
 // The backend as a whole: its group's life, groups made of it, what is known of it.  Its calls are
-// in collective_calls.cc and message_calls.cc.
+// in reduction_calls.cc, moving_calls.cc and message_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>

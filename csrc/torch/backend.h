@@ -27,7 +27,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
-  // ---- collectives (collective_calls.cc)
+  // ---- collectives (reduction_calls.cc, moving_calls.cc)
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
