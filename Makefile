@@ -25,7 +25,7 @@ help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make test      the C++ tests and the Python tests"
-	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB"
+	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB, many random programs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
@@ -65,7 +65,8 @@ bench: build
 test: build test-cpp
 	$(BIN)/python -m pytest tests -q
 
-# What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB.
+# What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs,
+# compiled steps.
 test-full: build
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
