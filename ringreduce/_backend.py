@@ -4,6 +4,8 @@ import atexit
 import dataclasses
 import datetime
 import functools
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -15,6 +17,9 @@ from ringreduce._load import load
 
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
 Backend = Any
+
+# Seconds that daemon threads have at exit to come back from the groups they waited in.
+THREADS_GRACE = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +60,21 @@ def extension() -> Any:
     )
     # A process that ends without destroy_process_group still finishes what it has queued, and no
     # thread of ours runs while the interpreter is torn down.
-    atexit.register(module.shutdown_all)
+    atexit.register(_leave_at_exit, module)
     return module
+
+
+def _leave_at_exit(module: Any) -> None:
+    """Leaves all groups, and lets daemon threads that waited in one return to Python.
+
+    One that comes back only after the interpreter is gone is ended by it inside torch's C++, which
+    takes the process down: "terminate called without an active exception", exit code -6.
+    """
+    module.shutdown_all()
+    deadline = time.monotonic() + THREADS_GRACE
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
