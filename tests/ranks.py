@@ -114,6 +114,9 @@ def _resolve(module: str, qualname: str) -> Callable[..., Any]:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # An init_process_group that failed has counted a group, and the next one's name would differ
+    # from what other ranks call it.
+    dist.distributed_c10d._world.group_count = 0
     gc.collect()  # a job's closures may hold a group in a cycle
 
 
