@@ -62,8 +62,9 @@ demo: build
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo
 
+# Three files at a time, whatever the machine: the tests of failures wait more than they compute.
 test: build test-cpp
-	$(BIN)/python -m pytest tests -q
+	$(BIN)/python -m pytest tests -q -n 3 --dist loadfile
 
 # What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs,
 # compiled steps.
