@@ -338,3 +338,54 @@ def test_what_a_dead_rank_has_sent_arrives(pool: Pool, world: MakeWorld) -> None
     raised = expect(outcomes[0], "PeerLost", {1}, says=r"receive 4 elements .* \(message #3\)")
     assert "ended" in raised.message
     assert all(isinstance(o, Done) for o in pool.start(to_oneself, world(2)).outcomes())
+
+
+def futures_without_an_end(me: Rank) -> list[str]:
+    """Nobody calls Work.wait: torch waits for the Future, in its own code."""
+    if me.rank == 0:
+        work = dist.irecv(number(0), 1)
+        outcome = [said(work.get_future().wait)]
+    else:
+        time.sleep(3.5)  # alive, and sends nothing
+        outcome = []
+    return [*outcome, said(lambda: dist.barrier())]
+
+
+@pytest.mark.ringreduce
+def test_a_future_of_a_receive_has_a_deadline(pool: Pool, world: MakeWorld) -> None:
+    (future, after), (other,) = pool.run(futures_without_an_end, world(2, timeout=2.0))
+    assert future.startswith("Timeout") and "rank 1" in future, future
+    assert "did not send it" in future, future
+    assert after.startswith("Timeout") and other.startswith("Timeout"), (after, other)
+
+
+def leave_with_a_send(me: Rank) -> float:
+    """Rank 0 leaves while rank 1, alive, does not receive what it was sent."""
+    started = time.monotonic()
+    if me.rank == 0:
+        dist.isend(number(1, LARGE), 1)
+        dist.destroy_process_group()
+    else:
+        time.sleep(6.0)
+    return time.monotonic() - started
+
+
+@pytest.mark.ringreduce
+def test_leaving_has_a_deadline(pool: Pool, world: MakeWorld) -> None:
+    took, _ = pool.run(leave_with_a_send, world(2, timeout=1.5))
+    assert 1.0 < took < 5.0, took
+
+
+def lazy_views(me: Rank) -> list[float]:
+    """A view that torch has not negated yet is sent as what it shows."""
+    got = number(0, 3)
+    if me.rank == 0:
+        dist.send(torch._neg_view(torch.tensor([1.0, 2.0, -3.0])), 1)
+    else:
+        dist.recv(got, 0)
+    return got.tolist()
+
+
+@pytest.mark.ringreduce
+def test_lazy_views(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(lazy_views, world(2))[1] == [-1.0, -2.0, 3.0]

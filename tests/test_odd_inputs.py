@@ -64,6 +64,12 @@ REFUSED: dict[str, Callable[[int], object]] = {
     "all_to_all from 3": lambda r: dist.all_to_all(lists(2, 4), lists(3, 4)),
     "all_to_all to 1": lambda r: dist.all_to_all(lists(1, 4), lists(2, 4)),
     "coalesced, none": lambda r: _backend().allreduce_coalesced([]),
+    "coalesced, the second": lambda r: _backend().allreduce_coalesced(
+        [torch.ones(70_000), torch.ones(2).to(torch.uint16)]
+    ),
+    "all_to_all_single to itself": lambda r: dist.all_to_all_single(
+        ones(4), ones(4), [2, 2], [1 + 2 * r, 3 - 2 * r]
+    ),
     # sizes
     "all_gather own output": lambda r: dist.all_gather(lists(2, 5), ones(4)),
     "all_gather_into_tensor": lambda r: dist.all_gather_into_tensor(ones(9), ones(4)),
