@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from blame import blamed, expect, expect_all
 from conftest import MakeWorld
-from pool import Died, Done, Pool, Raised, Rank
+from pool import Call, Died, Done, Pool, Raised, Rank
 
 pytestmark = pytest.mark.ringreduce
 ALGORITHMS = ("auto", "ring", "direct", "twoshot")
@@ -209,10 +209,8 @@ def wait_inside_torch(me: Rank, call: str) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("call", ["future", "backward"])
-def test_ctrl_c_ends_a_wait_inside_torch(pool: Pool, world: MakeWorld, call: str) -> None:
-    """There no Python runs, so it is the group's worker that gives up, after a second."""
-    job = pool.start(wait_inside_torch, world(2), call)
+def press_ctrl_c(pool: Pool, world: MakeWorld, job: Call, within: float) -> None:
+    """Rank 0, which waits, hears Ctrl-C in time; rank 1 ends when told; both stay of use."""
     job.heard(0)
     time.sleep(0.3)
     pressed = job.signal(0, signal.SIGINT)
@@ -221,25 +219,22 @@ def test_ctrl_c_ends_a_wait_inside_torch(pool: Pool, world: MakeWorld, call: str
     job.tell(1)
     interrupted, other = job.outcomes(deadline=10.0)
     assert isinstance(interrupted, Raised) and interrupted.isa("KeyboardInterrupt"), interrupted
-    assert interrupted.when - pressed < 2.0
+    assert interrupted.when - pressed < within
     assert isinstance(other, Done)
     assert pool.run(add_up, world(2)) == [3.0] * 2
+
+
+@pytest.mark.parametrize("call", ["future", "backward"])
+def test_ctrl_c_ends_a_wait_inside_torch(pool: Pool, world: MakeWorld, call: str) -> None:
+    """There no Python runs, so it is the group's worker that gives up, after a second."""
+    job = pool.start(wait_inside_torch, world(2), call)
+    press_ctrl_c(pool, world, job, within=2.0)
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "barrier", "wait", "many"])
 def test_ctrl_c_ends_a_wait(pool: Pool, world: MakeWorld, call: str) -> None:
     job = pool.start(wait_for_ever, world(2), call)
-    job.heard(0)
-    time.sleep(0.3)
-    pressed = job.signal(0, signal.SIGINT)
-    while 0 not in job.ended and time.monotonic() < pressed + 5:
-        job._take(0.1)
-    job.tell(1)
-    interrupted, other = job.outcomes(deadline=10.0)
-    assert isinstance(interrupted, Raised) and interrupted.isa("KeyboardInterrupt"), interrupted
-    assert interrupted.when - pressed < 1.0
-    assert isinstance(other, Done)
-    assert pool.run(add_up, world(2)) == [3.0] * 2
+    press_ctrl_c(pool, world, job, within=1.0)
 
 
 def leave_in_turn(me: Rank, n: int) -> str:

@@ -34,44 +34,26 @@ concept HasOutputs = requires(Call c) { c.outputs.size(); };
 template <class Call>
 concept HasCounts = requires(Call c) { c.counts.size(); };
 
-constexpr Kind kindOf(const AllReduce&) {
-  return Kind::kAllReduce;
+// The kinds stand in the order in which Operation lists its calls.
+template <class Call, size_t i = 0>
+constexpr Kind kindOf() {
+  if constexpr (std::is_same_v<Call, std::variant_alternative_t<i, decltype(Operation::call)>>)
+    return static_cast<Kind>(i);
+  else
+    return kindOf<Call, i + 1>();
 }
-constexpr Kind kindOf(const Reduce&) {
-  return Kind::kReduce;
-}
-constexpr Kind kindOf(const ReduceScatter&) {
-  return Kind::kReduceScatter;
-}
-constexpr Kind kindOf(const Broadcast&) {
-  return Kind::kBroadcast;
-}
-constexpr Kind kindOf(const AllGather&) {
-  return Kind::kAllGather;
-}
-constexpr Kind kindOf(const Gather&) {
-  return Kind::kGather;
-}
-constexpr Kind kindOf(const Scatter&) {
-  return Kind::kScatter;
-}
-constexpr Kind kindOf(const AllToAll&) {
-  return Kind::kAllToAll;
-}
-constexpr Kind kindOf(const Barrier&) {
-  return Kind::kBarrier;
-}
-constexpr Kind kindOf(const SparseAllReduce&) {
-  return Kind::kSparseAllReduce;
-}
-constexpr Kind kindOf(const MonitoredBarrier&) {
-  return Kind::kMonitoredBarrier;
-}
+static_assert(kindOf<AllReduce>() == Kind::kAllReduce && kindOf<Reduce>() == Kind::kReduce &&
+              kindOf<ReduceScatter>() == Kind::kReduceScatter &&
+              kindOf<Broadcast>() == Kind::kBroadcast && kindOf<AllGather>() == Kind::kAllGather &&
+              kindOf<Gather>() == Kind::kGather && kindOf<Scatter>() == Kind::kScatter &&
+              kindOf<AllToAll>() == Kind::kAllToAll && kindOf<Barrier>() == Kind::kBarrier &&
+              kindOf<SparseAllReduce>() == Kind::kSparseAllReduce &&
+              kindOf<MonitoredBarrier>() == Kind::kMonitoredBarrier);
 
 template <class Call>
-[[noreturn]] void refuse(const Call& call, const std::string& why) {
+[[noreturn]] void refuse(const Call&, const std::string& why) {
   throw Error(Failure::kArgument, std::string("ringreduce ") +
-                                      kKindNames[static_cast<size_t>(kindOf(call))] + ": " + why);
+                                      kKindNames[static_cast<size_t>(kindOf<Call>())] + ": " + why);
 }
 
 // `wanted` entries by rank.
@@ -134,7 +116,7 @@ Announcement announce(const Operation& operation, uint64_t sequence) {
   Announcement a{.sequence = sequence};
   std::visit(
       [&]<class Call>(const Call& call) {
-        a.kind = kindOf(call);
+        a.kind = kindOf<Call>();
         if constexpr (Typed<Call>) a.dtype = call.dtype;
         if constexpr (Reducing<Call>) a.op = static_cast<uint8_t>(call.op);
         if constexpr (Rooted<Call>) a.root = call.root;
