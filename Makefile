@@ -1,50 +1,99 @@
 # Everything that is done with this tree, each thing in one command.  `make` alone lists them.
-# It all happens in .venv and build/: nothing is installed outside of this folder.
+# It all happens in .venv, .venv-cuda and build/: nothing is installed outside of this folder.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 WORLD ?= 3
+# For fuzz.
+CLANG ?= clang++
+FUZZ_SECONDS ?= 60
+# For net-faults: how many, and the first one's seed.
+RUNS ?= 200
+SEED ?= 0
+# An nvcc for cuda-build instead of the one from pip; cmake and ninja are then those in PATH.
+CUDA_NVCC ?=
+CUDA_VENV ?= .venv-cuda
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(abspath $(VENV))/bin
-CPP_FILES = $(shell find csrc tests benchmarks -name '*.cc' -o -name '*.h')
+SOURCES = -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+CPP_FILES = $(shell find csrc tests benchmarks $(SOURCES))
 # What the extension is made of: when none of it changed, `make build` has nothing to do.
-BUILD_INPUTS := $(shell find csrc -name '*.cc' -o -name '*.h') CMakeLists.txt setup.py pyproject.toml
-CMAKE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja $(RINGREDUCE_CMAKE_ARGS)
+BUILD_INPUTS := $(shell find csrc $(SOURCES)) CMakeLists.txt $(wildcard cmake/*) setup.py pyproject.toml
+# The GPU data plane has a build folder of its own (cuda-build).
+CMAKE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DRINGREDUCE_CUDA=0 \
+  $(RINGREDUCE_CMAKE_ARGS)
+
+ifeq ($(CUDA_NVCC),)
+CUDA_BUILD = build/cuda
+CUDA_BIN = $(abspath $(CUDA_VENV))/bin/
+NVCC = $(abspath $(CUDA_VENV))/cuda/bin/nvcc
+CUDA_EXTENSION = -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(CUDA_BIN)python \
+  -DRINGREDUCE_ON_FAKE=ON
+else
+CUDA_BUILD = build/cuda-own
+CUDA_BIN =
+CUDA_EXTENSION =
+NVCC = $(or $(shell command -v $(CUDA_NVCC)),$(CUDA_NVCC))
+endif
+CUDA_CMAKE = $(CUDA_BIN)cmake -S . -G Ninja $(if $(CUDA_BIN),-DCMAKE_MAKE_PROGRAM=$(CUDA_BIN)ninja) \
+  -DCMAKE_CUDA_COMPILER=$(NVCC) -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
+  $(RINGREDUCE_CMAKE_ARGS)
+# torch finds the stubs of CUDA's libraries, and the fake before any other libcudart.
+ON_FAKE = $(abspath $(CUDA_BUILD))/on_fake
+RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
+  LD_PRELOAD=$(ON_FAKE)/lib/libcudart.so.13
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-full test-cpp torch-suite lint format sanitize bench clean
+.PHONY: help venv build demo test test-full test-tcp test-cpp torch-suite torch-suite-tcp lint format sanitize fuzz bench \
+  bench-net accuracy net-faults clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
+	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
 	@echo "make test      the C++ tests and the Python tests"
 	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB, many random programs"
+	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
+	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
+	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
 	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers"
+	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
+	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
 	@echo "make build     build and install ringreduce into $(VENV)"
+	@echo "make cuda-build   compile and link all that is for GPUs; needs neither a GPU nor nvcc"
+	@echo "make torch-on-fake  the GPU path in PyTorch, on a CUDA made of host memory: needs no GPU"
+	@echo "make gpu-check    test and time it on this machine's GPU   (make gpu-study: long tables)"
 	@echo "make venv      only make $(VENV), with torch and the tools"
 	@echo "make clean     remove build/ and what the tools left ($(VENV) stays)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  (any pip requirement, a wheel's path too)"
 	@echo "           JOBS=$(JOBS)  VENV=$(VENV)"
 	@echo "           WORLD=$(WORLD)  (ranks of torch-suite)"
+	@echo "           RUNS=$(RUNS)  SEED=$(SEED)  (of net-faults)"
+	@echo "           CLANG=$(CLANG)  FUZZ_SECONDS=$(FUZZ_SECONDS)"
+	@echo "           CUDA_NVCC=$(CUDA_NVCC)  (for cuda-build: an nvcc of yours instead of pip's)"
 
 venv: $(VENV)/.ready
 
-$(VENV)/.ready: requirements-dev.txt
+define need_python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "ringreduce needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments: install its venv module" \
 	         "(Debian and Ubuntu: apt-get install python3-venv)."; exit 1; }
+endef
+
+$(VENV)/.ready: requirements-dev.txt
+	$(need_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-dev.txt '$(TORCH)'
 	@touch $@
@@ -62,9 +111,27 @@ demo: build
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo
 
+bench-net: build
+	$(BIN)/python benchmarks/net/compare.py --out benchmarks/results
+	$(BIN)/python benchmarks/net/ring_order.py
+
+# What was run before is kept in benchmarks/results/accuracy.jsonl; the rest takes about an hour.
+accuracy: build
+	$(BIN)/python benchmarks/accuracy.py --docs docs/compression.md
+
+# Each run has a seed and can be had again: make net-faults RUNS=1 SEED=17
+net-faults: build
+	$(BIN)/python tests/net_faults.py --runs $(RUNS) --seed $(SEED) --jobs 2
+
 # Three files at a time, whatever the machine: the tests of failures wait more than they compute.
 test: build test-cpp
 	$(BIN)/python -m pytest tests -q -n 3 --dist loadfile
+
+# Any of tests/*.py runs like this, but for those about shared memory; these show most in the time.
+OVER_TCP = rules mismatch messages moving backend groups work coalescing objects errors properties \
+  hook sharded
+test-tcp: build
+	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
 
 # What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs,
 # compiled steps.
@@ -77,21 +144,69 @@ test-full: build
 torch-suite: build
 	$(BIN)/python tests/torch_suite/run.py --world $(WORLD)
 
+# Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
+torch-suite-tcp: build
+	RINGREDUCE_WIRE=tcp $(BIN)/python tests/torch_suite/run.py --world 2
+	RINGREDUCE_WIRE=tcp $(BIN)/python tests/torch_suite/run.py --world 3
+	$(BIN)/python tests/torch_suite/run.py --world 4 --hosts 2
+
 # One at a time: tests that hold others to deadlines want the cores for themselves.
+CTEST = $(BIN)/ctest --output-on-failure
 test-cpp: $(VENV)/.ready
 	$(CMAKE) -B build/test
 	$(BIN)/cmake --build build/test -j $(JOBS)
-	cd build/test && $(BIN)/ctest --output-on-failure
+	cd build/test && $(CTEST)
 
 # The mutants run last and by themselves, so that their names and count are seen.
 sanitize: $(VENV)/.ready
 	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/asan -j $(JOBS)
-	cd build/asan && $(BIN)/ctest --output-on-failure
+	cd build/asan && $(CTEST)
 	$(CMAKE) -B build/tsan -DRINGREDUCE_SANITIZE=thread -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
-	cd build/tsan && $(BIN)/ctest --output-on-failure -LE mutants
+	cd build/tsan && $(CTEST) -LE mutants
 	tests/cpp/run_mutants.sh build/tsan
+
+# New inputs go to build/fuzz/found; the kept ones (tests/fuzz/corpus) also run in every make test.
+fuzz: $(VENV)/.ready
+	@command -v $(CLANG) > /dev/null || \
+	  { echo "make fuzz needs clang with libFuzzer: make CLANG=/path/to/clang++ fuzz"; exit 1; }
+	$(CMAKE) -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DRINGREDUCE_BUILD_BENCHMARKS=OFF
+	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target handshake_libfuzzer \
+	  control_libfuzzer stream_libfuzzer pump_libfuzzer codec_libfuzzer
+	for target in handshake control stream pump codec; do \
+	  mkdir -p build/fuzz/found/$$target && \
+	  build/fuzz/$${target}_libfuzzer -max_len=1024 -max_total_time=$(FUZZ_SECONDS) \
+	    build/fuzz/found/$$target tests/fuzz/corpus/$$target || exit 1; \
+	done
+
+# Warnings are errors here, a kernel that spills registers is one, and ctest runs what needs no GPU.
+cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
+	$(CUDA_CMAKE) -B $(CUDA_BUILD)
+	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target cuda_all -j $(JOBS)
+	cd $(CUDA_BUILD) && $(CUDA_BIN)ctest -L cuda --output-on-failure
+	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
+
+# PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake).
+torch-on-fake: $(CUDA_VENV)/.ready
+	$(CUDA_CMAKE) -B $(CUDA_BUILD)
+	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
+	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q
+
+# pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
+$(CUDA_VENV)/.ready: requirements-cuda.txt
+	$(need_python)
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install -q --no-deps -r requirements-cuda.txt
+	cd $(CUDA_VENV) && ln -sfn lib/python3*/site-packages/nvidia/cu13 cuda && ln -sfn lib cuda/lib64
+	@touch $@
+
+# Neither touches .venv or pip: a machine with a GPU may have no network.
+gpu-check:
+	$(PYTHON) tests/cuda/gpu_check.py
+
+gpu-study:
+	$(PYTHON) tests/cuda/gpu_check.py --study
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
 """Drives CMake, which describes the build (CMakeLists.txt); metadata is in pyproject.toml.
 
 What is missing is said in one sentence before anything is compiled.  Environment: CXX (the
-compiler), MAX_JOBS (compilations at a time), RINGREDUCE_CMAKE_ARGS (more arguments for CMake).
+compiler), MAX_JOBS (compilations at a time), RINGREDUCE_CUDA and RINGREDUCE_CUDA_ARCHS (whether and
+for which GPUs: cmake/cuda.cmake), RINGREDUCE_OPENSSL (whether connections can be encrypted:
+cmake/openssl.cmake), RINGREDUCE_CMAKE_ARGS (more arguments for CMake).
 """
 
 import importlib.util
@@ -187,6 +189,9 @@ class CMakeBuild(build_ext):
             "RINGREDUCE_BUILD_BENCHMARKS": "OFF",
         }
         command += [f"-D{name}={value}" for name, value in settings.items()]
+        for name in ("RINGREDUCE_CUDA", "RINGREDUCE_CUDA_ARCHS", "RINGREDUCE_OPENSSL"):
+            # Forgotten when no longer set, or the folder would go on as it was told the last time.
+            command.append(f"-D{name}={os.environ[name]}" if os.environ.get(name) else f"-U{name}")
         command += shlex.split(os.environ.get("RINGREDUCE_CMAKE_ARGS", ""))
         run(command)
 

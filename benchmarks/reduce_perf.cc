@@ -4,20 +4,18 @@
 //
 // The figure is GB/s of memory traffic: P buffers read and one written, over the time of the
 // fastest repetition.  dst is the first source, as in an all-reduce in place.
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "best_of.h"
 #include "reduce/kernels.h"
 
 namespace {
 
 using namespace ringreduce;
-using Clock = std::chrono::steady_clock;
 
 constexpr size_t kAlignment = 4096;
 
@@ -28,22 +26,6 @@ std::unique_ptr<char, decltype(&std::free)> makeBuffer(size_t bytes) {
   std::memset(buffer, 0,
               rounded);  // zeros stay zeros under SUM, so no repetition differs from another
   return {buffer, &std::free};
-}
-
-// Seconds that one call of `body` takes, in the fastest of `repetitions` runs.  A run is about 1
-// ms: short enough that, on a busy machine too, some of them are not interrupted.
-template <class Body>
-double secondsOf(int repetitions, Body body) {
-  const auto timed = [&](int calls) {
-    const auto start = Clock::now();
-    for (int i = 0; i < calls; ++i) body();
-    return std::chrono::duration<double>(Clock::now() - start).count();
-  };
-  int calls = 1;
-  while (timed(calls) < 0.0005) calls *= 2;
-  double best = 1e9;
-  for (int i = 0; i < repetitions; ++i) best = std::min(best, timed(2 * calls) / (2 * calls));
-  return best;
 }
 
 }  // namespace

@@ -95,9 +95,11 @@ def load_text() -> tuple[Tensor, Tensor]:
     return torch.tensor(parts[0]), torch.tensor(parts[1])
 
 
-def random_batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """BATCH pieces of the text, and the same pieces one character later."""
-    starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)
+def random_batch(
+    text: Tensor, generator: torch.Generator, batch: int = BATCH
+) -> tuple[Tensor, Tensor]:
+    """`batch` pieces of the text, and the same pieces one character later."""
+    starts = torch.randint(len(text) - CONTEXT, (batch,), generator=generator)
     pieces = torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()])
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 

@@ -45,11 +45,11 @@ def wrap(model: nn.Module, backend: str, hook: bool) -> DistributedDataParallel:
     return ddp
 
 
-def make_model(seed: int) -> nn.Module:
+def make_model(seed: int, width: int = WIDTH) -> nn.Module:
     """64 pixels in, 10 digits out. The seed makes every run start from the same weights."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )
 
 
@@ -65,10 +65,12 @@ def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(train_x.float(), train_y), TensorDataset(test_x.float(), test_y)
 
 
-def batches(dataset: TensorDataset, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    dataset: TensorDataset, seed: int, batch: int = BATCH
+) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of the data, shuffled anew every epoch, without end."""
     sampler: DistributedSampler[TensorDataset] = DistributedSampler(dataset, seed=seed)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, drop_last=True)
+    loader = DataLoader(dataset, batch_size=batch, sampler=sampler, drop_last=True)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)

@@ -1,8 +1,9 @@
 # The extension; csrc/torch/bindings.cc says what each function does.
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, type_check_only
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, Store
+from torch._C._distributed_c10d import GradBucket, Store, Work
 from torch.futures import Future
 
 def create_backend(
@@ -16,13 +17,76 @@ def create_backend(
     slot_bytes: int | None = None,
     slots: int | None = None,
     stall_seconds: float | None = None,
+    *,
+    gpu_facts: str,  # JSON, for the store
+    make_inner: Callable[[Store, int, int], Any],  # of store, rank and world size
+    of_ranks: int = 0,  # of how many these are some; 0: they are all
 ) -> Any: ...
 def has_failed(backend: Any) -> bool: ...
 def shutdown_all() -> None: ...
 def staging_bytes(backend: Any) -> int: ...
+def gpu_bytes(backend: Any) -> int: ...
+def routes(backend: Any) -> list[str]: ...
 def register_comm_hook(reducer: Any, backend: Any) -> None: ...
 def average_bucket(backend: Any, bucket: GradBucket, future: Future[Tensor]) -> None: ...
+def compressed_all_reduce(
+    backend: Any,
+    input: Tensor,
+    output: Tensor,
+    *,
+    codec: str,
+    op: str = "sum",
+    schedule: str = "auto",
+    stochastic: bool = False,
+    seed: int = 0,
+    error: Tensor | None = None,
+    async_op: bool = True,
+) -> Work: ...
+
+@type_check_only
+class _Bound(type): ...  # the metaclass of what pybind11 binds
+
+class HookState(metaclass=_Bound):  # parameters are known by their place in the list
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        exact: Sequence[bool],
+        names: Sequence[int],  # hashes
+        codec: str,
+        feedback: bool,
+        start_after: int,
+        schedule: str,
+        stochastic: bool,
+        seed: int,
+    ) -> None: ...
+    def agree(self, backend: Any) -> None: ...
+    def register(self, reducer: Any, backend: Any) -> None: ...
+    def average_bucket(self, backend: Any, bucket: GradBucket, future: Future[Tensor]) -> None: ...
+    def residual(self, parameter: int) -> Tensor | None: ...
+    def set_residual(self, parameter: int, values: Tensor | None) -> None: ...
+    def scale_residuals(self, factor: float) -> None: ...
+    def residual_bytes(self) -> int: ...
+    def steps(self) -> int: ...
+    def set_steps(self, steps: int) -> None: ...
+    def choice(self) -> str: ...
+    def why(self) -> str: ...
+
+def topology(
+    backend: Any,
+) -> tuple[list[list[int]], list[str], str, list[int], list[int], list[list[float]]]: ...
+def best_ring(rates: list[list[float]]) -> list[int]: ...  # ValueError
+def explain(
+    bytes: int,
+    partial_bytes: int,
+    world_size: int,
+    ranks_on_host: int,
+    sockets: bool,  # ranks of one host, too, go over them
+    wanted: str,
+    cost: dict[str, float],  # as of wire_cost; what is left out is the default
+) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
+def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
 def instruction_set() -> str: ...
+def cuda_build() -> str: ...  # as in _build_info.CUDA
 def set_error_types(
     peer_lost: type, timeout: type, mismatch: type, aborted: type, other: type
 ) -> None: ...

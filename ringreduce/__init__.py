@@ -11,15 +11,17 @@ import importlib.metadata
 import torch.distributed as dist
 
 import _ringreduce_autoload
-from ringreduce import hooks
+from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
+from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
 
 __all__ = [
     "Aborted",
+    "CompressionState",
     "Error",
     "Launch",
     "Mismatch",
@@ -27,11 +29,13 @@ __all__ = [
     "PeerLost",
     "Timeout",
     "average_gradients",
+    "gpu_bytes",
     "hooks",
     "init",
     "instruction_set",
     "register_comm_hook",
     "staging_bytes",
+    "topology",
 ]
 
 __version__ = importlib.metadata.version("ringreduce")
@@ -46,6 +50,16 @@ def staging_bytes(group: dist.ProcessGroup | None = None) -> int:
         group: a ringreduce group, or another that has one beside it; None for the default group.
     """
     size: int = extension().staging_bytes(backend_of(ringreduce_group(group)))
+    return size
+
+
+def gpu_bytes(group: dist.ProcessGroup | None = None) -> int:
+    """Bytes of GPU memory that this rank holds for a group's calls on CUDA tensors; 0 before them.
+
+    Args:
+        group: as for `staging_bytes`.
+    """
+    size: int = extension().gpu_bytes(backend_of(ringreduce_group(group)))
     return size
 
 

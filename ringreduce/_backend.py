@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringreduce import errors
+from ringreduce import _gpu, errors
 from ringreduce._load import load
 
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
@@ -30,7 +30,7 @@ class Options:
     All but `stall_seconds` are taken from rank 0.
 
     Attributes:
-        algorithm: of all-reduce: "auto", "direct", "twoshot" or "ring".
+        algorithm: of all-reduce: "auto", "direct", "twoshot", "ring", "bruck" or "hierarchical".
         slot_bytes: size of a slot of shared memory, a multiple of 128 from 4 KiB to 64 MiB.
         slots: how many slots a rank has for each wire, 3 to 32.
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
@@ -51,10 +51,19 @@ class Options:
                 raise ValueError(f"{name} cannot be negative, as {value} is")
 
 
+def _perform_nocolor_split(backend: Backend, device: torch.device) -> None:
+    """What a rank does for a new group that it is not in: nothing, groups of ours need it not."""
+
+
 @functools.cache
 def extension() -> Any:
     """Returns ringreduce._C, told of the exception classes and to be shut down at exit."""
     module = load()
+    # new_group calls it on every backend that can split and was given a device (device_id=), but
+    # only NCCL's has it.
+    kind: Any = torch._C._distributed_c10d.Backend
+    if not hasattr(kind, "perform_nocolor_split"):
+        kind.perform_nocolor_split = _perform_nocolor_split
     module.set_error_types(
         errors.PeerLost, errors.Timeout, errors.Mismatch, errors.Aborted, errors.Error
     )
@@ -95,26 +104,45 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
             "pg_options of a ringreduce group must be ringreduce.Options, "
             f"not {type(options).__name__}"
         )
+    ranks = list(dist_backend_opts.global_ranks_in_group)
+    all_ranks = dist.get_world_size() if dist.is_initialized() else 0
     return extension().create_backend(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
         timeout=dist_backend_opts.timeout.total_seconds(),
         name=dist_backend_opts.group_id,
-        global_ranks=list(dist_backend_opts.global_ranks_in_group),
+        global_ranks=ranks,
+        gpu_facts=_gpu.facts() if extension().cuda_build() else "",
+        of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
+        make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
         **dataclasses.asdict(options),
     )
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:
-    """The group's ringreduce backend for CPU tensors, or None if it has another."""
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group that has no backend for CPU tensors at all, such as nccl's
-        return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around each backend.
-    backend = getattr(backend, "wrapped_pg", backend)
-    return backend if backend.name() == "ringreduce" else None
+    """The group's ringreduce backend, or None if it has none.
+
+    One backend object takes tensors of both kinds, so it does not matter for which of them torch
+    knows it: CPU tensors, if possible.
+    """
+    for device in ("cpu", "cuda"):
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:  # a group that has no backend for such tensors at all
+            continue
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around each backend.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if backend.name() == "ringreduce":
+            return backend
+    return None
+
+
+def devices_text() -> str:
+    """What kinds of tensors this build takes, for errors."""
+    if extension().cuda_build():
+        return "CPUs and CUDA GPUs"
+    return "CPUs only (it was built without CUDA)"
 
 
 # ringreduce groups made beside groups of other backends: (the other group, ours).

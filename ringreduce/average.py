@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import ringreduce_group
+from ringreduce._backend import devices_text, extension, ringreduce_group
 from ringreduce.errors import Mismatch
 
 # The size of DDP's buckets: large enough to be fast, small enough to overlap with the copies.
@@ -15,22 +15,30 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups gradients of one dtype, in their order, into lists of about BUCKET_BYTES."""
-    buckets: dict[torch.dtype, list[torch.Tensor]] = {}
-    sizes: dict[torch.dtype, int] = {}
+    """Groups gradients of one dtype and device, in order, into lists of about BUCKET_BYTES."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for gradient in gradients:
-        buckets.setdefault(gradient.dtype, []).append(gradient)
-        sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.nbytes
-        if sizes[gradient.dtype] >= BUCKET_BYTES:
-            yield buckets.pop(gradient.dtype)
-            del sizes[gradient.dtype]
+        kind = gradient.dtype, gradient.device
+        buckets.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.nbytes
+        if sizes[kind] >= BUCKET_BYTES:
+            yield buckets.pop(kind)
+            del sizes[kind]
     yield from buckets.values()
+
+
+def _meeting_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors lie by which ranks agree: the CPU, unless the group takes none there."""
+    if "cpu" in {device.type for device in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
     """Raises Mismatch, on all ranks alike, unless all have the same signature."""
     # Hashes of whole numbers, and of tuples of them, are the same in every process.
-    mine = torch.tensor([hash(signature)], dtype=torch.int64)
+    mine = torch.tensor([hash(signature)], dtype=torch.int64, device=_meeting_device(group))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     values = [value.item() for value in gathered]
@@ -54,33 +62,36 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     whose `.grad` is None are left out; they must be the same on all ranks.
 
     Args:
-        model: its `.parameters()` have dense gradients in CPU memory, of floating dtypes.
+        model: its `.parameters()` have dense gradients of floating dtypes, in CPU memory or, where
+            ringreduce was built with CUDA, on GPUs.
         group: the ranks to average over; None for the default group.  If it is not ringreduce's, a
             ringreduce group over the same ranks is made once.
 
     Raises:
-        ValueError: a gradient that is sparse, of another dtype, or not in CPU memory.
+        ValueError: a gradient that is sparse, of another dtype, or on another device.
         Mismatch: the ranks have gradients of different parameters, shapes or dtypes.
         PeerLost, Timeout, Aborted: see `ringreduce.errors`.
     """
     gradients = []
     signature: list[int] = []
+    devices = ("cpu", "cuda") if extension().cuda_build() else ("cpu",)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         gradient = parameter.grad
         if gradient is None:
             continue
         if (
             gradient.layout != torch.strided
-            or gradient.device.type != "cpu"
+            or gradient.device.type not in devices
             or gradient.dtype not in _DTYPES
         ):
             raise ValueError(
                 "average_gradients takes dense gradients of float32, float64, float16 or bfloat16 "
-                f"in CPU memory; that of {name} is {gradient.layout}, {gradient.dtype}, on "
+                f"on {devices_text()}; that of {name} is {gradient.layout}, {gradient.dtype}, on "
                 f"{gradient.device}"
             )
         gradients.append(gradient)
         signature += [index, _DTYPES.index(gradient.dtype), *gradient.shape, -1]
+        signature.append(devices.index(gradient.device.type))
 
     group = ringreduce_group(group)
     _require_same(tuple(signature), group)

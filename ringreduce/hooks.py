@@ -4,28 +4,66 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
+from typing import overload
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import backend_of, extension, ringreduce_group
+from ringreduce._backend import backend_of, devices_text, extension, ringreduce_group
+from ringreduce.compression import CompressionState, Exact
 
-__all__ = ["all_reduce_hook", "register_comm_hook"]
+__all__ = ["CompressionState", "all_reduce_hook", "compressed", "register_comm_hook"]
 
 
-def register_comm_hook(ddp_model: DistributedDataParallel) -> None:
+@overload
+def register_comm_hook(ddp_model: DistributedDataParallel) -> None: ...
+@overload
+def register_comm_hook(
+    ddp_model: DistributedDataParallel,
+    codec: str | CompressionState,
+    error_feedback: bool = True,
+    start_after: int = 0,
+    exact: Exact | None = None,
+    schedule: str = "auto",
+    stochastic: bool = False,
+    seed: int = 0,
+) -> CompressionState: ...
+def register_comm_hook(
+    ddp_model: DistributedDataParallel,
+    codec: str | CompressionState | None = None,
+    error_feedback: bool = True,
+    start_after: int = 0,
+    exact: Exact | None = None,
+    schedule: str = "auto",
+    stochastic: bool = False,
+    seed: int = 0,
+) -> CompressionState | None:
     """Averages the gradients of a DDP model by ringreduce, whatever the backend of its group.
 
     On a model whose group is not ringreduce's (gloo, nccl), a ringreduce group over the same ranks
     is made beside it.  Call it on all ranks, once, before the first backward.
 
     Args:
-        ddp_model: a DistributedDataParallel on CPU parameters, of any floating dtypes.
+        ddp_model: a DistributedDataParallel whose parameters, of any floating dtypes, are on the
+            CPU or, where ringreduce was built with CUDA, on one GPU.
+        codec: how gradients travel: None for exactly, or as `CompressionState` has it; or the
+            CompressionState of an earlier DDP of the same model, to go on with.
+        error_feedback, start_after, exact, schedule, stochastic, seed: as `CompressionState` has
+            them; the same on all ranks.
+
+    Returns:
+        None if gradients travel exactly, else the state, whose `state_dict` belongs into
+        checkpoints.
 
     Raises:
-        TypeError: not a DistributedDataParallel model.
+        TypeError: not a DistributedDataParallel model; TypeError and ValueError of
+            `CompressionState`.
+        ValueError: parameters on a device that this build does not know; settings beside a state,
+            which has its own, or without a codec.
         RuntimeError: the model has a hook already, or compiled autograd's Python reducer, which
             ignores C++ hooks.
+        Mismatch: ranks gave different codecs, settings or models.
         Timeout, PeerLost, Error: the group could not be made; names the ranks.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -40,10 +78,64 @@ def register_comm_hook(ddp_model: DistributedDataParallel) -> None:
             "ddp_model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook), or another "
             "optimize_ddp"
         )
+    if ddp_model.device_type != "cpu" and not (
+        ddp_model.device_type == "cuda" and extension().cuda_build()
+    ):
+        raise ValueError(
+            f"this ringreduce averages gradients on {devices_text()}, and the model's parameters "
+            f"are on {ddp_model.device_type}"
+        )
+    state: CompressionState | None = None
+    if codec is None or isinstance(codec, CompressionState):
+        settings = {
+            "error_feedback": error_feedback is not True,
+            "start_after": start_after != 0,
+            "exact": exact is not None,
+            "schedule": schedule != "auto",
+            "stochastic": stochastic is not False,
+            "seed": seed != 0,
+        }
+        given = [name for name, is_given in settings.items() if is_given]
+        if given:
+            why = (
+                "a CompressionState has its own"
+                if codec
+                else "gradients without a codec go exactly"
+            )
+            raise ValueError(f"{', '.join(given)} cannot be set here: {why}")
+    if isinstance(codec, CompressionState):
+        state = codec
+    elif codec is not None:
+        state = CompressionState(
+            ddp_model,
+            codec,
+            error_feedback,
+            start_after,
+            exact,
+            schedule,
+            stochastic,
+            seed,
+        )
     group = ringreduce_group(ddp_model.process_group)
-    extension().register_comm_hook(ddp_model.reducer, backend_of(group))
+    if state is None:
+        extension().register_comm_hook(ddp_model.reducer, backend_of(group))
+    else:
+        state.process_group = ddp_model.process_group
+        state._agree(group)
+        state._state.register(ddp_model.reducer, backend_of(group))
     if ddp_model.logger is not None:
-        ddp_model.logger._set_comm_hook_name("ringreduce_all_reduce")
+        name = "ringreduce_all_reduce" if state is None else f"ringreduce_{state.codec}"
+        ddp_model.logger._set_comm_hook_name(name)
+    return state
+
+
+def _future_of(
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """A Future that knows the bucket's device: no other orders streams."""
+    device = bucket.buffer().device
+    devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
+    return torch.futures.Future(devices=devices)
 
 
 def all_reduce_hook(
@@ -55,7 +147,7 @@ def all_reduce_hook(
     Args:
         state: the group to average over; None for the default group.  If it is not ringreduce's, a
             ringreduce group over the same ranks is made at the first bucket.
-        bucket: one dense floating-point buffer in CPU memory, averaged in place.
+        bucket: one dense floating-point buffer, averaged in place.
 
     Returns:
         A Future of the bucket's buffer.
@@ -63,6 +155,38 @@ def all_reduce_hook(
     Raises:
         PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
     """
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future = _future_of(bucket)
     extension().average_bucket(backend_of(ringreduce_group(state)), bucket, future)
+    return future
+
+
+def compressed(
+    state: CompressionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages one bucket as `state` has it.
+
+    `ddp_model.register_comm_hook(state, ringreduce.hooks.compressed)`; the faster way is
+    `ringreduce.register_comm_hook(ddp_model, codec=...)`.
+
+    Args:
+        state: made of the model whose bucket this is.
+        bucket: one dense buffer, averaged in place.
+
+    Returns:
+        A Future of the bucket's buffer.
+
+    Raises:
+        TypeError: not such a state.
+        ValueError: a bucket of another model, or on a GPU where ringreduce was built without CUDA.
+        PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
+    """
+    if not isinstance(state, CompressionState):
+        raise TypeError(
+            "the hook compressed takes a ringreduce.CompressionState as its state, not "
+            f"{type(state).__name__}"
+        )
+    future = _future_of(bucket)
+    group = ringreduce_group(state.process_group)
+    state._state.average_bucket(backend_of(group), bucket, future)
     return future

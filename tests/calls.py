@@ -103,10 +103,18 @@ def _receive_any(at: Site, t: torch.Tensor, peer: int) -> None:
     assert dist.recv(t, group=at.group, tag=at.tag) == peer
 
 
+def compressed(at: Site, codec: str = "int8", schedule: str = "auto", op: str = "sum") -> None:
+    from ringreduce import backend_of, extension
+
+    backend, t = backend_of(at.group), at.full()
+    extension().compressed_all_reduce(backend, t, t, codec=codec, op=op, schedule=schedule).wait()
+
+
 CALLS: dict[str, Callable[[Site], Any]] = {
     "all_reduce": lambda at: dist.all_reduce(at.full(), op=at.op, group=at.group),
     "all_reduce_coalesced": _coalesced,
     "sparse all_reduce": _sparse,
+    "compressed all_reduce": compressed,
     "reduce": lambda at: dist.reduce(at.full(), at.root, op=at.op, group=at.group),
     "broadcast": lambda at: dist.broadcast(at.full(), at.root, group=at.group),
     "all_gather": lambda at: dist.all_gather(at.each(), at.full(), group=at.group),

@@ -36,7 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
 
+# Files that take longest: several run at a time, and one of these alone at the end would be waited
+# for.
+LONG = ("test_lifecycle", "test_tutorials", "test_examples", "test_init", "test_bits")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
     backend = config.getoption("--backend")
     for item in items:
         if backend != "ringreduce" and item.get_closest_marker("ringreduce"):

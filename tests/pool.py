@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ __all__ = [
     "World",
     "describe",
     "run_ranks",
-    "wait_until",
 ]
 
 
@@ -60,7 +59,7 @@ class Worker:
         self.process.daemon = False  # a rank may have children: DataLoader workers
         self.process.start()
         theirs.close()
-        self.key = ""
+        self.key = ""  # of the group that the rank holds
 
     @property
     def pid(self) -> int:
@@ -135,7 +134,7 @@ class Call:
                 if conn.poll():
                     kind, what = pickle.loads(conn.recv_bytes())
                     if kind == "done":
-                        self.ended[rank] = what
+                        self.ended[rank], self.workers[rank].key = what
                     else:
                         self.events[rank].append(what)
                     continue
@@ -154,11 +153,15 @@ class Call:
             self._take(left)
         return self.events[rank].pop(0)
 
+    def await_end(self, ranks: Iterable[int], timeout: float) -> None:
+        """Waits until these ranks have ended their part, for `timeout` seconds at the most."""
+        awaited, until = set(ranks), time.monotonic() + timeout
+        while not awaited <= self.ended.keys() and (left := until - time.monotonic()) > 0:
+            self._take(left)
+
     def outcomes(self, deadline: float = 60.0) -> list[Outcome]:
         """What came of the job on each rank, after `deadline` seconds at the most."""
-        until = time.monotonic() + deadline
-        while len(self.ended) < len(self.workers) and time.monotonic() < until:
-            self._take(until - time.monotonic())
+        self.await_end(range(len(self.workers)), deadline)
         for rank, worker in enumerate(self.workers):
             if rank not in self.ended:
                 self.ended[rank] = Hung(rank, worker.stacks())
@@ -247,8 +250,6 @@ class Pool:
         """Keeps the ranks that are whole for the next job, and replaces the others."""
         for rank, worker in enumerate(call.workers):
             outcome = call.ended[rank]
-            if isinstance(outcome, Raised):
-                worker.key = ""  # the rank dropped its group, or will before its next job
             if call.fresh or isinstance(outcome, Died | Hung):
                 if self.workers.get(rank) is worker:
                     del self.workers[rank]
@@ -260,16 +261,6 @@ class Pool:
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
-    """Polls until the condition holds; whether it did within `timeout` seconds."""
-    until = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def run_ranks(

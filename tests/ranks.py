@@ -21,17 +21,38 @@ import torch
 import torch.distributed as dist
 
 PREFIX = "RINGREDUCE_"
-KEPT = {"RINGREDUCE_TEST_BACKEND", "RINGREDUCE_TEST_FULL"}
+CLONE_NEWNET = 0x40000000
+# What a whole run of the tests is given: RINGREDUCE_WIRE=tcp has them go over sockets.  As it was
+# when the rank began, so that what one job's world sets is not the next one's.
+GIVEN = {
+    name: os.environ[name]
+    for name in ("RINGREDUCE_TEST_BACKEND", "RINGREDUCE_TEST_FULL", "RINGREDUCE_WIRE")
+    if name in os.environ
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where ranks are if not where the test is: on hosts (hosts.py makes one of these)."""
+
+    netns: tuple[str, ...]  # by rank, as a path
+    store_host: str
+    store_port: int
 
 
 @dataclass(frozen=True)
 class World:
-    """The group a job runs in.  `size` 0: no group, the job makes its own."""
+    """The group a job runs in.  `size` 0: no group, the job makes its own.
+
+    With `places` a job should have processes of its own (`Pool.start`'s `fresh`): others would take
+    their group along when the hosts are gone.
+    """
 
     size: int
     backend: str
     env: tuple[tuple[str, str], ...] = ()
     timeout: float = 60.0
+    places: Places | None = None
 
 
 @dataclass
@@ -43,6 +64,7 @@ class Rank:
     backend: str
     store_port: int
     conn: mpc.Connection
+    store_host: str = "127.0.0.1"
 
     def tell(self, what: Any) -> None:
         """Sends `what` to the test, which takes it with `Call.heard`."""
@@ -56,7 +78,7 @@ class Rank:
 
     def store(self, prefix: str) -> dist.Store:
         """A part of the session's store that nobody else uses if `prefix` is a new name."""
-        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False)
+        client = dist.TCPStore(self.store_host, self.store_port, is_master=False)
         return dist.PrefixStore(prefix, client)
 
     def init(self, prefix: str, rank: int = -1, size: int = -1, timeout: float = 60.0) -> None:
@@ -121,11 +143,22 @@ def _leave_group() -> None:
 
 
 def _enter_group(me: Rank, world: World, key: str) -> None:
-    for name in [k for k in os.environ if k.startswith(PREFIX) and k not in KEPT]:
+    for name in [k for k in os.environ if k.startswith(PREFIX)]:
         del os.environ[name]
+    os.environ.update(GIVEN)
     os.environ.update(world.env)
     if world.size:
         me.init(key, timeout=world.timeout)
+
+
+def _enter_place(me: Rank, places: Places | None, home: int) -> None:
+    """Moves this thread, and those that it starts from now on, to the rank's host, or home."""
+    there = os.open(places.netns[me.rank], os.O_RDONLY | os.O_CLOEXEC) if places else home
+    if ctypes.CDLL(None, use_errno=True).setns(there, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    if places:
+        os.close(there)
+        me.store_host, me.store_port = places.store_host, places.store_port
 
 
 def describe(rank: int, error: BaseException) -> Raised:
@@ -148,6 +181,8 @@ def serve(conn: mpc.Connection, log: str, store_port: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # type: ignore[arg-type]
     torch.set_num_threads(1)
 
+    home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    away = False
     held = ""
     while True:
         try:
@@ -160,10 +195,17 @@ def serve(conn: mpc.Connection, log: str, store_port: int) -> None:
             if held != key:
                 held = ""
                 _leave_group()
+                if away or world.places:
+                    _enter_place(me, world.places, home)
+                    away = world.places is not None
                 _enter_group(me, world, key)
                 held = key
+            elif world.places:
+                me.store_host, me.store_port = world.places.store_host, world.places.store_port
             answer = Done(number, _resolve(module, qualname)(me, *args))
         except BaseException as error:  # KeyboardInterrupt is a result too
             answer = describe(number, error)
             held = ""
-        conn.send_bytes(pickle.dumps(("done", answer)))
+        if world.size and not dist.is_initialized():
+            held = ""  # a job may have destroyed the group that it was given
+        conn.send_bytes(pickle.dumps(("done", (answer, held))))

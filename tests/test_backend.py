@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank
+from threads import in_threads
 
 
 def many_in_flight(me: Rank, seed: int) -> None:
@@ -140,29 +142,19 @@ def test_new_group_of_subsets(pool: Pool, world: MakeWorld) -> None:
 def two_threads(me: Rank) -> list[float]:
     """Two groups over the same ranks, each used from a thread of its own at the same time."""
     groups = [dist.new_group(), dist.new_group()]
-    sums, errors = [0.0, 0.0], []
+    sums = [0.0, 0.0]
 
     def use(which: int) -> None:
-        try:
-            for k in range(200):
-                t = torch.full((17 + 1000 * which,), float(k))
-                if k % 2:
-                    dist.all_reduce(t, group=groups[which])
-                else:
-                    dist.all_reduce(t, group=groups[which], async_op=True).wait()
-                assert bool((t == k * me.world_size).all()), (which, k)
-                sums[which] += float(t[0])
-        except BaseException as error:
-            errors.append(error)
+        for k in range(200):
+            t = torch.full((17 + 1000 * which,), float(k))
+            if k % 2:
+                dist.all_reduce(t, group=groups[which])
+            else:
+                dist.all_reduce(t, group=groups[which], async_op=True).wait()
+            assert bool((t == k * me.world_size).all()), (which, k)
+            sums[which] += float(t[0])
 
-    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
+    in_threads([partial(use, which) for which in range(2)])
     return sums
 
 

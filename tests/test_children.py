@@ -5,7 +5,6 @@ A forked child keeps its parent's descriptors open, so a killed rank's sockets d
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from blame import expect_all
 from conftest import MakeWorld
-from pool import Died, Pool, Rank, wait_until
+from pool import Died, Pool, Rank
+from processes import alive, wait_until
 from test_failures import add_up, left_over
 from torch.utils.data import DataLoader, Dataset
 
@@ -55,12 +55,6 @@ def train_with_workers(me: Rank, how: str) -> None:
     raise AssertionError("the data ended")
 
 
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
-        return f.read().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.parametrize("how", ["fork", "spawn", "plain fork"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_whose_child_lives_on(
@@ -70,8 +64,7 @@ def test_a_killed_rank_whose_child_lives_on(
     children = [call.heard(rank, timeout=60.0) for rank in range(3)]
     time.sleep(0.05)
     killed = call.signal(victim, signal.SIGKILL)
-    while len(call.ended) < 3 and time.monotonic() < killed + 5:
-        call._take(0.05)
+    call.await_end(range(3), 5.0)
     orphan = alive(children[victim][0])
     outcomes = call.outcomes(deadline=10.0)
     assert isinstance(outcomes[victim], Died)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from blame import blamed, expect, expect_all
 from conftest import MakeWorld
-from pool import Call, Died, Done, Pool, Raised, Rank
+from pool import Call, Died, Done, Outcome, Pool, Raised, Rank
 
 pytestmark = pytest.mark.ringreduce
 ALGORITHMS = ("auto", "ring", "direct", "twoshot")
@@ -152,8 +152,7 @@ def test_sigstop_amid_an_all_reduce(
     for rank in range(size):
         job.heard(rank)
     stopped = job.signal(victim, signal.SIGSTOP)
-    while len(job.ended) < size - 1 and time.monotonic() < stopped + 8:
-        job._take(0.1)
+    job.await_end(set(range(size)) - {victim}, 8.0)
     job.signal(victim, signal.SIGCONT)
     outcomes = job.outcomes(deadline=10.0)
     for raised in expect_all(outcomes, {victim}, "Timeout", {victim}):
@@ -209,15 +208,19 @@ def wait_inside_torch(me: Rank, call: str) -> None:
             time.sleep(0.05)
 
 
-def press_ctrl_c(pool: Pool, world: MakeWorld, job: Call, within: float) -> None:
-    """Rank 0, which waits, hears Ctrl-C in time; rank 1 ends when told; both stay of use."""
+def signal_a_wait(job: Call, number: int) -> tuple[float, list[Outcome]]:
+    """A signal for rank 0 once it waits; rank 1 is told to end after it.  When, and what came."""
     job.heard(0)
     time.sleep(0.3)
-    pressed = job.signal(0, signal.SIGINT)
-    while 0 not in job.ended and time.monotonic() < pressed + 5:
-        job._take(0.1)
+    sent = job.signal(0, number)
+    job.await_end([0], 6.0)
     job.tell(1)
-    interrupted, other = job.outcomes(deadline=10.0)
+    return sent, job.outcomes(deadline=10.0)
+
+
+def press_ctrl_c(pool: Pool, world: MakeWorld, job: Call, within: float) -> None:
+    """Rank 0, which waits, hears Ctrl-C in time; rank 1 ends when told; both stay of use."""
+    pressed, (interrupted, other) = signal_a_wait(job, signal.SIGINT)
     assert isinstance(interrupted, Raised) and interrupted.isa("KeyboardInterrupt"), interrupted
     assert interrupted.when - pressed < within
     assert isinstance(other, Done)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Rank
+from threads import in_threads
 
 OVERLAPPING = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 2], [0, 1, 2], [1, 2, 3], [3, 1, 0, 2])
 
@@ -97,38 +98,15 @@ def test_overlapping_groups(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(overlapping, world(4, 20.0), 5) == expected
 
 
-def in_threads(jobs: list[Callable[[], None]]) -> None:
-    """Runs all at the same time; raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 def groups_in_threads(me: Rank) -> int:
     """A thread a group, so that the groups' operations meet in every order there is."""
     groups = [dist.new_group(m, sort_ranks=False) for m in OVERLAPPING]
 
-    def use(which: int) -> Callable[[], None]:
-        def run() -> None:
-            for tag in range(4):
-                every_call(groups[which], OVERLAPPING[which], me.rank, float(tag))
+    def use(which: int) -> None:
+        for tag in range(4):
+            every_call(groups[which], OVERLAPPING[which], me.rank, float(tag))
 
-        return run
-
-    mine = [use(i) for i, m in enumerate(OVERLAPPING) if me.rank in m]
+    mine = [partial(use, i) for i, m in enumerate(OVERLAPPING) if me.rank in m]
     in_threads(mine)
     return len(mine)
 

@@ -1,4 +1,5 @@
-"""The layers of csrc/: each may include itself and those before it, and only the last one torch."""
+"""The layers of csrc/: each may include itself and those before it, only the last one torch, and
+only the one for GPUs what comes with CUDA."""
 
 import re
 from pathlib import Path
@@ -6,10 +7,23 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-LAYERS = ["base", "plan", "reduce", "codec", "wire", "p2p", "collective", "group", "torch"]
+LAYERS = [
+    "base",
+    "plan",
+    "reduce",
+    "codec",
+    "wire",
+    "net",
+    "p2p",
+    "collective",
+    "group",
+    "cuda",
+    "torch",
+]
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
-SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cc"))
+CUDA_HEADERS = ("cuda", "cooperative_groups", "nccl", "cub/", "thrust/")
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cc", ".cuh", ".cu"))
 
 
 def violations(layer: str, text: str) -> list[str]:
@@ -18,6 +32,8 @@ def violations(layer: str, text: str) -> list[str]:
     for quote, header in INCLUDE.findall(text):
         if quote == "<":
             if layer != "torch" and header.startswith(TORCH_HEADERS):
+                found.append(f"<{header}>")
+            if layer != "cuda" and header.startswith(CUDA_HEADERS):
                 found.append(f"<{header}>")
             continue
         target = header.split("/")[0]
@@ -39,3 +55,6 @@ def test_a_wrong_include_is_seen() -> None:
     assert violations("wire", "#include <torch/torch.h>\n") == ["<torch/torch.h>"]
     assert violations("wire", '#include "segment.h"\n') == ['"segment.h"']
     assert violations("torch", '#include <torch/torch.h>\n#include "group/group.h"\n') == []
+    assert violations("torch", "#include <cuda_runtime_api.h>\n") == ["<cuda_runtime_api.h>"]
+    assert violations("cuda", '#include <cuda.h>\n#include "group/group.h"\n') == []
+    assert violations("group", '#include "cuda/ring.h"\n') == ['"cuda/ring.h"']

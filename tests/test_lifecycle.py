@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank, run_ranks, wait_until
+from pool import Pool, Rank, run_ranks
+from processes import wait_until
 
 
 def held() -> dict[str, int]:
@@ -173,7 +174,7 @@ def test_exit_without_destroy(tmp_path: Path, backend: str, how: str) -> None:
         assert done.returncode == 0, done.stderr
         for bad in ("terminate", "abort", "Fatal", "Traceback", "destroy_process_group() failed"):
             assert bad not in done.stderr, done.stderr
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 50
 
 
 DAEMON_IN_RECV = """

@@ -321,6 +321,8 @@ def die_after_sending(me: Rank) -> list[Any]:
     if me.rank == 1:
         for k in range(3):
             dist.send(number(k), 0)
+        if os.environ.get("RINGREDUCE_WIRE") == "tcp":
+            time.sleep(1.0)  # between hosts what was sent leaves a little later (docs/hosts.md)
         me.tell("sent")
         os.kill(os.getpid(), signal.SIGKILL)
     me.hear()
@@ -338,6 +340,32 @@ def test_what_a_dead_rank_has_sent_arrives(pool: Pool, world: MakeWorld) -> None
     raised = expect(outcomes[0], "PeerLost", {1}, says=r"receive 4 elements .* \(message #3\)")
     assert "ended" in raised.message
     assert all(isinstance(o, Done) for o in pool.start(to_oneself, world(2)).outcomes())
+
+
+def send_and_leave(me: Rank) -> float:
+    dist.barrier()
+    me.tell("there")
+    if me.rank == 1:
+        return receive(0)
+    me.hear()
+    dist.send(number(7), 1)
+    dist.destroy_process_group()
+    return 0.0
+
+
+@pytest.mark.ringreduce
+def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld, full: bool) -> None:
+    """However long their receiver takes them: here it is stopped."""
+    if not full:
+        pytest.skip("takes 15 s")
+    job = pool.start(send_and_leave, world(2))
+    for rank in (0, 1):
+        job.heard(rank)
+    job.signal(1, signal.SIGSTOP)
+    job.tell(0)
+    time.sleep(15.0)
+    job.signal(1, signal.SIGCONT)
+    assert job.results(deadline=30.0) == [0.0, 7.0]
 
 
 def futures_without_an_end(me: Rank) -> list[str]:

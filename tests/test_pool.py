@@ -41,6 +41,20 @@ def test_ranks_are_kept_between_jobs(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(sum_of_ranks, world(2)) == [1.0] * 2
 
 
+def leave(me: Rank, leavers: tuple[int, ...]) -> None:
+    if me.rank in leavers:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("leavers", [(0, 1, 2), (1,)])
+def test_a_group_that_a_job_destroyed_is_made_again(
+    pool: Pool, world: MakeWorld, leavers: tuple[int, ...]
+) -> None:
+    assert pool.run(sum_of_ranks, world(3)) == [3.0] * 3
+    pool.run(leave, world(3), leavers)
+    assert pool.run(sum_of_ranks, world(3)) == [3.0] * 3
+
+
 @pytest.mark.parametrize("how", ["raise", "die", "hang"])
 def test_a_bad_rank_is_reported_and_replaced(
     pool: Pool, world: MakeWorld, how: str, monkeypatch: pytest.MonkeyPatch

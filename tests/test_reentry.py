@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from blame import blamed
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Raised, Rank
+from test_failures import signal_a_wait
 
 pytestmark = pytest.mark.ringreduce
 
@@ -47,13 +47,7 @@ def wait_with_a_handler(me: Rank, does: str) -> str:
 def test_a_signal_handler_uses_the_group(pool: Pool, world: MakeWorld, does: str) -> None:
     """Never a deadlock: the handler gets an error, or ends the operation below it."""
     job = pool.start(wait_with_a_handler, world(2, timeout=3.0), does, remade=True)
-    job.heard(0)
-    time.sleep(0.2)
-    sent = job.signal(0, signal.SIGTERM)
-    while 0 not in job.ended and time.monotonic() < sent + 6:
-        job._take(0.1)
-    job.tell(1)
-    outcome = job.outcomes(deadline=10.0)[0]
+    _, (outcome, _) = signal_a_wait(job, signal.SIGTERM)
     assert isinstance(outcome, Done), outcome
     if does == "destroy":
         assert "Aborted" in outcome.value and "signal handler" in outcome.value

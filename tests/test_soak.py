@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank
+from threads import in_threads
 
 pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
@@ -269,26 +270,18 @@ def take_part(me: Rank, steps: list[Step], groups: list[Any], draw: random.Rando
 def run_program(me: Rank, seed: int, length: int) -> int:
     # Not sorted: ranks of a group are numbered as given only so.
     groups = [dist.new_group(list(members), sort_ranks=False) for members, _ in GROUPS]
-    steps, errors = program(seed, length), []
+    steps = program(seed, length)
 
     def use(thread: int) -> None:
         own = [step for step in steps if GROUPS[step.group][1] == thread]
-        try:
-            take_part(me, own, groups, random.Random(seed * 31 + me.rank * 7 + thread))
-        except BaseException as error:
-            errors.append(error)
-            for members_group in groups:  # so that nobody waits for this thread until a deadline
-                if isinstance(members_group, dist.ProcessGroup):
-                    members_group.abort()
+        take_part(me, own, groups, random.Random(seed * 31 + me.rank * 7 + thread))
 
-    threads = [threading.Thread(target=use, args=(i,), daemon=True) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    def abort() -> None:  # so that nobody waits for a thread until a deadline
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup):
+                group.abort()
+
+    in_threads([partial(use, thread) for thread in range(THREADS)], timeout=100.0, at_error=abort)
     for group in groups:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)

@@ -21,7 +21,7 @@ PASS, SKIP, FAIL = (Result(outcome, 0.0, "") for outcome in ("pass", "skip", "fa
 
 
 def settings(**changes: object) -> argparse.Namespace:
-    defaults = {"world": 2, "limit": 60, "start": "fork", "k": None, "verbose": False}
+    defaults = {"world": 2, "hosts": 1, "limit": 60, "start": "fork", "k": None, "verbose": False}
     return argparse.Namespace(**(defaults | changes))
 
 
@@ -51,6 +51,39 @@ def test_the_table_counts_both_kinds_of_tests() -> None:
     rows = [line.split()[-3:] for line in results.table(ours, {"a": PASS, "b": PASS}).splitlines()]
     assert rows[1:4] == [["passed", "1", "2"], ["failed", "1", "0"], ["skipped", "1", "0"]]
     assert rows[4] == ["passed", "1", "0"]
+
+
+def test_workers_keep_the_mark_by_which_they_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(SUITE.parent / "cuda"))
+    from gpu_runner import MARK
+
+    monkeypatch.setenv(MARK, "abc")
+    monkeypatch.delenv("RINGREDUCE_WIRE", raising=False)
+    monkeypatch.setenv("RINGREDUCE_ALGORITHM", "ring")
+    kept = {n: v for n, v in run.environment("gloo", 2).items() if n.startswith("RINGREDUCE_")}
+    assert kept == {MARK: "abc"}
+
+
+def test_a_test_that_needs_more_gpus_than_there_are_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "Process 1 exited\nRuntimeError: CUDA error: invalid device ordinal\n"
+    found = {"a": PASS, "b": Result("fail", 1.0, why), "c": FAIL, "d": SKIP}
+    assert run.report_gpus(found, settings(logs=tmp_path)) == 0
+    assert "1 passed, 1 failed, 2 skipped" in capsys.readouterr().out
+    kept = results.load_baseline(tmp_path / "results-on-gpus-2.json")
+    assert [kept[name].outcome for name in "abcd"] == ["pass", "skip", "fail", "skip"]
+    assert run.report_gpus({"c": FAIL}, settings(logs=tmp_path)) == 1
+
+
+def test_runs_over_other_wires_keep_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGREDUCE_WIRE", raising=False)
+    assert run.label(settings()) == "2"
+    assert run.label(settings(world=4, hosts=2)) == "4-on-2-hosts"
+    assert run.environment("ringreduce", 4, 2)["TORCH_SUITE_HOSTS"] == "2"
+    monkeypatch.setenv("RINGREDUCE_WIRE", "tcp")
+    assert run.label(settings()) == "2-tcp"
+    assert run.environment("ringreduce", 2)["RINGREDUCE_WIRE"] == "tcp"
 
 
 def test_a_baseline_reads_as_it_was_written(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ USER = """
         try:
             ringreduce.register_comm_hook(model)
             model.register_comm_hook(None, hooks.all_reduce_hook)
+            state = ringreduce.register_comm_hook(model, codec="int8", exact=["head.*"])
+            state.load_state_dict(state.state_dict())
+            model.register_comm_hook(state, hooks.compressed)
+            kept: ringreduce.CompressionState = hooks.CompressionState(
+                plain, "int4", exact=lambda name, parameter: parameter.numel() < 9
+            )
             ringreduce.average_gradients(plain)
             ringreduce.average_gradients(plain, group=group)
         except (ringreduce.PeerLost, ringreduce.Timeout) as error:
@@ -35,13 +41,15 @@ USER = """
         except (ringreduce.Aborted, ringreduce.Error):
             pass
         reveal_type(ringreduce.__version__)
-        return launch.rank + ringreduce.staging_bytes() + ringreduce.staging_bytes(group)
+        held = kept.residual_bytes()
+        return launch.rank + held + ringreduce.staging_bytes() + ringreduce.staging_bytes(group)
 
 
     def wrong(plain: torch.nn.Linear) -> None:
         ringreduce.average_gradients(3)
         ringreduce.staging_bytes("group")
         ringreduce.init(rank="0")
+        ringreduce.CompressionState(plain, 8)
 """
 
 
@@ -72,7 +80,7 @@ def test_a_users_strict_checker(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(textwrap.dedent(USER))
     done = run("mypy", "--strict", "--follow-imports=silent", "user.py", cwd=tmp_path)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 3, done.stdout + done.stderr
+    assert len(errors) == 4, done.stdout + done.stderr
     assert all("[arg-type]" in line for line in errors), errors
     assert "ringreduce.Mismatch" in done.stdout or "ringreduce" in done.stdout
     assert 'Revealed type is "builtins.str"' in done.stdout or '"str"' in done.stdout

@@ -2,6 +2,7 @@
 #include "base/env.h"
 
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 
@@ -13,6 +14,13 @@ namespace {
 [[noreturn]] void refuse(const char* name, const std::string& value, const std::string& wanted) {
   throw Error(Failure::kSetup,
               std::string(name) + "=" + value + " is not " + wanted + "; correct or unset it");
+}
+
+// "0.5", "1000000000"
+std::string shortText(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.10g", number);
+  return text;
 }
 
 }  // namespace
@@ -46,15 +54,20 @@ int64_t envInteger(const char* name, int64_t fallback, int64_t low, int64_t high
   return static_cast<int64_t>(number);
 }
 
-double envSeconds(const char* name, double fallback, double low, double high) {
+double envNumber(const char* name, double fallback, double low, double high, const char* what) {
   const auto value = env(name);
   if (!value) return fallback;
   char* end = nullptr;
   const double number = std::strtod(value->c_str(), &end);
   if (end == value->c_str() || *end || !(number >= low && number <= high))
-    refuse(name, *value,
-           "a number of seconds from " + std::to_string(low) + " to " + std::to_string(high));
+    refuse(
+        name, *value,
+        std::string("a number of ") + what + " from " + shortText(low) + " to " + shortText(high));
   return number;
+}
+
+double envSeconds(const char* name, double fallback, double low, double high) {
+  return envNumber(name, fallback, low, high, "seconds");
 }
 
 }  // namespace ringreduce

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "codec/codec.h"
 #include "collective/communicator.h"
 
 namespace ringreduce {
@@ -22,6 +23,25 @@ struct AllReduce {
   double factor = 1;  // PREMUL_SUM: this rank's, applied to its addends first
 };
 void allReduce(Communicator&, const AllReduce&);
+
+// Sums, or averages, of float32 that travel in fewer bytes, and not exactly: collective/coded.h.
+// A group of one has nothing to send: its input comes out as it is.
+struct CompressedAllReduce {
+  const float* input;
+  float* output;  // may be the input
+  size_t count;
+  Coding coding;
+  ReduceOp op;  // kSum or kAvg
+  CodedSchedule schedule = CodedSchedule::kAuto;
+  // If not null, memory of its own: receives what this rank's encodings lost.  What arrives is what
+  // the inputs less all ranks' errors come to, but for the rounding of float32: so a rank that adds
+  // its error to its next input makes up for it.  0 where the value was not finite.
+  float* error = nullptr;
+  // Elements for which kAuto chooses, where all messages of a caller are to go the same way; 0:
+  // `count`.  The same on all ranks.
+  size_t chosen_for = 0;
+};
+void compressedAllReduce(Communicator&, const CompressedAllReduce&);
 
 // The reduction lands in `output` of `root`, which may be its input; the others' is not touched.
 struct Reduce {
@@ -46,6 +66,9 @@ struct ReduceScatter {
   double factor = 1;
 };
 void reduceScatter(Communicator&, const ReduceScatter&);
+// The same, but what lands are partial sums (reduce/reduce.h), not rounded and not divided: for who
+// adds more to them.  `output` may be the input only where these are of the dtype.
+void reduceScatterSums(Communicator&, const ReduceScatter&);
 
 // `data` of `root` is copied over everybody's.
 struct Broadcast {

@@ -14,8 +14,16 @@
 #include "reduce/reduce.h"
 
 namespace ringreduce {
+namespace {
 
-void reduceScatter(Communicator& c, const ReduceScatter& r) {
+// Adds up `sources` into what is not rounded yet.
+void addUp(const ReduceKernels& kernels, std::byte* sum, const std::vector<const void*>& sources,
+           size_t n) {
+  kernels.widen(sum, sources[0], n);
+  for (size_t k = 1; k < sources.size(); ++k) kernels.combine(sum, sum, sources[k], n);
+}
+
+void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
   const size_t width = sizeOf(r.dtype);
   const auto count = [&](int p) { return r.counts[static_cast<size_t>(p)]; };
   std::vector<const void*> inputs = r.inputs;
@@ -37,7 +45,10 @@ void reduceScatter(Communicator& c, const ReduceScatter& r) {
     return;
   }
 
-  const ReduceKernels& kernels = reduceKernels(r.dtype, r.op);
+  const ReduceOp op = sums && r.op == ReduceOp::kAvg ? ReduceOp::kSum : r.op;
+  const ReduceKernels& kernels = reduceKernels(r.dtype, op);
+  const bool widens = sums && kernels.partial != r.dtype;
+  const size_t output_width = widens ? sizeOf(kernels.partial) : width;
   const Parts parts(c, width);
   const size_t most = *std::max_element(r.counts.begin(), r.counts.end());
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, parts.elements()));
@@ -59,10 +70,23 @@ void reduceScatter(Communicator& c, const ReduceScatter& r) {
       ordered[static_cast<size_t>(k)] =
           p == c.rank ? input(p, s.begin) : parts.incoming(c.exchange.peek(p, first + j), p);
     }
-    kernels.reduce(static_cast<std::byte*>(r.output) + s.begin * width, ordered.data(), c.size,
-                   s.size, c.size);
+    std::byte* const output = static_cast<std::byte*>(r.output) + s.begin * output_width;
+    if (widens)
+      addUp(kernels, output, ordered, s.size);
+    else
+      kernels.reduce(output, ordered.data(), c.size, s.size, c.size);
     c.exchange.release(first + j);
   });
+}
+
+}  // namespace
+
+void reduceScatter(Communicator& c, const ReduceScatter& r) {
+  scatter(c, r, /*sums=*/false);
+}
+
+void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
+  scatter(c, r, /*sums=*/true);
 }
 
 }  // namespace ringreduce

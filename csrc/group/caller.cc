@@ -20,8 +20,6 @@
 namespace ringreduce {
 namespace {
 
-// A store may hold an entry of an earlier run on another host; that long it may be mended.
-constexpr Nanos kForeignGrace = 2 * kSecond;
 // The same for an entry that says how an attempt failed; and so long such an entry is believed.
 constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
 // Rank 0 alone knows who is missing, so who has reached it leaves it that much time to say so.
@@ -123,12 +121,14 @@ class Caller {
         }
         if (hub.contains("failed")) {
           if (isOurs(hub) && now() - seen_at > kFailureGrace) heedFailure(hub);
+        } else if (hub.contains("apart")) {
+          throw Apart{*text};
         } else if (word(hub, "host_id") == hostId()) {
           socket_ = connectTo(word(hub, "socket"));
           if (socket_) return hub;
-        } else if (now() - seen_at > kForeignGrace) {
-          refuse(hub, "cannot share memory with " + hub_name_ + " on host " + word(hub, "host") +
-                          ": groups that span hosts are not built yet; use gloo or nccl for them");
+        } else if (word(hub, "socket") != told_apart_) {
+          told_apart_ = word(hub, "socket");
+          store_.set(apartKey(told_apart_), "1");
         }
       }
       if (stopwatch_.over()) notFound(text.has_value(), hub);
@@ -143,11 +143,9 @@ class Caller {
   std::optional<std::string> read(const Fields& seen) {
     try {
       return store_.get(kHubKey);
-    } catch (const Error& error) {
+    } catch (const Error&) {
       if (seen.contains("failed") && isOurs(seen)) heedFailure(seen);
-      throw Error(error.kind(), name() + " lost the store while group '" + options_.name +
-                                    "' was being made; has " + hub_name_ + " ended? (" +
-                                    error.what() + ")");
+      throw;
     }
   }
 
@@ -180,16 +178,22 @@ class Caller {
       Packet packet;
       const Received received = receivePacket(socket_, packet);
       if (received == Received::kClosed) {
-        // It may have given up just when this rank called, and had no time to say so here.
-        const Fields entry = decode(read({}).value_or(""));
-        if (entry.contains("failed") && word(entry, "socket") == hub_socket_)
-          told(word(entry, "kind"), word(entry, "failed"));
+        // It may have given up, or gone to meet the others elsewhere, just when this rank called,
+        // and had no time to say so here.
+        const std::string text = read({}).value_or("");
+        const Fields entry = decode(text);
+        if (word(entry, "socket") == hub_socket_) {
+          if (entry.contains("apart")) throw Apart{text};
+          if (entry.contains("failed")) told(word(entry, "kind"), word(entry, "failed"));
+        }
         throw Error(Failure::kPeerLost, hub_name_ + " ended while group '" + options_.name +
                                             "' was being made (this is rank " +
                                             options_.shown(rank_) + ")");
       }
       if (received == Received::kMessage) {
         const Fields fields = decode(packet.bytes);
+        // Newlines became spaces on the way.
+        if (word(fields, "say") == "apart") throw Apart{store_.get(kHubKey).value_or("")};
         if (word(fields, "say") != "fail") return packet;
         told(word(fields, "kind"), word(fields, "text"));
       }
@@ -232,11 +236,16 @@ class Caller {
   Fd socket_;
   const std::string hub_name_ = "rank " + options_.shown(0);
   std::string hub_socket_, secret_;
+  std::string told_apart_;  // the hub that was told that this rank is on another host
   Membership table_;
   bool told_ = false;  // rank 0 knows, and has told everybody
 };
 
 }  // namespace
+
+void noteFailure(const Apart& apart, int rank) {
+  failures().add(word(decode(apart.entry), "socket"), rank);
+}
 
 Membership joinAsCaller(Store& store, int rank, int size, const GroupOptions& options) {
   return Caller(store, rank, size, options).run();

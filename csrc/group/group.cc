@@ -3,13 +3,21 @@
 
 #include <unistd.h>
 
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/align.h"
 #include "base/error.h"
+#include "group/hierarchy.h"
+#include "group/hosts.h"
+#include "group/named_store.h"
+#include "group/network.h"
+#include "group/places.h"
+#include "group/shared_memory.h"
+#include "net/mesh.h"
 #include "reduce/reduce.h"
-#include "wire/shm_link.h"
 
 namespace ringreduce {
 namespace {
@@ -26,79 +34,157 @@ Patience patienceOf(bool in_users_thread, int world_size) {
 
 }  // namespace
 
-// The wires of one rank.  Links point at pages and slots in the members' segments.
-struct Group::Wires {
-  Wires(int rank, const Membership& membership, Session& session)
-      : size(static_cast<int>(membership.members.size())),
-        waiter(page(membership, rank), session),
-        exchange(rank, exchangeMembers(membership), waiter, session),
-        to_next(pipe(membership, rank, (rank + 1) % size), waiter),
-        from_prev(pipe(membership, (rank + size - 1) % size, rank), waiter),
-        communicator{.rank = rank,
-                     .size = size,
-                     .exchange = exchange,
-                     .next = to_next,
-                     .prev = from_prev,
-                     .link_slots = linkSlots(membership, rank),
-                     .watch = session,
-                     .algorithm = membership.options.algorithm} {}
-
-  // What rank `rank` sends messages to each rank with, and receives them by.
-  static std::vector<Engine::Wire> channels(const Membership& m, int rank) {
-    const Layout at = layout(m);
-    // What rank `of` keeps for rank `peer`.
-    const auto box = [&](int of, int peer) -> Box& {
-      return reinterpret_cast<Box*>(memory(m, of) + at.boxes)[peer];
-    };
-    const auto ring = [&](int of, int peer) {
-      return memory(m, of) + at.rings + static_cast<size_t>(peer) * kRingBytes;
-    };
-    std::vector<Engine::Wire> wires;
-    for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
-      wires.push_back({.out = {ring(r, rank), box(r, rank).filled, box(rank, r).emptied},
-                       .in = {ring(rank, r), box(rank, r).filled, box(r, rank).emptied},
-                       .consumed = &box(r, rank).consumed,
-                       .acknowledged = &box(rank, r).consumed});
-    return wires;
-  }
-
-  const int size;
-  Waiter waiter;
-  Exchange exchange;
-  ShmSendLink to_next;
-  ShmRecvLink from_prev;
-  Communicator communicator;
-
- private:
-  static Page& page(const Membership& m, int r) { return *reinterpret_cast<Page*>(memory(m, r)); }
-  static std::byte* memory(const Membership& m, int r) {
-    return m.members[static_cast<size_t>(r)].segment->data();
-  }
-  static Layout layout(const Membership& m) {
-    return Layout(m.options, static_cast<int>(m.members.size()));
-  }
-  static Slots slots(const Membership& m, int r, size_t offset) {
-    return {.data = memory(m, r) + offset, .bytes = m.options.slot_bytes, .depth = m.options.slots};
-  }
-  static Slots linkSlots(const Membership& m, int r) { return slots(m, r, layout(m).link); }
-  static std::vector<Exchange::Member> exchangeMembers(const Membership& m) {
-    std::vector<Exchange::Member> members;
-    for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
-      members.push_back({&page(m, r), slots(m, r, layout(m).exchange)});
-    return members;
-  }
-  static ShmPipe pipe(const Membership& m, int from, int to) {
-    return {from, to, &page(m, from), &page(m, to), linkSlots(m, to)};
-  }
+// What operations run over.  Calls of one thread at a time.
+class Group::Wires {
+ public:
+  virtual ~Wires() = default;
+  virtual void setPatience(Patience patience) = 0;
+  // `announced`: as the session has announced it.
+  virtual void run(const Operation& operation, const Announcement& announced) = 0;
+  virtual size_t stagingBytes() const = 0;
+  virtual std::vector<std::string> routes() const { return {}; }
+  virtual uint64_t bytesSent() const { return 0; }
+  // There will be no more operations: gives back what it can.
+  virtual void close() {}
 };
 
-std::shared_ptr<Group> Group::create(Store& store, int rank, int world_size,
-                                     const GroupOptions& options) {
+// Those of ranks that share memory.
+class Group::SharedWires final : public Wires {
+ public:
+  SharedWires(int rank, const Membership& membership, Session& session)
+      : memory_(rank, membership, session) {}
+
+  void setPatience(Patience patience) override { memory_.setPatience(patience); }
+  void run(const Operation& operation, const Announcement&) override {
+    ringreduce::run(memory_.communicator(), operation);
+  }
+  size_t stagingBytes() const override { return memory_.bytes(); }
+
+ private:
+  SharedMemory memory_;
+};
+
+// Those of ranks that do not.
+class Group::MeshWires final : public Wires {
+ public:
+  // `hierarchy` may be null.  `ranks`: the mesh's order of them, or empty.  `memory`: bytes that
+  // the group has for the others beside the mesh's buffers.
+  MeshWires(std::unique_ptr<Mesh> mesh, std::unique_ptr<Hierarchy> hierarchy,
+            std::vector<int> ranks, size_t memory)
+      : mesh_(std::move(mesh)),
+        hierarchy_(std::move(hierarchy)),
+        ranks_(std::move(ranks)),
+        memory_(memory) {}
+
+  void setPatience(Patience patience) override {
+    mesh_->setPatience(patience);
+    if (hierarchy_) hierarchy_->setPatience(patience);
+  }
+  void run(const Operation& operation, const Announcement& announced) override {
+    const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
+    if (hierarchy_ && all_reduce && hierarchy_->takes(*mesh_, *all_reduce))
+      return hierarchy_->allReduce(*mesh_, *all_reduce);
+    const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
+    if (hierarchy_ && compressed && hierarchy_->takes(*mesh_, *compressed))
+      return hierarchy_->compressedAllReduce(*mesh_, *compressed);
+    mesh_->begin(announced);
+    if (ranks_.empty())
+      ringreduce::run(*mesh_, operation);
+    else
+      ringreduce::run(*mesh_, inPlaces(operation, ranks_));
+    mesh_->finish();
+  }
+  size_t stagingBytes() const override {
+    const std::lock_guard lock(closing_);
+    return (mesh_ ? mesh_->stagingBytes() : 0) + memory_ +
+           (hierarchy_ ? hierarchy_->stagingBytes() : 0);
+  }
+  std::vector<std::string> routes() const override {
+    const std::lock_guard lock(closing_);
+    return mesh_ ? mesh_->lanes() : std::vector<std::string>();
+  }
+  uint64_t bytesSent() const override {
+    const std::lock_guard lock(closing_);
+    return mesh_ ? mesh_->bytesSent() : 0;
+  }
+  // Its sockets, which whoever still holds a group that has left has no more use for.
+  void close() override {
+    const std::lock_guard lock(closing_);
+    mesh_.reset();
+  }
+
+ private:
+  mutable std::mutex closing_;  // what asks about the mesh may come from any thread
+  std::unique_ptr<Mesh> mesh_;
+  const std::unique_ptr<Hierarchy> hierarchy_;
+  const std::vector<int> ranks_;
+  const size_t memory_;
+};
+
+std::shared_ptr<Group> Group::createTogether(Store& store, int rank, int world_size,
+                                             const GroupOptions& options) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
   return std::shared_ptr<Group>(new Group(rank, join(store, rank, world_size, options), options));
+}
+
+namespace {
+
+// Somebody else's entry was taken for rank 0's.
+struct Reconsider {};
+
+// Returns what the hosts know of each other; none if rank 0 was misread, or has given up before it
+// heard of this rank.
+std::optional<Hosts> meet(Store& store, int rank, int size, const GroupOptions& options,
+                          const Apart& apart, Network& network) {
+  // Where the meeting has failed, the table says so before the entry does: so it has one more look.
+  const auto looking = [&, stale = false]() mutable {
+    if (stale) throw Reconsider();
+    stale = rank != 0 && isStale(store, apart);
+  };
+  try {
+    return Hosts::meet(
+        store, rank, size, options, "", [&](const Hosts& hosts) { return network.open(hosts); },
+        looking);
+  } catch (const Reconsider&) {
+    return std::nullopt;
+  } catch (...) {
+    if (rank == 0) {
+      const Reason reason = reasonOf(std::current_exception(), "rank " + options.shown(0));
+      leaveReason(store, apart, reason.kind, reason.text);
+    } else {
+      noteFailure(apart, rank);
+    }
+    throw;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
+                                     const GroupOptions& options) {
+  NamedStore store(users_store, rank, options);
+  for (;;) {
+    try {
+      return createTogether(store, rank, world_size, options);
+    } catch (const Apart& apart) {
+      auto network = std::make_unique<Network>(options);
+      std::optional<Hosts> hosts = meet(store, rank, world_size, options, apart, *network);
+      if (!hosts) continue;
+      if (rank == 0) removeEntry(store);
+      std::shared_ptr<Group> local;
+      Membership neighbours;
+      network->join(*hosts, store, [&](Store& looking) {
+        if (hosts->count() > 1) local = hosts->localGroup(looking, options);
+        if (Hierarchy::fits(*hosts, network->sharedOptions()))
+          neighbours = hosts->joinNeighbours(looking, options);
+      });
+      return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*hosts),
+                                              std::move(local), std::move(neighbours), options));
+    }
+  }
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)
@@ -109,12 +195,54 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       users_patience_(patienceOf(/*in_users_thread=*/true, size_)),
       workers_patience_(patienceOf(/*in_users_thread=*/false, size_)),
       timeout_(options.timeout),
+      shared_(membership.options),
       membership_(std::move(membership)),
-      session_(std::make_unique<Session>(rank, membership_, options_)),
-      wires_(std::make_unique<Wires>(rank, membership_, *session_)),
+      session_(std::make_unique<Session>(rank, seatsOf(membership_), options_)),
+      wires_(std::make_unique<SharedWires>(rank, membership_, *session_)),
       executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, Wires::channels(membership_, rank), *session_,
-                                             *executor_, options_, users_patience_)) {}
+      messenger_(std::make_unique<Messenger>(rank, SharedMemory::channels(membership_, rank),
+                                             *session_, *executor_, options_, users_patience_)) {}
+
+Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
+             Membership neighbours, const GroupOptions& options)
+    : rank_(rank),
+      size_(hosts.size()),
+      options_(options),
+      generation_(forkGeneration()),
+      users_patience_(
+          patienceOf(/*in_users_thread=*/true, static_cast<int>(hosts.neighbours().size()))),
+      workers_patience_(
+          patienceOf(/*in_users_thread=*/false, static_cast<int>(hosts.neighbours().size()))),
+      timeout_(options.timeout),
+      shared_(network->sharedOptions()),
+      membership_(std::move(neighbours)),
+      hosts_(std::make_unique<Hosts>(std::move(hosts))),
+      network_(std::move(network)),
+      local_(std::move(local)),
+      session_(std::make_unique<Session>(rank, network_->seats(*hosts_), options_, network_.get())),
+      wires_(meshWires(*network_, *hosts_, shared_, membership_, *session_)),
+      closed_first_(network_.get()),
+      executor_(std::make_unique<Executor>()),
+      messenger_(std::make_unique<Messenger>(rank, network_->channels(), *session_, *executor_,
+                                             options_, users_patience_)) {}
+
+std::unique_ptr<Group::MeshWires> Group::meshWires(Network& network, const Hosts& hosts,
+                                                   const SharedOptions& shared,
+                                                   const Membership& neighbours, Session& session) {
+  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, session);
+  std::unique_ptr<Mesh> mesh = network.start(session);
+  try {
+    return std::make_unique<MeshWires>(std::move(mesh), std::move(hierarchy), network.ring().ranks,
+                                       static_cast<size_t>(hosts.size()) * sizeof(Page));
+  } catch (...) {
+    network.close();
+    throw;
+  }
+}
+
+void Group::Closes::operator()(Network* network) const {
+  network->close();
+}
 
 Group::~Group() {
   if (forkGeneration() != generation_) {
@@ -122,6 +250,9 @@ Group::~Group() {
     (void)messenger_.release();
     (void)executor_.release();
     (void)wires_.release();
+    (void)closed_first_.release();
+    (void)network_.release();
+    new std::shared_ptr<Group>(std::move(local_));
     (void)session_.release();
     new Membership(std::move(membership_));
     return;
@@ -133,7 +264,12 @@ Group::~Group() {
 void Group::leave(void (*turn)()) {
   executor_->stop(turn);
   messenger_->stop(turn, timeout_);
-  std::call_once(departed_, [&] { session_->depart(Departure::kGone); });
+  if (network_) network_->handOver(turn, timeout_);
+  std::call_once(departed_, [&] {
+    session_->depart(Departure::kGone);
+    if (network_) network_->leave();
+    wires_->close();
+  });
 }
 
 void Group::refuseInChild() const {
@@ -156,11 +292,12 @@ void Group::refuseInside() const {
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const uint64_t sequence = sequence_++;
-  wires_->waiter.setPatience(in_users_thread ? users_patience_ : workers_patience_);
+  wires_->setPatience(in_users_thread ? users_patience_ : workers_patience_);
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   try {
+    if (operation.before) operation.before();
     session_->begin(announce(operation, sequence), timeout, in_users_thread);
-    ringreduce::run(wires_->communicator, operation);
+    wires_->run(operation, session_->current());
     session_->end();
   } catch (const Error&) {
     throw;
@@ -251,6 +388,92 @@ void Group::drain() {
 void Group::abort(const std::string& why) {
   refuseInChild();
   session_->abort(why);
+  if (local_) local_->abort(why);
+}
+
+void Group::checkHealth() const {
+  refuseInChild();
+  session_->check();
+}
+
+std::vector<Presence> Group::presence() const {
+  refuseInChild();
+  const std::vector<bool> ended = session_->endedProcesses();
+  std::vector<Presence> all;
+  for (int r = 0; r < size_; ++r) {
+    using Fate = Watch::Fate;
+    // Of one that shares no memory messages may still be on their way: whoever asks here waits for
+    // none of them.
+    const Fate fate = network_ ? session_->fateOf(r) : Fate::kHere;
+    all.push_back(ended[static_cast<size_t>(r)] || fate >= Fate::kEnded ? Presence::kEnded
+                  : fate == Fate::kLeft || session_->departureOf(r) != Departure::kHere
+                      ? Presence::kLeft
+                      : Presence::kHere);
+  }
+  return all;
+}
+
+void Group::fail(Failure kind, int culprit, const std::string& text) {
+  refuseInChild();
+  session_->fail(kind, culprit, text);
+}
+
+void Group::failLost(int rank, const std::string& when) {
+  const bool ended = presence()[static_cast<size_t>(rank)] == Presence::kEnded;
+  session_->fail(
+      Failure::kPeerLost, rank,
+      who(rank) +
+          (ended ? " is lost: " + session_->howLost(rank) : std::string(" has left the group")) +
+          " " + when);
+}
+
+std::vector<int> Group::stopped() const {
+  std::vector<int> others;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) others.push_back(r);
+  return session_->stoppedOf(others);
+}
+
+std::string Group::howLost(int rank) const {
+  return session_->howLost(rank);
+}
+
+std::string Group::who(int rank) const {
+  return session_->who(rank);
+}
+
+std::string Group::whereabouts(const std::vector<int>& ranks) const {
+  return session_->whereabouts(ranks);
+}
+
+void Group::interrupt(const std::string& doing) {
+  if (!options_.interrupt) return;
+  try {
+    options_.interrupt();
+  } catch (...) {
+    session_->abort("interrupted " + doing);
+    throw;
+  }
+}
+
+const HostRing* Group::ring() const {
+  return network_ ? &network_->ring() : nullptr;
+}
+
+WireCost Group::wireCost() const {
+  return network_ ? network_->cost() : WireCost{};
+}
+
+std::vector<std::string> Group::routes() const {
+  return wires_->routes();
+}
+
+size_t Group::stagingBytes() const {
+  return wires_->stagingBytes();
+}
+
+uint64_t Group::bytesSent() const {
+  return wires_->bytesSent();
 }
 
 void Group::shutdown() {
@@ -258,14 +481,16 @@ void Group::shutdown() {
   if (executor_->runsInThisThread()) {
     // A signal handler that ran while an operation waits below us on this thread's stack.  That
     // operation ends with this error; the rest is done by the destructor.
-    session_->abort("destroyed by a signal handler in the midst of an operation");
+    abort("destroyed by a signal handler in the midst of an operation");
     return;
   }
   try {
     leave(options_.interrupt);
+    if (local_) local_->shutdown();  // the last: operations of this group may go through it
   } catch (...) {  // Ctrl-C while operations are under way that others may never join
-    session_->abort("interrupted while it was leaving");
+    abort("interrupted while it was leaving");
     leave(nullptr);
+    if (local_) local_->leave(nullptr);
     throw;
   }
 }

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "group/text.h"
@@ -18,6 +19,10 @@ namespace ringreduce {
 
 std::string failureKey(const std::string& hub_socket) {
   return "ringreduce/failed/" + hub_socket;
+}
+
+std::string apartKey(const std::string& hub_socket) {
+  return "ringreduce/apart/" + hub_socket;
 }
 
 std::string encode(const Fields& fields) {
@@ -76,6 +81,7 @@ std::string hostName() {
 }
 
 std::string hostId() {
+  if (const auto posed = env("RINGREDUCE_HOSTID"); posed && !posed->empty()) return *posed;
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   char ns[64] = {};

@@ -16,6 +16,8 @@ inline constexpr char kVersion[] = "2";  // of these messages and of the layout 
 inline constexpr char kHubKey[] = "ringreduce/hub";
 // Where a rank that cannot reach the hub's socket leaves the reason.
 std::string failureKey(const std::string& hub_socket);
+// Where one that cannot reach the hub's socket, being on another host, says so.
+std::string apartKey(const std::string& hub_socket);
 
 // How often what cannot wake a waiting process is looked at.
 inline constexpr Nanos kTick = 50 * kMillisecond;
@@ -31,7 +33,8 @@ bool sameSecret(const std::string& a, const std::string& b);
 
 std::string hostName();
 // Equal for processes that can share memory through an abstract socket: the same kernel and the
-// same network namespace.
+// same network namespace.  RINGREDUCE_HOSTID replaces it, so that processes of one machine can pose
+// as several hosts.
 std::string hostId();
 
 // How long making a group has taken, and may take.

@@ -16,6 +16,20 @@
 #include "group/unix_socket.h"
 
 namespace ringreduce {
+
+// For ranks that come later.
+void leaveFailure(Store& store, const std::string& socket, Failure kind, const std::string& text) {
+  try {
+    store.set(kHubKey, encode({{"failed", text},
+                               {"kind", std::to_string(static_cast<int>(kind))},
+                               {"socket", socket},
+                               {"time", std::to_string(std::time(nullptr))}}));
+    store.remove(failureKey(socket));
+  } catch (const std::exception& error) {  // what is being reported matters more
+    log(std::string("cannot leave the reason in the store: ") + error.what());
+  }
+}
+
 namespace {
 
 class Hub {
@@ -31,6 +45,8 @@ class Hub {
       prepare();
       prepared_ = true;
       if (size_ > 1) gather();
+    } catch (const Apart&) {
+      throw;
     } catch (const Error& error) {
       // What this process itself met does not say whose it was.
       const Error named(error.kind(), prepared_ ? error.what()
@@ -38,11 +54,9 @@ class Hub {
                                                       "): " + error.what());
       giveUp(named.kind(), named.what());
       throw named;
-    } catch (const std::exception& error) {  // the store's, or Ctrl-C
-      giveUp(Failure::kAborted, hubName() + " gave up making the group: " + error.what());
-      throw;
     } catch (...) {
-      giveUp(Failure::kAborted, hubName() + " gave up making the group: interrupted");
+      const Reason reason = reasonOf(std::current_exception(), hubName());
+      giveUp(reason.kind, reason.text);
       throw;
     }
     return std::move(table_);
@@ -70,6 +84,7 @@ class Hub {
   }
 
   void gather() {
+    if (!options_.together && forcesSockets()) partWays();
     listener_ = listenAt(socket_, size_ + 16);
     store_.set(kHubKey, encode({{"version", kVersion},
                                 {"host_id", hostId()},
@@ -85,6 +100,20 @@ class Hub {
     while (unready() > 0) turn("get ready", [&] { return absentees() + " to map the memory"; });
     for (const Caller& caller : callers_)
       if (caller.rank > 0) tell(caller, {{"say", "go"}});
+  }
+
+  // All are to meet, since not all share memory.
+  [[noreturn]] void partWays() {
+    const std::string entry = encode({{"apart", "1"}, {"socket", socket_}});
+    store_.set(kHubKey, entry);
+    while (listener_) {
+      Fd socket = acceptFrom(listener_);
+      if (!socket) break;
+      greet(std::move(socket));
+    }
+    for (const Caller& caller : callers_)
+      sendPacket(caller.socket, encode(Fields{{"say", "apart"}}));
+    throw Apart{entry};
   }
 
   // The error goes to all who have called, and into the store for those who will.
@@ -103,15 +132,7 @@ class Hub {
     for (const Caller& caller : callers_)
       sendPacket(caller.socket,
                  encode({{"say", "fail"}, {"kind", kind_number}, {"text", text.substr(0, 3000)}}));
-    try {
-      store_.set(kHubKey, encode({{"failed", text},
-                                  {"kind", kind_number},
-                                  {"socket", socket_},
-                                  {"time", std::to_string(std::time(nullptr))}}));
-      store_.remove(failureKey(socket_));
-    } catch (const std::exception& error) {  // what is being reported matters more
-      log(std::string("cannot leave the reason in the store: ") + error.what());
-    }
+    leaveFailure(store_, socket_, kind, text);
   }
 
   void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {}) {
@@ -152,6 +173,10 @@ class Hub {
         ++i;
       else
         callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (store_.get(apartKey(socket_))) {
+      store_.remove(apartKey(socket_));
+      partWays();
+    }
     if (const auto text = store_.get(failureKey(socket_))) throw Error(Failure::kSetup, *text);
     if (stopwatch_.over())
       throw Error(Failure::kTimeout, absentees() + " of " + std::to_string(size_) + " did not " +

@@ -78,9 +78,7 @@ bool Messenger::pass() {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if ((r != rank_ || others_wait) &&
-        std::atomic_ref(session_.page(r).messenger_bell).load(std::memory_order_seq_cst))
-      ringBell(session_.page(r).messenger_bell);
+    if (r != rank_ || others_wait) session_.ringMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
   // The driver may sleep, and wait for what this thread has just finished.
@@ -159,57 +157,70 @@ struct Messenger::Driving {
   const std::thread::id before;
 };
 
-// What a wait looks after now and then: Ctrl-C, peers, its deadline, and a word in the log.
-class Messenger::Turns {
+// The times of a wait: when to look again, when its deadline is, when to say that it still goes on.
+class Messenger::Clock {
  public:
-  Turns(Messenger& m, const Delivery& delivery, Nanos timeout)
+  Clock(const Messenger& m, Nanos timeout)
       : messenger_(m),
-        delivery_(delivery),
-        started_(now()),
         timeout_(timeout),
+        started_(now()),
         deadline_(deadlineIn(timeout)),
         next_report_(deadlineIn(m.options_.stall)) {}
 
-  // Throws what Ctrl-C throws.  Everything else ends the delivery.
-  void turn() {
-    const Nanos time = now();
-    if (time < next_) return;
-    next_ = time + kLook;
-    Messenger& m = messenger_;
-    try {
-      if (m.options_.interrupt) m.options_.interrupt();
-    } catch (...) {
-      // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
-      m.session_.abort("interrupted while it waited to " + m.describe(delivery_));
-      m.failAll(std::current_exception());
-      throw;
-    }
-    try {
-      m.session_.check();
-      m.lookAfterPeers();
-      if (time >= deadline_ && !delivery_.isDone()) m.timedOut(delivery_, timeout_);
-    } catch (const Error&) {
-      return m.failAll(std::current_exception());
-    }
-    if (time >= next_report_ && !delivery_.isDone()) {
-      next_report_ = time + std::max(time - started_, kSecond);
-      log("rank " + m.options_.shown(m.rank_) + " of group '" + m.options_.name + "' has waited " +
-          seconds(time - started_) + " to " + m.describe(delivery_) + ": " + m.missing(delivery_));
-    }
+  // Whether it is time to look after Ctrl-C, peers and the deadline.  What else is asked is
+  // answered for the time of that look.
+  bool isDue() {
+    time_ = now();
+    if (time_ < next_) return false;
+    next_ = time_ + kLook;
+    return true;
+  }
+  bool isLate() const { return time_ >= deadline_; }
+  Nanos timeout() const { return timeout_; }
+
+  // A word in the log, if it is time for one.
+  template <class What>
+  void report(const What& what) {
+    if (time_ < next_report_) return;
+    next_report_ = time_ + std::max(time_ - started_, kSecond);
+    const GroupOptions& options = messenger_.options_;
+    log("rank " + options.shown(messenger_.rank_) + " of group '" + options.name + "' has waited " +
+        seconds(time_ - started_) + " to " + what());
   }
 
  private:
-  Messenger& messenger_;
-  const Delivery& delivery_;
-  const Nanos started_, timeout_, deadline_;
-  Nanos next_report_, next_ = 0;
+  const Messenger& messenger_;
+  const Nanos timeout_, started_, deadline_;
+  Nanos next_report_, next_ = 0, time_ = 0;
 };
+
+// Throws what Ctrl-C throws.  Everything else ends the delivery.
+void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
+  if (!clock.isDue()) return;
+  try {
+    if (options_.interrupt) options_.interrupt();
+  } catch (...) {
+    // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
+    session_.abort("interrupted while it waited to " + describe(delivery));
+    failAll(std::current_exception());
+    throw;
+  }
+  try {
+    session_.check();
+    lookAfterPeers();
+    if (clock.isLate() && !delivery.isDone()) timedOut(delivery, clock.timeout());
+  } catch (const Error&) {
+    return failAll(std::current_exception());
+  }
+  if (!delivery.isDone())
+    clock.report([&] { return describe(delivery) + ": " + missing(delivery); });
+}
 
 bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   if (delivery.isDone()) return true;
   delivery.refuseInChild();
   const Nanos limit = deadlineIn(longest);
-  Turns turns(*this, delivery, timeout);
+  Clock clock(*this, timeout);
 
   struct User {
     explicit User(Messenger& m) : messenger(m) {
@@ -233,7 +244,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       const Nanos longest_turn = std::min(kLook, std::max<Nanos>(0, limit - now()));
       if (!delivery.isDone()) changed_.wait_for(lock, std::chrono::nanoseconds(longest_turn));
       lock.unlock();
-      turns.turn();
+      lookAfter(delivery, clock);
       if (now() >= limit) return delivery.isDone();
       continue;
     }
@@ -247,7 +258,8 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       if (moved) moved_at = time;
       const Nanos idle = time - moved_at;
       const bool tired = idle >= patience_.spin + patience_.yield || session_.failed();
-      if (tired || time - began >= kLook) turns.turn();  // however much comes for others
+      // Now and then however much comes for others.
+      if (tired || time - began >= kLook) lookAfter(delivery, clock);
       if (time >= limit) return delivery.isDone();
       if (moved) continue;
       if (tired)
@@ -355,17 +367,14 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();
   };
-  Nanos next_look = 0;
-  const Nanos started = now(), deadline = deadlineIn(timeout);
-  Nanos next_report = deadlineIn(options_.stall);
+  Clock clock(*this, timeout);
   while (sending()) {
-    if (const Nanos time = now(); time >= next_look) {
-      next_look = time + kLook;
+    if (clock.isDue()) {
       try {
         if (turn) turn();
         session_.check();
         lookAfterPeers();
-        if (time >= deadline)
+        if (clock.isLate())
           throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
                                              options_.name + "' " + seconds(timeout) +
                                              " after it was told to: " + stillSending());
@@ -376,11 +385,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
         failAll(std::current_exception());
         throw;
       }
-      if (time >= next_report) {
-        next_report = time + std::max(time - started, kSecond);
-        log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
-            seconds(time - started) + " to leave: " + stillSending());
-      }
+      clock.report([&] { return "leave: " + stillSending(); });
     }
     if (!pass()) sleep(nullptr);
   }

@@ -60,16 +60,17 @@ class Messenger {
 
  private:
   struct Driving;
-  class Turns;
+  class Clock;
 
   bool pass();
   void finish(const std::vector<Engine::Handle>& over, std::exception_ptr error);
   void failAll(const std::exception_ptr& error);
   void fail(std::vector<Engine::Handle> some, const std::exception_ptr& error);
+  void lookAfter(const Delivery& delivery, Clock& clock);
   void sleep(const Delivery* waited_for);
   void lookAfterPeers();
   void lookAfterExpected();
-  [[noreturn]] void timedOut(const Delivery& delivery, Nanos timeout);
+  void timedOut(const Delivery& delivery, Nanos timeout);
   void tellUsers();
   std::string stillSending();
   void checkMismatch(const Transfer& transfer);

@@ -1,7 +1,6 @@
 // What ends a message other than its arrival: a mismatch, a rank that is gone, a deadline.  And the
 // words in which that is told.
 #include "base/error.h"
-#include "base/log.h"
 #include "group/messenger.h"
 #include "group/text.h"
 
@@ -63,7 +62,7 @@ void Messenger::lookAfterPeers() {
     for (int r : awaited)
       if (dead[static_cast<size_t>(r)] && session_.departureOf(r) == Departure::kHere)
         session_.fail(Failure::kPeerLost, r,
-                      session_.who(r) + " is lost: its process ended; rank " +
+                      session_.who(r) + " is lost: " + session_.howLost(r) + "; rank " +
                           options_.shown(rank_) + " waited to " + describe(*handle));
     fail({handle}, std::make_exception_ptr(
                        Error(Failure::kPeerLost,
@@ -107,9 +106,18 @@ void Messenger::lookAfterExpected() {
 }
 
 void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
+  // It may have been this rank that was away, and the others have long said so.
+  session_.hearOthers();
+  pass();
+  if (delivery.isDone()) return;
   const Message& m = delivery.message;
-  session_.fail(Failure::kTimeout, m.peer == kAnySource ? 0 : m.peer,
-                missing(delivery) + ": to " + describe(delivery) +
+  // The other one may itself wait for a third in a collective.
+  const int late = m.peer == kAnySource ? 0 : session_.heldUpBy(m.peer);
+  std::string text;
+  if (m.peer != kAnySource && late != m.peer)
+    text = session_.whereabouts({late}) + " holds up the others; late too: ";
+  session_.fail(Failure::kTimeout, late,
+                text + missing(delivery) + ": to " + describe(delivery) +
                     " timed out after a timeout of " + seconds(timeout));
 }
 

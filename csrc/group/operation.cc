@@ -2,11 +2,14 @@
 #include "group/operation.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <iterator>
 #include <string>
 #include <type_traits>
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "collective/mesh/calls.h"
 
 namespace ringreduce {
 namespace {
@@ -48,7 +51,8 @@ static_assert(kindOf<AllReduce>() == Kind::kAllReduce && kindOf<Reduce>() == Kin
               kindOf<Gather>() == Kind::kGather && kindOf<Scatter>() == Kind::kScatter &&
               kindOf<AllToAll>() == Kind::kAllToAll && kindOf<Barrier>() == Kind::kBarrier &&
               kindOf<SparseAllReduce>() == Kind::kSparseAllReduce &&
-              kindOf<MonitoredBarrier>() == Kind::kMonitoredBarrier);
+              kindOf<MonitoredBarrier>() == Kind::kMonitoredBarrier &&
+              kindOf<CompressedAllReduce>() == Kind::kCompressedAllReduce);
 
 template <class Call>
 [[noreturn]] void refuse(const Call&, const std::string& why) {
@@ -92,6 +96,13 @@ void check(const Call& call, int rank, int world_size) {
                        std::all_of(call.recv_counts.begin(), call.recv_counts.end(), equal)))
       refuse(call, "called even, but not all counts are equal");
   }
+  if constexpr (std::is_same_v<Call, CompressedAllReduce>) {
+    if (call.op != ReduceOp::kSum && call.op != ReduceOp::kAvg)
+      refuse(call, std::string("can take SUM or AVG, not ") + name(call.op));
+    if (static_cast<size_t>(call.coding.codec) >= std::size(kCodecNames) ||
+        static_cast<size_t>(call.schedule) >= std::size(kCodedScheduleNames))
+      refuse(call, "no such codec or schedule");
+  }
 }
 
 // The elements of all parts; parts that differ in size are told apart by a hash as well.
@@ -107,6 +118,30 @@ void announceParts(Announcement& a, const std::vector<size_t>& counts) {
 }
 
 }  // namespace
+
+uint64_t wordOf(const Coding& coding, CodedSchedule schedule) {
+  uint64_t word = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
+  // Without chance the seed makes no difference.
+  if (coding.stochastic) {
+    const uint64_t hash = mixed(mixed(0xcbf29ce484222325, coding.seed), coding.seed >> 32);
+    word |= uint64_t{1} << 16 | (hash >> 32 ^ hash) << 32;
+  }
+  return word;
+}
+
+std::string describeCoding(uint64_t word) {
+  const uint64_t codec = word & 0xff, schedule = word >> 8 & 0xff;
+  // What comes from elsewhere may be anything.
+  std::string text = codec < std::size(kCodecNames) ? kCodecNames[codec] : "an unknown codec";
+  text += ", ";
+  text += schedule < std::size(kCodedScheduleNames) ? kCodedScheduleNames[schedule]
+                                                    : "an unknown schedule";
+  if ((word >> 16 & 0xffff) == 0) return text;
+  char seed[48];
+  std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",
+                static_cast<unsigned>(word >> 32));
+  return text + seed;
+}
 
 void validate(const Operation& operation, int rank, int world_size) {
   std::visit([&](const auto& call) { check(call, rank, world_size); }, operation.call);
@@ -125,6 +160,11 @@ Announcement announce(const Operation& operation, uint64_t sequence) {
         else if constexpr (Counted<Call>)
           a.count = call.count;
         if constexpr (std::is_same_v<Call, SparseAllReduce>) a.parts = call.shape;
+        if constexpr (std::is_same_v<Call, CompressedAllReduce>) {
+          a.dtype = DType::kFloat32;
+          a.op = static_cast<uint8_t>(call.op);
+          a.parts = wordOf(call.coding, call.schedule);
+        }
         // What ranks send each other in an uneven all-to-all they compare while it runs.
         if constexpr (std::is_same_v<Call, AllToAll>) {
           if (call.even) announceParts(a, call.send_counts);
@@ -135,21 +175,36 @@ Announcement announce(const Operation& operation, uint64_t sequence) {
   return a;
 }
 
-void run(Communicator& c, const Operation& operation) {
+namespace {
+
+// Wires: a Communicator or a Mesh.
+template <class Wires>
+void runOver(Wires& wires, const Operation& operation) {
   std::visit(Overloaded{
-                 [&](const AllReduce& a) { allReduce(c, a); },
-                 [&](const Reduce& r) { reduce(c, r); },
-                 [&](const ReduceScatter& r) { reduceScatter(c, r); },
-                 [&](const Broadcast& b) { broadcast(c, b); },
-                 [&](const AllGather& a) { allGather(c, a); },
-                 [&](const Gather& g) { gather(c, g); },
-                 [&](const Scatter& s) { scatter(c, s); },
-                 [&](const AllToAll& a) { allToAll(c, a); },
-                 [&](const Barrier& b) { barrier(c, b); },
-                 [&](const SparseAllReduce& s) { allGatherUnknown(c, s.gather); },
-                 [&](const MonitoredBarrier&) { barrier(c, {}); },
+                 [&](const AllReduce& a) { allReduce(wires, a); },
+                 [&](const Reduce& r) { reduce(wires, r); },
+                 [&](const ReduceScatter& r) { reduceScatter(wires, r); },
+                 [&](const Broadcast& b) { broadcast(wires, b); },
+                 [&](const AllGather& a) { allGather(wires, a); },
+                 [&](const Gather& g) { gather(wires, g); },
+                 [&](const Scatter& s) { scatter(wires, s); },
+                 [&](const AllToAll& a) { allToAll(wires, a); },
+                 [&](const Barrier& b) { barrier(wires, b); },
+                 [&](const SparseAllReduce& s) { allGatherUnknown(wires, s.gather); },
+                 [&](const MonitoredBarrier&) { barrier(wires, Barrier{}); },
+                 [&](const CompressedAllReduce& a) { compressedAllReduce(wires, a); },
              },
              operation.call);
+}
+
+}  // namespace
+
+void run(Communicator& c, const Operation& operation) {
+  runOver(c, operation);
+}
+
+void run(Mesh& mesh, const Operation& operation) {
+  runOver(mesh, operation);
 }
 
 }  // namespace ringreduce

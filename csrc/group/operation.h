@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <variant>
 
 #include "base/clock.h"
@@ -9,6 +10,8 @@
 #include "wire/page.h"
 
 namespace ringreduce {
+
+class Mesh;
 
 // An all-gather of what ranks have of a sparse tensor: of `count` elements were it dense, and of a
 // shape that `shape` is a hash of.
@@ -25,20 +28,29 @@ struct MonitoredBarrier {};
 
 struct Operation {
   std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
-               Barrier, SparseAllReduce, MonitoredBarrier>
+               Barrier, SparseAllReduce, MonitoredBarrier, CompressedAllReduce>
       call;
   Nanos timeout = 0;  // from when it starts to run; 0: the group's
   // Called in the same thread once it has succeeded; what it holds, the buffers' owners, lives as
   // long as the operation may touch them.
   std::function<void()> after = {};
+  // Called in the same thread before it begins.
+  std::function<void()> before = {};
 };
 
 // Throws Error(kArgument) for what this rank cannot do, before anything is sent.
 void validate(const Operation& operation, int rank, int world_size);
 
+// Of a compressed all-reduce: codec and schedule, a byte each, whether it is stochastic, and the
+// low half of its seed's hash, as `parts` of its announcement.
+uint64_t wordOf(const Coding& coding, CodedSchedule schedule);
+// "int8, owner, stochastic (seed hash 0123abcd)"
+std::string describeCoding(uint64_t word);
+
 // What the ranks compare with each other.
 Announcement announce(const Operation& operation, uint64_t sequence);
 
 void run(Communicator& c, const Operation& operation);
+void run(Mesh& mesh, const Operation& operation);
 
 }  // namespace ringreduce

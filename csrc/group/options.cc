@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "base/error.h"
+#include "net/tls.h"
 #include "wire/page.h"
 
 namespace ringreduce {
@@ -25,6 +26,14 @@ int coresAvailable() {
   return std::max(1, CPU_COUNT(&set));
 }
 
+bool forcesSockets() {
+  const std::string wire = env("RINGREDUCE_WIRE").value_or("auto");
+  if (wire != "auto" && wire != "tcp")
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_WIRE=" + wire + " is none of auto, tcp; correct or unset it");
+  return wire == "tcp";
+}
+
 SharedOptions SharedOptions::fromEnvironment(int world_size) {
   SharedOptions options;
   // Four slots that fill half of a core's cache serve best.  Where ranks take turns on a core, each
@@ -40,9 +49,18 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
     if (!algorithm)
       throw Error(Failure::kSetup,
                   "RINGREDUCE_ALGORITHM=" + *name +
-                      " is none of auto, direct, twoshot, ring; correct or unset it");
+                      " is none of auto, direct, twoshot, ring, bruck, hierarchical; correct "
+                      "or unset it");
     options.algorithm = *algorithm;
   }
+  options.sockets = forcesSockets();
+  if (const auto checksum = env("RINGREDUCE_CHECKSUM"); checksum && !checksum->empty()) {
+    if (*checksum != "crc32c" && *checksum != "none")
+      throw Error(Failure::kSetup, "RINGREDUCE_CHECKSUM=" + *checksum +
+                                       " is none of crc32c, none; correct or unset it");
+    options.checksum = *checksum == "crc32c";
+  }
+  options.encrypted = envInteger("RINGREDUCE_TLS", 0, 0, 1) == 1;
   return options;
 }
 
@@ -55,9 +73,15 @@ void SharedOptions::validate() const {
   };
   within("slot_bytes", slot_bytes, kLeastSlotBytes, kMostSlotBytes);
   within("slots", static_cast<size_t>(slots), kLeastSlots, kMaxSlots);
-  if (algorithm > Algorithm::kRing)
+  if (algorithm > Algorithm::kHierarchical)
     throw Error(Failure::kArgument,
-                "there is no such algorithm; there are auto, direct, twoshot and ring");
+                "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "
+                "hierarchical");
+  if (encrypted && !net::Tls::isBuiltIn())
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_TLS=1 is set, and this copy of ringreduce was built without OpenSSL 3: "
+                "install its headers (libssl-dev, openssl-devel) and build again with "
+                "RINGREDUCE_OPENSSL=1, or unset RINGREDUCE_TLS");
   if (slot_bytes % kLine != 0)
     throw Error(Failure::kArgument, "slot_bytes is " + std::to_string(slot_bytes) +
                                         ", which is not a multiple of " + std::to_string(kLine));
@@ -65,7 +89,8 @@ void SharedOptions::validate() const {
 
 std::string SharedOptions::toText() const {
   std::ostringstream text;
-  text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots;
+  text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << checksum << ' '
+       << sockets << ' ' << encrypted;
   return text.str();
 }
 
@@ -73,8 +98,9 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
   std::istringstream in(text);
   SharedOptions options;
   int algorithm = 0;
-  if (!(in >> algorithm >> options.slot_bytes >> options.slots))
-    throw Error(Failure::kSetup, "rank 0 sent options that cannot be read: " + text);
+  if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.checksum >>
+        options.sockets >> options.encrypted))
+    throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
   return options;
 }

@@ -16,6 +16,9 @@ struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
   size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES
   int slots = 4;                           // RINGREDUCE_SLOTS
+  bool checksum = false;                   // RINGREDUCE_CHECKSUM=crc32c, of what goes over sockets
+  bool encrypted = false;                  // RINGREDUCE_TLS=1, of what goes over sockets
+  bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
@@ -33,6 +36,11 @@ struct GroupOptions {
 
   std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
 
+  int of_ranks = 0;       // of how many these are some; 0: they are all
+  bool together = false;  // all ranks are known to share a host: sockets are not for them
+
+  std::string store_host = "";  // where the store is, by name or number, if that is known
+
   // A rank of this group as messages name it.
   int shownAs(int rank) const {
     return global_ranks.empty() ? rank : global_ranks[static_cast<size_t>(rank)];
@@ -49,6 +57,10 @@ struct GroupOptions {
   // may be waiting for in torch's own code, gives it up then.  May be null.
   bool (*interrupted)(Nanos since) = nullptr;
 };
+
+// RINGREDUCE_WIRE=tcp: whether ranks of one host, too, are to go over sockets.  Rank 0's holds for
+// all.
+bool forcesSockets();
 
 // Processor cores that this process may run on.
 int coresAvailable();

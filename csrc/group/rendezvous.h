@@ -12,10 +12,12 @@
 // leaves the reason in the store for those who come later.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "base/fd.h"
 #include "group/options.h"
 #include "group/store.h"
@@ -42,9 +44,29 @@ struct Layout {
   size_t exchange, link, boxes, rings, bytes;  // offsets, and the whole
 };
 
-// Blocks until all ranks are there.  Throws Error: kTimeout naming who did not come, kSetup for
-// what cannot be mended by waiting (a world size that differs, a rank taken twice, ranks on other
-// hosts).
+// Thrown by `join` where ranks are on several hosts, or are to go over sockets all the same: then
+// they are to meet (group/hosts.h).
+struct Apart {
+  std::string entry;  // rank 0's, in the store, that says so
+};
+// Whether rank 0 has put something else there since: then that entry was of an earlier run.
+bool isStale(Store& store, const Apart& apart);
+// Rank 0's, once all have met.
+void removeEntry(Store& store);
+// The same where they could not: the reason takes the entry's place, for ranks that come later.
+void leaveReason(Store& store, const Apart& apart, Failure kind, const std::string& text);
+// A rank other than 0 has heard the reason, and does not take it for that of its next attempt.
+void noteFailure(const Apart& apart, int rank);
+
+// Why rank 0, which `who` names, gave up making a group, as the others are told.
+struct Reason {
+  Failure kind;
+  std::string text;
+};
+Reason reasonOf(const std::exception_ptr& error, const std::string& who);
+
+// Blocks until all ranks are there.  Throws Apart, or Error: kTimeout naming who did not come,
+// kSetup for what cannot be mended by waiting (a world size that differs, a rank taken twice).
 Membership join(Store& store, int rank, int size, const GroupOptions& options);
 
 }  // namespace ringreduce

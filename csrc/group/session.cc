@@ -1,4 +1,4 @@
-// Polling, verdicts and their texts.
+// Polling, verdicts and their texts.  Who is to blame is found in session_blame.cc.
 #include "group/session.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 namespace ringreduce {
 namespace {
 
-// How long a rank that found a mismatch waits for the rest, to tell who is in the minority.
-constexpr Nanos kCensus = 300 * kMillisecond;
+// How long who has lost a connection waits to hear what became of the other end.
+constexpr Nanos kHearsay = 600 * kMillisecond;
 
 constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
   return static_cast<uint64_t>(kind) << 48 | static_cast<uint64_t>(culprit) << 24 |
@@ -36,13 +36,27 @@ uint64_t extended(uint64_t history, const Announcement& a) {
 
 }  // namespace
 
-Session::Session(int rank, const Membership& membership, const GroupOptions& options)
-    : rank_(rank), size_(static_cast<int>(membership.members.size())), options_(options) {
-  for (const Member& member : membership.members) {
-    pages_.push_back(reinterpret_cast<Page*>(member.segment->data()));
-    processes_.push_back(member.process);
-    names_.push_back("pid " + std::to_string(member.pid) + " on host " + member.host);
-    pids_.push_back(member.pid);
+std::vector<Seat> seatsOf(const Membership& membership) {
+  std::vector<Seat> seats;
+  for (const Member& member : membership.members)
+    seats.push_back({.page = reinterpret_cast<Page*>(member.segment->data()),
+                     .process = member.process,
+                     .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
+                     .pid = member.pid});
+  return seats;
+}
+
+Session::Session(int rank, std::vector<Seat> seats, const GroupOptions& options, Outside* outside)
+    : rank_(rank),
+      size_(static_cast<int>(seats.size())),
+      options_(options),
+      outside_(outside),
+      distant_(outside ? seats.size() : 0) {
+  for (Seat& seat : seats) {
+    pages_.push_back(seat.page);
+    processes_.push_back(std::move(seat.process));
+    names_.push_back(std::move(seat.name));
+    pids_.push_back(seat.pid);
   }
 }
 
@@ -57,6 +71,10 @@ void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout);
   next_report_ = deadlineIn(options_.stall);
+  // Before a word in the log about who is late.
+  next_ask_ = std::min(started_ + kSecond, next_report_ - kCensus);
+  waits_for_.store(-1, std::memory_order_relaxed);
+  if (outside_) return mirror(rank_, operation.sequence, current_);
   Page& own = page(rank_);
   own.announcements[operation.sequence % kAnnouncements] = current_;
   own.announced.publish(operation.sequence + 1);
@@ -73,6 +91,7 @@ Departure Session::departureOf(int r) const {
 void Session::depart(Departure how) {
   std::atomic_ref(page(rank_).departed)
       .store(static_cast<uint32_t>(how), std::memory_order_release);
+  if (outside_) return outside_->depart(how);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     ring(page(r), rank_);
@@ -81,7 +100,19 @@ void Session::depart(Departure how) {
 }
 
 std::vector<bool> Session::endedProcesses() const {
-  return ended(processes_);
+  std::vector<bool> all = ended(processes_);
+  for (size_t r = 0; r < distant_.size(); ++r) {
+    const Fate fate = distant_[r].fate;
+    if (fate == Fate::kUnreachable || (fate == Fate::kEnded && distant_[r].heard_out))
+      all[r] = true;
+  }
+  return all;
+}
+
+std::string Session::howLost(int r) const {
+  const std::lock_guard lock(mirror_mutex_);
+  if (!outside_ || distant_[static_cast<size_t>(r)].how.empty()) return kProcessEnded;
+  return distant_[static_cast<size_t>(r)].how;
 }
 
 // The words in which monitored_barrier is known to tell who did not come, and who looked.
@@ -106,11 +137,15 @@ std::string Session::who(int r) const {
 
 std::string Session::details(int r) const {
   std::string text = names_[static_cast<size_t>(r)];
-  if (isStopped(pids_[static_cast<size_t>(r)])) text += ", stopped";
+  if (isStoppedRank(r)) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
-  text += done == 0 ? ", no operation so far"
-                    : ", last seen in " + told(page(r).announcements[(done - 1) % kAnnouncements]);
-  return text;
+  if (done == 0) return text + ", no operation so far";
+  Announcement last;
+  {
+    const std::lock_guard lock(mirror_mutex_);
+    last = page(r).announcements[(done - 1) % kAnnouncements];
+  }
+  return text + ", last seen in " + told(last);
 }
 
 std::string Session::whereabouts(const std::vector<int>& ranks) const {
@@ -125,8 +160,122 @@ std::string Session::whereabouts(const std::vector<int>& ranks) const {
 std::vector<int> Session::stoppedOf(const std::vector<int>& ranks) const {
   std::vector<int> stopped;
   for (int r : ranks)
-    if (isStopped(pids_[static_cast<size_t>(r)])) stopped.push_back(r);
+    if (isStoppedRank(r)) stopped.push_back(r);
   return stopped;
+}
+
+bool Session::isStoppedRank(int r) const {
+  const auto at = static_cast<size_t>(r);
+  return (pids_[at] != 0 && isStopped(pids_[at])) || (outside_ && distant_[at].stopped);
+}
+
+// ---- from outside
+
+// `theirs` as announcement number `sequence` of that rank's mirror.
+void Session::mirror(int rank, uint64_t sequence, const Announcement& theirs) {
+  const std::lock_guard lock(mirror_mutex_);
+  Page& there = page(rank);
+  Announcement& known = there.announcements[sequence % kAnnouncements];
+  // What is heard late does not take the place of what came after it.
+  if (known.sequence != kNoOperation && known.sequence > sequence) return;
+  known = theirs;
+  if (there.announced.observe() <= sequence) there.announced.publish(sequence + 1);
+}
+
+void Session::learn(Failure kind, int culprit, int reporter, const std::string& text) {
+  {
+    const std::lock_guard lock(mirror_mutex_);
+    if (failed()) return;
+    Page& theirs = page(reporter);
+    std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
+    uint64_t none = 0;
+    verdict().compare_exchange_strong(none, pack(kind, culprit, reporter),
+                                      std::memory_order_acq_rel);
+  }
+  wakeAll();
+}
+
+void Session::lose(const std::vector<int>& ranks, Fate fate, const std::string& how) {
+  {
+    const std::lock_guard lock(mirror_mutex_);
+    for (int r : ranks) {
+      Distant& there = distant_[static_cast<size_t>(r)];
+      if (there.fate != Fate::kHere) continue;
+      there.how = how;
+      std::vector<int> others = ranks;
+      std::erase(others, r);
+      if (!others.empty())
+        there.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
+      there.lost_since = now();
+      there.fate = fate;
+    }
+  }
+  wakeAll();
+}
+
+void Session::learnDeparture(int rank, Departure how) {
+  {
+    const std::lock_guard lock(mirror_mutex_);
+    Distant& there = distant_[static_cast<size_t>(rank)];
+    if (how == Departure::kGone) {
+      there.gone = true;
+      if (!there.heard_out) how = Departure::kLeaving;
+    }
+    std::atomic_ref(page(rank).departed)
+        .store(static_cast<uint32_t>(how), std::memory_order_release);
+  }
+  wakeAll();
+}
+
+void Session::hearOut(int rank) {
+  {
+    const std::lock_guard lock(mirror_mutex_);
+    Distant& there = distant_[static_cast<size_t>(rank)];
+    there.heard_out = true;
+    if (there.gone)
+      std::atomic_ref(page(rank).departed)
+          .store(static_cast<uint32_t>(Departure::kGone), std::memory_order_release);
+  }
+  wakeAll();
+}
+
+void Session::miss(int rank, const std::string& how) {
+  if (fateOf(rank) != Fate::kHere || departureOf(rank_) == Departure::kGone) return;
+  report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
+}
+
+void Session::see(int rank, uint64_t announced, const Announcement& last, int waits_for,
+                  bool stopped, const std::vector<Announcement>& earlier) {
+  for (const Announcement& one : earlier) mirror(rank, one.sequence, one);
+  if (announced > 0) mirror(rank, announced - 1, last);
+  Distant& there = distant_[static_cast<size_t>(rank)];
+  there.waits_for = waits_for;
+  there.stopped = stopped;
+  last_answer_ = there.seen = now();
+}
+
+void Session::here(uint64_t& announced, Announcement& last, uint64_t since,
+                   std::vector<Announcement>& earlier) const {
+  const std::lock_guard lock(mirror_mutex_);
+  Page& own = page(rank_);
+  announced = own.announced.observe();
+  if (announced == 0) return;
+  last = own.announcements[(announced - 1) % kAnnouncements];
+  since = std::max(since, announced - std::min(announced, kAnnouncements));
+  for (; since < announced - 1; ++since)
+    earlier.push_back(own.announcements[since % kAnnouncements]);
+}
+
+void Session::ringMessenger(int r) {
+  if (outside_) {
+    if (r == rank_)
+      ringBell(page(r).messenger_bell);
+    else
+      outside_->stir(r);
+    return;
+  }
+  if (std::atomic_ref(page(r).messenger_bell).load(std::memory_order_seq_cst))
+    ringBell(page(r).messenger_bell);
 }
 
 // ---- while waiting
@@ -137,17 +286,16 @@ void Session::poll(int rank, Ready ready) {
   if (!inline_ && options_.interrupted && options_.interrupted(started_))
     fail(Failure::kAborted, rank_,
          who(rank_) + " aborted group '" + options_.name + "': interrupted in " + told(current_));
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_ && hasAnnounced(r)) verify(r);
-  const std::vector<bool> gone = endedProcesses();
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || !(gone[static_cast<size_t>(r)] || hasDeparted(r))) continue;
-    // A rank that is gone is missed if it never came to this operation, or if what this wait is for
-    // was its to do.  Whatever it did before it went is in memory by now, so look once more.
-    if ((!hasAnnounced(r) || r == rank) && !ready()) lost(r, gone[static_cast<size_t>(r)]);
-  }
+  waits_for_.store(rank, std::memory_order_relaxed);
+  if (outside_)
+    pollApart();
+  else
+    pollTogether(rank, ready);
   const Nanos time = now();
   if (time >= deadline_ && !ready()) {
+    hearOthers();
+    if (outside_) compareWhereabouts();
+    if (ready()) return;
     const Laggards late = laggards(rank);
     std::string text =
         late.text + ": " + told(current_) + " timed out after a timeout of " + seconds(timeout_);
@@ -161,123 +309,98 @@ void Session::poll(int rank, Ready ready) {
   }
 }
 
-void Session::verify(int rank) {
-  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch();
-}
-
-// ---- who is to blame
-
-// Every flag that rank r moves, wherever it lies: how far it has come.
-uint64_t Session::progressOf(int r) const {
-  Page& own = page(r);
-  return own.posted.observe() + own.reduced.observe() + own.done.observe() +
-         page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
-}
-
-// Those to blame among ranks that have not come.  This rank may be several operations ahead, and of
-// the others one may be held up by another: by one that is stopped, or by one that has come less
-// far.
-std::vector<int> Session::lastOf(const std::vector<int>& absent) const {
-  std::vector<int> last = stoppedOf(absent);
-  if (!last.empty()) return last;
-  uint64_t least = UINT64_MAX;
-  for (int r : absent) {
-    const uint64_t come = page(r).announced.observe();
-    if (come > least) continue;
-    if (come < least) last.clear();
-    least = come;
-    last.push_back(r);
-  }
-  return last;
-}
-
-Session::Laggards Session::laggards(int waited_for) const {
-  Laggards late;
-  std::vector<int> absent;
+void Session::pollTogether(int rank, Ready ready) {
   for (int r = 0; r < size_; ++r)
-    if (r != rank_ && !hasAnnounced(r)) absent.push_back(r);
-  if (!absent.empty()) {
-    late.ranks = current_.kind == Kind::kMonitoredBarrier ? absent : lastOf(absent);
-    late.text = whereabouts(late.ranks) + " did not arrive";
-    std::erase_if(absent, [&](int r) { return std::ranges::count(late.ranks, r) > 0; });
-    if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
-    return late;
+    if (r != rank_ && hasAnnounced(r)) verify(r);
+  const std::vector<bool> gone = endedProcesses();
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || !(gone[static_cast<size_t>(r)] || hasDeparted(r))) continue;
+    // A rank that is gone is missed if it never came to this operation, or if what this wait is for
+    // was its to do.  Whatever it did before it went is in memory by now, so look once more.
+    if ((!hasAnnounced(r) || r == rank) && !ready()) lost(r, gone[static_cast<size_t>(r)]);
   }
-  // All have come: a stopped process is to blame, else the one that has got least far.
-  int slowest = waited_for;
-  bool stopped = false;
-  for (int r = 0; r < size_ && !stopped; ++r) {
-    if (r == rank_) continue;
-    stopped = isStopped(pids_[static_cast<size_t>(r)]);
-    if (stopped || progressOf(r) < progressOf(slowest)) slowest = r;
+}
+
+// The rank that is awaited may be well, and wait for one that is lost, or compute for an hour.
+void Session::idle(Ready ready) {
+  for (int r = 0; r < size_ && outside_; ++r) {
+    const Distant& there = distant_[static_cast<size_t>(r)];
+    if (there.fate == Fate::kHere || now() - there.lost_since < kHearsay || ready()) continue;
+    broken(r, kProcessEnded);
   }
-  late.ranks = {slowest};
-  late.text = who(slowest) + " arrived but stopped moving data" +
-              (stopped ? ": its process is stopped" : "");
-  return late;
 }
 
-void Session::lost(int rank, bool process_ended) {
-  fail(Failure::kPeerLost, rank,
-       who(rank) + (process_ended ? " is lost: its process ended" : " has left the group") +
-           (hasAnnounced(rank) ? " during " : " before it came to ") + told(current_));
+// Who is gone is told by the mesh, which knows what is still on its way from there.
+void Session::pollApart() {
+  compareWhereabouts();
+  askNowAndThen();
 }
 
-void Session::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
-  const auto elements = [](uint64_t n) {
-    return std::to_string(n) + (n == 1 ? " element" : " elements");
-  };
-  fail(Failure::kMismatch, sender,
-       "ranks disagree on " + told(current_) + ": rank " + options_.shown(sender) + " sends " +
-           elements(sent) + " to rank " + options_.shown(receiver) + ", which expects " +
-           elements(expected));
-}
-
-void Session::mismatch() {
-  // Let the others arrive, so that the majority can be told from the minority.
-  const Nanos until = deadlineIn(kCensus);
-  const auto all_here = [&] {
-    for (int r = 0; r < size_; ++r)
-      if (!hasAnnounced(r)) return false;
-    return true;
-  };
-  while (!all_here() && !failed() && now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-
-  struct Party {
-    Announcement operation;
-    std::vector<int> ranks;
-  };
-  // The first operation that they disagree about: this one, or one that this rank did not wait in.
-  std::vector<Party> parties;
-  uint64_t sequence =
-      current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1);
-  for (; sequence <= current_.sequence; ++sequence) {
-    parties.clear();
-    for (int r = 0; r < size_; ++r) {
-      if (!hasAnnounced(r)) continue;
-      const Announcement& theirs = page(r).announcements[sequence % kAnnouncements];
-      auto party = std::find_if(parties.begin(), parties.end(),
-                                [&](const Party& p) { return p.operation == theirs; });
-      if (party == parties.end()) party = parties.insert(party, {theirs, {}});
-      party->ranks.push_back(r);
+// Ranks that wait for each other in different operations send nothing by which it would show.  Nor
+// does one that waits for a rank that has gone on, as it had nothing to do there.  So each compares
+// the last operation that it has heard of another rank with its own of that number; of two ranks
+// that is the one that has come further.
+void Session::compareWhereabouts() {
+  for (int r = 0; r < size_; ++r) {
+    bool differs = false;
+    uint64_t sequence = 0;
+    {
+      const std::lock_guard lock(mirror_mutex_);
+      const uint64_t announced = page(r).announced.observe();
+      if (announced == 0) continue;
+      const uint64_t at = (announced - 1) % kAnnouncements;
+      const Announcement& theirs = page(r).announcements[at];
+      const Announcement& own = page(rank_).announcements[at];
+      differs = theirs.sequence == own.sequence && theirs != own;
+      sequence = own.sequence;
     }
-    if (parties.size() > 1) break;
+    if (differs) mismatch(r, nullptr, sequence);
   }
-  // The largest party is right; of equal ones that with the lowest rank, which comes first.
-  const auto right = std::max_element(
-      parties.begin(), parties.end(),
-      [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
-  std::string text = "ranks disagree on operation #" + std::to_string(sequence) + ": ";
-  int culprit = -1;
-  for (const Party& party : parties) {
-    if (party.ranks == right->ranks) continue;
-    if (culprit < 0) culprit = party.ranks.front();
-    text += rankList(options_.shownAs(party.ranks)) + " called " + told(party.operation) + ", ";
+}
+
+// All who wait want to know how far the others are, and what one asks all are told: so the first
+// asks, and the rest, each a little later than the one before it, only where nobody did.
+void Session::askNowAndThen() {
+  const Nanos time = now();
+  if (time < next_ask_) return;
+  const Nanos next = last_answer_ + kSecond + kSecond * rank_ / size_;
+  if (time < next) {
+    next_ask_ = next;
+    return;
   }
-  if (culprit < 0) culprit = rank_;  // cannot be: a mismatch makes two parties at least
-  text += "where " + rankList(options_.shownAs(right->ranks)) + " called " + told(right->operation);
-  fail(Failure::kMismatch, culprit, text);
+  next_ask_ = time + kSecond;
+  outside_->ask();
+}
+
+void Session::verify(int rank) {
+  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
+}
+
+void Session::verify(int rank, const Announcement& theirs) {
+  mirror(rank, theirs.sequence, theirs);
+  if (theirs != current_) mismatch(rank, &theirs);
+}
+
+Watch::Fate Session::fateOf(int rank) const {
+  const Distant& there = distant_[static_cast<size_t>(rank)];
+  if (there.fate != Fate::kHere) return there.fate;
+  return there.gone || hasDeparted(rank) ? Fate::kLeft : Fate::kHere;
+}
+
+void Session::broken(int rank, const std::string& how) {
+  // Whoever knows more of it is about to say so.
+  for (const Nanos until = deadlineIn(kHearsay);
+       !failed() && fateOf(rank) == Fate::kHere && now() < until;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (failed()) throwVerdict();
+  std::string told_how = how;
+  if (distant_[static_cast<size_t>(rank)].fate != Fate::kHere) {
+    const std::lock_guard lock(mirror_mutex_);
+    told_how = distant_[static_cast<size_t>(rank)].how;
+  }
+  fail(Failure::kPeerLost, rank,
+       who(rank) + (fateOf(rank) == Fate::kLeft ? " has left the group" : " is lost: " + told_how) +
+           " during " + told(current_));
 }
 
 // ---- the verdict
@@ -286,15 +409,19 @@ void Session::report(Failure kind, int culprit, const std::string& text) {
   if (!failed()) {
     Page& own = page(rank_);
     // Only one thread of this rank reports: whoever else finds the word taken.
-    static std::mutex mutex;
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(mirror_mutex_);
     if (!failed()) {
       std::strncpy(own.record, text.c_str(), sizeof own.record - 1);
       uint64_t none = 0;
       verdict().compare_exchange_strong(none, pack(kind, culprit, rank_),
                                         std::memory_order_acq_rel);
+      if (outside_) outside_->tell(kind, culprit, text);
     }
   }
+  wakeAll();
+}
+
+void Session::wakeAll() {
   for (int r = 0; r < size_; ++r) {
     wake(page(r));
     ringBell(page(r).messenger_bell);

@@ -3,6 +3,8 @@
 
 #include <cstdio>
 
+#include "group/operation.h"
+
 namespace ringreduce {
 
 std::string rankList(const std::vector<int>& ranks) {
@@ -38,7 +40,9 @@ std::string describe(const Announcement& operation) {
   else
     text +=
         ", " + std::to_string(operation.count) + (operation.count == 1 ? " element" : " elements");
-  if (operation.kind != Kind::kAllToAll && operation.parts != 0) {
+  if (operation.kind == Kind::kCompressedAllReduce) {
+    text += ", " + describeCoding(operation.parts);
+  } else if (operation.kind != Kind::kAllToAll && operation.parts != 0) {
     char parts[48];
     std::snprintf(parts, sizeof parts, " in %s (hash %08x)",
                   operation.kind == Kind::kSparseAllReduce ? "a shape" : "uneven parts",

@@ -64,7 +64,7 @@ Fd connectTo(const std::string& name) {
   if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
   // EAGAIN: its queue of callers is full; whoever asks tries again.
   if (errno == ECONNREFUSED || errno == EAGAIN) return Fd();
-  throwErrno(Failure::kSetup, "cannot connect to rank 0's Unix socket");
+  throwErrno(Failure::kSetup, "cannot connect to a rank's Unix socket");
 }
 
 Peer peerOf(const Fd& socket) {

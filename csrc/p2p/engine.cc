@@ -29,16 +29,20 @@ void Engine::post(const Handle& transfer) {
   }
   int rank = m.peer;
   Arrival arrival;
-  if (takeArrival(*transfer, rank, arrival))
+  if (takeArrival(*transfer, rank, arrival)) {
     match(transfer, rank, arrival, arrival.payload.data(), finished_by_post_);
-  else
+    touched_by_post_.push_back(rank);
+  } else {
     posted_[{m.peer, m.tag}].push_back(transfer);
+  }
 }
 
 bool Engine::progress(std::vector<Handle>& finished, std::vector<int>& touched) {
   const bool posted = !finished_by_post_.empty();
   finished.insert(finished.end(), finished_by_post_.begin(), finished_by_post_.end());
   finished_by_post_.clear();
+  touched.insert(touched.end(), touched_by_post_.begin(), touched_by_post_.end());
+  touched_by_post_.clear();
   for (size_t r = 0; r < peers_.size(); ++r) {
     const bool drained = drain(static_cast<int>(r), finished);
     const bool pushed = push(peers_[r], finished);
@@ -146,9 +150,11 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
       case Record::Type::kFragment:
         if (const auto found = peer.receiving.find(record->id); found != peer.receiving.end()) {
           const Handle receive = found->second;
+          // Whatever a rank sends, no more than the message has room.
+          const size_t taken = std::min<size_t>(bytes, receive->message.bytes() - receive->moved);
           copyBytes(static_cast<std::byte*>(receive->message.data) + receive->moved, payload,
-                    bytes);
-          receive->moved += bytes;
+                    taken);
+          receive->moved += taken;
           if (receive->moved == receive->message.bytes()) {
             peer.receiving.erase(found);
             finish(receive, finished);

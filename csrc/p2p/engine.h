@@ -130,6 +130,7 @@ class Engine {
   std::map<Key, std::deque<Arrival>> unexpected_;  // messages without a receive
   std::set<Handle> pending_;
   std::vector<Handle> finished_by_post_;
+  std::vector<int> touched_by_post_;
   uint64_t posts_ = 0, arrivals_ = 0;
 };
 

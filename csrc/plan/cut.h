@@ -27,6 +27,18 @@ constexpr Span piece(size_t n, size_t step, size_t i) {
   return {begin, std::min(step, n - begin)};
 }
 
+// Calls visit(i, begin, size) for each part of `span` that lies in one piece i of what is cut every
+// `step` elements.
+template <class Visit>
+constexpr void forEachPiece(Span span, size_t step, Visit visit) {
+  for (size_t at = span.begin; at < span.end();) {
+    const size_t i = at / step;
+    const size_t end = std::min(span.end(), (i + 1) * step);
+    visit(static_cast<int>(i), at, end - at);
+    at = end;
+  }
+}
+
 struct Cut {
   size_t elements;
   int world_size;
@@ -41,12 +53,7 @@ struct Cut {
   // Calls visit(c, begin, size) for each part of [begin, end) that lies in one chunk c.
   template <class Visit>
   constexpr void forEachChunk(Span span, Visit visit) const {
-    for (size_t at = span.begin; at < span.end();) {
-      const int c = chunkOf(at);
-      const size_t end = std::min(span.end(), chunk(c).end());
-      visit(c, at, end - at);
-      at = end;
-    }
+    forEachPiece(span, chunkSize(), visit);
   }
 };
 

@@ -16,16 +16,13 @@
 // batches.  A link needs more than W slots: a receive always precedes a send, so with at most P*W
 // slices in the ring and more than W slots a link, some rank can always go on.
 //
-// `Primitives` says what moving and adding mean; this text is the same for every executor.
+// `Primitives` says what moving and adding mean; this text is the same for every executor: a CPU's
+// worker (collective/host_primitives.h) and a GPU's thread block (cuda/primitives.h).
 #pragma once
 
 #include <cstddef>
 
-#ifdef __CUDACC__
-#define RINGREDUCE_HOST_DEVICE __host__ __device__
-#else
-#define RINGREDUCE_HOST_DEVICE
-#endif
+#include "base/device.h"
 
 namespace ringreduce {
 
@@ -36,7 +33,7 @@ struct RingShape {
 };
 
 template <class Primitives>
-RINGREDUCE_HOST_DEVICE void runRing(Primitives& p, const RingShape& shape) {
+RINGREDUCE_DEVICE void runRing(Primitives& p, const RingShape& shape) {
   const int P = shape.world_size;
   const auto chunk = [&](int offset) { return (shape.rank + offset + P) % P; };
   const auto least = [](size_t a, size_t b) { return a < b ? a : b; };

@@ -223,6 +223,14 @@ void finish(void* dst, const void* partial, const void* own, size_t n, int world
   });
 }
 
+template <class E, class Op, class LastStep>
+void finishSums(void* dst, const void* a, const void* b, size_t n, int worldSize) {
+  using Partial = typename E::Partial;
+  const void* const sources[] = {a, b};
+  LastStep::with(worldSize,
+                 [&](auto step) { fold<E, Partial, Partial, Op, 2>(dst, sources, 2, n, step); });
+}
+
 // More sources than a first-level cache has ways (8 at the least) throw each other's lines out of
 // it when all of them begin at the same offset in a page, as slots do.  So they are taken a few at
 // a time, block by block, with the partial result in cache; up to 8, that would only cost
@@ -307,7 +315,11 @@ struct TypeOf<DType::kBool> : Is<Bool, uint8_t> {};
 template <DType type, class Op, class LastStep = Nothing>
 constexpr ReduceKernels kernelsOf() {
   using E = typename TypeOf<type>::Element;
-  return {isHalf(type) ? DType::kFloat32 : type, widen<E>, combine<E, Op>, finish<E, Op, LastStep>,
+  return {isHalf(type) ? DType::kFloat32 : type,
+          widen<E>,
+          combine<E, Op>,
+          finish<E, Op, LastStep>,
+          finishSums<E, Op, LastStep>,
           reduce<E, Op, LastStep>};
 }
 

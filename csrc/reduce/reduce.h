@@ -35,6 +35,10 @@ struct ReduceKernels {
   // itself.
   void (*finish)(void* dst, const void* partial, const void* own, size_t n, int world_size);
 
+  // The same of two sums: a[i] (op) b[i], both of the partial type.  dst may be either where it is
+  // of that type too; no other overlap.
+  void (*finishSums)(void* dst, const void* a, const void* b, size_t n, int world_size);
+
   // All at once: dst[i] = finish(sources[0][i] (op) ... (op) sources[count-1][i]), count >= 1.
   // dst may be any one of the sources; no other overlap.
   void (*reduce)(void* dst, const void* const* sources, int count, size_t n, int world_size);

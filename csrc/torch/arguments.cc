@@ -1,6 +1,8 @@
 // Conversions and checks that several calls share.
 #include "torch/arguments.h"
 
+#include <torch/headeronly/version.h>
+
 #include "base/error.h"
 
 namespace ringreduce {
@@ -42,12 +44,25 @@ ReduceOp opOf(const c10d::ReduceOp& op, const char* call) {
   }
 }
 
-double factorOf(const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
-  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PremulSum = c10d::NCCLPreMulSumSupplement;
+#else
+using PremulSum = c10d::PreMulSumSupplement;
+#endif
+
+}  // namespace
+
+Factor factorOf(const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return {};
+  const auto* supplement = dynamic_cast<const PremulSum*>(op.supplement_.get());
   if (!supplement) throw Error(Failure::kArgument, "ringreduce: PREMUL_SUM without its factor");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
-                                             : supplement->double_factor;
+  return {supplement->double_factor, supplement->tensor_factor};
+}
+
+double numberOf(const Factor& factor) {
+  return factor.tensor.defined() ? factor.tensor.item<double>() : factor.number;
 }
 
 at::Tensor addable(const at::Tensor& tensor, ReduceOp op, const char* call) {
@@ -61,7 +76,7 @@ at::Tensor addable(const at::Tensor& tensor, ReduceOp op, const char* call) {
 
 void requireLike(const at::Tensor& tensor, int64_t elements, const at::Tensor& like,
                  const char* call, const char* what) {
-  requireDense(tensor, call);
+  requireDense(tensor, call, like.device());
   if (tensor.numel() != elements || tensor.scalar_type() != like.scalar_type())
     refuse(call, c10::str(what, " must have ", elements, " elements of ", like.scalar_type(),
                           "; it has ", tensor.numel(), " of ", tensor.scalar_type()));

@@ -24,7 +24,14 @@ Nanos nanosOf(std::chrono::milliseconds time);
 Nanos timeoutOf(std::chrono::milliseconds timeout);
 
 ReduceOp opOf(const c10d::ReduceOp& op, const char* call);
-double factorOf(const c10d::ReduceOp& op);
+
+// PREMUL_SUM's: a number, or a tensor with one.  1 for other ops.
+struct Factor {
+  double number = 1;
+  at::Tensor tensor = {};
+};
+Factor factorOf(const c10d::ReduceOp& op);
+double numberOf(const Factor& factor);
 
 // What can be added of a tensor: of a complex one the pairs of real numbers.
 at::Tensor addable(const at::Tensor& tensor, ReduceOp op, const char* call);

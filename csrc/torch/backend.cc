@@ -9,12 +9,19 @@
 #include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "base/env.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "torch/arguments.h"
+#include "torch/cuda_build.h"
 #include "torch/errors.h"
+#include "torch/gpu_backend.h"
+#include "torch/gpu_plane.h"
 #include "torch/memory.h"
+#include "torch/staged_backend.h"
 
 namespace ringreduce {
 namespace {
@@ -33,14 +40,22 @@ auto fromStore(F&& call) {
 // torch's store, as the rendezvous wants it.
 class TorchStore final : public Store {
  public:
-  explicit TorchStore(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {}
+  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::string& value) override {
     fromStore([&] { store_->set(key, value); });
   }
   std::optional<std::string> get(const std::string& key) override {
+    // Not check and get: a key that is removed between the two would be waited for.  compareSet
+    // returns what there is, or what it was told to expect.
+    static const std::vector<uint8_t> nothing{0};
     return fromStore([&]() -> std::optional<std::string> {
-      if (!store_->check({key})) return std::nullopt;
-      return store_->get_to_str(key);
+      try {
+        const std::vector<uint8_t> value = store_->compareSet(key, nothing, nothing);
+        if (value == nothing) return std::nullopt;
+        return std::string(value.begin(), value.end());
+      } catch (const c10::NotImplementedError&) {  // a store of the user's may have no more
+        return store_->check({key}) ? std::optional(store_->get_to_str(key)) : std::nullopt;
+      }
     });
   }
   void remove(const std::string& key) override {
@@ -48,20 +63,42 @@ class TorchStore final : public Store {
   }
 
  private:
-  const c10::intrusive_ptr<c10d::Store>& store_;
+  const c10::intrusive_ptr<c10d::Store> store_;
 };
+
+// Where a store is, if it is one of torch's that others reach by a network.
+std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
+  const c10d::Store* inner = store.get();
+  if (const auto* prefixed = dynamic_cast<const c10d::PrefixStore*>(inner))
+    inner = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingNonPrefixStore().get();
+  if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner)) return tcp->getHost();
+  return env("MASTER_ADDR").value_or("");
+}
 
 // The groups that are alive, for shutdownAll.
 struct LiveGroups {
   std::mutex mutex;
-  std::vector<std::weak_ptr<Group>> groups;
+  struct Entry {
+    std::weak_ptr<Group> group;
+    c10::weak_intrusive_ptr<GpuBackend> gpu;
+  };
+  std::vector<Entry> groups;
 
-  void add(const std::shared_ptr<Group>& group) {
+  void add(const std::shared_ptr<Group>& group, const c10::intrusive_ptr<GpuBackend>& gpu) {
     const std::lock_guard lock(mutex);
-    std::erase_if(groups, [](const auto& g) { return g.expired(); });
-    groups.push_back(group);
+    std::erase_if(groups, [](const Entry& e) { return e.group.expired(); });
+    groups.push_back({group, c10::weak_intrusive_ptr<GpuBackend>(gpu)});
   }
 };
+
+// Where nobody can be told of an error any more, NCCL's inside it included.
+void leave(GpuBackend& gpu) {
+  try {
+    gpu.shutdown();
+  } catch (const std::exception& error) {
+    log("rank " + std::to_string(gpu.getRank()) + " leaves a group's GPUs: " + error.what());
+  }
+}
 
 LiveGroups& liveGroups() {
   static auto* all = new LiveGroups;  // never destroyed: used while the process exits
@@ -77,29 +114,71 @@ Backend& asRingreduce(c10d::Backend& backend) {
 }
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options)
+                 const GroupOptions& options, Gpus gpus)
     : c10d::Backend(rank, size),
       store_(store),
       group_options_(options),
       options_(c10::make_intrusive<Options>(
-          "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))) {
+          "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
+      gpus_(std::move(gpus)) {
   options_->group_name = options.name;
   options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
   TorchStore adapted(store);
-  group_ = translated([&] { return Group::create(adapted, rank, size, options); });
-  liveGroups().add(group_);
+  group_ = translated([&] {
+    GroupOptions located = options;
+    if (located.store_host.empty()) located.store_host = hostOf(store);
+    if (!hasCuda()) return Group::create(adapted, rank, size, located);
+    adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
+    return Group::create(adapted, rank, size, located);
+  });
+  if (hasCuda())
+    gpu_ = c10::make_intrusive<GpuBackend>(
+        rank, size, observer_, [this](c10::Device device) { return makePlaneOn(device); },
+        [this] {
+          const auto made = gpus_.make_inner(store_, rank_, size_);
+          if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
+          return made;
+        },
+        c10::make_intrusive<StagedBackend>(*this));
+  liveGroups().add(group_, gpu_);
 }
 
 Backend::~Backend() {
   // Completions that are under way may want the interpreter, so it must not be held while they end.
   std::optional<pybind11::gil_scoped_release> released;
   if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+  if (gpu_) leave(*gpu_);
   group_.reset();
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
+  if (gpu_) gpu_->setTimeout(timeout);
   group_->setTimeout(nanosOf(timeout));
+}
+
+std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
+  if (!spansHosts()) return makePlane(group_, device);
+  const auto& together = group_->local();
+  // A connection of its own: it is used by a thread, and waits there.
+  return makePlane(std::make_shared<TorchStore>(store_->clone()), *group_->hosts(), together,
+                   makePlane(together, device), device, group_options_);
+}
+
+GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {
+  return gpu_ && tensor.defined() && tensor.is_cuda() ? gpu_.get() : nullptr;
+}
+
+GpuBackend* Backend::gpuFor(const Tensors& tensors) const {
+  return tensors.empty() ? nullptr : gpuFor(tensors[0]);
+}
+
+size_t Backend::gpuBytes() const {
+  return gpu_ ? gpu_->bytes() : 0;
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  if (gpu_ && device.is_cuda()) gpu_->eagerConnectSingleDevice(device);
 }
 
 // ---- starting operations
@@ -124,13 +203,19 @@ void Backend::startCoalescing() {
   const std::lock_guard lock(coalescing_mutex_);
   coalescing_ = true;
   coalesced_.clear();  // of a block that an error has left without its end
+  if (gpu_) gpu_->startCoalescing();
 }
 
 Backend::WorkPtr Backend::endCoalescing() {
-  const std::lock_guard lock(coalescing_mutex_);
-  TORCH_CHECK(coalescing_, "ringreduce: endCoalescing without startCoalescing");
-  coalescing_ = false;
-  return c10::make_intrusive<WorkList>(rank_, std::exchange(coalesced_, {}));
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard lock(coalescing_mutex_);
+    TORCH_CHECK(coalescing_, "ringreduce: endCoalescing without startCoalescing");
+    coalescing_ = false;
+    works = std::exchange(coalesced_, {});
+  }
+  if (gpu_) works.push_back(gpu_->endCoalescing());
+  return c10::make_intrusive<WorkList>(rank_, std::move(works));
 }
 
 // ---- groups made of this one
@@ -143,10 +228,12 @@ Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& stor
   made.timeout = options ? nanosOf(options->timeout) : group_->timeout();
   made.name =
       options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
+  const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
+  made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
   made.shared = group_->sharedOptions();
   made.global_ranks.clear();
   for (int r : ranks) made.global_ranks.push_back(group_options_.shownAs(r));
-  return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made);
+  return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
 }
 
 // A part of this group's store for some of its ranks.  A group can be made there again and again.
@@ -176,7 +263,7 @@ Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
   if (options && !options->group_name.empty()) made.name = options->group_name;
   made.shared = group_->sharedOptions();
   made.global_ranks.clear();  // those of other groups are not known here
-  return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made);
+  return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made, gpus_);
 }
 
 Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int flags,
@@ -209,7 +296,7 @@ void Backend::waitForPendingWorks() {
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
-  return {{"staging_bytes", group_->stagingBytes()}};
+  return {{"staging_bytes", group_->stagingBytes()}, {"gpu_bytes", gpuBytes()}};
 }
 
 c10d::ErrorType Backend::getError() {
@@ -227,20 +314,24 @@ c10d::ErrorType Backend::getError() {
 
 void Backend::abort() {
   translated([&] { group_->abort("abort() was called"); });
+  if (gpu_) gpu_->abort();
 }
 
 void Backend::shutdown() {
+  if (gpu_) gpu_->shutdown();
   group_->shutdown();
 }
 
 void Backend::shutdownAll() {
-  std::vector<std::weak_ptr<Group>> groups;
+  decltype(LiveGroups::groups) groups;
   {
     const std::lock_guard lock(liveGroups().mutex);
     groups.swap(liveGroups().groups);
   }
-  for (const auto& weak : groups)
-    if (const auto group = weak.lock()) group->shutdown();
+  for (const auto& entry : groups) {
+    if (const auto gpu = entry.gpu.lock()) leave(*gpu);
+    if (const auto group = entry.group.lock()) group->shutdown();
+  }
 }
 
 // ---- memory
@@ -251,6 +342,7 @@ std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
+  if (gpu_ && options.device().is_cuda()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,

@@ -6,21 +6,38 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
 #include <vector>
 
+#include "codec/layout.h"
+#include "cuda/plane.h"
 #include "group/group.h"
+#include "group/hosts.h"
 #include "torch/work.h"
 
 namespace ringreduce {
 
+class Compression;
+class GpuBackend;
+
 class Backend final : public c10d::Backend {
  public:
+  // Makes the backend that takes calls on CUDA tensors which the GPU plane does not perform; null:
+  // they go through the host's memory.
+  using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
+  // What a rank tells the others of its GPUs, and what it makes of what they all tell.
+  struct Gpus {
+    std::string facts;  // in the store, behind "ringreduce/gpus/" and the rank
+    MakeInner make_inner;
+  };
+
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options);
+          const GroupOptions& options, Gpus gpus);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -58,6 +75,17 @@ class Backend final : public c10d::Backend {
   // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
   c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
 
+  // ---- compressed (compressed_calls.cc)
+  // Of float32 tensors; `error` receives what this rank's encodings lost.
+  WorkPtr compressedAllReduce(const at::Tensor& input, const at::Tensor& output,
+                              const std::optional<at::Tensor>& error, const Coding& coding,
+                              ReduceOp op, CodedSchedule schedule, bool async);
+  // As averageBucket, of parameters that lie in the bucket as `parts` says; `last` of a step.
+  c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket,
+                                                        Compression& compression,
+                                                        std::vector<Part> parts, bool last,
+                                                        Context context);
+
   // ---- point to point (message_calls.cc)
   WorkPtr send(Tensors&, int peer, int tag) override;
   WorkPtr recv(Tensors&, int peer, int tag) override;
@@ -65,11 +93,13 @@ class Backend final : public c10d::Backend {
 
   // ---- the group itself
   // Calls between these two are started as they come, and waited for as one.
+  bool supportsCoalescing() const override { return gpu_ != nullptr; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using OptionsPtr = c10::intrusive_ptr<Options>;
+  void eagerConnectSingleDevice(at::Device device) override;
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }
   // A group of some of the ranks, in this order; null for a rank that is not among them.  All of
@@ -94,7 +124,8 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.
-  bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
+  // On a GPU it is the caching allocator's: DDP's buckets are registered when the hook sees them.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
@@ -104,8 +135,17 @@ class Backend final : public c10d::Backend {
 
   bool hasFailed() const { return group_->failed(); }
   size_t stagingBytes() const { return group_->stagingBytes(); }
+  size_t gpuBytes() const;
+  bool spansHosts() const { return group_->hosts() && group_->hosts()->count() > 1; }
+  std::vector<std::string> routes() const { return group_->routes(); }
+  Group& group() const { return *group_; }
 
  private:
+  // The part for CUDA tensors if this is one; null for others, which the caller then refuses if
+  // they are not the CPU's.
+  GpuBackend* gpuFor(const at::Tensor& tensor) const;
+  GpuBackend* gpuFor(const Tensors& tensors) const;
+  std::shared_ptr<cuda::Plane> makePlaneOn(c10::Device device);
   WorkPtr start(Job job, bool async);
   WorkPtr startMessage(Job job, Message message);
   WorkPtr collected(WorkPtr work);
@@ -117,7 +157,9 @@ class Backend final : public c10d::Backend {
   const GroupOptions group_options_;
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
+  const Gpus gpus_;  // handed on to groups made of this one
   std::shared_ptr<Group> group_;
+  c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two
   bool coalescing_ = false;

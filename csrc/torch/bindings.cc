@@ -1,6 +1,6 @@
 // ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -9,11 +9,17 @@
 #include <vector>
 
 #include "base/env.h"
+#include "group/hosts.h"
+#include "group/ring.h"
+#include "plan/explain.h"
 #include "reduce/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
+#include "torch/compression_bindings.h"
+#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/memory.h"
+#include "torch/python_objects.h"
 
 namespace py = pybind11;
 
@@ -28,23 +34,40 @@ Nanos nanosOf(double seconds) {
                                                          : kNever;
 }
 
+// Read before the other ranks can be told, so the error says whose it is.
+double stallSeconds(const std::string& rank) {
+  try {
+    return envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9);
+  } catch (const Error& error) {
+    throw Error(error.kind(),
+                "rank " + rank + " (pid " + std::to_string(getpid()) + "): " + error.what());
+  }
+}
+
 // What is not given comes from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
                          const std::vector<int>& global_ranks,
                          const std::optional<std::string>& algorithm,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
-                         std::optional<double> stall_seconds) {
+                         std::optional<double> stall_seconds, const std::string& gpu_facts,
+                         const py::object& make_inner, int of_ranks) {
+  const auto call = shared(make_inner);
+  Backend::Gpus gpus{.facts = gpu_facts,
+                     .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
+                       const py::gil_scoped_acquire gil;
+                       return (*call)(at, r, n).cast<BackendPtr>();
+                     }};
   const py::gil_scoped_release no_gil;  // ranks that are threads of one process join one another
   try {
     GroupOptions options;
     options.name = name;
     options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
+    options.of_ranks = of_ranks;
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
-    options.stall =
-        nanosOf(stall_seconds.value_or(envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9)));
+    options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
     // Given by the caller: rank 0 refuses for all what it cannot work with.  The environment is
     // read by rank 0 alone, inside.
     if (rank == 0 && (algorithm || slot_bytes || slots)) {
@@ -53,28 +76,91 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
       options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
       options.shared->slots = slots.value_or(options.shared->slots);
     }
-    return c10::make_intrusive<Backend>(store, rank, size, options);
+    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus));
   } catch (const Error&) {
     rethrowToPython();
   }
 }
 
-// Averages a bucket and completes `future`, a torch.futures.Future, with its tensor.  DDP wants a
-// Python object from a hook in Python; Future.then would make one, but turns our errors into
-// RuntimeError.
+// Averages a bucket and completes `future`, a torch.futures.Future, with its tensor.
 void averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket, const py::object& future) {
-  const auto wrapped = future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>();
-  // The last to hold it may be a thread without the interpreter's lock.
-  const std::shared_ptr<py::object> object(new py::object(future), [](py::object* o) {
-    const py::gil_scoped_acquire gil;
-    delete o;
-  });
-  const py::gil_scoped_release no_gil;
-  averageGradBucket(*backend, bucket)->addCallback([wrapped, object](c10::ivalue::Future& done) {
-    if (done.hasError()) return wrapped->fut->setError(done.exception_ptr());
-    const py::gil_scoped_acquire gil;
-    object->attr("set_result")(done.constValue().toTensor());
-  });
+  completes(future, [&] { return averageGradBucket(*backend, bucket); });
+}
+
+// Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
+// the rates from host to host in Mbit/s.
+py::tuple topologyOf(const BackendPtr& backend) {
+  const Group& group = asRingreduce(*backend).group();
+  std::vector<std::vector<int>> hosts;
+  std::vector<std::string> names;
+  const Hosts* known = group.hosts();
+  for (int host = 0; known && host < known->count(); ++host) {
+    hosts.push_back(known->ranksOn(host));
+    names.push_back(known->machineOf(hosts.back().front()));
+  }
+  const HostRing none{.hosts = {}};
+  const HostRing& ring = group.ring() ? *group.ring() : none;
+  static constexpr const char* kSources[] = {"ranks", "given", "measured"};
+  return py::make_tuple(hosts, names, kSources[static_cast<size_t>(ring.source)], ring.hosts,
+                        ring.ranks, ring.mbit);
+}
+
+std::vector<int> bestRingOf(const Rates& rates) {
+  try {
+    return bestRing(rates);
+  } catch (const Error& error) {
+    throw py::value_error(error.what());
+  }
+}
+
+WireCost costFrom(const py::dict& given) {
+  WireCost cost;
+  const std::pair<const char*, double*> fields[] = {{"hop", &cost.hop},
+                                                    {"message", &cost.message},
+                                                    {"byte", &cost.byte},
+                                                    {"memory", &cost.memory},
+                                                    {"crowd", &cost.crowd}};
+  for (const auto& [name, field] : fields)
+    if (given.contains(name)) *field = given[name].cast<double>();
+  return cost;
+}
+
+py::dict costTo(const WireCost& cost) {
+  py::dict all;
+  all["hop"] = cost.hop;
+  all["message"] = cost.message;
+  all["byte"] = cost.byte;
+  all["memory"] = cost.memory;
+  all["crowd"] = cost.crowd;
+  all["system"] = WireCost::kSystem;
+  return all;
+}
+
+// The choice, why, and of each candidate its name, seconds, hops and bytes: there are none where
+// all share memory.
+py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
+                  bool sockets, const std::string& wanted, const py::dict& given) {
+  const auto algorithm = algorithmNamed(wanted);
+  if (algorithm && world_size >= 2 && ranks_on_host == world_size && !sockets) {
+    const Algorithm choice = chooseAllReduce(bytes, world_size, *algorithm);
+    return py::make_tuple(kAlgorithmNames[static_cast<size_t>(choice)],
+                          choice == *algorithm            ? "asked for"
+                          : choice == Algorithm::kTwoShot ? "shares the addition out"
+                          : world_size == 2               ? "two ranks: one wait a slice"
+                                                          : "small: one wait a slice",
+                          py::list());
+  }
+  if (!algorithm || world_size < 2 || ranks_on_host < 1 || world_size % ranks_on_host != 0)
+    throw py::value_error("there is no such algorithm, or no such group");
+  WireCost cost = costFrom(given);
+  cost.ranks_on_host = ranks_on_host;
+  const Explanation found =
+      explainMeshAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
+  py::list candidates;
+  for (const Candidate& one : found.candidates)
+    candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],
+                                     one.seconds, one.hops, one.bytes));
+  return py::make_tuple(kAlgorithmNames[static_cast<size_t>(found.choice)], found.why, candidates);
 }
 
 }  // namespace
@@ -90,18 +176,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),
         py::arg("algorithm") = py::none(), py::arg("slot_bytes") = py::none(),
-        py::arg("slots") = py::none(), py::arg("stall_seconds") = py::none());
+        py::arg("slots") = py::none(), py::arg("stall_seconds") = py::none(), py::kw_only(),
+        py::arg("gpu_facts"), py::arg("make_inner"), py::arg("of_ranks") = 0);
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
   m.def(
       "staging_bytes",
       [](const BackendPtr& backend) { return asRingreduce(*backend).stagingBytes(); },
       py::arg("backend"));
   m.def(
+      "gpu_bytes", [](const BackendPtr& backend) { return asRingreduce(*backend).gpuBytes(); },
+      py::call_guard<py::gil_scoped_release>(), py::arg("backend"));
+  m.def(
+      "routes", [](const BackendPtr& backend) { return asRingreduce(*backend).routes(); },
+      py::arg("backend"));
+  m.def(
       "has_failed", [](const BackendPtr& backend) { return asRingreduce(*backend).hasFailed(); },
       py::arg("backend"));
   m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
   m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"), py::arg("future"));
+  bindCompression(m);
+  m.def("topology", &topologyOf, py::arg("backend"));
+  m.def("best_ring", &bestRingOf, py::arg("rates"));
+  m.def("explain", &explain, py::arg("bytes"), py::arg("partial_bytes"), py::arg("world_size"),
+        py::arg("ranks_on_host"), py::arg("sockets"), py::arg("wanted"), py::arg("cost"));
+  m.def(
+      "wire_cost",
+      [](const BackendPtr& backend) {
+        return costTo(backend ? asRingreduce(*backend).group().wireCost() : WireCost{});
+      },
+      py::arg("backend"));
   m.def("instruction_set", &instructionSet);
+  m.def("cuda_build", &cudaBuild);
   m.def(
       "set_error_types",
       [](const py::object& peer_lost, const py::object& timeout, const py::object& mismatch,

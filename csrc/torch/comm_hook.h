@@ -6,7 +6,12 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include "torch/work.h"
+
 namespace ringreduce {
+
+// What names a bucket in errors: "DDP bucket 2 with 4 parameters of shape ...".
+Context describeBucket(c10d::GradBucket& bucket);
 
 // Averages a bucket over the backend's ranks, in place; the Future's value is the bucket's tensor.
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,

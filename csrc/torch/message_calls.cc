@@ -5,6 +5,7 @@
 #include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/errors.h"
+#include "torch/gpu_backend.h"
 
 namespace ringreduce {
 namespace {
@@ -25,6 +26,7 @@ Message messageOf(const Tensors& tensors, Message::Way way, int peer, int tag, c
 }  // namespace
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->send(tensors, peer, tag);
   return translated([&] {
     return startMessage({.type = c10d::OpType::SEND,
                          .title = "ringreduce:send",
@@ -35,6 +37,7 @@ Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recv(tensors, peer, tag);
   return translated([&] {
     if (peer < 0)
       refuse("recv",
@@ -48,6 +51,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
 }
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recvAnysource(tensors, tag);
   return translated([&] {
     return startMessage({.type = c10d::OpType::RECVANYSOURCE,
                          .title = "ringreduce:recvAnySource",

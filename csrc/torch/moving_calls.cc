@@ -2,12 +2,15 @@
 // turned into operations.
 //
 // A check that fails here raises ValueError before anything is sent, and the group stays usable.
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <utility>
 
 #include "base/error.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/errors.h"
+#include "torch/gpu_backend.h"
 
 namespace ringreduce {
 namespace {
@@ -79,6 +82,7 @@ std::vector<size_t> splitCounts(const at::Tensor& tensor, const std::vector<int6
 }  // namespace
 
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->broadcast(tensors, options);
   return translated([&] {
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
     const bool root = options.rootRank == rank_;
@@ -98,6 +102,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
 
 Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::AllgatherOptions& options) {
+  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->allgather(outputs, inputs, options);
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), "all_gather", "output");
@@ -112,6 +117,7 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
 
 Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) {
+  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->allgather_coalesced(outputs, inputs, options);
   constexpr auto kCall = "all_gather_coalesced";
   return translated([&] {
     requireSome(inputs, kCall);
@@ -138,6 +144,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
 
 Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
+  if (GpuBackend* gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
   return translated([&] {
     return start({.type = c10d::OpType::_ALLGATHER_BASE,
                   .title = "ringreduce:all_gather_into_tensor",
@@ -151,6 +158,8 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& options) {
+  if (GpuBackend* gpu = gpuFor(inputs))
+    return gpu->allgather_into_tensor_coalesced(outputs, inputs, options);
   constexpr auto kCall = "all_gather_into_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);
@@ -166,6 +175,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
 
 Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::GatherOptions& options) {
+  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->gather(outputs, inputs, options);
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "gather");
     const bool root = options.rootRank == rank_;
@@ -196,6 +206,7 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 
 Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const c10d::ScatterOptions& options) {
+  if (GpuBackend* gpu = gpuFor(outputs)) return gpu->scatter(outputs, inputs, options);
   return translated([&] {
     const at::Tensor& output = onlyOne(outputs, "scatter");
     const bool root = options.rootRank == rank_;
@@ -228,6 +239,8 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_splits,
                                         std::vector<int64_t>& input_splits,
                                         const c10d::AllToAllOptions& options) {
+  if (GpuBackend* gpu = gpuFor(input))
+    return gpu->alltoall_base(output, input, output_splits, input_splits, options);
   constexpr auto kCall = "all_to_all_single";
   return translated([&] {
     requireDense(input, kCall);
@@ -265,6 +278,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
+  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->alltoall(outputs, inputs, options);
   constexpr auto kCall = "all_to_all";
   return translated([&] {
     const auto P = static_cast<size_t>(size_);
@@ -300,7 +314,11 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 
 // ---- barriers
 
+// For a GPU it also waits for what was put into the current stream before it, so also for the calls
+// whose Works were waited for.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+  if (gpu_ && options.device && options.device->is_cuda())
+    c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
   return translated([&] {
     return start({.type = c10d::OpType::BARRIER,
                   .title = "ringreduce:barrier",

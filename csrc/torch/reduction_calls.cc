@@ -9,6 +9,7 @@
 #include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/errors.h"
+#include "torch/gpu_backend.h"
 #include "torch/sparse.h"
 
 namespace ringreduce {
@@ -25,7 +26,7 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
                     .count = countOf(real),
                     .dtype = dtypeOf(real, call),
                     .op = op,
-                    .factor = factorOf(options.reduceOp)},
+                    .factor = numberOf(factorOf(options.reduceOp))},
           timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
 }
 
@@ -70,7 +71,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, bool 
                         .output = nullptr,
                         .dtype = dtype,
                         .op = op,
-                        .factor = factorOf(options.reduceOp)};
+                        .factor = numberOf(factorOf(options.reduceOp))};
   if (list) {
     for (size_t r = 0; r < inputs.size(); ++r) {
       const bool own = static_cast<int>(r) == rank;
@@ -97,6 +98,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, bool 
 }  // namespace
 
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce(tensors, options);
   return translated([&] {
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
@@ -112,6 +114,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const c10d::AllreduceCoalescedOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_coalesced(tensors, options);
   constexpr auto kCall = "all_reduce_coalesced";
   return translated([&] {
     requireSome(tensors, kCall);
@@ -147,6 +150,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
                                            const c10d::AllreduceOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
   return translated([&] {
     if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
     return start({.type = c10d::OpType::_ALLREDUCE_SPARSE,
@@ -160,6 +164,7 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
 
 c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor& bucket,
                                                                Context context) {
+  if (GpuBackend* gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
   return translated([&] {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
@@ -180,6 +185,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor&
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->reduce(tensors, options);
   return translated([&] {
     const at::Tensor& tensor = onlyOne(tensors, "reduce");
     const ReduceOp op = opOf(options.reduceOp, "reduce");
@@ -196,7 +202,7 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
                                          .dtype = dtypeOf(real, "reduce"),
                                          .op = op,
                                          .root = static_cast<int>(options.rootRank),
-                                         .factor = factorOf(options.reduceOp)},
+                                         .factor = numberOf(factorOf(options.reduceOp))},
                                   timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
                  options.asyncOp);
   });
@@ -204,6 +210,7 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
 
 Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
+  if (GpuBackend* gpu = gpuFor(outputs)) return gpu->reduce_scatter(outputs, inputs, options);
   return translated([&] {
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), "reduce_scatter", "input");
@@ -219,6 +226,7 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
 
 Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
+  if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
     requireDense(input, "reduce_scatter_tensor");
     return start({.type = c10d::OpType::_REDUCE_SCATTER_BASE,
@@ -233,6 +241,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
 
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  if (GpuBackend* gpu = gpuFor(outputs))
+    return gpu->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   constexpr auto kCall = "reduce_scatter_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);

@@ -11,6 +11,7 @@
 #include "base/copy.h"
 #include "base/hash.h"
 #include "torch/arguments.h"
+#include "torch/cuda_build.h"
 
 namespace ringreduce {
 namespace {
@@ -73,8 +74,7 @@ at::Tensor sumOf(const std::vector<at::Tensor>& parts, const at::Tensor& own, Re
 Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
   if (!tensor.defined() || tensor.layout() != at::kSparse)
     refuse(kCall, "takes sparse tensors in COO layout");
-  if (!tensor.device().is_cpu())
-    refuse(kCall, "takes tensors in CPU memory, not on " + tensor.device().str());
+  requireCpu(tensor, kCall);
   const ReduceOp op = opOf(options.reduceOp, kCall);
   const DType dtype = dtypeOf(tensor, kCall);
   if (op != ReduceOp::kSum && !(op == ReduceOp::kAvg && isFloating(dtype)))

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "torch/cuda_build.h"
 
 namespace ringreduce {
 namespace {
@@ -68,23 +69,24 @@ DType dtypeOf(const at::Tensor& tensor, const char* call) {
   }
 }
 
-void requireDense(const at::Tensor& tensor, const char* call) {
+void requireDense(const at::Tensor& tensor, const char* call, c10::Device device) {
   if (!tensor.defined()) refuse(call, "an undefined tensor");
   if (tensor.layout() != at::kStrided)
     refuse(call, std::string("takes dense tensors, not ") +
                      (tensor.is_sparse() ? "sparse" : c10::str(tensor.layout())) +
                      " ones; all_reduce alone takes sparse tensors, in COO layout");
   if (tensor.is_quantized()) refuse(call, "takes no quantized tensors; dequantize them first");
-  if (!tensor.device().is_cpu())
-    refuse(call, "takes tensors in CPU memory, not on " + tensor.device().str() +
-                     ": this build has no GPU support; use nccl for CUDA tensors, or "
-                     "\"cpu:ringreduce,cuda:nccl\"");
+  if (tensor.device() == device) return;
+  if (device.is_cpu()) requireCpu(tensor, call);
+  refuse(call, "takes tensors on one device, not on " + device.str() + " and on " +
+                   tensor.device().str());
 }
 
-const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call) {
+const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call,
+                          c10::Device device) {
   if (tensors.size() != 1)
     refuse(call, "takes one tensor, not a list of " + std::to_string(tensors.size()));
-  requireDense(tensors[0], call);
+  requireDense(tensors[0], call, device);
   return tensors[0];
 }
 

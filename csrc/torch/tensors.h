@@ -13,11 +13,12 @@ namespace ringreduce {
 // Throws Error(kArgument) for a dtype the core does not know.
 DType dtypeOf(const at::Tensor& tensor, const char* call);
 
-// Refuses what is not an ordinary tensor in CPU memory.
-void requireDense(const at::Tensor& tensor, const char* call);
+// Refuses what is not an ordinary tensor on `device`, where the call's other tensors are.
+void requireDense(const at::Tensor& tensor, const char* call, c10::Device device = at::kCPU);
 
 // Torch calls lists of tensors, one for each device; there is one.
-const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call);
+const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call,
+                          c10::Device device = at::kCPU);
 
 // Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes
 // back. Whatever strides a tensor has, its elements travel in their logical order.
@@ -26,6 +27,7 @@ class Staged {
   enum class Use { kRead, kWrite, kBoth };
   Staged(at::Tensor tensor, Use use, const char* call);
   void* data() const { return memory_.data_ptr(); }
+  const at::Tensor& memory() const { return memory_; }
   void giveBack() const;
 
  private:

@@ -12,12 +12,6 @@
 namespace ringreduce {
 namespace {
 
-const c10::TypePtr& futureType(bool of_one) {
-  static const auto* one = new c10::TypePtr(c10::TensorType::get());
-  static const auto* list = new c10::TypePtr(c10::ListType::create(c10::TensorType::get()));
-  return of_one ? *one : *list;
-}
-
 std::string textOf(const Context& context) {
   return context ? context() : "";
 }
@@ -30,6 +24,25 @@ TorchClock::time_point timePoint(Nanos time) {
 }
 
 }  // namespace
+
+const c10::TypePtr& futureType(bool of_one) {
+  static const auto* one = new c10::TypePtr(c10::TensorType::get());
+  static const auto* list = new c10::TypePtr(c10::ListType::create(c10::TensorType::get()));
+  return of_one ? *one : *list;
+}
+
+// The operation is over for everybody already: what the hook throws is not its error.
+void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
+                  Nanos ended, int rank) {
+  try {
+    observer.on_completion(std::make_shared<c10d::WorkInfo>(
+        type, sequence, timePoint(started), timePoint(ended),
+        std::chrono::duration<float>(static_cast<float>(ended - started) / kSecond)));
+  } catch (const std::exception& error) {
+    log("the onCompletion hook of rank " + std::to_string(rank) +
+        "'s group raised an error: " + error.what());
+  }
+}
 
 Work::Work(Group& group, const Job& job)
     : c10d::Work(group.rank(), job.type, job.title, job.inputs),
@@ -99,19 +112,8 @@ void Work::complete(std::exception_ptr error) {
   }
   if (future) settle(*future);
   settled_ = true;
-  if (observer_->hooked) tellHook();
-}
-
-// The operation is over for everybody already: what the hook throws is not its error.
-void Work::tellHook() const {
-  try {
-    observer_->on_completion(std::make_shared<c10d::WorkInfo>(
-        retrieveOpType(), sequence_, timePoint(started_), timePoint(ended_),
-        std::chrono::duration<float>(static_cast<float>(ended_ - started_) / kSecond)));
-  } catch (const std::exception& error) {
-    log("the onCompletion hook of rank " + std::to_string(rank_) +
-        "'s group raised an error: " + error.what());
-  }
+  if (observer_->hooked)
+    tellObserver(*observer_, retrieveOpType(), sequence_, started_, ended_, rank_);
 }
 
 bool Work::hasCompletedFuture() {
@@ -249,6 +251,10 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+void WorkList::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
 std::vector<at::Tensor> WorkList::result() {
   std::vector<at::Tensor> all;
   for (const auto& work : works_) {
@@ -259,15 +265,22 @@ std::vector<at::Tensor> WorkList::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkList::getFuture() {
-  auto result = c10::make_intrusive<c10::ivalue::Future>(futureType(false));
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
       c10::FutureType::create(futureType(false)));
-  for (const auto& work : works_) futures.push_back(work->getFuture());
-  c10::collectAll(futures)->addCallback([result, tensors = this->result()](auto& all) {
-    if (all.hasError())
-      result->setError(all.exception_ptr());
-    else
-      result->markCompleted(c10::IValue(tensors));
+  std::vector<c10::Device> devices;
+  for (const auto& work : works_) {
+    const auto future = work->getFuture();
+    TORCH_CHECK(future, "NCCL has no Future of calls that were put together; use wait()");
+    futures.push_back(future);
+    devices.insert(devices.end(), future->devices().begin(), future->devices().end());
+  }
+  // collectAll's own Future knows no devices.  This one does: whoever waits for it is ordered
+  // behind what is in the streams of all of them, as the stream in which it is completed has to be.
+  auto result = c10::make_intrusive<c10::ivalue::Future>(futureType(false), std::move(devices));
+  c10::collectAll(futures)->addCallback([result, futures, tensors = this->result()](auto& all) {
+    if (all.hasError()) return result->setError(all.exception_ptr());
+    for (const auto& future : futures.vec()) future->wait();  // they are done: orders streams
+    result->markCompleted(c10::IValue(tensors));
   });
   return result;
 }

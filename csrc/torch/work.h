@@ -26,6 +26,12 @@ struct Observer {
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;
 };
 
+void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
+                  Nanos ended, int rank);
+
+// The type of a Future's value: a tensor, or a list of them.
+const c10::TypePtr& futureType(bool of_one);
+
 // What there is to do besides the core's operations.
 struct Job {
   c10d::OpType type;
@@ -67,7 +73,6 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
-  void tellHook() const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
@@ -101,7 +106,7 @@ class WorkList final : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {}
+  void synchronize() override;
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 

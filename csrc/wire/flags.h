@@ -7,18 +7,29 @@
 // `HostRules` holds the memory orders.  On the host both are sequentially consistent, because a
 // rank that goes to sleep must see a publication or be seen asleep by the publisher (wait.h), which
 // release/acquire does not promise; on x86-64 that costs one locked store and nothing for loads.
-// Tests replace the rules by random delays, and by mutants that must be caught.
+// On a GPU, where nobody sleeps, they are release and acquire (cuda/ordering.h).  Tests replace the
+// rules by random delays, and by mutants that must be caught: `Rules` is the most derived struct.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
+#include "base/device.h"
+
 namespace ringreduce {
 
 struct HostRules {
   static constexpr auto kPublish = std::memory_order_seq_cst;
   static constexpr auto kObserve = std::memory_order_seq_cst;
+  template <class Rules>
+  static void store(uint64_t& flag, uint64_t n) {
+    std::atomic_ref(flag).store(n, Rules::kPublish);
+  }
+  template <class Rules>
+  static uint64_t load(uint64_t& flag) {
+    return std::atomic_ref(flag).load(Rules::kObserve);
+  }
   static constexpr uint64_t kEarlyReuse = 0;  // a mutant fills a slot this many steps too early
   static constexpr bool kWakes = true;        // a mutant does not wake who sleeps
   static void delay() {}                      // tests sleep here, at every step of the protocol
@@ -31,16 +42,25 @@ struct alignas(kLine) Flag {
   uint64_t value;
 
   template <class Rules = HostRules>
-  void publish(uint64_t n) {
+  RINGREDUCE_DEVICE void publish(uint64_t n) {
     Rules::delay();
-    std::atomic_ref(value).store(n, Rules::kPublish);
+    Rules::template store<Rules>(value, n);
   }
   template <class Rules = HostRules>
-  uint64_t observe() {
+  RINGREDUCE_DEVICE uint64_t observe() {
     Rules::delay();
-    return std::atomic_ref(value).load(Rules::kObserve);
+    return Rules::template load<Rules>(value);
   }
 };
+
+// Whether a counter has come to n.  Counters may pass 2^64 and go on from 0: what is compared is
+// the distance, which is less than 2^63 either way.
+constexpr bool reached(uint64_t counter, uint64_t n) {
+  return static_cast<int64_t>(counter - n) >= 0;
+}
+static_assert(reached(5, 5) && reached(6, 5) && !reached(4, 5));
+static_assert(reached(0, ~uint64_t{0}) && !reached(~uint64_t{0}, 0));
+static_assert(reached(2, ~uint64_t{0} - 3) && !reached(~uint64_t{0} - 3, 2));
 
 static_assert(sizeof(Flag) == kLine);
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);

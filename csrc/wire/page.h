@@ -5,7 +5,9 @@
 // owner writes to it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "base/dtype.h"
 #include "wire/flags.h"
@@ -24,10 +26,15 @@ enum class Kind : uint8_t {
   kBarrier,
   kSparseAllReduce,
   kMonitoredBarrier,
+  kCompressedAllReduce,
 };
-inline constexpr const char* kKindNames[] = {
-    "all_reduce", "reduce",     "reduce_scatter", "broadcast",         "all_gather",       "gather",
-    "scatter",    "all_to_all", "barrier",        "sparse all_reduce", "monitored_barrier"};
+inline constexpr const char* kKindNames[] = {"all_reduce",        "reduce",
+                                             "reduce_scatter",    "broadcast",
+                                             "all_gather",        "gather",
+                                             "scatter",           "all_to_all",
+                                             "barrier",           "sparse all_reduce",
+                                             "monitored_barrier", "compressed all_reduce"};
+inline constexpr size_t kKindCount = std::size(kKindNames);
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
@@ -40,10 +47,22 @@ struct Announcement {
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
   int32_t root = kNoRoot;
-  uint64_t parts = 0;  // where it has parts of unequal sizes: a hash of these
+  // Where it has parts of unequal sizes: a hash of these.  Of a compressed all-reduce: how it is
+  // coded (group/operation.h).
+  uint64_t parts = 0;
 
   bool operator==(const Announcement&) const = default;
 };
+inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
+
+// Whether a rank of a group of `size` can have announced this: what comes from elsewhere is looked
+// at before it is believed, since texts name what stands there.
+constexpr bool isSound(const Announcement& a, int size) {
+  return static_cast<size_t>(a.kind) < kKindCount &&
+         static_cast<size_t>(a.dtype) < kDTypes.size() &&
+         (a.op < kReduceOps || a.op == kNoReduceOp) &&
+         (a.root == kNoRoot || (a.root >= 0 && a.root < size));
+}
 
 // How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots
 // operations), so an announcement is still there when a slower rank compares it with its own.

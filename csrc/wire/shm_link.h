@@ -1,4 +1,5 @@
-// Links over shared memory.  Slots lie in the receiver's segment, and the sender writes them there.
+// Links over shared memory: pipes (pipe.h) whose waits sleep.  Slots lie in the receiver's segment,
+// and the sender writes them there.
 //
 // The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page
 // holds `outbound` (slots read, written by the receiver): each polls a line of its own memory.
@@ -9,6 +10,7 @@
 
 #include "wire/exchange.h"
 #include "wire/link.h"
+#include "wire/pipe.h"
 
 namespace ringreduce {
 
@@ -23,52 +25,53 @@ struct ShmPipe {
 template <class Rules = HostRules>
 class BasicShmSendLink final : public SendLink {
  public:
-  BasicShmSendLink(const ShmPipe& pipe, Waiter& waiter) : pipe_(pipe), waiter_(waiter) {}
+  BasicShmSendLink(const ShmPipe& pipe, Waiter& waiter)
+      : pipe_(pipe),
+        waiter_(waiter),
+        sender_{.emptied = &pipe.sender_page->outbound,
+                .filled = &pipe.receiver_page->inbound,
+                .depth = static_cast<uint64_t>(pipe.slots.depth)} {}
 
   std::byte* acquire() override {
-    const auto depth = static_cast<uint64_t>(pipe_.slots.depth) + Rules::kEarlyReuse;
-    if (read_ + depth <= filled_) {
-      waiter_.until(pipe_.receiver, [&] {
-        return (read_ = pipe_.sender_page->outbound.observe<Rules>()) + depth > filled_;
-      });
-    }
-    return pipe_.slots.at(filled_);
+    waiter_.until(pipe_.receiver, [&] { return sender_.hasRoom(); });
+    return pipe_.slots.at(sender_.next);
   }
 
   void post() override {
-    pipe_.receiver_page->inbound.publish<Rules>(++filled_);
+    sender_.post();
     ring<Rules>(*pipe_.receiver_page, pipe_.sender);
   }
 
  private:
   const ShmPipe pipe_;
   Waiter& waiter_;
-  uint64_t filled_ = 0, read_ = 0;
+  PipeSender<Rules> sender_;
 };
 
 template <class Rules = HostRules>
 class BasicShmRecvLink final : public RecvLink {
  public:
-  BasicShmRecvLink(const ShmPipe& pipe, Waiter& waiter) : pipe_(pipe), waiter_(waiter) {}
+  BasicShmRecvLink(const ShmPipe& pipe, Waiter& waiter)
+      : pipe_(pipe),
+        waiter_(waiter),
+        receiver_{.filled = &pipe.receiver_page->inbound,
+                  .emptied = &pipe.sender_page->outbound,
+                  .depth = static_cast<uint64_t>(pipe.slots.depth)} {}
 
   const std::byte* peek() override {
-    if (filled_ <= read_) {
-      waiter_.until(pipe_.sender, [&] {
-        return (filled_ = pipe_.receiver_page->inbound.observe<Rules>()) > read_;
-      });
-    }
-    return pipe_.slots.at(read_);
+    waiter_.until(pipe_.sender, [&] { return receiver_.hasNext(); });
+    return pipe_.slots.at(receiver_.next);
   }
 
   void release() override {
-    pipe_.sender_page->outbound.publish<Rules>(++read_);
+    receiver_.release();
     ring<Rules>(*pipe_.sender_page, pipe_.receiver);
   }
 
  private:
   const ShmPipe pipe_;
   Waiter& waiter_;
-  uint64_t filled_ = 0, read_ = 0;
+  PipeReceiver<Rules> receiver_;
 };
 
 using ShmSendLink = BasicShmSendLink<>;

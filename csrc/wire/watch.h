@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+
+#include "wire/page.h"
 
 namespace ringreduce {
 
@@ -28,8 +31,24 @@ class Watch {
   // has failed, the deadline has passed, or the rank is gone and `ready` is false even so.
   virtual void poll(int rank, Ready ready) = 0;
 
+  // Called now and then by a wait between ranks that share no memory, in which nothing has moved
+  // for a while.  Throws if some rank has been lost for a while, and `ready` is false even so:
+  // whoever is awaited may be well, but waits for that one.
+  virtual void idle(Ready) {}
+
   // Called when `rank` is first heard of in an operation.  Throws if it announced another one.
   virtual void verify(int rank) = 0;
+
+  // The same for ranks that share no memory: this is what it announced.
+  virtual void verify(int rank, const Announcement& theirs) = 0;
+
+  // What is known of a rank that shares no memory with this one.  Bytes of one that has left or
+  // ended may still be on their way; of one that cannot be reached none will come.
+  enum class Fate : uint8_t { kHere, kLeft, kEnded, kUnreachable };
+  virtual Fate fateOf(int rank) const = 0;
+
+  // Called when no more bytes can be sent to `rank`, or will come from it.  Throws.
+  [[noreturn]] virtual void broken(int rank, const std::string& how) = 0;
 
   // Called when `sender` gives `sent` elements to `receiver`, which expects `expected`.  Throws.
   [[noreturn]] virtual void disagree(int sender, int receiver, uint64_t sent,

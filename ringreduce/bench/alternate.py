@@ -4,7 +4,7 @@ For each size every contender is checked against the oracle, then calibrated (ho
 fill a round), then timed: in each round, each contender in turn makes its calls back to back;
 a round's time is that of its slowest rank, divided by the calls (and by the messages that
 follow each other in a call). Who starts a round rotates.
-At the end all are checked once more.
+At the end all are checked once more.  A contender that is optional and fails is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringreduce.bench.channel import Message
 from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.launch import Controller, RankSet
 from ringreduce.bench.results import Measurement, Row
-from ringreduce.bench.settings import OURS, ROOFLINE, Settings, Unsupported
+from ringreduce.bench.settings import OURS, ROOFLINE, BenchError, Settings, Unsupported
 
 ROUND_SECONDS = 0.1
 MOST_ITERATIONS = 50_000
@@ -25,8 +25,9 @@ def measure_row(
 ) -> Row:
     """All contenders at `size` bytes, rounded down to what the collective can move.
 
-    A peer that refuses the first call is added to `skipped` with its reason; who stands there
-    is left out. Raises Unsupported if ours refuses, BenchError for all else.
+    A peer that refuses the first call, or an optional one that fails, is added to `skipped` with
+    its reason; who stands there is left out. Raises Unsupported if ours refuses, BenchError for all
+    else.
     """
     cls = COLLECTIVES[settings.collective]
     count = cls.fit(size // itemsize, settings.world) if cls.has_size else 0
@@ -39,7 +40,16 @@ def measure_row(
         measurements={},
     )
     calls: dict[str, int] = {}
-    for key, ranks in controller.sets.items():
+
+    def drop(key: str, error: BenchError) -> None:
+        """Leave out an optional contender that has failed; raise the error of another one."""
+        if not controller.sets[key].contender.optional:
+            raise error
+        skipped[key] = "it failed: " + str(error).strip().splitlines()[-1].strip()
+        controller.skip(key, skipped[key])
+        row.measurements.pop(key, None)
+
+    for key, ranks in list(controller.sets.items()):
         if key in skipped:
             continue
         try:
@@ -51,32 +61,43 @@ def measure_row(
                 op=settings.op,
             )
             measurement = Measurement()
-            check(ranks, measurement, salt=1)
+            check(ranks, measurement, salt=1, error=bool(settings.codecs))
+            calls[key] = settings.iterations or calibrate(ranks)
+        except BenchError as error:
+            drop(key, error)
+            continue
         except Unsupported as reason:
             if key in (OURS, ROOFLINE):
                 raise Unsupported(f"{ranks.contender.title}: {reason}") from reason
             skipped[key] = str(reason)
             continue
         row.measurements[key] = measurement
-        calls[key] = settings.iterations or calibrate(ranks)
     keys = list(row.measurements)
     idle: dict[str, list[Message]] = {key: [] for key in keys}
     for turn in range(settings.rounds):
         first = turn % len(keys)
         for key in keys[first:] + keys[:first]:
+            if key not in row.measurements:
+                continue
             ranks = controller.sets[key]
-            answers = run_round(ranks, calls[key], settings.warmup)
-            if not settings.iterations and too_short(answers, calls[key]):
-                # It was calibrated in a bad moment, or this is a good one: once more.
-                calls[key] = calibrate(ranks)
+            try:
                 answers = run_round(ranks, calls[key], settings.warmup)
-            measurement = row.measurements[key]
-            measurement.seconds.append(slowest(answers) / (calls[key] * cls.trips))
-            measurement.iterations.append(calls[key])
+                if not settings.iterations and too_short(answers, calls[key]):
+                    # It was calibrated in a bad moment, or this is a good one: once more.
+                    calls[key] = calibrate(ranks)
+                    answers = run_round(ranks, calls[key], settings.warmup)
+            except BenchError as error:
+                drop(key, error)
+                continue
+            row.measurements[key].add(answers, calls[key], cls.trips)
             if turn > 0:
                 idle[key] += answers
-    for key in keys:
-        check(controller.sets[key], row.measurements[key], salt=2)
+    for key in list(row.measurements):
+        try:
+            check(controller.sets[key], row.measurements[key], 2, error=bool(settings.codecs))
+        except BenchError as error:
+            drop(key, error)
+            continue
         slept = sum(a["idle"] for a in idle[key])
         used = sum(a["idle_cpu"] for a in idle[key])
         if slept > SLEEP_SECONDS:
@@ -115,12 +136,17 @@ def calibrate(ranks: RankSet) -> int:
         calls = min(calls, MOST_ITERATIONS)
 
 
-def check(ranks: RankSet, measurement: Measurement, salt: int) -> None:
-    """One call against the oracle on every rank; adds what is wrong to the measurement."""
+def check(ranks: RankSet, measurement: Measurement, salt: int, error: bool) -> None:
+    """One call against the oracle on every rank; adds what is wrong to the measurement.
+
+    With `error` also how far from exact the worst rank's result is.
+    """
     if ranks.contender.kind == "roofline":
         ranks.ask("settle")
         return
-    answers = ranks.ask("check", salt=salt)
+    answers = ranks.ask("check", salt=salt, **({"error": True} if error else {}))
+    for answer in answers:
+        measurement.add_error(answer.get("distance", {}))
     measurement.wrong += sum(answer["wrong"] for answer in answers)
     if "came" in answers[0]:
         last = max(answer["came"] for answer in answers)

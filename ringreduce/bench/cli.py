@@ -9,17 +9,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringreduce.bench import elastic
+from ringreduce.bench import elastic, explain
 from ringreduce.bench.collective import item_size
 from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.run import run
 from ringreduce.bench.settings import (
+    ALGORITHM_VARIABLES,
     ALGORITHMS,
+    CODECS,
+    DEVICES,
     DTYPES,
     OPS,
     PEERS,
     BenchError,
     Settings,
+    parse_codec,
     parse_sizes,
 )
 
@@ -42,19 +46,27 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", default=DEFAULT_SIZES, type=_sizes, metavar="LIST",
         help="bytes of the whole message, as in 1K,64K,25M or 1K:1M:4 (first, last, factor); "
         f"default {DEFAULT_SIZES}")  # fmt: skip
+    add("--device", default="cpu", choices=DEVICES,
+        help="where tensors are; of GPUs, rank r uses number r %% their count (cpu)")  # fmt: skip
     add("--dtype", default="float32", choices=DTYPES)
     add("--op", default="sum", choices=OPS, help="for collectives that reduce (sum)")
     add("--compare", default=(), type=_peers, metavar="LIST",
-        help="peers: gloo, mpi (needs mpi4py and mpirun), or ringreduce itself with another "
-        "algorithm: direct, twoshot, ring")  # fmt: skip
-    add("--algorithm", choices=ALGORITHMS,
-        default=os.environ.get("RINGREDUCE_ALGORITHM", "auto"))  # fmt: skip
+        help="peers: gloo, mpi (needs mpi4py and mpirun), on GPUs nccl and symm_mem (torch's "
+        "symmetric memory), or ringreduce itself with another algorithm: direct, twoshot, ring, on "
+        "GPUs also oneshot and ring_narrow, between hosts also bruck and hierarchical")  # fmt: skip
+    add("--codec", default=(), type=_codecs, metavar="LIST", dest="codecs",
+        help=f"ringreduce's compressed all-reduce as well, of {', '.join(CODECS)}; int8@owner and "
+        "int8@ring ask for a schedule; adds their errors against the exact sum")  # fmt: skip
+    add("--algorithm", help="ringreduce's algorithm (that of RINGREDUCE_ALGORITHM, or on GPUs "
+        "RINGREDUCE_CUDA_ALGORITHM; else auto)")  # fmt: skip
     add("--iters", type=_positive, help="timed calls a round (enough to fill 0.1 s)")
     add("--warmup", type=int, help="untimed calls before them, in every round (a tenth)")
     add("--rounds", type=_positive, default=7)
     add("--timeout", type=float, default=120.0, help="seconds that any one step may take")
     add("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     add("--plot", type=Path, metavar="FILE.png", help="write a picture (needs matplotlib)")
+    add("--explain", action="store_true",
+        help="time nothing, show what the chooser takes, and why (--explain --help)")  # fmt: skip
     add("--backend", default="ringreduce",
         help="the torch.distributed backend that stands in ringreduce's place")  # fmt: skip
     return parser
@@ -83,6 +95,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    codecs = tuple(dict.fromkeys(text.split(",")))
+    for codec in codecs:
+        try:
+            parse_codec(codec)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return codecs
 
 
 def _peers(text: str) -> tuple[str, ...]:
@@ -127,6 +149,18 @@ def read_settings(
                 )
     if cls.reduces and options.op in ("band", "bor", "bxor") and "float" in options.dtype:
         parser.error(f"{options.op} needs an integer type, and not {options.dtype}")
+    if options.codecs:
+        if (name, options.dtype, options.device) != ("all_reduce", "float32", "cpu"):
+            parser.error("--codec is for all_reduce of float32 CPU tensors")
+        if options.op not in ("sum", "avg"):
+            parser.error(f"--codec is for sums and averages, and not for {options.op}")
+    variable = ALGORITHM_VARIABLES[options.device]
+    algorithm = options.algorithm or os.environ.get(variable, "auto")
+    if algorithm not in ALGORITHMS[options.device]:
+        parser.error(
+            f"{algorithm!r} is no algorithm for {options.device} tensors: choose from "
+            f"{', '.join(ALGORITHMS[options.device])}"
+        )
     return Settings(
         collective=name,
         world=world,
@@ -134,12 +168,14 @@ def read_settings(
         dtype=options.dtype,
         op=options.op,
         backend=options.backend,
-        algorithm=options.algorithm,
+        algorithm=algorithm,
         compare=options.compare,
         iterations=options.iters,
         warmup=options.warmup,
         rounds=options.rounds,
         timeout=options.timeout,
+        device=options.device,
+        codecs=options.codecs,
     )
 
 
@@ -167,6 +203,9 @@ def check_plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--explain" in arguments:
+        return explain.main(arguments)
     parser = make_parser()
     options = parser.parse_args(arguments)
     torchrun = elastic.under_torchrun() and options.nproc is None

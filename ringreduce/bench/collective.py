@@ -15,6 +15,7 @@ import torch
 
 from ringreduce.bench import oracle
 from ringreduce.bench.oracle import Expected, Inputs
+from ringreduce.bench.settings import Unsupported
 
 Call = Callable[[], object]
 
@@ -33,6 +34,7 @@ class Case:
     op: str
     rank: int
     world: int
+    device: str = "cpu"
 
 
 class Collective(ABC):
@@ -78,6 +80,10 @@ class Collective(ABC):
         wrong = sum(oracle.count_wrong(part, expected) for part, expected in self.parts(salt))
         return {"wrong": wrong, "digest": oracle.digest(self.result())}
 
+    def error(self, salt: int) -> dict[str, float]:
+        """How far the result of `check` is from the exact one (oracle.error_of)."""
+        raise Unsupported(f"{self.name} has no error to measure")
+
     def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
         """The parts of this rank's result, each with what it must be."""
         yield from ()
@@ -97,7 +103,7 @@ class Collective(ABC):
         return self._inputs(count, salt * self.case.world + receiver)
 
     def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=getattr(torch, self.case.dtype))
+        return torch.empty(count, dtype=getattr(torch, self.case.dtype), device=self.case.device)
 
 
 class InShares(Collective):

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from ringreduce.bench.channel import connect, receive, send
+from ringreduce.bench.channel import Message, connect, receive, send
 from ringreduce.bench.processes import Place, Process, start_rank
 from ringreduce.bench.settings import BenchError, Contender
 
@@ -42,7 +42,7 @@ def announce(store: Store, place: Place, contenders: Sequence[Contender]) -> Non
     """Tell the starters where to report and what to start; for the controller."""
     plan = {
         "place": asdict(place),
-        "contenders": [asdict(c) for c in contenders if c.kind != "mpi"],
+        "contenders": [asdict(c) for c in contenders if c.kind != "mpi" and not c.missing],
     }
     store.set(KEY, json.dumps(plan))
 
@@ -64,7 +64,7 @@ def run_starter(store: Store, rank: int) -> int:
         while True:
             for source in wait([connection, *watched]):
                 if source is connection:
-                    return _end(receive(connection)["exit"], processes, place.timeout)
+                    return _end(receive(connection), processes, place.timeout)
                 assert isinstance(source, int)
                 process = watched.pop(source)
                 os.close(source)
@@ -76,6 +76,7 @@ def run_starter(store: Store, rank: int) -> int:
             process.kill()
 
 
-def _end(status: int, processes: Sequence[Process], timeout: float) -> int:
-    codes = [process.popen.wait(timeout) for process in processes]
-    return status or max(map(abs, codes), default=0)
+def _end(ending: Message, processes: Sequence[Process], timeout: float) -> int:
+    left = [process for process in processes if process.key not in ending["skipped"]]
+    codes = [process.popen.wait(timeout) for process in left]
+    return int(ending["exit"]) or max(map(abs, codes), default=0)

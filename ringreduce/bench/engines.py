@@ -1,9 +1,10 @@
-"""How a rank process calls a collective: through torch.distributed, through MPI, or not at
-all but scaling its own buffer (the roofline)."""
+"""How a rank process calls a collective: through torch.distributed, by codecs, on torch's
+symmetric memory, through MPI, or not at all but scaling its own buffer (the roofline)."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ringreduce.bench.collective import Call, Collective, item_size
-from ringreduce.bench.settings import Unsupported
+from ringreduce.bench.reducing import AllReduce
+from ringreduce.bench.settings import Unsupported, parse_codec
 
 
 class Engine(Protocol):
@@ -40,14 +42,17 @@ class TorchEngine:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.rank: int = spec["rank"]
         self.backend: str = spec["backend"]
+        self.device: str = spec["device"]
         timeout = timedelta(seconds=spec["timeout"])
-        store = TCPStore("127.0.0.1", spec["store_port"], None, False, timeout)
+        store = TCPStore(spec["store_host"], spec["store_port"], None, False, timeout)
         dist.init_process_group(
             self.backend,
             store=PrefixStore(spec["key"], store),
             rank=self.rank,
             world_size=spec["world"],
             timeout=timeout,
+            # So that NCCL connects, or says why it cannot, before anything is timed.
+            device_id=torch.device(self.device) if self.backend == "nccl" else None,
         )
 
     def call(self, collective: Collective) -> Call:
@@ -60,7 +65,10 @@ class TorchEngine:
         if self.backend != "ringreduce":
             return {}
         library = importlib.import_module("ringreduce")
+        own = importlib.import_module("ringreduce._backend")
         return {
+            # By which wires, and over how many connections, its bytes went.
+            "routes": list(own.extension().routes(own.backend_of(own.ringreduce_group(None)))),
             "version": str(library.__version__),
             "isa": str(library.instruction_set()),
             "staging_bytes": int(library.staging_bytes()),
@@ -68,6 +76,28 @@ class TorchEngine:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class CodecEngine(TorchEngine):
+    """ringreduce's compressed all-reduce, in place, with the codec that the contender's key names.
+
+    No residuals: what it loses is what one call loses.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.codec, self.schedule = parse_codec(spec["key"])
+        super().__init__(spec)
+
+    def call(self, collective: Collective) -> Call:
+        case = collective.case
+        if type(collective) is not AllReduce or case.dtype != "float32":
+            raise Unsupported("codecs are for all_reduce of float32 only")
+        own = importlib.import_module("ringreduce._backend")
+        run, tensor = own.extension().compressed_all_reduce, collective.tensor
+        backend = own.backend_of(own.ringreduce_group(None))
+        options = {"codec": self.codec, "op": case.op, "schedule": self.schedule, "async_op": False}
+        collective.codec = self.codec
+        return lambda: run(backend, tensor, tensor, **options).wait()
 
 
 class RooflineEngine(TorchEngine):
@@ -80,8 +110,46 @@ class RooflineEngine(TorchEngine):
 
     def call(self, collective: Collective) -> Call:
         size = collective.case.count * item_size(collective.case.dtype)
-        buffer = torch.ones(max(1, size // 4), dtype=torch.float32)
+        buffer = torch.ones(max(1, size // 4), dtype=torch.float32, device=self.device)
         return lambda: buffer.mul_(1.0)
+
+
+class SymmetricEngine(TorchEngine):
+    """torch's own kernels on symmetric memory; the process group only lets the ranks meet.
+
+    One-shot writes to another tensor, two-shot works in place.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+            raise Unsupported("this torch has no symmetric memory")
+        self.memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        self.kernels: Any = torch.ops.symm_mem
+        self.one_shot: bool = spec["key"] == "symm_one_shot"
+        super().__init__(spec)
+
+    def call(self, collective: Collective) -> Call:
+        case = collective.case
+        if type(collective) is not AllReduce or case.op != "sum":
+            raise Unsupported(
+                "torch's symmetric memory has these kernels for all_reduce's sum only"
+            )
+        if case.dtype not in ("float32", "bfloat16"):
+            raise Unsupported(f"torch's symmetric memory has no all-reduce of {case.dtype}")
+        shared = self.memory.empty(
+            case.count, dtype=getattr(torch, case.dtype), device=torch.device(self.device)
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        self.memory.rendezvous(shared, group)
+        collective.tensor = collective.output = shared
+        name = group.group_name
+        if not self.one_shot:
+            two_shot = self.kernels.two_shot_all_reduce_
+            return lambda: two_shot(shared, "sum", name)
+        output = collective.output = torch.empty_like(shared)
+        one_shot = self.kernels.one_shot_all_reduce_out
+        return lambda: one_shot(shared, "sum", name, output)
 
 
 class MpiEngine:
@@ -118,7 +186,9 @@ def make_engine(spec: dict[str, Any]) -> Engine:
     """The engine of `spec["kind"]`, its group set up; waits for the other ranks."""
     engines: dict[str, Callable[[dict[str, Any]], Engine]] = {
         "torch": TorchEngine,
+        "codec": CodecEngine,
         "roofline": RooflineEngine,
+        "symm_mem": SymmetricEngine,
         "mpi": MpiEngine,
     }
     return engines[spec["kind"]](spec)

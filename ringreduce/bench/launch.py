@@ -6,6 +6,7 @@ it wrote, and on the way out everything that was started is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -98,24 +99,47 @@ def describe(contender: Contender, failures: dict[int, str]) -> str:
     return "\n".join(f"{contender.title}: rank {rank} failed:\n{text}" for rank, text in ordered)
 
 
+class Network(Protocol):
+    """Where ranks run: hosts that are namespaces of this machine, say."""
+
+    @property
+    def store_host(self) -> str:
+        """The address at which ranks reach what listens on rank 0's host."""
+
+    def inside(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """This thread is on the rank's host."""
+
+
+class ThisMachine:
+    """All ranks run where this process does."""
+
+    store_host = "127.0.0.1"
+
+    def inside(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 class Controller:
     """Starts the rank processes of all contenders, and ends them. A context manager.
 
     `start_ranks` says which ranks this process starts itself (all of them, unless torchrun
-    runs a starter for each).
+    runs a starter for each), `network` where.
     """
 
-    def __init__(self, settings: Settings, start_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, settings: Settings, start_ranks: Sequence[int], network: Network | None = None
+    ) -> None:
         folder = tempfile.mkdtemp(prefix="ringreduce-bench-")
         self._processes: list[Process] = []
         self._starters: dict[int, Connection] = {}
         self._start_ranks = start_ranks
         self._listener = socket.socket(socket.AF_UNIX)
         # Only this process serves the store; the rank processes meet there and then leave it.
-        self._store = TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=settings.timeout), False
-        )
-        self.place = Place(folder, self._store.port, settings.world, settings.timeout)
+        self._network: Network = network or ThisMachine()
+        host = self._network.store_host
+        with self._network.inside(0):
+            self._store = TCPStore(host, 0, None, True, timedelta(seconds=settings.timeout), False)
+        self.place = Place(folder, self._store.port, settings.world, settings.timeout, host)
         self.sets: dict[str, RankSet] = {}
         self.skipped: dict[str, str] = {}
         try:
@@ -149,12 +173,14 @@ class Controller:
         started: list[Contender] = []
         for contender in contenders:
             try:
+                if contender.missing:
+                    raise Unsupported(contender.missing)
                 if contender.kind == "mpi":
                     with uninterrupted():
                         self._processes.append(start_mpirun(contender, self.place))
                 else:
                     for rank in self._start_ranks:
-                        with uninterrupted():
+                        with uninterrupted(), self._network.inside(rank):
                             self._processes.append(start_rank(contender, rank, self.place))
                 started.append(contender)
             except Unsupported as reason:
@@ -186,7 +212,7 @@ class Controller:
                 text = self.obituary(process.key, process.rank or 0)
                 raise BenchError(f"{process.key}: after the benchmark, {text}")
         for connection in self._starters.values():
-            send(connection, {"exit": 0})
+            send(connection, {"exit": 0, "skipped": list(self.skipped)})
 
     def obituary(self, key: str, rank: int) -> str:
         """How a rank process ended, and the last lines of its output."""
@@ -252,7 +278,7 @@ class Controller:
             connection.close()
         elif "error" in message:
             ranks = self.sets[message["key"]]
-            if ranks.contender.kind == "mpi":  # never the fault of what is measured
+            if ranks.contender.optional:  # never the fault of what is measured
                 self.skip(message["key"], message["reason"])
             else:
                 raise BenchError(describe(ranks.contender, {message["rank"]: message["error"]}))
@@ -264,9 +290,11 @@ class Controller:
         if key not in self.sets:
             return
         ranks = self.sets[key]
+        where = rank if rank is not None else 0
         if ranks.contender.kind == "mpi":
             lines = tail(self.place.log(key, None)).strip().splitlines()
             self.skip(key, "mpirun failed: " + (lines[0] if lines else "without a message"))
+        elif ranks.contender.optional:
+            self.skip(key, f"rank {where}: {self.obituary(key, where).splitlines()[0]}")
         else:
-            where = rank if rank is not None else 0
             raise BenchError(describe(ranks.contender, {where: self.obituary(key, where)}))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ringreduce._gpu import loaded_nccl
+
 
 def describe_machine() -> dict[str, str | int]:
     """CPU model, cores this process may use, memory, kernel, Python and torch versions."""
@@ -18,6 +20,16 @@ def describe_machine() -> dict[str, str | int]:
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+    }
+
+
+def describe_gpus(names: list[str]) -> dict[str, object]:
+    """The ranks' GPUs, by rank, and the versions of CUDA and NCCL."""
+    nccl = loaded_nccl()
+    return {
+        "gpus": names,
+        "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, nccl)) if nccl else "",
     }
 
 

@@ -87,11 +87,8 @@ class AllGatherList(AllGather):
         return lambda: dist.all_gather(shares, mine)
 
 
-class Gather(InShares):
-    """Every rank gives size / world bytes, and rank 0 gets the whole size."""
-
-    name = "gather"
-    torch_name = "dist.gather(t, shares, dst=0), shares of one buffer"
+class _Rooted(InShares):
+    """Rank 0 has the whole size, in shares, and every rank a share of its own beside it."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -100,13 +97,23 @@ class Gather(InShares):
         if case.rank == 0:
             self.all, self.shares = self._empty_shares()
 
+    def _arrays(self) -> tuple[Any, Any]:
+        """This rank's share and, on rank 0, the whole, as MPI takes them."""
+        return self.mine.numpy(), self.all.numpy() if self.shares else None
+
+
+class Gather(_Rooted):
+    """Every rank gives size / world bytes, and rank 0 gets the whole size."""
+
+    name = "gather"
+    torch_name = "dist.gather(t, shares, dst=0), shares of one buffer"
+
     def torch_call(self) -> Call:
         mine, shares = self.mine, self.shares or None
         return lambda: dist.gather(mine, shares, 0)
 
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
-        mine = self.mine.numpy()
-        everything = self.all.numpy() if self.shares else None
+        mine, everything = self._arrays()
         return lambda: comm.Gather(mine, everything, 0)
 
     def load(self, salt: int) -> None:
@@ -120,26 +127,18 @@ class Gather(InShares):
             yield share, Expected(inputs.of(rank))
 
 
-class Scatter(InShares):
+class Scatter(_Rooted):
     """Rank 0 gives the whole size, and every rank gets size / world bytes."""
 
     name = "scatter"
     torch_name = "dist.scatter(t, shares, src=0), shares of one buffer"
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.mine = self._empty(self.share)
-        self.shares: list[torch.Tensor] = []
-        if case.rank == 0:
-            self.all, self.shares = self._empty_shares()
 
     def torch_call(self) -> Call:
         mine, shares = self.mine, self.shares or None
         return lambda: dist.scatter(mine, shares, 0)
 
     def mpi_call(self, mpi: Any, comm: Any) -> Call:
-        mine = self.mine.numpy()
-        everything = self.all.numpy() if self.shares else None
+        mine, everything = self._arrays()
         return lambda: comm.Scatter(everything, mine, 0)
 
     def load(self, salt: int) -> None:

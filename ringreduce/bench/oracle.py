@@ -126,6 +126,52 @@ def _combine(op: str, total: torch.Tensor, values: torch.Tensor) -> torch.Tensor
     raise ValueError(f"the oracle does not know the operation {op!r}")
 
 
+# The distance of neighbouring values that a codec knows, as a share of the greatest value of its
+# block (of the value itself for the halves).
+STEPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "int8": 1 / 127, "int4": 1 / 7}
+
+
+def coded(expected: Expected, inputs: Inputs, codec: str) -> Expected:
+    """`expected` with room for what a codec loses: for each encoding on a value's way a step.
+
+    A partial sum is encoded at each of world - 1 hops and at its end, at most.  No sum is greater
+    than the greatest values of all ranks together.
+    """
+    greatest = sum(float(inputs.of(rank).abs().max()) for rank in range(inputs.world))
+    if inputs.op == "avg":
+        greatest /= inputs.world
+    room = max(2, inputs.world) * STEPS[codec] * greatest
+    assert expected.bound is not None  # these are float sums
+    return Expected(expected.reference, expected.bound + room)
+
+
+def error_of(actual: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    """How far the one-dimensional `actual` is from `reference`, which repeats.
+
+    {"max", "rms"}: the greatest and the root mean square error over the root mean square of the
+    reference; {"cosine"}: of the angle between the two.
+    """
+    most = square = exact = found = product = 0.0
+    for start in range(0, actual.numel(), PERIOD):
+        block = actual[start : start + PERIOD].double().cpu()
+        right = reference[: block.numel()].double()
+        lost = block - right
+        worst = float(lost.abs().max())
+        most = worst if worst > most or worst != worst else most
+        square += float(lost.dot(lost))
+        exact += float(right.dot(right))
+        found += float(block.dot(block))
+        product += float(block.dot(right))
+    size = (exact / max(1, actual.numel())) ** 0.5
+    if size == 0:
+        return {"max": most, "rms": square**0.5, "cosine": 1.0 if found == 0 else 0.0}
+    return {
+        "max": most / size,
+        "rms": (square / exact) ** 0.5,
+        "cosine": product / (exact * found) ** 0.5 if found else 0.0,
+    }
+
+
 def fill(buffer: torch.Tensor, table: torch.Tensor) -> None:
     """Repeat `table` over the one-dimensional `buffer`."""
     for start in range(0, buffer.numel(), PERIOD):
@@ -137,7 +183,7 @@ def count_wrong(actual: torch.Tensor, expected: Expected) -> int:
     """How many elements of the one-dimensional `actual` are not as expected (NaN never is)."""
     wrong = 0
     for start in range(0, actual.numel(), PERIOD):
-        block = actual[start : start + PERIOD]
+        block = actual[start : start + PERIOD].cpu()
         reference = expected.reference[: block.numel()]
         if expected.bound is None:
             good = block == reference
@@ -149,6 +195,7 @@ def count_wrong(actual: torch.Tensor, expected: Expected) -> int:
 
 def digest(tensor: torch.Tensor) -> str:
     """A hash of the contiguous `tensor`'s bytes, to compare bits between ranks."""
+    tensor = tensor.cpu()
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ringreduce.bench.results import Report, Row
 from ringreduce.bench.settings import OURS, ROOFLINE, format_size
-from ringreduce.bench.table import ROOFLINE_FROM
+from ringreduce.bench.table import roofline_from
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,10 +39,14 @@ def write_plot(report: Report, path: Path) -> None:
     if small:
         _draw_time(axes[0][1], report, small)
     settings, machine = report.settings, report.machine
+    where = f"{machine['cores']} cores ({machine['cpu']})"
+    if report.on_gpu:
+        where = ", ".join(dict.fromkeys(machine["gpus"]))
+        where += f" ({machine['sharing']})" if machine["sharing"] else ""
     operation = f", {rows[0].op}" if rows[0].op else ""
     figure.suptitle(
-        f"{report.collective}, {rows[0].dtype}{operation}, {settings['world']} ranks on "
-        f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}",
+        f"{report.collective}, {rows[0].dtype}{operation}, {settings['world']} ranks on {where}, "
+        f"torch {machine['torch']}",
         fontsize=10,
     )
     figure.tight_layout()
@@ -67,7 +71,7 @@ def _draw_bandwidth(axes: Axes, report: Report, rows: list[Row]) -> None:
             marker=marker,
             label=report.titles[key],
         )
-    bounded = [r for r in rows if ROOFLINE in r.measurements and r.bytes >= ROOFLINE_FROM]
+    bounded = [r for r in rows if ROOFLINE in r.measurements and r.bytes >= roofline_from(report)]
     if bounded:
         axes.plot(
             [row.bytes for row in bounded],

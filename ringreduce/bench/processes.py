@@ -55,6 +55,7 @@ class Place:
     store_port: int
     world: int
     timeout: float
+    store_host: str = "127.0.0.1"
 
     @property
     def control(self) -> str:
@@ -108,7 +109,7 @@ def tail(log: Path) -> str:
 def start_rank(contender: Contender, rank: int, place: Place) -> Process:
     """Start rank `rank` of `contender`."""
     spec = _spec(contender, rank, place)
-    command = [sys.executable, "-m", "ringreduce.bench.rank", json.dumps(spec)]
+    command = [sys.executable, *contender.program, json.dumps(spec)]
     return _start(command, contender, rank, place)
 
 
@@ -123,7 +124,7 @@ def start_mpirun(contender: Contender, place: Place) -> Process:
     if "Open MPI" in version.stdout or "Open MPI" in version.stderr:
         command += ["--oversubscribe", "--bind-to", "none"]
     spec = _spec(contender, None, place)
-    command += [sys.executable, "-m", "ringreduce.bench.rank", json.dumps(spec)]
+    command += [sys.executable, *contender.program, json.dumps(spec)]
     return _start(command, contender, None, place)
 
 
@@ -143,13 +144,19 @@ def why_no_mpi() -> str:
 
 
 def _spec(contender: Contender, rank: int | None, place: Place) -> dict[str, object]:
+    device = contender.device
+    if device != "cpu" and rank is not None:
+        device = f"{device}:{rank % contender.devices}"
     return {
         "key": contender.key,
         "kind": contender.kind,
         "backend": contender.backend,
+        "device": device,
+        "devices": contender.devices,
         "rank": rank,
         "world": place.world,
         "control": place.control,
+        "store_host": place.store_host,
         "store_port": place.store_port,
         "timeout": place.timeout,
         "parent": None if rank is None else os.getpid(),

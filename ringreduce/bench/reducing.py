@@ -45,6 +45,8 @@ class AllReduce(Collective):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.tensor = self._empty(case.count)
+        self.output = self.tensor  # an engine may put another one in its place
+        self.codec = ""  # and names the codec through which the values travel
 
     @staticmethod
     def busbw_factor(world: int) -> float:
@@ -59,13 +61,20 @@ class AllReduce(Collective):
         return lambda: comm.Allreduce(mpi.IN_PLACE, array, op)
 
     def load(self, salt: int) -> None:
+        self.output.zero_()
         oracle.fill(self.tensor, self._inputs(self.case.count, salt).of(self.case.rank))
 
     def parts(self, salt: int) -> Iterator[tuple[torch.Tensor, Expected]]:
-        yield self.tensor, oracle.expect_reduced(self._inputs(self.case.count, salt))
+        inputs = self._inputs(self.case.count, salt)
+        expected = oracle.expect_reduced(inputs)
+        yield self.output, oracle.coded(expected, inputs, self.codec) if self.codec else expected
+
+    def error(self, salt: int) -> dict[str, float]:
+        expected = oracle.expect_reduced(self._inputs(self.case.count, salt))
+        return oracle.error_of(self.output, expected.reference)
 
     def result(self) -> torch.Tensor:
-        return self.tensor
+        return self.output
 
     def settle(self) -> None:
         # Reduced in place again and again, other values would run to infinity (or, averaged,

@@ -7,11 +7,14 @@ The schema, version 1 (times in seconds unless the name says otherwise, sizes in
     created      when, ISO 8601, UTC
     machine      {cpu, cores, memory_bytes, kernel, python, torch, environment, mpi}: what it ran
                  on; environment holds the RINGREDUCE_ variables that were set, mpi the
-                 version of the library compared with
-    library      {version, isa, staging_bytes}: what ringreduce says about itself;
-                 staging_bytes is shared memory owned by one rank
+                 version of the library compared with; on GPUs also gpus (each rank's), cuda,
+                 nccl (versions) and sharing ("ranks sharing one GPU", or "")
+    library      {version, isa, staging_bytes, routes}: what ringreduce says about itself;
+                 staging_bytes is shared memory owned by one rank, routes says over how many
+                 connections it sent to each rank of another host, and why so many
     settings     the command's settings: world (ranks), sizes, dtype, op, backend, algorithm,
-                 compare, iterations and warmup (null: chosen by size), rounds, timeout
+                 compare, iterations and warmup (null: chosen by size), rounds, timeout, device,
+                 codecs
     titles       {contender: its name for people}
     skipped      {contender: why it was left out}
     rows         one a size, each
@@ -22,14 +25,19 @@ The schema, version 1 (times in seconds unless the name says otherwise, sizes in
                                       contenders, the others are peers by name
 
     measurement
-        seconds      one value a round: seconds a call, that of the slowest rank
+        seconds      one value a round: seconds a call, that of the slowest rank; on GPUs device
+                     time, between two events
+        wall, issue  on GPUs, likewise: until the device is idle, until the last call returned
         iterations   timed calls in each round; `settings.warmup` untimed ones came before
                      them (null: a tenth as many, at least one)
         wrong        wrong elements of the checked calls before and after timing, all ranks
         same_bits    whether those results had the same bits on all ranks
         idle_cpu     CPU time / wall time of its ranks while others were timed (0: asleep)
-        median_us, p10_us, p90_us, algbw, busbw   follow from these (GB/s are 1e9 bytes/s);
-                     written for readers, not read back
+        error        in a run with codecs, {max, rms, cosine} against the float64 sum, the worse of
+                     the checked calls: the greatest and the root mean square error, each over
+                     the root mean square of the sum, and the cosine of the two results
+        median_us, p10_us, p90_us, wall_us, issue_us, algbw, busbw   follow from these (GB/s are
+                     1e9 bytes/s); written for readers, not read back
 
 The file of a suite has no rows of its own:
 
@@ -42,6 +50,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,10 +79,29 @@ class Measurement:
     """What one contender did at one size; see the module's schema."""
 
     seconds: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    issue: list[float] = field(default_factory=list)
     iterations: list[int] = field(default_factory=list)
     wrong: int = 0
     same_bits: bool = True
     idle_cpu: float = 0.0
+    error: dict[str, float] = field(default_factory=dict)
+
+    def add_error(self, found: dict[str, float]) -> None:
+        """What another rank or call found: the worse counts (and NaN, whatever else there was)."""
+        for name, value in found.items():
+            known = self.error.get(name, value)
+            worse = value < known if name == "cosine" else value > known
+            if worse or name not in self.error or value != value:
+                self.error[name] = value
+
+    def add(self, answers: Sequence[dict[str, Any]], calls: int, trips: int = 1) -> None:
+        """A round of `calls` calls: what each rank measured of it."""
+        for name in ("seconds", "wall", "issue"):
+            if name in answers[0]:
+                slowest = max(float(answer[name]) for answer in answers)
+                getattr(self, name).append(slowest / (calls * trips))
+        self.iterations.append(calls)
 
     @property
     def median(self) -> float:
@@ -125,7 +153,23 @@ class Report:
     @property
     def peers(self) -> list[str]:
         """The contenders that ours is compared with, without those that were left out."""
-        return [k for k in self.titles if k not in (OURS, ROOFLINE) and k not in self.skipped]
+        measured = {key for row in self.rows for key in row.measurements}
+        return [
+            key
+            for key in self.titles
+            if key not in (OURS, ROOFLINE, *self.codecs)
+            and (key in measured or key not in self.skipped)
+        ]
+
+    @property
+    def codecs(self) -> list[str]:
+        """The contenders that are ours too, compressed; they have a table of their own."""
+        return list(self.settings.get("codecs", ()))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the tensors were on GPUs."""
+        return bool(self.settings.get("device", "cpu") != "cpu")
 
     def faults(self) -> list[str]:
         """A sentence for each contender and size with a wrong result."""
@@ -142,8 +186,13 @@ class Report:
     @property
     def ours_is_right(self) -> bool:
         """Whether ours had no wrong element, and the same bits on all ranks, at every size."""
-        ours = [row.measurements[OURS] for row in self.rows]
-        return all(m.wrong == 0 and m.same_bits for m in ours)
+        keys = (OURS, *self.codecs)
+        return all(
+            found.wrong == 0 and found.same_bits
+            for row in self.rows
+            for key, found in row.measurements.items()
+            if key in keys
+        )
 
     def write(self, path: Path) -> None:
         """Write the JSON file. Raises OSError."""
@@ -161,6 +210,10 @@ class Report:
                     algbw=row.algbw(key),
                     busbw=row.busbw(key),
                 )
+                for name in ("wall", "issue"):
+                    if rounds := getattr(measurement, name):
+                        median = 1e6 * statistics.median(rounds)
+                        entry["measurements"][key][f"{name}_us"] = median
         return document
 
     @classmethod
@@ -172,7 +225,8 @@ class Report:
         rows = []
         for entry in document["rows"]:
             measurements = {
-                key: Measurement(**{n: m[n] for n in Measurement.__dataclass_fields__})
+                # Files of before there were GPUs lack their times.
+                key: Measurement(**{n: m[n] for n in Measurement.__dataclass_fields__ if n in m})
                 for key, m in entry["measurements"].items()
             }
             rows.append(Row(**{**entry, "measurements": measurements}))

@@ -16,20 +16,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ringreduce.bench import elastic
 from ringreduce.bench.alternate import measure_row, sleepers_warning
 from ringreduce.bench.collective import item_size
+from ringreduce.bench.contenders import contenders_of
 from ringreduce.bench.launch import Controller
-from ringreduce.bench.machine import describe_machine
+from ringreduce.bench.machine import describe_gpus, describe_machine
+from ringreduce.bench.placing import Placing, place
 from ringreduce.bench.plot import write_plot
 from ringreduce.bench.results import Report, Suite
 from ringreduce.bench.settings import (
+    ALGORITHM_VARIABLES,
     OURS,
     BenchError,
     Contender,
     Settings,
     Unsupported,
-    contenders_of,
 )
 from ringreduce.bench.summary import summary
-from ringreduce.bench.table import format_row, header, preamble
+from ringreduce.bench.table import codec_table, format_row, header, preamble
 
 
 def run(
@@ -46,7 +48,8 @@ def run(
     """
     signal.signal(signal.SIGTERM, _on_terminate)
     first, alone = plan[0], len(plan) == 1
-    contenders = contenders_of(first, roofline=alone)
+    placing = place(first.device, first.world)
+    contenders = contenders_of(first, placing, roofline=alone)
     starts = range(first.world) if store is None else [0]
     suite = Suite()
     try:
@@ -56,7 +59,8 @@ def run(
             controller.start(contenders)
             for settings in plan:
                 try:
-                    suite.reports.append(measure(controller, settings, contenders, suite))
+                    report = measure(controller, settings, contenders, placing, suite)
+                    suite.reports.append(report)
                 except Unsupported as reason:
                     if alone:
                         raise BenchError(str(reason)) from reason
@@ -80,7 +84,11 @@ def run(
 
 
 def measure(
-    controller: Controller, settings: Settings, contenders: Sequence[Contender], suite: Suite
+    controller: Controller,
+    settings: Settings,
+    contenders: Sequence[Contender],
+    placing: Placing,
+    suite: Suite,
 ) -> Report:
     """One collective, printed as it goes, after those in `suite`.
 
@@ -93,6 +101,7 @@ def measure(
             **describe_machine(),
             "environment": _environment(),
             "mpi": _mpi_version(controller),
+            **_gpus(controller, placing),
         },
         library=_library(controller),
         settings=asdict(settings),
@@ -102,13 +111,19 @@ def measure(
     if not suite.reports and not suite.refused:
         print("\n".join(preamble(report)), flush=True)
     for size in settings.sizes:
+        before = set(report.skipped)
         row = measure_row(controller, settings, size, item_size(settings.dtype), report.skipped)
-        if not report.rows:
-            print("\n".join(["", *header(report)]), flush=True)
         report.rows.append(row)
+        if len(report.rows) == 1:
+            print("\n".join(["", *header(report)]), flush=True)
+        elif late := set(report.skipped) - before:
+            for key in sorted(late):
+                print(f"# left out: {report.titles[key]}: {report.skipped[key]}", flush=True)
         print(format_row(report, row), flush=True)
         for warning in sleepers_warning(row):
             print(f"# warning: {warning}", flush=True)
+    if report.codecs:
+        print("\n".join(["", *codec_table(report)]), flush=True)
     report.library = _library(controller)  # staging memory may have grown
     return report
 
@@ -139,7 +154,16 @@ def _mpi_version(controller: Controller) -> str:
     )
 
 
+def _gpus(controller: Controller, placing: Placing) -> dict[str, object]:
+    """The ranks' GPUs and what of CUDA is there, nothing on a CPU."""
+    if placing.device == "cpu":
+        return {}
+    names = [str(answer["gpu"]) for answer in controller.sets[OURS].ask("where")]
+    return {**describe_gpus(names), "sharing": placing.label}
+
+
 def _environment() -> str:
     """The variables that change what ringreduce does, but --algorithm's."""
     names = sorted(name for name in os.environ if name.startswith("RINGREDUCE_"))
-    return " ".join(f"{n}={os.environ[n]}" for n in names if n != "RINGREDUCE_ALGORITHM")
+    asked = ALGORITHM_VARIABLES.values()
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name not in asked)

@@ -1,9 +1,9 @@
-"""What the user asked for, in plain values: sizes, settings, and the contenders they imply."""
+"""What the user asked for, in plain values: sizes, settings, a contender."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
@@ -12,8 +12,20 @@ DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64",
 )  # fmt: skip
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
-ALGORITHMS = ("auto", "direct", "twoshot", "ring")
-PEERS = ("gloo", "mpi", "direct", "twoshot", "ring")
+DEVICES = ("cpu", "cuda")
+# ringreduce's algorithms of all-reduce on each device, and the variable that asks for one.
+ALGORITHMS = {
+    "cpu": ("auto", "direct", "twoshot", "ring", "bruck", "hierarchical"),
+    "cuda": ("auto", "direct", "oneshot", "twoshot", "ring", "ring_narrow"),
+}
+ALGORITHM_VARIABLES = {"cpu": "RINGREDUCE_ALGORITHM", "cuda": "RINGREDUCE_CUDA_ALGORITHM"}
+PEERS = (
+    "gloo", "mpi", "nccl", "symm_mem",
+    *dict.fromkeys((*ALGORITHMS["cuda"][1:], *ALGORITHMS["cpu"][1:])),
+)  # fmt: skip
+# How float32 values may travel, and who adds them: `--codec int8` or `--codec int8@ring`.
+CODECS = ("bfloat16", "float16", "int8", "int4")
+SCHEDULES = ("auto", "owner", "ring")
 
 OURS = "ours"
 ROOFLINE = "roofline"
@@ -61,6 +73,17 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def parse_codec(text: str) -> tuple[str, str]:
+    """(codec, schedule) of "int8" or "int8@ring". Raises ValueError."""
+    codec, at, schedule = text.partition("@")
+    if codec not in CODECS or (at and schedule not in SCHEDULES):
+        raise ValueError(
+            f"{text!r} is no codec: write {', '.join(CODECS)}, with @ and one of "
+            f"{', '.join(SCHEDULES)} after it if you like"
+        )
+    return codec, schedule or SCHEDULES[0]
+
+
 def format_size(size: int) -> str:
     """`size` bytes for people: "64 KiB", "1000 B"."""
     for unit in ("G", "M", "K"):
@@ -85,46 +108,29 @@ class Settings:
     warmup: int | None = None
     rounds: int = 7
     timeout: float = 120.0
+    device: str = "cpu"
+    codecs: tuple[str, ...] = ()  # contenders too, each as parse_codec() takes it
 
 
 @dataclass(frozen=True)
 class Contender:
     """One of those that are compared.
 
-    `key` names it in messages and in the JSON, `title` in tables and plots. `kind` chooses
-    the engine ("torch", "mpi" or "roofline"), `backend` is for torch.distributed, and
-    `environment` is added to that of its rank processes.
+    `key` names it in messages and in the JSON, `title` in tables and plots. `kind` chooses the
+    engine ("torch", "codec", "symm_mem", "mpi" or "roofline"), `backend` is for torch.distributed,
+    and `environment` is added to that of its rank processes. One that is `optional` is left out if
+    it fails, with the reason; if another one fails, all ends. `missing` says why it cannot even
+    start.
     """
 
     key: str
     title: str
     kind: str
     backend: str
-    environment: dict[str, str]
-
-
-def contenders_of(settings: Settings, roofline: bool = True) -> list[Contender]:
-    """Ours first, then the peers in the order asked for, then the roofline if there are sizes.
-
-    `roofline` of False leaves that out.
-    """
-    algorithm = {"RINGREDUCE_ALGORITHM": settings.algorithm}
-    title = settings.backend
-    if title != "ringreduce":
-        title += " (as ours)"
-    if settings.algorithm != "auto":
-        title += f" ({settings.algorithm})"
-    found = [Contender(OURS, title, "torch", settings.backend, algorithm)]
-    for peer in settings.compare:
-        if peer == "mpi":
-            found.append(Contender(peer, peer, "mpi", "", {}))
-        elif peer in ALGORITHMS:
-            found.append(
-                Contender(peer, peer, "torch", "ringreduce", {"RINGREDUCE_ALGORITHM": peer})
-            )
-        else:
-            found.append(Contender(peer, peer, "torch", peer, {}))
-    if roofline and any(settings.sizes):
-        # Its ranks need a group for its barriers only, and gloo is always there.
-        found.append(Contender(ROOFLINE, ROOFLINE, "roofline", "gloo", {}))
-    return found
+    environment: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    devices: int = 1  # rank r uses device r % devices
+    optional: bool = False
+    missing: str = ""
+    # The Python program of a rank; it gets a JSON object as its last argument.
+    program: tuple[str, ...] = ("-m", "ringreduce.bench.rank")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.results import Report, Row, Suite
-from ringreduce.bench.settings import OURS, format_size
+from ringreduce.bench.settings import OURS, ROOFLINE, format_size
 
 UNITS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
 
@@ -32,7 +32,8 @@ def summary(suite: Suite) -> list[str]:
     if not suite.reports:
         return []
     first = suite.reports[0]
-    peers = [key for key in first.settings["compare"] if _took_part(suite, key)]
+    named = [key for key in first.titles if key not in (OURS, ROOFLINE)]
+    peers = [key for key in named if _took_part(suite, key)]
     sizes = [size for report in suite.reports for size in report.settings["sizes"] if size]
     columns = list(dict.fromkeys(sizes)) or [0]
     names = [first.titles[peer] for peer in peers]

@@ -54,8 +54,79 @@ TEST(the_user_has_the_last_word_on_the_algorithm) {
   for (int P : {2, 3, 64})
     for (size_t bytes : {size_t{0}, size_t{1} << 30})
       CHECK(chooseAllReduce(bytes, P, Algorithm::kAuto) != Algorithm::kAuto);
+  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kBruck) == Algorithm::kTwoShot);
+  CHECK(chooseAllReduce(1 << 20, 4, Algorithm::kHierarchical) == Algorithm::kTwoShot);
   CHECK(algorithmNamed("twoshot") == Algorithm::kTwoShot);
+  CHECK(algorithmNamed("bruck") == Algorithm::kBruck);
   CHECK(!algorithmNamed("treering"));
+}
+
+TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
+  const WireCost cost;
+  WireCost crowded;
+  crowded.ranks_on_host = 4;
+  for (int P : {2, 3, 8, 64})
+    for (const WireCost& wire : {cost, crowded}) {
+      const auto choice = [&](size_t bytes, size_t partial) {
+        return chooseMeshAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
+      };
+      CHECK(choice(0, 0) == Algorithm::kBruck);
+      CHECK(choice(1024, 1024) == Algorithm::kBruck);
+      CHECK(choice(1 << 30, 1 << 30) == Algorithm::kRing);
+      bool bruck = true, ring = false;  // each only up to some size, or from some size on
+      for (size_t bytes = 1; bytes <= 1 << 30; bytes *= 2) {
+        const Algorithm now = choice(bytes, bytes);
+        CHECK(bruck || now != Algorithm::kBruck);
+        CHECK(!ring || now == Algorithm::kRing);
+        bruck = now == Algorithm::kBruck;
+        ring = now == Algorithm::kRing;
+      }
+      CHECK(chooseMeshAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
+      CHECK(chooseMeshAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) == Algorithm::kRing);
+    }
+  // Halves, whose partial sums are twice as long.
+  CHECK(chooseMeshAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
+        Algorithm::kTwoShot);
+}
+
+TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
+  const size_t much = size_t{1} << 30;
+  for (int hosts : {2, 3, 8})
+    for (int ranks : {2, 3, 8}) {
+      WireCost cost;
+      cost.ranks_on_host = ranks;
+      const int P = hosts * ranks;
+      const auto taken = [&](size_t bytes, size_t partial, Algorithm wanted = Algorithm::kAuto) {
+        return reducesByHosts(bytes, partial, P, ranks, wanted, cost);
+      };
+      CHECK(taken(much, much) && taken(much, 2 * much));
+      CHECK(!taken(0, 0) && !taken(64, 64));
+      CHECK(taken(0, 0, Algorithm::kHierarchical) && !taken(much, much, Algorithm::kRing));
+      bool before = false;
+      for (size_t bytes = 1; bytes <= much; bytes *= 2) {
+        CHECK(!before || taken(bytes, bytes));
+        before = taken(bytes, bytes);
+      }
+      // Where there is no hierarchy, one of the others.
+      CHECK(chooseMeshAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
+            chooseMeshAllReduce(much, much, P, Algorithm::kAuto, cost));
+    }
+}
+
+TEST(bruck_reaches_all_in_few_hops) {
+  CHECK_EQ(bruckShape(8, 2).hops, 3);
+  CHECK_EQ(bruckShape(8, 2).messages, 3);
+  CHECK_EQ(bruckShape(9, 2).hops, 4);
+  CHECK_EQ(bruckShape(9, 3).hops, 2);
+  CHECK_EQ(bruckShape(9, 3).messages, 4);
+  CHECK_EQ(bruckShape(7, 7).hops, 1);
+  CHECK_EQ(bruckShape(7, 7).messages, 6);
+  CHECK_EQ(bruckShape(6, 4).messages, 4);
+  CHECK_EQ(bruckShape(1, 2).hops, 0);
+  WireCost cost{.hop = 1, .message = 0};
+  CHECK_EQ(bruckRadix(7, cost), 7);
+  cost = {.hop = 0, .message = 1};
+  CHECK_EQ(bruckShape(7, bruckRadix(7, cost)).messages, 3);
 }
 
 TEST(the_environment_is_read_with_care) {

@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "check.h"
-#include "plan/cut.h"
 #include "ranks.h"
-#include "reduce_oracle.h"
+#include "reduction_case.h"
 
 using namespace ringreduce;
 using oracle::Bytes;
+using oracle::Case;
+using oracle::factorOf;
 using ranks::failureOf;
 using ranks::Setting;
 
@@ -25,57 +26,6 @@ constexpr unsigned char kUntouched = 0xa5;
 size_t at(int i) {
   return static_cast<size_t>(i);
 }
-
-double factorOf(int rank) {
-  return 0.5 + rank;
-}
-
-// The addends of all ranks and what must come of them, whoever owns an element.
-struct Case {
-  Case(int P, DType dtype, ReduceOp op) : P(P), dtype(dtype), op(op) {
-    addends = oracle::randomSources(dtype);
-    addends.resize(at(P));
-    if (dtype == DType::kBool)
-      for (Bytes& bytes : addends)
-        for (unsigned char& b : bytes) b &= 1;  // of one rank alone nothing is computed
-    std::vector<Bytes> scaled = addends;
-    for (int r = 0; r < P && op == ReduceOp::kPremulSum; ++r)
-      for (size_t i = 0; i < oracle::kMost; ++i) {
-        unsigned char* element = &scaled[at(r)][i * width()];
-        const double product = oracle::readFloat(dtype, element) * factorOf(r);
-        oracle::writeFloat(dtype, element, oracle::round(dtype, product));
-      }
-    for (int owner = 0; owner < P; ++owner) {
-      std::vector<Bytes> ordered;
-      for (int k = 0; k < P; ++k) ordered.push_back(scaled[at(kthToAdd(owner, k, P))]);
-      owned.push_back(oracle::expected(dtype, op, ordered, P, P));
-    }
-  }
-
-  size_t width() const { return sizeOf(dtype); }
-  // The canonical reduction of the first n elements.
-  Bytes canonical(size_t n) const {
-    const Cut cut{n, P};
-    Bytes result(n * width());
-    cut.forEachChunk({0, n}, [&](int c, size_t begin, size_t size) {
-      std::memcpy(&result[begin * width()], &owned[at(c)][begin * width()], size * width());
-    });
-    return result;
-  }
-  void expect(const Bytes& got, const Bytes& wanted, const char* what) const {
-    if (got.size() != wanted.size() ||
-        !oracle::same(dtype, got.data(), wanted.data(), got.size() / width()))
-      check::fail(__FILE__, __LINE__,
-                  std::string(what) + ", " + std::to_string(P) + " ranks, " + name(dtype) + ", " +
-                      name(op) + ", " + std::to_string(got.size() / width()) + " elements");
-  }
-
-  int P;
-  DType dtype;
-  ReduceOp op;
-  std::vector<Bytes> addends;  // by rank
-  std::vector<Bytes> owned;    // by owner: the reduction of all elements, were they its
-};
 
 // Groups of every size, with few and small slots, and every kind of arithmetic.
 void forEachCase(const std::function<void(Group&, const Case&)>& body) {

@@ -2,6 +2,7 @@
 //
 // Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must
 // be; what needs processes (a killed rank, a fork) is tested from Python.
+#include <atomic>
 #include <chrono>
 #include <numeric>
 #include <vector>
@@ -151,7 +152,9 @@ TEST(a_group_can_be_made_again_on_the_same_store) {
       group->run({Barrier{}});
     }
   });
-  CHECK_EQ(store.size(), 0u);
+  CHECK_EQ(store.full(), 0u);
+  // Where ranks meet over the store they empty their entries (group/hosts.h).
+  if (!ranks::overSockets()) CHECK_EQ(store.size(), 0u);
 }
 
 TEST(a_slower_rank_finishes_what_was_posted) {
@@ -172,11 +175,14 @@ TEST(a_rank_that_left_is_lost) {
 }
 
 TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+  std::atomic<int> raised{0};
   ranks::inGroup(
       3,
-      [](Group& group) {
-        if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      [&](Group& group) {
+        while (group.rank() == 1 && raised < 2)
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
         CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1 (") == Failure::kTimeout);
+        ++raised;
       },
       {.name = "test", .timeout = 200 * kMillisecond});
 }

@@ -1,24 +1,16 @@
 // The protocols of shared memory: exchange, links and ring, and channels of messages, with random
 // delays at every step of them, and with mutants that must be caught.
-//
-//     protocol_test                    the protocol as it is: passes
-//     protocol_test --list-mutants     names of the mutants
-//     protocol_test --mutant NAME      the protocol with one mistake in it: must not pass
-//
-// A mutant of a memory order is caught by ThreadSanitizer only, the others by wrong data as well
-// (run_mutants.sh runs them all).
 #define CHECK_OWN_MAIN
-#include <chrono>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
 #include "collective/host_primitives.h"
+#include "mutants.h"
 #include "plan/ring.h"
 #include "ranks.h"
 #include "wire/channel.h"
@@ -29,16 +21,8 @@ using namespace ringreduce;
 
 namespace {
 
-// Mostly nothing, sometimes a yield, rarely a sleep: finds orders that a machine's own timing
-// hides.
 struct Delayed : HostRules {
-  static void delay() {
-    thread_local std::minstd_rand random(
-        static_cast<unsigned>(std::hash<std::thread::id>()(std::this_thread::get_id())));
-    const auto dice = random() % 256;
-    if (dice < 16) std::this_thread::yield();
-    if (dice == 16) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
-  }
+  static void delay() { mutants::randomDelay(); }
 };
 
 struct WeakPublish : Delayed {
@@ -57,15 +41,20 @@ struct EarlyReuse : Delayed {
 // Sleeps right away, and long: whoever is not woken costs so much time that the test notices.
 constexpr Patience kSleepy{.spin = 0, .yield = 0, .sleep = 2 * kSecond};
 
-// Ends a wait after twenty seconds, so that a mutant which stalls is a failure and not a hang.
+// Ends a wait after twenty seconds, and one that would sleep after a minute, so that a mutant which
+// stalls, or whose waits all last as long as a sleep, is a failure and not a hang.
 struct Impatient final : Watch {
-  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-  bool failed() const override { return false; }
+  const Nanos start = now();
+  bool failed() const override { return now() - start > 60 * kSecond; }
   void poll(int, Ready) override {
-    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20))
-      throw std::runtime_error("the protocol has stalled");
+    if (now() - start > 20 * kSecond) throw std::runtime_error("the protocol has stalled");
   }
   void verify(int) override {}
+  void verify(int, const Announcement&) override {}
+  Fate fateOf(int) const override { return Fate::kHere; }
+  [[noreturn]] void broken(int, const std::string&) override {
+    throw std::runtime_error("there is nothing that could break");
+  }
   [[noreturn]] void disagree(int, int, uint64_t, uint64_t) override {
     throw std::runtime_error("ranks disagree");
   }
@@ -310,7 +299,7 @@ void channels() {
   });
 }
 
-const std::map<std::string, std::function<void()>> kMutants{
+const mutants::Mutants kMutants{
     {"weak_publish", everything<WeakPublish>},
     {"weak_observe", everything<WeakObserve>},
     {"no_wake", everything<NoWake>},
@@ -335,22 +324,5 @@ TEST(channels_hold_under_random_delays) {
 }
 
 int main(int argc, char** argv) {
-  const std::string verb = argc > 1 ? argv[1] : "";
-  if (verb == "--list-mutants") {
-    for (const auto& [name, run] : kMutants) std::puts(name.c_str());
-    return 0;
-  }
-  if (verb == "--mutant") {
-    const auto mutant = kMutants.find(argc > 2 ? argv[2] : "");
-    if (mutant == kMutants.end()) {
-      std::puts("no such mutant: --list-mutants names them");
-      return 2;
-    }
-    check::tests().clear();
-    static std::function<void()> body;
-    body = mutant->second;
-    check::tests().push_back({mutant->first.c_str(), [] { body(); }});
-    return check::runAll(nullptr);
-  }
-  return check::runAll(argc > 1 ? argv[1] : nullptr);
+  return mutants::main(argc, argv, kMutants);
 }

@@ -2,6 +2,7 @@
 // what tests of groups have in common: settings for a scope, and which error a call gives.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <functional>
@@ -26,6 +27,12 @@ struct Setting {
   ~Setting() { unsetenv(name); }
   const char* name;
 };
+
+// Whether the whole test is run over sockets.
+inline bool overSockets() {
+  const char* wire = std::getenv("RINGREDUCE_WIRE");
+  return wire && std::string(wire) == "tcp";
+}
 
 // How a call fails, and that its error says `words`.
 inline ringreduce::Failure failureOf(const std::function<void()>& call,
@@ -59,6 +66,12 @@ class MemoryStore final : public ringreduce::Store {
   size_t size() {
     const std::lock_guard lock(mutex_);
     return values_.size();
+  }
+  // Keys that something is left in.
+  size_t full() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<size_t>(
+        std::ranges::count_if(values_, [](const auto& one) { return !one.second.empty(); }));
   }
 
  private:

@@ -64,6 +64,17 @@ void chain(const ReduceKernels& kernels, void* dst, const void* const* sources, 
   kernels.finish(dst, partial.data(), sources[count - 1], n, worldSize);
 }
 
+// The same where the last source is a sum of others, which is not rounded yet.
+void chainOfSums(const ReduceKernels& kernels, void* dst, const void* const* sources, int count,
+                 size_t n, int worldSize) {
+  Bytes partial(n * sizeOf(kernels.partial) + 1), last(partial);
+  kernels.widen(partial.data(), sources[0], n);
+  for (int k = 1; k + 1 < count; ++k)
+    kernels.combine(partial.data(), partial.data(), sources[k], n);
+  kernels.widen(last.data(), sources[count - 1], n);
+  kernels.finishSums(dst, partial.data(), last.data(), n, worldSize);
+}
+
 // --- Tests ---------------------------------------------------------------------------------------
 
 TEST(tables_hold_what_is_supported) {
@@ -105,6 +116,8 @@ TEST(reduce_and_chain_match_the_oracle) {
             if (count > 1) {
               chain(kernels, chained.data(), sources, count, n, count);
               CHECK_SAME(t, chained.data(), got.data(), n, what + ", chained");
+              chainOfSums(kernels, chained.data(), sources, count, n, count);
+              CHECK_SAME(t, chained.data(), got.data(), n, what + ", chained sums");
             } else {
               std::copy_n(got.begin(), bytes, chained.begin());
             }

@@ -1,11 +1,12 @@
 #!/bin/sh
-# The protocol test must pass as it is and fail under each of its mutants (a weakened memory order, a
-# step left out).  Usage: tests/cpp/run_mutants.sh BUILD_DIR, a build with RINGREDUCE_SANITIZE=thread.
+# Each test of a protocol must pass as it is and fail under each of its mutants (a weakened memory
+# order, a step left out).  Usage: tests/cpp/run_mutants.sh BUILD_DIR, a build with
+# RINGREDUCE_SANITIZE=thread.
 #
-# A mutant that hangs is not caught: the protocol promises that every wait has a deadline.
+# A mutant that hangs is not caught: the protocols promise that every wait has a deadline.
 set -u
 
-program=${1:?usage: run_mutants.sh BUILD_DIR}/protocol_test
+build=${1:?usage: run_mutants.sh BUILD_DIR}
 limit=${MUTANT_SECONDS:-120}
 log=$(mktemp) || exit 2
 trap 'rm -f "$log"' EXIT
@@ -22,29 +23,32 @@ verdict() { # WORD NAME HOW
   if [ "$1" = ok ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 }
 
-mutants=$("$program" --list-mutants) || { echo "$program does not list its mutants"; exit 2; }
-[ -n "$mutants" ] || { echo "$program has no mutants"; exit 2; }
+for test in protocol_test device_protocol_test schedule_test; do
+  program=$build/$test
+  mutants=$("$program" --list-mutants) || { echo "$program does not list its mutants"; exit 2; }
+  [ -n "$mutants" ] || { echo "$program has no mutants"; exit 2; }
 
-timeout "$limit" $launcher "$program" > "$log" 2>&1
-status=$?
-if [ $status -eq 0 ]; then
-  verdict ok unmutated passed
-else
-  tail -n 40 "$log"
-  verdict FAILED unmutated "exit status $status"
-fi
-
-for mutant in $mutants; do
-  timeout "$limit" $launcher "$program" --mutant "$mutant" > "$log" 2>&1
+  timeout "$limit" $launcher "$program" > "$log" 2>&1
   status=$?
-  case $status in
-    0) verdict FAILED "$mutant" "survived" ;;
-    2) verdict FAILED "$mutant" "not known to the program" ;;
-    124) verdict FAILED "$mutant" "hung for $limit s" ;;
-    125 | 126 | 127) verdict FAILED "$mutant" "did not start" ;;
-    66) verdict ok "$mutant" "caught: data race" ;;
-    *) verdict ok "$mutant" "caught: exit status $status" ;;
-  esac
+  if [ $status -eq 0 ]; then
+    verdict ok "$test, unmutated" passed
+  else
+    tail -n 40 "$log"
+    verdict FAILED "$test, unmutated" "exit status $status"
+  fi
+
+  for mutant in $mutants; do
+    timeout "$limit" $launcher "$program" --mutant "$mutant" > "$log" 2>&1
+    status=$?
+    case $status in
+      0) verdict FAILED "$test, $mutant" "survived" ;;
+      2) verdict FAILED "$test, $mutant" "not known to the program" ;;
+      124) verdict FAILED "$test, $mutant" "hung for $limit s" ;;
+      125 | 126 | 127) verdict FAILED "$test, $mutant" "did not start" ;;
+      66) verdict ok "$test, $mutant" "caught: data race" ;;
+      *) verdict ok "$test, $mutant" "caught: exit status $status" ;;
+    esac
+  done
 done
 
 echo "$passed passed, $failed failed"

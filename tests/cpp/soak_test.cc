@@ -21,6 +21,7 @@
 
 #include "base/env.h"
 #include "check.h"
+#include "compressed_cases.h"
 #include "ranks.h"
 #include "reduce_oracle.h"
 
@@ -91,11 +92,13 @@ class Generator {
   DType anyDType() { return static_cast<DType>(below(static_cast<int>(kDTypes.size()))); }
 
   Step collective(int number) {
-    static constexpr Kind kKinds[] = {
-        Kind::kAllReduce,       Kind::kAllReduce, Kind::kReduce,   Kind::kReduceScatter,
-        Kind::kBroadcast,       Kind::kAllGather, Kind::kGather,   Kind::kScatter,
-        Kind::kAllToAll,        Kind::kBarrier,   Kind::kAllToAll, Kind::kSparseAllReduce,
-        Kind::kMonitoredBarrier};
+    static constexpr Kind kKinds[] = {Kind::kAllReduce,        Kind::kAllReduce,
+                                      Kind::kReduce,           Kind::kReduceScatter,
+                                      Kind::kBroadcast,        Kind::kAllGather,
+                                      Kind::kGather,           Kind::kScatter,
+                                      Kind::kAllToAll,         Kind::kBarrier,
+                                      Kind::kAllToAll,         Kind::kSparseAllReduce,
+                                      Kind::kMonitoredBarrier, Kind::kCompressedAllReduce};
     Step s{.type = Step::Type::kCollective, .number = number};
     s.group = below(static_cast<int>(kGroups.size()));
     const int P = static_cast<int>(kGroups[at(s.group)].size());
@@ -362,6 +365,18 @@ class Rank {
             s.count,
             s.dtype,
             s.op};
+      }
+      case Kind::kCompressedAllReduce: {
+        const compressed_cases::Case c(
+            P, s.count, {static_cast<Codec>(s.number % kCodecs), s.number % 3 == 0, 7},
+            s.number % 2 ? ReduceOp::kSum : ReduceOp::kAvg,
+            s.number % 5 < 3 ? CodedSchedule::kOwner : CodedSchedule::kRing);
+        const auto bytes = [](const compressed_cases::Floats& floats) {
+          const auto* begin = reinterpret_cast<const unsigned char*>(floats.data());
+          return Bytes(begin, begin + floats.size() * sizeof(float));
+        };
+        auto* const data = static_cast<float*>(change(f, bytes(c.inputs[at(me)]), bytes(c.result)));
+        return c.call(data, data, nullptr);
       }
       case Kind::kMonitoredBarrier:
         return MonitoredBarrier{};

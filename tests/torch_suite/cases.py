@@ -1,11 +1,14 @@
 """The tests of torch.testing._internal.distributed.distributed_test, as classes that run here.
 
 Which backend they get is settled while torch's module is imported, so a process serves one pass;
-TORCH_SUITE_PASS names it, WORLD_SIZE the number of ranks:
+TORCH_SUITE_PASS names it, WORLD_SIZE the number of ranks, TORCH_SUITE_HOSTS that of the hosts on
+which these pose to be:
 
     gloo         Gloo, as torch runs it
     ringreduce   ours, under its own name
     as-gloo      ours, made wherever torch makes a Gloo group: for the tests gated on that name
+
+ringreduce-on-gpus and as-gloo-on-gpus are the last two for the tests that want GPUs (on_gpus.py).
 """
 
 from __future__ import annotations
@@ -20,14 +23,20 @@ from typing import Any
 from unittest import mock
 
 PASSES = ("gloo", "ringreduce", "as-gloo")
-PASS = os.environ["TORCH_SUITE_PASS"]
+PASS = os.environ["TORCH_SUITE_PASS"].removesuffix("-on-gpus")
+HOSTS = int(os.environ.get("TORCH_SUITE_HOSTS", "1"))
+ON_GPUS = os.environ["TORCH_SUITE_PASS"].endswith("-on-gpus")
 os.environ["BACKEND"] = "ringreduce" if PASS == "ringreduce" else "gloo"
+if ON_GPUS:
+    import on_gpus  # before torch
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 from torch.testing._internal import common_distributed  # noqa: E402
 
+if ON_GPUS:
+    on_gpus.take_over(common_distributed)
 if PASS == "ringreduce":
     import ringreduce  # noqa: F401
 
@@ -38,6 +47,8 @@ if PASS == "ringreduce":
 
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
+if ON_GPUS:
+    on_gpus.show_enough(distributed_test)
 if PASS == "ringreduce":
     # So that what a profiler sees of us is checked as it is of Gloo.
     distributed_test.PROFILING_SUPPORTED_BACKENDS.append("ringreduce")
@@ -90,6 +101,13 @@ class Ranks(distributed_test.TestDistBackend):
     """Starts a test's ranks, and looks at how each of them ended."""
 
     start_method = "fork"
+
+    @classmethod
+    def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+        if HOSTS > 1:
+            host = rank * HOSTS // int(os.environ["WORLD_SIZE"])
+            os.environ["RINGREDUCE_HOSTID"] = f"host {host} of torch's tests"
+        super()._run(rank, *args, **kwargs)
 
     def setUp(self) -> None:
         super().setUp()
@@ -209,9 +227,10 @@ def all_tests() -> dict[str, tuple[type[Ranks], str]]:
     """Every test by its name here: torch's own for torch's, `beyond.` before those of Beyond."""
     tests: dict[str, tuple[type[Ranks], str]] = {}
     for name in dir(Suite):
-        if name.startswith("test_"):
+        wanted = not ON_GPUS or hasattr(getattr(Suite, name), "needs_gpus")
+        if name.startswith("test_") and wanted:
             tests[name] = (Suite, name)
-    for name in vars(Beyond):
+    for name in vars(Beyond) if not ON_GPUS else ():
         if name.startswith("test_"):
             tests[f"beyond.{name}"] = (Beyond, name)
     return tests

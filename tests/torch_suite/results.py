@@ -34,6 +34,16 @@ class Result:
 
 Results = Mapping[str, Result]
 
+# What CUDA and torch say of the number of a GPU that is not there.
+NO_SUCH_DEVICE = ("invalid device ordinal", "do you have enough GPUs?", "device < num_gpus")
+
+
+def without_a_device(result: Result) -> Result:
+    """A failure for want of a GPU for each rank is a skip."""
+    if result.outcome == "fail" and any(text in result.why for text in NO_SUCH_DEVICE):
+        return Result("skip", result.seconds, "it needs a GPU for each rank")
+    return result
+
 
 def baseline_path(torch_version: str, world: int) -> Path:
     """Where Gloo's results are; builds of one torch ("+cpu" and the like) share them."""

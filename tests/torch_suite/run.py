@@ -3,6 +3,9 @@
     python tests/torch_suite/run.py                     # as `make torch-suite`
     python tests/torch_suite/run.py --world 4 -k reduce
     python tests/torch_suite/run.py --record-gloo       # Gloo's results: for a new torch
+    python tests/torch_suite/run.py --device cuda       # the tests that want GPUs
+    RINGREDUCE_WIRE=tcp python tests/torch_suite/run.py             # over sockets
+    python tests/torch_suite/run.py --world 4 --hosts 2             # ranks that pose as two hosts
 
 The tests come with torch.  A first pass runs them all on the backend "ringreduce"; those that it
 skips and Gloo runs ask for the name "gloo" literally, and run in a second pass, in which that name
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import selectors
@@ -30,6 +34,10 @@ HERE = Path(__file__).resolve().parent
 LOGS = HERE.parent.parent / "build" / "torch-suite"
 # What a worker may take beyond the limit that it keeps itself.
 GRACE = 60.0
+# By this gpu_check.py finds and ends what it started.
+MARK = "RINGREDUCE_GPU_CHECK_MARK"
+# What it takes as a reason to skip.
+NOT_POSSIBLE = 77
 
 
 class Worker:
@@ -70,18 +78,30 @@ class Worker:
         return status
 
 
-def environment(suite_pass: str, world: int) -> dict[str, str]:
-    """What a worker needs to find at its start: one thread, the pass, the number of ranks."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RINGREDUCE_")}
+def environment(suite_pass: str, world: int, hosts: int = 1) -> dict[str, str]:
+    """What a worker needs to find at its start: one thread, the pass, how many ranks and hosts."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name in (MARK, "RINGREDUCE_WIRE") or not name.startswith("RINGREDUCE_")
+    }
     env.pop("TORCH_DISTRIBUTED_DEBUG", None)
     return env | {
         "TORCH_SUITE_PASS": suite_pass,
+        "TORCH_SUITE_HOSTS": str(hosts),
         "WORLD_SIZE": str(world),
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(HERE), str(HERE.parent.parent), env.get("PYTHONPATH", "")])
+            filter(None, [str(HERE), env.get("PYTHONPATH", ""), str(HERE.parent.parent)])
         ),
     }
+
+
+def label(settings: argparse.Namespace) -> str:
+    """What the names of logs and results say of a run: how many ranks, and where they are."""
+    hosts = f"-on-{settings.hosts}-hosts" if settings.hosts > 1 else ""
+    wire = os.environ.get("RINGREDUCE_WIRE", "auto")
+    return f"{settings.world}{hosts}" + (f"-{wire}" if wire != "auto" else "")
 
 
 def run_pass(
@@ -91,10 +111,11 @@ def run_pass(
     program: Path = HERE / "worker.py",
 ) -> dict[str, Result]:
     """Runs one pass's tests, all of them or `only` some, however many workers that takes."""
-    LOGS.mkdir(parents=True, exist_ok=True)
-    log = LOGS / f"{suite_pass}-{settings.world}.log"
+    logs = getattr(settings, "logs", LOGS)
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{suite_pass}-{label(settings)}.log"
     log.write_text("")
-    env = environment(suite_pass, settings.world)
+    env = environment(suite_pass, settings.world, settings.hosts)
     limits = [f"--limit={settings.limit}", f"--start={settings.start}"]
     command = [sys.executable, str(program), *limits]
     for part in settings.k or ():
@@ -146,6 +167,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, default=3, help="ranks (3)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="hosts that the ranks pose to be on, as many each (1)"
+    )
     parser.add_argument("-k", metavar="PART", action="append", help="tests whose names have PART")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a test (120)")
     parser.add_argument(
@@ -155,13 +179,19 @@ def main() -> int:
         help="fork ranks from a process that has torch, or start each as torch does, which takes "
         "10 times as long (fork)",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="where logs and results go")
     parser.add_argument("--record-gloo", action="store_true", help="keep Gloo's results")
     parser.add_argument("--verbose", "-v", action="store_true", help="a line for every test")
     settings = parser.parse_args()
+    if settings.hosts < 1 or settings.world % settings.hosts:
+        parser.error(f"{settings.world} ranks cannot be shared out over {settings.hosts} hosts")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers end with us
 
     import torch
 
+    if settings.device == "cuda":
+        return on_gpus(settings)
     path = results.baseline_path(torch.__version__, settings.world)
     print(f"torch {torch.__version__}, {settings.world} ranks, {os.cpu_count()} cores")
     if settings.k and not path.exists():
@@ -184,13 +214,42 @@ def main() -> int:
     ]
     if gated:
         ours |= run_pass("as-gloo", settings, gated)
-    return report(ours, gloo, settings.world)
+    return report(ours, gloo, settings)
 
 
-def report(ours: results.Results, gloo: results.Results, world: int) -> int:
+def on_gpus(settings: argparse.Namespace) -> int:
+    """Both passes of the tests that want GPUs; returns the exit status."""
+    if importlib.util.find_spec("expecttest") is None:
+        print("torch's tests need the Python package expecttest")
+        return NOT_POSSIBLE
+    ours = run_pass("ringreduce-on-gpus", settings)
+    gated = [name for name, result in ours.items() if result.outcome == "skip"]
+    if gated:
+        again = run_pass("as-gloo-on-gpus", settings, gated)
+        ours |= {name: result for name, result in again.items() if result.outcome != "skip"}
+    return report_gpus(ours, settings)
+
+
+def report_gpus(found: results.Results, settings: argparse.Namespace) -> int:
+    """Prints and writes what came of the tests that want GPUs; returns the exit status.
+
+    There is nothing to compare with: no other backend runs them where ranks share a GPU.
+    """
+    done = {name: results.without_a_device(result) for name, result in found.items()}
+    written = settings.logs / f"results-on-gpus-{label(settings)}.json"
+    results.save_baseline(written, done)
+    count = {o: sum(r.outcome == o for r in done.values()) for o in ("pass", "fail", "skip")}
+    for name, result in done.items():
+        if result.outcome == "fail":
+            print(f"FAILED: {name}: {result.gist}")
+    print(f"{count['pass']} passed, {count['fail']} failed, {count['skip']} skipped; {written}")
+    return 0 if count["pass"] else 1
+
+
+def report(ours: results.Results, gloo: results.Results, settings: argparse.Namespace) -> int:
     """Prints and writes what came of it; returns the exit status."""
     verdict = results.judge(ours, gloo)
-    written = LOGS / f"results-{world}.json"
+    written = LOGS / f"results-{label(settings)}.json"
     results.save_baseline(written, ours)
     print(results.table(ours, gloo))
     for name in verdict.excepted:

@@ -40,7 +40,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cases.limit_tests(arguments.limit)
-    cases.Ranks.start_method = arguments.start
+    can_fork = not cases.ON_GPUS or cases.on_gpus.can_fork()
+    cases.Ranks.start_method = arguments.start if can_fork else "spawn"
     known = cases.all_tests()
     names = [name for name in known if name in arguments.tests or not arguments.tests]
     if arguments.k:

@@ -1,0 +1,203 @@
+// kill: a rank, a process, is killed amid calls.  The others must raise an error that names it; a
+// new group of them and one new process must work, and the GPU be free for them.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "../../tests/cpp/processes.h"
+#include "bench.h"
+#include "shared.h"
+
+namespace perf {
+namespace {
+
+using namespace ringreduce;
+using cuda::Communicator;
+
+constexpr size_t kBytes = 1 << 20;
+constexpr Nanos kBeforeDeath = 300 * kMillisecond;
+constexpr int kMostRanks = 17;  // of Settings, and the new one
+
+struct Page {
+  std::atomic<Nanos> killed;
+  std::atomic<int> over;  // survivors that are done with the first group
+  struct Rank {
+    double raised_s, kernel_ms, again_ms;
+    size_t wrong;
+    char algorithm[32], text[800];
+  };
+  Rank ranks[kMostRanks];
+};
+
+// A rank of one group: its communicator, its data and what must come of it.
+class Rank {
+ public:
+  Rank(Store& store, const std::string& group, int rank, int size)
+      : rank_(rank),
+        comm_(Communicator::create(Group::create(store, rank, size, groupOptions(group)), 0,
+                                   cuda::CommunicatorOptions{})),
+        data_(rank, kBytes),
+        expected_(kBytes) {
+    job_.what = {.ranks = size,
+                 .count = kBytes / sizeof(float),
+                 .dtype = DType::kFloat32,
+                 .op = ReduceOp::kSum,
+                 .draw = Texture::kExact,
+                 .seed = 7};
+    expected_.make(job_.what, stream_.get());
+    data_.prepare(job_, stream_.get());
+    gpu::finish(stream_.get(), "the filling of memory");
+  }
+
+  void allReduce() {
+    comm_->allReduce({.input = data_.input(job_),
+                      .output = data_.output(job_),
+                      .count = job_.what.count,
+                      .dtype = job_.what.dtype,
+                      .op = job_.what.op},
+                     stream_.get());
+    if (!comm_->wait(gpu::kHang)) throw std::runtime_error("an all-reduce neither ends nor raises");
+  }
+
+  // Elements of the last result that are wrong; after an error it may be spoilt instead.
+  size_t wrong(bool may_be_spoilt) {
+    gpu::finish(stream_.get(), "a stream after an error");
+    if (may_be_spoilt && data_.isSpoilt(job_, stream_.get())) return 0;
+    data_.compare(job_, expected_, stream_.get());
+    gpu::finish(stream_.get(), "a comparison");
+    const Found found = data_.found(job_, expected_);
+    if (found.wrong > 0) std::printf("WRONG: %s\n", found.first.c_str());
+    return found.wrong;
+  }
+
+  std::string algorithm() const {
+    return cuda::kChoiceNames[static_cast<size_t>(comm_->chosen(job_.what.count, job_.what.dtype))];
+  }
+
+ private:
+  const int rank_;
+  const std::shared_ptr<Communicator> comm_;
+  const RankData data_;
+  Expected expected_;
+  const gpu::Stream stream_;
+  Job job_;
+};
+
+// All-reduces until one raises, as it must: then tells when and what.
+void untilItRaises(Rank& rank, Page& page, Page::Rank& report, int victim) {
+  const Nanos deadline = deadlineIn(gpu::kHang);
+  try {
+    while (now() < deadline) rank.allReduce();
+  } catch (const Error& error) {
+    report.raised_s = static_cast<double>(now() - page.killed) / kSecond;
+    std::snprintf(report.text, sizeof report.text, "%s", error.what());
+    if (page.killed == 0)
+      throw std::runtime_error("raised before a rank was killed: " + std::string(error.what()));
+    if (error.kind() != Failure::kPeerLost ||
+        !std::strstr(report.text, ("rank " + std::to_string(victim)).c_str()))
+      throw std::runtime_error("does not say that rank " + std::to_string(victim) +
+                               " is lost: " + error.what());
+    return;
+  }
+  throw std::runtime_error("no error, though rank " + std::to_string(victim) + " was killed");
+}
+
+// What a kernel takes that waits for nobody: with the GPU held by one that spins, for ever.
+double kernelMilliseconds() {
+  const gpu::Buffer buffer(kBytes);
+  const gpu::Stream stream;
+  const Nanos begin = now();
+  fillOnGpu(DType::kFloat32, buffer.get(), kBytes / sizeof(float), Texture::kRough, 1,
+            stream.get());
+  gpu::finish(stream.get(), "a kernel after a rank was killed");
+  return static_cast<double>(now() - begin) / kMillisecond;
+}
+
+// Ranks 0 to size-2 survive, size-1 is killed, and process `size` takes its place afterwards.
+void body(Store& store, Store& again, Page& page, int process, int size) {
+  const int victim = size - 1;
+  Page::Rank& report = page.ranks[process];
+  if (process < size) {
+    gpu::must(cudaSetDevice(0), "use the GPU");
+    Rank rank(store, "before", process, size);
+    for (int i = 0; i < 10; ++i) rank.allReduce();
+    if (process == victim) {
+      std::thread([&page] {
+        std::this_thread::sleep_for(std::chrono::nanoseconds(kBeforeDeath));
+        page.killed = now();
+        kill(getpid(), SIGKILL);
+      }).detach();
+      for (;;) rank.allReduce();
+    }
+    std::snprintf(report.algorithm, sizeof report.algorithm, "%s", rank.algorithm().c_str());
+    untilItRaises(rank, page, report, victim);
+    report.wrong = rank.wrong(true);
+  }
+  if (process < size) {
+    ++page.over;
+  } else {
+    const Nanos deadline = deadlineIn(2 * gpu::kHang);
+    while (page.over < size - 1) {
+      if (now() > deadline) throw std::runtime_error("the survivors are not done");
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    gpu::must(cudaSetDevice(0), "use the GPU");
+  }
+  report.kernel_ms = kernelMilliseconds();
+  const Nanos begin = now();
+  Rank rank(again, "after", process < size ? process : victim, size);
+  for (int i = 0; i < 10; ++i) rank.allReduce();
+  report.again_ms = static_cast<double>(now() - begin) / kMillisecond;
+  report.wrong += rank.wrong(false);
+}
+
+}  // namespace
+
+int runKill(const Settings& settings) {
+  bool good = true;
+  for (int size : settings.ranks) {
+    std::printf("%s\n", sharingTitle(size,
+                                     "each a process, of which one is killed amid all-reduces of 1 "
+                                     "MiB; then a new group with a new process")
+                            .c_str());
+    Shared<Page> page;
+    processes::SharedStore store, again;
+    const processes::Ends ends =
+        processes::run(size + 1, [&](int process) { body(store, again, *page, process, size); });
+    std::vector<double> raised;
+    size_t wrong = 0;
+    for (int i = 0; i <= size; ++i) {
+      const std::string& end = ends[static_cast<size_t>(i)];
+      const Page::Rank& one = page->ranks[i];
+      const bool victim = i == size - 1;
+      if (victim ? end != "killed by signal 9" : !end.empty()) {
+        std::printf("FAILED: process %d: %s\n", i, end.empty() ? "it lives" : end.c_str());
+        good = false;
+      }
+      if (victim) continue;
+      wrong += one.wrong;
+      if (i < size) {
+        raised.push_back(one.raised_s);
+        std::printf("rank %d raised after %.3f s: %s\n", i, one.raised_s, one.text);
+      }
+      std::printf("%s %d: a kernel took %.2f ms, the new group and 10 all-reduces %.0f ms\n",
+                  i < size ? "rank" : "the new process in place of rank", i < size ? i : size - 1,
+                  one.kernel_ms, one.again_ms);
+    }
+    const Times times = timesOf(raised);
+    std::printf("%zu wrong; all had raised after %.3f s\n", wrong, times.most / 1e6);
+    std::fflush(stdout);
+    good = good && wrong == 0;
+    Json line;
+    line.add("mode", "kill").add("ranks", size).add("sharing", true);
+    line.add("algorithm", page->ranks[0].algorithm).add("dtype", "float32").add("op", "SUM");
+    line.add("bytes", kBytes).add("time_us", times).add("algbw", 0).add("busbw", 0);
+    line.add("wrong", wrong).add("raised_s", raised);
+    append(settings.json, line);
+  }
+  return good ? kOk : kWrong;
+}
+
+}  // namespace perf

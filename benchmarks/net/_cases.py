@@ -1,0 +1,190 @@
+"""The paths that benchmarks/net/compare.py measures: the hosts, the lines, who takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringreduce.bench.settings import OURS, Contender
+
+KIB, MIB = 1 << 10, 1 << 20
+GLOO = "gloo"
+RING = "ring"  # ours, with RINGREDUCE_ALGORITHM=ring
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What a codec is to reach: how many times as fast as exact and as Gloo (0: nothing is asked),
+    and the most of exact's bytes that may pass the link."""
+
+    times: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One path. Rank r runs on host r // per_host; `hosts` of 0 is this machine, over loopback.
+
+    `line` has the options of tests/hosts.py's Hosts.  `targets` are, by size, Mbit/s of bus
+    bandwidth that ours is to reach, or for messages below 64 KiB the most microseconds;
+    `times_gloo` is how many times as fast as Gloo it is to be, and `times_ring` as our own ring.
+    """
+
+    key: str
+    title: str
+    hosts: int
+    sizes: tuple[int, ...]
+    per_host: int = 1
+    line: dict[str, object] = field(default_factory=dict)
+    congestion: str = ""  # of all connections; "": the system's default
+    ours: dict[str, str] = field(default_factory=dict)  # ours' environment
+    also: dict[str, dict[str, str]] = field(default_factory=dict)  # ours again, in another way
+    targets: dict[int, float] = field(default_factory=dict)
+    times_gloo: dict[int, float] = field(default_factory=dict)
+    times_ring: dict[int, float] = field(default_factory=dict)
+    codecs: dict[str, Coded] = field(default_factory=dict)  # take part too
+    rounds: int = 5
+    slow: bool = False  # a call may take seconds: then a round is one call, after `warmup` others
+    warmup: int = 1
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.per_host * max(1, self.hosts)
+
+    @property
+    def interface(self) -> str:
+        """The name of the interface that the ranks use, on each host."""
+        return "lo" if self.hosts == 0 else "eth0" if self.line.get("veth") else "wan0"
+
+    def contenders(self, backend: str, peers: tuple[str, ...]) -> list[Contender]:
+        """Ours, through `backend`, then the peers; one that fails is left out, with the reason."""
+        way = {"RINGREDUCE_CONGESTION": self.congestion} if self.congestion else {}
+        title = backend if backend == "ringreduce" else f"{backend} (as ours)"
+        named = {"GLOO_SOCKET_IFNAME": self.interface}
+        found = [
+            Contender(OURS, title, "torch", backend, {**named, **way, **self.ours}, optional=True)
+        ]
+        for key, environment in self.also.items():
+            variables = {**named, **way, **self.ours, **environment}
+            if backend == "ringreduce":
+                found.append(Contender(key, key, "torch", backend, variables, optional=True))
+        for codec in self.codecs if backend == "ringreduce" else ():
+            variables = {**named, **way, **self.ours}
+            found.append(Contender(codec, codec, "codec", backend, variables, optional=True))
+        for peer in peers:
+            found.append(Contender(peer, peer, "torch", peer, named, optional=True))
+        return found
+
+
+LAN = {"rate_mbit": 1000, "delay_ms": 0.1}
+WAN = {"rate_mbit": 500, "delay_ms": 25, "loss": 0.001}
+
+
+def wan(congestion: str, sizes: tuple[int, ...], **more: Any) -> Case:
+    """500 Mbit/s and 50 ms, with that congestion control."""
+    return Case(
+        f"wan_{congestion}",
+        f"2 hosts, 500 Mbit/s, 50 ms round trip, 0.1 % loss, {congestion}",
+        hosts=2,
+        sizes=sizes,
+        line=WAN,
+        congestion=congestion,
+        slow=True,
+        **more,
+    )
+
+
+CASES = (
+    Case(
+        "loopback",
+        "2 ranks of one host, over TCP",
+        hosts=0,
+        per_host=2,
+        sizes=(KIB, MIB, 25 * MIB),
+        ours={"RINGREDUCE_WIRE": "tcp"},
+        times_gloo={KIB: 5.0, MIB: 3.0, 25 * MIB: 2.2},
+        rounds=7,
+    ),
+    # What checksums and encryption cost where the wire is no limit.
+    Case(
+        "guarded",
+        "2 ranks of one host, over TCP, with checksums, with encryption",
+        hosts=0,
+        per_host=2,
+        sizes=(KIB, MIB, 25 * MIB),
+        ours={"RINGREDUCE_WIRE": "tcp"},
+        also={
+            "checksums": {"RINGREDUCE_CHECKSUM": "crc32c"},
+            "encrypted": {"RINGREDUCE_TLS": "1"},
+        },
+        rounds=7,
+    ),
+    Case(
+        "lan_2",
+        "2 hosts, 1 Gbit/s, 0.2 ms round trip",
+        hosts=2,
+        sizes=(KIB, MIB, 25 * MIB),
+        line=LAN,
+        targets={MIB: 880.0, 25 * MIB: 940.0},
+        times_gloo={MIB: 1.0, 25 * MIB: 1.0},
+    ),
+    Case(
+        "lan_4",
+        "4 hosts, 1 Gbit/s each (tbf, MTU 9000)",
+        hosts=4,
+        sizes=(25 * MIB,),
+        line={"veth": True, "rate_mbit": 1000, "mtu": 9000},
+        targets={25 * MIB: 900.0},
+        times_gloo={25 * MIB: 1.0},
+    ),
+    # Plain sockets carried 413 by four connections.  With the others Gloo takes half a minute.
+    wan(
+        "bbr",
+        (KIB, 25 * MIB),
+        targets={KIB: 35_000.0, 25 * MIB: 390.0},
+        times_gloo={KIB: 1.0, 25 * MIB: 1.0},
+    ),
+    wan("cubic", (25 * MIB,), times_gloo={25 * MIB: 4.0}, rounds=3, warmup=0),
+    wan("reno", (25 * MIB,), times_gloo={25 * MIB: 4.0}, rounds=3, warmup=0),
+    # The choice of the algorithm, which knows the round trip, beside one that takes it for a LAN's.
+    Case(
+        "wan_4",
+        "4 hosts, 500 Mbit/s, 50 ms round trip, bbr",
+        hosts=4,
+        sizes=(64 * KIB, 256 * KIB, 4 * MIB),
+        line={"rate_mbit": 500, "delay_ms": 25},
+        congestion="bbr",
+        also={"as on a LAN": {"RINGREDUCE_ROUND_TRIP_MS": "0.02"}},
+        slow=True,
+    ),
+    Case(
+        "hierarchical",
+        "2 hosts x 2 ranks, 1 Gbit/s, 0.2 ms round trip",
+        hosts=2,
+        per_host=2,
+        sizes=(25 * MIB,),
+        line=LAN,
+        also={
+            "hierarchical": {"RINGREDUCE_ALGORITHM": "hierarchical"},
+            RING: {"RINGREDUCE_ALGORITHM": "ring"},
+        },
+        times_gloo={25 * MIB: 1.0},
+        times_ring={25 * MIB: 1.4},
+    ),
+    Case(
+        "slow_2",
+        "2 hosts, 100 Mbit/s, 0.2 ms round trip",
+        hosts=2,
+        sizes=(25 * MIB,),
+        line={"rate_mbit": 100, "delay_ms": 0.1},
+        codecs={
+            "bfloat16": Coded(0, 0.505),  # half, and what the group says beside
+            "int8": Coded(3.3, 0.27),
+            "int4": Coded(5.5, 0.15),
+        },
+        times_gloo={25 * MIB: 1.0},
+        slow=True,
+        rounds=5,
+    ),
+)

@@ -1,0 +1,95 @@
+// Events that tell when a stream has come to a point, kept to be used again: making one costs more
+// than a small operation does.
+//
+// They are asked by a thread that knows nothing of what others capture.  While a stream is captured
+// in the mode `global`, which is the usual one, such a question from any thread would be refused
+// and end the capture, though it has nothing to do with it: so a thread that asks says that it
+// knows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/fd.h"
+#include "cuda/errors.h"
+
+namespace ringreduce::cuda {
+
+// Lets this thread make, for a scope, calls that a capture elsewhere need not mind.
+class BesideCaptures {
+ public:
+  BesideCaptures() { exchange(); }
+  ~BesideCaptures() { exchange(); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  void exchange() {
+    checkQuietly(cudaThreadExchangeStreamCaptureMode(&mode_), "go on beside a capture", kNoDevice);
+  }
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class Event {
+ public:
+  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "make an event"); }
+  ~Event() {
+    if (forkGeneration() == generation_)
+      checkQuietly(cudaEventDestroy(event_), "free an event", kNoDevice);
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "record an event"); }
+  // Whether the stream has come there.  Throws CudaError if it never will.
+  bool isReached() const {
+    const BesideCaptures beside;
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // else the next who asks in this thread takes it for an error
+      return false;
+    }
+    check(status, "ask whether a GPU operation has ended");
+    return true;
+  }
+  // Lets `stream` go on only once it is reached.
+  void holdBack(cudaStream_t stream) const {
+    check(cudaStreamWaitEvent(stream, event_, 0), "order two streams");
+  }
+
+ private:
+  const int generation_ = forkGeneration();
+  cudaEvent_t event_ = nullptr;
+};
+
+class EventPool {
+ public:
+  std::shared_ptr<Event> take() {
+    std::unique_ptr<Event> event;
+    {
+      const std::lock_guard lock(free_->mutex);
+      if (!free_->events.empty()) {
+        event = std::move(free_->events.back());
+        free_->events.pop_back();
+      }
+    }
+    if (!event) event = std::make_unique<Event>();
+    // The last to hold it brings it back, also when that outlives the pool.
+    return {event.release(), [free = free_](Event* used) {
+              const std::lock_guard guard(free->mutex);
+              free->events.emplace_back(used);
+            }};
+  }
+
+ private:
+  struct Free {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Event>> events;
+  };
+  std::shared_ptr<Free> free_ = std::make_shared<Free>();
+};
+
+}  // namespace ringreduce::cuda

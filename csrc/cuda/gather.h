@@ -1,0 +1,109 @@
+// All-gather and broadcast by push: who has something to give gives it to everybody, at once.  One
+// hop.  Elements are moved as they are, so one kernel serves all dtypes of a width.
+//
+// Of an all-gather everybody gives, of a broadcast the root alone.  The others post their steps all
+// the same: that tells the root how far they have read (push.h).  Long messages of a root go by
+// spread.h.
+//
+// Pipelined: the next slice is pushed before this one is waited for.
+//
+// Bytes through device memory, all ranks on one GPU: of an all-gather of S in all parts
+// (3P - 1) / P S a rank, S / P less in place; of a broadcast P S at the root and 2 S at the others.
+#pragma once
+
+#include "cuda/push.h"
+#include "cuda/ring.h"
+#include "plan/cut.h"
+
+namespace ringreduce::cuda {
+
+// R is a Raw.
+template <class R, class Rules, class Block>
+class Gather {
+ public:
+  RINGREDUCE_DEVICE Gather(Block& block, Guard<Block>& guard, const RankCall& call, int channel,
+                           int channels)
+      : block_(block),
+        guard_(guard),
+        call_(call),
+        comm_(*call.comm),
+        channel_(static_cast<size_t>(channel)),
+        channels_(static_cast<size_t>(channels)),
+        slices_(slicesOf(channel, channels, ceilDiv(call.count, call.slice))),
+        exchange_(block, guard, comm_, channel),
+        first_(exchange_.first(kResults)) {}
+
+  RINGREDUCE_DEVICE void run() {
+    if (slices_ == 0) return;
+    give(0);
+    for (size_t j = 0; j < slices_; ++j) {
+      if (j + 1 < slices_) give(j + 1);
+      if (!collect(j)) return;
+    }
+    exchange_.save(kResults, first_ + slices_);
+  }
+
+ private:
+  using Exchange = PushExchange<Rules, Block>;
+  static constexpr auto kResults = DeviceLayout::Of::kResults;
+  static constexpr size_t kWidth = sizeof(typename R::Stored);
+
+  // The peers' slots, and then this rank's own part of the output unless it is there.
+  struct ToAll {
+    const Exchange& exchange;
+    uint64_t step;
+    std::byte* mine;
+    int peers, sinks;
+    RINGREDUCE_DEVICE int count() const { return sinks; }
+    RINGREDUCE_DEVICE std::byte* operator()(int i) const {
+      return i == peers ? mine : exchange.outgoing(kResults, step, exchange.peer(i));
+    }
+  };
+
+  RINGREDUCE_DEVICE void give(size_t j) {
+    if (guard_.failed()) return;
+    if (gives(comm_.rank)) {
+      const Span s = span(j);
+      const std::byte* from = static_cast<const std::byte*>(call_.input) + s.begin * kWidth;
+      std::byte* mine = output(comm_.rank, s);
+      const int peers = comm_.size - 1;
+      copyElements<R>(block_, s.size, from,
+                      ToAll{exchange_, first_ + j, mine, peers, peers + (mine != from)});
+    }
+    exchange_.post(kResults, first_ + j);
+  }
+
+  RINGREDUCE_DEVICE bool collect(size_t j) {
+    if (!exchange_.await(kResults, first_ + j)) return false;
+    const Span s = span(j);
+    for (int i = 0; i + 1 < comm_.size; ++i) {
+      const int peer = exchange_.peer(i);
+      if (gives(peer))
+        copyElements<R>(block_, s.size, exchange_.incoming(kResults, first_ + j, peer),
+                        Spans<1>{{output(peer, s)}});
+    }
+    return true;
+  }
+
+  RINGREDUCE_DEVICE bool gives(int rank) const {
+    return call_.root == kEverybody || call_.root == rank;
+  }
+  RINGREDUCE_DEVICE Span span(size_t j) const {
+    return piece(call_.count, call_.slice, j * channels_ + channel_);
+  }
+  // Where the elements of `rank` go.
+  RINGREDUCE_DEVICE std::byte* output(int rank, Span s) const {
+    const size_t part = call_.root == kEverybody ? static_cast<size_t>(rank) * call_.count : 0;
+    return static_cast<std::byte*>(call_.output) + (part + s.begin) * kWidth;
+  }
+
+  Block& block_;
+  Guard<Block>& guard_;
+  const RankCall& call_;
+  const DeviceComm& comm_;
+  const size_t channel_, channels_, slices_;
+  const Exchange exchange_;
+  const uint64_t first_;
+};
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,81 @@
+// A rank's page of host memory that all ranks map and all GPUs reach: what a host must be able to
+// read and write while kernels run and streams wait, without a CUDA call.
+//
+// Flags between GPUs lie in device memory (layout.h).  Here lie the words that streams wait for, so
+// that a host can release them; what kernels say of their failure; and what the ranks announce,
+// which their hosts compare.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/call.h"
+#include "cuda/schedule.h"
+#include "wire/page.h"
+
+namespace ringreduce::cuda {
+
+// What a rank may be ahead of another's announcements, in operations, with every disagreement still
+// told before the slower one takes its results for right: four times the launches, about a
+// thousand, that CUDA lets a host queue in a stream before it makes it wait.
+inline constexpr uint64_t kRemembered = 4096;
+
+// An announcement that may be read while it is replaced: whoever reads it must look afterwards how
+// far its owner has come.
+class Announced {
+ public:
+  void set(const Announcement& what) {
+    uint64_t words[kWords];
+    std::memcpy(words, &what, sizeof what);
+    // Each store comes after the counter's that came before: an old counter never goes with new
+    // words.
+    for (size_t i = 0; i < kWords; ++i)
+      std::atomic_ref(words_[i]).store(words[i], std::memory_order_release);
+  }
+  Announcement get() {
+    uint64_t words[kWords];
+    for (size_t i = 0; i < kWords; ++i)
+      words[i] = std::atomic_ref(words_[i]).load(std::memory_order_acquire);
+    Announcement what;
+    std::memcpy(static_cast<void*>(&what), words, sizeof what);
+    return what;
+  }
+
+ private:
+  static constexpr size_t kWords = sizeof(Announcement) / sizeof(uint64_t);
+  static_assert(kWords * sizeof(uint64_t) == sizeof(Announcement));
+  uint64_t words_[kWords];
+};
+
+struct HostState {
+  // Set by any rank's host once the group has failed: the owner's kernels stop waiting and write no
+  // more, its outputs are spoilt.
+  alignas(kLine) uint64_t abort;
+
+  // Set to 1 by the owner's stream when a direct schedule begins and to 0 when it ends; `delivered`
+  // counts their ends.  A replayed CUDA graph moves both, so its deadlines are kept as well.
+  alignas(kLine) uint32_t busy;
+  alignas(kLine) uint64_t delivered;
+
+  Trouble trouble;  // written by the owner's kernels
+
+  // What the owner's stream waits for (schedule.h), at wordIndex: set by others, taken back by it.
+  struct alignas(kLine) Line {
+    uint32_t word;
+  };
+  Line words[2 * kMostRanks];
+
+  // The owner's calls, in their order, and how many of them have left its streams: from then on
+  // they touch no memory of other ranks.
+  Flag announced, finished;
+  Announced announcements[kRemembered];
+};
+
+// Streams wait until (int32)(word - 1) >= 0.  This releases such a wait, and cannot be mistaken for
+// what ranks set.
+inline constexpr uint32_t kReleased = uint32_t{1} << 30;
+static_assert(static_cast<int32_t>(kReleased - 1) >= 0);
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,61 @@
+// What one thread block does in a kernel, by algorithm: the body of the kernels (kernels.cu) and of
+// what tests run on the host.
+#pragma once
+
+#include "cuda/gather.h"
+#include "cuda/one_shot.h"
+#include "cuda/ring.h"
+#include "cuda/spread.h"
+#include "cuda/two_shot.h"
+
+namespace ringreduce::cuda {
+
+// What a kernel that waits for its peers may do; tuning.h chooses.
+enum class DeviceAlgorithm : uint8_t {
+  kOneShot,
+  kTwoShot,
+  kRing,        // halves travel as float32 until they are complete, and are rounded once
+  kRingNarrow,  // halves travel as they are and are rounded at each hop
+};
+inline constexpr int kDeviceAlgorithms = 4;
+inline constexpr const char* kDeviceAlgorithmNames[] = {"oneshot", "twoshot", "ring",
+                                                        "ring_narrow"};
+
+// A kernel's first step: the factor that lies in device memory, if one does, becomes the call's.
+template <class E>
+RINGREDUCE_DEVICE void readFactor(RankCall& call) {
+  if constexpr (E::kFloating)
+    if (call.factor) call.arithmetic.factor = *static_cast<const typename E::Value*>(call.factor);
+}
+
+template <DeviceAlgorithm algorithm, class E, class Rules, class Block>
+RINGREDUCE_DEVICE void allReduceBlock(Block& block, const RankCall& call, int channel,
+                                      int channels) {
+  Guard<Block> guard(block, call, channel);
+  if constexpr (algorithm == DeviceAlgorithm::kOneShot) {
+    oneShot<E, Rules>(block, guard, call, channel, channels);
+  } else if constexpr (algorithm == DeviceAlgorithm::kTwoShot) {
+    TwoShot<E, Rules, Block>(block, guard, call, channel, channels).run();
+  } else if constexpr (algorithm == DeviceAlgorithm::kRing) {
+    ring<E, AsValue<E>, Rules>(block, guard, call, channel, channels);
+  } else {
+    ring<E, AsStored<E>, Rules>(block, guard, call, channel, channels);
+  }
+  guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
+}
+
+// All-gather and broadcast of elements of `unit` bytes.
+template <size_t unit, class Rules, class Block>
+RINGREDUCE_DEVICE void gatherBlock(Block& block, const RankCall& call, int channel, int channels) {
+  Guard<Block> guard(block, call, channel);
+  if (call.scatter)
+    Spread<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
+  else
+    Gather<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
+  // A root's own elements were never written, and stay.
+  const DeviceComm& comm = *call.comm;
+  const int parts = call.root == kEverybody ? comm.size : call.root != comm.rank;
+  guard.leave(channels, call.output, static_cast<size_t>(parts) * call.count * unit);
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,100 @@
+// The ring between hosts: plan/ring.h's schedule, put into two streams of a GPU.
+//
+// On one stream, the wire, are the exchanges: each sends a slice to the next rank and receives one
+// from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
+// came to this rank's own addends (hop.h).  Exchange t sends what comes of what exchange t - W
+// received, W being the window, so while W - 1 exchanges are on the wire there is time to add.  All
+// ranks have the same exchanges, and number t of one meets number t of the next: nobody can wait in
+// a circle.
+//
+// What is complete is received where the user wants it and sent on from there, and what is only a
+// rank's own is sent from the user's input: nothing is copied but by adding.  Addends travel as
+// they are stored; of halves, sums that are not complete travel as float32, so that they are
+// rounded once (with two ranks there are none).  Slots hold what is neither in input nor output:
+// one for each exchange whose slice is still needed, W + 1 in all, used in turn.
+//
+// The schedule is data, a list of steps to be put into the streams in this order; threads of a test
+// run the same list.  Order between the streams is by events, as CUDA has them: a step that waits
+// for an event waits for the latest step before it in the list that records it.
+//
+// Model.  With o for what an exchange costs besides its bytes (a launch, a network's latency), B
+// for the bytes a second of a link, S for the message, P ranks and n slices a chunk:
+//
+//     2 (P - 1) (n o + S / (P B))     and half as much again in the first half for halves
+//
+// so slices are as long as memory for slots allows: 4 MiB are 80 us at 50 GB/s, beside some 15 us
+// for o. Nothing of it is measured.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/dtype.h"
+#include "plan/cut.h"
+
+namespace ringreduce::cuda {
+
+inline constexpr size_t kHopWindow = 2;
+inline constexpr size_t kHopSlots = kHopWindow + 1;
+inline constexpr size_t kHopBytes = size_t{4} << 20;    // the most that is exchanged at once
+inline constexpr size_t kHopLeast = size_t{128} << 10;  // from twice this on a chunk is cut up
+// A slot has place for addends as they are stored beside their sum as float32.
+inline constexpr size_t kHopSlotBytes = kHopBytes + kHopBytes / 2;
+
+// Events: of exchanges, in turn, and one of the other stream.
+inline constexpr int kHopEvents = static_cast<int>(kHopSlots) + 1;
+inline constexpr int kOwnEvent = kHopEvents - 1;
+
+struct HopPlace {
+  enum class In : uint8_t { kNowhere, kInput, kOutput, kAddends, kSums };
+  In in = In::kNowhere;
+  size_t slot = 0;  // kAddends: as they are stored; kSums: as they are added
+};
+
+struct HopStep {
+  enum class Do : uint8_t {
+    kBegin,     // the caller's stream has come here
+    kStage,     // own addends, scaled, to a slot
+    kAdd,       // partial sums and own addends
+    kExchange,  // on the wire
+    kEnd,       // the caller's stream goes on
+  };
+  Do what;
+  HopPlace from = {}, to = {};      // kAdd: from the partial sums; the own addends are in the input
+  Span elements = {}, coming = {};  // of the message; kExchange: what is sent, what is received
+  bool last = false;                // kAdd: complete now
+  int waits = -1, records = -1;     // events
+};
+
+constexpr bool isOnWire(const HopStep& step) {
+  return step.what == HopStep::Do::kExchange;
+}
+
+struct HopPlan {
+  int rank, size;  // size >= 2
+  size_t count;    // elements
+  size_t slice;    // of a chunk, in elements
+  bool wide;       // sums that are not complete travel as the dtype's Value
+  bool scaled;     // own addends are to be scaled
+};
+
+// Whether sums of a dtype are wider than its elements on some hop.
+constexpr bool travelsWide(DType dtype, int size) {
+  return isHalf(dtype) && size > 2;
+}
+
+// Elements of a slice: what a slot takes, and the window comes out even.
+constexpr size_t hopSlice(size_t count, int size, size_t widest) {
+  const size_t chunk = Cut{count, size}.chunkSize();
+  if (chunk * widest < 2 * kHopLeast) return chunk;
+  const size_t most = kHopBytes / widest / kChunkElements * kChunkElements;
+  const size_t slices = roundUp(ceilDiv(chunk, most), kHopWindow);
+  return roundUp(ceilDiv(chunk, slices), kChunkElements);
+}
+static_assert(hopSlice(size_t{1} << 28, 2, 4) * 4 == kHopBytes);
+static_assert(hopSlice(1 << 20, 2, 4) == (1 << 18) && hopSlice(100, 2, 4) == 128);
+
+std::vector<HopStep> hopSteps(const HopPlan& plan);
+
+}  // namespace ringreduce::cuda

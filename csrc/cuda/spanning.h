@@ -1,0 +1,70 @@
+// All-reduce between GPUs of several hosts: the plane of a group that spans them.
+//
+//     const Hosts hosts = Hosts::meet(*store, rank, world_size, options);
+//     auto group = hosts.localGroup(*store, options);              // of this host's ranks
+//     auto local = Communicator::create(group, device, ...);
+//     auto plane = Spanning::create(store, hosts, group, local, device, options);
+//
+// Where all hosts hold the same number of ranks, and more than one, a message is summed inside each
+// host first, so that each rank has a part of it; then between the hosts, each rank's part by a
+// ring of its own, a rail; and then all gather the parts inside their hosts.  Between hosts that is
+// 1/L of what one ring over all ranks would send from every rank, L being a host's ranks.  It adds
+// in an order of its own: inside hosts first, where halves are rounded once more.  Small messages
+// are summed whole inside each host and go whole along every rail, which saves a step.
+//
+// Elsewhere one ring goes over all ranks, in their order, and gives the bits of the core's ring.
+//
+// It performs all_reduce only.  What goes wrong is told as far_watcher.h has it.  CUDA graphs may
+// capture it, as NCCL's own calls; a replay then has no deadline.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/clock.h"
+#include "cuda/plane.h"
+#include "group/group.h"
+#include "group/hosts.h"
+#include "group/options.h"
+#include "group/store.h"
+
+namespace ringreduce::cuda {
+
+class Spanning final : public Plane {
+ public:
+  // Collective over all ranks.  `local` is the plane of `group`, this host's.  The store is used by
+  // a thread of this one as long as it lives: it should be a connection of its own.  Throws Error.
+  static std::shared_ptr<Spanning> create(std::shared_ptr<Store> store, const Hosts& hosts,
+                                          std::shared_ptr<Group> group,
+                                          std::shared_ptr<Plane> local, int device,
+                                          const GroupOptions& options);
+  ~Spanning() override;
+  Spanning(const Spanning&) = delete;
+  Spanning& operator=(const Spanning&) = delete;
+
+  // Whether it adds inside hosts first.
+  bool hierarchical() const;
+
+  bool performs(Kind kind) const override { return kind == Kind::kAllReduce; }
+  bool callsNccl() const override { return true; }
+  void allReduce(const GpuAllReduce& call, CUstream_st* stream) override;
+  void reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) override;
+  void allGather(const GpuAllGather& call, CUstream_st* stream) override;
+  void broadcast(const GpuBroadcast& call, CUstream_st* stream) override;
+
+  std::string registerBuffer(void* data, size_t bytes) override;
+  void unregisterBuffer(void* data) override;
+
+  void check() override;
+  bool wait(Nanos longest = kNever) override;
+  void abort(const std::string& why) override;
+
+  size_t bytes() const override;  // the local plane's too
+
+ private:
+  struct State;
+  explicit Spanning(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace ringreduce::cuda

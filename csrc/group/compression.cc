@@ -1,0 +1,377 @@
+// Steps, and the operations of one bucket.
+#include "group/compression.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/align.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/log.h"
+#include "codec/message.h"
+
+namespace ringreduce {
+
+struct Compression::Step {
+  Step(uint64_t number, Way way, size_t parameters)
+      : number(number), way(way), seen(parameters), unseen(parameters) {}
+
+  const uint64_t number;
+  const Way way;
+  const Nanos began = now();
+  std::vector<bool> seen;  // by parameter
+  size_t unseen;
+  bool last = false;  // its last bucket was there
+  std::vector<std::shared_ptr<Residuals::Store>> stores;
+  size_t started = 0;  // buckets; of them have arrived:
+  std::atomic<size_t> arrived{0};
+  std::atomic<bool> finite{true};
+  std::atomic<Nanos> busy{0};  // with operations
+
+  bool complete() const { return last || unseen == 0; }
+  bool underWay() const { return arrived != started; }
+};
+
+namespace {
+
+// Refuses before anything is sent.
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(Failure::kArgument, "ringreduce compressed gradients: " + why);
+}
+
+bool canBeCoded(DType dtype) {
+  return dtype == DType::kFloat32 || isHalf(dtype);
+}
+
+}  // namespace
+
+Compression::Compression(const CompressionSettings& settings,
+                         std::vector<CompressedParameter> parameters)
+    : settings_(settings), parameters_(std::move(parameters)), residuals_([this] {
+        std::vector<size_t> counts;
+        for (const CompressedParameter& parameter : parameters_) counts.push_back(parameter.count);
+        return counts;
+      }()) {
+  // No bucket's own size: which schedule it takes decides about bits.
+  constexpr size_t kBucket = (25 << 20) / sizeof(float);  // DDP's, unless it is told otherwise
+  for (const CompressedParameter& parameter : parameters_)
+    if (!parameter.exact) usual_ += parameter.count;
+  usual_ = std::min(usual_, kBucket);
+  if (settings_.automatic) startTrial();
+}
+
+Compression::~Compression() = default;
+
+// ---- agreeing
+
+void Compression::agree(Group& group) {
+  const std::lock_guard lock(mutex_);
+  agreeLocked(group);
+}
+
+void Compression::agreeLocked(Group& group) {
+  if (agreed_.lock().get() == &group) return;
+  uint64_t own = steps_;
+  for (const uint64_t word :
+       {static_cast<uint64_t>(settings_.codec), uint64_t{settings_.automatic},
+        uint64_t{settings_.feedback}, settings_.start_after,
+        static_cast<uint64_t>(settings_.schedule), uint64_t{settings_.stochastic}, settings_.seed})
+    own = mixed(own, word);
+  for (const CompressedParameter& parameter : parameters_)
+    own = mixed(mixed(mixed(own, parameter.name), parameter.count), parameter.exact);
+
+  std::vector<uint64_t> all(static_cast<size_t>(group.size()));
+  AllGather gather{.input = &own, .dtype = DType::kInt64};
+  for (uint64_t& one : all) {
+    gather.outputs.push_back(&one);
+    gather.counts.push_back(1);
+  }
+  group.run({gather});
+  // The most frequent is right, and of two as frequent the one of the lowest rank.
+  const auto frequency = [&](uint64_t value) { return std::count(all.begin(), all.end(), value); };
+  const uint64_t right = *std::max_element(
+      all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
+  std::string odd;
+  for (size_t r = 0; r < all.size(); ++r)
+    if (all[r] != right) odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
+  if (!odd.empty())
+    throw Error(Failure::kMismatch, "compressed gradients: " + odd +
+                                        " has another codec, error_feedback, schedule, stochastic, "
+                                        "seed, start_after, choice of "
+                                        "exact parameters, number of steps so far or model than "
+                                        "the other ranks; give all ranks "
+                                        "the same");
+  agreed_ = group.weak_from_this();
+  message_ = nullptr;  // another group's operations may still use it
+  // Nor is the rest of a step, or of a trial, the same on ranks that were elsewhere before.
+  settleIfOver();
+  step_ = nullptr;
+  measured_.reset();
+  if (settings_.automatic) startTrial();
+}
+
+void Compression::startTrial() {
+  trial_.emplace();
+  codes_ = true;
+  why_ = "not known yet";
+}
+
+// ---- steps
+
+void Compression::begin(Group& group) {
+  const Nanos ended = now();
+  settle();
+  if (trial_ && measured_ && group.size() > 1) {
+    trial_->record(
+        {measured_->operations, static_cast<double>(ended - measured_->began) / kSecond});
+    closeTrial(group);
+  }
+  measured_.reset();
+  const Way way = wayOf(steps_, group);
+  step_ = std::make_shared<Step>(steps_++, way, parameters_.size());
+}
+
+// What the latest step has made of the residuals holds from now on, if all went well.
+void Compression::settle() {
+  if (!step_) return;
+  const auto step = std::exchange(step_, nullptr);
+  if (!step->complete() || step->underWay()) return;
+  if (trial_ && tries(step->number))
+    measured_ = {step->began, static_cast<double>(step->busy) / kSecond};
+  if (!step->finite) return;
+  for (const auto& store : step->stores) store->kept.swap(store->made);
+  if (step->way == Way::kDraining) residuals_.clear();
+}
+
+void Compression::settleIfOver() {
+  if (step_ && step_->complete() && !step_->underWay()) settle();
+}
+
+bool Compression::tries(uint64_t step) const {
+  return trial_ && step >= settings_.start_after;
+}
+
+Compression::Way Compression::wayOf(uint64_t step, Group& group) const {
+  if (group.size() == 1 || step < settings_.start_after) return Way::kExact;
+  if (trial_) return trial_->next() == Trial::Way::kCoded ? Way::kCoded : Way::kExact;
+  if (codes_) return Way::kCoded;
+  return residuals_.empty() ? Way::kExact : Way::kDraining;
+}
+
+// Everybody's numbers give everybody the same answer.
+void Compression::closeTrial(Group& group) {
+  if (!trial_->hasPair()) return;
+  Trial::Numbers numbers = trial_->numbers();
+  group.run({AllReduce{numbers.data(), numbers.size(), DType::kFloat64, ReduceOp::kAvg}});
+  const std::optional<bool> decision = trial_->decide(numbers, why_);
+  if (!decision) return;
+  codes_ = *decision;
+  trial_.reset();
+  if (group.rank() == 0 && logsInfo())
+    log("gradients travel " + (codes_ ? std::string("as ") + name(settings_.codec) : "exactly") +
+        " from now on: " + why_);
+}
+
+// Whether the bucket is of the step that is under way.
+bool Compression::continues(const GradientBucket& bucket) const {
+  return step_ && !step_->complete() &&
+         std::none_of(bucket.parts.begin(), bucket.parts.end(),
+                      [&](const Part& part) { return step_->seen[part.parameter]; });
+}
+
+// ---- one bucket
+
+std::vector<Operation> Compression::average(const GradientBucket& bucket, Group& group) {
+  size_t elements = 0;
+  for (const Part& part : bucket.parts) {
+    if (part.parameter >= parameters_.size() || parameters_[part.parameter].count != part.count)
+      refuse("a bucket has a parameter that the state was not made for, or of another size");
+    elements += part.count;
+  }
+  if (elements != bucket.count) refuse("a bucket is not as large as its parameters together");
+
+  const std::lock_guard lock(mutex_);
+  agreeLocked(group);
+  if (!continues(bucket)) begin(group);
+  for (const Part& part : bucket.parts) step_->seen[part.parameter] = true;
+  step_->unseen -= bucket.parts.size();
+  step_->last = step_->last || bucket.last;
+
+  std::vector<Part> coded, exact;
+  for (const Part& part : bucket.parts) {
+    const bool codes = canBeCoded(bucket.dtype) && !parameters_[part.parameter].exact;
+    (codes ? coded : exact).push_back(part);
+  }
+  // In the order of parameters, whatever that in the bucket is.
+  const auto by_number = [](const Part& a, const Part& b) { return a.parameter < b.parameter; };
+  std::sort(coded.begin(), coded.end(), by_number);
+  std::sort(exact.begin(), exact.end(), by_number);
+
+  std::vector<Operation> operations;
+  if (step_->way == Way::kExact && !settings_.automatic && group.size() > 2) {
+    // In place the order of addition would depend on the bucket.
+    exact.insert(exact.end(), coded.begin(), coded.end());
+    std::sort(exact.begin(), exact.end(), by_number);
+    if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
+  } else if (step_->way != Way::kCoded) {
+    operations.push_back(exactInPlace(bucket, MessageLayout(coded, group.size())));
+  } else {
+    if (!coded.empty()) operations.push_back(codedPart(bucket, MessageLayout(coded, group.size())));
+    if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
+  }
+  if (operations.empty())  // a bucket of no parameters
+    operations.push_back({AllReduce{bucket.data, 0, bucket.dtype, ReduceOp::kAvg}});
+  watch(operations);
+  return operations;
+}
+
+// Memory for the message of one operation at a time.
+std::shared_ptr<std::vector<double>> Compression::messageOf(size_t bytes) {
+  const size_t words = ceilDiv(bytes, sizeof(double));
+  if (!message_ || message_->size() < words)
+    message_ = std::make_shared<std::vector<double>>(words);
+  return message_;
+}
+
+// The bucket as it is; or, where coding ends, with the residuals, so that nothing is lost.
+Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageLayout& layout) {
+  Operation operation{AllReduce{bucket.data, bucket.count, bucket.dtype, ReduceOp::kAvg}};
+  if (step_->way == Way::kDraining && !layout.parts().empty()) {
+    const auto store = residuals_.storeOf(layout);
+    step_->stores.push_back(store);
+    operation.before = [store, bucket] {
+      addTo(bucket.data, bucket.dtype, store->layout, store->kept.data());
+      std::fill(store->made.begin(), store->made.end(), 0.f);
+    };
+  }
+  // The buckets without a residual too: whatever is not finite undoes the step.
+  if (step_->way == Way::kDraining)
+    operation.after = [step = step_, bucket] {
+      if (!allFinite(bucket.data, bucket.dtype, bucket.count)) step->finite = false;
+    };
+  return operation;
+}
+
+Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayout& layout) {
+  const auto memory = messageOf(layout.count() * sizeof(float));
+  float* message = reinterpret_cast<float*>(memory->data());
+  const float* kept = nullptr;
+  float* made = nullptr;
+  std::shared_ptr<Residuals::Store> store;
+  if (settings_.feedback) {
+    store = residuals_.storeOf(layout);
+    step_->stores.push_back(store);
+    kept = store->kept.data();
+    made = store->made.data();
+  }
+  // Random numbers that no other bucket or step has, and the same on all ranks.
+  const uint64_t seed =
+      mixedSeed(mixedSeed(settings_.seed, step_->number), layout.parts()[0].parameter);
+  Operation operation{CompressedAllReduce{.input = message,
+                                          .output = message,
+                                          .count = layout.count(),
+                                          .coding = {settings_.codec, settings_.stochastic, seed},
+                                          .op = ReduceOp::kAvg,
+                                          .schedule = settings_.schedule,
+                                          .error = made,
+                                          .chosen_for = usual_}};
+  // A parameter without a gradient here keeps its residual for a step that has one: where no rank
+  // has one, DDP takes it as unused, and throws away what comes.
+  const auto absent = std::make_shared<std::vector<size_t>>();
+  operation.before = [=] {
+    if (kept) *absent = partsOfZeros(layout, bucket.data, bucket.dtype);
+    gather(message, layout, bucket.data, bucket.dtype, kept);
+    for (const size_t i : *absent) clearPart(message, layout, i);
+  };
+  operation.after = [=, step = step_] {
+    if (!scatter(bucket.data, bucket.dtype, layout, message)) step->finite = false;
+    for (const size_t i : *absent) addPart(made, layout, i, kept);
+    (void)memory, (void)store;  // live until then
+  };
+  return operation;
+}
+
+Operation Compression::exactPart(const GradientBucket& bucket, const MessageLayout& layout) {
+  const auto memory = messageOf(layout.count() * sizeOf(bucket.dtype));
+  auto* message = reinterpret_cast<std::byte*>(memory->data());
+  Operation operation{AllReduce{message, layout.count(), bucket.dtype, ReduceOp::kAvg}};
+  operation.before = [=] { gatherExact(message, layout, bucket.data, bucket.dtype); };
+  operation.after = [=, step = step_] {
+    if (!scatterExact(bucket.data, bucket.dtype, layout, message)) step->finite = false;
+    (void)memory;
+  };
+  return operation;
+}
+
+// Notes when the bucket has arrived, and how long its operations took.
+void Compression::watch(std::vector<Operation>& operations) const {
+  ++step_->started;
+  const auto begun = std::make_shared<Nanos>();
+  operations.front().before = [first = std::move(operations.front().before), begun] {
+    *begun = now();
+    if (first) first();
+  };
+  operations.back().after = [last = std::move(operations.back().after), begun, step = step_] {
+    if (last) last();
+    step->busy += now() - *begun;
+    ++step->arrived;
+  };
+}
+
+// ---- the state
+
+uint64_t Compression::steps() {
+  const std::lock_guard lock(mutex_);
+  return steps_;
+}
+
+// Nobody is to write where operations do.
+void Compression::requireQuiet() {
+  settleIfOver();
+  if (step_ && step_->underWay() && step_.use_count() > 1)
+    refuse("its state cannot be changed while a backward is under way");
+  step_ = nullptr;
+  measured_.reset();
+}
+
+void Compression::setSteps(uint64_t steps) {
+  const std::lock_guard lock(mutex_);
+  requireQuiet();
+  steps_ = steps;
+  agreed_.reset();
+}
+
+bool Compression::readResidual(size_t parameter, float* to) {
+  const std::lock_guard lock(mutex_);
+  settleIfOver();
+  return residuals_.read(parameter, to);
+}
+
+void Compression::writeResidual(size_t parameter, const float* from) {
+  const std::lock_guard lock(mutex_);
+  requireQuiet();
+  residuals_.write(parameter, from);
+}
+
+void Compression::scaleResiduals(float factor) {
+  const std::lock_guard lock(mutex_);
+  requireQuiet();
+  residuals_.scale(factor);
+}
+
+size_t Compression::residualBytes() {
+  const std::lock_guard lock(mutex_);
+  return residuals_.bytes();
+}
+
+std::string Compression::choice() {
+  const std::lock_guard lock(mutex_);
+  return trial_ ? "measuring" : codes_ ? name(settings_.codec) : "exact";
+}
+
+std::string Compression::why() {
+  const std::lock_guard lock(mutex_);
+  return why_;
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,123 @@
+// What a DDP hook sends for its buckets when gradients are compressed: which elements are coded and
+// which travel exactly, when, and what error feedback keeps.
+//
+// A step is what lies between one bucket and the next with a parameter that was there before.  What
+// a step makes of the residuals holds only once all its buckets have arrived and are finite; it is
+// settled when the next step begins, or when somebody looks.  Otherwise, after an infinite gradient
+// or an error, residuals stay as they were, on all ranks alike, since results are the same on all.
+//
+// Thread-safe.  The operations run one at a time, in the order in which they were asked for.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "codec/layout.h"
+#include "codec/residuals.h"
+#include "group/group.h"
+#include "group/trial.h"
+
+namespace ringreduce {
+
+struct CompressionSettings {
+  Codec codec = Codec::kInt8;
+  bool automatic = false;  // exact or `codec`, whichever makes steps shorter
+  bool feedback = true;
+  uint64_t start_after = 0;  // steps that go exact
+  CodedSchedule schedule = CodedSchedule::kAuto;
+  bool stochastic = false;
+  uint64_t seed = 0;
+};
+
+// A parameter, known by its number in the list of all.
+struct CompressedParameter {
+  size_t count;
+  bool exact;     // its gradient is never coded
+  uint64_t name;  // a hash, for the ranks to compare
+};
+
+// One bucket of gradients, in dense memory, in place of which the average comes.
+struct GradientBucket {
+  void* data;
+  size_t count;
+  DType dtype;
+  std::vector<Part> parts;  // all of it
+  bool last;                // of a step, as far as whoever calls knows
+};
+
+class Compression {
+ public:
+  Compression(const CompressionSettings& settings, std::vector<CompressedParameter> parameters);
+  ~Compression();
+
+  // Refuses, on all ranks, what is not the same on all.  Collective where `group` is new to it or
+  // the state was loaded since, and then `automatic` measures anew; `average` calls it first.
+  void agree(Group& group);
+
+  // The operations that average a bucket over the group, to be queued in the order of these calls.
+  std::vector<Operation> average(const GradientBucket& bucket, Group& group);
+
+  // ---- the state.  What changes it throws Error(kArgument) while a step's operations are under
+  // way, and drops a step that has not ended.
+  // So far; setting it is part of loading a state.
+  uint64_t steps();
+  void setSteps(uint64_t steps);
+  // Of the last step that was settled; false if there is none.
+  bool readResidual(size_t parameter, float* to);
+  void writeResidual(size_t parameter, const float* from);
+  void scaleResiduals(float factor);
+  size_t residualBytes();
+  bool isCoded(size_t parameter) const { return !parameters_.at(parameter).exact; }
+  size_t count(size_t parameter) const { return parameters_.at(parameter).count; }
+
+  // "int8", "exact", or "measuring" while the trial of `automatic` lasts; and why.
+  std::string choice();
+  std::string why();
+
+ private:
+  struct Step;
+  enum class Way { kExact, kCoded, kDraining };
+  struct Measured {
+    Nanos began;
+    double operations;
+  };
+
+  void agreeLocked(Group& group);
+  void startTrial();
+  void begin(Group& group);
+  void settle();
+  void settleIfOver();
+  void requireQuiet();
+  bool tries(uint64_t step) const;
+  Way wayOf(uint64_t step, Group& group) const;
+  void closeTrial(Group& group);
+  bool continues(const GradientBucket& bucket) const;
+  std::shared_ptr<std::vector<double>> messageOf(size_t bytes);
+  Operation exactInPlace(const GradientBucket& bucket, const MessageLayout& layout);
+  Operation codedPart(const GradientBucket& bucket, const MessageLayout& layout);
+  Operation exactPart(const GradientBucket& bucket, const MessageLayout& layout);
+  void watch(std::vector<Operation>& operations) const;
+
+  const CompressionSettings settings_;
+  const std::vector<CompressedParameter> parameters_;
+  size_t usual_ = 0;  // elements of a message, as if all buckets were alike: for kAuto to choose by
+
+  std::mutex mutex_;  // of all that follows
+  Residuals residuals_;
+  std::shared_ptr<std::vector<double>> message_;  // operations work in it, one at a time
+  uint64_t steps_ = 0;
+  std::shared_ptr<Step> step_;        // the latest; null once it is settled
+  std::optional<Trial> trial_;        // while it lasts
+  std::optional<Measured> measured_;  // of the latest step, if it was one of the trial's
+  bool codes_ = true;                 // after the trial, if there was one
+  std::string why_ = "asked for";
+  std::weak_ptr<Group> agreed_;
+};
+
+}  // namespace ringreduce

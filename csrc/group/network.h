@@ -1,0 +1,162 @@
+// A group whose ranks share no memory: its sockets, and what its session, its collectives and its
+// messages have instead of shared pages.
+//
+//     control ring   who is alive, who has left, verdicts, how far ranks are (net/control.h)
+//     mesh           the data of collectives (net/mesh.h), moved by whoever waits
+//     pump           messages (net/pump.h), moved by the reactor's thread
+//
+// A rank learns of the others' endpoints when the hosts meet (group/hosts.h).  Its control
+// connections are made at once, all others when they are first needed.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "group/hosts.h"
+#include "group/options.h"
+#include "group/ring.h"
+#include "group/session.h"
+#include "group/slowness.h"
+#include "net/acceptor.h"
+#include "net/control.h"
+#include "net/mesh.h"
+#include "net/pump.h"
+#include "p2p/engine.h"
+
+namespace ringreduce {
+
+class Network final : public Outside, private net::Control::Listener, private net::Pump::Listener {
+ public:
+  // Opens this process's port and lets the group's other ranks in; what it returns is for
+  // Hosts::meet to tell them.
+  explicit Network(const GroupOptions& options) : options_(options) {}
+  ~Network() override;
+  std::string open(const Hosts& hosts);
+
+  // Connects the control ring, and has `local` do what the ranks of this host make together, with a
+  // store that ends it if others have given up.
+  // Collective; throws on all ranks if on any.  (Only of one that is interrupted, or killed, in the
+  // very last round do some hear later: as of one whose process has ended.)
+  void join(const Hosts& hosts, Store& store, const std::function<void(Store&)>& local);
+
+  // Pages of this process's own memory, and what goes with them.
+  std::vector<Seat> seats(const Hosts& hosts);
+  // From now on `session` learns what others tell.  The mesh, whose ranks stand in the order of
+  // `ring`, must not outlive this; before it goes, or the session, this must have left or be
+  // closed.
+  std::unique_ptr<Mesh> start(Session& session);
+  // How messages to and from each rank go.
+  std::vector<Engine::Wire> channels();
+  const SharedOptions& sharedOptions() const { return shared_; }
+  const HostRing& ring() const { return host_ring_; }
+  const WireCost& cost() const { return cost_; }
+
+  // Waits until messages that were sent are on their way to those ranks that may receive them: no
+  // longer than `timeout`, and not once the group has failed.  `turn`, if not null, is called now
+  // and then and may throw.
+  void handOver(void (*turn)(), Nanos timeout);
+  // After the session has departed: waits until the others know, not for long, and closes all
+  // sockets but the mesh's.
+  void leave();
+
+  // The same at once.  When it returns no thread calls the session or the mesh any more.
+  void close();
+
+  // ---- Outside
+  void tell(Failure kind, int culprit, const std::string& text) override;
+  void depart(Departure how) override;
+  void ask(uint64_t since) override;
+  void stir(int rank) override;
+
+ private:
+  struct Early {
+    net::Socket socket;
+    net::Caller caller;
+  };
+
+  // ---- in the reactor's thread
+  void take(net::Socket socket, const net::Caller& caller);
+  void lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) override;
+  void departed(int rank, Departure how) override;
+  void ended(const net::Verdict& verdict) override;
+  void seen(int rank, const net::Whereabouts& there) override;
+  net::Whereabouts own(uint64_t since) override;
+  std::vector<int> stopped() override;
+  void stirred(int rank) override;
+  void broken(int rank, const std::string& how, bool damaged) override;
+
+  void hearOut(int rank);
+  int placeOf(int rank) const {
+    return places_.empty() ? rank : places_[static_cast<size_t>(rank)];
+  }
+
+  net::Socket dial(int to, net::Purpose purpose, int lane, const std::function<void()>& turn) const;
+  void readOptions(const Hosts& hosts);
+  void connect(const Hosts& hosts, const std::function<void()>& turn);
+  void agree(const std::function<void()>& turn);
+  // What a rank told when the hosts met: where it is, its options, its wish for the ring.
+  static std::string toldPart(const Hosts& hosts, int rank, int part);
+  // network_ring.cc
+  void compareWishes(const Hosts& hosts) const;
+  HostRing findRing(const Hosts& hosts, Store& store, const std::function<void()>& turn);
+  std::vector<double> survey(const Hosts& hosts, const std::function<void()>& turn);
+  void forgetRing(Store& store) const;
+  void lookAtWires();
+  net::Socket awaitEarly(int from, net::Purpose purpose, const std::function<void()>& turn);
+  void lookAtNext(const std::function<void()>& turn) const;
+  [[noreturn]] void gaveUp(int rank, const std::function<void()>& turn) const;
+  void route(net::Socket socket, const net::Caller& caller);
+  std::unique_ptr<Mesh> makeMesh(Session& session);
+
+  const GroupOptions options_;
+  int rank_ = 0, size_ = 0;
+  int ranks_on_host_ = 1;  // the most
+  int lanes_ = 0;          // RINGREDUCE_LANES; 0: as many as help
+  Nanos lost_after_ = 0;   // RINGREDUCE_LOST_SECONDS
+  std::string word_;
+  net::Secret secret_{};
+  SharedOptions shared_;
+  std::vector<net::Endpoint> endpoints_;
+  std::string wish_;  // RINGREDUCE_RING, as this rank has it
+  HostRing host_ring_;
+  Slowness slowest_;  // of all wires that were looked at
+  WireCost cost_;
+  std::unique_ptr<Watch> placed_;  // the session, for the mesh, where ranks stand in another order
+  std::vector<int> places_;        // by rank; empty where that is its number
+  std::vector<std::string> who_;
+  std::vector<int> neighbours_;  // other ranks of this host
+  std::vector<int> ring_;        // the control ring's order: ranks of a host beside each other
+
+  std::unique_ptr<Page[]> pages_;
+  std::unique_ptr<std::byte[]> own_ring_;  // for messages to oneself
+  std::unique_ptr<Box> own_box_;
+
+  std::shared_ptr<net::Reactor> reactor_;
+  std::shared_ptr<net::Acceptor> acceptor_;
+  net::Socket next_, previous_;  // until the control ring has them
+
+  std::mutex mutex_;         // of the next two
+  std::deque<Early> early_;  // came before there was anybody to take them
+  Mesh* mesh_ = nullptr;
+  std::atomic<Session*> session_ = nullptr;
+  // Ranks that have left, or whose processes have ended; messages may still come from them.  In the
+  // reactor's thread.
+  std::vector<bool> over_;
+  // By rank, until it is known why its connection for messages has ended; likewise.
+  std::vector<net::Reactor::Timer> unexplained_;
+
+  std::mutex leaving_;      // which several threads may want at the same time
+  std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it
+  std::unique_ptr<net::Pump> pump_;
+  net::Pump* carrier_ = nullptr;  // the same for the reactor's thread, which may call while it ends
+  std::unique_ptr<net::Control> control_;
+  std::shared_ptr<void> admitted_;  // the first to go: nobody is let in any more
+};
+
+}  // namespace ringreduce

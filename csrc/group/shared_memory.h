@@ -1,0 +1,40 @@
+// The wires of ranks that share memory: pages, slots and boxes in the members' segments.
+#pragma once
+
+#include <vector>
+
+#include "collective/communicator.h"
+#include "group/rendezvous.h"
+#include "p2p/engine.h"
+#include "wire/exchange.h"
+#include "wire/shm_link.h"
+#include "wire/wait.h"
+
+namespace ringreduce {
+
+// What collectives run over; calls of one thread at a time.  The membership must live as long.
+class SharedMemory {
+ public:
+  SharedMemory(int rank, const Membership& membership, Watch& watch);
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  Communicator& communicator() { return communicator_; }
+  void setPatience(Patience patience) { waiter_.setPatience(patience); }
+  size_t bytes() const { return bytes_; }
+
+  static Page& page(const Membership& membership, int rank);
+  // What rank `rank` sends messages to each rank with, and receives them by.
+  static std::vector<Engine::Wire> channels(const Membership& membership, int rank);
+
+ private:
+  const int size_;
+  const size_t bytes_;
+  Waiter waiter_;
+  Exchange exchange_;
+  ShmSendLink to_next_;
+  ShmRecvLink from_prev_;
+  Communicator communicator_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,105 @@
+// The two ends of a one-way connection between the rings of a channel: bytes go straight between
+// ring and socket, around the ring's end.
+//
+// On the way they stand in frames: a head that says how many bytes follow and how many eager bytes
+// of the other rank's have arrived, and then bytes of the ring, cut anywhere.  The receiver looks
+// at the heads of records as they pass: the channel's reader is shown whole records only, and none
+// that could not be one.  Where the group asked for checksums, it is shown none before the checksum
+// of all its bytes was found right.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "net/pump.h"
+#include "net/socket.h"
+#include "wire/channel.h"
+#include "wire/flags.h"
+
+namespace ringreduce::net {
+
+struct PumpHead {
+  static constexpr uint32_t kMagic = 0x32505252;  // "RRP2"
+  uint32_t magic = kMagic;
+  uint32_t bytes = 0;     // that follow
+  uint64_t consumed = 0;  // eager bytes of the receiver's that have arrived
+  uint32_t payload = 0;   // CRC32C of the bytes that follow, where the group asked for checksums
+  uint32_t header = 0;    // CRC32C of all fields before this one
+};
+static_assert(sizeof(PumpHead) == 24);
+PumpHead sealed(PumpHead head);  // with its header's checksum
+
+enum class Lane : uint8_t {
+  kIdle,     // nothing more to do for now
+  kBlocked,  // the socket takes no more, or the ring has no room
+  kMore,     // there is more, but others are to have their turn
+  kEnded,    // the connection's end has come: error() says how
+};
+
+class PumpSender {
+ public:
+  explicit PumpSender(const Pump::Ends& ends, bool checksum = false)
+      : ends_(ends), checksum_(checksum) {}
+
+  // Whether there is anything to carry.  From any thread.
+  bool hasNews() const;
+  // Whether there are records to carry, or a part of a frame.
+  bool hasRecords() const;
+  // Sends what there is; `moved` is set if ring bytes were.
+  Lane carry(Socket& socket, bool& moved);
+  // Takes the records that are there, and all later ones, for sent: nobody will receive them.
+  void discard();
+  // Takes it for told which eager bytes have arrived.
+  void keepQuiet() { told_ = ends_.consumed->observe(); }
+  int error() const { return error_; }
+
+ private:
+  void cut();
+
+  const Pump::Ends ends_;
+  const bool checksum_;
+  PumpHead head_;
+  size_t head_left_ = 0, bytes_left_ = 0;  // of the frame that is on its way
+  uint64_t sent_ = 0;
+  std::atomic<uint64_t> framed_ = 0, told_ = 0;
+  int error_ = 0;
+};
+
+class PumpReceiver {
+ public:
+  explicit PumpReceiver(const Pump::Ends& ends, bool checksum = false)
+      : ends_(ends), checksum_(checksum) {}
+
+  // Whether the ring has room again after it had none.  From any thread.
+  bool canGoOn() const;
+  // Receives what there is; `moved` is set if records came or were acknowledged.
+  Lane carry(Socket& socket, bool& moved);
+  // In words, after kEnded.
+  const std::string& end() const { return end_; }
+  bool isDamaged() const { return damaged_; }  // it was ended here, for what came
+
+ private:
+  bool check(size_t bytes);
+  bool takeHead(bool& moved);
+  bool showRecords(bool& moved);
+  Lane endsWith(std::string how, bool damaged);
+
+  const Pump::Ends ends_;
+  const bool checksum_;
+  PumpHead head_;
+  size_t head_got_ = 0, bytes_left_ = 0;
+  uint32_t wanted_ = 0, checksum_so_far_ = 0;  // of this frame's bytes
+  uint64_t checked_ = 0;                       // up to here they were right
+  uint64_t got_ = 0, shown_ = 0, acknowledged_ = 0;
+  static constexpr uint64_t kNotFull = ~uint64_t{0};  // which no counter is: records are aligned
+  std::atomic<uint64_t> full_at_ = kNotFull;          // what the reader had read when it was full
+  std::string end_;
+  bool damaged_ = false;
+};
+
+// Whether a record with this head can stand there: `left` bytes before the ring's end.
+bool isSound(const Record& record, size_t left);
+
+}  // namespace ringreduce::net

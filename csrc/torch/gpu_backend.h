@@ -1,0 +1,135 @@
+// The backend's calls on CUDA tensors: what the plane of GPUs performs goes into streams, as in
+// ProcessGroupNCCL; all other calls go to another backend, so that none is missing.
+//
+// That other one is torch's NCCL backend, or, for what NCCL does not know and where it cannot start
+// (ranks that share a GPU), the CPU's with copies of the tensors in the host's memory
+// (staged_backend.h).
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "base/fd.h"
+#include "cuda/plane.h"
+#include "group/group.h"
+#include "torch/host_trip.h"
+#include "torch/work.h"
+
+namespace ringreduce {
+
+class GpuBackend final : public c10d::Backend {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  // Makes the NCCL backend when it is first needed; null where it cannot start.
+  using MakeNccl = std::function<BackendPtr()>;
+  // Makes the plane of a device, with all ranks, when it is first used.
+  using MakePlane = std::function<std::shared_ptr<cuda::Plane>(c10::Device)>;
+
+  GpuBackend(int rank, int size, std::shared_ptr<Observer> observer, MakePlane make_plane,
+             MakeNccl make_nccl, BackendPtr staged);
+  ~GpuBackend() override;
+
+  const std::string getBackendName() const override { return "ringreduce"; }
+
+  // ---- native (gpu_calls.cc)
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
+                         const c10d::ReduceScatterOptions&) override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                               const c10d::ReduceScatterOptions&) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::ReduceScatterOptions&) override;
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
+                              const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::AllgatherOptions&) override;
+  // The average over all ranks, in place, of one DDP bucket.
+  FuturePtr averageBucket(const at::Tensor& bucket, Context context);
+
+  // ---- the other backend's (gpu_other_calls.cc)
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
+  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                        const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
+  WorkPtr send(Tensors&, int peer, int tag) override;
+  WorkPtr recv(Tensors&, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors&, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;  // NCCL's: for groups over several hosts
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // Makes the device's plane, so that the first call need not.  Collective.
+  void eagerConnectSingleDevice(at::Device device) override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void abort() override;
+  void shutdown() override;
+
+  size_t bytes() const;  // of device memory that the planes hold
+
+  // Starts to copy a tensor to the host's memory, for a call that goes through it without a wait.
+  // Needs no plane.
+  std::shared_ptr<HostTrip> toHost(const at::Tensor& tensor);
+
+ private:
+  // What there is for one device.
+  struct Lane {
+    // Those that were registered, or could not be.  What peers map is kept until the plane is gone.
+    struct Bucket {
+      c10::weak_intrusive_ptr<c10::StorageImpl> known;
+      c10::Storage kept;  // empty: refused
+    };
+    std::map<c10::StorageImpl*, Bucket> buckets;
+    std::shared_ptr<cuda::Plane> plane;
+    c10::Stream stream;  // asynchronous operations run here, one after the other
+  };
+  // What puts an operation into the current stream, which is `stream`.
+  using Put = std::function<void(cuda::Plane&, const c10::Stream&)>;
+
+  // Kept alive by who uses it, whoever shuts the group down meanwhile.
+  std::shared_ptr<Lane> laneOf(c10::Device device);
+  bool performs(c10::Device device, Kind kind) { return laneOf(device)->plane->performs(kind); }
+  WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
+  void registerBucket(const at::Tensor& bucket);
+  // Whoever takes a call on such a tensor, or on tensors of such a kind.
+  c10d::Backend* nccl();  // null: it cannot start.  With the lock held
+  c10d::Backend& other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
+  c10d::Backend& other(const Tensors& tensors) { return other(tensors.at(0)); }
+
+  const int generation_ = forkGeneration();  // forks before it was made
+  const std::shared_ptr<Observer> observer_;
+  const MakePlane make_plane_;
+  const MakeNccl make_nccl_;
+  const BackendPtr staged_;
+  // Of what follows; held while an operation is put into its stream.  Recursive, since what waits
+  // for the other ranks meanwhile runs Python's signal handlers, and these may end the group.
+  mutable std::recursive_mutex mutex_;
+  std::map<c10::DeviceIndex, std::shared_ptr<Lane>> lanes_;
+  std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
+  std::optional<BackendPtr> nccl_;  // null: it cannot start
+  uint64_t sequence_ = 0;
+  bool coalescing_ = false;
+  std::vector<c10d::Backend*> others_coalesce_;  // that were told to since startCoalescing
+  std::vector<WorkPtr> coalesced_;               // native ones; the others keep their own
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,368 @@
+// The calls that a plane of GPUs performs: torch's arguments, checked and turned into the plane's
+// calls.
+//
+// A check that fails here raises ValueError before anything is put into a stream.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "torch/arguments.h"
+#include "torch/errors.h"
+#include "torch/gpu_backend.h"
+#include "torch/gpu_plane.h"
+
+namespace ringreduce {
+namespace {
+
+using Use = Staged::Use;
+
+// PREMUL_SUM's factor as the plane takes it: a tensor stays on its device.
+struct GpuFactor {
+  double number;
+  at::Tensor tensor;  // of float64 for float64 and else of float32
+  const void* onDevice() const { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+};
+
+GpuFactor factorOn(const c10d::ReduceOp& op, const at::Tensor& of, const char* call) {
+  const Factor factor = factorOf(op);
+  if (!factor.tensor.defined() || !factor.tensor.is_cuda()) return {numberOf(factor), {}};
+  if (factor.tensor.numel() != 1 || factor.tensor.device() != of.device())
+    refuse(call, c10::str("PREMUL_SUM's factor must be one number on ", of.device(), "; it has ",
+                          factor.tensor.numel(), " on ", factor.tensor.device()));
+  return {1, factor.tensor.detach().to(of.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)};
+}
+
+// One of the calls' arguments, in dense memory.
+struct Dense {
+  at::Tensor real;  // as `addable` sees it
+  Staged staged;
+  Dense(const at::Tensor& tensor, ReduceOp op, Use use, const char* call)
+      : real(addable(tensor, op, call)), staged(real, use, call) {}
+};
+
+bool haveSameSize(const std::vector<at::Tensor>& tensors, const at::Tensor& as) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.numel() == as.numel();
+  });
+}
+
+// Everything a list of an all_gather or a reduce_scatter must be besides of equal sizes.
+void requireList(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* call,
+                 const char* what) {
+  for (const at::Tensor& tensor : list) requireLike(tensor, like.numel(), like, call, what);
+}
+
+}  // namespace
+
+GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "all_reduce";
+    if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
+      return allreduce_sparse(tensors, options);
+    const c10::Device device = onlyOne(tensors, kCall, tensors.at(0).device()).device();
+    c10d::AllreduceCoalescedOptions all;
+    all.reduceOp = options.reduceOp;
+    all.timeout = options.timeout;
+    all.asyncOp = options.asyncOp;
+    if (!performs(device, Kind::kAllReduce))
+      return other(tensors[0], options.reduceOp).allreduce(tensors, options);
+    return allreduce_coalesced(tensors, all);
+  });
+}
+
+GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "all_reduce";
+    requireSome(tensors, kCall);
+    const c10::Device device = tensors[0].device();
+    if (!performs(device, Kind::kAllReduce))
+      return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
+    const ReduceOp op = opOf(options.reduceOp, kCall);
+    std::vector<Dense> all;
+    for (const at::Tensor& tensor : tensors) {
+      requireDense(tensor, kCall, device);
+      all.emplace_back(tensor, op, Use::kBoth, kCall);
+    }
+    std::vector<cuda::GpuAllReduce> calls;
+    Tensors used = tensors;
+    for (const Dense& one : all) {
+      const GpuFactor factor = factorOn(options.reduceOp, one.real, kCall);
+      used.insert(used.end(), {one.staged.memory(), factor.tensor});
+      calls.push_back({.input = one.staged.data(),
+                       .output = one.staged.data(),
+                       .count = countOf(one.real),
+                       .dtype = dtypeOf(one.real, kCall),
+                       .op = op,
+                       .factor = factor.number,
+                       .factor_on_device = factor.onDevice(),
+                       .timeout = timeoutOf(options.timeout)});
+    }
+    const bool single = tensors.size() == 1;
+    return enqueue({.type = single ? c10d::OpType::ALLREDUCE : c10d::OpType::ALLREDUCE_COALESCED,
+                    .title = "ringreduce:all_reduce",
+                    .inputs = tensors,
+                    .outputs = tensors},
+                   device, options.asyncOp, used,
+                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                     for (size_t i = 0; i < calls.size(); ++i) {
+                       plane.allReduce(calls[i], handleOf(stream));
+                       all[i].staged.giveBack();
+                     }
+                   });
+  });
+}
+
+GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Context context) {
+  return translated([&] {
+    constexpr auto kCall = "DDP hook";
+    requireDense(bucket, kCall, bucket.device());
+    if (!performs(bucket.device(), Kind::kAllReduce)) {
+      Tensors tensors = {bucket};
+      c10d::AllreduceOptions options;
+      options.reduceOp = c10d::ReduceOp::AVG;
+      options.asyncOp = true;
+      return other(bucket)
+          .allreduce(tensors, options)
+          ->getFuture()
+          ->then([](c10::ivalue::Future& done) { return done.value().toTensorVector().at(0); },
+                 c10::TensorType::get());
+    }
+    registerBucket(bucket);
+    const Staged staged(bucket, Use::kBoth, kCall);
+    const cuda::GpuAllReduce call{.input = staged.data(),
+                                  .output = staged.data(),
+                                  .count = countOf(bucket),
+                                  .dtype = dtypeOf(bucket, kCall),
+                                  .op = ReduceOp::kAvg,
+                                  .label = std::move(context)};
+    return enqueue({.type = c10d::OpType::ALLREDUCE,
+                    .title = "ringreduce:all_reduce",
+                    .inputs = {bucket},
+                    .outputs = {bucket},
+                    .future_of_one = true},
+                   bucket.device(), /*async=*/true, {bucket, staged.memory()},
+                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                     plane.allReduce(call, handleOf(stream));
+                     staged.giveBack();
+                   })
+        ->getFuture();
+  });
+}
+
+GpuBackend::WorkPtr GpuBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  Tensors outputs = {output}, inputs = {input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "reduce_scatter_tensor";
+    requirePairs(outputs, inputs, kCall);
+    const bool single = inputs.size() == 1;
+    const c10::Device device = inputs[0].device();
+    if (!performs(device, Kind::kReduceScatter))
+      return single ? other(inputs[0], options.reduceOp)
+                          ._reduce_scatter_base(outputs[0], inputs[0], options)
+                    : other(inputs[0], options.reduceOp)
+                          .reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    const ReduceOp op = opOf(options.reduceOp, kCall);
+    std::vector<Dense> from, to;
+    std::vector<cuda::GpuReduceScatter> calls;
+    Tensors used = inputs;
+    used.insert(used.end(), outputs.begin(), outputs.end());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      requireDense(inputs[i], kCall, device);
+      requireDense(outputs[i], kCall, device);
+      requireLike(inputs[i], outputs[i].numel() * size_, outputs[i], kCall,
+                  "the input (the output's size times the world size)");
+      const Dense& in = from.emplace_back(inputs[i], op, Use::kRead, kCall);
+      const Dense& out = to.emplace_back(outputs[i], op, Use::kWrite, kCall);
+      const GpuFactor factor = factorOn(options.reduceOp, out.real, kCall);
+      used.insert(used.end(), {in.staged.memory(), out.staged.memory(), factor.tensor});
+      calls.push_back({.input = in.staged.data(),
+                       .output = out.staged.data(),
+                       .count = countOf(out.real),
+                       .dtype = dtypeOf(out.real, kCall),
+                       .op = op,
+                       .factor = factor.number,
+                       .factor_on_device = factor.onDevice(),
+                       .timeout = timeoutOf(options.timeout)});
+    }
+    return enqueue({.type = single ? c10d::OpType::_REDUCE_SCATTER_BASE : c10d::OpType::COALESCED,
+                    .title = "ringreduce:reduce_scatter_tensor",
+                    .inputs = inputs,
+                    .outputs = outputs},
+                   device, options.asyncOp, used,
+                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                     for (size_t i = 0; i < calls.size(); ++i) {
+                       plane.reduceScatter(calls[i], handleOf(stream));
+                       to[i].staged.giveBack();
+                     }
+                   });
+  });
+}
+
+// From a list: copied into one tensor first.  Uneven parts are the other backend's.
+GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "reduce_scatter";
+    const at::Tensor output = onlyOne(outputs, kCall, outputs.at(0).device());
+    const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), kCall, "input");
+    if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter))
+      return other(output, options.reduceOp).reduce_scatter(outputs, inputs, options);
+    requireList(list, output, kCall, "each input");
+    const at::NoGradGuard no_grad;
+    Tensors flat;
+    for (const at::Tensor& tensor : list) flat.push_back(tensor.detach().reshape({-1}));
+    Tensors whole = {at::cat(flat)};
+    return reduce_scatter_tensor_coalesced(outputs, whole, options);
+  });
+}
+
+GpuBackend::WorkPtr GpuBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "broadcast";
+    const at::Tensor& tensor = onlyOne(tensors, kCall, tensors.at(0).device());
+    if (!performs(tensor.device(), Kind::kBroadcast))
+      return other(tensor).broadcast(tensors, options);
+    const bool root = options.rootRank == rank_;
+    const Staged staged(tensor, root ? Use::kRead : Use::kWrite, kCall);
+    const cuda::GpuBroadcast call{.data = staged.data(),
+                                  .count = countOf(tensor),
+                                  .dtype = dtypeOf(tensor, kCall),
+                                  .root = static_cast<int>(options.rootRank),
+                                  .timeout = timeoutOf(options.timeout)};
+    return enqueue({.type = c10d::OpType::BROADCAST,
+                    .title = "ringreduce:broadcast",
+                    .inputs = tensors,
+                    .outputs = tensors},
+                   tensor.device(), options.asyncOp, {tensor, staged.memory()},
+                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                     plane.broadcast(call, handleOf(stream));
+                     staged.giveBack();
+                   });
+  });
+}
+
+GpuBackend::WorkPtr GpuBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
+  Tensors outputs = {output}, inputs = {input};
+  return allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "all_gather_into_tensor";
+    requirePairs(outputs, inputs, kCall);
+    const bool single = inputs.size() == 1;
+    const c10::Device device = inputs[0].device();
+    if (!performs(device, Kind::kAllGather))
+      return single ? other(inputs[0])._allgather_base(outputs[0], inputs[0], options)
+                    : other(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, options);
+    std::vector<Staged> from, to;
+    std::vector<cuda::GpuAllGather> calls;
+    Tensors used = inputs;
+    used.insert(used.end(), outputs.begin(), outputs.end());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      requireDense(inputs[i], kCall, device);
+      requireLike(outputs[i], inputs[i].numel() * size_, inputs[i], kCall,
+                  "the output (the input's size times the world size)");
+      from.emplace_back(inputs[i], Use::kRead, kCall);
+      to.emplace_back(outputs[i], Use::kWrite, kCall);
+      used.insert(used.end(), {from.back().memory(), to.back().memory()});
+      calls.push_back({.input = from.back().data(),
+                       .output = to.back().data(),
+                       .count = countOf(inputs[i]),
+                       .dtype = dtypeOf(inputs[i], kCall),
+                       .timeout = timeoutOf(options.timeout)});
+    }
+    return enqueue({.type = single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
+                    .title = "ringreduce:all_gather_into_tensor",
+                    .inputs = inputs,
+                    .outputs = outputs},
+                   device, options.asyncOp, used,
+                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                     for (size_t i = 0; i < calls.size(); ++i) {
+                       plane.allGather(calls[i], handleOf(stream));
+                       to[i].giveBack();
+                     }
+                   });
+  });
+}
+
+// Into lists: by way of one tensor for each input.  Uneven parts are the other backend's.
+GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "all_gather";
+    requireSome(inputs, kCall);
+    const c10::Device device = inputs[0].device();
+    const auto size = static_cast<size_t>(size_);
+    bool even = outputs.size() == size;
+    for (const Tensors& list : outputs) {
+      even &= list.size() == inputs.size();
+      for (size_t i = 0; even && i < inputs.size(); ++i)
+        even &= list[i].defined() && list[i].numel() == inputs[i].numel();
+    }
+    if (!even || !performs(device, Kind::kAllGather))
+      return other(inputs[0]).allgather_coalesced(outputs, inputs, options);
+    std::vector<Staged> from, to;
+    std::vector<at::Tensor> whole;
+    std::vector<cuda::GpuAllGather> calls;
+    Tensors used = inputs, results;
+    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    used.insert(used.end(), results.begin(), results.end());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      requireDense(inputs[i], kCall, device);
+      for (const Tensors& list : outputs)
+        requireLike(list[i], inputs[i].numel(), inputs[i], kCall, "each output");
+      from.emplace_back(inputs[i], Use::kRead, kCall);
+      whole.push_back(at::empty({size_, inputs[i].numel()},
+                                inputs[i].options().memory_format(at::MemoryFormat::Contiguous)));
+      used.insert(used.end(), {from.back().memory(), whole.back()});
+      calls.push_back({.input = from.back().data(),
+                       .output = whole.back().data_ptr(),
+                       .count = countOf(inputs[i]),
+                       .dtype = dtypeOf(inputs[i], kCall),
+                       .timeout = timeoutOf(options.timeout)});
+    }
+    const bool single = inputs.size() == 1;
+    return enqueue(
+        {.type = single ? c10d::OpType::ALLGATHER : c10d::OpType::ALLGATHER_COALESCED,
+         .title = "ringreduce:all_gather",
+         .inputs = inputs,
+         .outputs = std::move(results)},
+        device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
+          const at::NoGradGuard no_grad;
+          for (size_t i = 0; i < calls.size(); ++i) {
+            plane.allGather(calls[i], handleOf(stream));
+            for (size_t r = 0; r < size; ++r)
+              outputs[r][i].detach().copy_(
+                  whole[i].select(0, static_cast<int64_t>(r)).view(outputs[r][i].sizes()));
+          }
+        });
+  });
+}
+
+GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  return translated([&]() -> WorkPtr {
+    constexpr auto kCall = "all_gather";
+    const at::Tensor& input = onlyOne(inputs, kCall, inputs.at(0).device());
+    const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), kCall, "output");
+    if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather))
+      return other(input).allgather(outputs, inputs, options);
+    std::vector<Tensors> by_rank;
+    for (const at::Tensor& output : list) by_rank.push_back({output});
+    return allgather_coalesced(by_rank, inputs, options);
+  });
+}
+
+}  // namespace ringreduce

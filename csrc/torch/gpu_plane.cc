@@ -1,0 +1,71 @@
+#include "torch/gpu_plane.h"
+
+#include "base/error.h"
+
+#ifdef RINGREDUCE_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/communicator.h"
+#include "cuda/spanning.h"
+#endif
+
+namespace ringreduce {
+
+#ifdef RINGREDUCE_CUDA
+
+std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device) {
+  return cuda::Communicator::create(group, device.index(),
+                                    cuda::CommunicatorOptions::fromEnvironment());
+}
+
+std::shared_ptr<cuda::Plane> makePlane(std::shared_ptr<Store> store, const Hosts& hosts,
+                                       const std::shared_ptr<Group>& group,
+                                       std::shared_ptr<cuda::Plane> local, c10::Device device,
+                                       const GroupOptions& options) {
+  return cuda::Spanning::create(std::move(store), hosts, group, std::move(local), device.index(),
+                                options);
+}
+
+CUstream_st* handleOf(const c10::Stream& stream) {
+  return c10::cuda::CUDAStream(stream).stream();
+}
+
+bool isCapturing(c10::Device device) {
+  const c10::cuda::CUDAGuard on(device);
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+#else
+
+namespace {
+
+// Nothing gets here: a build without CUDA refuses CUDA tensors (cuda_build.h).
+[[noreturn]] void withoutCuda() {
+  throw Error(Failure::kArgument, "this ringreduce was built without CUDA");
+}
+
+}  // namespace
+
+std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>&, c10::Device) {
+  withoutCuda();
+}
+
+std::shared_ptr<cuda::Plane> makePlane(std::shared_ptr<Store>, const Hosts&,
+                                       const std::shared_ptr<Group>&, std::shared_ptr<cuda::Plane>,
+                                       c10::Device, const GroupOptions&) {
+  withoutCuda();
+}
+
+CUstream_st* handleOf(const c10::Stream&) {
+  withoutCuda();
+}
+
+bool isCapturing(c10::Device) {
+  withoutCuda();
+}
+
+#endif
+
+}  // namespace ringreduce

@@ -1,0 +1,369 @@
+// What of ringreduce_cuda_perf needs no GPU: its arguments, statistics, tables and JSON, the floors
+// (most of them when compiled), and the data that its results are held against.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+#include "../../benchmarks/cuda/floors.h"
+#include "../../benchmarks/cuda/report.h"
+#include "../../benchmarks/cuda/settings.h"
+#include "../../benchmarks/cuda/shared.h"
+#include "check.h"
+#include "processes.h"
+#include "random_elements.h"
+#include "ranks.h"
+#include "ring_oracle.h"
+
+using namespace ringreduce;
+using namespace perf;
+using random_elements::Texture;
+using ring_oracle::Case;
+
+namespace {
+
+Settings parsed(const std::string& line) {
+  return parse(split(line, ' '));
+}
+
+// The text of a UsageError, "" if there is none.
+std::string refusal(const std::string& line) {
+  try {
+    parsed(line);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+// --- Arguments -----------------------------------------------------------------------------------
+
+TEST(sizes_are_numbers_and_ranges) {
+  using Sizes = std::vector<size_t>;
+  CHECK(parseSizes("1K,3M,2G") == (Sizes{1024, 3 << 20, size_t{2} << 30}));
+  CHECK(parseSizes("7") == Sizes{7});
+  CHECK(parseSizes("1M:64M:8") == (Sizes{1 << 20, 8 << 20, 64 << 20}));
+  CHECK(parseSizes("1:20") == (Sizes{1, 4, 16, 20}));    // the last one in any case
+  CHECK(parseSizes("0:100") == (Sizes{0, 8, 32, 100}));  // 0 has no multiple
+  CHECK(parseSizes("64M:1G") == (Sizes{64 << 20, 256 << 20, 1 << 30}));
+  CHECK(parseSizes("8:8") == Sizes{8});
+  CHECK(parseSizes("4,2,4") == (Sizes{2, 4}));
+  CHECK_EQ(parseSizes("8:256K:4").back(), size_t{256} << 10);
+  for (const char* bad :
+       {"", "x", "1X", "1KB", "-1", "5:1", "1:9:1", "1:2:3:4", "99999999999G", ","})
+    CHECK_THROWS(UsageError, parseSizes(bad));
+}
+
+TEST(a_mode_may_stand_by_itself_or_behind_its_option) {
+  for (size_t i = 0; i < kModes.size(); ++i) {
+    CHECK(parsed(kModes[i].name).mode == static_cast<Mode>(i));
+    CHECK(parsed(std::string("--mode ") + kModes[i].name).mode == static_cast<Mode>(i));
+    CHECK(has(helpText(), kModes[i].name));
+  }
+  CHECK(parsed("--rounds 3 latency --json f.json").mode == Mode::kLatency);
+}
+
+TEST(what_gpu_check_asks_for_is_understood) {
+  const Settings all = parsed(
+      "check --ranks 2,4 --dtypes all --ops all --minbytes 0 --maxbytes 16M --stepfactor 4 "
+      "--json j");
+  CHECK_EQ(all.dtypes.size(), size_t{kReducibleDTypes});
+  CHECK_EQ(all.ops.size(), size_t{kReduceOps});
+  CHECK_EQ(all.paths.size(), size_t{kPaths});
+  CHECK_EQ(all.sizes.back(), size_t{16} << 20);
+  CHECK(all.sizes == parseSizes("0:16M"));
+  const Settings large = parsed("check --dtypes float32,bfloat16 --minbytes 64M --maxbytes 1G");
+  CHECK(large.sizes == parseSizes("64M:1G:4"));
+  CHECK(large.dtypes == (std::vector{DType::kFloat32, DType::kBFloat16}));
+  CHECK(large.ops == std::vector{ReduceOp::kSum});
+  const Settings single = parsed(
+      "single --ranks 2,3 --algorithms direct,ring,twoshot,oneshot --minbytes 1K "
+      "--maxbytes 1G --stepfactor 2");
+  CHECK_EQ(single.sizes.size(), size_t{21});
+  CHECK((single.paths == std::vector{Path::kDirect, Path::kRing, Path::kTwoShot, Path::kOneShot}));
+  CHECK((single.ranks == std::vector{2, 3}));
+  CHECK((parsed("processes --way ipc,host").ways == std::vector<std::string>{"ipc", "host"}));
+  const Settings reduced = parsed("check --reduced");
+  CHECK(reduced.reduced && reduced.sizes.back() < size_t{1} << 20 && reduced.dtypes.size() < 5);
+  CHECK(parsed("--help").help && parsed("check -h").help);
+}
+
+TEST(wrong_arguments_are_named) {
+  CHECK(has(refusal("--ranks 2"), "no mode"));
+  CHECK(has(refusal("speed"), "check, floor, single"));
+  CHECK(has(refusal("check floor"), "two modes"));
+  CHECK(has(refusal("check --colour red"), "--colour"));
+  CHECK(has(refusal("check --ranks"), "--ranks wants a value"));
+  CHECK(has(refusal("check --ranks 1"), "2 to 16"));
+  CHECK(has(refusal("check --ranks 2x"), "'2x'"));
+  CHECK(has(refusal("check --rounds 0"), "--rounds"));
+  CHECK(has(refusal("check --minbytes 1K"), "--maxbytes"));
+  CHECK(has(refusal("check --minbytes 2K --maxbytes 1K"), "above the last"));
+  CHECK(has(refusal("check --minbytes 1 --maxbytes 1K --stepfactor 1"), "at least 2"));
+  CHECK(has(refusal("check --minbytes 1 --maxbytes 2 --sizes 3"), "one too many"));
+  CHECK(has(refusal("check --dtypes float31"), "float16"));
+  CHECK(has(refusal("check --dtypes complex64"), "complex64"));
+  CHECK(has(refusal("check --ops TIMES"), "PREMUL_SUM"));
+  CHECK(has(refusal("check --algorithms tree"), "direct-staged"));
+  CHECK(has(refusal("processes --way pigeon"), "descriptor"));
+}
+
+// --- Statistics, tables, JSON --------------------------------------------------------------------
+
+TEST(times_are_the_median_with_least_and_most) {
+  const Times odd = timesOf({3e-6, 1e-6, 8e-6});
+  CHECK(odd.median == 3 && odd.least == 1 && odd.most == 8);
+  CHECK_EQ(timesOf({4e-6, 2e-6}).median, 3.0);
+  CHECK_EQ(timesOf({5e-6}).median, 5e-6 * 1e6);
+  CHECK_THROWS(std::logic_error, timesOf({}));
+}
+
+TEST(bandwidths_are_those_of_nccl_tests) {
+  CHECK_EQ(algorithmBandwidth(1 << 20, 1048.576), 1.0);  // bytes and microseconds to GB/s
+  CHECK_EQ(algorithmBandwidth(0, 5), 0.0);
+  CHECK_EQ(busBandwidth(10, 2), 10.0);
+  CHECK_EQ(busBandwidth(10, 4), 15.0);
+}
+
+TEST(json_is_escaped_and_has_only_numbers_that_json_has) {
+  Json line;
+  line.add("text", "a \"b\" \\ \n").add("n", 3).add("yes", true).add("x", 0.5);
+  line.add("nan", 0.0 / 0.0).add("list", std::vector<double>{1, 2.5});
+  line.add("t", Times{2, 1, 3});
+  CHECK_EQ(line.text(),
+           std::string("{\"text\": \"a \\\"b\\\" \\\\ \\u000a\", \"n\": 3, \"yes\": true, "
+                       "\"x\": 0.5, \"nan\": null, \"list\": [1, 2.5], \"t\": [2, 1, 3]}"));
+}
+
+TEST(a_measurement_has_the_fields_that_gpu_check_reads) {
+  Measurement m;
+  m.mode = "single";
+  m.algorithm = "ring";
+  m.ranks = 4;
+  m.bytes = 1 << 20;
+  m.time = {100, 90, 120};
+  m.in_place = Times{110, 100, 130};
+  m.wrong = 1;
+  m.in_place_wrong = 2;
+  m.floor_us = 80;
+  m.nccl_us = 200;
+  const std::string text = m.json().text();
+  for (const char* part :
+       {"\"mode\": \"single\"", "\"ranks\": 4", "\"sharing\": true", "\"algorithm\": \"ring\"",
+        "\"dtype\": \"float32\"", "\"op\": \"SUM\"", "\"bytes\": 1048576",
+        "\"time_us\": [100, 90, 120]", "\"algbw\": 10.48576", "\"busbw\": 15.72864", "\"wrong\": 3",
+        "\"floor_us\": 80", "\"in_place_us\": [110, 100, 130]"})
+    if (!has(text, part)) check::fail(__FILE__, __LINE__, std::string(part) + " not in " + text);
+
+  const std::string row = tableRow(m, Extra::kFloorAndNccl);
+  for (const char* part :
+       {"1048576", "262144", "float32", "ring", "100.0", "10.5", "15.7", "0.80", "2.00"})
+    if (!has(row, part)) check::fail(__FILE__, __LINE__, std::string(part) + " not in " + row);
+  // The columns of header and rows stand below each other.
+  const std::string header = tableHeader(Extra::kFloorAndNccl);
+  for (size_t at = 0; (at = row.find('|', at)) != std::string::npos; ++at)
+    CHECK_EQ(header[at], '|');
+  m.hop_us = 50;
+  CHECK(has(tableRow(m, Extra::kHops), "2.00    1.25"));
+}
+
+TEST(every_title_says_that_the_ranks_share_a_gpu) {
+  CHECK(has(sharingTitle(4, "more"), "4 ranks sharing one GPU, more"));
+}
+
+TEST(lines_are_appended_and_a_file_that_cannot_be_written_is_an_error) {
+  const auto path =
+      std::filesystem::temp_directory_path() / ("cuda_perf_test." + std::to_string(getpid()));
+  for (int i = 0; i < 2; ++i) append(path, Json().add("i", i));
+  std::ifstream file(path);
+  std::string first, second;
+  std::getline(file, first);
+  std::getline(file, second);
+  std::filesystem::remove(path);
+  CHECK_EQ(first + second, std::string("{\"i\": 0}{\"i\": 1}"));
+  append("", Json());
+  CHECK_THROWS(std::runtime_error, append("/nowhere/at/all", Json()));
+}
+
+TEST(floors_follow_the_wire) {
+  // Halves go round a ring as float32 on their first way, not on their second.
+  CHECK_EQ(bytesMovedByAll(Path::kRing, 2, 1000, DType::kFloat32), size_t{2 * 4000});
+  CHECK_EQ(bytesMovedByAll(Path::kRing, 2, 1000, DType::kFloat16), size_t{2 * 5000});
+  CHECK_EQ(bytesMovedByAll(Path::kRingNarrow, 2, 1000, DType::kFloat16), size_t{2 * 4000});
+  CHECK_EQ(bytesMovedByAll(Path::kOneShot, 3, 1000, DType::kFloat16), size_t{3 * 7000});
+  CHECK(std::abs(floorMicroseconds(Path::kDirect, 2, 1 << 20, DType::kFloat32, 4e12) - 1.048576) <
+        1e-9);
+}
+
+// --- Processes -----------------------------------------------------------------------------------
+
+TEST(memory_is_shared_with_children) {
+  struct Page {
+    std::atomic<int> sum;
+  };
+  Shared<Page> page;
+  CHECK_EQ(page->sum.load(), 0);
+  const processes::Ends ends = processes::run(3, [&](int r) { page->sum += r + 1; });
+  for (const std::string& end : ends) CHECK_EQ(end, std::string());
+  CHECK_EQ(page->sum.load(), 6);
+}
+
+// --- Data ----------------------------------------------------------------------------------------
+
+TEST(any_part_of_the_elements_is_made_alike) {
+  for (int t = 0; t < kReducibleDTypes; ++t)
+    for (Texture draw : {Texture::kRough, Texture::kExact}) {
+      const auto dtype = static_cast<DType>(t);
+      const uint32_t key = random_elements::keyOf(5, 2);
+      std::vector<unsigned char> all(3000 * 8), part(3000 * 8);
+      random_elements::fill(dtype, all.data(), 0, 3000, draw, key);
+      random_elements::withDType(dtype, [&]<DType d>() {
+        using Stored = typename random_elements::Random<d>::Stored;
+        const random_elements::Random<d> random{key, draw};
+        const size_t width = sizeof(Stored);
+        for (uint32_t i = 0; i < 3000; ++i) {
+          const Stored one = random(i);
+          CHECK(std::memcmp(&one, &all[i * width], width) == 0);
+        }
+        for (size_t begin : {size_t{1}, size_t{250}, size_t{1717}}) {
+          random_elements::fill(d, part.data(), begin, 500, draw, key);
+          CHECK(std::memcmp(part.data(), &all[begin * width], 500 * width) == 0);
+        }
+      });
+    }
+}
+
+TEST(rough_elements_have_edges_and_others_that_differ_by_rank_and_seed) {
+  constexpr size_t kCount = 100000;
+  std::vector<float> a(kCount), b(kCount), c(kCount);
+  random_elements::fill(DType::kFloat32, a.data(), 0, kCount, Texture::kRough,
+                        random_elements::keyOf(1, 0));
+  random_elements::fill(DType::kFloat32, b.data(), 0, kCount, Texture::kRough,
+                        random_elements::keyOf(1, 1));
+  random_elements::fill(DType::kFloat32, c.data(), 0, kCount, Texture::kRough,
+                        random_elements::keyOf(2, 0));
+  std::map<int, int> classes;
+  size_t zeros = 0, negative_zeros = 0, same = 0, negative = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    ++classes[std::fpclassify(a[i])];
+    if (a[i] == 0) ++(std::signbit(a[i]) ? negative_zeros : zeros);
+    same += (a[i] == b[i]) + (a[i] == c[i]) + (b[i] == c[i]);
+    negative += a[i] < 0;
+    if (std::isnormal(a[i]) && std::fabs(a[i]) < 1e30f && std::fabs(a[i]) > 1e-30f)
+      CHECK(std::fabs(a[i]) >= 0x1p-8f && std::fabs(a[i]) < 0x1p8f);
+  }
+  CHECK(classes[FP_NAN] > 10 && classes[FP_INFINITE] > 10 && classes[FP_SUBNORMAL] > 10);
+  CHECK(zeros > 10 && negative_zeros > 10);
+  CHECK(same < kCount / 100);
+  CHECK(negative > kCount / 3 && negative < 2 * kCount / 3);
+}
+
+TEST(sums_of_exact_elements_are_the_same_in_every_order) {
+  constexpr size_t kCount = 1000;
+  for (DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kUInt8}) {
+    const Case eight{.ranks = 8,
+                     .count = kCount,
+                     .dtype = dtype,
+                     .op = ReduceOp::kSum,
+                     .draw = Texture::kExact,
+                     .seed = 3};
+    std::vector<unsigned char> sum(kCount * sizeOf(dtype)), narrow(sum.size());
+    ring_oracle::expect(eight, sum.data());
+    Case hops = eight;
+    hops.narrow = true;
+    ring_oracle::expect(hops, narrow.data());
+    CHECK(sum == narrow);
+    std::vector<std::vector<unsigned char>> addends(8, std::vector<unsigned char>(sum.size()));
+    std::vector<const void*> backwards;
+    for (int r = 7; r >= 0; --r) {
+      auto& one = addends[static_cast<size_t>(r)];
+      random_elements::fill(dtype, one.data(), 0, kCount, Texture::kExact,
+                            random_elements::keyOf(3, r));
+      backwards.push_back(one.data());
+    }
+    reduceKernels(dtype, ReduceOp::kSum).reduce(narrow.data(), backwards.data(), 8, kCount, 8);
+    CHECK(sum == narrow);
+  }
+}
+
+TEST(the_oracle_gives_the_bits_of_the_cpus_ring) {
+  const ranks::Setting ring("RINGREDUCE_ALGORITHM", "ring");
+  for (int P : {2, 3, 4})
+    ranks::inGroup(P, [&](Group& group) {
+      for (int t = 0; t < kReducibleDTypes; ++t)
+        for (int o = 0; o < kReduceOps; ++o) {
+          const auto dtype = static_cast<DType>(t);
+          const auto op = static_cast<ReduceOp>(o);
+          if (!isSupported(dtype, op)) continue;
+          const Case what{.ranks = P,
+                          .count = 5003,
+                          .dtype = dtype,
+                          .op = op,
+                          .factor = 0.7f,
+                          .seed = static_cast<uint32_t>(t * 100 + o)};
+          const size_t width = sizeOf(dtype);
+          std::vector<unsigned char> data(what.count * width), expected(data.size());
+          random_elements::fill(dtype, data.data(), 0, what.count, what.draw,
+                                random_elements::keyOf(what.seed, group.rank()));
+          group.run({AllReduce{data.data(), what.count, dtype, op, what.factor}});
+          ring_oracle::expect(what, expected.data());
+          for (size_t i = 0; i < what.count; ++i)
+            if (!ring_oracle::same(dtype, &data[i * width], &expected[i * width]))
+              check::fail(__FILE__, __LINE__,
+                          std::string(name(dtype)) + " " + name(op) + ", " + std::to_string(P) +
+                              " ranks: element " + std::to_string(i) + " differs");
+        }
+    });
+}
+
+TEST(the_oracle_rounds_at_every_hop_if_asked_to) {
+  for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg})
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      const Case what{
+          .ranks = 3, .count = 1000, .dtype = dtype, .op = op, .seed = 9, .narrow = true};
+      std::vector<uint16_t> got(what.count), once(what.count), addends[3];
+      ring_oracle::expect(what, got.data());
+      Case wide = what;
+      wide.narrow = false;
+      ring_oracle::expect(wide, once.data());
+      CHECK(got != once);
+      for (int r = 0; r < 3; ++r) {
+        addends[r].resize(what.count);
+        random_elements::fill(dtype, addends[r].data(), 0, what.count, what.draw,
+                              random_elements::keyOf(what.seed, r));
+      }
+      random_elements::withDType(dtype, [&]<DType d>() {
+        using E = cuda::Element<d>;
+        if constexpr (isHalf(d))
+          for (size_t i = 0; i < what.count; ++i) {
+            const int chunk = Cut{what.count, 3}.chunkOf(i);
+            const auto at = [&](int k) { return E::widen(addends[kthToAdd(chunk, k, 3)][i]); };
+            const float two = E::widen(E::narrow(at(0) + at(1)));
+            const float sum = two + at(2);
+            const uint16_t expected = E::narrow(op == ReduceOp::kAvg ? sum / 3 : sum);
+            CHECK(ring_oracle::same(d, &got[i], &expected));
+          }
+      });
+    }
+}
+
+TEST(the_oracle_uses_several_threads_for_much) {
+  // The same at a size that is cut into parts and at one that is not, where their chunks agree.
+  const Case what{.ranks = 2, .count = 1 << 20, .dtype = DType::kInt32, .op = ReduceOp::kSum};
+  std::vector<int32_t> whole(what.count), parts(what.count);
+  ring_oracle::expect(what, whole.data());
+  ring_oracle::Oracle one(what);
+  one.run({0, what.count}, reinterpret_cast<std::byte*>(parts.data()));
+  CHECK(whole == parts);
+}

@@ -1,0 +1,363 @@
+// The protocol of the GPU's kernels, run by threads of the host (host_block.h): calls of all
+// algorithms one after the other on the same memory, with random delays; waits that never end
+// otherwise; and mutants that must be caught (mutants.h).
+#define CHECK_OWN_MAIN
+#include <array>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <random>
+#include <source_location>
+#include <string_view>
+#include <thread>
+
+#include "device_calls.h"
+#include "mutants.h"
+#include "ranks.h"
+
+using namespace host;
+using oracle::Case;
+
+namespace {
+
+// Nanoseconds: of waits that must not end by a deadline, and of those that must.
+constexpr uint64_t kLong = 20'000'000'000, kGiveUp = 2'000'000'000;
+constexpr uint64_t kWraps = ~uint64_t{0} - 4;
+
+struct Delayed : DeviceRules {
+  static void delay() { mutants::randomDelay(); }
+};
+struct WeakPublish : Delayed {
+  static constexpr auto kPublish = std::memory_order_relaxed;
+};
+struct WeakObserve : Delayed {
+  static constexpr auto kObserve = std::memory_order_relaxed;
+};
+struct EarlyReuse : Delayed {
+  static constexpr uint64_t kEarlyReuse = 1;
+};
+template <uint64_t n>
+struct Sets : Delayed {
+  static constexpr uint64_t kSets = n;
+};
+
+// Where the algorithms' barriers are: finish() before a ring's flags are published, post() before
+// those of a push, until() after what one lane has waited for, leaveKernel() at a block's end.
+enum class Site { kFinish, kPost, kUntil, kLeave };
+constexpr std::string_view kCallers[] = {"::finish(", "::post(", "::until(", "::leaveKernel("};
+
+// A block without the barrier of one of them; in until() that is the one of a vote.
+template <Site site>
+class Barrierless : public host::Block {
+ public:
+  using From = std::source_location;
+  using host::Block::Block;
+  void sync(From from = From::current()) {
+    if (!isAt(from)) Block::sync();
+  }
+  bool any(bool x, From from = From::current()) {
+    if (site == Site::kUntil && isAt(from)) return false;
+    return Block::any(x);
+  }
+
+ private:
+  static bool isAt(From from) {
+    const std::string_view caller = from.function_name();
+    return caller.find(kCallers[static_cast<int>(site)]) != caller.npos;
+  }
+};
+
+// Primitives that give a slot back and then read it.
+template <class E, class Wire, class Rules, class B>
+struct EarlyRelease : DevicePrimitives<E, Wire, Rules, B> {
+  using DevicePrimitives<E, Wire, Rules, B>::DevicePrimitives;
+  void recv(int chunk, size_t j) {
+    if (!this->await(true, false)) return;
+    const std::byte* slot = this->slot();
+    this->receiver_.release(this->block_.lane() == 0);
+    Rules::delay();
+    const Span s = this->span(chunk, j);
+    copyElements<E>(this->block_, s.size, slot, Spans<1>{{this->output(s)}});
+    this->block_.sync();
+  }
+};
+
+// Primitives that forget to add one slice.
+template <class E, class Wire, class Rules, class B>
+struct SkippedSlice : DevicePrimitives<E, Wire, Rules, B> {
+  using Right = DevicePrimitives<E, Wire, Rules, B>;
+  using Right::Right;
+  void recvReduceCopySend(int chunk, size_t j) {
+    if (j == 1)
+      Right::recvCopySend(chunk, j);
+    else
+      Right::recvReduceCopySend(chunk, j);
+  }
+};
+
+DeviceLayout layoutOf(const Shape& shape, uint64_t depth) {
+  return {.ranks = shape.ranks,
+          .channels = shape.blocks,
+          .slot_bytes = 512,
+          .depth = depth,
+          .part_bytes = 512};
+}
+
+// What is needed of numbers here: one dtype whose wire is its own, and one that is widened.
+const Case& numbersOf(int P, bool half) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, bool>, Case> cases;
+  const std::lock_guard lock(mutex);
+  const auto kind = half ? DType::kFloat16 : DType::kFloat32;
+  return cases.try_emplace({P, half}, P, kind, half ? ReduceOp::kAvg : ReduceOp::kSum)
+      .first->second;
+}
+
+// A kind of call, and an all-reduce's algorithm.
+struct How {
+  Kind kind;
+  DeviceAlgorithm algorithm = DeviceAlgorithm::kTwoShot;
+  bool spread = false;
+};
+constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
+constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
+constexpr How kRing{Kind::kAllReduce, DeviceAlgorithm::kRing};
+constexpr How kRingNarrow{Kind::kAllReduce, DeviceAlgorithm::kRingNarrow};
+constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather},
+    kBroadcast{Kind::kBroadcast}, kSpread{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
+constexpr std::array kAll{kOneShot,       kTwoShot,   kRing,      kRingNarrow,
+                          kReduceScatter, kAllGather, kBroadcast, kSpread};
+
+// Calls of these kinds in a random order, on the same memory.
+template <class Rules, class B = host::Block, size_t n>
+void mixed(const Shape& shape, const std::array<How, n>& kinds, int count, uint64_t start = kWraps,
+           uint64_t depth = 2) {
+  std::minstd_rand random(static_cast<unsigned>(shape.ranks * 64 + shape.blocks * 8 + shape.lanes));
+  Ranks ranks(layoutOf(shape, depth), start);
+  Calls calls(ranks, kLong);
+  for (int i = 0; i < count; ++i) {
+    const How how = kinds[random() % n];
+    const bool half = how.algorithm == DeviceAlgorithm::kRingNarrow || random() % 4 == 0;
+    const bool whole = how.kind == Kind::kAllReduce || how.kind == Kind::kBroadcast;
+    const size_t parts = whole ? 1 : static_cast<size_t>(shape.ranks);
+    calls.add({.kind = how.kind,
+               .algorithm = how.algorithm,
+               .numbers = &numbersOf(shape.ranks, half),
+               .count = random() % 4 == 0 ? random() % 256 : random() % (oracle::kMost / parts),
+               .blocks = 1 + static_cast<int>(random() % static_cast<unsigned>(shape.blocks)),
+               .window = 1 + random() % (depth - 1),
+               .in_place = random() % 2 == 0,
+               .place = static_cast<Place>(random() % 4),
+               .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
+               .spread = how.spread});
+  }
+  host::run<B>(shape, calls.count(), [&](B& block, int r, int c, size_t kernel) {
+    calls.at<Rules, DType::kFloat32, DType::kFloat16>(block, r, c, kernel);
+  });
+  calls.verify();
+}
+
+// Rings with other primitives, which allReduceBlock does not know.
+template <template <class, class, class, class> class Primitives>
+void rings() {
+  constexpr Shape kShape{3, 1, 4};
+  Ranks ranks(layoutOf(kShape, 2));
+  Calls calls(ranks, kLong);
+  for (int i = 0; i < 20; ++i)
+    calls.add({.algorithm = DeviceAlgorithm::kRing,
+               .numbers = &numbersOf(kShape.ranks, false),
+               .count = oracle::kMost});
+  host::run(kShape, calls.count(), [&](host::Block& block, int r, int c, size_t kernel) {
+    using E = Element<DType::kFloat32>;
+    const RankCall& call = calls.rankCall(kernel, r);
+    Guard<host::Block> guard(block, call, c);
+    ring<E, AsValue<E>, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
+    guard.leave(1, call.output, call.count * sizeof(float));
+  });
+  calls.verify();
+}
+
+// Two calls of which some blocks of `absent` never come; the others' must end, the second one
+// without any wait.
+class Absence {
+ public:
+  static constexpr Shape kShape{3, 2, 2};
+  static constexpr int kAbsent = 1;
+
+  Absence(const How& how, uint64_t timeout, int blocks_that_come)
+      : ranks_(layoutOf(kShape, 2), kWraps), calls_(ranks_, timeout), come_(blocks_that_come) {
+    for (int i = 0; i < 2; ++i)
+      calls_.add(
+          {.kind = how.kind,
+           .algorithm = how.algorithm,
+           .numbers = &numbersOf(kShape.ranks, how.algorithm == DeviceAlgorithm::kRingNarrow),
+           .count = oracle::kMost / (how.kind == Kind::kAllReduce || how.spread ? 1 : kShape.ranks),
+           .blocks = kShape.blocks,
+           .in_place = i == 0,
+           .place = Place::kApart,
+           .spread = how.spread});
+  }
+
+  template <class B = host::Block>
+  void run() {
+    for (int r = 0; r < kShape.ranks; ++r) calls_.rankCall(1, r).timeout = 3 * kLong;
+    const Nanos begin = now();
+    host::run<B>(kShape, calls_.count(), [&](B& block, int r, int c, size_t kernel) {
+      if (r != kAbsent || (c < come_ && kernel == 0))
+        calls_.at<Delayed, DType::kFloat32, DType::kFloat16>(block, r, c, kernel);
+    });
+    CHECK(now() - begin < static_cast<Nanos>(2 * kLong));
+  }
+  void abort() {
+    for (int r = 0; r < kShape.ranks; ++r) publishWord(ranks_.abortWord(r), 1);
+  }
+  void expectSpoilt(Cause cause) {
+    for (int r = 0; r < kShape.ranks; ++r) {
+      if (r == kAbsent) continue;
+      CHECK_EQ(ranks_.trouble(r).cause, static_cast<uint64_t>(cause));
+      CHECK_EQ(ranks_.trouble(r).operation, 1u);
+      for (size_t kernel = 0; kernel < calls_.count(); ++kernel) {
+        // A broadcast's root has all that it needs.
+        const Call& call = calls_.call(kernel);
+        const Bytes output = calls_.tensors(kernel, r).result();
+        const bool gives = call.kind == Kind::kBroadcast && call.root == r;
+        CHECK(output == (gives ? call.wanted(r) : Bytes(output.size(), 0xff)));
+        CHECK(calls_.tensors(kernel, r).intactAround());
+      }
+    }
+  }
+  Trouble& trouble(int r) { return ranks_.trouble(r); }
+
+ private:
+  Ranks ranks_;
+  Calls calls_;
+  const int come_;
+};
+
+// A rank's second block never comes: the first block's work is done when the second gives up, and
+// all of the output is spoilt.
+template <class B = host::Block>
+void halfAbsent(const How& how) {
+  Absence absence(how, kGiveUp, 1);
+  absence.run<B>();
+  absence.expectSpoilt(Cause::kTimeout);
+  for (int r : {0, 2}) CHECK_EQ(absence.trouble(r).channel, 1);
+}
+
+void wholeAbsent(const How& how) {
+  Absence absence(how, kGiveUp, 0);
+  absence.run();
+  absence.expectSpoilt(Cause::kTimeout);
+  const Trouble &zero = absence.trouble(0), &two = absence.trouble(2);
+  for (const Trouble* t : {&zero, &two}) CHECK(t->channel >= 0 && t->channel < 2);
+  CHECK_EQ(two.peer, 1);
+  CHECK_EQ(two.step, kWraps);
+  if (how.algorithm == DeviceAlgorithm::kOneShot || how.algorithm == DeviceAlgorithm::kTwoShot) {
+    CHECK_EQ(zero.peer, 1);
+    CHECK_EQ(zero.step, kWraps);
+  } else {
+    // It waits for the second message of rank 2, who has got nothing to pass on, and for room for a
+    // third one at rank 1.
+    CHECK((zero.peer == 2 && zero.step == kWraps + 1) ||
+          (zero.peer == 1 && zero.step == kWraps + 2));
+  }
+}
+
+void aborted(const How& how) {
+  Absence absence(how, kLong, 0);
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    absence.abort();
+  });
+  try {
+    absence.run();
+  } catch (...) {
+    host.join();
+    throw;
+  }
+  host.join();
+  absence.expectSpoilt(Cause::kAborted);
+}
+
+// Of every kind, at the same time: they only wait.
+void everyWay(void (*test)(const How&)) {
+  ::ranks::inThreads(static_cast<int>(kAll.size()),
+                     [&](int i) { test(kAll[static_cast<size_t>(i)]); });
+}
+
+constexpr std::array kOneShots{kOneShot};
+constexpr std::array kTwoShots{kTwoShot};
+constexpr std::array kRings{kRing};
+constexpr std::array kPushes{kOneShot, kTwoShot};
+constexpr std::array kScatters{kReduceScatter};
+constexpr std::array kGathers{kAllGather, kBroadcast};
+constexpr std::array kSpreads{kSpread};
+
+const mutants::Mutants kMutants{
+    {"ring_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kRings, 40); }},
+    {"ring_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kRings, 40); }},
+    {"push_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kPushes, 40); }},
+    {"push_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kPushes, 40); }},
+    {"early_reuse", [] { mixed<EarlyReuse>({3, 1, 2}, kRings, 40); }},
+    {"early_release", rings<EarlyRelease>},
+    {"skipped_slice", rings<SkippedSlice>},
+    {"gather_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kGathers, 40); }},
+    {"gather_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kGathers, 40); }},
+    {"scatter_with_three_sets", [] { mixed<Sets<3>>({3, 1, 1}, kScatters, 60, 0); }},
+    {"gather_with_three_sets", [] { mixed<Sets<3>>({3, 1, 1}, kGathers, 60, 0); }},
+    {"spread_with_two_sets", [] { mixed<Sets<2>>({3, 1, 1}, kSpreads, 60, 0); }},
+    {"no_barrier_in_gathers_post",
+     [] { mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 2}, kGathers, 40); }},
+    {"oneshot_with_one_set", [] { mixed<Sets<1>>({2, 1, 2}, kOneShots, 40); }},
+    {"twoshot_with_two_sets", [] { mixed<Sets<2>>({3, 1, 1}, kTwoShots, 40, 0); }},
+    {"no_barrier_in_finish",
+     [] { mixed<Delayed, Barrierless<Site::kFinish>>({2, 1, 2}, kRings, 40); }},
+    {"no_barrier_in_post",
+     [] { mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 2}, kPushes, 40); }},
+    {"no_barrier_in_until", [] { mixed<Delayed, Barrierless<Site::kUntil>>({2, 1, 2}, kAll, 40); }},
+    {"no_barrier_in_leave",
+     [] {
+       for (int i = 0; i < 20; ++i) halfAbsent<Barrierless<Site::kLeave>>(kOneShot);
+     }},
+};
+
+}  // namespace
+
+TEST(calls_of_all_kinds_hold_under_random_delays) {
+  for (const Shape& shape : {Shape{2, 1, 4}, Shape{2, 2, 1}, Shape{3, 2, 2}, Shape{4, 1, 3}})
+    mixed<Delayed>(shape, kAll, 60);
+  mixed<Delayed>({3, 1, 1}, kAll, 60, 0, 4);
+  mixed<Delayed>({5, 2, 1}, kAll, 20, 0, 8);
+  mixed<Delayed>({8, 1, 2}, kAll, 14);
+}
+
+// The numbers of sets that push.h asks for: one less is a mutant.
+TEST(one_shot_needs_two_sets_and_two_shot_three) {
+  mixed<Sets<2>>({2, 1, 2}, kOneShots, 40, 0);
+  mixed<Sets<2>>({3, 1, 1}, kOneShots, 40, 0);
+  mixed<Sets<3>>({3, 1, 1}, kTwoShots, 40, 0);
+  mixed<Sets<3>>({4, 1, 2}, kPushes, 40, 0);
+}
+
+// Why the mutants without barriers have several lanes.
+TEST(a_single_lane_needs_no_barrier) {
+  mixed<Delayed, Barrierless<Site::kFinish>>({2, 1, 1}, kRings, 40);
+  mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 1}, kPushes, 40);
+  mixed<Delayed, Barrierless<Site::kUntil>>({2, 1, 1}, kAll, 40);
+}
+
+TEST(who_waits_for_a_rank_that_never_comes_gives_up) {
+  everyWay(wholeAbsent);
+}
+
+TEST(who_waits_for_a_block_that_never_comes_gives_up) {
+  everyWay(halfAbsent<host::Block>);
+}
+
+TEST(the_hosts_word_ends_waits) {
+  everyWay(aborted);
+}
+
+int main(int argc, char** argv) {
+  return mutants::main(argc, argv, kMutants);
+}

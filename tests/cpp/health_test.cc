@@ -1,0 +1,144 @@
+// A group's health as those see it who wait for other ranks by other means than operations.
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <thread>
+
+#include "check.h"
+#include "processes.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+using ranks::failureOf;
+
+namespace {
+
+void sleepMs(int ms) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+}  // namespace
+
+TEST(a_process_that_ended_is_seen_and_lost) {
+  processes::inGroup(
+      3,
+      [](Group& group) {
+        CHECK(group.presence() == std::vector<Presence>(3, Presence::kHere));
+        group.run({Barrier{}});
+        if (group.rank() == 2) raise(SIGKILL);
+        while (group.presence()[2] == Presence::kHere) sleepMs(1);
+        CHECK(group.presence()[2] == Presence::kEnded);
+        if (group.rank() == 0) group.checkHealth();  // nobody has missed it yet
+        while (group.rank() == 1 && !group.failed()) sleepMs(1);
+        CHECK(failureOf([&] { group.failLost(2, "in the midst of a test"); },
+                        "is lost: its process ended in the midst of a test, in group 'test'") ==
+              Failure::kPeerLost);
+        CHECK(failureOf([&] { group.checkHealth(); }, "rank 2 (pid") == Failure::kPeerLost);
+      },
+      {}, {2});
+}
+
+TEST(a_rank_that_left_is_seen_and_lost) {
+  ranks::inGroup(3, [](Group& group) {
+    if (group.rank() == 1) return;
+    while (group.presence()[1] == Presence::kHere) sleepMs(1);
+    CHECK(group.presence()[1] == Presence::kLeft);
+    if (group.rank() == 0) group.checkHealth();
+    while (group.rank() == 2 && !group.failed()) sleepMs(1);
+    CHECK(failureOf([&] { group.failLost(1, "before it was due"); },
+                    "has left the group before it was due") == Failure::kPeerLost);
+  });
+}
+
+TEST(a_failure_told_by_one_thread_ends_operations_and_waits_of_all_ranks) {
+  ranks::inGroup(4, [](Group& group) {
+    const auto says = [](const std::string& text) {
+      return "the GPU of rank 3 stands still" + text;
+    };
+    if (group.rank() == 0) {  // an operation, which rank 3 never comes to
+      CHECK(failureOf([&] { group.run({Barrier{}}); }, says("")) == Failure::kTimeout);
+    } else if (group.rank() == 1) {  // one in the group's own thread
+      const auto ticket = group.submit({Barrier{}}, nullptr);
+      group.await(*ticket, kNever);
+      CHECK(failureOf([&] { std::rethrow_exception(ticket->error()); }, says("")) ==
+            Failure::kTimeout);
+    } else if (group.rank() == 2) {  // no operation, in a thread of its own
+      std::thread([&] {
+        while (failureOf([&] { group.checkHealth(); }) == Failure::kNone) sleepMs(1);
+      }).join();
+      CHECK(failureOf([&] { group.checkHealth(); },
+                      says(", in group 'test'; noticed by rank 3, learned by rank 2")) ==
+            Failure::kTimeout);
+    } else {
+      sleepMs(30);
+      std::thread([&] {
+        CHECK(failureOf([&] { group.fail(Failure::kTimeout, 3, says("")); }, says("")) ==
+              Failure::kTimeout);
+      }).join();
+    }
+    CHECK(group.failure() == Failure::kTimeout);
+    // A verdict is final.
+    CHECK(failureOf([&] { group.fail(Failure::kPeerLost, 0, "something else"); }, says("")) ==
+          Failure::kTimeout);
+  });
+}
+
+TEST(who_and_where_a_rank_is) {
+  ranks::inGroup(
+      2,
+      [](Group& group) {
+        group.run({Barrier{}});
+        const std::string pid = std::to_string(getpid());
+        CHECK(group.who(1).starts_with("rank 7 (pid " + pid + " on host "));
+        CHECK(group.whereabouts({1}).starts_with("rank 7 (pid " + pid + " on host "));
+        CHECK(group.whereabouts({1}).find(", last seen in barrier #") != std::string::npos);
+        CHECK_EQ(group.options().name, "test");
+        group.run({Barrier{}});
+      },
+      {.name = "test", .global_ranks = {5, 7}});
+}
+
+TEST(ctrl_c_in_a_wait_of_ones_own_ends_the_group) {
+  struct CtrlC {};
+  static thread_local bool pressed = false;
+  GroupOptions options{.name = "test"};
+  options.interrupt = [] {
+    if (pressed) throw CtrlC();
+  };
+  ranks::inGroup(
+      2,
+      [](Group& group) {
+        group.interrupt("while all was well");
+        if (group.rank() == 0) {
+          pressed = true;
+          bool thrown = false;
+          try {
+            group.interrupt("while it waited for a GPU");
+          } catch (const CtrlC&) {
+            thrown = true;
+          }
+          CHECK(thrown);
+        }
+        while (!group.failed()) sleepMs(1);
+        CHECK(failureOf([&] { group.checkHealth(); }, "interrupted while it waited for a GPU") ==
+              Failure::kAborted);
+      },
+      options);
+}
+
+TEST(a_forked_child_is_refused) {
+  processes::inGroup(1, [](Group& group) {
+    const pid_t child = fork();
+    if (child == 0) {
+      const bool refused =
+          failureOf([&] { group.checkHealth(); }, "was forked from rank 0") == Failure::kArgument &&
+          failureOf([&] { group.presence(); }) == Failure::kArgument &&
+          failureOf([&] { group.fail(Failure::kTimeout, 0, ""); }) == Failure::kArgument;
+      _exit(refused ? 0 : 1);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK_EQ(status, 0);
+    group.checkHealth();
+  });
+}

@@ -1,0 +1,342 @@
+// The GPU kernels in every interleaving: their own steps (recorded_block.h) are proven free of
+// races and deadlocks by two methods (interleavings.h), and mistakes put in, each of which must be
+// found.
+#include <cstdio>
+#include <functional>
+#include <random>
+
+#include "interleavings_check.h"
+#include "recorded_block.h"
+
+using namespace interleavings;
+using namespace recorded;
+
+namespace {
+
+using Byte = Element<DType::kUInt8>;
+using Half = Element<DType::kFloat16>;
+constexpr auto kRelaxed = std::memory_order_relaxed;
+constexpr auto kRelease = std::memory_order_release;
+constexpr auto kAcquire = std::memory_order_acquire;
+
+// Elements of a message of so many slices a rank and channel.
+size_t message(DeviceAlgorithm algorithm, int ranks, int channels, size_t slices) {
+  const size_t one = kChunkElements * static_cast<size_t>(channels) * slices;
+  return algorithm == DeviceAlgorithm::kOneShot ? one : one * static_cast<size_t>(ranks);
+}
+Call callOf(DeviceAlgorithm algorithm, const Shape& shape, size_t slices, size_t window = 1) {
+  return {.algorithm = algorithm,
+          .count = message(algorithm, shape.ranks, shape.channels, slices),
+          .window = window,
+          .channels = shape.channels};
+}
+// Of a kind that has parts; by the pushes of two-shot.
+Call callOf(Kind kind, const Shape& shape, size_t slices, bool spread = false) {
+  const auto as = spread ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kOneShot;
+  Call call = callOf(as, shape, slices);
+  call.algorithm = DeviceAlgorithm::kTwoShot;
+  call.kind = kind;
+  call.root = shape.ranks - 1;
+  call.spread = spread;
+  return call;
+}
+constexpr Kind kOfParts[] = {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast};
+
+// Of which kind of push slot a racing address is; neither of the ring's or the user's.
+struct PushRaces {
+  bool parts = false, results = false, other = false;
+};
+PushRaces pushRaces(const Shape& shape, const Program& program) {
+  const DeviceLayout layout{.ranks = shape.ranks,
+                            .channels = shape.channels,
+                            .slot_bytes = shape.slot_bytes,
+                            .depth = shape.depth,
+                            .part_bytes = shape.slot_bytes};
+  PushRaces found;
+  for (size_t address : order(program).races) {
+    const size_t region = address / kRegion, at = address % kRegion;
+    if (region >= static_cast<size_t>(shape.ranks) || at < layout.pushBegin()) {
+      found.other = true;
+      continue;
+    }
+    const size_t of_kind = kPushSets * static_cast<size_t>(shape.ranks) * shape.slot_bytes;
+    ((at - layout.pushBegin()) / of_kind % 2 == 0 ? found.parts : found.results) = true;
+  }
+  return found;
+}
+
+template <uint64_t sets>
+PushRaces withSets(const Shape& shape, const std::vector<Call>& calls) {
+  return pushRaces(shape, record<Byte, Rules<kRelease, kAcquire, 0, sets>>(shape, calls));
+}
+
+// The program with each publication of some flags moved up: before the data that it speaks of is
+// read or written.
+Program hasty(Program program, const std::function<bool(size_t)>& flag) {
+  for (auto& lane : program.lanes)
+    for (size_t i = 1; i < lane.size(); ++i) {
+      if (lane[i].what != Do::kPublish || !flag(lane[i].at % kRegion)) continue;
+      size_t j = i;
+      const auto over = [&](Do what) {
+        if (j == 0 || lane[j - 1].what != what) return false;
+        std::swap(lane[j - 1], lane[j]);
+        --j;
+        return true;
+      };
+      while (over(Do::kPublish)) continue;
+      over(Do::kBarrier);
+      over(Do::kAccess);
+    }
+  return program;
+}
+
+}  // namespace
+
+TEST(every_state_of_small_kernels) {
+  using enum DeviceAlgorithm;
+  struct Case {
+    const char* what;
+    Shape shape;
+    std::vector<std::pair<DeviceAlgorithm, size_t>> calls;  // and how many slices
+    size_t window = 1;
+  };
+  const std::vector<Case> cases{
+      {"one-shot, 2 ranks, 3 lanes", {2, 1, 3}, {{kOneShot, 3}, {kOneShot, 2}}},
+      {"one-shot, 3 ranks, 2 lanes", {3, 1, 2}, {{kOneShot, 3}, {kOneShot, 2}}},
+      {"one-shot, 4 ranks", {4}, {{kOneShot, 3}, {kOneShot, 2}}},
+      {"one-shot, 5 ranks", {5}, {{kOneShot, 2}, {kOneShot, 1}}},
+      {"two-shot, 2 ranks, 2 lanes", {2, 1, 2}, {{kTwoShot, 5}, {kTwoShot, 2}}},
+      {"two-shot, 3 ranks", {3}, {{kTwoShot, 6}, {kTwoShot, 2}}},
+      {"two-shot, 3 ranks, 2 lanes", {3, 1, 2}, {{kTwoShot, 3}}},
+      {"two-shot, 4 ranks", {4}, {{kTwoShot, 2}}},
+      {"ring, 2 ranks, 3 lanes", {2, 1, 3}, {{kRing, 4}, {kRing, 1}}},
+      {"ring, 3 ranks", {3}, {{kRing, 6}, {kRing, 2}}},
+      {"ring, 3 ranks, 2 lanes", {3, 1, 2}, {{kRing, 3}}},
+      {"ring, 3 ranks, 2 lanes, 4 slots, window 3", {3, 1, 2, 4}, {{kRing, 4}}, 3},
+      {"ring, 4 ranks", {4}, {{kRing, 3}}},
+      {"ring, 4 ranks, 2 lanes", {4, 1, 2}, {{kRing, 1}}},
+      {"all in turn, 2 ranks, 2 lanes",
+       {2, 1, 2},
+       {{kOneShot, 3}, {kTwoShot, 3}, {kRing, 3}, {kTwoShot, 2}, {kOneShot, 1}, {kRing, 1}}},
+      {"all in turn, 3 ranks",
+       {3},
+       {{kOneShot, 2}, {kTwoShot, 2}, {kRing, 1}, {kTwoShot, 2}, {kOneShot, 1}}},
+      {"one-shot and two-shot, 2 channels", {2, 2}, {{kOneShot, 2}, {kTwoShot, 2}}},
+      {"ring, 2 channels", {2, 2}, {{kRing, 3}}},
+  };
+  for (const Case& c : cases) {
+    std::vector<Call> calls;
+    for (const auto& [algorithm, slices] : c.calls)
+      calls.push_back(callOf(algorithm, c.shape, slices, c.window));
+    holds(c.what, record<Byte, Rules<>>(c.shape, calls));
+  }
+}
+
+TEST(every_state_of_small_calls_of_parts) {
+  struct Case {
+    const char* what;
+    Shape shape;
+    std::vector<std::pair<Kind, size_t>> calls;
+  };
+  using enum Kind;
+  const std::vector<Case> cases{
+      {"reduce-scatter, 2 ranks, 2 lanes", {2, 1, 2}, {{kReduceScatter, 5}, {kReduceScatter, 2}}},
+      {"reduce-scatter, 3 ranks", {3}, {{kReduceScatter, 5}, {kReduceScatter, 2}}},
+      {"all-gather, 2 ranks, 2 lanes", {2, 1, 2}, {{kAllGather, 5}, {kAllGather, 2}}},
+      {"all-gather, 3 ranks", {3}, {{kAllGather, 5}, {kAllGather, 2}}},
+      {"broadcast, 2 ranks, 2 lanes", {2, 1, 2}, {{kBroadcast, 5}, {kBroadcast, 2}}},
+      {"broadcast, 3 ranks", {3}, {{kBroadcast, 5}, {kBroadcast, 2}}},
+      {"all in turn, 2 ranks, 2 lanes",
+       {2, 1, 2},
+       {{kReduceScatter, 3}, {kAllGather, 3}, {kAllReduce, 2}, {kBroadcast, 3}, {kAllReduce, 2}}},
+      {"all in turn, 3 ranks",
+       {3},
+       {{kAllReduce, 1}, {kReduceScatter, 2}, {kBroadcast, 2}, {kAllGather, 2}, {kAllReduce, 1}}},
+  };
+  for (const Case& c : cases) {
+    std::vector<Call> calls;
+    for (const auto& [kind, slices] : c.calls)
+      calls.push_back(kind == kAllReduce ? callOf(DeviceAlgorithm::kTwoShot, c.shape, slices)
+                                         : callOf(kind, c.shape, slices));
+    holds(c.what, record<Byte, Rules<>>(c.shape, calls));
+  }
+  const auto spread = [](const Shape& shape, size_t slices) {
+    return callOf(kBroadcast, shape, slices, true);
+  };
+  const Shape two{2, 1, 2}, three{3};
+  holds("broadcast in two hops, 2 ranks, 2 lanes",
+        record<Byte, Rules<>>(two, {spread(two, 4), spread(two, 2)}));
+  holds("broadcast in two hops, 3 ranks",
+        record<Byte, Rules<>>(three, {spread(three, 4), callOf(kAllGather, three, 2)}));
+}
+
+// More ranks, lanes, channels and calls than can be visited state by state.
+TEST(all_executions_of_mixed_kernels_are_in_order) {
+  std::minstd_rand random(11);
+  const auto draw = [&](int least, int most) {
+    return least + static_cast<int>(random() % static_cast<unsigned>(most - least + 1));
+  };
+  size_t lanes = 0, steps = 0;
+  constexpr int kPrograms = 150;
+  for (int i = 0; i < kPrograms; ++i) {
+    const bool wide = draw(0, 3) == 0;
+    const Shape shape{.ranks = draw(2, 5),
+                      .channels = draw(1, 3),
+                      .lanes = draw(1, 4),
+                      .depth = uint64_t{1} << draw(1, 2),
+                      .slot_bytes = wide ? 512u : 128u,
+                      // Some pass 2^64 on their way.
+                      .start = draw(0, 1) ? ~uint64_t{0} - static_cast<uint64_t>(draw(0, 9)) : 0};
+    std::vector<Call> calls;
+    for (int k = draw(2, 5); k > 0; --k) {
+      const auto algorithm = static_cast<DeviceAlgorithm>(draw(0, kDeviceAlgorithms - 1));
+      const size_t whole = message(algorithm, shape.ranks, shape.channels, 3);
+      calls.push_back({.algorithm = algorithm,
+                       .count = static_cast<size_t>(draw(1, static_cast<int>(whole))),
+                       .window = static_cast<size_t>(draw(1, static_cast<int>(shape.depth) - 1)),
+                       .channels = draw(1, shape.channels),
+                       .in_place = draw(0, 1) == 0,
+                       .shift = static_cast<size_t>(draw(0, 3) ? 0 : draw(1, 15))});
+      if (const int kind = draw(0, 5); kind < 3) {
+        calls.back().kind = kOfParts[kind];
+        calls.back().algorithm = DeviceAlgorithm::kTwoShot;
+        calls.back().count = ceilDiv(calls.back().count, static_cast<size_t>(shape.ranks));
+        calls.back().root = draw(0, shape.ranks - 1);
+        calls.back().spread = kOfParts[kind] == Kind::kBroadcast && draw(0, 1) == 0;
+      }
+    }
+    const Program program =
+        wide ? record<Half, Rules<>>(shape, calls) : record<Byte, Rules<>>(shape, calls);
+    const Order proof = order(program);
+    CHECK_EQ(proof.wrong, "");
+    CHECK(proof.races.empty());
+    lanes += program.lanes.size();
+    for (const auto& lane : program.lanes) steps += lane.size();
+  }
+  std::printf("%d programs, %zu lanes, %zu steps in order\n", kPrograms, lanes, steps);
+}
+
+// What push.h says of how many sets of slots each algorithm needs: with one less, what it says is
+// written over while it may still be read is so.
+TEST(push_sets_are_as_many_as_needed) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const Shape shape{.ranks = ranks};
+    const Call one = callOf(DeviceAlgorithm::kOneShot, shape, 4);
+    const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, 7);
+    const auto none = [](PushRaces r) { return !r.parts && !r.results && !r.other; };
+    CHECK(withSets<1>(shape, {one}).parts);
+    CHECK(none(withSets<2>(shape, {one, one})));
+    const PushRaces two_sets = withSets<2>(shape, {two});
+    CHECK(two_sets.parts);
+    CHECK(two_sets.results);
+    CHECK(!two_sets.other);
+    CHECK(none(withSets<3>(shape, {two, two})));
+    CHECK(none(withSets<3>(shape, {one, two, one, one, two, two})));
+    CHECK(none(withSets<4>(shape, {one, two, one, one, two, two})));
+    const Call scatter = callOf(Kind::kReduceScatter, shape, 7);
+    const Call gather = callOf(Kind::kAllGather, shape, 7);
+    const Call broadcast = callOf(Kind::kBroadcast, shape, 7);
+    CHECK(withSets<3>(shape, {scatter}).parts);
+    CHECK(withSets<3>(shape, {gather}).results);
+    CHECK(withSets<3>(shape, {broadcast}).results);
+    CHECK(none(withSets<4>(shape, {scatter, one, scatter, two, gather, two, scatter, one})));
+    CHECK(none(withSets<4>(shape, {two, gather, broadcast, gather, two, broadcast, two, two})));
+    const Call spread = callOf(Kind::kBroadcast, shape, 7, true);
+    CHECK(withSets<2>(shape, {spread}).results);
+    CHECK(none(withSets<3>(shape, {spread, spread, two, spread})));
+    CHECK(none(withSets<4>(shape, {spread, gather, spread, scatter, broadcast, spread, two})));
+    // Where counters pass 2^64, three sets are not taken in turn.
+    const Shape wraps{.ranks = ranks, .start = ~uint64_t{0} - 1};
+    CHECK(withSets<3>(wraps, {one}).parts);
+    CHECK(none(withSets<4>(wraps, {one, two})));
+  }
+}
+
+// --- Mistakes put in ---
+
+TEST(weak_memory_orders_are_found) {
+  for (const DeviceAlgorithm algorithm :
+       {DeviceAlgorithm::kOneShot, DeviceAlgorithm::kTwoShot, DeviceAlgorithm::kRing})
+    for (int lanes = 1; lanes <= 2; ++lanes) {
+      const Shape shape{.ranks = 2, .lanes = lanes};
+      const std::vector<Call> calls{callOf(algorithm, shape, 3)};
+      CHECK(order(record<Byte, Rules<>>(shape, calls)).proven());
+      CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, calls)).races.empty());
+      CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, calls)).races.empty());
+    }
+  for (const Kind kind : kOfParts) {
+    const Shape shape{.ranks = 3, .lanes = 2};
+    const std::vector<Call> calls{callOf(kind, shape, 3)};
+    CHECK(order(record<Byte, Rules<>>(shape, calls)).proven());
+    CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, calls)).races.empty());
+    CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, calls)).races.empty());
+    if (kind != Kind::kBroadcast) continue;
+    const std::vector<Call> spread{callOf(kind, shape, 3, true)};
+    CHECK(order(record<Byte, Rules<>>(shape, spread)).proven());
+    CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, spread)).races.empty());
+    CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, spread)).races.empty());
+  }
+}
+
+TEST(too_few_sets_or_slots_taken_too_early_are_found) {
+  const Shape two{.ranks = 2};
+  races("one-shot with one set", record<Byte, Rules<kRelease, kAcquire, 0, 1>>(
+                                     two, {callOf(DeviceAlgorithm::kOneShot, two, 3)}));
+  races("two-shot with two sets", record<Byte, Rules<kRelease, kAcquire, 0, 2>>(
+                                      two, {callOf(DeviceAlgorithm::kTwoShot, two, 6)}));
+  using Early = Rules<kRelease, kAcquire, 1>;
+  const Shape three{.ranks = 3}, deep{.ranks = 2, .depth = 4};
+  races("ring of 3 that fills a slot too early",
+        record<Byte, Early>(three, {callOf(DeviceAlgorithm::kRing, three, 4)}));
+  races("ring of 2 that fills a slot too early",
+        record<Byte, Early>(deep, {callOf(DeviceAlgorithm::kRing, deep, 6, 3)}));
+  // Two ranks answer each other: with room for two windows nobody can get ahead of its peer's
+  // reads, and what it is told of empty slots is never news.
+  holds("ring of 2 with slots to spare, early or not",
+        record<Byte, Early>(two, {callOf(DeviceAlgorithm::kRing, two, 4)}));
+}
+
+TEST(forgotten_barriers_are_found) {
+  for (const DeviceAlgorithm algorithm :
+       {DeviceAlgorithm::kOneShot, DeviceAlgorithm::kTwoShot, DeviceAlgorithm::kRing})
+    for (const Forgets forgets : {Forgets{.sync = true}, Forgets{.any = true}}) {
+      const Shape shape{.ranks = 2, .lanes = 2, .forgets = forgets};
+      races(forgets.sync ? "no barrier before a flag" : "no barrier after a wait",
+            record<Byte, Rules<>>(shape, {callOf(algorithm, shape, 2)}));
+    }
+  for (const Kind kind : kOfParts)
+    for (const Forgets forgets : {Forgets{.sync = true}, Forgets{.any = true}})
+      races(kKindNames[static_cast<size_t>(kind)],
+            record<Byte, Rules<>>({.ranks = 2, .lanes = 2, .forgets = forgets},
+                                  {callOf(kind, {.ranks = 2}, 2)}));
+}
+
+TEST(flags_published_too_early_are_found) {
+  const Shape shape{.ranks = 3, .lanes = 2};
+  const DeviceLayout layout{
+      .ranks = 3, .channels = 1, .slot_bytes = 128, .depth = 2, .part_bytes = 128};
+  const auto ring = record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kRing, shape, 2)});
+  const auto push = record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kTwoShot, shape, 1)});
+  holds("the ring as it is", ring);
+  races("released before it is read",
+        hasty(ring, [&](size_t flag) { return flag == layout.emptiedFlag(0); }));
+  races("posted before it is written",
+        hasty(ring, [&](size_t flag) { return flag == layout.filledFlag(0); }));
+  for (const auto of : {DeviceLayout::Of::kParts, DeviceLayout::Of::kResults})
+    races("pushed before it is written", hasty(push, [&](size_t flag) {
+            return flag >= layout.pushedFlag(0, of, 0) && flag <= layout.pushedFlag(0, of, 2);
+          }));
+}
+
+TEST(a_window_that_fills_all_slots_deadlocks) {
+  for (int ranks = 2; ranks <= 3; ++ranks)
+    for (const uint64_t depth : {1, 2}) {
+      const Shape shape{.ranks = ranks, .depth = depth};
+      const Program program =
+          record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kRing, shape, 4, depth)});
+      CHECK(!order(program).wrong.empty());
+      const Explored found = everyState("ring with a window as long as its slots", program);
+      CHECK(found.deadlock);
+      CHECK(!found.race);
+    }
+}

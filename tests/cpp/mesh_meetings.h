@@ -1,0 +1,136 @@
+// Who hears from whom over a mesh: barriers, ranks that disagree, and a ring of more slices than it
+// may have under way.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "collective/mesh/primitives.h"
+#include "mesh_cases.h"
+#include "mesh_moves.h"
+
+namespace mesh_cases {
+
+// Nobody returns from a barrier before all have come to it.
+inline void checkBarrier(const InMesh& in_mesh, int most_ranks) {
+  for (int P = 1; P <= most_ranks; ++P) {
+    std::atomic<int> came = 0;
+    in_mesh(P, {}, [&](Caller& call) {
+      for (int round = 1; round <= 20; ++round) {
+        came.fetch_add(1, std::memory_order_relaxed);
+        call(Barrier{});
+        CHECK(came.load(std::memory_order_relaxed) >= P * round);
+      }
+    });
+  }
+}
+
+// Runs what must end in a mismatch; others may throw for other reasons in consequence.
+inline void checkMismatch(const InMesh& in_mesh, int P, const Mesh::Options& options,
+                          const std::function<void(Caller&)>& body, const std::string& what) {
+  std::atomic<int> found = 0;
+  try {
+    in_mesh(P, options, [&](Caller& caller) {
+      try {
+        body(caller);
+      } catch (const Error& error) {
+        if (error.kind() == Failure::kMismatch) ++found;
+        throw;
+      }
+    });
+  } catch (const std::runtime_error&) {
+    CHECK(found > 0);
+    return;
+  }
+  check::fail(__FILE__, __LINE__, what + ": nobody noticed");
+}
+
+// Ranks that disagree find out, also where nothing is to be moved.
+inline void checkMeetings(const InMesh& in_mesh, int most_ranks) {
+  for (int P = 2; P <= most_ranks; ++P) {
+    const auto disagree = [&]<class Call>(const Call& call) {
+      for (const Mesh::Options& options : everyChoice())
+        checkMismatch(
+            in_mesh, P, options,
+            [&](Caller& caller) {
+              if (caller.mesh.rank() == P - 1)
+                caller.lying(call);
+              else
+                caller(call);
+            },
+            typeid(Call).name());
+    };
+    const std::vector<const void*> inputs(at(P));
+    const std::vector<void*> outputs(at(P));
+    const std::vector<size_t> none(at(P));
+    disagree(AllReduce{nullptr, 0, DType::kFloat32, ReduceOp::kSum});
+    disagree(Reduce{nullptr, nullptr, 0, DType::kFloat32, ReduceOp::kSum, 0});
+    disagree(ReduceScatter{inputs, none, nullptr, DType::kFloat32, ReduceOp::kSum});
+    disagree(Broadcast{nullptr, 0, DType::kFloat32, 0});
+    disagree(AllGather{nullptr, outputs, none, DType::kFloat32});
+    disagree(Gather{nullptr, outputs, 0, DType::kFloat32, 0});
+    disagree(Scatter{inputs, nullptr, 0, DType::kFloat32, 0});
+    disagree(AllToAll{inputs, outputs, none, none, true, DType::kFloat32});
+    disagree(AllToAll{inputs, outputs, none, none, false, DType::kFloat32});
+    disagree(Barrier{});
+  }
+}
+
+// A rank that is sent more, or less, than it expects.
+inline void checkUnequalCounts(const InMesh& in_mesh, int most_ranks) {
+  for (int P = 2; P <= most_ranks; ++P)
+    for (size_t expected : {0, 1, 1000})
+      checkMismatch(
+          in_mesh, P, {},
+          [&](Caller& call) {
+            std::vector<Bytes> inputs(at(P), Bytes(3)), outputs(at(P), Bytes(1000));
+            std::vector<size_t> sent(at(P), 3), received(at(P), 3);
+            if (call.mesh.rank() == P - 1) received[0] = expected;
+            call(AllToAll{pointers<const void*>(inputs), pointers<void*>(outputs), sent, received,
+                          false, DType::kUInt8});
+          },
+          "all_to_all");
+}
+
+// The ring with more slices than its window holds, and `buffers` to send from.
+inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, size_t slices) {
+  constexpr size_t kSlice = kChunkElements;
+  for (int P = 2; P <= most_ranks; ++P)
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+      for (const Ending ending : {Ending::kEverybody, Ending::kOwner, Ending::kRoot}) {
+        Reducing c{P,  dtype, ReduceOp::kAvg, at(P) * slices * kSlice - 1, 5, P / 2, false, {},
+                   {}, {}};
+        const Cut cut{c.count, P};
+        for (int p = 0; p < P; ++p) c.parts.push_back(cut.chunk(p).size);
+        c.compute();
+        in_mesh(P, {}, [&](Caller& call) {
+          const int me = call.mesh.rank();
+          Bytes input = c.addends[at(me)], output(input.size(), kUntouched);
+          std::byte* const to = ending == Ending::kEverybody ? input.data() : output.data();
+          std::vector<RingChunk> chunks;
+          for (int p = 0; p < P; ++p) {
+            const size_t begin = cut.chunk(p).begin * c.width();
+            chunks.push_back({input.data() + begin, to + begin, cut.chunk(p).size});
+          }
+          call.perform([&](Mesh& mesh) {
+            RingCall ring(chunks, dtype, c.op, ending, c.root);
+            ring.slice = kSlice;
+            ring.slices = slices;
+            runMeshRing(mesh, ring, buffers);
+          });
+          const Span mine = cut.chunk(me);
+          if (ending == Ending::kOwner)
+            c.expect(to + mine.begin * c.width(), c.reduced.data() + mine.begin * c.width(),
+                     mine.size, "reduce_scatter in many slices");
+          else if (ending == Ending::kEverybody || me == c.root)
+            c.expect(to, c.reduced.data(), c.count, "a ring in many slices");
+        });
+      }
+}
+
+}  // namespace mesh_cases

@@ -1,0 +1,358 @@
+// Groups whose ranks share no memory, and what becomes of them when one rank, or one connection, is
+// gone: ranks of this machine, which go over sockets or pose as hosts.
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "messages.h"
+#include "p2p/engine.h"
+#include "processes.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+using messages::Letter;
+using messages::letter;
+using ranks::failureOf;
+
+namespace {
+
+void sleepMs(int ms) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+void overSockets(int size, const std::function<void(Group&)>& body, Nanos timeout = 60 * kSecond,
+                 const std::vector<int>& doomed = {}) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  processes::inGroup(size, body, {.name = "test", .timeout = timeout}, doomed);
+}
+
+// Runs body in a process for each rank; rank r is on the host of letter r.
+processes::Ends onHosts(const std::string& letters, const std::function<void(int, Store&)>& body) {
+  processes::SharedStore store;
+  return processes::run(static_cast<int>(letters.size()), [&](int r) {
+    const ranks::Setting host("RINGREDUCE_HOSTID", letters.substr(static_cast<size_t>(r), 1));
+    body(r, store);
+  });
+}
+
+// This process's connections.
+std::set<int> connections() {
+  std::set<int> all;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    int protocol = 0;
+    socklen_t size = sizeof protocol;
+    sockaddr_storage other{};
+    socklen_t length = sizeof other;
+    if (getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &size) == 0 && protocol == IPPROTO_TCP &&
+        getpeername(fd, reinterpret_cast<sockaddr*>(&other), &length) == 0)
+      all.insert(fd);
+  }
+  return all;
+}
+
+// Memory that all ranks see.
+template <class T>
+T& shared() {
+  void* memory =
+      mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error("no memory to share");
+  return *static_cast<T*>(memory);
+}
+
+// A store that breaks where one rank uses it.
+class BreakingStore final : public Store {
+ public:
+  BreakingStore(Store& store, std::string set, std::string get)
+      : store_(store), set_(std::move(set)), get_(std::move(get)) {}
+  void set(const std::string& key, const std::string& value) override {
+    breakAt(set_, key);
+    store_.set(key, value);
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    breakAt(get_, key);
+    return store_.get(key);
+  }
+  void remove(const std::string& key) override { store_.remove(key); }
+
+ private:
+  static void breakAt(const std::string& where, const std::string& key) {
+    if (!where.empty() && key.find(where) != std::string::npos)
+      throw std::runtime_error("the store broke");
+  }
+  Store& store_;
+  const std::string set_, get_;
+};
+
+// More messages than are taken from a socket before anybody looks for them.
+constexpr int kMany = 40;
+void sendManyAndDie(Group& group) {
+  for (int i = 0; i < kMany; ++i) messages::send(group, 0, 0, letter(0, 0, kEagerBytes));
+  sleepMs(500);
+  raise(SIGKILL);
+}
+
+}  // namespace
+
+TEST(a_connection_for_messages_that_breaks_between_the_living_ends_the_group) {
+  overSockets(2, [](Group& group) {
+    const Letter data = letter(0, 0, 100);
+    group.run({Barrier{}});
+    const std::set<int> before = connections();
+    if (group.rank() == 0) messages::send(group, 1, 0, data);
+    if (group.rank() == 1) CHECK(messages::receive(group, 0, 0, 100) == data);
+    group.run({Barrier{}});
+    if (group.rank() == 0) {
+      std::set<int> added = connections();
+      for (int fd : before) added.erase(fd);
+      CHECK_EQ(added.size(), size_t{1});
+      shutdown(*added.begin(), SHUT_RDWR);
+      while (!group.failed()) sleepMs(1);
+      return;
+    }
+    CHECK(failureOf([&] { messages::receive(group, 0, 1, 100); }, "is lost: ") ==
+          Failure::kPeerLost);
+  });
+}
+
+TEST(who_dies_is_missed_by_collectives_whatever_messages_are_unread) {
+  overSockets(2,
+              [](Group& group) {
+                if (group.rank() == 1) sendManyAndDie(group);
+                float x = 0;
+                CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 1}}); },
+                                "is lost: its process ended") == Failure::kPeerLost);
+              },
+              60 * kSecond, {1});
+}
+
+TEST(messages_of_a_rank_that_died_since_are_received) {
+  overSockets(2,
+              [](Group& group) {
+                if (group.rank() == 1) sendManyAndDie(group);
+                while (group.presence()[1] != Presence::kEnded) sleepMs(1);
+                for (int i = 0; i < kMany; ++i)
+                  CHECK(messages::receive(group, 1, 0, kEagerBytes) == letter(0, 0, kEagerBytes));
+                CHECK(failureOf([&] { messages::receive(group, 1, 0, 1); },
+                                "is lost: its process ended") == Failure::kPeerLost);
+              },
+              60 * kSecond, {1});
+}
+
+TEST(a_group_is_made_by_all_ranks_or_by_none) {
+  struct Case {
+    int victim;
+    std::string set, get;
+  };
+  // At the control ring, and at what the ranks of a host make together.
+  for (const Case& c : {Case{0, "", "/failed"},
+                        {1, "", "/failed"},
+                        {2, "", "/failed"},
+                        {0, "/host0/", ""},
+                        {1, "", "/host0/"},
+                        {2, "/host1/", ""}}) {
+    const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
+      BreakingStore breaking(store, c.set, c.get);
+      Group::create(r == c.victim ? static_cast<Store&>(breaking) : store, r, 4,
+                    {.name = "test", .timeout = 30 * kSecond});
+    });
+    for (const std::string& end : ends) CHECK(end.find("the store broke") != std::string::npos);
+  }
+}
+
+TEST(what_ends_a_group_ends_the_one_inside_its_host) {
+  auto& done = shared<std::atomic<int>>();
+  for (const bool abort : {false, true}) {
+    done = 0;
+    const processes::Ends ends = onHosts("aab", [&](int r, Store& store) {
+      const auto group = Group::create(store, r, 3, {.name = "test", .timeout = 30 * kSecond});
+      const std::shared_ptr<Group> local = group->local();
+      group->run({Barrier{}});
+      // An abort would fail the barrier of whoever is still in it.
+      for (++done; done < 3;) sleepMs(1);
+      if (abort && r != 0) {
+        while (!group->failed() || (r == 1 && !local->failed())) sleepMs(1);
+        return;
+      }
+      if (abort) {
+        group->abort("enough");
+        CHECK(local->failed());
+        return;
+      }
+      group->shutdown();
+      float x = 1;
+      CHECK(failureOf([&] { local->run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kSum}}); }) !=
+            Failure::kNone);
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
+  }
+}
+
+TEST(nobody_waits_for_messages_of_a_group_that_has_failed) {
+  auto& pids = shared<std::atomic<pid_t>[2]>();
+  overSockets(
+      2,
+      [&](Group& group) {
+        pids[group.rank()] = getpid();
+        group.run({Barrier{}});
+        if (group.rank() == 1) {
+          raise(SIGSTOP);
+          return;
+        }
+        sleepMs(100);
+        // A rank that is stopped lets nobody in.
+        messages::send(group, 1, 0, letter(0, 0, 100));
+        CHECK(failureOf([&] { messages::receive(group, 1, 0, 100); }) == Failure::kTimeout);
+        const Nanos began = now();
+        group.shutdown();
+        const Nanos took = now() - began;
+        kill(pids[1], SIGCONT);
+        CHECK(took < 4 * kSecond);
+      },
+      kSecond);
+}
+
+TEST(who_was_stopped_itself_blames_nobody_for_being_late) {
+  auto& stopped = shared<std::atomic<pid_t>>();
+  overSockets(
+      2,
+      [&](Group& group) {
+        float x = 0;
+        if (group.rank() == 0) {
+          while (stopped == 0) sleepMs(1);
+          kill(stopped, SIGSTOP);
+          CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 1}}); }, "rank 1 ") ==
+                Failure::kTimeout);
+          sleepMs(500);
+          kill(stopped, SIGCONT);
+          return;
+        }
+        Letter data(8);
+        const auto delivery = messages::post(group, Message::Way::kReceive, 0, 0, data);
+        stopped = getpid();
+        CHECK(failureOf([&] { messages::waitFor(group, delivery); },
+                        "noticed by rank 0, learned by rank 1") == Failure::kTimeout);
+      },
+      2 * kSecond);
+}
+
+TEST(what_cannot_be_read_of_one_ranks_settings_is_told_to_all) {
+  struct Case {
+    const char *name, *value, *text;
+  };
+  for (const Case& c : {Case{"RINGREDUCE_LOST_SECONDS", "0",
+                             "is not a number of seconds from 0.5 to 3600; correct"},
+                        {"RINGREDUCE_LOG", "debug", "can be 'info' only; correct"},
+                        {"RINGREDUCE_IF", " ,", "' ,' is neither an interface's name"},
+                        {"RINGREDUCE_LANES", "65", "is not a whole number from 0 to 64; correct"},
+                        {"RINGREDUCE_PORTS", "5-4", "is no range of ports"}})
+    for (const int whose : {0, 1}) {
+      const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
+        if (r == whose) setenv(c.name, c.value, 1);
+        Group::create(store, r, 3, {.name = "test", .timeout = 30 * kSecond});
+      });
+      std::string setting = c.name;
+      setting += '=';
+      setting += c.value;
+      for (const std::string& end : ends) {
+        CHECK(end.starts_with("rank " + std::to_string(whose) + " (pid"));
+        CHECK(end.find(setting) != std::string::npos);
+        CHECK(end.find(c.text) != std::string::npos);
+      }
+    }
+}
+
+// As where the process of rank 0 holds the store and ends with its error.
+TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
+  auto& gone = shared<std::atomic<bool>>();
+  gone = false;
+  class Passing final : public Store {
+   public:
+    Passing(Store& store, const std::atomic<bool>& over) : store_(store), over_(over) {}
+    void set(const std::string& key, const std::string& value) override {
+      look();
+      store_.set(key, value);
+    }
+    std::optional<std::string> get(const std::string& key) override {
+      sleepMs(20);  // slower than rank 0
+      look();
+      return store_.get(key);
+    }
+    void remove(const std::string& key) override { store_.remove(key); }
+
+   private:
+    void look() const {
+      if (over_) throw Error(Failure::kSetup, "the store failed");
+    }
+    Store& store_;
+    const std::atomic<bool>& over_;
+  };
+  const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
+    const ranks::Setting ports("RINGREDUCE_PORTS", r == 0 ? "1-0" : "47000-47100");
+    Passing passing(store, gone);
+    try {
+      Group::create(r == 0 ? store : passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
+    } catch (...) {
+      if (r == 0) gone = true;
+      throw;
+    }
+  });
+  for (const std::string& end : ends) CHECK(end.find("RINGREDUCE_PORTS=1-0") != std::string::npos);
+}
+
+TEST(a_store_that_goes_is_an_error_of_a_named_rank) {
+  class Gone final : public Store {
+   public:
+    void set(const std::string&, const std::string&) override { fail(); }
+    std::optional<std::string> get(const std::string&) override { fail(); }
+    void remove(const std::string&) override { fail(); }
+
+   private:
+    [[noreturn]] static void fail() { throw Error(Failure::kSetup, "the store failed"); }
+  } store;
+  for (const int rank : {0, 1})
+    CHECK(failureOf([&] { Group::create(store, rank, 2, {.name = "test"}); },
+                    "rank " + std::to_string(rank) + " (pid ") == Failure::kSetup);
+  CHECK(failureOf([&] { Group::create(store, 1, 2, {.name = "test"}); },
+                  "lost the store while group 'test' was being made; has rank 0") ==
+        Failure::kSetup);
+}
+
+// Whoever can open nothing more is to be named, not the rank that it would have called.  The
+// sanitizer of addresses needs descriptors itself.
+#ifndef __SANITIZE_ADDRESS__
+TEST(who_has_no_descriptors_left_is_the_one_that_is_lost) {
+  for (const bool message : {false, true})
+    overSockets(3, [&](Group& group) {
+      if (group.rank() == 1) {  // before it has made a connection
+        const int next = dup(0);
+        close(next);
+        rlimit limit{};
+        getrlimit(RLIMIT_NOFILE, &limit);
+        limit.rlim_cur = static_cast<rlim_t>(next);
+        setrlimit(RLIMIT_NOFILE, &limit);
+        if (message) messages::send(group, 2, 0, letter(0, 0, 100));
+      }
+      std::vector<float> data(1000);
+      const auto goOn = [&] {
+        if (message && group.rank() == 2) messages::receive(group, 1, 0, 100);
+        for (;;) group.run({AllReduce{data.data(), data.size(), DType::kFloat32, ReduceOp::kSum}});
+      };
+      CHECK(failureOf(goOn, "rank 1 (") == Failure::kPeerLost);
+      CHECK(failureOf(goOn, "is lost: no socket can be made") == Failure::kPeerLost);
+      CHECK(failureOf(goOn, "raise ulimit -n") == Failure::kPeerLost);
+    });
+}
+#endif

@@ -1,0 +1,308 @@
+// What each lane of a kernel does, step by step, as the kernels' own text does it: programs for
+// interleavings.h.
+//
+// One lane is run at a time, from its first step to its last, by nobody else's leave: barriers are
+// noted and passed, and a flag is found at the least value that lets its lane go on (at first where
+// it started, then at one more each time the lane looks again).  So what is noted is the weakest
+// condition of each wait; values that a pipe remembers from an earlier, luckier look only ever
+// promise more.  That a lane can be run alone at all is what makes its list of steps one list:
+// nothing that it does depends on when others do what they do.
+//
+// Not noted: the words of a rank that gives up (nothing fails here), its count of finished blocks
+// (one atomic that orders all who count), and its counters (read and written by one block).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "base/align.h"
+#include "host_block.h"
+#include "interleavings.h"
+#include "wire/page.h"
+
+namespace recorded {
+
+using namespace ringreduce;
+using namespace ringreduce::cuda;
+using interleavings::Program;
+using interleavings::Range;
+using interleavings::Step;
+
+// Real addresses as the program knows them: region i begins at i * kRegion.
+inline constexpr size_t kRegion = size_t{1} << 32;
+
+class Regions {
+ public:
+  void add(const void* begin, size_t size) {
+    regions_.emplace_back(reinterpret_cast<uintptr_t>(begin), size);
+  }
+  Range range(const void* p, size_t size) const {
+    const auto at = reinterpret_cast<uintptr_t>(p);
+    for (size_t i = 0; i < regions_.size(); ++i)
+      if (const auto& [begin, length] = regions_[i]; at >= begin && at + size <= begin + length)
+        return {i * kRegion + at - begin, i * kRegion + at - begin + size};
+    throw std::runtime_error("a lane touches memory that is not its rank's or a peer's");
+  }
+
+ private:
+  std::vector<std::pair<uintptr_t, size_t>> regions_;
+};
+
+// The steps of a lane.
+class Tape {
+ public:
+  Tape(const Regions& regions, uint64_t start) : regions_(regions), start_(start) {}
+
+  void read(Range r) { add(access().reads, r); }
+  void write(Range r) { add(access().writes, r); }
+  void read(const void* p, size_t size) { read(regions_.range(p, size)); }
+  void write(const void* p, size_t size) { write(regions_.range(p, size)); }
+  void meet(size_t group) { steps_.push_back({.what = Step::Do::kBarrier, .at = group}); }
+  void publish(const uint64_t& flag, uint64_t n, bool orders) {
+    steps_.push_back(
+        {.what = Step::Do::kPublish, .at = at(flag), .n = n - start_, .orders = orders});
+  }
+  uint64_t observe(const uint64_t& flag, bool orders) {
+    if (!steps_.empty() && steps_.back().what == Step::Do::kWait && steps_.back().at == at(flag))
+      ++steps_.back().n;
+    else
+      steps_.push_back({.what = Step::Do::kWait, .at = at(flag), .n = 0, .orders = orders});
+    if (steps_.back().n > 10'000) throw std::runtime_error("a lane waits for ever");
+    return start_ + steps_.back().n;
+  }
+
+  // Without what has no effect: waits for what has been so from the start, and barriers of one.
+  std::vector<Step> steps(const Program& program) const {
+    std::vector<Step> kept;
+    for (const Step& step : steps_) {
+      const bool empty = step.what == Step::Do::kWait      ? step.n == 0
+                         : step.what == Step::Do::kBarrier ? program.groups[step.at].size() == 1
+                                                           : false;
+      if (!empty) interleavings::then(kept, step);
+    }
+    return kept;
+  }
+
+ private:
+  Step& access() {
+    if (steps_.empty() || steps_.back().what != Step::Do::kAccess)
+      steps_.push_back({.what = Step::Do::kAccess});
+    return steps_.back();
+  }
+  static void add(std::vector<Range>& ranges, Range r) {
+    if (!ranges.empty() && ranges.back().end == r.begin)
+      ranges.back().end = r.end;
+    else
+      ranges.push_back(r);
+  }
+  size_t at(const uint64_t& flag) const { return regions_.range(&flag, sizeof flag).begin; }
+
+  const Regions& regions_;
+  const uint64_t start_;
+  std::vector<Step> steps_;
+};
+
+inline thread_local Tape* tape = nullptr;  // of the lane that runs
+
+template <std::memory_order publish = std::memory_order_release,
+          std::memory_order look = std::memory_order_acquire, uint64_t early_reuse = 0,
+          uint64_t sets = DeviceRules::kSets>
+struct Rules : DeviceRules {
+  static constexpr auto kPublish = publish;
+  static constexpr auto kObserve = look;
+  static constexpr uint64_t kEarlyReuse = early_reuse;
+  static constexpr uint64_t kSets = sets;
+  template <class R>
+  static void store(uint64_t& flag, uint64_t n) {
+    tape->publish(flag, n, R::kPublish != std::memory_order_relaxed);
+  }
+  template <class R>
+  static uint64_t load(uint64_t& flag) {
+    return tape->observe(flag, R::kObserve != std::memory_order_relaxed);
+  }
+};
+
+// Barriers that a mutant forgets.
+struct Forgets {
+  bool sync = false, any = false;
+};
+
+// A block's lanes, one after the other: lane 0 first, whose votes decide (nobody else has any).
+class Block {
+ public:
+  Block(int lane, int lanes, size_t group, std::vector<bool>& votes, Forgets forgets)
+      : lane_(lane), lanes_(lanes), group_(group), votes_(votes), forgets_(forgets) {}
+  int lane() const { return lane_; }
+  int lanes() const { return lanes_; }
+  void sync() {
+    if (!forgets_.sync) tape->meet(group_);
+  }
+  bool any(bool x) {
+    if (!forgets_.any) tape->meet(group_);
+    if (lane_ == 0) votes_.push_back(x);
+    const bool result = votes_.at(turn_++);
+    if (x && !result) throw std::runtime_error("a lane other than 0 votes");
+    return result;
+  }
+  template <class T>
+  T load(const T* from) {
+    tape->read(from, sizeof(T));
+    return *from;
+  }
+  template <class T>
+  void store(T* to, T value) {
+    tape->write(to, sizeof(T));
+    *to = value;
+  }
+  static uint64_t nanoseconds() { return 0; }
+  static void pause() {}
+
+ private:
+  const int lane_, lanes_;
+  const size_t group_;
+  std::vector<bool>& votes_;
+  const Forgets forgets_;
+  size_t turn_ = 0;
+};
+
+struct Shape {
+  int ranks, channels = 1, lanes = 1;
+  uint64_t depth = 2;
+  size_t slot_bytes = 128;
+  uint64_t start = 0;  // of all counters
+  Forgets forgets{};
+};
+
+struct Call {
+  DeviceAlgorithm algorithm;  // of an all-reduce
+  size_t count;               // of a part, where there are parts
+  size_t slice = kChunkElements;
+  size_t window = 1;
+  int channels = 1;
+  bool in_place = true;
+  size_t shift = 0;  // elements by which the user's memory is off
+  Kind kind = Kind::kAllReduce;
+  int root = 0;
+  bool spread = false;  // a broadcast in two hops
+
+  size_t parts(int ranks) const {
+    return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)
+                                                                    : 1;
+  }
+};
+
+// All ranks' programs for some calls in a row on the same memory.  Lanes are numbered by rank,
+// channel and lane.  Between two kernels of a rank its stream orders everything (a barrier of all
+// its lanes); there the user reads the last sums and writes the next addends.
+template <class E, class Rules>
+Program record(const Shape& shape, const std::vector<Call>& calls) {
+  const auto index = [&](int r, int c, int l) {
+    return static_cast<size_t>((r * shape.channels + c) * shape.lanes + l);
+  };
+  const auto size = [](int n) { return static_cast<size_t>(n); };
+  host::Ranks ranks({.ranks = shape.ranks,
+                     .channels = shape.channels,
+                     .slot_bytes = shape.slot_bytes,
+                     .depth = shape.depth,
+                     .part_bytes = shape.slot_bytes},
+                    shape.start);
+  Regions regions;
+  for (int r = 0; r < shape.ranks; ++r) regions.add(ranks.comm(0).base[r], ranks.layout().bytes());
+  size_t most = 0;
+  for (const Call& call : calls)
+    most = std::max(most, call.shift + call.parts(shape.ranks) * call.count);
+  // A rank's two buffers; Packs, for their alignment.
+  const size_t bytes = roundUp(most * sizeof(typename E::Stored), sizeof(Pack));
+  std::vector<std::vector<Pack>> users(2 * size(shape.ranks),
+                                       std::vector<Pack>(bytes / sizeof(Pack)));
+  for (auto& user : users) regions.add(user.data(), bytes);
+
+  Program program;
+  std::vector<Tape> tapes(index(shape.ranks, 0, 0), Tape(regions, shape.start));
+  for (int r = 0; r < shape.ranks; ++r)
+    for (int c = 0; c < shape.channels; ++c) {
+      auto& group = program.groups.emplace_back();
+      for (int l = 0; l < shape.lanes; ++l) group.push_back(index(r, c, l));
+    }
+  const size_t streams = program.groups.size();  // a group for each rank, after those of blocks
+  for (int r = 0; r < shape.ranks; ++r) {
+    auto& group = program.groups.emplace_back();
+    for (size_t i = index(r, 0, 0); i < index(r + 1, 0, 0); ++i) group.push_back(i);
+  }
+
+  const auto runLane = [&](const Call& call, int r, int c, int l, std::vector<bool>& votes) {
+    const DeviceComm& comm = ranks.comm(r);
+    constexpr size_t kWidth = sizeof(typename E::Stored);
+    const size_t part = call.count * kWidth, own = size(r) * part;
+    const bool scatters = call.kind == Kind::kReduceScatter,
+               gathers = call.kind == Kind::kAllGather;
+    std::byte* const here =
+        reinterpret_cast<std::byte*>(users[2 * size(r)].data()) + call.shift * kWidth;
+    std::byte* const there =
+        reinterpret_cast<std::byte*>(users[2 * size(r) + 1].data()) + call.shift * kWidth;
+    std::byte* const in = here + (call.in_place && gathers ? own : 0);
+    // Broadcast knows one memory only.
+    const bool one = call.in_place || call.kind == Kind::kBroadcast;
+    std::byte* const out = one ? here + (scatters ? own : 0) : there;
+    const RankCall rank_call{
+        .comm = &comm,
+        .input = in,
+        .output = out,
+        .count = call.count,
+        .arithmetic = {Combine::kAdd, false, false, shape.ranks, 1},
+        .factor = nullptr,
+        .timeout = ~uint64_t{0},
+        .operation = 0,
+        .slice = call.slice,
+        .window = call.window,
+        .scatter = scatters || call.spread,
+        .root = call.kind == Kind::kBroadcast ? call.root : kEverybody,
+    };
+    tape = &tapes[index(r, c, l)];
+    if (c == 0 && l == 0) tape->write(in, (scatters ? size(shape.ranks) : 1) * part);
+    tape->meet(streams + size(r));
+    if (c < call.channels) {
+      Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes, shape.forgets);
+      const auto run = [&]<DeviceAlgorithm algorithm>() {
+        allReduceBlock<algorithm, E, Rules>(block, rank_call, c, call.channels);
+      };
+      if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
+        gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
+      else if (call.algorithm == DeviceAlgorithm::kOneShot)
+        run.template operator()<DeviceAlgorithm::kOneShot>();
+      else if (call.algorithm == DeviceAlgorithm::kTwoShot)
+        run.template operator()<DeviceAlgorithm::kTwoShot>();
+      else if (call.algorithm == DeviceAlgorithm::kRing)
+        run.template operator()<DeviceAlgorithm::kRing>();
+      else
+        run.template operator()<DeviceAlgorithm::kRingNarrow>();
+    }
+    tape->meet(streams + size(r));
+    if (c == 0 && l == 0) tape->read(out, (gathers ? size(shape.ranks) : 1) * part);
+  };
+  for (const Call& call : calls)
+    for (int r = 0; r < shape.ranks; ++r)
+      for (int c = 0; c < shape.channels; ++c) {
+        Counters& counters = ranks.comm(r).local->counters[c];
+        const Counters before = counters;
+        Counters after = before;
+        std::vector<bool> votes;
+        for (int l = 0; l < shape.lanes; ++l) {
+          counters = before;  // as every lane of the kernel finds them
+          runLane(call, r, c, l, votes);
+          if (l == 0) after = counters;
+        }
+        counters = after;
+      }
+  for (const Tape& t : tapes) program.lanes.push_back(t.steps(program));
+  return program;
+}
+
+}  // namespace recorded

@@ -1,0 +1,487 @@
+// The direct schedule (cuda/schedule.h) run by threads: one for each rank's stream, which takes the
+// steps of its calls in order, and more for the blocks of its kernels.  Real data, with random
+// delays, with ranks that give up, and with mutants that must be caught (mutants.h).
+// schedule_interleavings_test.cc shows that no order of steps is a wrong one; this, that the steps
+// are told to the kernels and done by them as they should be.
+#define CHECK_OWN_MAIN
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "cuda/direct.h"
+#include "cuda/host_state.h"
+#include "cuda/own_lead.h"
+#include "device_calls.h"
+#include "mutants.h"
+#include "ranks.h"
+
+using namespace host;
+using oracle::Case;
+using Do = ScheduleStep::Do;
+using Steps = std::vector<ScheduleStep>;
+
+namespace {
+
+constexpr Nanos kStalled = 20 * kSecond;
+
+const Case& numbersOf(int P, DType dtype, ReduceOp op) {
+  static std::map<std::tuple<int, DType, ReduceOp>, Case> cases;
+  return cases.try_emplace({P, dtype, op}, P, dtype, op).first->second;
+}
+
+struct DirectMessage {
+  Call call;
+  bool shared, staged;  // of an all-reduce; the others are always staged
+  size_t most = 0;      // of a part, elements or bytes, that is staged at once; 0: all
+};
+
+// Ranks with a thread for a stream each.  `mistake` spoils the steps of each call.
+class Streams {
+ public:
+  using Mistake = std::function<void(Steps&)>;
+
+  Streams(
+      int P, uint64_t first, Mistake mistake = [](Steps&) {})
+      : P_(P), first_(first), mistake_(std::move(mistake)) {
+    for (int r = 0; r < P; ++r) {
+      states_.push_back(std::make_unique<HostState>());
+      staging_.emplace_back(oracle::kMost * 8, 0);
+    }
+  }
+
+  void add(const DirectMessage& m) {
+    Entry& entry = calls_.emplace_back(m);
+    for (int r = 0; r < P_; ++r) entry.tensors.emplace_back(m.call, r);
+  }
+
+  // Runs all calls; `before(rank, call)` is called where a rank makes one.
+  void run(const std::function<void(int, size_t)>& before = [](int, size_t) {}) {
+    // An error of one ends the waits of all.
+    ::ranks::inThreads(P_, [&](int r) {
+      try {
+        for (size_t i = 0; i < calls_.size(); ++i) {
+          before(r, i);
+          const DirectMessage& m = calls_[i].message;
+          const size_t all = m.call.moves() ? m.call.partBytes() : m.call.count;
+          const size_t most = m.most > 0 ? m.most : std::max<size_t>(all, 1);
+          for (size_t k = 0; k == 0 || k * most < all; ++k) {
+            Steps steps =
+                m.call.kind == Kind::kAllReduce
+                    ? directSchedule(r, P_, m.call.count, first_ + i, m.shared, m.staged)
+                    : ownSchedule(r, P_,
+                                  m.call.kind == Kind::kBroadcast ? m.call.root : kEverybody);
+            mistake_(steps);
+            for (const ScheduleStep& step : steps) {
+              mutants::randomDelay();
+              perform(r, calls_[i], piece(all, most, k), step);
+            }
+            ++schedules_[at(r)];
+          }
+        }
+        ++over_;
+      } catch (...) {
+        broken_ = true;
+        throw;
+      }
+    });
+  }
+
+  // What a failure does: first every rank's abort word, only then the words that streams wait for.
+  // These again and again, since a stream that goes on sets them back.
+  void setAbort(int rank) { publishWord(states_[at(rank)]->abort, 1); }
+  void setAborts() {
+    for (int r = 0; r < P_; ++r) setAbort(r);
+  }
+  void releaseWaits(int rank) {
+    for (HostState::Line& line : states_[at(rank)]->words)
+      std::atomic_ref(line.word).store(kReleased, std::memory_order_release);
+  }
+  void releaseWaits() {
+    while (over_ < P_ && !broken_) {
+      for (int r = 0; r < P_; ++r) releaseWaits(r);
+      std::this_thread::yield();
+    }
+  }
+  int waiting() const { return waiting_; }
+  // That the rank's kernels have loaded and stored.
+  uint64_t bytesMoved(int rank) const { return bytes_[at(rank)]; }
+
+  bool isSpoilt(size_t call, int rank) {
+    const Bytes output = calls_[call].tensors[at(rank)].result();
+    return std::all_of(output.begin(), output.end(), [](unsigned char b) { return b == 0xff; });
+  }
+  void expectRight(size_t call, int rank) { calls_[call].tensors[at(rank)].verify(); }
+  void expectAllRight() {
+    for (int r = 0; r < P_; ++r) {
+      for (size_t i = 0; i < calls_.size(); ++i) expectRight(i, r);
+      CHECK_EQ(states_[at(r)]->delivered, schedules_[at(r)]);
+      CHECK_EQ(states_[at(r)]->busy, 0u);
+      for (const HostState::Line& line : states_[at(r)]->words) CHECK_EQ(line.word, 0u);
+    }
+  }
+
+ private:
+  struct Entry {
+    explicit Entry(const DirectMessage& m) : message(m) {}
+    DirectMessage message;
+    std::deque<Tensors> tensors;
+  };
+  static constexpr Shape kKernel{1, 2, 2};
+
+  static size_t at(int i) { return static_cast<size_t>(i); }
+  static std::byte* bytes(unsigned char* p) { return reinterpret_cast<std::byte*>(p); }
+  std::byte* staging(int r) { return bytes(staging_[at(r)].data()); }
+
+  void await(uint32_t& word) {
+    const Nanos deadline = now() + kStalled;
+    ++waiting_;
+    while (static_cast<int32_t>(std::atomic_ref(word).load(std::memory_order_acquire) - 1) < 0) {
+      if (now() > deadline || broken_) throw std::runtime_error("the schedule has stalled");
+      std::this_thread::yield();
+    }
+    --waiting_;
+  }
+
+  void perform(int r, Entry& entry, Span part, const ScheduleStep& step) {
+    HostState& own = *states_[at(r)];
+    uint32_t& word =
+        states_[at(waiterOf(step.word, step.leader, step.rank))]
+            ->words[wordIndex(step.word, setterOf(step.word, step.leader, step.rank), P_)]
+            .word;
+    switch (step.what) {
+      case Do::kBegin:
+        return std::atomic_ref(own.busy).store(1, std::memory_order_relaxed);
+      case Do::kSet:
+        return std::atomic_ref(word).store(1, std::memory_order_release);
+      case Do::kAwait:
+        return await(word);
+      case Do::kTake:
+        return std::atomic_ref(word).store(0, std::memory_order_relaxed);
+      case Do::kDeliver: {
+        const DirectMessage& m = entry.message;
+        std::byte* output = bytes(entry.tensors[at(r)].output());
+        const size_t size = m.call.outputParts() * m.call.partBytes();
+        const bool copies = m.call.kind == Kind::kAllReduce && m.staged;
+        const bool keeps = m.call.kind == Kind::kBroadcast && m.call.root == r;
+        const DeliverCall call{.from = copies ? staging(r) : nullptr,
+                               .to = output,
+                               .bytes = size,
+                               .abort = &own.abort,
+                               .delivered = &own.delivered,
+                               .local = &local_[at(r)],
+                               .output = output,
+                               .output_bytes = keeps ? 0 : size};
+        inBlocks(r, [&](host::Block& block, int channel) {
+          deliver(block, call, channel, kKernel.blocks);
+        });
+        return std::atomic_ref(own.busy).store(0, std::memory_order_relaxed);
+      }
+      default:
+        if (entry.message.call.moves()) return move(r, entry, part, step);
+        return entry.message.call.numbers->dtype == DType::kFloat32
+                   ? compute<Element<DType::kFloat32>>(r, entry, part, step)
+                   : compute<Element<DType::kBFloat16>>(r, entry, part, step);
+    }
+  }
+
+  template <class Body>
+  void inBlocks(int r, Body body) {
+    bytes_[at(r)] += host::run(
+        kKernel, 1, [&](host::Block& block, int, int channel, size_t) { body(block, channel); })[0];
+  }
+
+  StagedAt stagedAt(int r) {
+    StagedAt staged{.rank = r, .size = P_, .base = {}, .abort = &states_[at(r)]->abort};
+    for (int p = 0; p < P_; ++p) staged.base[p] = staging(p);
+    return staged;
+  }
+
+  void move(int r, Entry& entry, Span part, const ScheduleStep& step) {
+    const Call& m = entry.message.call;
+    const StagedAt staged = stagedAt(r);
+    Tensors& tensors = entry.tensors[at(r)];
+    CarryCall call{};
+    if (step.what == Do::kStage)
+      call = carryOne(staged, bytes(tensors.input()) + part.begin, staging(r), part.size);
+    else if (m.kind == Kind::kBroadcast)
+      call = carryOne(staged, staging(m.root), bytes(tensors.output()) + part.begin, part.size);
+    else
+      call = gatherParts(staged, tensors.input(), tensors.output(), m.partBytes(), part);
+    inBlocks(r, [&](host::Block& block, int channel) {
+      if (m.unit() == 1)
+        carry<2>(block, call, channel, kKernel.blocks);
+      else
+        carry<4>(block, call, channel, kKernel.blocks);
+    });
+  }
+
+  template <class E>
+  void compute(int r, Entry& entry, Span part, const ScheduleStep& step) {
+    const DirectMessage& m = entry.message;
+    const Call& c = m.call;
+    const ReduceOp op = c.numbers->op;
+    const size_t width = c.numbers->width();
+    Arithmetic arithmetic{combineOf(c.numbers->dtype, op), op == ReduceOp::kAvg,
+                          op == ReduceOp::kPremulSum, P_, oracle::factorOf(r)};
+    std::byte* const input = bytes(entry.tensors[at(r)].input());
+    const auto stage = [&](size_t from, size_t to, size_t count) {
+      const CopyCall call{input + from * width, staging(r) + to * width, count, arithmetic,
+                          &states_[at(r)]->abort};
+      inBlocks(r, [&](host::Block& block, int channel) {
+        copyIn<E>(block, call, channel, kKernel.blocks);
+      });
+    };
+    const bool scatters = c.kind == Kind::kReduceScatter;
+    if (step.what == Do::kStage)
+      return scatters ? stageParts(P_, c.count, part, stage) : stage(0, 0, c.count);
+    DirectCall call{.size = P_,
+                    .sinks = P_,
+                    .chunk = Cut{c.count, P_}.chunkSize(),
+                    .begin = step.elements.begin,
+                    .elements = step.elements.size,
+                    .first = 0,
+                    .inputs = {},
+                    .outputs = {},
+                    .arithmetic = arithmetic,
+                    .abort = &states_[at(r)]->abort};
+    for (int p = 0; p < P_; ++p) {
+      call.inputs[p] = m.staged ? staging(p) : bytes(entry.tensors[at(p)].input());
+      call.outputs[p] = m.staged ? staging(p) : bytes(entry.tensors[at(p)].output());
+    }
+    if (scatters)
+      call = addParts(stagedAt(r), entry.tensors[at(r)].output(), c.count, part, width, arithmetic);
+    inBlocks(r, [&](host::Block& block, int channel) {
+      direct<E>(block, call, channel, kKernel.blocks);
+    });
+  }
+
+  const int P_;
+  const uint64_t first_;
+  const Mistake mistake_;
+  std::vector<std::unique_ptr<HostState>> states_;
+  std::deque<Tensor> staging_;
+  std::array<Local, kMostRanks> local_{};
+  std::array<uint64_t, kMostRanks> schedules_{}, bytes_{};
+  std::deque<Entry> calls_;
+  std::atomic<int> over_{0}, waiting_{0};
+  std::atomic<bool> broken_{false};
+};
+
+// Calls of all kinds in a row; only a message that is staged can be scaled.
+void fill(Streams& streams, int P, int calls) {
+  std::minstd_rand random(static_cast<unsigned>(P));
+  for (int i = 0; i < calls; ++i) {
+    const bool staged = random() % 2 == 0, half = random() % 3 == 0;
+    const ReduceOp op = staged && random() % 3 == 0 ? ReduceOp::kPremulSum
+                        : half                      ? ReduceOp::kAvg
+                                                    : ReduceOp::kSum;
+    constexpr Kind kKinds[] = {Kind::kAllReduce, Kind::kAllReduce, Kind::kReduceScatter,
+                               Kind::kAllGather, Kind::kBroadcast};
+    const Kind kind = kKinds[random() % std::size(kKinds)];
+    const size_t parts = kind == Kind::kAllReduce ? 1 : static_cast<size_t>(P);
+    const size_t count = random() % 4 == 0 ? random() % 300 : random() % (oracle::kMost / parts);
+    streams.add({.call = {.kind = kind,
+                          .numbers = &numbersOf(P, half ? DType::kBFloat16 : DType::kFloat32, op),
+                          .count = std::min(count, oracle::kMost / parts),
+                          .in_place = random() % 2 == 0,
+                          .place = Place::kApart,
+                          .root = static_cast<int>(random() % static_cast<unsigned>(P))},
+                 .shared = random() % 2 == 0,
+                 .staged = staged || kind != Kind::kAllReduce,
+                 .most = kind != Kind::kAllReduce && random() % 2 == 0 ? kChunkElements : 0});
+  }
+}
+
+// Calls of one kind but all-reduce, as long as can be.
+void partsOf(Kind kind, int count, Streams::Mistake mistake) {
+  constexpr int P = 3;
+  Streams streams(P, 0, std::move(mistake));
+  for (int i = 0; i < count; ++i)
+    streams.add({.call = {.kind = kind,
+                          .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
+                          .count = oracle::kMost / P,
+                          .root = i % P},
+                 .shared = true,
+                 .staged = true,
+                 .most = 512});
+  streams.run();
+  streams.expectAllRight();
+}
+
+void calls(int P, int count, Streams::Mistake mistake = [](Steps&) {}) {
+  Streams streams(P, ~uint64_t{0} - 5, std::move(mistake));
+  fill(streams, P, count);
+  streams.run();
+  streams.expectAllRight();
+}
+
+Streams::Mistake without(Do what, Word word) {
+  return [=](Steps& steps) {
+    std::erase_if(steps, [=](const ScheduleStep& s) { return s.what == what && s.word == word; });
+  };
+}
+
+// A leader tells that the sums are there, and then adds them.
+void doneBeforeReduce(Steps& steps) {
+  const auto reduce = std::find_if(steps.begin(), steps.end(),
+                                   [](const ScheduleStep& s) { return s.what == Do::kLead; });
+  if (reduce == steps.end()) return;
+  const auto told = std::find_if(reduce, steps.end(), [](const ScheduleStep& s) {
+    return s.what != Do::kLead && !(s.what == Do::kSet && s.word == Word::kDone);
+  });
+  std::rotate(reduce, reduce + 1, told);
+}
+
+// Rank 1 makes its third call only after the others have given up waiting for it.  The sums of that
+// call are nobody's, whoever gave up first.
+enum class GivesUp { kTogether, kAloneFirst };
+void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
+  constexpr int P = 3;
+  constexpr size_t kCalls = 6, kLate = 2;
+  Streams streams(P, 0);
+  for (size_t i = 0; i < kCalls; ++i)
+    streams.add({.call = {.kind = kind,
+                          .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
+                          .count = oracle::kMost / (kind == Kind::kAllReduce ? 1 : P) - i,
+                          .root = 1},
+                 .shared = true,
+                 .staged = staged});
+  std::atomic<int> came = 0;
+  std::atomic<bool> go_on = false;
+  std::thread host([&] {
+    while (came < P || streams.waiting() < P - 1) std::this_thread::yield();
+    if (how == GivesUp::kAloneFirst) {
+      streams.setAbort(0);
+      streams.releaseWaits(0);
+      go_on = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    }
+    streams.setAborts();
+    go_on = true;
+    streams.releaseWaits();
+  });
+  std::exception_ptr error;
+  try {
+    streams.run([&](int rank, size_t call) {
+      if (call == kLate) ++came;
+      while (call == kLate && rank == 1 && !go_on) std::this_thread::yield();
+    });
+  } catch (...) {
+    error = std::current_exception();
+  }
+  host.join();
+  if (error) std::rethrow_exception(error);
+  for (int r = 0; r < P; ++r)
+    for (size_t i = 0; i < kCalls; ++i) {
+      if (i < kLate || (kind == Kind::kBroadcast && r == 1))
+        streams.expectRight(i, r);
+      else
+        CHECK(streams.isSpoilt(i, r));
+    }
+}
+
+const mutants::Mutants kMutants{
+    {"done_before_reduce", [] { calls(3, 30, doneBeforeReduce); }},
+    {"no_await_ready", [] { calls(3, 30, without(Do::kAwait, Word::kReady)); }},
+    {"no_await_done", [] { calls(3, 30, without(Do::kAwait, Word::kDone)); }},
+    {"no_take_ready", [] { calls(3, 30, without(Do::kTake, Word::kReady)); }},
+    {"no_take_done", [] { calls(3, 30, without(Do::kTake, Word::kDone)); }},
+    {"scattered_before_ready",
+     [] { partsOf(Kind::kReduceScatter, 20, without(Do::kAwait, Word::kReady)); }},
+    {"gathered_before_ready",
+     [] { partsOf(Kind::kAllGather, 20, without(Do::kAwait, Word::kReady)); }},
+    {"staged_before_it_was_read",
+     [] { partsOf(Kind::kBroadcast, 20, without(Do::kAwait, Word::kDone)); }},
+    {"one_rank_gives_up_alone", [] { late(true, GivesUp::kAloneFirst); }},
+};
+
+}  // namespace
+
+TEST(calls_of_all_kinds_hold_under_random_delays) {
+  for (int P = 2; P <= 8; ++P) calls(P, 40 - 4 * P);
+}
+
+TEST(every_element_is_led_once) {
+  for (int P = 2; P <= 8; ++P)
+    for (size_t count : {size_t{0}, size_t{1}, size_t{128}, size_t{1000}, size_t{4099}})
+      for (bool shared : {false, true})
+        for (uint64_t call = 0; call < 9; ++call) {
+          std::vector<Span> led;
+          for (int r = 0; r < P; ++r)
+            for (const ScheduleStep& s : directSchedule(r, P, count, call, shared, true))
+              if (s.what == Do::kLead) led.push_back(s.elements);
+          CHECK_EQ(led.size(), shared ? static_cast<size_t>(P) : 1);
+          std::sort(led.begin(), led.end(), [](Span a, Span b) {
+            return std::pair(a.begin, a.size) < std::pair(b.begin, b.size);
+          });
+          size_t end = 0;
+          for (const Span& s : led) {
+            CHECK_EQ(s.begin, end);
+            end = s.end();
+          }
+          CHECK_EQ(end, count);
+        }
+}
+
+// What direct.h says of them.
+TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
+  for (const int P : {2, 3, 5})
+    for (const bool in_place : {false, true})
+      for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast}) {
+        const Call call{.kind = kind,
+                        .numbers = &numbersOf(P, DType::kFloat32, ReduceOp::kSum),
+                        .count = 3 * kChunkElements,
+                        .in_place = in_place,
+                        .root = 1};
+        Streams streams(P, 0);
+        streams.add({.call = call, .shared = true, .staged = true, .most = 256});
+        streams.run();
+        streams.expectAllRight();
+        const auto p = static_cast<uint64_t>(P);
+        const uint64_t parts = kind == Kind::kReduceScatter ? 3 * p + 1
+                               : kind == Kind::kBroadcast   ? 2
+                               : in_place                   ? 2 * p
+                                                            : 2 * p + 2;
+        for (int r = 0; r < P; ++r) CHECK_EQ(streams.bytesMoved(r), parts * call.partBytes());
+      }
+}
+
+TEST(who_gives_up_spoils_outputs_and_waits_no_more) {
+  for (int again = 0; again < 5; ++again)
+    for (bool staged : {false, true}) late(staged, GivesUp::kTogether);
+  for (Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
+    late(true, GivesUp::kTogether, kind);
+}
+
+// The call's output comes in two pieces, the second by two blocks, and the group gives up between
+// these: nothing of the output may look right.
+TEST(what_is_given_up_in_the_middle_is_spoilt_as_a_whole) {
+  constexpr size_t kPiece = 4096;
+  std::vector<std::byte> staging(kPiece), output(3 * kPiece);
+  uint64_t abort = 0, delivered = 0;
+  Local local{};
+  const DeliverCall call{.from = staging.data(),
+                         .to = output.data() + kPiece,
+                         .bytes = kPiece,
+                         .abort = &abort,
+                         .delivered = &delivered,
+                         .local = &local,
+                         .output = output.data(),
+                         .output_bytes = 2 * kPiece};
+  host::Team team(1);
+  host::Block block(team, 0);
+  deliver(block, call, 0, 2);
+  publishWord(abort, 1);
+  deliver(block, call, 1, 2);
+  for (size_t i = 0; i < output.size(); ++i)
+    CHECK_EQ(static_cast<int>(output[i]), i < 2 * kPiece ? 0xff : 0);
+  CHECK_EQ(delivered, 1u);
+  CHECK_EQ(local.blocks_done, 0u);
+}
+
+int main(int argc, char** argv) {
+  return mutants::main(argc, argv, kMutants);
+}

@@ -1,0 +1,117 @@
+// What the chooser knows of the wires: the slowest that any rank was told of or saw, the same at
+// all.
+#include "group/slowness.h"
+
+#include <functional>
+
+#include "check.h"
+#include "plan/explain.h"
+#include "processes.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+using ranks::failureOf;
+
+namespace {
+
+WireCost costOf(const Slowness& slowness) {
+  WireCost cost;
+  slowness.putInto(cost);
+  return cost;
+}
+
+bool near(double a, double b) {
+  return a > b * 0.999 && a < b * 1.001;
+}
+
+// A process for each rank, each on a host of its own.
+void apart(int size, const std::function<void(int, Store&)>& body) {
+  processes::SharedStore store;
+  const auto ends = processes::run(size, [&](int r) {
+    const ranks::Setting host("RINGREDUCE_HOSTID", std::to_string(r));
+    body(r, store);
+  });
+  for (const std::string& end : ends) CHECK_EQ(end, "");
+}
+
+}  // namespace
+
+TEST(what_is_not_known_leaves_the_model_as_it_is) {
+  CHECK_EQ(costOf(Slowness::fromEnvironment()).hop, WireCost{}.hop);
+  CHECK_EQ(costOf(Slowness::fromEnvironment()).byte, WireCost{}.byte);
+}
+
+TEST(what_is_said_goes_before_what_is_seen) {
+  const ranks::Setting round_trip("RINGREDUCE_ROUND_TRIP_MS", "50");
+  const ranks::Setting bandwidth("RINGREDUCE_BANDWIDTH_MBIT", "500");
+  Slowness slowness = Slowness::fromEnvironment();
+  slowness.seeRoundTrip(kMillisecond);
+  slowness.seeBandwidth(9);
+  CHECK(near(costOf(slowness).hop, 0.025 + WireCost::kSystem));
+  CHECK(near(costOf(slowness).byte, 16e-9));
+}
+
+TEST(the_slower_of_two_holds) {
+  Slowness a, b;
+  a.seeRoundTrip(2 * kMillisecond);
+  a.seeBandwidth(1000);
+  b.seeRoundTrip(kMillisecond);
+  b.seeBandwidth(100);
+  const std::string of_a = a.text(), of_b = b.text();
+  a.take(of_b);
+  b.take(of_a);
+  CHECK_EQ(a.text(), b.text());
+  CHECK(near(costOf(a).hop, 0.001 + WireCost::kSystem));
+  CHECK(near(costOf(a).byte, 80e-9));
+}
+
+TEST(what_no_wire_has_is_refused) {
+  for (const char* value : {"-1", "0", "x", "1e9", "nan"}) {
+    const ranks::Setting round_trip("RINGREDUCE_ROUND_TRIP_MS", value);
+    CHECK(failureOf([] { Slowness::fromEnvironment(); }, "RINGREDUCE_ROUND_TRIP_MS") ==
+          Failure::kSetup);
+  }
+}
+
+TEST(all_ranks_agree) {
+  for (const int size : {2, 3, 5})
+    apart(size, [&](int r, Store& store) {
+      // One was told of a long way, and one of a narrow one; the others see what there is.
+      const std::string lengths[] = {"", "40", ""}, widths[] = {"50", "", ""};
+      const ranks::Setting length("RINGREDUCE_ROUND_TRIP_MS", lengths[r % 3]);
+      const ranks::Setting width("RINGREDUCE_BANDWIDTH_MBIT", widths[r % 3]);
+      const auto group = Group::create(store, r, size, {.name = "test", .timeout = 20 * kSecond});
+      CHECK(near(group->wireCost().hop, 0.02 + WireCost::kSystem));
+      CHECK(near(group->wireCost().byte, 160e-9));
+      group->run({Barrier{}});
+    });
+}
+
+TEST(what_is_seen_is_no_more_than_a_process_takes) {
+  apart(3, [](int r, Store& store) {
+    const auto group = Group::create(store, r, 3, {.name = "test", .timeout = 20 * kSecond});
+    CHECK(group->wireCost().hop >= WireCost::kSystem && group->wireCost().hop < 0.1);
+    group->run({Barrier{}});
+  });
+}
+
+TEST(a_choice_is_explained_as_it_is_made) {
+  for (const int ranks_on_host : {1, 2, 4})
+    for (const double hop : {30e-6, 1e-3, 25e-3})
+      for (size_t bytes = 64; bytes <= 64 << 20; bytes *= 4) {
+        WireCost cost;
+        cost.hop = hop;
+        cost.ranks_on_host = ranks_on_host;
+        const Explanation found =
+            explainMeshAllReduce(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost);
+        const Algorithm taken = ranks_on_host > 1 && reducesByHosts(bytes, bytes, 8, ranks_on_host,
+                                                                    Algorithm::kAuto, cost)
+                                    ? Algorithm::kHierarchical
+                                    : chooseMeshAllReduce(bytes, bytes, 8, Algorithm::kAuto, cost);
+        CHECK(found.choice == taken);
+        CHECK(!found.why.empty());
+        CHECK_EQ(found.candidates.size(), ranks_on_host > 1 ? 4u : 3u);
+        for (const Candidate& one : found.candidates)
+          CHECK(one.seconds > 0 && one.hops >= 1 && one.bytes > 0);
+      }
+}

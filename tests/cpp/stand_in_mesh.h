@@ -1,0 +1,385 @@
+// A mesh of threads, in place of net/mesh.cc: bytes are copied from memory to memory.  It keeps to
+// net/mesh.h and is as hard on collectives as that allows:
+//
+//   - what is lent is read late, and must not have changed since
+//   - what arrives is written as soon as there is a place for it, by any thread
+//   - buffers are few, on both sides; small pieces move, in any order between ranks
+//   - where no rank can go on, all throw "deadlock"; what was expected must have been taken
+//
+// One file of a program may include this; the linker then leaves the other out.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "net/mesh.h"
+#include "ranks.h"
+
+namespace stand_in {
+
+using namespace ringreduce;
+
+struct Hardness {
+  size_t buffers_out = Mesh::window();  // of each rank, for each other
+  size_t buffers_in = 2;
+  uint32_t seed = 1;
+};
+
+class Net {
+ public:
+  Net(int size, Hardness hardness)
+      : size_(size),
+        hardness_(hardness),
+        random_(hardness.seed),
+        streams_(static_cast<size_t>(size * size)),
+        ranks_(static_cast<size_t>(size)) {}
+
+  struct Outgoing {
+    const std::byte* data;  // lent
+    std::vector<std::byte> copy;
+    size_t sent = 0;
+    bool buffer = false;
+    bool announces = false;
+    Announcement announcement = {};
+  };
+  struct Place {
+    std::byte* data;
+    std::vector<std::byte> own;
+    size_t bytes;
+    size_t filled = 0;
+    bool announces = false, there = false;
+  };
+  struct Stream {
+    std::deque<Outgoing> out;
+    std::deque<Place> in;
+    std::deque<Announcement> announced;  // that arrived
+    bool sender_announced = false, receiver_expects = false;
+  };
+
+  Stream& stream(int from, int to) { return streams_[static_cast<size_t>(from * size_ + to)]; }
+
+  // Moves up to `most` bytes of what a stream has; returns whether anything moved.
+  bool move(Stream& s, size_t most) {
+    // What is empty needs no place, and no bytes.
+    if (!s.out.empty() && !s.out.front().announces && s.out.front().copy.empty()) {
+      s.out.pop_front();
+      return true;
+    }
+    size_t held = 0;
+    for (Place& place : s.in) {
+      if (!place.own.empty() && ++held > hardness_.buffers_in) return false;
+      if (place.there) continue;
+      if (!place.announces && place.bytes == 0) return place.there = true;
+      if (s.out.empty()) return false;
+      Outgoing& out = s.out.front();
+      if (out.announces != place.announces) throw std::runtime_error("an announcement meets data");
+      if (out.announces) {
+        s.announced.push_back(out.announcement);
+        s.out.pop_front();
+        return place.there = true;
+      }
+      const size_t n = std::min({most, out.copy.size() - out.sent, place.bytes - place.filled});
+      if (std::memcmp(out.data + out.sent, out.copy.data() + out.sent, n) != 0)
+        throw std::runtime_error("memory was written while it was lent");
+      std::memcpy(place.data + place.filled, out.data + out.sent, n);
+      out.sent += n;
+      place.filled += n;
+      place.there = place.filled == place.bytes;
+      if (out.sent == out.copy.size()) s.out.pop_front();
+      return true;
+    }
+    return false;
+  }
+
+  // A little, of anybody's.
+  void moveAnything() {
+    const int from = static_cast<int>(random_() % static_cast<uint32_t>(size_)),
+              to = static_cast<int>(random_() % static_cast<uint32_t>(size_));
+    tryMove(from, to);
+  }
+  // Something has happened that concerns a rank.
+  void changed(int rank) {
+    Rank& r = ranks_[static_cast<size_t>(rank)];
+    ++r.changes;
+    if (r.asleep) r.awake.notify_one();
+  }
+
+  template <class Ready>
+  void until(std::unique_lock<std::mutex>& lock, int rank, Ready ready) {
+    while (!ready()) {
+      if (!failure_.empty()) throw std::runtime_error(failure_);
+      if (moveOwn(rank)) continue;
+      Rank& r = ranks_[static_cast<size_t>(rank)];
+      r.known = r.changes;
+      r.asleep = true;
+      if (std::ranges::all_of(ranks_, [](const Rank& each) {
+            return each.gone || (each.asleep && each.known == each.changes);
+          }))
+        fail("deadlock");
+      r.awake.wait(lock, [&] { return r.known != r.changes; });
+      r.asleep = false;
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& why) {
+    failure_ = why;
+    for (int r = 0; r < size_; ++r) changed(r);
+    throw std::runtime_error(why);
+  }
+  void gone(int rank) {
+    const std::lock_guard lock(mutex);
+    ranks_[static_cast<size_t>(rank)].gone = true;
+    for (int r = 0; r < size_; ++r) changed(r);
+  }
+  // From where an exception is handled.
+  void giveUp() {
+    const std::lock_guard lock(mutex);
+    if (!first_) first_ = std::current_exception();
+    if (failure_.empty()) failure_ = "another rank threw";
+    for (int r = 0; r < size_; ++r) changed(r);
+  }
+
+  // What was thrown first: the rest may be its consequences.
+  void rethrowFirst() const {
+    if (first_) std::rethrow_exception(first_);
+  }
+
+  bool chance(uint32_t in) { return random_() % in == 0; }
+  size_t buffersOut() const { return hardness_.buffers_out; }
+  int size() const { return size_; }
+
+  std::mutex mutex;
+
+ private:
+  struct Rank {
+    std::condition_variable awake;
+    uint64_t changes = 0, known = 0;  // known: when it fell asleep
+    bool asleep = false, gone = false;
+  };
+
+  bool tryMove(int from, int to) {
+    if (!failure_.empty()) return false;  // memory of those that have given up is theirs again
+    if (!move(stream(from, to), 1 + random_() % 30000)) return false;
+    changed(from);
+    changed(to);
+    return true;
+  }
+  // A little of what a rank sends or gets.
+  bool moveOwn(int rank) {
+    const int first = static_cast<int>(random_() % static_cast<uint32_t>(size_));
+    for (int k = 0; k < size_; ++k) {
+      const int r = (first + k) % size_;
+      if (tryMove(r, rank) || tryMove(rank, r)) return true;
+    }
+    return false;
+  }
+
+  const int size_;
+  const Hardness hardness_;
+  std::mt19937 random_;
+  std::vector<Stream> streams_;
+  std::vector<Rank> ranks_;
+  std::string failure_;
+  std::exception_ptr first_;
+};
+
+inline Net* net = nullptr;  // of the meshes that are made next
+
+class NoWatch final : public Watch {
+ public:
+  bool failed() const override { return false; }
+  void poll(int, Ready) override {}
+  void verify(int) override {}
+  void verify(int, const Announcement&) override {}
+  Fate fateOf(int) const override { return Fate::kHere; }
+  [[noreturn]] void broken(int, const std::string& how) override {
+    throw Error(Failure::kPeerLost, how);
+  }
+  [[noreturn]] void disagree(int, int, uint64_t, uint64_t) override {
+    throw Error(Failure::kMismatch, "ranks disagree");
+  }
+};
+
+// What a group does around an operation.
+inline void operate(Mesh& mesh, Net& of, const Announcement& announcement,
+                    const std::function<void(Mesh&)>& body) {
+  try {
+    mesh.begin(announcement);
+    body(mesh);
+    mesh.finish();
+  } catch (...) {
+    of.giveUp();
+    throw;
+  }
+}
+
+inline void inMesh(int size, const Mesh::Options& options,
+                   const std::function<void(Mesh&, Net&)>& body, Hardness hardness = {}) {
+  Net shared(size, hardness);
+  net = &shared;
+  ranks::inThreads(size, [&](int r) {
+    NoWatch watch;
+    Mesh mesh(r, size, watch, {}, options);
+    try {
+      body(mesh, shared);
+    } catch (const std::exception&) {
+      shared.giveUp();
+    }
+  });
+  shared.rethrowFirst();
+}
+
+}  // namespace stand_in
+
+namespace ringreduce {
+
+struct Mesh::State {
+  int rank, size;
+  Watch& watch;
+  Options options;
+  stand_in::Net& net;
+  Announcement operation = {};
+  std::vector<std::unique_ptr<std::byte[]>> filling = {};  // buffers acquired and not posted
+
+  stand_in::Net::Stream& to(int r) {
+    stand_in::Net::Stream& s = net.stream(rank, r);
+    if (!s.sender_announced) {
+      s.sender_announced = true;
+      s.out.push_back({.data = nullptr, .copy = {}, .announces = true, .announcement = operation});
+    }
+    return s;
+  }
+  stand_in::Net::Stream& from(int r) {
+    stand_in::Net::Stream& s = net.stream(r, rank);
+    if (!s.receiver_expects) {
+      s.receiver_expects = true;
+      s.in.push_back({.data = nullptr, .own = {}, .bytes = 0, .announces = true});
+    }
+    return s;
+  }
+  void touched(int other) {
+    net.changed(other);
+    if (net.chance(4)) net.moveAnything();
+  }
+};
+
+Mesh::Mesh(int rank, int size, Watch& watch, Dial, const Options& options)
+    : state_(new State{rank, size, watch, options, *stand_in::net}) {}
+Mesh::~Mesh() {
+  state_->net.gone(state_->rank);
+}
+int Mesh::rank() const {
+  return state_->rank;
+}
+int Mesh::size() const {
+  return state_->size;
+}
+Watch& Mesh::watch() const {
+  return state_->watch;
+}
+const Mesh::Options& Mesh::options() const {
+  return state_->options;
+}
+
+void Mesh::begin(const Announcement& operation) {
+  const std::lock_guard lock(state_->net.mutex);
+  scratch_.reset();
+  state_->operation = operation;
+  for (int r = 0; r < size(); ++r) {
+    state_->net.stream(rank(), r).sender_announced = false;
+    state_->net.stream(r, rank()).receiver_expects = false;
+  }
+}
+
+void Mesh::finish() {
+  std::unique_lock lock(state_->net.mutex);
+  for (int r = 0; r < size(); ++r) {
+    for (const auto& place : state_->net.stream(r, rank()).in)
+      if (!place.announces) state_->net.fail("something was expected and not taken");
+    state_->net.until(lock, rank(), [&] { return state_->net.stream(rank(), r).out.empty(); });
+  }
+}
+
+void Mesh::advance() {
+  const std::lock_guard lock(state_->net.mutex);
+  state_->net.moveAnything();
+}
+
+void Mesh::send(int to, const void* data, size_t bytes) {
+  const std::lock_guard lock(state_->net.mutex);
+  const auto* begin = static_cast<const std::byte*>(data);
+  state_->to(to).out.push_back({.data = begin, .copy = {begin, begin + bytes}});
+  state_->touched(to);
+}
+
+std::byte* Mesh::acquire(int to) {
+  std::unique_lock lock(state_->net.mutex);
+  auto& s = state_->to(to);
+  state_->net.until(lock, rank(), [&] {
+    size_t on_the_way = 0;
+    for (const auto& out : s.out) on_the_way += out.buffer;
+    return on_the_way < state_->net.buffersOut();
+  });
+  return state_->filling.emplace_back(std::make_unique_for_overwrite<std::byte[]>(net::kPieceBytes))
+      .get();
+}
+
+void Mesh::post(int to, std::byte* buffer, size_t bytes) {
+  const std::lock_guard lock(state_->net.mutex);
+  auto& s = state_->to(to);
+  std::erase_if(state_->filling, [&](const auto& filled) {
+    if (filled.get() != buffer) return false;
+    s.out.push_back({.data = nullptr, .copy = {buffer, buffer + bytes}, .buffer = true});
+    s.out.back().data = s.out.back().copy.data();
+    return true;
+  });
+  state_->touched(to);
+}
+
+void Mesh::expect(int from, void* data, size_t bytes) {
+  const std::lock_guard lock(state_->net.mutex);
+  state_->from(from).in.push_back(
+      {.data = static_cast<std::byte*>(data), .own = {}, .bytes = bytes});
+  state_->touched(from);
+}
+
+void Mesh::expect(int from, size_t bytes) {
+  CHECK(bytes <= net::kPieceBytes);
+  const std::lock_guard lock(state_->net.mutex);
+  auto& s = state_->from(from);
+  s.in.push_back({.data = nullptr, .own = std::vector<std::byte>(bytes), .bytes = bytes});
+  s.in.back().data = s.in.back().own.data();
+  state_->touched(from);
+}
+
+const std::byte* Mesh::peek(int from) {
+  std::unique_lock lock(state_->net.mutex);
+  auto& s = state_->net.stream(from, rank());
+  if (!s.in.empty() && s.in.front().announces) {
+    state_->net.until(lock, rank(), [&] { return !s.announced.empty(); });
+    const bool agree = s.announced.front() == state_->operation;
+    s.announced.pop_front();
+    s.in.pop_front();
+    if (!agree) throw Error(Failure::kMismatch, "ranks disagree on what this is");
+  }
+  if (s.in.empty()) state_->net.fail("a peek at what was not expected");
+  state_->net.until(lock, rank(), [&] { return s.in.front().there; });
+  return s.in.front().data;
+}
+
+void Mesh::release(int from) {
+  const std::lock_guard lock(state_->net.mutex);
+  state_->net.stream(from, rank()).in.pop_front();
+  state_->touched(from);
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,164 @@
+// A rank of a real group whose GPU is a thread: its stream runs the direct schedule on the words,
+// with the steps and the element loops that a GPU uses, and a real watcher looks after it.  The
+// memory that ranks share is the host's, so ranks may be threads or processes.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "cuda/direct.h"
+#include "cuda/watcher.h"
+#include "group/host_pages.h"
+#include "host_block.h"
+
+namespace thread_gpu {
+
+using namespace ringreduce;
+using namespace ringreduce::cuda;
+
+// Runs what is put into it, in order, in a thread of its own.
+class Stream {
+ public:
+  Stream() : thread_([this] { run(); }) {}
+  ~Stream() {
+    put({});
+    thread_.join();
+  }
+  // Returns how many there will have been with it.
+  uint64_t put(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(work));
+    changed_.notify_one();
+    return ++put_;
+  }
+  bool isDone(uint64_t ticket) const { return done_.load(std::memory_order_acquire) >= ticket; }
+
+ private:
+  void run() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return !queue_.empty(); });
+      const auto work = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      if (!work) return;
+      work();
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  uint64_t put_ = 0;
+  std::atomic<uint64_t> done_{0};
+  std::thread thread_;
+};
+
+// A rank whose GPU is a thread.
+class Rank {
+ public:
+  static constexpr size_t kElements = 4096;
+
+  explicit Rank(Group& group)
+      : group_(group),
+        pages_(group, sizeof(HostState)),
+        staging_(group, kElements * sizeof(float)),
+        watcher_(group, states()) {}
+
+  HostState& state(int r) { return *reinterpret_cast<HostState*>(pages_.at(r)); }
+  HostState& own() { return state(group_.rank()); }
+  Watcher& watcher() { return watcher_; }
+  Stream& stream() { return stream_; }
+
+  // In place, through the staging memory, as communicator.cc would.
+  uint64_t allReduce(float* data, size_t count, Nanos timeout, ReduceOp op = ReduceOp::kSum,
+                     Watcher::Label label = {}) {
+    const uint64_t number = watcher_.announce({.count = count,
+                                               .kind = Kind::kAllReduce,
+                                               .dtype = DType::kFloat32,
+                                               .op = static_cast<uint8_t>(op)});
+    uint64_t ticket = 0;
+    for (const ScheduleStep& step :
+         directSchedule(group_.rank(), group_.size(), count, schedules_++, count > 512, true))
+      ticket = stream_.put([this, step, data, count, op] { perform(step, data, count, op); });
+    watcher_.entrust(
+        number, timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
+    return number;
+  }
+
+ private:
+  using E = Element<DType::kFloat32>;
+
+  std::vector<HostState*> states() {
+    std::vector<HostState*> all;
+    for (int r = 0; r < group_.size(); ++r) all.push_back(&state(r));
+    return all;
+  }
+
+  void perform(const ScheduleStep& step, float* data, size_t count, ReduceOp op) {
+    using Do = ScheduleStep::Do;
+    host::Team team(1);
+    host::Block block(team, 0);
+    HostState& at = state(waiterOf(step.word, step.leader, step.rank));
+    uint32_t& word =
+        at.words[wordIndex(step.word, setterOf(step.word, step.leader, step.rank), group_.size())]
+            .word;
+    const auto set = [](uint32_t& where, uint32_t value) {
+      std::atomic_ref(where).store(value, std::memory_order_release);
+    };
+    const Arithmetic arithmetic{combineOf(DType::kFloat32, op), op == ReduceOp::kAvg, false,
+                                group_.size(), 1};
+    std::byte* mine = staging_.at(group_.rank());
+    switch (step.what) {
+      case Do::kBegin:
+        return set(own().busy, 1);
+      case Do::kStage:
+        return copyIn<E>(
+            block, {reinterpret_cast<std::byte*>(data), mine, count, arithmetic, &own().abort}, 0,
+            1);
+      case Do::kSet:
+        return set(word, 1);
+      case Do::kTake:
+        return set(word, 0);
+      case Do::kAwait:
+        while (static_cast<int32_t>(std::atomic_ref(word).load(std::memory_order_acquire) - 1) < 0)
+          std::this_thread::yield();
+        return;
+      case Do::kLead: {
+        DirectCall lead{.size = group_.size(),
+                        .sinks = group_.size(),
+                        .chunk = Cut{count, group_.size()}.chunkSize(),
+                        .begin = step.elements.begin,
+                        .elements = step.elements.size,
+                        .first = 0,
+                        .inputs = {},
+                        .outputs = {},
+                        .arithmetic = arithmetic,
+                        .abort = &own().abort};
+        for (int r = 0; r < group_.size(); ++r) lead.inputs[r] = lead.outputs[r] = staging_.at(r);
+        return direct<E>(block, lead, 0, 1);
+      }
+      case Do::kDeliver:
+        deliver(
+            block,
+            {mine, reinterpret_cast<std::byte*>(data), count * sizeof(float), &own().abort,
+             &own().delivered, &local_, reinterpret_cast<std::byte*>(data), count * sizeof(float)},
+            0, 1);
+        return set(own().busy, 0);
+    }
+  }
+
+  Group& group_;
+  HostPages pages_, staging_;
+  Local local_{};
+  uint64_t schedules_ = 0;
+  Stream stream_;  // the watcher asks it; it ends only once nothing waits
+  Watcher watcher_;
+};
+
+}  // namespace thread_gpu

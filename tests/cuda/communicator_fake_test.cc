@@ -1,0 +1,271 @@
+// The communicator's calls of CUDA, on the fake: what it asks beside others' captures, and what
+// becomes of all ranks if one cannot put its work into a stream.  No kernel runs.
+#define CHECK_OWN_MAIN
+#include <cstdlib>
+#include <span>
+
+#include "cuda/communicator.h"
+#include "cuda/kernels.h"
+#include "fake_cuda.h"
+#include "fake_launch.h"
+#include "peers.h"
+
+// In place of the kernels, which nvcc compiles.
+namespace ringreduce::cuda {
+const Kernels& kernelsOf(DType) {
+  static const Kernels none{};
+  return none;
+}
+const void* deliverKernel() {
+  return nullptr;
+}
+const void* gatherKernel(int) {
+  return nullptr;
+}
+const void* carryKernel(int) {
+  return nullptr;
+}
+}  // namespace ringreduce::cuda
+
+using namespace peers;
+
+namespace {
+
+using OfRank = std::function<void(cuda::Communicator&, Group&, const GpuAllReduce&)>;
+
+CUstream_st* stream(uintptr_t number) {
+  return reinterpret_cast<CUstream_st*>(number);
+}
+
+// A communicator for each of `size` ranks: on a GPU each, whose kernels can wait for each other, or
+// on one that they share by turns.  Its end takes no time, since nothing is under way then, and
+// nothing is left.
+void run(int size, bool apart, const OfRank& body) {
+  fake::machine().gpus = apart ? size : 1;
+  const CommunicatorOptions options;
+  alignas(16) static char memory[1024];
+  const GpuAllReduce call{.input = memory,
+                          .output = memory,
+                          .count = 100,
+                          .dtype = DType::kFloat32,
+                          .op = ReduceOp::kSum};
+  peers::run(As::kThreads, size, [&](Group& group, int) {
+    const auto of_rank = group.shared_from_this();
+    auto comm = cuda::Communicator::create(of_rank, apart ? group.rank() : 0, options);
+    CHECK_EQ(comm->kernelsRunAtOnce(), apart || size == 1);
+    body(*comm, group, call);
+    const Nanos begin = now();
+    comm.reset();
+    CHECK(now() - begin < 4 * kSecond);
+  });
+  CHECK_EQ(fake::leftovers(), "");
+}
+
+}  // namespace
+
+TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {
+  for (bool apart : {true, false})  // if not, a step of the direct schedule
+    run(2, apart, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce& call) {
+      // Rank 1 makes no call: it has nothing to wait for, and learns it all the same.
+      const std::string words = "rank 0 (pid";
+      if (group.rank() == 0) {
+        if (apart) fake::failAt(1, cudaErrorLaunchOutOfResources);
+        const auto failure =
+            ranks::failureOf([&] { comm.allReduce(call, stream(1)); }, "gave up: cannot");
+        fake::heal();
+        CHECK(failure == Failure::kAborted);
+      }
+      const Nanos deadline = deadlineIn(20 * kSecond);
+      while (!group.failed() && now() < deadline) std::this_thread::yield();
+      CHECK(ranks::failureOf([&] { comm.check(); }, words) == Failure::kAborted);
+      CHECK(ranks::failureOf([&] { comm.wait(kSecond); }, words) == Failure::kAborted);
+    });
+}
+
+TEST(every_call_of_cuda_that_fails_in_an_all_reduce_is_raised_at_once) {
+  bool failed = true;
+  for (int n = 1; failed; ++n)
+    run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+      GpuAllReduce scaled = call;
+      scaled.op = ReduceOp::kPremulSum;
+      fake::failAt(n, cudaErrorUnknown);
+      const auto failure = ranks::failureOf([&] { comm.allReduce(scaled, stream(1)); });
+      failed = fake::hasFailed();
+      fake::heal();
+      CHECK(failure == (failed ? Failure::kAborted : Failure::kNone));
+      CHECK(n > 2 || failed);  // a launch, an event
+    });
+}
+
+namespace {
+
+// Every call of `comm` but allReduce, with a label.
+std::vector<std::function<void()>> otherCalls(cuda::Communicator& comm) {
+  alignas(16) static char memory[4096];
+  const auto label = [] { return std::string("DDP bucket 2"); };
+  return {
+      [&comm, label] {
+        comm.reduceScatter({.input = memory,
+                            .output = memory + 2048,
+                            .count = 100,
+                            .dtype = DType::kFloat32,
+                            .op = ReduceOp::kPremulSum,
+                            .label = label},
+                           stream(1));
+      },
+      [&comm, label] {
+        comm.allGather({.input = memory,
+                        .output = memory + 1024,
+                        .count = 100,
+                        .dtype = DType::kComplex32,
+                        .label = label},
+                       stream(1));
+      },
+      [&comm, label] {
+        comm.broadcast(
+            {.data = memory, .count = 100, .dtype = DType::kFloat8E5M2, .root = 0, .label = label},
+            stream(1));
+      }};
+}
+
+}  // namespace
+
+TEST(every_call_that_cannot_be_launched_ends_the_group_and_says_which) {
+  for (size_t which = 0; which < 3; ++which)
+    for (bool apart : {true, false})
+      run(2, apart, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+        if (group.rank() == 0) {
+          if (apart) fake::failAt(1, cudaErrorLaunchOutOfResources);
+          const auto failure = ranks::failureOf(otherCalls(comm)[which], "gave up: cannot");
+          fake::heal();
+          CHECK(failure == Failure::kAborted);
+        }
+        const Nanos deadline = deadlineIn(20 * kSecond);
+        while (!group.failed() && now() < deadline) std::this_thread::yield();
+        CHECK(ranks::failureOf([&] { comm.check(); }, " (DDP bucket 2)") == Failure::kAborted);
+      });
+}
+
+TEST(a_group_of_one_moves_and_scales) {
+  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce&) {
+    const int before = fake::launches;
+    for (const auto& call : otherCalls(comm)) call();
+    CHECK(comm.wait(20 * kSecond));
+    CHECK_EQ(fake::launches - before, 2);  // nobody is told anything by a broadcast
+  });
+}
+
+TEST(every_call_of_cuda_that_fails_in_another_call_is_raised_at_once) {
+  for (size_t which = 0; which < 3; ++which) {
+    bool failed = true;
+    for (int n = 1; failed; ++n)
+      run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+        if (group.rank() == 1) {
+          // It may have learned of the other's failure first.
+          const auto failure = ranks::failureOf([&] { otherCalls(comm)[which](); });
+          CHECK(failure == Failure::kAborted || failure == Failure::kNone);
+          return;
+        }
+        fake::failAt(n, cudaErrorUnknown);
+        const auto failure = ranks::failureOf(otherCalls(comm)[which]);
+        failed = fake::hasFailed();
+        fake::heal();
+        CHECK(failure == (failed ? Failure::kAborted : Failure::kNone));
+        CHECK(n > 2 || failed);  // a launch, an event
+      });
+  }
+}
+
+TEST(what_other_calls_cannot_do_is_refused_and_the_group_goes_on) {
+  run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce&) {
+    alignas(16) static char memory[4096];
+    const auto refused = [](const std::function<void()>& call, const char* words) {
+      CHECK(ranks::failureOf(call, words) == Failure::kArgument);
+    };
+    const cuda::GpuReduceScatter scatter{.input = memory,
+                                         .output = memory + 2048,
+                                         .count = 100,
+                                         .dtype = DType::kFloat32,
+                                         .op = ReduceOp::kSum};
+    const cuda::GpuAllGather gather{
+        .input = memory, .output = memory + 1024, .count = 100, .dtype = DType::kComplex128};
+    const auto scattered = [&](auto change, const char* words) {
+      cuda::GpuReduceScatter call = scatter;
+      change(call);
+      refused([&] { comm.reduceScatter(call, stream(1)); }, words);
+    };
+    const auto gathered = [&](auto change, const char* words) {
+      cuda::GpuAllGather call = gather;
+      change(call);
+      refused([&] { comm.allGather(call, stream(1)); }, words);
+    };
+    scattered([](auto& c) { c.dtype = DType::kUInt16; }, "reduce_scatter on a GPU: SUM has no");
+    scattered([](auto& c) { c.op = ReduceOp::kBxor; }, "BXOR has no meaning for float32");
+    scattered([](auto& c) { c.output = nullptr; }, "null pointer");
+    scattered([](auto& c) { c.count = SIZE_MAX / 5; }, "more than there is memory for");
+    scattered([](auto& c) { c.input = memory + 2; }, "not aligned to elements of float32");
+    // Its own part of the input is what the output may be.
+    scattered([&](auto& c) { c.output = memory + (1 - group.rank()) * 400; }, "overlap");
+    gathered([](auto& c) { c.input = nullptr; }, "all_gather on a GPU: a null pointer");
+    gathered([](auto& c) { c.input = memory + 4; }, "not aligned to elements of complex128");
+    gathered([](auto& c) { c.input = memory + 1040; }, "overlap");
+    for (int root : {-1, 2})
+      refused(
+          [&] {
+            comm.broadcast({.data = memory, .count = 1, .dtype = DType::kInt8, .root = root},
+                           stream(1));
+          },
+          "is none of the group's 2 ranks");
+    comm.reduceScatter(scatter, stream(1));
+    cuda::GpuReduceScatter in_place = scatter;
+    in_place.output = memory + group.rank() * 400;
+    comm.reduceScatter(in_place, stream(1));
+    comm.allGather({.input = memory, .output = memory, .count = 0, .dtype = DType::kInt8},
+                   stream(1));
+    CHECK(comm.wait(20 * kSecond));
+    for (Kind kind : {Kind::kAllReduce, Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
+      CHECK(comm.performs(kind));
+    CHECK(!comm.performs(Kind::kAllToAll));
+  });
+}
+
+TEST(events_are_asked_beside_captures_and_leave_no_error_behind) {
+  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+    fake::someone_captures = fake::gpu_is_busy = true;
+    comm.allReduce(call, stream(1));
+    for (int i = 0; i < 20; ++i) {
+      comm.check();
+      CHECK(cudaGetLastError() == cudaSuccess);
+      CHECK(!comm.wait(kMillisecond));
+    }
+    fake::gpu_is_busy = false;
+    CHECK(comm.wait(20 * kSecond));
+    fake::someone_captures = false;
+    CHECK_EQ(fake::captures_ended.load(), 0);
+  });
+}
+
+TEST(calls_on_another_stream_are_held_back) {
+  run(1, true, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+    const int before = fake::streams_held_back;
+    for (uintptr_t number : {1, 1, 2, 2, 1}) comm.allReduce(call, stream(number));
+    CHECK_EQ(fake::streams_held_back - before, 2);
+    comm.wait(20 * kSecond);
+  });
+}
+
+// A ring of one would double what it is given.
+TEST(a_group_of_one_has_nothing_to_add_up_in_one_grid_either) {
+  run(1, true, [&](cuda::Communicator& comm, Group&, GpuAllReduce call) {
+    call.algorithm = cuda::Choice::kRing;
+    cuda::Communicator* const ranks[] = {&comm};
+    const int before = fake::launches;
+    cuda::Communicator::allReduceTogether(ranks, std::span(&call, 1), stream(1));
+    CHECK(comm.wait(20 * kSecond));
+    CHECK_EQ(fake::launches - before, 0);  // in place, and not scaled
+  });
+}
+
+int main(int argc, char** argv) {
+  return peers::main(argc, argv);
+}

@@ -1,0 +1,50 @@
+// A CUDA runtime and driver made of host memory, for tests of who allocates, maps and frees what on
+// machines that have no GPU.
+//
+// It has the calls that csrc/cuda/*.cc makes of CUDA, under their own names, so a test links to
+// this in place of the real one.  "GPU memory" is a memfd, mapped where a GPU would map it: a
+// descriptor or an IPC handle of it works between processes.  It refuses what CUDA refuses (a
+// handle opened by its own process, memory registered twice, memory that no access was given to)
+// and stops the program at what CUDA leaves undefined (memory freed while another process has it
+// open).  It knows nothing of kernels, streams are done at once, and what it shows about real
+// drivers is nothing: tests/cuda/peer_memory_test.cc asks those.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+namespace fake {
+
+inline constexpr int kMostGpus = 4;
+
+// The machine, as every process of a test sees it; set before ranks start.
+struct Machine {
+  int gpus = 2;  // FAKE_GPUS
+  bool has_driver = true;
+  bool exports = true, ipc = true, registers = true;  // what its GPUs can do
+  bool apart[kMostGpus][kMostGpus] = {};              // no peer access from one to the other
+  bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
+  bool mps = false;         // FAKE_MPS
+  int multiprocessors = 4;
+};
+Machine& machine();
+
+// Which of the machine's GPUs the calling thread's process sees, in its own order; all if not
+// called.
+void see(const std::vector<int>& gpus);
+
+// Makes the calling thread's n-th call from now fail with `error` (1: the next).  Calls that give
+// something back are not counted and never fail, except after an error that ruins a process: then
+// all calls of the thread fail.
+void failAt(int n, cudaError_t error);
+// Whether it has.
+bool hasFailed();
+void heal();  // forgets all that
+
+// What this process has not given back: "" or "1 ranges, 2 handles".
+std::string leftovers();
+void forgetLeftovers();
+
+}  // namespace fake

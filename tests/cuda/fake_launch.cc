@@ -1,0 +1,137 @@
+// Streams, launches, events and captures of the fake.
+#include "fake_launch.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <utility>
+
+#include "fake_world.h"
+
+using namespace fake;
+
+namespace {
+
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+
+cudaStream_t streamOn(int ordinal) {
+  return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(ordinal) + 1);
+}
+int ordinalOf(cudaStream_t stream) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
+}
+
+}  // namespace
+
+namespace fake {
+
+void* anotherDriverFunction(const std::string&) {
+  return nullptr;
+}
+void finish(int) {}
+CUresult streamWaitValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult streamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+}  // namespace fake
+
+extern "C" {
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  if (const auto e = fate()) return said(e);
+  *attributes = {};
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
+  if (const auto e = fate()) return said(e);
+  ++launches;
+  if (run_kernel) run_kernel(kernel, arguments, static_cast<int>(config->gridDim.x));
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
+  std::swap(*other, mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+// Streams of tests are numbers.
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {
+  *number = reinterpret_cast<uintptr_t>(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (const auto e = fate()) return said(e);
+  *event = reinterpret_cast<cudaEvent_t>(new int);
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<int*>(event);
+  return said(fateOfReturn());
+}
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return said(fate());
+}
+cudaError_t cudaEventQuery(cudaEvent_t) {
+  if (const auto e = fate()) return said(e);
+  if (someone_captures && mode != cudaStreamCaptureModeRelaxed) {
+    ++captures_ended;
+    return said(cudaErrorStreamCaptureUnsupported);
+  }
+  return gpu_is_busy ? said(cudaErrorNotReady) : cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+  if (const auto e = fate()) return said(e);
+  ++streams_held_back;
+  return cudaSuccess;
+}
+
+// ---- streams
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  if (const auto e = fate()) return said(e);
+  const std::lock_guard lock(world().mutex);
+  ++world().streams;
+  *stream = streamOn(currentOrdinal());
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) {
+  if (const auto e = fateOfReturn()) return said(e);
+  const std::lock_guard lock(world().mutex);
+  --world().streams;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return said(fate());
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+  if (const auto e = fate()) return said(e);
+  {
+    const std::lock_guard lock(world().mutex);
+    const int ordinal = ordinalOf(stream);
+    if (!world().mayTouch(ordinal, to, bytes) || !world().mayTouch(ordinal, from, bytes))
+      undefined("copied memory that the GPU has no access to");
+  }
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  if (const auto e = fate()) return said(e);
+  {
+    const std::lock_guard lock(world().mutex);
+    if (!world().mayTouch(ordinalOf(stream), data, bytes))
+      undefined("cleared memory that the GPU has no access to");
+  }
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,257 @@
+// The runtime's half of the fake.
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "fake_world.h"
+
+using namespace fake;
+
+namespace {
+
+constexpr size_t kMemory = size_t{1} << 40;
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local std::string last_words = "as the fake says";
+
+// What a handle of legacy IPC says; any process of the same user finds the memory with it.
+struct Ticket {
+  pid_t pid;
+  int fd;
+  char* base;
+};
+static_assert(sizeof(Ticket) <= sizeof(cudaIpcMemHandle_t));
+
+bool replaceOpener(Tail& tail, pid_t from, pid_t to) {
+  for (auto& opener : tail.openers)
+    if (pid_t expected = from; opener.compare_exchange_strong(expected, to)) return true;
+  undefined("more processes than the fake has room for");
+}
+
+void finishWorkOn(void* data) {
+  std::unique_lock lock(world().mutex);
+  const Range* range = world().find(data);
+  if (!range) return;
+  const int gpu = range->gpu;
+  lock.unlock();
+  finish(gpu);
+}
+
+}  // namespace
+
+cudaError_t fake::said(cudaError_t error, const std::string& words) {
+  if (error == cudaSuccess) return error;
+  last_error = error;
+  last_words = words;
+  return error;
+}
+
+extern "C" {
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorIllegalAddress:
+      return "cudaErrorIllegalAddress";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
+    default:
+      return "cudaErrorOfTheFake";
+  }
+}
+const char* cudaGetErrorString(cudaError_t) {
+  return last_words.c_str();
+}
+cudaError_t cudaGetLastError() {
+  return std::exchange(last_error, cudaSuccess);
+}
+cudaError_t cudaPeekAtLastError() {
+  return last_error;
+}
+
+// ---- devices
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* n) {
+  if (const auto e = fate()) return said(e);
+  *n = count();
+  return *n > 0 ? cudaSuccess : said(cudaErrorNoDevice);
+}
+cudaError_t cudaGetDevice(int* ordinal) {
+  *ordinal = currentOrdinal();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  if (const auto e = fate()) return said(e);
+  *properties = {};
+  std::strcpy(properties->name, "Fake");
+  properties->major = 9;
+  properties->multiProcessorCount = machine().multiprocessors;
+  properties->totalGlobalMem = kMemory;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int ordinal, int peer) {
+  if (const auto e = fate()) return said(e);
+  *can = reaches(gpuOf(ordinal), gpuOf(peer));
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  if (const auto e = fate()) return said(e);
+  if (!reaches(gpuOf(currentOrdinal()), gpuOf(peer))) return said(cudaErrorPeerAccessUnsupported);
+  const std::lock_guard lock(world().mutex);
+  if (world().peers.emplace(currentOrdinal(), peer).second) return cudaSuccess;
+  return said(cudaErrorPeerAccessAlreadyEnabled);
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* answer) {
+  if (!machine().has_driver) return said(cudaErrorInsufficientDriver);
+  *function = driverFunction(name);
+  *answer = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+#if CUDART_VERSION < 12050
+cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult* answer) {
+  return cudaGetDriverEntryPointByVersion(name, function, 0, flags, answer);
+}
+#endif
+
+// ---- plain memory and legacy IPC
+
+// Of all GPUs together, and of this process only.
+cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
+  if (const auto e = fate()) return said(e);
+  const std::lock_guard lock(world().mutex);
+  *all = kMemory;
+  *left = *all;
+  for (const auto& [base, range] : world().ranges) *left -= range.bytes;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  if (const auto e = fate()) return said(e);
+  const int ordinal = currentOrdinal(), gpu = gpuOf(ordinal);
+  const int fd = newMemory(gpu, bytes, 0);
+  char* at = show(fd, bytes, gpu, PROT_READ | PROT_WRITE);
+  const std::lock_guard lock(world().mutex);
+  world().ranges[at] = {Range::Kind::kPlain, bytes, gpu, fd, {ordinal}};
+  *data = at;
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  if (const auto e = fateOfReturn()) return said(e);
+  if (!data) return cudaSuccess;
+  finishWorkOn(data);
+  const std::lock_guard lock(world().mutex);
+  const auto found = world().ranges.find(static_cast<char*>(data));
+  if (found == world().ranges.end() || found->second.kind != Range::Kind::kPlain)
+    return said(cudaErrorInvalidValue);
+  const Range& range = found->second;
+  if (withTail(range.fd, isOpen)) undefined("freed memory that another process has open");
+  munmap(data, range.bytes);
+  close(range.fd);
+  world().ranges.erase(found);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
+  if (const auto e = fate()) return said(e);
+  if (!machine().ipc) return said(cudaErrorNotSupported);
+  const std::lock_guard lock(world().mutex);
+  char* base = nullptr;
+  const Range* range = world().find(data, &base);
+  if (!range || range->kind != Range::Kind::kPlain) return said(cudaErrorInvalidValue);
+  const Ticket ticket{getpid(), range->fd, base};
+  std::memcpy(handle, &ticket, sizeof ticket);
+  return cudaSuccess;
+}
+static bool areSame(int fd, int other) {
+  struct stat a{}, b{};
+  return fstat(fd, &a) == 0 && fstat(other, &b) == 0 && a.st_dev == b.st_dev &&
+         a.st_ino == b.st_ino;
+}
+cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigned) {
+  if (const auto e = fate()) return said(e);
+  Ticket ticket{};
+  std::memcpy(&ticket, &handle, sizeof ticket);
+  if (ticket.pid == getpid()) return said(cudaErrorDeviceUninitialized);
+  const std::string path =
+      "/proc/" + std::to_string(ticket.pid) + "/fd/" + std::to_string(ticket.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return said(cudaErrorInvalidResourceHandle);
+  const int gpu = withTail(fd, [](Tail& tail) { return tail.gpu; });
+  if (!reaches(gpuOf(currentOrdinal()), gpu)) {
+    close(fd);
+    return said(cudaErrorPeerAccessUnsupported);
+  }
+  {
+    // Opened again it is the same mapping, which counts.
+    const std::lock_guard lock(world().mutex);
+    for (auto& [at, range] : world().ranges)
+      if (range.kind == Range::Kind::kOpened && areSame(range.fd, fd) &&
+          range.access.count(currentOrdinal())) {
+        ++range.times;
+        close(fd);
+        *data = at;
+        return cudaSuccess;
+      }
+  }
+  withTail(fd, [](Tail& tail) { return replaceOpener(tail, 0, getpid()); });
+  const size_t bytes = bytesIn(fd);
+  char* at = show(fd, bytes, gpuOf(currentOrdinal()), PROT_READ | PROT_WRITE);
+  const std::lock_guard lock(world().mutex);
+  world().ranges[at] = {Range::Kind::kOpened, bytes, gpu, fd, {currentOrdinal()}};
+  *data = at;
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void* data) {
+  if (const auto e = fateOfReturn()) return said(e);
+  finishWorkOn(data);
+  const std::lock_guard lock(world().mutex);
+  const auto found = world().ranges.find(static_cast<char*>(data));
+  if (found == world().ranges.end() || found->second.kind != Range::Kind::kOpened)
+    undefined("closed an IPC handle that is not open");
+  if (--found->second.times > 0) return cudaSuccess;
+  withTail(found->second.fd, [](Tail& tail) { return replaceOpener(tail, getpid(), 0); });
+  munmap(data, found->second.bytes);
+  close(found->second.fd);
+  world().ranges.erase(found);
+  return cudaSuccess;
+}
+
+// ---- host memory
+
+cudaError_t cudaHostRegister(void* data, size_t bytes, unsigned) {
+  if (const auto e = fate()) return said(e);
+  if (!machine().registers) return said(cudaErrorNotSupported);
+  const std::lock_guard lock(world().mutex);
+  if (!world().registered.emplace(static_cast<char*>(data), bytes).second)
+    return said(cudaErrorHostMemoryAlreadyRegistered);
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* data) {
+  if (const auto e = fateOfReturn()) return said(e);
+  const std::lock_guard lock(world().mutex);
+  if (world().registered.erase(static_cast<char*>(data)) == 0)
+    undefined("unregistered what was not registered");
+  return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  if (const auto e = fate()) return said(e);
+  const std::lock_guard lock(world().mutex);
+  if (!world().registered.contains(static_cast<char*>(host))) return said(cudaErrorInvalidValue);
+  *device = host;
+  return cudaSuccess;
+}
+
+}  // extern "C"

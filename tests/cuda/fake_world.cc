@@ -1,0 +1,194 @@
+// GPUs out of memfds.
+#include "fake_world.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+
+namespace fake {
+namespace {
+
+constexpr size_t kTail = 4096;
+
+struct Luck {
+  int calls_left = -1;
+  cudaError_t error = cudaSuccess;
+  bool failed = false, ruined = false;
+};
+thread_local Luck luck;
+
+std::vector<int> visible;  // of this process
+bool sees_all = true;
+
+}  // namespace
+
+Machine& machine() {
+  static Machine m = [] {
+    Machine made;
+    if (const char* gpus = std::getenv("FAKE_GPUS")) made.gpus = std::atoi(gpus);
+    made.mps = std::getenv("FAKE_MPS") != nullptr;
+    return made;
+  }();
+  return m;
+}
+
+void undefined(const char* what) {
+  std::fprintf(stderr, "fake CUDA: %s\n", what);
+  std::abort();
+}
+
+// ---- which call fails
+
+void failAt(int n, cudaError_t error) {
+  luck = {.calls_left = n, .error = error};
+}
+
+bool hasFailed() {
+  return luck.failed;
+}
+
+void heal() {
+  luck = {};
+}
+
+cudaError_t fate() {
+  if (!machine().has_driver) return cudaErrorInsufficientDriver;
+  if (luck.ruined) return luck.error;
+  if (luck.calls_left < 0 || --luck.calls_left > 0) return cudaSuccess;
+  luck.calls_left = -1;
+  luck.failed = true;
+  luck.ruined = luck.error == cudaErrorIllegalAddress;
+  return luck.error;
+}
+
+cudaError_t fateOfReturn() {
+  return luck.ruined ? luck.error : cudaSuccess;
+}
+
+// ---- GPUs
+
+void see(const std::vector<int>& gpus) {
+  sees_all = false;
+  visible = gpus;
+}
+
+int count() {
+  return sees_all ? machine().gpus : static_cast<int>(visible.size());
+}
+
+int gpuOf(int ordinal) {
+  return sees_all ? ordinal : visible[static_cast<size_t>(ordinal)];
+}
+
+bool reaches(int gpu, int other) {
+  return gpu == other || !machine().apart[gpu][other];
+}
+
+// ---- memory
+
+size_t bytesIn(int fd) {
+  struct stat status{};
+  fstat(fd, &status);
+  return static_cast<size_t>(status.st_size) - kTail;
+}
+
+Tail* tailOf(int fd) {
+  void* at =
+      mmap(nullptr, kTail, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(bytesIn(fd)));
+  if (at == MAP_FAILED) undefined("no memory for a tail");
+  return static_cast<Tail*>(at);
+}
+
+void drop(Tail* tail) {
+  munmap(tail, kTail);
+}
+
+bool isOpen(const Tail& tail) {
+  for (const auto& opener : tail.openers) {
+    const pid_t pid = opener;
+    if (pid == 0) continue;
+    std::ifstream status("/proc/" + std::to_string(pid) + "/stat");
+    std::string number, name, state;
+    if (status >> number >> name >> state && state != "Z" && state != "X") return true;
+  }
+  return false;
+}
+
+int newMemory(int gpu, size_t bytes, unsigned exportable) {
+  const int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes + kTail)) != 0) undefined("no memfd");
+  const std::string rubbish(bytes, '\x5a');
+  if (pwrite(fd, rubbish.data(), bytes, 0) != static_cast<ssize_t>(bytes)) undefined("no memory");
+  withTail(fd, [&](Tail& tail) {
+    tail.gpu = gpu;
+    tail.exportable = exportable;
+    return 0;
+  });
+  return fd;
+}
+
+char* show(int fd, size_t bytes, int gpu, int protection, void* place) {
+  const bool lost =
+      machine().loses_data && withTail(fd, [&](const Tail& tail) { return tail.gpu != gpu; });
+  const int flags = (lost ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED) | (place ? MAP_FIXED : 0);
+  void* at = mmap(place, bytes, protection, flags, lost ? -1 : fd, 0);
+  if (at == MAP_FAILED) undefined("cannot map memory");
+  return static_cast<char*>(at);
+}
+
+World& world() {
+  static World* w = new World;
+  return *w;
+}
+
+Range* World::find(const void* pointer, char** base) {
+  auto* p = static_cast<char*>(const_cast<void*>(pointer));
+  auto found = ranges.upper_bound(p);
+  if (found == ranges.begin()) return nullptr;
+  --found;
+  if (p >= found->first + found->second.bytes) return nullptr;
+  if (base) *base = found->first;
+  return &found->second;
+}
+
+bool World::mayTouch(int ordinal, const void* pointer, size_t bytes) {
+  char* base = nullptr;
+  const Range* range = find(pointer, &base);
+  if (!range) return true;
+  if (static_cast<const char*>(pointer) + bytes > base + range->bytes) return false;
+  if (range->kind != Range::Kind::kPlain) return range->access.contains(ordinal);
+  for (int owner : range->access)
+    if (owner == ordinal || peers.contains({ordinal, owner})) return true;
+  return false;
+}
+
+std::string leftovers() {
+  World& w = world();
+  const std::lock_guard lock(w.mutex);
+  std::string text;
+  const auto add = [&](size_t n, const char* what) {
+    if (n > 0) text += (text.empty() ? "" : ", ") + std::to_string(n) + " " + what;
+  };
+  add(w.ranges.size(), "ranges");
+  add(w.reservations.size(), "reservations");
+  add(w.handles.size(), "handles");
+  add(w.registered.size(), "registrations");
+  add(static_cast<size_t>(w.streams), "streams");
+  return text;
+}
+
+void forgetLeftovers() {
+  World& w = world();
+  const std::lock_guard lock(w.mutex);
+  w.ranges.clear();
+  w.reservations.clear();
+  w.handles.clear();
+  w.registered.clear();
+  w.streams = 0;
+}
+
+}  // namespace fake

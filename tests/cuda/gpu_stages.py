@@ -1,0 +1,244 @@
+"""What gpu_check.py runs on a GPU, the most telling first, and what to make of the measurements.
+
+The stages call `ringreduce_cuda_perf MODE [options] --json FILE` (benchmarks/cuda_perf.cc), which
+appends a line of JSON for each measurement:
+
+    mode, ranks, sharing, algorithm, dtype, op, bytes, time_us: [median, least, most], algbw, busbw,
+    wrong (elements that differ from what they must be)
+
+and where they apply
+
+    floor_us    single, processes: the least time in which the algorithm's bytes pass through device
+                memory, at the bandwidth of a copy in the same run
+    algorithm   also "nccl"; "hop", one stream's wait and another process's write, H; "copy"
+    raised_s    kill: how long each survivor took to raise
+    dram_bytes  bytes: what the algorithm's formula says that one launch moves.  Each launch is one
+                kernel, stands between cudaProfilerStart and Stop, and has its line, in order.
+
+gpu_torch_stages.py has the stages that need torch.
+
+Options are as in nccl-tests: --minbytes, --maxbytes, --stepfactor; further --ranks, --dtypes and
+--algorithms, with commas, and --ops.  `check --reduced` is small enough for compute-sanitizer.
+
+Exit status 77 means "not possible here"; the last line of output says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_figures as figures
+import gpu_torch_stages
+from gpu_machine import ROOT
+from gpu_plan import BUILD, HERE, Plan
+from gpu_runner import Stage, Step
+
+__all__ = ["BUILD", "Plan", "gpu_tests", "stages"]
+
+
+def stages(plan: Plan) -> list[Stage]:
+    """All stages in the order in which they run."""
+    tools = plan.tools
+    perf = str(plan.build / "ringreduce_cuda_perf")
+    beside: dict[str, str] = {}
+    if plan.nccl:
+        beside = {"RINGREDUCE_NCCL": plan.nccl, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+    def run(mode: str, *options: str, under: tuple[str, ...] = (), nccl: bool = False) -> Step:
+        command = (*under, perf, mode, *options, "--json", "{json}")
+        return Step(command, beside if nccl else {})
+
+    mps = (
+        sys.executable,
+        str(HERE / "with_mps.py"),
+        tools.mps_control or "nvidia-cuda-mps-control",
+        "{folder}",
+        "--",
+    )
+    ncu = (
+        *(tools.ncu or "ncu", "--clock-control", "none", "--profile-from-start", "off"),
+        *("--csv", "--page", "raw", "--print-units", "base", "--log-file", "{folder}/ncu.csv"),
+        *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"),
+    )
+
+    def sanitizer(tool: str) -> tuple[str, ...]:
+        return (
+            tools.compute_sanitizer or "compute-sanitizer",
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "1",
+        )
+
+    algorithms = "direct,ring,twoshot,oneshot"
+    both = ("--ranks", "2,4")
+
+    all_stages = [
+        build(plan),
+        gpu_torch_stages.extension(plan),
+        *(
+            Stage(
+                source.stem,
+                "the GPU test " + source.name,
+                75,
+                (
+                    Step(
+                        (str(plan.build / "gpu_tests" / source.stem),),
+                        beside if source.stem == "spanning_test" else {},
+                    ),
+                ),
+            )
+            for source in gpu_tests()
+        ),
+        *gpu_torch_stages.stages(plan),
+        Stage(
+            "check",
+            "bit for bit what the CPU ring gives: all dtypes and ops to 16 MiB, two to 1 GiB",
+            150,
+            (
+                run("check", *both, "--dtypes", "all", "--ops", "all", *sizes("0", "16M")),
+                run("check", *both, "--dtypes", "float32,bfloat16", *sizes("64M", "1G")),
+            ),
+            measures=True,
+            figure=figures.checked,
+        ),
+        Stage(
+            "floor",
+            "how fast this GPU copies: what the other figures are held against",
+            20,
+            (run("floor"),),
+            measures=True,
+            figure=figures.copy_figure,
+        ),
+        Stage(
+            "single",
+            "bandwidth of each algorithm, ranks of one process in one grid, beside NCCL",
+            60,
+            (run("single", *both, "--algorithms", algorithms, *sizes("1M", "1G"), nccl=True),),
+            measures=True,
+            figure=figures.bandwidth_figure,
+            goals=figures.bandwidth_goals,
+        ),
+        Stage(
+            "latency",
+            "small messages inside CUDA graphs, one launch a rank, beside NCCL",
+            30,
+            (run("latency", *both, *sizes("4", "256K"), nccl=True),),
+            measures=True,
+            figure=figures.latency_figure,
+            goals=figures.latency_goals,
+        ),
+        Stage(
+            "processes",
+            "ranks that are processes and share the GPU by turns; H, one wait and write",
+            60,
+            (run("processes", *both, *sizes("1K", "256M", "8")),),
+            measures=True,
+            figure=figures.processes_figure,
+            goals=figures.processes_goals,
+        ),
+        Stage(
+            "kill",
+            "a rank is killed: the others raise, and the GPU is free after",
+            30,
+            (run("kill", *both),),
+            measures=True,
+            figure=figures.kill_figure,
+            goals=figures.kill_goals,
+            frees_gpu=True,
+        ),
+        *(
+            Stage(
+                tool,
+                f"compute-sanitizer's {tool} finds nothing in a reduced check",
+                45,
+                (run("check", "--reduced", under=sanitizer(tool)),),
+                skip="" if tools.compute_sanitizer else "there is no compute-sanitizer",
+                measures=True,
+                figure=figures.checked,
+            )
+            for tool in ("memcheck", "initcheck", "synccheck")
+        ),
+        Stage(
+            "bytes",
+            "bytes through device memory by the profiler's counters, over the formula",
+            60,
+            (run("bytes", *both, under=ncu),),
+            skip="" if tools.ncu else "there is no ncu (Nsight Compute)",
+            measures=True,
+            verify=figures.add_counters,
+            figure=figures.bytes_figure,
+            goals=figures.bytes_goals,
+        ),
+        Stage(
+            "mps",
+            "ranks that are processes under MPS, where kernels run side by side",
+            45,
+            (run("processes", *both, *sizes("1K", "256M", "64"), under=mps),),
+            skip="" if tools.mps_control else "there is no nvidia-cuda-mps-control",
+            measures=True,
+            figure=figures.processes_figure,
+        ),
+    ]
+    if plan.study:
+        all_stages += [
+            Stage(
+                f"study-{mode}",
+                shows,
+                limit,
+                (run(mode, *options, nccl=True),),
+                measures=True,
+                figure=figures.counted,
+            )
+            for mode, shows, limit, options in study(algorithms)
+        ]
+        all_stages += gpu_torch_stages.study(plan)
+    return all_stages
+
+
+def sizes(least: str, most: str, factor: str = "4") -> tuple[str, ...]:
+    return ("--minbytes", least, "--maxbytes", most, "--stepfactor", factor)
+
+
+def study(algorithms: str) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+    """The long tables: where one algorithm gives way to the next, and what dtypes cost."""
+    ranks = ("--ranks", "2,3,4,8")
+    sweep = ("--algorithms", algorithms, "--dtypes", "float32,bfloat16", *sizes("1K", "1G", "2"))
+    yield "single", "every algorithm at every size, 2 to 8 ranks", 240, (*ranks, *sweep)
+    yield "latency", "every algorithm in graphs to 4 MiB", 120, (*ranks, *sizes("4", "4M", "2"))
+    yield "processes", "processes at every size", 180, (*ranks, *sizes("1K", "1G"))
+
+
+def build(plan: Plan) -> Stage:
+    tools = plan.tools
+    missing = [name for name in ("nvcc", "cmake", "ninja") if getattr(tools, name) is None]
+    folder = str(plan.build)
+    cmake = tools.cmake or "cmake"
+    configure = [
+        *(cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja"),
+        f"-DCMAKE_MAKE_PROGRAM={tools.ninja or 'ninja'}",
+        "-DRINGREDUCE_CUDA=1",
+        f"-DRINGREDUCE_CUDA_ARCHS={plan.architectures}",
+        "-DRINGREDUCE_BUILD_EXTENSION=OFF",
+    ]
+    return Stage(
+        "build",
+        "everything compiles for the GPU that is here",
+        plan.build_limit,
+        (
+            Step(tuple(configure), {"CUDACXX": tools.nvcc or "nvcc"}),
+            Step((cmake, "--build", folder, "--target", "cuda_all", "-j", str(plan.jobs))),
+        ),
+        skip=f"there is no {', '.join(missing)}" if missing else "",
+        needs="",
+        needs_gpu=False,
+    )
+
+
+def gpu_tests() -> list[Path]:
+    """The tests that need a GPU; *_host_test and *_fake_test run with the others of the project."""
+    sources = [*HERE.glob("*_test.cc"), *HERE.glob("*_test.cu")]
+    elsewhere = ("_host_test", "_fake_test")
+    return sorted(path for path in sources if not path.stem.endswith(elsewhere))

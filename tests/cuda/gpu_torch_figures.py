@@ -1,0 +1,184 @@
+"""What the stages with torch measured: read from the files of their programs, figures and goals.
+
+Measurements become lines as gpu_stages.py describes them; `algorithm` is the contender's key, ours
+is "ours", and "sharing" says whether ranks shared a GPU.  Times of DDP are of a step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from gpu_figures import KIB, MIB, at_least, at_most, by_place, median, pick
+from gpu_report import Line, Lines
+
+OURS = "ours"
+
+
+def documents(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    """The JSON files of that name; none where the program has not come so far."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+
+
+# --- Tests ----------------------------------------------------------------------------------------
+
+
+def junit(folder: Path) -> Lines:
+    """A line with the counts of pytest's report."""
+    path = folder / "junit.xml"
+    if not path.is_file():
+        return []
+    (suite,) = ElementTree.parse(path).getroot().iter("testsuite")
+    count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        case.attrib["name"]
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return [{**count, "wrong": count["failures"] + count["errors"], "failed": failed}]
+
+
+def tests_figure(lines: Lines) -> str:
+    (line,) = lines
+    passed = line["tests"] - line["wrong"] - line["skipped"]
+    text = f"{passed} of {line['tests']} tests passed"
+    return text + f", {line['skipped']} skipped" * bool(line["skipped"])
+
+
+def suite(folder: Path) -> Lines:
+    """A line with the counts of torch's own tests.  Their failures are told, and judged later."""
+    lines: Lines = []
+    for document in documents(folder, "results-on-gpus-*.json"):
+        outcomes = [outcome for outcome, _ in document.values()]
+        count = {name: outcomes.count(name) for name in ("pass", "fail", "skip")}
+        failed = {test: why for test, (outcome, why) in document.items() if outcome == "fail"}
+        lines.append({**count, "failed": failed})
+    return lines
+
+
+def suite_figure(lines: Lines) -> str:
+    return "; ".join(
+        f"{line['pass']} passed, {line['fail']} failed, {line['skip']} skipped" for line in lines
+    )
+
+
+# --- ringreduce.bench -----------------------------------------------------------------------------
+
+
+def bench_lines(folder: Path) -> Lines:
+    lines: Lines = []
+    for document in documents(folder, "bench-*.json"):
+        for report in document.get("reports", [document]):
+            lines += report_lines(report)
+    return lines
+
+
+def report_lines(report: dict[str, Any]) -> Lines:
+    lines: Lines = []
+    for row in report["rows"]:
+        for key, found in row["measurements"].items():
+            if key == "roofline":
+                continue
+            times = [1e6 * seconds for seconds in found["seconds"]]
+            line: Line = {
+                "mode": report["collective"],
+                "ranks": report["settings"]["world"],
+                "sharing": "gpu" if report["machine"]["sharing"] else "",
+                "algorithm": key,
+                "dtype": row["dtype"],
+                "op": row["op"],
+                "bytes": row["bytes"],
+                "time_us": [found["median_us"], min(times), max(times)],
+                "issue_us": found.get("issue_us"),
+                "algbw": found["algbw"],
+                "busbw": found["busbw"],
+                # What a peer gets wrong is no failure of ours.
+                "wrong": found["wrong"] + (not found["same_bits"]) if key == OURS else 0,
+                "peer_wrong": found["wrong"] if key != OURS else 0,
+            }
+            lines.append(line)
+    return lines
+
+
+def bench_figure(lines: Lines) -> str:
+    parts = []
+    for (ranks, _, size), by in by_place(lines).items():
+        if ranks > 1 and size in (KIB, 64 * MIB):
+            shown = ", ".join(f"{name} {median(line):.0f}" for name, line in by.items())
+            parts.append(f"{ranks} ranks, {'1 KiB' if size == KIB else '64 MiB'}, us: {shown}")
+    return "; ".join(parts)
+
+
+def bench_goals(lines: Lines) -> Lines:
+    goals: Lines = []
+    for (ranks, _, size), by in by_place(lines).items():
+        if OURS not in by:
+            continue
+        label = f"torch, {ranks} ranks, {size} B"
+        if ranks == 1:
+            goals.append(at_most(f"{label}: us that a call costs", by[OURS]["issue_us"], 10))
+        for peer, bound in (("nccl", 1.0), ("gloo", 3.0), ("symm_two_shot", 1.0)):
+            if peer in by:
+                ratio = median(by[peer]) / median(by[OURS])
+                goals.append(at_least(f"{label}: times as fast as {peer}", ratio, bound))
+    return goals
+
+
+# --- benchmarks/ddp.py ----------------------------------------------------------------------------
+
+
+def ddp_lines(folder: Path) -> Lines:
+    lines: Lines = []
+    for document in documents(folder, "ddp-*.json"):
+        settings = document["settings"]
+        for model in document["models"]:
+            for key, way in model["ways"].items():
+                ours = key in ("ours", "hook")
+                times = [1e6 * seconds for seconds in way["step"]]
+                lines.append(
+                    {
+                        "mode": model["name"],
+                        "ranks": settings["world"],
+                        "sharing": "gpu" if settings["sharing"] else "",
+                        "algorithm": key,
+                        "title": document["titles"][key],
+                        "dtype": settings["dtype"],
+                        "bytes": 4 * model["parameters"],
+                        "time_us": [1e6 * way["median_s"], min(times), max(times)],
+                        "samples_per_s": way["samples_per_s"],
+                        "exposed_us": None if way["exposed_s"] is None else 1e6 * way["exposed_s"],
+                        "wrong": way["wrong"] + (not way["same_bits"]) if ours else 0,
+                    }
+                )
+    return lines
+
+
+def ddp_figure(lines: Lines) -> str:
+    parts = []
+    for mode in dict.fromkeys(line["mode"] for line in lines):
+        for ranks in dict.fromkeys(line["ranks"] for line in pick(lines, mode=mode)):
+            by = pick(lines, mode=mode, ranks=ranks)
+            shown = ", ".join(f"{line['algorithm']} {median(line) / 1000:.1f}" for line in by)
+            parts.append(f"{mode}, {ranks} ranks, ms a step: {shown}")
+    return "; ".join(parts)
+
+
+def ddp_goals(lines: Lines) -> Lines:
+    goals: Lines = []
+    for line in pick(lines, algorithm="stock"):
+        label = f"{line['mode']}, {line['ranks']} ranks"
+        beside = pick(lines, mode=line["mode"], ranks=line["ranks"])
+        for ours in (other for other in beside if other["algorithm"] in ("ours", "hook")):
+            what = f"{label}: {ours['title']}"
+            if line["ranks"] > 1:
+                ratio = median(line) / median(ours)
+                goals.append(at_least(f"{what}, times as fast as {line['title']}", ratio, 1))
+    for line in pick(lines, ranks=1, algorithm="hook"):
+        for bare in pick(lines, ranks=1, algorithm="bare", mode=line["mode"]):
+            more = median(line) / median(bare) - 1
+            goals.append(
+                at_most(f"{line['mode']}, 1 rank: what the hook adds to a step", more, 0.03)
+            )
+    return goals

@@ -1,0 +1,448 @@
+"""What the ranks of gpu_torch_test.py do: every call on the GPU beside the CPU, and training.
+
+GPU_TEST_DEVICE=cpu runs what it can on the CPU, as a check of these jobs themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+
+import _ddp_models
+
+DEVICE = os.environ.get("GPU_TEST_DEVICE", "cuda")
+
+
+def device_of(rank: int) -> torch.device:
+    """This rank's device, made the current one."""
+    if DEVICE == "cpu":
+        return torch.device("cpu")
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def synchronize() -> None:
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+
+
+# --- Every call -----------------------------------------------------------------------------------
+
+
+class Calls:
+    """All calls of torch.distributed on one device; small whole numbers, whose sums are exact in
+    every order and type.  `run` gives the results by name."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
+        self.device, self.dtype, self.count = device, dtype, count
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def input(self, parts: int = 1, salt: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * salt + self.rank)
+        values = torch.randint(0, 4, (parts * self.count,), generator=generator)
+        return values.to(self.dtype).to(self.device)
+
+    def empty(self, parts: int = 1) -> torch.Tensor:
+        return torch.zeros(parts * self.count, dtype=self.dtype, device=self.device)
+
+    def pieces(self) -> list[torch.Tensor]:
+        return [self.empty() for _ in range(self.world)]
+
+    def run(self) -> dict[str, list[torch.Tensor]]:
+        names = [name for name in dir(self) if name.startswith("call_")]
+        return {name[5:]: getattr(self, name)() for name in names}
+
+    def call_all_reduce(self) -> list[torch.Tensor]:
+        t, most = self.input(), self.input(salt=1)
+        dist.all_reduce(t)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [t, most]
+
+    def call_all_reduce_average(self) -> list[torch.Tensor]:
+        t = self.input(salt=2)
+        if self.dtype.is_floating_point:
+            dist.all_reduce(t, dist.ReduceOp.AVG)
+        return [t]
+
+    def call_all_reduce_in_strides(self) -> list[torch.Tensor]:
+        whole = torch.stack([self.input(salt=3), self.input(salt=4)], dim=1)
+        dist.all_reduce(whole.t())  # not contiguous, but dense
+        return [whole]
+
+    def call_all_reduce_coalesced(self) -> list[torch.Tensor]:
+        tensors = [self.input(salt=5), self.input(3, salt=6)]
+        with dist._coalescing_manager():
+            for t in tensors:
+                dist.all_reduce(t)
+        return tensors
+
+    def call_reduce(self) -> list[torch.Tensor]:
+        t = self.input(salt=7)
+        dist.reduce(t, self.world - 1)
+        return [t] if self.rank == self.world - 1 else []
+
+    def call_broadcast(self) -> list[torch.Tensor]:
+        t = self.input(salt=8)
+        dist.broadcast(t, self.world - 1)
+        return [t]
+
+    def call_all_gather(self) -> list[torch.Tensor]:
+        pieces, whole = self.pieces(), self.empty(self.world)
+        dist.all_gather(pieces, self.input(salt=9))
+        dist.all_gather_into_tensor(whole, self.input(salt=10))
+        return [*pieces, whole]
+
+    def call_reduce_scatter(self) -> list[torch.Tensor]:
+        one, other = self.empty(), self.empty()
+        dist.reduce_scatter_tensor(one, self.input(self.world, salt=11))
+        dist.reduce_scatter(other, list(self.input(self.world, salt=12).chunk(self.world)))
+        return [one, other]
+
+    def call_gather_and_scatter(self) -> list[torch.Tensor]:
+        gathered, mine = self.pieces(), self.empty()
+        root = self.rank == 0
+        dist.gather(self.input(salt=13), gathered if root else None, 0)
+        given = list(self.input(self.world, salt=14).chunk(self.world))
+        dist.scatter(mine, given if root else None, 0)
+        return [*(gathered if root else []), mine]
+
+    def call_all_to_all(self) -> list[torch.Tensor]:
+        single, pieces = self.empty(self.world), self.pieces()
+        dist.all_to_all_single(single, self.input(self.world, salt=15))
+        dist.all_to_all(pieces, list(self.input(self.world, salt=16).chunk(self.world)))
+        splits = [(self.rank + r) * self.count for r in range(self.world)]
+        uneven = self.empty(sum(splits) // self.count)
+        dist.all_to_all_single(
+            uneven, self.input(sum(splits) // self.count, salt=17), splits, splits
+        )
+        return [single, *pieces, uneven]
+
+    def call_messages(self) -> list[torch.Tensor]:
+        mine, got, there = self.input(salt=18), self.empty(), self.empty()
+        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        batch = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        if self.rank % 2 == 0:
+            dist.send(mine, after)
+            dist.recv(there, before)
+        else:
+            dist.recv(there, before)
+            dist.send(mine, after)
+        return [got, there]
+
+    def call_objects(self) -> list[torch.Tensor]:
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, {"rank": self.rank})
+        assert told == [{"rank": rank} for rank in range(self.world)]
+        dist.barrier()
+        return []
+
+
+def unlike_the_cpu(me: Rank, dtype: str, count: int) -> list[str]:
+    """The calls whose results on the GPU are not those on the CPU."""
+    kind = getattr(torch, dtype)
+    on_cpu = Calls(torch.device("cpu"), kind, count).run()
+    on_gpu = Calls(device_of(me.rank), kind, count).run()
+    return [
+        name
+        for name, wanted in on_cpu.items()
+        if not all(torch.equal(a, b.cpu()) for a, b in zip(wanted, on_gpu[name], strict=True))
+    ]
+
+
+def odd_bits(me: Rank, dtype: str, count: int) -> list[str]:
+    """Sums whose roundings tell the order of addition: bit for bit as the CPU's, or what is not."""
+    generator = torch.Generator().manual_seed(me.rank)
+    values = torch.randn(count, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+    device, wrong = device_of(me.rank), []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        wanted, found = values.clone(), values.to(device)
+        dist.all_reduce(wanted, op)
+        dist.all_reduce(found, op)
+        if not torch.equal(wanted, found.cpu()):
+            wrong.append(f"all_reduce {op}")
+        share = count // me.world_size
+        part, on_gpu = (
+            values.new_empty(share),
+            torch.empty(share, dtype=values.dtype, device=device),
+        )
+        whole = values[: share * me.world_size].contiguous()
+        dist.reduce_scatter_tensor(part, whole, op)
+        dist.reduce_scatter_tensor(on_gpu, whole.to(device), op)
+        if not torch.equal(part, on_gpu.cpu()):
+            wrong.append(f"reduce_scatter {op}")
+    return wrong
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """Some tensors of some thousand elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(24, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 7)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    if name == "mlp":
+        return Mlp()
+    workload = _ddp_models.WORKLOADS[name]
+    return workload.make(workload.tiny)
+
+
+def make_batch(name: str, shard: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + shard)
+    if name == "mlp":
+        x = torch.randn(8, 24, generator=generator)
+        return x.to(device), torch.randint(7, (8,), generator=generator).to(device)
+    workload = _ddp_models.WORKLOADS[name]
+    x, y = workload.batch(workload.tiny, generator)
+    return x.to(device), y.to(device)
+
+
+def attach(model: DDP, way: str) -> None:
+    """`way`: "backend", "hook", "python hook" or a codec."""
+    import ringreduce
+
+    if way == "hook":
+        ringreduce.register_comm_hook(model)
+    elif way == "python hook":
+        model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)
+    elif way != "backend":
+        ringreduce.register_comm_hook(model, codec=way)
+
+
+def train(
+    me: Rank, way: str, name: str, accumulate: int = 1, dtype: str = "float32", scaled: bool = False
+) -> dict[str, float]:
+    """Trains by DDP, and beside it a model that adds up all ranks' shards by itself.
+
+    Returns the greatest difference of the two over the greatest weight, and how many different
+    weights the ranks have ("kinds", 1 if all have the same bits).  `scaled`: float16 by autocast
+    and GradScaler.
+    """
+    device = device_of(me.rank)
+    alone = make_model(name).to(device, getattr(torch, dtype))
+    model = DDP(copy.deepcopy(alone), bucket_cap_mb=0.2)
+    attach(model, way)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
+    scalers = [torch.amp.GradScaler(DEVICE, enabled=scaled, init_scale=256.0) for _ in range(2)]
+
+    def loss_of(which: nn.Module, shard: int) -> torch.Tensor:
+        inputs, targets = make_batch(name, shard, device)
+        if inputs.is_floating_point():
+            inputs = inputs.to(getattr(torch, dtype))
+        with torch.autocast(DEVICE, torch.float16, enabled=scaled):
+            return _ddp_models.loss_of(which, inputs, targets) / accumulate
+
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(accumulate):
+            first = (step * accumulate + part) * me.world_size
+            quiet = model.no_sync() if part + 1 < accumulate else contextlib.nullcontext()
+            with quiet:
+                scalers[0].scale(loss_of(model, first + me.rank)).backward()
+            for shard in range(first, first + me.world_size):
+                scalers[1].scale(loss_of(alone, shard) / me.world_size).backward()
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+    weights = [torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (
+        model.module, alone
+    )]  # fmt: skip
+    bits = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    seen: list[Any] = [None] * me.world_size
+    dist.all_gather_object(seen, bits.view(torch.uint8).numpy().tobytes())
+    apart = (weights[0] - weights[1]).abs().max() / weights[1].abs().max()
+    return {"apart": float(apart), "kinds": len(set(seen)), "finite": bool(apart.isfinite())}
+
+
+def train_sharded(me: Rank) -> float:
+    """FSDP2 beside one process: the greatest difference of their losses."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = device_of(me.rank)
+    alone = make_model("gpt2").to(device)
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh(DEVICE, (me.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, alone)]
+    apart = 0.0
+    for step in range(3):
+        shards = [step * me.world_size + rank for rank in range(me.world_size)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = [_ddp_models.loss_of(alone, *make_batch("gpt2", s, device)) for s in shards]
+        (sum(own) / len(own)).backward()
+        loss = _ddp_models.loss_of(model, *make_batch("gpt2", shards[me.rank], device))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        apart = max(apart, abs(float(loss.detach()) - float(own[me.rank].detach())))
+    return apart
+
+
+# --- Streams, graphs, groups ----------------------------------------------------------------------
+
+
+def replay(me: Rank, times: int) -> list[int]:
+    """Replays of a captured all-reduce after which the result was wrong."""
+    device = device_of(me.rank)
+    source, t = torch.zeros(5000, device=device), torch.zeros(5000, device=device)
+    dist.all_reduce(t)  # the plane is there before anything is captured
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        t.copy_(source)
+        dist.all_reduce(t)
+    wrong = []
+    for number in range(times):
+        source.fill_(number + me.rank)
+        graph.replay()
+        if number % 50 == 0 or number == times - 1:
+            wanted = me.world_size * number + sum(range(me.world_size))
+            if not bool((t == wanted).all()):
+                wrong.append(number)
+    dist.all_reduce(t.fill_(1))  # and calls outside of graphs go on
+    if not bool((t == me.world_size).all()):
+        wrong.append(times)
+    return wrong
+
+
+def two_streams(me: Rank, rounds: int) -> list[str]:
+    """All-reduces of two groups in two streams, in turns; what was wrong."""
+    device = device_of(me.rank)
+    groups = [dist.new_group(), dist.new_group()]
+    streams = [torch.cuda.Stream(device) for _ in groups] if DEVICE != "cpu" else [None, None]
+    wrong, works = [], []
+    tensors = [torch.zeros(200_000, device=device) for _ in groups]
+    synchronize()
+    for turn in range(rounds):
+        works = []
+        for number, (group, stream, t) in enumerate(zip(groups, streams, tensors, strict=True)):
+            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                t.fill_(10 * number + turn + me.rank)
+                works.append(dist.all_reduce(t, group=group, async_op=True))
+        for number, (work, stream, t) in enumerate(zip(works, streams, tensors, strict=True)):
+            wanted = me.world_size * (10 * number + turn) + sum(range(me.world_size))
+            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                work.wait()
+                if not bool((t == wanted).all()):
+                    wrong.append(f"group {number}, turn {turn}")
+    return wrong
+
+
+def wait_in_a_stream(me: Rank) -> dict[str, bool]:
+    """Whether wait() left the host free while the stream was still busy, and the order held."""
+    device = device_of(me.rank)
+    t = torch.ones(1000, device=device)
+    dist.all_reduce(t)
+    synchronize()
+    t.fill_(me.rank + 1)
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    work = dist.all_reduce(t, async_op=True)
+    before = work.is_completed()
+    work.wait()
+    busy = not torch.cuda.current_stream().query()
+    t.mul_(2)  # in the stream, behind the sum
+    synchronize()
+    total = me.world_size * (me.world_size + 1) // 2
+    return {
+        "busy": busy,
+        "completed before": before,
+        "completed after": work.is_completed(),
+        "right": bool((t == 2 * total).all()),
+    }
+
+
+def expandable(me: Rank) -> dict[str, bool]:
+    """All-reduces and a hook on memory of expandable segments, asked for before all else."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    device = device_of(me.rank)
+    t = torch.full((8 << 20,), float(me.rank), device=device)
+    used = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+    dist.all_reduce(t)
+    right = bool((t == sum(range(me.world_size))).all())
+    trained = train(me, "hook", "mlp")
+    return {"used": used, "right": right, "trained": trained["apart"] < 1e-4}
+
+
+def on_both_devices(me: Rank) -> list[float]:
+    """An all-reduce on the CPU and one on the GPU, in one group."""
+    results = []
+    for device in (torch.device("cpu"), device_of(me.rank)):
+        t = torch.full((1000,), float(me.rank + 1), device=device)
+        dist.all_reduce(t)
+        results += [float(t.min()), float(t.max())]
+    return results
+
+
+def with_device_id(me: Rank, name: str, size: int) -> float:
+    """A group that is told its device, and a group from it."""
+    device = device_of(me.rank)
+    dist.init_process_group(
+        me.backend, store=me.store(name), rank=me.rank, world_size=size, device_id=device
+    )
+    group = dist.new_group()
+    t = torch.full((1000,), float(me.rank + 1), device=device)
+    dist.all_reduce(t)
+    dist.all_reduce(t, group=group)
+    value = float(t[0])
+    dist.destroy_process_group()
+    return value
+
+
+# --- The end of a rank ----------------------------------------------------------------------------
+
+
+def outlive(me: Rank, count: int, again: str) -> dict[str, Any]:
+    """All-reduces until a rank dies; then the others make a group without it.
+
+    Returns what was raised, when, and a sum over the new group.
+    """
+    import time
+
+    device = device_of(me.rank)
+    t = torch.ones(count, device=device)
+    said: dict[str, Any] = {}
+    try:
+        for number in range(10**9):
+            dist.all_reduce(t, dist.ReduceOp.MAX)
+            synchronize()
+            if number == 3:
+                me.tell("flowing")
+    except dist.DistBackendError as error:
+        said = {"kind": type(error).__name__, "message": str(error), "when": time.monotonic()}
+    dist.destroy_process_group()
+    me.tell(said)
+    left = sorted(me.hear())
+    me.init(again, rank=left.index(me.rank), size=len(left))
+    t = torch.full((count,), float(me.rank + 1), device=device)
+    dist.all_reduce(t)
+    return {**said, "sum": float(t.max())}

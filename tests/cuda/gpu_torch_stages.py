@@ -1,0 +1,187 @@
+"""The stages of gpu_check.py that need torch: the extension, its tests, and what users measure.
+
+The extension is installed with pip, for the GPUs that are here, into a folder of its own
+(build/gpu/site); nothing is downloaded, and neither the system's Python nor .venv is touched.  The
+programs run outside of the source tree, so that they find the ringreduce that was installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import gpu_torch_figures as figures
+from gpu_machine import ROOT
+from gpu_plan import HERE, Plan
+from gpu_runner import Stage, Step
+
+PYTHON = sys.executable
+LOOK = """
+import torch, ringreduce
+from ringreduce._backend import extension
+built = extension().cuda_build()
+print("ringreduce", ringreduce.__version__, "of", ringreduce.__file__, "for CUDA:", built)
+raise SystemExit(0 if built else "Error: it was built without CUDA")
+"""
+
+
+def extension(plan: Plan) -> Stage:
+    nvcc = plan.tools.nvcc or "nvcc"
+    install = (
+        *(PYTHON, "-m", "pip", "install", "--no-build-isolation", "--no-deps"),
+        *("--no-index", "--no-compile", "--upgrade", "--target", str(plan.site), str(ROOT)),
+    )
+    env = {
+        "RINGREDUCE_CUDA": "1",
+        "RINGREDUCE_CUDA_ARCHS": plan.architectures,
+        "CUDACXX": nvcc,
+        "PATH": os.pathsep.join([str(Path(nvcc).parent), os.environ.get("PATH", "")]),
+        "MAX_JOBS": str(plan.jobs),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    return Stage(
+        "extension",
+        "torch's extension compiles for the GPU that is here, and loads",
+        180,
+        (Step(install, env), Step((PYTHON, "-c", LOOK), with_site(plan), inside=True)),
+        skip=plan.no_torch,
+    )
+
+
+def with_site(plan: Plan, nccl: bool = False) -> dict[str, str]:
+    """The environment in which ringreduce is found; `nccl`: and the NCCL to compare with."""
+    env = {"PYTHONPATH": str(plan.site)}
+    if nccl and plan.nccl:
+        env["LD_PRELOAD"] = plan.nccl
+    return env
+
+
+def run(plan: Plan, *command: str, nccl: bool = False) -> Step:
+    """A Python program on the installed ringreduce."""
+    return Step((PYTHON, *command), with_site(plan, nccl), inside=True)
+
+
+def bench(plan: Plan, what: str, ranks: int, sizes: str, *more: str) -> Step:
+    """ringreduce.bench beside all that may be compared with, into a file of its own."""
+    return run(
+        plan,
+        *("-m", "ringreduce.bench", what, "--device", "cuda", "--nproc", str(ranks)),
+        *("--sizes", sizes, "--timeout", "60", "--json", f"{{folder}}/bench-{what}-{ranks}.json"),
+        *more,
+        nccl=True,
+    )
+
+
+def ddp(plan: Plan, ranks: int, *more: str) -> Step:
+    return run(
+        plan,
+        *(str(ROOT / "benchmarks" / "ddp.py"), "--device", "cuda", "--nproc", str(ranks)),
+        *("--timeout", "120", "--out", f"{{folder}}/ddp-{ranks}"),
+        *more,
+        nccl=True,
+    )
+
+
+def stages(plan: Plan) -> list[Stage]:
+    peers = ("--compare", "nccl,gloo,symm_mem", "--rounds", "3")
+    pytest = (
+        *("-m", "pytest", str(HERE / "gpu_torch_test.py"), "-q", "-p", "no:cacheprovider"),
+        *("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")),
+        *("-o", "junit_family=xunit2", "--junitxml", "{folder}/junit.xml"),
+    )
+    return [
+        Stage(
+            "torch",
+            "every call and DDP on CUDA tensors, graphs, streams, a killed rank, by PyTorch",
+            120,
+            (run(plan, *pytest),),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.junit,
+            figure=figures.tests_figure,
+        ),
+        Stage(
+            "torch-bench",
+            "dist.all_reduce beside NCCL, Gloo and symmetric memory, in one run",
+            90,
+            (
+                bench(plan, "all_reduce", 2, "1K,1M,64M", *peers),
+                bench(plan, "all_reduce", 1, "1K", "--rounds", "3"),
+            ),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.bench_lines,
+            figure=figures.bench_figure,
+            goals=figures.bench_goals,
+        ),
+        Stage(
+            "ddp",
+            "a ResNet-50 and a GPT-2 small trained by DDP on NCCL or Gloo, on ringreduce, by hook",
+            90,
+            (
+                ddp(plan, 2, "--dtype", "bfloat16", "--rounds", "2", "--steps", "5"),
+                ddp(plan, 1, "--models", "gpt2", "--rounds", "3", "--steps", "8"),
+            ),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.ddp_lines,
+            figure=figures.ddp_figure,
+            goals=figures.ddp_goals,
+        ),
+    ]
+
+
+def study(plan: Plan) -> list[Stage]:
+    """The long tables."""
+    sizes = "1K,64K,1M,25M,256M"
+    return [
+        Stage(
+            "study-torch-bench",
+            "every collective at every size, 2 and 4 ranks; all-reduce of bfloat16, 8 ranks",
+            300,
+            (
+                bench(plan, "all", 2, sizes, "--compare", "nccl,gloo"),
+                bench(plan, "all", 4, "1K,1M,64M", "--compare", "nccl", "--rounds", "3"),
+                bench(
+                    *(plan, "all_reduce", 8, sizes, "--dtype", "bfloat16"),
+                    *("--compare", "nccl,symm_mem"),
+                ),
+            ),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.bench_lines,
+            figure=lambda lines: f"{len(lines)} measurements",
+        ),
+        Stage(
+            "study-ddp",
+            "the two models in float32, 2 and 4 ranks",
+            240,
+            (ddp(plan, 2), ddp(plan, 4, "--dtype", "bfloat16")),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.ddp_lines,
+            figure=figures.ddp_figure,
+        ),
+        Stage(
+            "study-torch-suite",
+            "PyTorch's own distributed tests that want GPUs, as far as those that are here allow",
+            400,
+            (
+                run(
+                    *(plan, str(ROOT / "tests" / "torch_suite" / "run.py"), "--device", "cuda"),
+                    *("--world", "2", "--limit", "60", "--logs", "{folder}"),
+                ),
+            ),
+            skip=plan.no_torch,
+            needs="extension",
+            measures=True,
+            collect=figures.suite,
+            figure=figures.suite_figure,
+        ),
+    ]

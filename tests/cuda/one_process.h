@@ -1,0 +1,144 @@
+// All ranks of a group in one process and on one GPU: a communicator and a stream each, run by one
+// thread.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cpp/ranks.h"
+#include "cuda/communicator.h"
+#include "cuda/kernels.h"
+#include "gpu.h"
+
+namespace one_process {
+
+using namespace ringreduce;
+using cuda::Choice;
+using cuda::Communicator;
+using cuda::CommunicatorOptions;
+using cuda::GpuAllReduce;
+
+// One all-reduce of all ranks.
+struct Run {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  size_t count = 0;
+  std::vector<const void*> inputs;  // by rank
+  std::vector<void*> outputs;
+  double factor = 1;
+  const void* factor_on_device = nullptr;
+};
+
+class Ranks {
+ public:
+  // `options.together` is what lets kernels of all ranks run at once.
+  Ranks(int size, const CommunicatorOptions& options, const GroupOptions& of_group)
+      : comms_(static_cast<size_t>(size)), streams_(static_cast<size_t>(size)) {
+    ranks::MemoryStore store;
+    ranks::inThreads(size, [&](int r) {
+      comms_[static_cast<size_t>(r)] =
+          Communicator::create(Group::create(store, r, size, of_group), 0, options);
+    });
+  }
+
+  int size() const { return static_cast<int>(comms_.size()); }
+  Communicator& comm(int r) const { return *comms_[static_cast<size_t>(r)]; }
+  cudaStream_t stream(int r = 0) const { return streams_[static_cast<size_t>(r)].get(); }
+
+  // By rank.  "", or why leaders cannot read and write them where they are.
+  std::string registerBuffers(const std::vector<void*>& buffers, size_t bytes) const {
+    std::vector<std::string> why(buffers.size());
+    ranks::inThreads(size(), [&](int r) {
+      const auto i = static_cast<size_t>(r);
+      why[i] = comm(r).registerBuffer(buffers[i], bytes);
+    });
+    for (const std::string& one : why)
+      if (!one.empty()) return one;
+    return "";
+  }
+
+  GpuAllReduce callOf(const Run& run, int r, Choice choice) const {
+    const auto i = static_cast<size_t>(r);
+    return {.input = run.inputs[i],
+            .output = run.outputs[i],
+            .count = run.count,
+            .dtype = run.dtype,
+            .op = run.op,
+            .factor = run.factor,
+            .factor_on_device = run.factor_on_device,
+            .algorithm = choice};
+  }
+
+  // One cooperative grid, in the first rank's stream.
+  void together(const Run& run, Choice choice) const {
+    std::vector<GpuAllReduce> calls;
+    std::vector<Communicator*> all;
+    for (int r = 0; r < size(); ++r) {
+      calls.push_back(callOf(run, r, choice));
+      all.push_back(&comm(r));
+    }
+    Communicator::allReduceTogether(all, calls, stream());
+  }
+
+  // Each rank in its own stream, or in that of the same rank of `other`.
+  void apart(const Run& run, Choice choice, const Ranks* other = nullptr) const {
+    const Ranks& streams = other ? *other : *this;
+    const auto put = [&](int r) { comm(r).allReduce(callOf(run, r, choice), streams.stream(r)); };
+    // A long message goes through staging memory in many pieces.  One rank's steps may then fill
+    // its stream's queue, and the thread that puts them there waits until others' let them go on.
+    if (choice == Choice::kDirect && run.count * sizeOf(run.dtype) > kManyPieces)
+      ranks::inThreads(size(), put);
+    else
+      for (int r = 0; r < size(); ++r) put(r);
+  }
+
+  // The other streams go on from where the first one is, and the first one after them.
+  void fork() const {
+    mark_.record(stream());
+    for (int r = 1; r < size(); ++r) mark_.holdBack(stream(r));
+  }
+  void join() const {
+    for (int r = 1; r < size(); ++r) {
+      mark_.record(stream(r));
+      mark_.holdBack(stream());
+    }
+  }
+
+  // Throws the group's error, or if it takes too long.
+  void wait() const {
+    for (const auto& comm : comms_)
+      if (!comm->wait(gpu::kHang))
+        throw std::runtime_error("rank " + std::to_string(comm->rank()) +
+                                 ": an all-reduce does not come to an end");
+    for (int r = 0; r < size(); ++r) gpu::finish(stream(r), "an all-reduce");
+  }
+
+  // "" if the blocks of all ranks can be on the GPU at once, as one cooperative grid needs it.
+  std::string whyNotTogether(DType dtype) const {
+    const cuda::Device& facts = comm(0).device();
+    if (!facts.cooperative_launch) return "this GPU knows no cooperative grids";
+    const int wanted = comm(0).tuning().channels * size();
+    for (const void* kernel : cuda::kernelsOf(dtype).all_reduce) {
+      int each = 0;
+      gpu::must(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, cuda::kThreads, 0),
+                "ask how many blocks fit");
+      if (each * facts.multiprocessors < wanted)
+        return std::to_string(wanted) + " blocks are wanted at once, and " +
+               std::to_string(each * facts.multiprocessors) + " fit on this GPU";
+    }
+    return "";
+  }
+
+ private:
+  static constexpr size_t kManyPieces = 8 * cuda::kStagingBytes;
+
+  std::vector<std::shared_ptr<Communicator>> comms_;
+  std::vector<gpu::Stream> streams_;
+  gpu::Mark mark_;
+};
+
+}  // namespace one_process

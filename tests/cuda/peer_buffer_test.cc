@@ -1,0 +1,179 @@
+// Users' buffers that ranks reach where they are: plain memory, mappings like those of torch's
+// expandable segments, and what cannot be registered.  On GPUs, or on the fake.
+#define CHECK_OWN_MAIN
+#include "cuda/peer_buffer.h"
+
+#include <cuda.h>
+
+#include <csignal>
+#include <cstring>
+
+#include "cuda/driver.h"
+#include "peers.h"
+
+using namespace peers;
+
+namespace {
+
+// Memory like torch's expandable segments: handles of one granule each, mapped side by side.
+class Segments {
+ public:
+  Segments(int device, int count, bool exportable)
+      : device_(device), granule_(exportGranularity(device)) {
+    const OnDevice here(device);
+    cuda::check(driver().memAddressReserve(&base_, bytes(count), 0, 0, 0), "reserve");
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+    if (exportable) properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    for (; count_ < count; ++count_) {
+      CUmemGenericAllocationHandle handle = 0;
+      cuda::check(driver().memCreate(&handle, granule_, &properties, 0), "create");
+      cuda::check(driver().memMap(base_ + bytes(count_), granule_, 0, handle, 0), "map");
+      cuda::check(driver().memRelease(handle), "release");
+    }
+    const CUmemAccessDesc access{.location = properties.location,
+                                 .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    cuda::check(driver().memSetAccess(base_, bytes(count), &access, 1), "get access");
+  }
+  ~Segments() {
+    const OnDevice here(device_);
+    for (int i = 0; i < count_; ++i)
+      checkQuietly(driver().memUnmap(base_ + bytes(i), granule_), "unmap", device_);
+    checkQuietly(driver().memAddressFree(base_, bytes(count_)), "free", device_);
+  }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(base_); }
+  size_t granule() const { return granule_; }
+
+ private:
+  size_t bytes(int count) const { return static_cast<size_t>(count) * granule_; }
+
+  const int device_;
+  const size_t granule_;
+  int count_ = 0;
+  CUdeviceptr base_ = 0;
+};
+
+uint64_t wordOf(int writer, int owner) {
+  return 0xabcd00000000u + static_cast<uint64_t>(writer) * 1000 + static_cast<uint64_t>(owner);
+}
+
+// Registers the buffers; every rank writes into every buffer and reads all.
+void everybodyReaches(Group& group, const PeerMemory& memory, void* data, size_t bytes) {
+  const int P = group.size();
+  const Registration made = registerBuffer(group, memory, data, bytes);
+  if (!made.buffer) throw std::runtime_error("refused: " + made.refusal);
+  CHECK_EQ(made.refusal, "");
+  CHECK_EQ(made.buffer->bytes(), bytes);
+  CHECK(made.buffer->at(group.rank()) == data);
+  Stream stream(memory.device());
+  const auto place = [&](int owner, int writer) {
+    return made.buffer->at(owner) +
+           (writer == P - 1 ? bytes : 8 * static_cast<size_t>(writer + 1)) - 8;
+  };
+  for (int owner = 0; owner < P; ++owner) {
+    const uint64_t word = wordOf(group.rank(), owner);
+    stream.copy(place(owner, group.rank()), &word, sizeof word);
+  }
+  group.run({Barrier{}});
+  for (int owner = 0; owner < P; ++owner)
+    for (int writer = 0; writer < P; ++writer) {
+      uint64_t word = 0;
+      stream.copy(&word, place(owner, writer), sizeof word);
+      CHECK_EQ(word, wordOf(writer, owner));
+    }
+  group.run({Barrier{}});
+}
+
+void refuses(Group& group, const PeerMemory& memory, void* data, size_t bytes,
+             const std::string& reason) {
+  const Registration made = registerBuffer(group, memory, data, bytes);
+  CHECK(!made.buffer);
+  if (made.refusal.find(reason) == std::string::npos)
+    throw std::runtime_error("'" + reason + "' is not in: " + made.refusal);
+}
+
+void testAll(As as) {
+  for (int P : {1, 2, 3})
+    run(as, P, [&](Group& group, int device) {
+      const PeerMemory memory(group, device, 100);
+      if (memory.way() == Way::kHost) {
+        std::printf("not here: %s\n", memory.why().c_str());
+        return refuses(group, memory, nullptr, 100, "do not reach each other's memory");
+      }
+      {
+        const MemoryPtr plain = allocate(device, 5 << 20);
+        everybodyReaches(group, memory, plain->data(), plain->bytes());
+        everybodyReaches(group, memory, plain->data() + 512 * (group.rank() + 1), 3 << 20);
+        group.run({Barrier{}});
+      }
+      {
+        const Segments segments(device, 3, /*exportable=*/true);
+        everybodyReaches(group, memory, segments.data() + segments.granule() + 1024,
+                         segments.granule() - 1024);
+        group.run({Barrier{}});
+      }
+      {  // each rank's in another kind of memory
+        const MemoryPtr plain = allocate(device, 5 << 20);
+        const Segments segments(device, 1, /*exportable=*/true);
+        everybodyReaches(group, memory,
+                         group.rank() % 2 == 0 ? plain->data() : segments.data() + 4096, 1 << 20);
+        group.run({Barrier{}});
+      }
+    });
+}
+
+}  // namespace
+
+TEST(processes_reach_each_others_buffers) {
+  testAll(As::kProcesses);
+}
+
+TEST(processes_are_told_why_a_buffer_cannot_be_registered) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    const PeerMemory memory(group, device, 100);
+    if (memory.way() == Way::kHost) return;
+    const MemoryPtr plain = allocate(device, 1 << 20);
+    const Segments own(device, 2, /*exportable=*/false), pair(device, 2, /*exportable=*/true);
+    char on_host[4096] = {};
+    const bool odd = group.rank() == 1;
+    const auto or_plain = [&](void* data) { return odd ? data : plain->data(); };
+    refuses(group, memory, or_plain(own.data()), 1000,
+            "rank 1 cannot register its buffer: its memory was not made to be mapped by other");
+    refuses(group, memory, or_plain(pair.data() + pair.granule() - 500), 1000,
+            "rank 1 cannot register its buffer: it lies in several pieces of memory");
+    refuses(group, memory, or_plain(on_host), 1000, "rank 1 cannot register its buffer: ");
+    refuses(group, memory, or_plain(nullptr), 1000, "rank 1 cannot register its buffer: ");
+    refuses(group, memory, plain->data(), odd ? 1000 : 2000, "of different sizes");
+    everybodyReaches(group, memory, plain->data(), 1000);  // none of which does harm
+    group.run({Barrier{}});
+  });
+}
+
+TEST(a_killed_rank_ends_it_for_all) {
+  run(As::kProcesses, 3,
+      [](Group& group, int device) {
+        const PeerMemory memory(group, device, 100);
+        const MemoryPtr plain = allocate(device, 1 << 20);
+        if (group.rank() == 1) raise(SIGKILL);
+        CHECK(ranks::failureOf([&] { registerBuffer(group, memory, plain->data(), 100); },
+                               "rank 1 (pid") == Failure::kPeerLost);
+      },
+      {1});
+}
+
+TEST(threads_reach_each_others_buffers) {
+  testAll(As::kThreads);
+}
+
+TEST(threads_on_one_gpu_need_no_memory_that_can_be_exported) {
+  ranks::inGroup(2, [](Group& group) {
+    const PeerMemory memory(group, 0, 100);
+    const Segments segments(0, 2, /*exportable=*/false);
+    everybodyReaches(group, memory, segments.data() + segments.granule() - 500, 1000);
+  });
+}
+
+int main(int argc, char** argv) {
+  return peers::main(argc, argv);
+}

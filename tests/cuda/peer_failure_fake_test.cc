@@ -1,0 +1,286 @@
+// What goes wrong between ranks and their GPUs, on the fake of CUDA: machines that lack one way or
+// the other, and every single call that fails at one rank.
+#define CHECK_OWN_MAIN
+#include <csignal>
+#include <set>
+
+#include "cuda/mapped_pages.h"
+#include "cuda/peer_buffer.h"
+#include "cuda/peer_memory.h"
+#include "fake_cuda.h"
+#include "peers.h"
+
+using namespace peers;
+using ranks::failureOf;
+
+namespace {
+
+// Another machine, for a scope.
+struct On {
+  explicit On(const std::function<void(fake::Machine&)>& change) : before(fake::machine()) {
+    change(fake::machine());
+  }
+  ~On() { fake::machine() = before; }
+  const fake::Machine before;
+};
+
+// The way that two ranks on two GPUs come to, and why.
+void expectWay(As as, Way way, const std::vector<std::string>& reasons) {
+  run(as, 2, [&](Group& group, int device) {
+    PeerMemory memory(group, device, 1000);
+    CHECK_EQ(name(memory.way()), std::string(name(way)));
+    for (const std::string& reason : reasons)
+      if (memory.why().find(reason) == std::string::npos)
+        throw std::runtime_error("'" + reason + "' is not in: " + memory.why());
+    group.run({Barrier{}});
+  });
+  CHECK_EQ(fake::leftovers(), "");
+}
+
+void apart(fake::Machine& m) {
+  m.apart[0][1] = m.apart[1][0] = true;
+}
+
+// What `make` comes to on all ranks if one call of one rank fails: on all the same.
+struct Fate {
+  std::string error;   // "" if it was made
+  std::string detail;  // which way, say
+};
+
+// `arm` is called where the calls begin that may fail.
+using Make = std::function<std::string(Group&, int device, const std::function<void()>& arm)>;
+
+// Fails the victim's calls one after the other.  Returns how many there are.
+int failEachCall(int P, int victim, cudaError_t error, const Make& make,
+                 const std::function<void(const Fate&)>& judge) {
+  for (int n = 1;; ++n) {
+    std::vector<Fate> fates(static_cast<size_t>(P));
+    bool failed = true;
+    run(As::kThreads, P, [&](Group& group, int device) {
+      Fate& fate = fates[static_cast<size_t>(group.rank())];
+      const auto arm = [&] {
+        if (group.rank() == victim) fake::failAt(n, error);
+      };
+      try {
+        fate.detail = make(group, device, arm);
+      } catch (const Error& e) {
+        CHECK(e.kind() == Failure::kSetup);
+        fate.error = e.what();
+      }
+      if (group.rank() == victim) failed = fake::hasFailed();
+      // Nobody else in this thread shall take our errors for its own.
+      if (error != cudaErrorIllegalAddress) CHECK_EQ(cudaGetLastError(), cudaSuccess);
+      group.run({Barrier{}});  // it is as good as before
+      fake::heal();
+    });
+    if (!failed) return n - 1;
+    for (const Fate& fate : fates) {
+      CHECK_EQ(fate.error, fates[0].error);
+      CHECK_EQ(fate.detail, fates[0].detail);
+    }
+    judge(fates[0]);
+  }
+}
+
+std::string makeMemory(Group& group, int device, std::optional<Way> wish,
+                       const std::function<void()>& arm) {
+  arm();
+  const PeerMemory memory(group, device, 3 << 20, wish);
+  return name(memory.way());
+}
+
+bool says(const std::string& text, const std::string& words) {
+  return text.find(words) != std::string::npos;
+}
+
+}  // namespace
+
+// ---- machines (processes first)
+
+TEST(a_rank_that_sees_only_its_own_gpu_finds_out_by_trying) {
+  const auto eachSeesItsOwn = [](Way way, const std::vector<std::string>& reasons) {
+    processes::inGroup(2, [&](Group& group) {
+      fake::see({group.rank()});
+      PeerMemory memory(group, 0, 1000);
+      CHECK_EQ(name(memory.way()), std::string(name(way)));
+      for (const std::string& reason : reasons) CHECK(says(memory.why(), reason));
+      CHECK(!memory.residents()[0].sharesGpu(memory.residents()[1]));
+      group.run({Barrier{}});
+    });
+  };
+  eachSeesItsOwn(Way::kDescriptor, {});
+  {
+    const On machine(apart);
+    eachSeesItsOwn(Way::kHost, {"not by descriptor: rank 0 cannot get access to mapped memory",
+                                "not by ipc: rank 0 cannot open another rank's memory"});
+  }
+  const On machine([](fake::Machine& m) { m.loses_data = true; });
+  eachSeesItsOwn(Way::kHost, {"not by descriptor: rank 0 does not see what rank 1 wrote",
+                              "not by ipc: rank 0 does not see what rank 1 wrote"});
+}
+
+TEST(processes_take_the_first_way_that_all_can_go) {
+  expectWay(As::kProcesses, Way::kDescriptor, {"not by pointer: rank 0 and rank 1 are different"});
+  const On no_export([](fake::Machine& m) { m.exports = false; });
+  expectWay(As::kProcesses, Way::kLegacyIpc,
+            {"not by descriptor: the GPU of rank 0 cannot hand memory to other processes"});
+  const On no_ipc([](fake::Machine& m) { m.ipc = false; });
+  expectWay(As::kProcesses, Way::kHost, {"not by ipc: rank 0 cannot get an IPC handle on GPU 0"});
+  const On no_host([](fake::Machine& m) { m.registers = false; });
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    CHECK(failureOf([&] { PeerMemory(group, device, 1000); },
+                    "do not reach each other's GPU memory, not by pointer: rank 0 and") ==
+          Failure::kSetup);
+    CHECK(failureOf([&] { PeerMemory(group, device, 1000); },
+                    "not by host: the GPU of rank 0 cannot register host memory") ==
+          Failure::kSetup);
+  });
+}
+
+TEST(a_process_that_is_killed_while_ranks_try_ends_it_for_all) {
+  // By SIGALRM at some moment: wherever it is then, the others must end, and soon.
+  for (int us = 200; us < 20000; us += 900)
+    run(As::kProcesses, 3,
+        [&](Group& group, int device) {
+          if (group.rank() == 1) {
+            signal(SIGALRM, SIG_DFL);
+            ualarm(static_cast<useconds_t>(us), 0);
+          }
+          CHECK(failureOf(
+                    [&] {
+                      for (;;) PeerMemory(group, device, 1000);
+                    },
+                    "rank 1 (pid") == Failure::kPeerLost);
+          CHECK_EQ(fake::leftovers(), "");
+        },
+        {1});
+}
+
+// ---- threads
+
+TEST(threads_take_the_first_way_that_all_can_go) {
+  expectWay(As::kThreads, Way::kPointer, {""});
+  {
+    const On one_way([](fake::Machine& m) { m.apart[1][0] = true; });
+    expectWay(As::kThreads, Way::kHost,
+              {"not by pointer: the GPU of rank 1 has no peer access to that of rank 0"});
+  }
+  const On machine(apart);
+  ranks::inGroup(3, [](Group& group) {  // on one GPU
+    CHECK(PeerMemory(group, 1, 1000).way() == Way::kPointer);
+  });
+  expectWay(As::kThreads, Way::kHost, {"not by ipc: the GPU of rank 0 has no peer access"});
+}
+
+TEST(a_way_that_is_asked_for_is_taken_or_refused_with_the_reason) {
+  const On machine([](fake::Machine& m) { m.exports = false; });
+  run(As::kThreads, 3, [](Group& group, int device) {
+    CHECK(failureOf([&] { PeerMemory(group, device, 100, Way::kDescriptor); },
+                    "by descriptor, which was asked for: the GPU of rank 0 cannot hand memory") ==
+          Failure::kSetup);
+    CHECK(PeerMemory(group, device, 100, Way::kHost).way() == Way::kHost);
+  });
+  CHECK_EQ(fake::leftovers(), "");
+}
+
+TEST(without_a_driver_all_ranks_say_so) {
+  const On machine([](fake::Machine& m) { m.has_driver = false; });
+  CHECK_EQ(deviceCount(), 0);
+  ranks::inGroup(2, [](Group& group) {
+    CHECK(failureOf([&] { PeerMemory(group, 0, 100); }, "no NVIDIA driver") == Failure::kSetup);
+    CHECK(failureOf([&] { MappedPages(group, 0, 100); }, "no NVIDIA driver") == Failure::kSetup);
+    group.run({Barrier{}});
+  });
+}
+
+// ---- every call that can fail
+
+TEST(whatever_call_fails_all_ranks_go_another_way_or_get_the_same_error) {
+  const std::vector<std::optional<Way>> wishes{std::nullopt, Way::kPointer, Way::kDescriptor,
+                                               Way::kLegacyIpc, Way::kHost};
+  for (const auto& wish : wishes)
+    for (int victim : {0, 1}) {
+      std::set<std::string> outcomes;
+      const int calls = failEachCall(
+          2, victim, cudaErrorNotSupported,
+          [&](Group& group, int device, auto& arm) { return makeMemory(group, device, wish, arm); },
+          [&](const Fate& fate) {
+            CHECK_EQ(fake::leftovers(), "");
+            outcomes.insert(fate.detail);
+            CHECK(fate.error.empty() || says(fate.error, "rank " + std::to_string(victim)));
+            CHECK(wish ? fate.detail.empty() || fate.detail == name(*wish) : true);
+          });
+      CHECK(calls > 20);
+      // One that comes in the midst moves all to the next way.
+      if (!wish) CHECK(outcomes.contains("descriptor"));
+    }
+}
+
+TEST(a_gpu_without_memory_left_is_an_error_on_all_ranks) {
+  for (const auto& wish : {std::optional<Way>(), std::optional(Way::kDescriptor),
+                           std::optional(Way::kLegacyIpc), std::optional(Way::kHost)})
+    failEachCall(
+        3, 2, cudaErrorMemoryAllocation,
+        [&](Group& group, int device, auto& arm) { return makeMemory(group, device, wish, arm); },
+        [&](const Fate& fate) {
+          CHECK_EQ(fake::leftovers(), "");
+          if (!says(fate.error, "rank 2 (pid") || !says(fate.error, "Free GPU memory"))
+            throw std::runtime_error("all went on: " + fate.error + fate.detail);
+        });
+}
+
+TEST(a_ruined_process_is_an_error_on_all_ranks_that_says_what_to_do) {
+  failEachCall(
+      2, 1, cudaErrorIllegalAddress,
+      [&](Group& group, int device, auto& arm) {
+        return makeMemory(group, device, std::nullopt, arm);
+      },
+      [&](const Fate& fate) {
+        CHECK(says(fate.error, "rank 1 (pid"));
+        CHECK(says(fate.error, "end it and start it again"));
+      });
+  fake::forgetLeftovers();  // such a process can give nothing back
+}
+
+TEST(mapped_pages_fail_on_all_ranks_alike) {
+  for (cudaError_t error : {cudaErrorNotSupported, cudaErrorMemoryAllocation})
+    CHECK(failEachCall(
+              3, 1, error,
+              [&](Group& group, int device, auto& arm) {
+                arm();
+                MappedPages(group, device, 100);
+                return "";
+              },
+              [&](const Fate& fate) {
+                CHECK(fate.error.empty() || says(fate.error, "rank 1 (pid"));
+              }) >= 3);
+}
+
+TEST(buffers_are_registered_for_all_ranks_or_for_none) {
+  for (int victim : {0, 1})
+    for (bool exported : {true, false}) {
+      const int calls = failEachCall(
+          2, victim, cudaErrorNotSupported,
+          [&](Group& group, int device, auto& arm) {
+            const PeerMemory memory(group, device, 100);
+            const MemoryPtr buffer =
+                exported ? allocateExported(device, exportGranularity(device)).memory
+                         : allocate(device, 1 << 20);
+            arm();
+            const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
+            group.run({Barrier{}});
+            CHECK(!made.buffer == !made.refusal.empty());
+            return made.refusal;
+          },
+          [&](const Fate& fate) {
+            CHECK_EQ(fake::leftovers(), "");
+            CHECK(fate.error.empty());
+            CHECK(says(fate.detail, "rank " + std::to_string(victim)));
+          });
+      CHECK(calls >= 6);
+    }
+}
+
+int main(int argc, char** argv) {
+  return peers::main(argc, argv);
+}

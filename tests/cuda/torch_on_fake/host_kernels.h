@@ -1,0 +1,56 @@
+// For csrc/cuda/*.cu where the C++ compiler compiles them: the kernels become functions that run
+// one block, of one thread, and the fake is told of them.
+#pragma once
+
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "kernels.h"
+
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static thread_local  // blocks of a grid are threads
+#define __CUDA_ARCH_LIST__ 900          // what the fake says it is
+
+struct HostIndex {
+  unsigned x;
+};
+inline thread_local HostIndex gridDim{1}, blockIdx{0}, threadIdx{0};
+inline void __syncthreads() {}
+
+namespace ringreduce::cuda {
+
+template <int>
+struct DeviceBlock {
+  int lane() const { return 0; }
+  static constexpr int lanes() { return 1; }
+  void sync() const {}
+  bool any(bool x) const { return x; }
+  template <class T>
+  T load(const T* from) const {
+    return *from;
+  }
+  template <class T>
+  void store(T* to, T value) const {
+    *to = value;
+  }
+  static uint64_t nanoseconds() { return static_cast<uint64_t>(now()); }
+  static void pause() { usleep(20); }  // there are more threads than cores
+};
+
+template <class Argument>
+const void* pointerTo(void (*kernel)(Argument)) {
+  static_assert(alignof(Argument) <= alignof(std::max_align_t));
+  const auto* key = reinterpret_cast<const void*>(kernel);
+  fakeRegisterKernel(key, sizeof(Argument),
+                     [](const void* of, const void* argument, int block, int blocks) {
+                       gridDim.x = static_cast<unsigned>(blocks);
+                       blockIdx.x = static_cast<unsigned>(block);
+                       reinterpret_cast<void (*)(Argument)>(const_cast<void*>(of))(
+                           *static_cast<const Argument*>(argument));
+                     });
+  return key;
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,113 @@
+// Streams of the fake that run: a thread takes what was put into a stream, in order, and streams
+// wait for each other's events.  What a test wants to know of is whether somebody forgot to order
+// two of them, so nothing else orders them: not the default stream either, which on a GPU waits for
+// some.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace fake {
+
+using Task = std::function<void()>;
+
+// A point in a stream.
+class Mark {
+ public:
+  void reach();
+  bool isReached();
+  void wait();
+  double milliseconds();  // when it was reached, by some clock
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool reached_ = false;
+  double at_ = 0;
+};
+using MarkPtr = std::shared_ptr<Mark>;
+
+// What a stream does, in a thread that starts with the first task.
+class Queue : public std::enable_shared_from_this<Queue> {
+ public:
+  explicit Queue(int gpu) : gpu(gpu) {}
+  void put(Task task);
+  MarkPtr mark();  // behind all that was put so far
+  bool isIdle();
+  void close();  // ends it once all is done
+
+  const int gpu;
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool running_ = false, busy_ = false, closed_ = false;
+};
+
+// How far somebody knows the captured streams to be, by their numbers.
+using Known = std::map<unsigned long long, uint64_t>;
+
+struct Capture {
+  unsigned long long number;
+  cudaStreamCaptureMode mode;
+  std::thread::id thread;
+  CUstream_st* origin;
+  std::vector<CUstream_st*> streams = {};
+  std::vector<Task> tasks = {};
+  cudaError_t broken = cudaSuccess;
+};
+
+}  // namespace fake
+
+struct CUstream_st {
+  const int ordinal, priority;
+  const unsigned flags;
+  const unsigned long long number;
+  const std::shared_ptr<fake::Queue> queue;
+  // Guarded by captures().
+  std::shared_ptr<fake::Capture> capture = nullptr;
+  fake::Known known = {};  // with its own steps
+};
+
+struct CUevent_st {
+  std::mutex mutex;
+  fake::MarkPtr mark = nullptr;  // null: not recorded yet
+  std::shared_ptr<fake::Capture> capture = nullptr;
+  fake::Known known = {};
+};
+
+struct CUgraph_st {
+  std::vector<fake::Task> tasks;
+};
+struct CUgraphExec_st {
+  std::vector<fake::Task> tasks;
+};
+
+namespace fake {
+
+// The stream that a handle means; null is the current GPU's default stream.
+CUstream_st& streamOf(cudaStream_t stream);
+// Puts it into the stream, or into what is captured of it.
+void put(CUstream_st& stream, Task task);
+// What has been put, is done.
+void finish(CUstream_st& stream);
+
+// Of everything about captures.
+std::mutex& captures();
+// What CUDA answers to calls that are not made while somebody captures; they end that.
+cudaError_t besideCaptures();
+bool isCapturing(CUstream_st& stream);
+
+}  // namespace fake

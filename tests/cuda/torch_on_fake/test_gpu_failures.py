@@ -1,0 +1,142 @@
+"""Ranks that die, are late or disagree while others wait in streams: who says so, and what then."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from blame import expect, expect_all
+from conftest import Machine
+from gpu_jobs import Gate, use_gpu
+from pool import Died, Rank
+
+
+def loop(me: Rank, style: str) -> None:
+    """Operations until something happens; tells the test once they flow."""
+    x = torch.ones(50_000, device=use_gpu(me))
+    for k in range(10**9):
+        if style == "staged":
+            dist.reduce(x, 0)
+        else:
+            work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=style == "async")
+            if work is not None:
+                work.wait()
+        torch.cuda.synchronize()
+        if k == 3:
+            me.tell("flowing")
+
+
+@pytest.mark.parametrize("style", ["blocking", "async", "staged"])
+def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
+    call = machine.start(loop, 3, style, fresh=True)
+    for rank in range(3):
+        call.heard(rank)
+    call.signal(1, signal.SIGKILL)
+    outcomes = call.outcomes(30)
+    assert isinstance(outcomes[1], Died)
+    expect_all(outcomes, [1], "PeerLost", [1])
+
+
+def late(me: Rank) -> None:
+    device = use_gpu(me)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        me.hear(60)
+        return
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    torch.cuda.synchronize()
+    assert bool(x.isnan().all())
+    work.wait()
+
+
+def test_a_late_rank_is_named_and_the_result_is_nan(machine: Machine) -> None:
+    call = machine.start(late, 2, timeout=2, fresh=True)
+    call.await_end([0], 30)
+    expect(call.ended[0], "Timeout", [1])
+    call.tell(1)
+    call.outcomes(30)
+
+
+def disagree(me: Rank) -> None:
+    x = torch.ones(1000 + me.rank, device=use_gpu(me))
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    dist.all_reduce(x)
+
+
+def test_ranks_that_disagree_are_told(machine: Machine) -> None:
+    for outcome in machine.start(disagree, 2, fresh=True).outcomes(30):
+        assert getattr(outcome, "kinds", [""])[0] == "ringreduce.errors.Mismatch", outcome
+
+
+def held(me: Rank) -> None:
+    """A stream that stands still for reasons of its own is nobody's fault."""
+    device = use_gpu(me)
+    x = torch.full((100,), me.rank + 1.0, device=device)
+    dist.all_reduce(x.clone())
+    torch.cuda.synchronize()
+    gate = Gate()
+    work = dist.all_reduce(x, async_op=True)
+    me.tell("held")
+    me.hear()
+    gate.open()
+    work.wait()
+    assert x.cpu().tolist() == [3] * 100
+
+
+def test_streams_may_be_held_back(machine: Machine) -> None:
+    call = machine.start(held, 2)
+    for rank in range(2):
+        assert call.heard(rank) == "held"
+    for rank in range(2):
+        call.tell(rank)
+    call.results()
+
+
+def again(me: Rank, names: list[str]) -> None:
+    """Groups after groups, with and without a device of their own, and parts of them."""
+    device = use_gpu(me)
+    for k, name in enumerate(names):
+        dist.init_process_group(
+            me.backend,
+            store=me.store(name),
+            rank=me.rank,
+            world_size=3,
+            device_id=device if k % 2 else None,
+        )
+        pair = dist.new_group([0, 2])
+        x = torch.full((1000,), me.rank + 1.0, device=device)
+        dist.all_reduce(x)
+        if me.rank != 1:
+            dist.all_reduce(x, group=pair)
+            assert x.cpu().tolist() == [12] * 1000
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_groups_are_made_anew(machine: Machine) -> None:
+    names = [machine.pool.name() for _ in range(4)]
+    machine.pool.start(again, machine.world(0), names, ranks=3, fresh=True).results(60)
+
+
+def after_an_error(me: Rank, name: str) -> None:
+    device = use_gpu(me)
+    x = torch.ones(1000 + me.rank, device=device)
+    with pytest.raises(dist.DistBackendError):
+        while True:
+            dist.all_reduce(x)
+            torch.cuda.synchronize()
+    dist.destroy_process_group()
+    me.init(name)
+    x = torch.ones(1000, device=device)
+    dist.all_reduce(x)
+    assert x.cpu().tolist() == [2] * 1000
+
+
+def test_a_process_goes_on_after_an_error(machine: Machine) -> None:
+    machine.start(after_an_error, 2, machine.pool.name(), fresh=True).results(60)

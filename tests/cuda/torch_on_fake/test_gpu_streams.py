@@ -1,0 +1,230 @@
+"""The order of calls and streams: behind what, before what, and that the host waits for none of it.
+
+A gate holds a stream, so what is shown does not depend on who is how fast.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from conftest import Machine
+from gpu_jobs import Gate, use_gpu
+from pool import Rank
+
+
+def ready(me: Rank) -> torch.device:
+    """The rank's GPU, with the first call, at which the ranks wait for each other, behind it."""
+    device = use_gpu(me)
+    for async_op in (False, True):
+        work = dist.all_reduce(torch.ones(1, device=device), async_op=async_op)
+        if work is not None:
+            work.wait()
+    torch.cuda.synchronize()
+    return device
+
+
+def all_of(me: Rank) -> float:
+    return float(sum(range(1, me.world_size + 1)))
+
+
+def wait_orders_streams(me: Rank) -> None:
+    device = ready(me)
+    x, mine = torch.zeros(5000, device=device), torch.full((5000,), me.rank + 1.0, device=device)
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for each in (stream, other):
+        each.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gate = Gate()
+        x.copy_(mine)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()  # of what cannot have begun
+        seen = torch.empty_like(x)
+        seen.copy_(x, non_blocking=True)
+        assert not work.is_completed() and not stream.query()
+    with torch.cuda.stream(other):  # a stream that did not wait goes its own way
+        assert x.cpu().tolist() == [0] * 5000
+        work.wait()
+        also = torch.empty_like(x)
+        also.copy_(x, non_blocking=True)
+        assert not other.query()
+    gate.open()
+    stream.synchronize()
+    other.synchronize()
+    assert work.is_completed()
+    assert seen.cpu().tolist() == also.cpu().tolist() == [all_of(me)] * 5000
+
+
+def test_wait_orders_streams_and_not_the_host(machine: Machine) -> None:
+    machine.run(wait_orders_streams, 2)
+
+
+def blocking(me: Rank) -> None:
+    device = ready(me)
+    x, mine = torch.zeros(100, device=device), torch.full((100,), me.rank + 1.0, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        gate = Gate()
+        x.copy_(mine)
+        dist.all_reduce(x)
+        dist.broadcast(x, 1)
+        event = torch.cuda.Event()
+        event.record()
+        assert not event.query()
+        gate.open()
+        assert x.cpu().tolist() == [all_of(me)] * 100
+
+
+def test_blocking_calls_block_streams_only(machine: Machine) -> None:
+    machine.run(blocking, 2)
+
+
+def futures(me: Rank) -> None:
+    device = ready(me)
+    x = torch.full((3000,), me.rank + 1.0, device=device)
+    torch.cuda.synchronize()
+    gate = Gate()
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    assert future.done() and not work.is_completed()
+    streams: list[torch.cuda.Stream] = []
+
+    def double(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        """Runs at once, in a stream behind the operation."""
+        streams.append(torch.cuda.current_stream())
+        result = torch.empty_like(x)
+        result.copy_(done.value()[0], non_blocking=True)
+        return result
+
+    chained = future.then(double)
+    assert chained.done() and len(streams) == 1 and not streams[0].query()
+    copied = chained.wait()
+    gate.open()
+    assert copied.cpu().tolist() == [all_of(me)] * 3000
+
+
+def test_futures_are_done_when_their_operation_is_in_its_stream(machine: Machine) -> None:
+    machine.run(futures, 2)
+
+
+def future_of_several(me: Rank) -> None:
+    device = ready(me)
+    tensors = [torch.full((3000,), me.rank + 1.0 + k, device=device) for k in range(2)]
+    torch.cuda.synchronize()
+    gate = Gate()
+    with dist._coalescing_manager(device=device, async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    future = manager.works[0].get_future()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        future.wait()
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        assert not stream.query()
+    gate.open()
+    stream.synchronize()
+    for k, copy in enumerate(copies):
+        assert copy.cpu().tolist() == [all_of(me) + k * me.world_size] * 3000
+
+
+def test_the_future_of_several_calls_is_behind_all_of_them(machine: Machine) -> None:
+    machine.run(future_of_several, 2)
+
+
+def reuse(me: Rank) -> None:
+    device = ready(me)
+    n = 300_000
+    x = torch.full((n,), me.rank + 1.0, device=device)
+    wanted = torch.full((n,), all_of(me))
+    kept = torch.empty(n, device=device)
+    torch.cuda.synchronize()
+    gate = Gate()
+    work = dist.all_reduce(x, async_op=True)
+    storage = x.untyped_storage().data_ptr()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+        kept.copy_(x, non_blocking=True)
+        x.record_stream(torch.cuda.current_stream())
+    del work, x
+    fresh = [torch.empty(n, device=device) for _ in range(4)]
+    assert storage not in [t.untyped_storage().data_ptr() for t in fresh]
+    gate.open()
+    torch.cuda.synchronize()
+    assert torch.equal(kept.cpu(), wanted)
+
+
+def test_memory_in_use_by_an_operation_is_not_given_away(machine: Machine) -> None:
+    machine.run(reuse, 2)
+
+
+def several_streams(me: Rank) -> None:
+    device = ready(me)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    tensors = [torch.full((2000,), me.rank + 1.0 + k, device=device) for k in range(12)]
+    torch.cuda.synchronize()
+    gates, works = [], []
+    for k, tensor in enumerate(tensors):
+        with torch.cuda.stream(streams[(k + me.rank) % 4]):
+            if k < 4:
+                gates.append(Gate())
+            works.append(dist.all_reduce(tensor, async_op=k % 3 > 0))
+    for gate in reversed(gates):  # the last stream is free first
+        gate.open()
+    for work in works:
+        if work is not None:
+            work.wait()
+    torch.cuda.synchronize()
+    for k, tensor in enumerate(tensors):
+        assert tensor.cpu().tolist() == [all_of(me) + k * me.world_size] * 2000
+
+
+def test_calls_in_several_streams_follow_each_other(machine: Machine) -> None:
+    machine.run(several_streams, 2)
+
+
+def staged(me: Rank) -> None:
+    """A call that goes through the host's memory."""
+    device = ready(me)
+    x, mine = torch.zeros(500, device=device), torch.full((500,), me.rank + 1.0, device=device)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gate = Gate()
+        x.copy_(mine)
+        torch.cuda.current_stream().query()
+        gate.open()  # the host waits here for what is to be copied
+        work = dist.reduce(x, 0, async_op=True)
+        work.wait()
+        if me.rank == 0:
+            assert x.cpu().tolist() == [all_of(me)] * 500
+
+
+def test_calls_by_way_of_the_host(machine: Machine) -> None:
+    machine.run(staged, 2)
+
+
+def replayed(me: Rank) -> None:
+    device = ready(me)
+    x, y = torch.zeros(700, device=device), torch.zeros(700, device=device)
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work = dist.all_reduce(y, async_op=True)
+            work.wait()
+        torch.cuda.current_stream().wait_stream(side)
+        dist.all_reduce(y)
+    for value in (1.0, 2.0):
+        x.fill_(value + me.rank)
+        graph.replay()
+        torch.cuda.synchronize()
+        total = sum(value + r for r in range(me.world_size))
+        assert y.cpu().tolist() == [total * me.world_size] * 700
+    dist.all_reduce(x)  # and beside the graph
+
+
+def test_graphs_replay_all_reduces(machine: Machine) -> None:
+    machine.run(replayed, 2)

@@ -1,0 +1,174 @@
+// What decodes the bytes of other ranks (codec/codec.h), given any bytes: the coded message ends
+// where the next page cannot be touched.
+//
+// Whatever comes: all instruction sets say the same of it, they take what an encoder could have
+// made and nothing else, write n elements and no more, and what they took is finite or NaN by whole
+// blocks.  Any floats come back from an encoder as a message that is taken.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "codec/kernels.h"
+#include "fuzz.h"
+#include "input.h"
+
+using namespace ringreduce;
+
+namespace {
+
+constexpr size_t kPlace = 4096;
+constexpr float kUntouched = 1234.5f;
+
+// The last bytes before a page that cannot be touched.
+std::byte* endOf(size_t bytes) {
+  static std::byte* const end = [] {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t before = (kPlace + page - 1) / page * page;
+    void* const base =
+        mmap(nullptr, before + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) std::abort();
+    std::byte* const last = static_cast<std::byte*>(base) + before;
+    if (mprotect(last, page, PROT_NONE) != 0) std::abort();
+    return last;
+  }();
+  return end - bytes;
+}
+
+bool isInteger(Codec codec) {
+  return codec == Codec::kInt8 || codec == Codec::kInt4;
+}
+
+uint32_t word(const std::byte* at) {
+  return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8;
+}
+
+// By the letter of docs/compression.md.
+bool couldBeEncoded(Codec codec, const std::byte* in, size_t bytes, size_t n) {
+  if (bytes != codedBytes(codec, n)) return false;
+  if (!isInteger(codec)) {
+    const uint32_t infinite = codec == Codec::kFloat16 ? 0x7c00 : 0x7f80;
+    const uint32_t nan = codec == Codec::kFloat16 ? 0x7e00 : 0x7fc0;
+    for (size_t i = 0; i < n; ++i)
+      if (const uint32_t code = word(in + 2 * i); (code & 0x7fff) > infinite && code != nan)
+        return false;
+    return true;
+  }
+  for (size_t first = 0; first < n; first += kCodecBlock) {
+    const std::byte* const block = in + codedBytes(codec, first);
+    const uint32_t scale = word(block);
+    const uint32_t magnitude = codec == Codec::kInt4 ? scale & 0x7fff : scale;
+    const bool codeless = scale == 0 || scale == 0x7fc0;
+    const uint32_t greatest = codec == Codec::kInt4 ? 0x7dff : 0x7c01;
+    if (!codeless && (magnitude < 0x0080 || magnitude > greatest)) return false;
+    for (size_t i = 0; i < kCodecBlock; ++i) {
+      const uint32_t pair = static_cast<uint32_t>(block[2 + (codec == Codec::kInt4 ? i % 16 : i)]);
+      const uint32_t code = codec == Codec::kInt8 ? pair : i < 16 ? pair & 15 : pair >> 4;
+      if (code != 0 && (codeless || first + i >= n)) return false;
+      if (codec == Codec::kInt8 && code == 0x80) return false;
+    }
+  }
+  return true;
+}
+
+class Play {
+ public:
+  // `trusting`: takes for granted that what has the right length is right.
+  explicit Play(bool trusting) : trusting_(trusting) {}
+
+  void run(fuzz::Input input) {
+    const uint8_t what = input.byte();
+    const Codec codec = static_cast<Codec>(what % kCodecs);
+    const size_t n = input.byte();
+    const std::string_view rest = input.bytes(kPlace);
+    if (what & 4)
+      encode(codec, rest, what & 8);
+    else
+      decode(codec, rest, n);
+  }
+  const char* wrong() const { return wrong_; }
+  bool took() const { return took_; }
+
+ private:
+  void decode(Codec codec, std::string_view bytes, size_t n) {
+    std::byte* const in = endOf(bytes.size());
+    std::memcpy(in, bytes.data(), bytes.size());
+    const bool right = couldBeEncoded(codec, in, bytes.size(), n);
+    if (trusting_) {
+      took_ = bytes.size() == codedBytes(codec, n);
+      if (took_ && !right) wrong_ = "took what no encoder makes";
+      return;
+    }
+    std::vector<float> first;
+    for (const CodecSet& set : codecSets()) {
+      if (!set.runs) continue;
+      std::vector<float> out(n + 16, kUntouched), sum(n + 16, kUntouched);
+      std::fill_n(sum.begin(), n, 1.f);
+      took_ = set.kernels(codec).decode(out.data(), in, bytes.size(), n);
+      if (took_ != set.kernels(codec).decodeAdd(sum.data(), in, bytes.size(), n))
+        wrong_ = "adds what it does not decode, or the other way round";
+      if (took_ != right) wrong_ = took_ ? "took what no encoder makes" : "refused what one makes";
+      for (size_t i = n; i < out.size(); ++i)
+        if (out[i] != kUntouched || sum[i] != kUntouched) wrong_ = "wrote beside its place";
+      if (took_) lookAt(codec, out, sum, n);
+      if (first.empty()) first = out;
+      if (took_ && std::memcmp(first.data(), out.data(), 4 * n) != 0)
+        wrong_ = "differs by instruction set";
+    }
+  }
+
+  void lookAt(Codec codec, const std::vector<float>& out, const std::vector<float>& sum, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      const float begin = out[i / kCodecBlock * kCodecBlock];
+      if (isInteger(codec) && !std::isfinite(out[i]) && !(std::isnan(out[i]) && std::isnan(begin)))
+        wrong_ = "made of codes what is not finite";
+      if (!(sum[i] == 1.f + out[i] || std::isnan(out[i]))) wrong_ = "added something else";
+    }
+  }
+
+  void encode(Codec codec, std::string_view bytes, bool stochastic) {
+    const size_t n = bytes.size() / 4, size = codedBytes(codec, n);
+    std::vector<float> in(n), error(n), out(n);
+    if (n > 0) std::memcpy(in.data(), bytes.data(), 4 * n);
+    const Draw draw{.seed = n, .first = 0};
+    std::byte* const coded = endOf(size);
+    for (const CodecSet& set : codecSets()) {
+      if (!set.runs) continue;
+      set.kernels(codec).encode(coded, error.data(), in.data(), n, stochastic ? &draw : nullptr);
+      if (!couldBeEncoded(codec, coded, size, n)) wrong_ = "encoded what is to be refused";
+      if (!set.kernels(codec).decode(out.data(), coded, size, n)) wrong_ = "refuses its own";
+      for (size_t i = 0; i < n; ++i)
+        if (error[i] != (std::isfinite(out[i]) ? in[i] - out[i] : 0))
+          wrong_ = "lost something else";
+    }
+  }
+
+  const bool trusting_;
+  const char* wrong_ = nullptr;
+  bool took_ = false;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Play play(false);
+  play.run(fuzz::Input(data, size));
+  if (play.wrong()) {
+    std::fprintf(stderr, "a codec %s\n", play.wrong());
+    std::abort();
+  }
+  return 0;
+}
+
+// The protection is the look at scales and codes: without it bytes are taken that mean nothing.
+fuzz::Trial fuzz::control(const uint8_t* data, size_t size) {
+  Play play(false), trusting(true);
+  play.run(Input(data, size));
+  trusting.run(Input(data, size));
+  return {.reached = play.took(), .seen = trusting.wrong() != nullptr};
+}

@@ -1,0 +1,154 @@
+"""What the ranks of a run of net_faults.py do: random calls whose results are known beforehand.
+
+All ranks draw the same calls from the run's seed, each checks every result, and they go on until
+rank 0 is told to end.  A rank that raises says what, when, and how long it took to leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Raised, Rank, describe
+
+CALLS = ("all_reduce", "all_reduce", "broadcast", "all_gather", "send", "barrier")
+DTYPES = (torch.float32, torch.int64, torch.bfloat16)
+BETWEEN_LOOKS = 6  # calls from one of rank 0's decisions to go on to the next
+
+
+class WrongNumbersError(Exception):
+    """A call has returned what it must not."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that computes for some seconds before its call of that number, and holds the GIL."""
+
+    rank: int
+    call: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Left:
+    """How a rank came out of it: `raised`, or all its calls were right."""
+
+    calls: int
+    raised: Raised | None
+    leaving: float  # seconds that leaving the group took
+
+
+def values(size: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor:
+    """What a rank brings to a call: small whole numbers, whose sums are exact in every type."""
+    return ((torch.arange(size) * 7 + rank * 5 + call) % 23).to(dtype)
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    if not torch.equal(got, expected):
+        wrong = int((got != expected).nonzero()[0])
+        raise WrongNumbersError(
+            f"{what}: element {wrong} of {got.numel()} is {got[wrong]}, not {expected[wrong]}"
+        )
+
+
+def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
+    """One random call, the same on all ranks, and a look at its result."""
+    name, dtype = draw.choice(CALLS), draw.choice(DTYPES)
+    size = int(largest ** draw.random())
+    world, one = me.world_size, draw.randrange(me.world_size)
+    what = f"call {number}, {name} of {size} x {dtype} on rank {me.rank}"
+    mine = values(size, dtype, me.rank, number)
+    if name == "all_reduce":
+        every = sum(values(size, dtype, r, number) for r in range(world))
+        assert isinstance(every, torch.Tensor)
+        dist.all_reduce(mine)
+        check(mine, every, what)
+    elif name == "broadcast":
+        dist.broadcast(mine, one)
+        check(mine, values(size, dtype, one, number), what)
+    elif name == "all_gather":
+        gathered = [torch.empty(size, dtype=dtype) for _ in range(world)]
+        dist.all_gather(gathered, mine)
+        for rank in range(world):
+            check(gathered[rank], values(size, dtype, rank, number), what)
+    elif name == "send":
+        step = draw.randrange(1, world)
+        source, got = (me.rank - step) % world, torch.empty(size, dtype=dtype)
+        works = [dist.isend(mine, (me.rank + step) % world), dist.irecv(got, source)]
+        for work in works:
+            work.wait()
+        check(got, values(size, dtype, source, number), what)
+    else:
+        dist.barrier()
+
+
+def calls_until_told(me: Rank, draw: random.Random, largest: int, slow: Slow | None) -> int:
+    number = 0
+    while True:
+        number += 1
+        if slow and (me.rank, number) == (slow.rank, slow.call):
+            ctypes.PyDLL(None).usleep(int(slow.seconds * 1e6))  # PyDLL: without letting the GIL go
+        call(me, number, draw, largest)
+        if number % BETWEEN_LOOKS == 0:
+            more = torch.tensor([not me.conn.poll(0)])
+            dist.broadcast(more, 0)
+            if number == BETWEEN_LOOKS:
+                me.tell("flowing")
+            if not more.item():
+                return number
+
+
+def last_calls(me: Rank, draw: random.Random, largest: int, leaver: int) -> None:
+    """One rank gives what it has and is gone; the others take it when they come to it."""
+    late = [draw.random() for _ in range(me.world_size)]
+    by_message, size = draw.random() < 0.5, int(largest ** draw.random())
+    if me.rank != leaver:
+        time.sleep(late[me.rank])
+    given = values(size, torch.float32, me.rank, 0)
+    wanted = values(size, torch.float32, leaver, 0)
+    if not by_message:
+        dist.broadcast(given, leaver)
+        check(given, wanted, f"the last broadcast on rank {me.rank}")
+    elif me.rank == leaver:
+        works = [dist.isend(given, r) for r in range(me.world_size) if r != leaver]
+        for work in works:
+            work.wait()
+    else:
+        dist.recv(given, leaver)
+        check(given, wanted, f"the last message to rank {me.rank}")
+    if me.rank == leaver:
+        dist.destroy_process_group()
+        os._exit(0)
+
+
+def program(me: Rank, seed: int, largest: int, slow: Slow | None, leaver: int) -> Left:
+    """A rank's whole run; `leaver` is -1 if nobody is to leave before the others."""
+    draw = random.Random(f"calls {seed}")
+    done, raised = 0, None
+    try:
+        done = calls_until_told(me, draw, largest, slow)
+        if leaver >= 0:
+            last_calls(me, draw, largest, leaver)
+        elif draw.random() < 0.5:
+            dist.barrier()
+    except Exception as error:
+        raised = describe(me.rank, error)
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return Left(done, raised, time.monotonic() - start)
+
+
+def outcome_of(value: Any) -> str:
+    """A rank's end in a few words."""
+    if isinstance(value, Left):
+        said = (
+            f"raised {value.raised.kinds[0]}: {value.raised.message}" if value.raised else "right"
+        )
+        return f"{said} (left in {value.leaving:.2f} s)"
+    return str(value)

@@ -1,0 +1,463 @@
+"""What error feedback keeps: through checkpoints, other buckets, other world sizes, infinities."""
+
+from __future__ import annotations
+
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank
+from test_compressed_hook import (
+    Net,
+    Straight,
+    attach,
+    averaged,
+    exactly,
+    gradients,
+    mean_residual,
+    train,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.ringreduce
+
+
+def saved(what: Any) -> Any:
+    """What torch.save and torch.load, which takes no code by default, make of it."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def stopped_and_resumed(me: Rank, settings: dict[str, Any], buckets: float) -> bool:
+    """Whether training that is resumed goes on as it would have, in every bit."""
+    draw = torch.Generator().manual_seed(me.rank)
+    data = [torch.randn(8, 24, generator=draw) for _ in range(8)]
+
+    def steps(model: DDP, optimizer: torch.optim.Optimizer, inputs: list[torch.Tensor]) -> None:
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    model = DDP(Net(), bucket_cap_mb=0.05)
+    state = attach(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    steps(model, optimizer, data[:4])
+    kept = saved({"model": model.module.state_dict(), "hook": state.state_dict()})
+    steps(model, optimizer, data[4:])
+
+    again = DDP(Net(), bucket_cap_mb=buckets)
+    again.module.load_state_dict(kept["model"])
+    resumed = attach(again, "python hook", **settings)
+    resumed.load_state_dict(kept["hook"])
+    assert resumed.steps == 4
+    steps(again, torch.optim.SGD(again.parameters(), lr=0.05), data[4:])
+    assert resumed.steps == 8
+    one, other = state.state_dict(), resumed.state_dict()
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(model.module.parameters(), again.module.parameters(), strict=True)
+    ) and all(torch.equal(one["residuals"][n], other["residuals"][n]) for n in one["residuals"])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_checkpoint_continues_bit_for_bit(pool: Pool, world: MakeWorld, size: int) -> None:
+    """Though DDP's first buckets are others than those it makes after one step."""
+    for settings in (
+        {"codec": "int8"},
+        {"codec": "int4", "schedule": "ring"},
+        {"codec": "int4", "start_after": 6},
+        {"codec": "bfloat16", "error_feedback": False},
+    ):
+        for buckets in (0.05, 25):
+            assert all(pool.run(stopped_and_resumed, world(size), settings, buckets))
+
+
+def without_its_state(me: Rank) -> bool:
+    """The same, but the residuals are lost: then it must not go on the same."""
+    model, again = DDP(Straight()), DDP(Straight())
+    attach(model, codec="int4")
+    averaged(me, model, 0)
+    attach(again, codec="int4")
+    return torch.equal(averaged(me, model, 1)[0], averaged(me, again, 1)[0])
+
+
+def test_residuals_matter(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(without_its_state, world(2)) == [False, False]
+
+
+def in_smaller_groups(me: Rank) -> list[float]:
+    """Steps with four ranks, then with two of them, then with three: what is missing in the end."""
+    import ringreduce
+
+    groups = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 1], [0, 1, 2])]
+    module = Straight()
+    state = ringreduce.CompressionState(module, "int4")
+    found = []
+    for group in groups:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if rank < 0:
+            continue
+        gc.collect()  # the last one's reducer watches the parameters as long as it lives
+        model = DDP(module, process_group=group)
+        state.process_group = group
+        state.average_residuals()
+        given: list[Any] = [state.state_dict()]  # who was not there knows of fewer steps
+        dist.broadcast_object_list(given, 0, group=group)
+        state.load_state_dict(given[0])
+        assert ringreduce.register_comm_hook(model, state) is state
+        before = state.residual("weight")
+        owed = torch.zeros(40, 100).double() if before is None else before.double()
+        total, wanted = torch.zeros(40, 100).double(), torch.zeros(40, 100).double()
+        inside = Rank(rank, size, me.backend, me.store_port, me.conn)
+        for step in range(6):
+            total += averaged(inside, model, step)[0].double()
+            wanted += exactly(inside, model, step)[0]
+        held = mean_residual(state, group)
+        found.append(float((total + held - owed - wanted).abs().max()))
+        del model
+    return found
+
+
+def test_residuals_survive_another_world_size(pool: Pool, world: MakeWorld) -> None:
+    results = pool.run(in_smaller_groups, world(4))
+    assert [len(found) for found in results] == [3, 3, 2, 1]
+    assert all(off < 1e-5 for found in results for off in found), results
+
+
+def in_channels_last(me: Rank) -> tuple[float, bool]:
+    """How far residuals of channels_last weights are off; whether contiguous ones get the same."""
+    torch.manual_seed(0)
+    weights = nn.Conv2d(16, 16, 3, bias=False)
+    weights.weight.data = weights.weight.data.contiguous(memory_format=torch.channels_last)
+    model = DDP(weights)
+    state = attach(model, codec="int4")
+    x = torch.randn(2, 16, 6, 6, generator=torch.Generator().manual_seed(me.rank))
+    model(x).square().mean().backward()
+    plain = nn.Conv2d(16, 16, 3, bias=False)
+    plain.load_state_dict(model.module.state_dict())
+    plain(x).square().mean().backward()
+    assert plain.weight.grad is not None
+    wanted, held = plain.weight.grad.clone(), state.residual("weight")
+    for each in (wanted, held):
+        dist.all_reduce(each, op=dist.ReduceOp.AVG)
+    assert (model.module.weight.grad - wanted).abs().max() > 1e-6, "nothing was coded"
+    off = float((model.module.weight.grad + held - wanted).abs().max())
+    again = attach(DDP(plain), codec="int4")
+    again.load_state_dict(saved(state.state_dict()))
+    return off, torch.equal(state.residual("weight"), again.residual("weight"))
+
+
+def test_residuals_do_not_depend_on_the_memory_format(pool: Pool, world: MakeWorld) -> None:
+    for off, same in pool.run(in_channels_last, world(2)):
+        assert off < 1e-6, "residuals of other elements"
+        assert same
+
+
+class Sometimes(nn.Module):
+    """As `Straight`, with a second weight that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 100))
+        self.other = nn.Parameter(torch.zeros(40, 100))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        y = (self.weight * x).sum()
+        return y + (self.other * x).sum() if uses else y
+
+
+def used_now_and_then(me: Rank) -> list[float]:
+    """What is missing in the end of a weight that no rank uses in some steps, and one in others."""
+    model = DDP(Sometimes(), find_unused_parameters=True)
+    state = attach(model, codec="int4")
+    total, wanted = torch.zeros(40, 100).double(), torch.zeros(40, 100).double()
+    for step in range(12):
+        users = [r for r in range(me.world_size) if step % 3 == 0 or (step % 3 == 1 and r == 0)]
+        given = [
+            torch.randn(40, 100, generator=torch.Generator().manual_seed(31 * step + r))
+            for r in range(me.world_size)
+        ]
+        model.zero_grad()
+        model(given[me.rank], me.rank in users).backward()
+        if model.module.other.grad is not None:
+            total += model.module.other.grad.double()
+        wanted += sum((given[r].double() for r in users), torch.zeros(40, 100)) / me.world_size
+    held = state.residual("other").double()
+    dist.all_reduce(held, op=dist.ReduceOp.AVG)
+    return [float((total + held - wanted).abs().max()), float((total - wanted).abs().max())]
+
+
+def test_nothing_is_lost_of_what_is_not_always_used(pool: Pool, world: MakeWorld) -> None:
+    for left, off in pool.run(used_now_and_then, world(2)):
+        assert left < 2e-5, "DDP threw away what was owed"
+        assert off > 1e-3, "nothing was coded"
+
+
+def one_checkpoint_for_all(me: Rank) -> bool:
+    """What rank 0 has saved after average_residuals is everybody's."""
+    model = DDP(Straight())
+    state = attach(model, codec="int4")
+    for step in range(3):
+        averaged(me, model, step)
+    assert dist.group.WORLD is not None
+    mean = mean_residual(state, dist.group.WORLD)
+    state.average_residuals()
+    given: list[Any] = [state.state_dict()]
+    dist.broadcast_object_list(given, 0)
+    fresh = attach(DDP(Straight()), codec="int4")
+    fresh.load_state_dict(given[0])
+    return bool((fresh.residual("weight").double() - mean).abs().max() < 1e-6)
+
+
+def test_one_checkpoint_serves_all(pool: Pool, world: MakeWorld) -> None:
+    assert all(pool.run(one_checkpoint_for_all, world(3)))
+
+
+class Image(nn.Module):
+    """Its gradient is the input; in memory it lies as images do that are fast to convolve."""
+
+    def __init__(self, format: torch.memory_format) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 16, 3, 5).to(memory_format=format))
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        return (self.weight * weights).sum()
+
+
+def in_another_order(me: Rank, views: bool) -> list[float]:
+    """What residuals of a parameter whose memory is not in order have to do with its elements."""
+    model = DDP(Image(torch.channels_last), gradient_as_bucket_view=views)
+    state = attach(model, codec="int4")
+    shape = model.module.weight.shape
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    model(inputs[me.rank]).backward()
+    assert dist.group.WORLD is not None
+    missing = torch.stack(inputs).double().mean(0) - model.module.weight.grad.double()
+    held = mean_residual(state, dist.group.WORLD)
+    loaded = attach(DDP(Image(torch.contiguous_format)), codec="int4")
+    loaded.load_state_dict(saved(state.state_dict()))
+    off = [float((missing - held).abs().max()), float(missing.abs().max())]
+    assert torch.equal(loaded.residual("weight"), state.residual("weight"))
+    state.average_residuals()
+    return [*off, float((state.residual("weight").double() - held).abs().max())]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_residuals_belong_to_elements(pool: Pool, world: MakeWorld, views: bool) -> None:
+    for off, lost, after in pool.run(in_another_order, world(2), views):
+        assert off < 1e-5 and after < 1e-5 and lost > 0.01
+
+
+def poisoned(me: Rank, codec: str, bad: float, where: str) -> tuple[bool, bool, bool]:
+    """One rank's gradient is not finite in step 2.
+
+    Returns whether that arrives everywhere, leaves the residuals, and whether the next step is as
+    if it had not been.
+    """
+    model, calm = DDP(Straight(), bucket_cap_mb=0.01), DDP(Straight(), bucket_cap_mb=0.01)
+    state, other = (attach(each, codec=codec) for each in (model, calm))
+    for step in range(2):
+        averaged(me, model, step)
+        averaged(me, calm, step)
+    before = state.residual("weight")
+    weight, bias = gradients(2, me.rank, model.module)
+    if me.rank == 1:
+        (weight if where == "weight" else bias).view(-1)[77] = bad
+    model.zero_grad()
+    model(weight, bias).backward()
+    gradient = getattr(model.module, where).grad
+    arrived = not bool(torch.isfinite(gradient).all())
+    left = torch.equal(before, state.residual("weight"))
+    same = torch.equal(averaged(me, model, 3)[0], averaged(me, calm, 3)[0])
+    assert torch.equal(state.residual("weight"), other.residual("weight"))
+    return arrived, left, same
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "float16", "int8", "int4"])
+def test_what_is_not_finite_leaves_residuals(pool: Pool, world: MakeWorld, codec: str) -> None:
+    for bad in ("inf", "-inf", "nan"):
+        for where in ("weight", "bias"):  # coded, and exact in another bucket
+            found = pool.run(poisoned, world(3), codec, float(bad), where)
+            assert found == [(True, True, True)] * 3, (bad, where)
+
+
+def scaled(me: Rank) -> list[tuple[bool, float]]:
+    """With a GradScaler and one rank that overflows: whether each step was taken; the scale."""
+    model = DDP(Net())
+    state = attach(model, codec="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    seen = []
+    for step in range(8):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + me.rank))
+        state.set_loss_scale(scaler.get_scale())
+        kept = state.residual("middle.weight")
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if step == 4 and me.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = list(model.parameters())
+        taken = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert all(torch.isfinite(p).all() for p in after)
+        if not taken:
+            assert torch.equal(kept, state.residual("middle.weight"))
+        seen.append((taken, scaler.get_scale()))
+    return seen
+
+
+def test_grad_scaler_skips_everywhere(pool: Pool, world: MakeWorld) -> None:
+    results = pool.run(scaled, world(2))
+    assert results[0] == results[1]
+    assert [taken for taken, _ in results[0]] == [True] * 4 + [False] + [True] * 3
+    assert [scale for _, scale in results[0]] == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
+
+
+def rescaled(me: Rank) -> bool:
+    """Residuals follow the loss scale, so that another one changes nothing."""
+    models = [DDP(Straight()) for _ in range(2)]
+    states = [attach(model, codec="int4") for model in models]
+    for step in range(4):
+        states[1].set_loss_scale(2.0**step)
+        grads = []
+        for model, scale in zip(models, (1.0, 2.0**step), strict=True):
+            model.zero_grad()
+            (model(*gradients(step, me.rank, model.module)) * scale).backward()
+            grads.append(model.module.weight.grad / scale)
+        if not torch.equal(*grads):
+            return False
+    again = attach(DDP(Straight()), codec="int4")
+    again.load_state_dict(states[1].state_dict())
+    again.set_loss_scale(1.0)
+    states[1].set_loss_scale(1.0)
+    return torch.equal(again.residual("weight"), states[0].residual("weight"))
+
+
+def test_residuals_follow_the_loss_scale(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(rescaled, world(2)) == [True, True]
+
+
+def interrupted(me: Rank) -> bool:
+    """A backward that fails on its way leaves the residuals; a new DDP, as it needs, goes on."""
+    import ringreduce
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise ArithmeticError("no gradient today")
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.last(Fails.apply(x) if self.fails else x)
+
+    model = DDP(Chain(), bucket_cap_mb=0.001)
+    state = attach(model, codec="int8")
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(me.rank))
+    for _ in range(3):
+        model(x).square().mean().backward()
+    before = state.residual("last.weight")
+    model.module.fails = True
+    try:
+        model(x).square().mean().backward()
+        return False
+    except ArithmeticError:
+        model.module.fails = False
+    left = torch.equal(before, state.residual("last.weight"))
+    module = model.module
+    del model
+    gc.collect()  # its reducer watches the parameters as long as it lives
+    model = DDP(module, bucket_cap_mb=0.001)
+    assert ringreduce.register_comm_hook(model, state) is state
+    model(x).square().mean().backward()
+    return left and not torch.equal(before, state.residual("last.weight"))
+
+
+def test_a_backward_that_fails_leaves_residuals(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(interrupted, world(2)) == [True, True]
+
+
+def unfit(me: Rank) -> list[str]:
+    import ringreduce
+
+    state = ringreduce.CompressionState(Straight(), "int8")
+    good = state.state_dict()
+    good["residuals"] = {"weight": torch.ones(40, 100)}
+    state.load_state_dict(good)
+    said = []
+    for change in (
+        {"version": 2},
+        {"steps": -1},
+        {"residuals": {"other": torch.ones(3)}},
+        {"residuals": {"weight": torch.ones(100, 40)}},
+        {"residuals": {"weight": torch.full((40, 100), float("nan"))}},
+        {"residuals": {"weight": [1.0]}},
+        {"loss_scale": 0.0},
+        {"residuals": {"weight": torch.ones(40, 100, dtype=torch.complex64)}},
+        {"residuals": {"weight": torch.ones(40, 100).to_sparse()}},
+        {"residuals": {"weight": torch.ones(40, 100, device="meta")}},
+        {"residuals": {"weight": 1.0}},
+        {"residuals": [torch.ones(40, 100)]},
+        {"residuals": None},
+        {"steps": 1.0},
+        {"loss_scale": 0},
+        {"loss_scale": float("nan")},
+        {"loss_scale": "1"},
+    ):
+        try:
+            state.load_state_dict({**good, **change})
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    for key in good:
+        try:
+            state.load_state_dict({k: v for k, v in good.items() if k != key})
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    assert torch.equal(state.residual("weight"), torch.ones(40, 100))  # type: ignore[arg-type]
+    state.load_state_dict({**good, "residuals": {}})
+    assert state.residual("weight") is None
+    state.load_state_dict({**good, "residuals": {"bias": torch.ones(100)}})  # exact here
+    assert state.residual("bias") is None
+    return said
+
+
+def test_other_states_are_refused(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(unfit, world(1)):
+        assert "accepted" not in said, said
+
+
+def loaded_by_some(me: Rank) -> None:
+    model = DDP(Net())
+    state = attach(model, codec="int8")
+    train(me, model, 2)
+    kept = state.state_dict()
+    kept["steps"] += me.rank  # of another checkpoint
+    state.load_state_dict(kept)
+    train(me, model, 1)
+
+
+def test_ranks_that_load_other_checkpoints_are_told(pool: Pool, world: MakeWorld) -> None:
+    for outcome in pool.start(loaded_by_some, world(2)).outcomes():
+        assert outcome.isa("Mismatch"), outcome  # type: ignore[union-attr]

@@ -1,0 +1,190 @@
+"""The build of the code for GPUs: when it is built, what is said where it is not, and the report of
+its kernels.  Needs neither nvcc nor a GPU; `make cuda-build` compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setuptools.command.egg_info import FileList
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+
+import kernel_report  # noqa: E402
+
+# What ptxas says of a kernel, of one that spills, and of a function that it calls.
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN10ringreduce4cuda4ringIfLi4EEEvPT_' for 'sm_90'
+ptxas info    : Function properties for _ZN10ringreduce4cuda4ringIfLi4EEEvPT_
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 31 registers, used 1 barriers, 128 bytes smem, 380 bytes cmem[0]
+ptxas info    : Compile time = 2.492 ms
+ptxas info    : Compiling entry function '_ZN10ringreduce4cuda4ringIfLi4EEEvPT_' for 'sm_120'
+ptxas info    : Function properties for _ZN10ringreduce4cuda4ringIfLi4EEEvPT_
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 128 registers, 256 bytes smem
+ptxas info    : Function properties for helper
+    40 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+
+
+def report(tmp_path: Path, log: str) -> int:
+    path = tmp_path / "ptxas.log"
+    path.write_text(log)
+    return kernel_report.main(str(path))
+
+
+def test_the_report_names_a_kernel_that_spills(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(tmp_path, LOG) == 1
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()] == [
+        ["registers", "on", "sm_90", "sm_120", "shared", "stack", "spills"],
+        ["helper", "-", "-", "0", "40", "0"],
+        ["ring<float,", "4>", "31", "128", "256", "16", "20"],
+    ]
+    assert err == "ring<float, 4> spills 20 bytes on sm_120\n"
+
+
+def test_the_report_passes_without_spills(tmp_path: Path) -> None:
+    assert report(tmp_path, LOG.replace("8 bytes spill", "0 bytes spill").replace("12", "0")) == 0
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        LOG[: LOG.index("ptxas info    : Used")],
+        LOG.replace("ptxas info    : Used 31 registers", "something else"),
+        LOG.replace("    0 bytes stack frame", "something else"),
+        LOG.replace("properties for _ZN10ringreduce4cuda4ringIfLi4EEEvPT_", "properties for it"),
+    ],
+    ids=["empty", "cut off", "no registers", "no memory", "another function"],
+)
+def test_a_log_that_is_not_understood_is_no_report(tmp_path: Path, log: str) -> None:
+    assert report(tmp_path, log) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("void ringreduce::cuda::k<float, 4>(float*, int)", "k<float, 4>"),
+        ("ringreduce::cuda::(anonymous namespace)::k(ringreduce::cuda::Call)", "k"),
+        ("void k<(ringreduce::DType)3>(float (*)(int))", "k<(DType)3>"),
+        ("_Zmangled", "_Zmangled"),
+    ],
+)
+def test_names_of_kernels_are_short(name: str, shown: str) -> None:
+    assert kernel_report.short(name) == shown
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_log_is_kept_and_warnings_are_seen(tmp_path: Path, status: int) -> None:
+    said = tmp_path / "said"
+    said.write_text(LOG + "ptxas warning : Registers are spilled\nx.cu(1): error: no\n")
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f'#!/bin/sh\necho compiled "$@"; cat {said} >&2; exit {status}\n')
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        ["sh", ROOT / "cmake" / "keep_ptxas_log.sh", compiler, "-c", "a b.cu", "-o", "a b.o"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    assert done.stdout == "compiled -c a b.cu -o a b.o\n"
+    assert done.stderr == "ptxas warning : Registers are spilled\nx.cu(1): error: no\n"
+    assert (tmp_path / "a b.o.ptxas").read_text() == said.read_text()
+
+
+def path_without_nvcc(folder: Path) -> list[str]:
+    """PATH, and for each folder of it that has an nvcc one of links to everything else in there."""
+    places = []
+    for number, place in enumerate(map(Path, os.environ["PATH"].split(os.pathsep))):
+        if (place / "nvcc").exists():
+            links = folder / f"path{number}"
+            links.mkdir()
+            for tool in place.iterdir():
+                if tool.name != "nvcc":
+                    (links / tool.name).symlink_to(tool)
+            place = links
+        places.append(str(place))
+    return places
+
+
+def configure(folder: Path, nvcc: str | None, *arguments: str) -> tuple[int, str]:
+    """Runs CMake with this nvcc, or none, in PATH; returns its status and what it says."""
+    tools = folder / "bin"
+    tools.mkdir()
+    if nvcc is not None:
+        (tools / "nvcc").write_text(nvcc)
+        (tools / "nvcc").chmod(0o755)
+    # Those of the virtual environment first, as setup.py takes them.
+    places = [str(tools), str(Path(sys.executable).parent), *path_without_nvcc(folder)]
+    environment = dict(os.environ, PATH=os.pathsep.join(places))
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        ["cmake", "-S", ROOT, "-B", folder / "build", "-G", "Ninja", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, " ".join(done.stdout.split())
+
+
+BROKEN = "#!/bin/sh\necho unsupported GNU version >&2; exit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "arguments", "fails", "says"),
+    [
+        (None, [], False, "CUDA: not built, there is no nvcc in PATH"),
+        (None, ["1"], True, "RINGREDUCE_CUDA=1, but there is no nvcc in PATH"),
+        (BROKEN, [], False, "CUDA: not built, {}/bin/nvcc cannot make a C++20 program with"),
+        (BROKEN, ["1"], True, "cannot make a C++20 program"),
+        (BROKEN, ["1"], True, "unsupported GNU version"),
+        (BROKEN, ["0"], False, "CUDA: not built, switched off by RINGREDUCE_CUDA=0"),
+        (BROKEN, ["yes"], True, 'RINGREDUCE_CUDA is auto, 0 or 1, not "yes".'),
+        (BROKEN, ["auto", "-DRINGREDUCE_CUDA_ARCHS=sm_90"], True, 'not "sm_90".'),
+        (BROKEN, ["1", "-DRINGREDUCE_SANITIZE=thread"], True, "do not go with nvcc"),
+    ],
+)
+def test_when_it_is_built(
+    tmp_path: Path, nvcc: str | None, arguments: list[str], fails: bool, says: str
+) -> None:
+    if arguments:
+        arguments = [f"-DRINGREDUCE_CUDA={arguments[0]}", *arguments[1:]]
+    status, said = configure(tmp_path, nvcc, *arguments)
+    assert (status != 0) == fails, said
+    assert says.format(tmp_path) in said
+
+
+@pytest.mark.ringreduce
+def test_the_extension_says_what_it_was_built_with() -> None:
+    from ringreduce import _build_info, _load
+
+    assert _load.load().cuda_build() == _build_info.CUDA
+
+
+def test_a_source_distribution_has_all_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    packed = FileList()
+    for line in Path("MANIFEST.in").read_text().splitlines():
+        if line and not line.startswith("#"):
+            packed.process_template_line(line)
+    wanted = {
+        str(path)
+        for folder in ("csrc", "tests", "benchmarks", "cmake")
+        for path in Path(folder).rglob("*")
+        if path.suffix in (".h", ".cc", ".cu", ".cuh", ".cmake", ".sh", ".py")
+    }
+    assert "csrc/cuda/kernels.cu" in wanted and "cmake/cuda.cmake" in wanted
+    assert sorted(wanted - set(packed.files)) == []

@@ -1,0 +1,87 @@
+"""How much of a group's data each interface carries, and the line that says which carry it."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import Host, Hosts, why_not
+from pool import Pool, Rank, World
+
+pytestmark = pytest.mark.ringreduce
+
+ELEMENTS = 2_000_000
+CALLS = 4
+
+
+def reduce_some(me: Rank) -> float:
+    for _ in range(CALLS):
+        t = torch.full((ELEMENTS,), float(me.rank + 1))
+        dist.all_reduce(t)
+    dist.barrier()
+    return t[-1].item()
+
+
+def sent(host: Host) -> dict[str, int]:
+    """The bytes that each interface of a host has sent."""
+    text = host.run("cat", "/proc/self/net/dev")
+    found = re.findall(r"^\s*(\w+):\s*((?:\d+\s*)+)$", text, re.MULTILINE)
+    return {name: int(numbers.split()[8]) for name, numbers in found}
+
+
+@pytest.mark.parametrize("wanted", ["eth0,eth1", "eth1,eth0", "10.88.0.0/16,10.89.0.0/16", "eth1"])
+def test_interfaces_share_the_data(pool: Pool, wanted: str) -> None:
+    if why := why_not(veth=True):
+        pytest.skip(why)
+    with Hosts(2, veth=True, interfaces=2, rate_mbit=500) as hosts:
+        env = (("RINGREDUCE_IF", wanted),)
+        before = [sent(host) for host in hosts.all]
+        world = World(2, "ringreduce", env, places=hosts.places())
+        assert pool.start(reduce_some, world, fresh=True).results() == [3.0, 3.0]
+        whole = CALLS * ELEMENTS * 4  # two ranks send each other half of it, twice
+        for host, first in zip(hosts.all, before, strict=True):
+            after = sent(host)
+            carried = {name: (after[name] - first[name]) / whole for name in ("eth0", "eth1")}
+            assert sum(carried.values()) > 0.95, carried
+            if wanted == "eth1":
+                assert carried["eth0"] < 0.05, carried
+            else:
+                assert min(carried.values()) > 0.25, carried
+
+
+RANK = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("ringreduce")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({}, "by which the store's host 10.88.0.1 is reached"),
+        ({"RINGREDUCE_IF": "eth1"}, "as RINGREDUCE_IF=eth1 has it"),
+    ],
+)
+def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: str) -> None:
+    if why := why_not(veth=True):
+        pytest.skip(why)
+    with Hosts(2, veth=True, interfaces=2, rate_mbit=500) as hosts:
+        for level in ("info", ""):
+            job = hosts.start(
+                [sys.executable, "-c", RANK],
+                environment={**variables, "RINGREDUCE_LOG": level},
+                port=29400 + bool(level),
+            )
+            for outcome in job.wait(60):
+                assert outcome.code == 0, outcome.output
+                name = variables.get("RINGREDUCE_IF", "eth0")
+                line = (
+                    rf"rank {outcome.rank} \(.*\) of group '.*' is reached at {name} \([0-9.:]+\)"
+                )
+                assert bool(re.search(f"{line}.*, {reason}", outcome.output)) == bool(level)
