@@ -2,7 +2,7 @@
 
 Ways (`kind`): "bare" has no DDP and no sync, "parallel" is torch.nn.DataParallel in rank 0 alone,
 "ddp" is DDP on the group's backend, "hook" is the same with ringreduce's hook beside that backend,
-"codec" the hook with the codec that the way is named after, and error feedback.
+"codec" the hook with the codec that the way is named after ("auto" too), and error feedback.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from ringreduce.bench.channel import Message
 from ringreduce.bench.clocks import clock_for
 from ringreduce.bench.engines import TorchEngine
 from ringreduce.bench.servant import Servant, run
+
+# A trial of "auto" is shorter.
+MOST_STEPS = 20
 
 
 def projection(gradient: Tensor, signs: Tensor) -> tuple[float, float]:
@@ -51,6 +54,7 @@ class Trainer(Servant):
         self.engine = TorchEngine(spec)
         self.clock = clock_for("cpu" if self.idle else spec["device"])
         self.model: nn.Module = nn.Identity()
+        self.state: Any = None  # of a codec
 
     def prepare(self, model: str, sizes: dict[str, Any], dtype: str) -> Message:
         """Make the model and its batch; those of the model before are freed first."""
@@ -82,8 +86,17 @@ class Trainer(Servant):
         if self.kind == "hook":
             importlib.import_module("ringreduce").register_comm_hook(ddp)
         elif self.kind == "codec":
-            importlib.import_module("ringreduce").register_comm_hook(ddp, codec=self.key)
+            ringreduce = importlib.import_module("ringreduce")
+            self.state = ringreduce.register_comm_hook(ddp, codec=self.key)
         return ddp
+
+    def choose(self) -> Message:
+        """Train until the codec "auto" has chosen; what, and why."""
+        for _ in range(MOST_STEPS):
+            if self.state.choice != "measuring":
+                break
+            self._step()
+        return {"choice": self.state.choice, "why": self.state.why}
 
     def check(self) -> Message:
         """What every parameter's gradient is, as projections: before sync and after it."""

@@ -14,6 +14,7 @@ The JSON, schema 1 (times in seconds, sizes in bytes):
                                     after; whether ranks had the same bits
                  allocated_bytes    torch.cuda.max_memory_allocated; gpu_bytes and staging_bytes are
                                     ringreduce's own, on the GPU and in the host's memory
+                 choice             of the codec "auto", and why; else ""
                  samples_per_s, exposed_s, over_bare_s    follow from these; written for readers
 """
 
@@ -42,6 +43,7 @@ class WayResult:
     allocated_bytes: int = 0
     gpu_bytes: int = 0
     staging_bytes: int = 0
+    choice: str = ""
 
     @property
     def median(self) -> float:

@@ -44,7 +44,7 @@ PROGRAM = (str(Path(__file__).resolve().parent / "_ddp_rank.py"),)
 # two backward passes of the same batch differ by roundings where a GPU adds in any order.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 # The same where gradients travel through a codec: its losses, of which signs cancel most.
-CODED_TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "int8": 0.1, "int4": 1.0}
+CODED_TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "int8": 0.1, "int4": 1.0, "auto": 0.1}
 
 
 def ways(placing: Placing) -> list[Contender]:
@@ -121,6 +121,9 @@ class Race:
             if prepared is not None:
                 result.ways[key] = WayResult()
                 result.parameters = prepared[0]["parameters"]
+                if key == "auto":
+                    chosen = self.controller.sets[key].ask("choose")[0]
+                    result.ways[key].choice = f"{chosen['choice']}: {chosen['why']}"
                 self.check(key, first=True)
         keys = list(result.ways)
         for turn in range(options.rounds + 1):

@@ -318,6 +318,19 @@ class CompressionState:
         self._loss_scale = scale
         self._state.set_steps(steps)
 
+    def _require_parameters_of(self, model: DistributedDataParallel) -> None:
+        """Raises ValueError if the state was made for another model's parameters."""
+        own = {id(parameter) for parameter in self._parameters.values()}
+        strange = [
+            name for name, parameter in _parameters_of(model).items() if id(parameter) not in own
+        ]
+        if strange:
+            raise ValueError(
+                f"this CompressionState was made of another model: {strange[0]} and "
+                f"{len(strange) - 1} more of the model's parameters are none of its own; make a "
+                "state of this model, and load the other's state_dict if it is to go on"
+            )
+
     def _agree(self, group: dist.ProcessGroup) -> None:
         """Raises Mismatch, on all ranks, unless all have the same settings.  Collective."""
         self._state.agree(backend_of(group))

@@ -60,7 +60,7 @@ def register_comm_hook(
         TypeError: not a DistributedDataParallel model; TypeError and ValueError of
             `CompressionState`.
         ValueError: parameters on a device that this build does not know; settings beside a state,
-            which has its own, or without a codec.
+            which has its own, or without a codec; a state of another model.
         RuntimeError: the model has a hook already, or compiled autograd's Python reducer, which
             ignores C++ hooks.
         Mismatch: ranks gave different codecs, settings or models.
@@ -105,6 +105,7 @@ def register_comm_hook(
             raise ValueError(f"{', '.join(given)} cannot be set here: {why}")
     if isinstance(codec, CompressionState):
         state = codec
+        state._require_parameters_of(ddp_model)
     elif codec is not None:
         state = CompressionState(
             ddp_model,

@@ -129,10 +129,32 @@ def test_a_step_with_a_codec_is_held_against_gloos():
     ways = {"stock": way(0.6), "ours": way(0.6), "int8": way(0.25)}
     model = train.ModelResult("mlp", 1, {}, ways)
     at_link = {"stock": 2e6, "ours": 2e6, "int8": 5.2e5}
-    lines = train.verdicts(model, at_link)
-    assert "0.2600 of exact's; 2.40 x as fast as gloo (asked: 2: met)" in lines[-1]
+    lines = train.verdicts(model, at_link, 1000)
+    assert "0.2600 of exact's" in lines[-2]
+    assert "2.40 x as fast as gloo (asked: 2: met)" in lines[-1]
     ways["int8"] = way(0.31)
-    assert "(asked: 2: MISSED)" in train.verdicts(model, at_link)[-1]
+    assert "(asked: 2: MISSED)" in train.verdicts(model, at_link, 1000)[-1]
+    assert "asked" not in "".join(train.verdicts(model, at_link, 100))  # of another line
+
+
+def test_auto_is_held_against_exact():
+    def verdict(step: float) -> list[str]:
+        ways = {"ours": train.ddp.WayResult(step=[0.2]), "auto": train.ddp.WayResult(step=[step])}
+        ways["auto"].choice = "exact: why"
+        return train.verdicts(train.ModelResult("mlp", 1, {}, ways), {}, None)
+
+    assert verdict(0.208)[0] == "# auto chose exact: why"
+    assert "1.040 of exact's (asked: at most 1.05: met)" in verdict(0.208)[1]
+    assert "MISSED" in verdict(0.212)[1]
+
+
+def test_training_on_one_host(tmp_path, capsys):
+    path = tmp_path / "train.json"
+    arguments = ["--hosts", "1", "--tiny", "--rounds", "1", "--steps", "2", "--ways", "ours,auto"]
+    assert train.main([*arguments, "--out", str(path)]) == 0, capsys.readouterr().out
+    [model] = json.loads(path.read_text())["models"]
+    assert model["ways"]["auto"]["choice"].startswith(("exact: a step takes", "int8: a step takes"))
+    assert model["ways"]["ours"]["choice"] == ""
 
 
 @needs_hosts

@@ -380,6 +380,7 @@ def misused(me: Rank) -> list[str]:
     attempt(lambda: state.residual("no.such"))
     attempt(lambda: state.set_loss_scale(0))
 
+    attempt(lambda: ringreduce.register_comm_hook(DDP(Net()), state))
     other = DDP(Net())
     other.register_comm_hook(state, ringreduce.hooks.compressed)
     attempt(lambda: other(torch.ones(1, 24)).sum().backward())
@@ -393,7 +394,8 @@ def test_misuse_is_refused(pool: Pool, world: MakeWorld) -> None:
         assert "int4" in said[0] and "no.such" in said[7]
         assert "exact cannot be set" in said[10] and "error_feedback" in said[11]
         assert "meta" in said[14]
-        assert "CompressionState does not know" in said[19], said[19]
+        assert "made of another model" in said[19], said[19]
+        assert "CompressionState does not know" in said[20], said[20]
 
 
 def with_settings(me: Rank, other: dict[str, Any], way: str) -> None:
