@@ -171,6 +171,7 @@ class CompressionState:
             process_group = model.process_group
         self.process_group = process_group
         self.codec = codec
+        self._feedback = bool(error_feedback)
         self._parameters = parameters
         self._exact = [
             chosen or parameter.dtype not in CODED
@@ -184,7 +185,7 @@ class CompressionState:
             exact=self._exact,
             names=[zlib.crc32(name.encode()) for name in parameters],
             codec=codec,
-            feedback=bool(error_feedback),
+            feedback=self._feedback,
             start_after=_whole(start_after, "start_after"),
             schedule=schedule,
             stochastic=bool(stochastic),
@@ -286,8 +287,9 @@ class CompressionState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` has told, of this run or of one with another world size.
 
-        Residuals of parameters that are exact here are left out, and parameters without one start
-        at 0.  All ranks must load a state of as many steps.
+        Residuals of parameters that are exact here are left out, all of them without
+        error_feedback, and parameters without one start at 0.  All ranks must load a state of as
+        many steps.
 
         Raises:
             ValueError: not such a state, or one of a model with other parameters; nothing has
@@ -314,7 +316,7 @@ class CompressionState:
             raise ValueError(f"this is no state_dict of a CompressionState: {error}") from error
         for number, name in enumerate(self._parameters):
             if not self._exact[number]:
-                self._set_residual(number, residuals.get(name))
+                self._set_residual(number, residuals.get(name) if self._feedback else None)
         self._loss_scale = scale
         self._state.set_steps(steps)
 

@@ -13,13 +13,16 @@
 namespace ringreduce {
 namespace {
 
-// The elements of a slice whose code takes no more than so many bytes, and which is in cache.
-size_t sliceOf(const Communicator& c, Codec codec, size_t bytes) {
+// The elements of a slice whose code fits into one of so many parts of a slot, and that is in
+// cache.
+size_t sliceOf(Codec codec, size_t slot_bytes, int parts) {
   constexpr size_t kMostElements = 16 << 10;
   const size_t block = codedBytes(codec, kChunkElements);
+  const size_t bytes = slot_bytes / static_cast<size_t>(parts);
   if (bytes < block)
-    throw Error(Failure::kArgument, "a slot of " + std::to_string(c.link_slots.bytes) +
-                                        " bytes is too small for " + std::to_string(c.size) +
+    throw Error(Failure::kArgument, "a slot of " + std::to_string(slot_bytes) +
+                                        " bytes is too small for the codes of " +
+                                        std::to_string(parts) +
                                         " ranks; set RINGREDUCE_SLOT_BYTES higher");
   return std::min(kMostElements, bytes / block * kChunkElements);
 }
@@ -29,7 +32,8 @@ size_t sliceOf(const Communicator& c, Codec codec, size_t bytes) {
 void byOwners(Communicator& c, const CompressedAllReduce& a) {
   Exchange& exchange = c.exchange;
   const size_t share = exchange.slotBytes() / static_cast<size_t>(c.size);
-  CodedMessage message(a, c.rank, c.size, c.size, sliceOf(c, a.coding.codec, share));
+  const size_t slice = sliceOf(a.coding.codec, exchange.slotBytes(), c.size);
+  CodedMessage message(a, c.rank, c.size, c.size, slice);
   const uint64_t slices = message.slices(), first = exchange.begin(slices);
   const auto part = [&](int p) { return static_cast<size_t>(p) * share; };
   const auto require = [&](bool decoded, int p) {
@@ -129,7 +133,8 @@ class CodedPrimitives {
 };
 
 void byRing(Communicator& c, const CompressedAllReduce& a) {
-  CodedMessage message(a, c.rank, c.size, c.size, sliceOf(c, a.coding.codec, c.link_slots.bytes));
+  const size_t slice = sliceOf(a.coding.codec, c.link_slots.bytes, 1);
+  CodedMessage message(a, c.rank, c.size, c.size, slice);
   CodedPrimitives primitives(c, message, a.coding.codec);
   runRing(primitives, {.rank = c.rank,
                        .world_size = c.size,

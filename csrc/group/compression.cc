@@ -152,10 +152,11 @@ bool Compression::tries(uint64_t step) const {
 }
 
 Compression::Way Compression::wayOf(uint64_t step, Group& group) const {
-  if (group.size() == 1 || step < settings_.start_after) return Way::kExact;
+  if (step < settings_.start_after) return Way::kExact;
+  const Way exact = residuals_.empty() ? Way::kExact : Way::kDraining;
+  if (group.size() == 1) return exact;
   if (trial_) return trial_->next() == Trial::Way::kCoded ? Way::kCoded : Way::kExact;
-  if (codes_) return Way::kCoded;
-  return residuals_.empty() ? Way::kExact : Way::kDraining;
+  return codes_ ? Way::kCoded : exact;
 }
 
 // Everybody's numbers give everybody the same answer.
