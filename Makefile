@@ -59,7 +59,7 @@ help:
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
 	@echo "make test      the C++ tests and the Python tests"
-	@echo "make test-full the long variants: 100 kills, 1,000 groups, more than 2 GiB, many random programs"
+	@echo "make test-full what make test has no time for: whole programs, 100 kills, 1,000 groups, 2 GiB"
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
 	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
@@ -125,7 +125,7 @@ net-faults: build
 
 # Three files at a time, whatever the machine: the tests of failures wait more than they compute.
 test: build test-cpp
-	$(BIN)/python -m pytest tests -q -n 3 --dist loadfile
+	$(BIN)/python -m pytest tests -q -m "not slow" -n 3 --dist loadfile
 
 # Any of tests/*.py runs like this, but for those about shared memory; these show most in the time.
 OVER_TCP = rules mismatch messages moving backend groups work coalescing objects errors properties \
@@ -133,9 +133,10 @@ OVER_TCP = rules mismatch messages moving backend groups work coalescing objects
 test-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
 
-# What needs minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs,
-# compiled steps.
+# Whole programs: examples, tutorials, benchmarks, the checks of types and of GPUs.  And what needs
+# minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs.
 test-full: build
+	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps"
@@ -191,7 +192,8 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 torch-on-fake: $(CUDA_VENV)/.ready
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
-	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q
+	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q \
+	  -n 2 --dist loadfile
 
 # pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
 $(CUDA_VENV)/.ready: requirements-cuda.txt

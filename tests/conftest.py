@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ringreduce: shows what other backends do not promise")
+    config.addinivalue_line("markers", "slow: runs whole programs; not part of `make test`")
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
 

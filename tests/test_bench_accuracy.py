@@ -177,6 +177,7 @@ def study(folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_small_study_and_its_continuation(tmp_path, capsys):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

@@ -213,6 +213,7 @@ class TestGrowth:
         assert torch.allclose(sizes[0], sizes[1], rtol=0.15)
         assert sizes[0].max() > 2 * sizes[0].min()
 
+    @pytest.mark.slow
     def test_a_small_run(self, tmp_path, capsys):
         path = tmp_path / "error.json"
         arguments = ["--worlds", "2,3", "--codecs", "bfloat16,int4", "--count", "20000"]
@@ -228,6 +229,7 @@ class TestGrowth:
         assert 1e-4 < max(errors["bfloat16"]) < 0.01 < min(errors["int4"]) < 0.3
 
 
+@pytest.mark.slow
 def test_a_run_with_codecs(tmp_path):
     path = tmp_path / "run.json"
     status, out, err = finish(

@@ -234,6 +234,7 @@ def test_the_report_says_that_ranks_share_and_what_is_wrong(monkeypatch, tmp_pat
     assert "ranks sharing one GPU" in (tmp_path / "ddp.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "ddp.py"), "--tiny", "--rounds", "1", "--steps", "2",

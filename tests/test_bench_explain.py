@@ -63,6 +63,7 @@ def test_every_algorithm_can_be_asked_for_and_compared():
     assert {"bruck", "hierarchical"} <= set(ALGORITHMS["cpu"]) & set(PEERS)
 
 
+@pytest.mark.slow
 def test_a_group_at_hand_is_explained(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",

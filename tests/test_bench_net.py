@@ -148,6 +148,7 @@ def test_auto_is_held_against_exact():
     assert "MISSED" in verdict(0.212)[1]
 
 
+@pytest.mark.slow
 def test_training_on_one_host(tmp_path, capsys):
     path = tmp_path / "train.json"
     arguments = ["--hosts", "1", "--tiny", "--rounds", "1", "--steps", "2", "--ways", "ours,auto"]
@@ -157,6 +158,7 @@ def test_training_on_one_host(tmp_path, capsys):
     assert model["ways"]["ours"]["choice"] == ""
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_run_between_hosts(tmp_path, capsys):
     arguments = ["--paths", "lan_2", "--backend", "gloo", "--sizes", "4K", "--rounds", "2"]
@@ -174,6 +176,7 @@ def test_a_run_between_hosts(tmp_path, capsys):
     assert "gloo (as ours)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_run_with_codecs_between_hosts(tmp_path, capsys):
     arguments = ["--paths", "slow_2", "--sizes", "256K", "--rounds", "1", "--out", str(tmp_path)]
@@ -189,6 +192,7 @@ def test_a_run_with_codecs_between_hosts(tmp_path, capsys):
     assert "bytes at the link" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_training_between_hosts(tmp_path, capsys):
     path = tmp_path / "train.json"
@@ -201,6 +205,7 @@ def test_training_between_hosts(tmp_path, capsys):
         assert way["link_bytes"] > 1000
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_backend_that_cannot_take_part_is_told(capsys):
     assert compare.main(["--paths", "lan_2", "--backend", "nobody", "--sizes", "4K"]) == 1

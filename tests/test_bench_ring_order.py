@@ -48,6 +48,7 @@ def test_a_run_is_judged(capsys, own, chosen, ring, status):
     assert ("NOT THE BEST" in said) == (ring == [0, 1, 2]) and "measured" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_small_run(capsys):
     ring_order.main(["--hosts", "3", "--size", "64K", "--calls", "1", "--runs", "1"])

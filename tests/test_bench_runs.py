@@ -13,6 +13,8 @@ from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.results import Report, Suite
 from ringreduce.bench.summary import summary
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 GLOO = ["-m", "ringreduce.bench", "all_reduce", "--backend", "gloo"]
 

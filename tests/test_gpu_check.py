@@ -23,6 +23,8 @@ from gpu_machine import Machine, Tools  # noqa: E402
 from gpu_report import Report  # noqa: E402
 from gpu_runner import NOT_POSSIBLE, Runner, Stage, Step, Usage  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 HANG = 120  # seconds: far beyond what anything here takes
 GPU = {
     "name": "Fake GPU",

@@ -185,6 +185,7 @@ def test_ddps_file_becomes_lines_and_goals(tmp_path: Path) -> None:
     assert [goal["met"] for goal in figures.ddp_goals(lines)] == [True, True]
 
 
+@pytest.mark.slow
 def test_the_jobs_of_the_ranks_pass_on_the_cpu() -> None:
     """Those of gpu_torch_test.py that need no CUDA, so that a GPU is not their first run."""
     some = "named_for_each or (killed and 1000-2) or every_call and float32-2 or fsdp2 or stock"

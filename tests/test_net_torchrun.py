@@ -15,6 +15,7 @@ from launchers import run, torchrun
 
 pytestmark = [
     pytest.mark.ringreduce,
+    pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 pytest.importorskip("tqdm")

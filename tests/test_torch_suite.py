@@ -17,6 +17,8 @@ import results  # noqa: E402
 import run  # noqa: E402
 from results import Result  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PASS, SKIP, FAIL = (Result(outcome, 0.0, "") for outcome in ("pass", "skip", "fail"))
 
 

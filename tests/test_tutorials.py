@@ -28,6 +28,8 @@ from conftest import MakeWorld
 from launchers import environment
 from pool import Pool, Rank
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tutorials"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 DEADLINE = 120.0  # seconds; a script takes about one

@@ -75,6 +75,7 @@ def test_markers_are_there() -> None:
     assert (package() / "_C.pyi").exists()
 
 
+@pytest.mark.slow
 def test_a_users_strict_checker(tmp_path: Path) -> None:
     """It sees the types, and it sees mistakes."""
     (tmp_path / "user.py").write_text(textwrap.dedent(USER))
@@ -86,6 +87,7 @@ def test_a_users_strict_checker(tmp_path: Path) -> None:
     assert 'Revealed type is "builtins.str"' in done.stdout or '"str"' in done.stdout
 
 
+@pytest.mark.slow
 def test_stubs_match_the_extension(tmp_path: Path) -> None:
     done = run("mypy.stubtest", "ringreduce._C", "--ignore-missing-stub", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
