@@ -192,8 +192,7 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 torch-on-fake: $(CUDA_VENV)/.ready
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
-	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q \
-	  -n 2 --dist loadfile
+	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q
 
 # pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
 $(CUDA_VENV)/.ready: requirements-cuda.txt
