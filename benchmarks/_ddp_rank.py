@@ -94,9 +94,9 @@ class Trainer(Servant):
         """Train until the codec "auto" has chosen; what, and why."""
         for _ in range(MOST_STEPS):
             if self.state.choice != "measuring":
-                break
+                return {"choice": self.state.choice, "why": self.state.why}
             self._step()
-        return {"choice": self.state.choice, "why": self.state.why}
+        raise RuntimeError(f"auto has not chosen in {MOST_STEPS} steps: {self.state.why}")
 
     def check(self) -> Message:
         """What every parameter's gradient is, as projections: before sync and after it."""

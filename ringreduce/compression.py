@@ -327,10 +327,11 @@ class CompressionState:
             name for name, parameter in _parameters_of(model).items() if id(parameter) not in own
         ]
         if strange:
+            shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
             raise ValueError(
-                f"this CompressionState was made of another model: {strange[0]} and "
-                f"{len(strange) - 1} more of the model's parameters are none of its own; make a "
-                "state of this model, and load the other's state_dict if it is to go on"
+                f"this CompressionState was made of another model: of this one it does not have "
+                f"{shown} ({len(strange)} in all); make a state of this model, and load the "
+                "other's state_dict if it is to go on"
             )
 
     def _agree(self, group: dist.ProcessGroup) -> None:

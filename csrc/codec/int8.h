@@ -71,12 +71,7 @@ struct Int8 {
     narrowBytes(out + 2, codes);
   }
 
-  // What is wrong is gathered, and looked at once at the end.
-  struct Wrong {
-    Bytes codes{};
-    bool scales = false;
-    bool any() const { return scales || anyIn(codes); }
-  };
+  using Wrong = WrongBlocks;
 
   template <bool kAdd>
   RINGREDUCE_INLINE static void decode(char* out, const std::byte* in, Wrong& wrong) {

@@ -86,6 +86,13 @@ RINGREDUCE_INLINE bool anyIn(Bytes bytes) {
   return (halves[0] | halves[1]) != 0;
 }
 
+// What a decoder finds wrong: gathered, and looked at once at the end.
+struct WrongBlocks {
+  Bytes codes{};
+  bool scales = false;
+  bool any() const { return scales || anyIn(codes); }
+};
+
 // A vector's codes, from memory.
 RINGREDUCE_INLINE Ints widenBytes(const void* from) {
 #if defined(__AVX512BW__)

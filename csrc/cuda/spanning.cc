@@ -1,30 +1,19 @@
-// Rails, a call's parts, and what is looked after.
-#include "cuda/spanning.h"
-
-#include <cuda_runtime_api.h>
-
+// Making it, and what is looked after.  The calls are in spanning_calls.cc.
 #include <algorithm>
-#include <atomic>
+#include <charconv>
 #include <chrono>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
-#include "base/error.h"
 #include "base/log.h"
-#include "cuda/communicator_state.h"
-#include "cuda/far_watcher.h"
-#include "cuda/kernels.h"
-#include "cuda/nccl_ring.h"
-#include "cuda/ranges.h"
+#include "cuda/spanning_state.h"
 #include "group/handshake.h"
-#include "wire/segment.h"
 
 namespace ringreduce::cuda {
 namespace {
 
-// From here on parts are worth their step: 256 KiB take as long between hosts, at 50 GB/s, as the
-// launch that they save.
-constexpr size_t kLeastInParts = size_t{256} << 10;
 // How long a rank of this host may be gone before it is blamed for what is under way: it may have
 // done its part and left.
 constexpr Nanos kGrace = kSecond;
@@ -40,107 +29,20 @@ std::string toHex(const NcclId& id) {
 
 NcclId fromHex(const std::string& text) {
   NcclId id{};
-  if (text.size() != 2 * id.size())
+  bool fits = text.size() == 2 * id.size();
+  for (size_t i = 0; fits && i < id.size(); ++i) {
+    const char* const digits = text.data() + 2 * i;
+    unsigned char byte = 0;
+    const auto [end, error] = std::from_chars(digits, digits + 2, byte, 16);
+    fits = error == std::errc() && end == digits + 2;
+    id[i] = static_cast<char>(byte);
+  }
+  if (!fits)
     throw Error(Failure::kSetup, "the store holds something else where NCCL's id should be");
-  for (size_t i = 0; i < id.size(); ++i)
-    id[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
   return id;
 }
 
-// What is in front of the story of who noticed it.
-std::string cause(const std::string& text) {
-  return text.substr(0, text.find("; noticed by rank"));
-}
-
 }  // namespace
-
-// What the host sets and kernels see.
-struct Signals {
-  alignas(kLine) uint64_t abort;
-  alignas(kLine) uint64_t delivered;
-};
-
-struct Spanning::State {
-  State(std::shared_ptr<Store> with, const Hosts& of, std::shared_ptr<Group> here,
-        std::shared_ptr<Plane> plane, int on, const GroupOptions& wanted);
-
-  // The end of a call, which comes into the stream only after the watcher has been told of it.
-  class Pending {
-   public:
-    // Null: there is nothing to wait for.
-    void set(std::shared_ptr<Event> done) {
-      const std::lock_guard lock(mutex_);
-      done_ = std::move(done);
-      is_set_ = true;
-    }
-    bool isOver() {
-      std::shared_ptr<Event> done;
-      {
-        const std::lock_guard lock(mutex_);
-        if (!is_set_) return false;
-        done = done_;
-      }
-      return !done || done->isReached();
-    }
-
-   private:
-    std::mutex mutex_;
-    std::shared_ptr<Event> done_;
-    bool is_set_ = false;
-  };
-
-  std::string idKey() const {
-    return "ringreduce/" + hosts.word() + "/nccl/" + std::to_string(rail);
-  }
-  // The first rank of each rail, for the others.
-  int maker() const { return hierarchical ? hosts.ranksOn(0)[static_cast<size_t>(rail)] : 0; }
-  NcclId agreeOnId(const NcclLibrary& library);
-  void sumInParts(const GpuAllReduce& call, cudaStream_t stream);
-  void sumWhole(const GpuAllReduce& call, cudaStream_t stream);
-  void between(void* data, size_t count, const GpuAllReduce& call, cudaStream_t stream);
-  void overAll(const GpuAllReduce& call, cudaStream_t stream);
-  void put(const GpuAllReduce& call, cudaStream_t stream);
-  void finish(Pending& pending, cudaStream_t stream);
-  [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
-                           cudaStream_t stream);
-  void follow(cudaStream_t stream);
-  void deliver(const GpuAllReduce& call, cudaStream_t stream);
-  std::optional<FarTrouble> probe();
-  void letGo(const std::string& why);
-
-  // From now on the end of each call spoils its output.
-  void spoil() {
-    auto& signals_here = *reinterpret_cast<Signals*>(segment->data());
-    std::atomic_ref(signals_here.abort).store(1, std::memory_order_release);
-  }
-  Signals* onDevice() const { return reinterpret_cast<Signals*>(signals->data()); }
-  Nanos timeoutOf(const GpuAllReduce& call) const {
-    return call.timeout > 0 ? call.timeout : options.timeout;
-  }
-
-  const std::shared_ptr<Store> store;
-  const Hosts hosts;
-  const std::shared_ptr<Group> group;
-  const std::shared_ptr<Plane> local;
-  const int device;
-  const GroupOptions options;
-  const int generation = forkGeneration();  // forks before it was made
-  const bool hierarchical;
-  const int rail;
-  const std::string name;  // of this rank and its process, for messages
-
-  std::shared_ptr<Segment> segment;
-  MemoryPtr signals;   // a Signals in it
-  MemoryPtr counters;  // a Local
-  std::unique_ptr<NcclRing> ring;
-
-  std::mutex calls;  // one at a time puts work into streams
-  EventPool events;
-  std::shared_ptr<Event> last;
-  unsigned long long last_stream = 0;  // its number
-  Nanos gone_since = 0;
-  std::unique_ptr<FarWatcher> watcher;  // last: its threads use the rest
-};
 
 // ---- making it
 
@@ -231,193 +133,17 @@ size_t Spanning::bytes() const {
   return state_->local->bytes() + state_->ring->bytes() + state_->counters->bytes();
 }
 
-// ---- calls
-
-void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
-  State& s = *state_;
-  validate(call);
-  const std::lock_guard lock(s.calls);
-  const Range range(Kind::kAllReduce);
-  const OnDevice here(s.device);
-  cudaStreamCaptureStatus capture;
-  cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
-  const bool captured = capture != cudaStreamCaptureStatusNone;
-  if (captured) s.watcher->stayAwake();
-  const uint64_t number = s.watcher->announce({.count = call.count,
-                                               .kind = Kind::kAllReduce,
-                                               .dtype = call.dtype,
-                                               .op = static_cast<uint8_t>(call.op)});
-  const auto pending = std::make_shared<State::Pending>();
-  try {
-    if (captured) {
-      // Nothing runs yet, and no event of a capture tells when it will have.
-      const auto always = [] { return true; };
-      s.watcher->entrust(number, s.timeoutOf(call), always, always);
-      s.put(call, stream);
-      return;
-    }
-    s.follow(stream);
-    const auto begun = s.events.take();
-    begun->record(stream);
-    // Before it is put there, since a host that is far ahead waits in the midst of it.  The
-    // watcher's threads ask, who shall not make a context on another device.
-    s.watcher->entrust(
-        number, s.timeoutOf(call),
-        [begun, device = s.device] {
-          const OnDevice there(device);
-          return begun->isReached();
-        },
-        [pending, device = s.device] {
-          const OnDevice there(device);
-          return pending->isOver();
-        });
-    s.put(call, stream);
-    s.finish(*pending, stream);
-  } catch (const Error& error) {
-    s.giveUp(call, error, *pending, stream);
-  }
-}
-
-void Spanning::State::finish(Pending& pending, cudaStream_t stream) {
-  const auto done = events.take();
-  done->record(stream);
-  last = done;
-  last_stream = numberOf(stream);
-  pending.set(done);
-}
-
-// Of a call that failed on its way something may be in the streams, and the other ranks wait for
-// the rest.
-void Spanning::State::giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
-                             cudaStream_t stream) {
-  try {
-    // What ended this host's group has been told by it.
-    if (group->failed()) watcher->fail(why.kind(), hosts.rank(), cause(why.what()));
-    watcher->fail(Failure::kAborted, hosts.rank(),
-                  name + " gave up: " + why.what() + (call.label ? " (" + call.label() + ")" : ""));
-  } catch (const Error&) {
-    spoil();
-    try {
-      deliver(call, stream);
-      finish(pending, stream);
-    } catch (const Error&) {  // a GPU that says nothing any more is not waited for
-      pending.set(nullptr);
-    }
-    throw;
-  }
-}
-
-void Spanning::State::put(const GpuAllReduce& call, cudaStream_t stream) {
-  if (!hierarchical)
-    overAll(call, stream);
-  else if (call.count * sizeOf(call.dtype) >= kLeastInParts)
-    sumInParts(call, stream);
-  else if (call.count > 0)
-    sumWhole(call, stream);
-  deliver(call, stream);
-}
-
-// Calls follow each other, whatever their streams.
-void Spanning::State::follow(cudaStream_t stream) {
-  if (last && last_stream != numberOf(stream)) last->holdBack(stream);
-}
-
-void Spanning::State::overAll(const GpuAllReduce& call, cudaStream_t stream) {
-  const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
-                              .divide = call.op == ReduceOp::kAvg,
-                              .scale = call.op == ReduceOp::kPremulSum,
-                              .world_size = hosts.size(),
-                              .factor = call.factor};
-  ring->allReduce({.input = call.input,
-                   .output = call.output,
-                   .count = call.count,
-                   .dtype = call.dtype,
-                   .arithmetic = arithmetic,
-                   .factor_on_device = call.factor_on_device,
-                   .abort = &onDevice()->abort},
-                  stream, [this] { watcher->check(); });
-}
-
-// What hosts have summed, in place: scaled already, and divided by all ranks only now.
-void Spanning::State::between(void* data, size_t count, const GpuAllReduce& call,
-                              cudaStream_t stream) {
-  const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
-                              .divide = call.op == ReduceOp::kAvg,
-                              .scale = false,
-                              .world_size = hosts.size(),
-                              .factor = 1};
-  ring->allReduce({.input = data,
-                   .output = data,
-                   .count = count,
-                   .dtype = call.dtype,
-                   .arithmetic = arithmetic,
-                   .abort = &onDevice()->abort},
-                  stream, [this] { watcher->check(); });
-}
-
-void Spanning::State::sumWhole(const GpuAllReduce& call, cudaStream_t stream) {
-  GpuAllReduce inside = call;
-  if (call.op == ReduceOp::kAvg) inside.op = ReduceOp::kSum;
-  inside.timeout = timeoutOf(call);
-  inside.algorithm = std::nullopt;
-  local->allReduce(inside, stream);
-  between(call.output, call.count, call, stream);
-}
-
-void Spanning::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) {
-  const size_t width = sizeOf(call.dtype), ranks = hosts.neighbours().size();
-  const size_t part = call.count / ranks, whole = part * ranks;
-  auto* const output = static_cast<std::byte*>(call.output);
-  std::byte* const own = output + static_cast<size_t>(rail) * part * width;
-  local->reduceScatter({.input = call.input,
-                        .output = own,
-                        .count = part,
-                        .dtype = call.dtype,
-                        .op = call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op,
-                        .factor = call.factor,
-                        .factor_on_device = call.factor_on_device,
-                        .timeout = timeoutOf(call),
-                        .label = call.label},
-                       stream);
-  between(own, part, call, stream);
-  // Who waits here waits for rails of others, whose own deadline is to come first: it knows more.
-  local->allGather({.input = own,
-                    .output = output,
-                    .count = part,
-                    .dtype = call.dtype,
-                    .timeout = 2 * timeoutOf(call),
-                    .label = call.label},
-                   stream);
-  if (whole == call.count) return;
-  GpuAllReduce rest = call;
-  rest.input = static_cast<const std::byte*>(call.input) + whole * width;
-  rest.output = output + whole * width;
-  rest.count = call.count - whole;
-  rest.timeout = 2 * timeoutOf(call);
-  sumWhole(rest, stream);
-}
-
-// The end of each call: its output is spoilt if the group has given up.
-void Spanning::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
-  auto* output = static_cast<std::byte*>(call.output);
-  const DeliverCall arguments{.from = nullptr,
-                              .to = output,
-                              .bytes = 0,
-                              .abort = &onDevice()->abort,
-                              .delivered = &onDevice()->delivered,
-                              .local = reinterpret_cast<Local*>(counters->data()),
-                              .output = output,
-                              .output_bytes = call.count * sizeOf(call.dtype)};
-  launch(deliverKernel(), 1, &arguments, false, stream);
-}
-
 // ---- what is looked after, in threads of the watcher
+
+std::string causeOf(const std::string& text) {
+  return text.substr(0, text.find("; noticed by rank"));
+}
 
 std::optional<FarTrouble> Spanning::State::probe() {
   try {
     local->check();
   } catch (const Error& error) {
-    return FarTrouble{error.kind(), cause(error.what())};
+    return FarTrouble{error.kind(), causeOf(error.what())};
   }
   const std::vector<Presence> presence = group->presence();
   const auto gone = std::find(presence.begin(), presence.end(), Presence::kEnded);

@@ -115,9 +115,7 @@ class TwoShot {
   RINGREDUCE_DEVICE Span part(size_t j, int p) const {
     const Span slice = piece(call_.count, slice_, j * channels_ + channel_);
     if (call_.scatter) return {static_cast<size_t>(p) * call_.count + slice.begin, slice.size};
-    const size_t each =
-        roundUp(ceilDiv(slice.size, static_cast<size_t>(comm_.size)), kChunkElements);
-    Span span = piece(slice.size, each, static_cast<size_t>(p));
+    Span span = Cut{slice.size, comm_.size}.chunk(p);
     span.begin += slice.begin;
     return span;
   }

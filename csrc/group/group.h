@@ -25,6 +25,7 @@ namespace ringreduce {
 class Hosts;
 struct HostRing;
 class Network;
+class Wires;
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
@@ -132,16 +133,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void execute(const Operation& operation, bool in_users_thread);
   void leave(void (*turn)());
 
-  class Wires;
-  class SharedWires;
-  class MeshWires;
-
   struct Closes {
     void operator()(Network* network) const;
   };
-  static std::unique_ptr<MeshWires> meshWires(Network& network, const Hosts& hosts,
-                                              const SharedOptions& shared,
-                                              const Membership& neighbours, Session& session);
 
   const int rank_, size_;
   const GroupOptions options_;

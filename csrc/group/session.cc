@@ -1,4 +1,5 @@
-// Polling, verdicts and their texts.  Who is to blame is found in session_blame.cc.
+// Polling, verdicts and their texts.  Who is to blame is found in session_blame.cc, and what is
+// heard of other hosts comes in by session_outside.cc.
 #include "group/session.h"
 
 #include <algorithm>
@@ -169,103 +170,6 @@ bool Session::isStoppedRank(int r) const {
   return (pids_[at] != 0 && isStopped(pids_[at])) || (outside_ && distant_[at].stopped);
 }
 
-// ---- from outside
-
-// `theirs` as announcement number `sequence` of that rank's mirror.
-void Session::mirror(int rank, uint64_t sequence, const Announcement& theirs) {
-  const std::lock_guard lock(mirror_mutex_);
-  Page& there = page(rank);
-  Announcement& known = there.announcements[sequence % kAnnouncements];
-  // What is heard late does not take the place of what came after it.
-  if (known.sequence != kNoOperation && known.sequence > sequence) return;
-  known = theirs;
-  if (there.announced.observe() <= sequence) there.announced.publish(sequence + 1);
-}
-
-void Session::learn(Failure kind, int culprit, int reporter, const std::string& text) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    if (failed()) return;
-    Page& theirs = page(reporter);
-    std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
-    uint64_t none = 0;
-    verdict().compare_exchange_strong(none, pack(kind, culprit, reporter),
-                                      std::memory_order_acq_rel);
-  }
-  wakeAll();
-}
-
-void Session::lose(const std::vector<int>& ranks, Fate fate, const std::string& how) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    for (int r : ranks) {
-      Distant& there = distant_[static_cast<size_t>(r)];
-      if (there.fate != Fate::kHere) continue;
-      there.how = how;
-      std::vector<int> others = ranks;
-      std::erase(others, r);
-      if (!others.empty())
-        there.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
-      there.lost_since = now();
-      there.fate = fate;
-    }
-  }
-  wakeAll();
-}
-
-void Session::learnDeparture(int rank, Departure how) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    Distant& there = distant_[static_cast<size_t>(rank)];
-    if (how == Departure::kGone) {
-      there.gone = true;
-      if (!there.heard_out) how = Departure::kLeaving;
-    }
-    std::atomic_ref(page(rank).departed)
-        .store(static_cast<uint32_t>(how), std::memory_order_release);
-  }
-  wakeAll();
-}
-
-void Session::hearOut(int rank) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    Distant& there = distant_[static_cast<size_t>(rank)];
-    there.heard_out = true;
-    if (there.gone)
-      std::atomic_ref(page(rank).departed)
-          .store(static_cast<uint32_t>(Departure::kGone), std::memory_order_release);
-  }
-  wakeAll();
-}
-
-void Session::miss(int rank, const std::string& how) {
-  if (fateOf(rank) != Fate::kHere || departureOf(rank_) == Departure::kGone) return;
-  report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
-}
-
-void Session::see(int rank, uint64_t announced, const Announcement& last, int waits_for,
-                  bool stopped, const std::vector<Announcement>& earlier) {
-  for (const Announcement& one : earlier) mirror(rank, one.sequence, one);
-  if (announced > 0) mirror(rank, announced - 1, last);
-  Distant& there = distant_[static_cast<size_t>(rank)];
-  there.waits_for = waits_for;
-  there.stopped = stopped;
-  last_answer_ = there.seen = now();
-}
-
-void Session::here(uint64_t& announced, Announcement& last, uint64_t since,
-                   std::vector<Announcement>& earlier) const {
-  const std::lock_guard lock(mirror_mutex_);
-  Page& own = page(rank_);
-  announced = own.announced.observe();
-  if (announced == 0) return;
-  last = own.announcements[(announced - 1) % kAnnouncements];
-  since = std::max(since, announced - std::min(announced, kAnnouncements));
-  for (; since < announced - 1; ++since)
-    earlier.push_back(own.announcements[since % kAnnouncements]);
-}
-
 void Session::ringMessenger(int r) {
   if (outside_) {
     if (r == rank_)
@@ -407,18 +311,22 @@ void Session::broken(int rank, const std::string& how) {
 
 void Session::report(Failure kind, int culprit, const std::string& text) {
   if (!failed()) {
-    Page& own = page(rank_);
     // Only one thread of this rank reports: whoever else finds the word taken.
     const std::lock_guard lock(mirror_mutex_);
     if (!failed()) {
-      std::strncpy(own.record, text.c_str(), sizeof own.record - 1);
-      uint64_t none = 0;
-      verdict().compare_exchange_strong(none, pack(kind, culprit, rank_),
-                                        std::memory_order_acq_rel);
+      decide(kind, culprit, rank_, text);
       if (outside_) outside_->tell(kind, culprit, text);
     }
   }
   wakeAll();
+}
+
+// With the mirror's lock held.
+void Session::decide(Failure kind, int culprit, int reporter, const std::string& text) {
+  Page& theirs = page(reporter);
+  std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
+  uint64_t none = 0;
+  verdict().compare_exchange_strong(none, pack(kind, culprit, reporter), std::memory_order_acq_rel);
 }
 
 void Session::wakeAll() {

@@ -203,6 +203,7 @@ class Session final : public Watch {
   void compareWhereabouts();
   void askNowAndThen();
   void mirror(int rank, uint64_t slot, const Announcement& theirs);
+  void decide(Failure kind, int culprit, int reporter, const std::string& text);
   void wakeAll();
 
   const int rank_, size_;

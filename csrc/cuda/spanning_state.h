@@ -1,0 +1,114 @@
+// What a plane of several hosts holds; for the files that implement it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "cuda/communicator_state.h"
+#include "cuda/far_watcher.h"
+#include "cuda/kernels.h"
+#include "cuda/nccl_ring.h"
+#include "cuda/spanning.h"
+#include "wire/segment.h"
+
+namespace ringreduce::cuda {
+
+// What an error's text says before it tells who noticed it.
+std::string causeOf(const std::string& text);
+
+// What the host sets and kernels see.
+struct Signals {
+  alignas(kLine) uint64_t abort;
+  alignas(kLine) uint64_t delivered;
+};
+
+struct Spanning::State {
+  State(std::shared_ptr<Store> with, const Hosts& of, std::shared_ptr<Group> here,
+        std::shared_ptr<Plane> plane, int on, const GroupOptions& wanted);
+
+  // The end of a call, which comes into the stream only after the watcher has been told of it.
+  class Pending {
+   public:
+    // Null: there is nothing to wait for.
+    void set(std::shared_ptr<Event> done) {
+      const std::lock_guard lock(mutex_);
+      done_ = std::move(done);
+      is_set_ = true;
+    }
+    bool isOver() {
+      std::shared_ptr<Event> done;
+      {
+        const std::lock_guard lock(mutex_);
+        if (!is_set_) return false;
+        done = done_;
+      }
+      return !done || done->isReached();
+    }
+
+   private:
+    std::mutex mutex_;
+    std::shared_ptr<Event> done_;
+    bool is_set_ = false;
+  };
+
+  std::string idKey() const {
+    return "ringreduce/" + hosts.word() + "/nccl/" + std::to_string(rail);
+  }
+  // The first rank of each rail, for the others.
+  int maker() const { return hierarchical ? hosts.ranksOn(0)[static_cast<size_t>(rail)] : 0; }
+  NcclId agreeOnId(const NcclLibrary& library);
+  void sumInParts(const GpuAllReduce& call, cudaStream_t stream);
+  void sumWhole(const GpuAllReduce& call, cudaStream_t stream);
+  void between(void* data, size_t count, const GpuAllReduce& call, cudaStream_t stream);
+  void overAll(const GpuAllReduce& call, cudaStream_t stream);
+  void put(const GpuAllReduce& call, cudaStream_t stream);
+  void finish(Pending& pending, cudaStream_t stream);
+  [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
+                           cudaStream_t stream);
+  void follow(cudaStream_t stream);
+  void deliver(const GpuAllReduce& call, cudaStream_t stream);
+  std::optional<FarTrouble> probe();
+  void letGo(const std::string& why);
+
+  // From now on the end of each call spoils its output.
+  void spoil() {
+    auto& signals_here = *reinterpret_cast<Signals*>(segment->data());
+    std::atomic_ref(signals_here.abort).store(1, std::memory_order_release);
+  }
+  Signals* onDevice() const { return reinterpret_cast<Signals*>(signals->data()); }
+  Nanos timeoutOf(const GpuAllReduce& call) const {
+    return call.timeout > 0 ? call.timeout : options.timeout;
+  }
+
+  const std::shared_ptr<Store> store;
+  const Hosts hosts;
+  const std::shared_ptr<Group> group;
+  const std::shared_ptr<Plane> local;
+  const int device;
+  const GroupOptions options;
+  const int generation = forkGeneration();  // forks before it was made
+  const bool hierarchical;
+  const int rail;
+  const std::string name;  // of this rank and its process, for messages
+
+  std::shared_ptr<Segment> segment;
+  MemoryPtr signals;   // a Signals in it
+  MemoryPtr counters;  // a Local
+  std::unique_ptr<NcclRing> ring;
+
+  std::mutex calls;  // one at a time puts work into streams
+  EventPool events;
+  std::shared_ptr<Event> last;
+  unsigned long long last_stream = 0;  // its number
+  Nanos gone_since = 0;
+  std::unique_ptr<FarWatcher> watcher;  // last: its threads use the rest
+};
+
+}  // namespace ringreduce::cuda

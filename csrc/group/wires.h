@@ -1,0 +1,39 @@
+// What a group's operations run over: shared memory, or sockets with a hierarchy above them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "group/network.h"
+#include "group/operation.h"
+#include "group/rendezvous.h"
+#include "group/session.h"
+
+namespace ringreduce {
+
+// Operations of one thread at a time.
+class Wires {
+ public:
+  virtual ~Wires() = default;
+  virtual void setPatience(Patience patience) = 0;
+  // `announced`: as the session has announced it.
+  virtual void run(const Operation& operation, const Announcement& announced) = 0;
+  virtual size_t stagingBytes() const = 0;
+  virtual std::vector<std::string> routes() const { return {}; }
+  virtual uint64_t bytesSent() const { return 0; }
+  // There will be no more operations: gives back what it can.
+  virtual void close() {}
+};
+
+// Those of ranks that share memory.  Both must outlive it.
+std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Session& session);
+// Those of ranks that do not; `neighbours` are those of this host where there is a hierarchy.  The
+// network and the session must outlive it, and from now on the session is told by the network.
+std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
+                                    const SharedOptions& shared, const Membership& neighbours,
+                                    Session& session);
+
+}  // namespace ringreduce
