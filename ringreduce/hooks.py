@@ -130,15 +130,6 @@ def register_comm_hook(
     return state
 
 
-def _future_of(
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """A Future that knows the bucket's device: no other orders streams."""
-    device = bucket.buffer().device
-    devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
-    return torch.futures.Future(devices=devices)
-
-
 def all_reduce_hook(
     state: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP insists on this very annotation
@@ -156,9 +147,7 @@ def all_reduce_hook(
     Raises:
         PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
     """
-    future = _future_of(bucket)
-    extension().average_bucket(backend_of(ringreduce_group(state)), bucket, future)
-    return future
+    return extension().average_bucket(backend_of(ringreduce_group(state)), bucket).get_future()
 
 
 def compressed(
@@ -187,7 +176,5 @@ def compressed(
             "the hook compressed takes a ringreduce.CompressionState as its state, not "
             f"{type(state).__name__}"
         )
-    future = _future_of(bucket)
     group = ringreduce_group(state.process_group)
-    state._state.average_bucket(backend_of(group), bucket, future)
-    return future
+    return state._state.average_bucket(backend_of(group), bucket).get_future()

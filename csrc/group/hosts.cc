@@ -24,7 +24,7 @@ constexpr char kTwiceKey[] = "ringreduce/hosts/twice";
 // How long rank 0, which takes the table out of the store, waits until all have read its last word.
 constexpr Nanos kFarewell = 5 * kSecond;
 // The same for the reason why the hosts do not meet.
-constexpr Nanos kLastWord = kSecond;
+constexpr Nanos kReasonTime = kSecond;
 
 std::string entryKey(int rank) {
   return "ringreduce/hosts/" + std::to_string(rank);
@@ -141,7 +141,7 @@ class Meeting {
     };
     try {
       pause_ = kMillisecond;
-      for (const Nanos end = deadlineIn(kLastWord);
+      for (const Nanos end = deadlineIn(kReasonTime);
            std::any_of(entries.begin(), entries.end(), waits) && now() < end;)
         rest();
     } catch (const std::exception& error) {  // likewise

@@ -24,7 +24,7 @@ namespace {
 constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
 // How long a rank that leaves waits until the others know.
-constexpr Nanos kFarewell = 5 * kSecond;
+constexpr Nanos kFlushTime = 5 * kSecond;
 // A connection for messages ends when its rank leaves or fails, which goes round the ring
 // meanwhile. How long it may take to come.
 constexpr Nanos kExplained = 2 * kSecond;
@@ -276,8 +276,8 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!session_.load()->failed()) pump_->flush(kFarewell);
-  control_->flush(kFarewell);
+  if (!session_.load()->failed()) pump_->flush(kFlushTime);
+  control_->flush(kFlushTime);
   close();
 }
 
@@ -290,7 +290,7 @@ void Network::tell(Failure kind, int culprit, const std::string& text) {
 
 void Network::depart(Departure how) {
   // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFarewell);
+  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFlushTime);
   control_->depart(how);
 }
 

@@ -21,7 +21,7 @@ namespace ringreduce {
 namespace {
 
 // How long the reason of a rank that gave up making the group may take to be in the store.
-constexpr Nanos kLastWord = kSecond;
+constexpr Nanos kReasonDelay = kSecond;
 
 // Another rank gave up making the group, and this is why.
 struct Told final : std::exception {
@@ -232,7 +232,7 @@ void Network::lookAtNext(const std::function<void()>& turn) const {
 
 // `turn` throws what it has told the others, which may take a moment to be read.
 void Network::gaveUp(int rank, const std::function<void()>& turn) const {
-  for (const Nanos until = deadlineIn(kLastWord); now() < until;) {
+  for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
     turn();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }

@@ -14,13 +14,13 @@ namespace ringreduce {
 namespace {
 
 // How often the store is asked for what another rank will put there.
-constexpr Nanos kLook = 10 * kMillisecond;
+constexpr Nanos kStorePoll = 10 * kMillisecond;
 
 std::string await(Store& store, const std::string& key, const std::function<void()>& turn) {
   for (;;) {
     if (const auto text = store.get(key)) return *text;
     turn();
-    std::this_thread::sleep_for(std::chrono::nanoseconds(kLook));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kStorePoll));
   }
 }
 

@@ -2,8 +2,8 @@
 // reactor's thread; other threads ask it to.
 #include "net/acceptor.h"
 
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 
 #include <algorithm>

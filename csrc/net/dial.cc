@@ -1,6 +1,6 @@
 // Connecting to a rank: its addresses in turn, the handshake, and what is said if it cannot be.
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Listening sockets, and the port that they share.
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 
 #include <cerrno>
 #include <string>

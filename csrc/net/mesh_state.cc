@@ -79,7 +79,7 @@ void Mesh::State::add(Connection& connection) const {
 
 void Mesh::State::collect() {
   uint64_t rings = 0;
-  [[maybe_unused]] const ssize_t n = read(bell.get(), &rings, sizeof rings);
+  [[maybe_unused]] const ssize_t n = ::read(bell.get(), &rings, sizeof rings);
   std::vector<Arrived> new_arrived;
   std::vector<Made> new_made;
   {

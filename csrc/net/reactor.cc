@@ -239,7 +239,7 @@ void Loop::wake(Lock&) {
   woken_ = true;
   const uint64_t one = 1;
   // It cannot be full: nobody writes again before it was read.
-  while (write(bell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  while (::write(bell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
   }
 }
 
@@ -281,7 +281,7 @@ int Loop::wait(std::array<epoll_event, 64>& events) {
     for (int i = 0; i < ready; ++i)
       if (events[static_cast<size_t>(i)].data.u64 == kBell) {
         uint64_t count;
-        while (read(bell_.get(), &count, sizeof count) < 0 && errno == EINTR) {
+        while (::read(bell_.get(), &count, sizeof count) < 0 && errno == EINTR) {
         }
         woken_ = false;
       }

@@ -17,7 +17,7 @@
 namespace ringreduce::net {
 namespace {
 
-constexpr size_t kPart = 256 << 10;
+constexpr size_t kProbeBytes = 256 << 10;
 // What the system may hold that has not been sent: it leaves with the connection, and not in the
 // next round.
 constexpr int kUnsent = 128 << 10;
@@ -106,7 +106,7 @@ void sendBurst(Socket& connection, const std::string& who, const std::function<v
   const linger at_once{.l_onoff = 1, .l_linger = 0};
   setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
   meet(connection, who, turn);
-  const std::vector<std::byte> zeros(kPart);
+  const std::vector<std::byte> zeros(kProbeBytes);
   const Nanos end = deadlineIn(lengthOf(connection));
   for (size_t sent = 0; now() < end;) {
     const bool sends = sent < Burst::kMostBytes;
@@ -124,7 +124,7 @@ void sendBurst(Socket& connection, const std::string& who, const std::function<v
 double receiveBurst(Socket& connection, const std::string& who, const std::function<void()>& turn) {
   meet(connection, who, turn);
   const Nanos longest = lengthOf(connection), begin = now();
-  std::vector<std::byte> place(kPart);
+  std::vector<std::byte> place(kProbeBytes);
   Count count;
   // The other end begins up to a round trip later.  What comes encrypted may be here already.
   bool dry = !connection.holdsBytes();

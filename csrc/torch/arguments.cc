@@ -7,10 +7,6 @@
 
 namespace ringreduce {
 
-void refuse(const char* call, const std::string& why) {
-  throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
-}
-
 Nanos nanosOf(std::chrono::milliseconds time) {
   return time.count() < kNever / kMillisecond ? time.count() * kMillisecond : kNever;
 }

@@ -16,9 +16,6 @@ namespace ringreduce {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Throws Error(kArgument), with the call's name before it.
-[[noreturn]] void refuse(const char* call, const std::string& why);
-
 Nanos nanosOf(std::chrono::milliseconds time);
 // As Operation::timeout wants it: 0 for "the group's".
 Nanos timeoutOf(std::chrono::milliseconds timeout);

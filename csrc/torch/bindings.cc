@@ -82,9 +82,9 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   }
 }
 
-// Averages a bucket and completes `future`, a torch.futures.Future, with its tensor.
-void averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket, const py::object& future) {
-  completes(future, [&] { return averageGradBucket(*backend, bucket); });
+c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket) {
+  const py::gil_scoped_release no_gil;
+  return c10::make_intrusive<HookWork>(averageGradBucket(*backend, bucket));
 }
 
 // Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
@@ -193,7 +193,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "has_failed", [](const BackendPtr& backend) { return asRingreduce(*backend).hasFailed(); },
       py::arg("backend"));
   m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
-  m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"), py::arg("future"));
+  m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"));
   bindCompression(m);
   m.def("topology", &topologyOf, py::arg("backend"));
   m.def("best_ring", &bestRingOf, py::arg("rates"));

@@ -18,15 +18,15 @@ namespace ringreduce {
 namespace {
 
 using Use = Staged::Use;
-constexpr auto kCall = "compressed all_reduce", kHook = "DDP hook";
+constexpr auto kCompressedCall = "compressed all_reduce", kHook = "DDP hook";
 
 void requireFloats(const at::Tensor& tensor, const at::Tensor& like, const char* what) {
   if (tensor.defined() && tensor.is_cuda())
-    refuse(kCall,
+    refuse(kCompressedCall,
            "takes tensors in the host's memory; of a GPU's, only the DDP hook takes buckets");
-  requireDense(tensor, kCall);
-  if (tensor.scalar_type() != at::kFloat) refuse(kCall, "takes float32 tensors only");
-  requireLike(tensor, like.numel(), like, kCall, what);
+  requireDense(tensor, kCompressedCall);
+  if (tensor.scalar_type() != at::kFloat) refuse(kCompressedCall, "takes float32 tensors only");
+  requireLike(tensor, like.numel(), like, kCompressedCall, what);
 }
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
@@ -82,15 +82,15 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     if (error) {
       requireFloats(*error, input, "the error");
       if (error->numel() && (error->is_alias_of(input) || error->is_alias_of(output)))
-        refuse(kCall, "the error needs memory of its own");
+        refuse(kCompressedCall, "the error needs memory of its own");
     }
     // Where they are not the same they may still overlap: then the input is copied.
     const bool same = output.is_same(input);
-    const Staged out(output, same ? Use::kBoth : Use::kWrite, kCall);
+    const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
     const Staged in(!same && input.is_alias_of(output) ? input.clone() : input,
-                    same ? Use::kBoth : Use::kRead, kCall);
+                    same ? Use::kBoth : Use::kRead, kCompressedCall);
     std::optional<Staged> lost;
-    if (error) lost.emplace(*error, Use::kWrite, kCall);
+    if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(
         {.type = c10d::OpType::ALLREDUCE,
          .title = "ringreduce:compressed_all_reduce",

@@ -34,7 +34,7 @@ CodedSchedule scheduleOf(const std::string& given) {
   return named(codedScheduleNamed, given, "schedule of compressed all-reduces",
                "auto, owner and ring");
 }
-ReduceOp opOf(const std::string& given) {
+ReduceOp sumOrAverage(const std::string& given) {
   if (given == "sum") return ReduceOp::kSum;
   if (given == "avg") return ReduceOp::kAvg;
   throw py::value_error("a compressed all_reduce has op \"sum\" or \"avg\", not \"" + given + "\"");
@@ -51,7 +51,7 @@ c10::intrusive_ptr<c10d::Work> startCompressed(const BackendPtr& backend, const 
                                                bool stochastic, uint64_t seed,
                                                const std::optional<at::Tensor>& error, bool async) {
   const Coding coding{codecOf(codec), stochastic, seed};
-  const ReduceOp how = opOf(op);
+  const ReduceOp how = sumOrAverage(op);
   const CodedSchedule who = scheduleOf(schedule);
   const py::gil_scoped_release no_gil;
   return asRingreduce(checked(backend))
@@ -122,10 +122,10 @@ void bindCompression(py::module_& m) {
       .def(
           "average_bucket",
           [](const std::shared_ptr<HookState>& state, const BackendPtr& backend,
-             c10d::GradBucket& bucket, const py::object& future) {
-            completes(future, [&] { return state->average(checked(backend), bucket); });
+             c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
+            return c10::make_intrusive<HookWork>(state->average(checked(backend), bucket));
           },
-          py::arg("backend"), py::arg("bucket"), py::arg("future"))
+          no_gil, py::arg("backend"), py::arg("bucket"))
       .def("residual", &readResidual, no_gil, py::arg("parameter"))
       .def("set_residual", &writeResidual, no_gil, py::arg("parameter"), py::arg("values"))
       .def(

@@ -16,7 +16,7 @@
 namespace ringreduce {
 namespace {
 
-constexpr auto kCall = "sparse all_reduce";
+constexpr auto kSparseCall = "sparse all_reduce";
 
 // What ranks must agree on, or one would read and write beside another's elements.
 uint64_t shapeOf(const at::Tensor& tensor) {
@@ -73,13 +73,13 @@ at::Tensor sumOf(const std::vector<at::Tensor>& parts, const at::Tensor& own, Re
 
 Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
   if (!tensor.defined() || tensor.layout() != at::kSparse)
-    refuse(kCall, "takes sparse tensors in COO layout");
-  requireCpu(tensor, kCall);
-  const ReduceOp op = opOf(options.reduceOp, kCall);
-  const DType dtype = dtypeOf(tensor, kCall);
+    refuse(kSparseCall, "takes sparse tensors in COO layout");
+  requireCpu(tensor, kSparseCall);
+  const ReduceOp op = opOf(options.reduceOp, kSparseCall);
+  const DType dtype = dtypeOf(tensor, kSparseCall);
   if (op != ReduceOp::kSum && !(op == ReduceOp::kAvg && isFloating(dtype)))
-    refuse(kCall, std::string("cannot take ") + name(op) + " of " + name(dtype) +
-                      " elements; it adds, and averages floating-point ones");
+    refuse(kSparseCall, std::string("cannot take ") + name(op) + " of " + name(dtype) +
+                            " elements; it adds, and averages floating-point ones");
   const at::NoGradGuard no_grad;
   const at::Tensor own = tensor.detach().coalesce();
   const at::Tensor bytes = packed(own);

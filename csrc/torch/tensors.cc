@@ -10,13 +10,10 @@
 #include "torch/cuda_build.h"
 
 namespace ringreduce {
-namespace {
 
-[[noreturn]] void refuse(const char* call, const std::string& why) {
+void refuse(const char* call, const std::string& why) {
   throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
 }
-
-}  // namespace
 
 DType dtypeOf(const at::Tensor& tensor, const char* call) {
   switch (tensor.scalar_type()) {

@@ -4,11 +4,15 @@
 
 #include <ATen/ATen.h>
 
+#include <string>
 #include <vector>
 
 #include "base/dtype.h"
 
 namespace ringreduce {
+
+// Throws Error(kArgument), with the call's name before it.
+[[noreturn]] void refuse(const char* call, const std::string& why);
 
 // Throws Error(kArgument) for a dtype the core does not know.
 DType dtypeOf(const at::Tensor& tensor, const char* call);
