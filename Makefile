@@ -6,6 +6,10 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 WORLD ?= 3
+# full: make demo takes its time, as for the figures in the README.
+DEMO ?=
+# For make t: part of a test's name.
+T ?=
 # For fuzz.
 CLANG ?= clang++
 FUZZ_SECONDS ?= 60
@@ -15,6 +19,8 @@ SEED ?= 0
 # An nvcc for cuda-build instead of the one from pip; cmake and ninja are then those in PATH.
 CUDA_NVCC ?=
 CUDA_VENV ?= .venv-cuda
+# GPUs that cuda-build makes machine code for; `make nightly` makes it for all.
+CUDA_ARCHS ?= 90
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
@@ -23,9 +29,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BIN := $(abspath $(VENV))/bin
 SOURCES = -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CPP_FILES = $(shell find csrc tests benchmarks $(SOURCES))
+# The folder in which setup.py built the extension last.  The C++ tests and benchmarks are built there
+# too, so the core is compiled once.
+BUILD = build/extension
 # What the extension is made of: when none of it changed, `make build` has nothing to do.
 BUILD_INPUTS := $(shell find csrc $(SOURCES)) CMakeLists.txt $(wildcard cmake/*) setup.py pyproject.toml
-# The GPU data plane has a build folder of its own (cuda-build).
+# The sanitizers and the GPU data plane have build folders of their own.
 CMAKE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DRINGREDUCE_CUDA=0 \
   $(RINGREDUCE_CMAKE_ARGS)
 
@@ -42,7 +51,7 @@ CUDA_EXTENSION =
 NVCC = $(or $(shell command -v $(CUDA_NVCC)),$(CUDA_NVCC))
 endif
 CUDA_CMAKE = $(CUDA_BIN)cmake -S . -G Ninja $(if $(CUDA_BIN),-DCMAKE_MAKE_PROGRAM=$(CUDA_BIN)ninja) \
-  -DCMAKE_CUDA_COMPILER=$(NVCC) -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
+  -DCMAKE_CUDA_COMPILER=$(NVCC) '-DRINGREDUCE_CUDA_ARCHS=$(CUDA_ARCHS)' -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
   $(RINGREDUCE_CMAKE_ARGS)
 # torch finds the stubs of CUDA's libraries, and the fake before any other libcudart.
 ON_FAKE = $(abspath $(CUDA_BUILD))/on_fake
@@ -51,23 +60,28 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-full test-tcp test-cpp torch-suite torch-suite-tcp lint format sanitize fuzz bench \
-  bench-net accuracy net-faults clean cuda-build torch-on-fake gpu-check gpu-study
+.PHONY: help venv build demo quick t test test-full test-tcp test-cpp test-python torch-suite \
+  torch-suite-tcp lint includes format sanitize asan tsan fuzz bench bench-net accuracy \
+  net-faults nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
-	@echo "make demo      train two models on gloo and on ringreduce, side by side"
+	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
+	@echo "make quick     check what you changed: format, lint, build, the tests of that layer"
+	@echo "make t T=ring  the C++ programs and Python tests with \"ring\" in the name"
 	@echo "make test      the C++ tests and the Python tests"
-	@echo "make test-full what make test has no time for: whole programs, 100 kills, 1,000 groups, 2 GiB"
+	@echo "make test-full whole programs: examples, tutorials, benchmarks, types"
+	@echo "make nightly   all that is too long for each change: 100 kills, 1,000 groups, 2 GiB, all GPUs"
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
 	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
-	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers"
+	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers, and mutants"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
+	@echo "make includes  compile each file of the core by itself: it includes what it uses"
 	@echo "make build     build and install ringreduce into $(VENV)"
 	@echo "make cuda-build   compile and link all that is for GPUs; needs neither a GPU nor nvcc"
 	@echo "make torch-on-fake  the GPU path in PyTorch, on a CUDA made of host memory: needs no GPU"
@@ -106,7 +120,7 @@ $(VENV)/.built: $(VENV)/.ready $(BUILD_INPUTS)
 	@touch $@
 
 demo: build
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(if $(filter full,$(DEMO)),--full)
 
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo
@@ -123,9 +137,19 @@ accuracy: build
 net-faults: build
 	$(BIN)/python tests/net_faults.py --runs $(RUNS) --seed $(SEED) --jobs 2
 
-# Three files at a time, whatever the machine: the tests of failures wait more than they compute.
-test: build test-cpp
-	$(BIN)/python -m pytest tests -q -m "not slow" -n 3 --dist loadfile
+# The inner loop builds by itself what has changed since the first build.
+quick: $(if $(wildcard $(VENV)/.built),,build)
+	$(BIN)/python tests/inner_loop.py quick
+
+t: $(if $(wildcard $(VENV)/.built),,build)
+	@test -n "$(T)" || { echo "make t needs part of a test's name, as in: make t T=ring"; exit 1; }
+	$(BIN)/python tests/inner_loop.py named "$(T)"
+
+test: test-cpp test-python
+
+# More files at a time than cores: the tests of failures wait more than they compute.
+test-python: build
+	$(BIN)/python -m pytest tests -q -m "not slow" -n 4 --dist loadfile
 
 # Any of tests/*.py runs like this, but for those about shared memory; these show most in the time.
 OVER_TCP = rules mismatch messages moving backend groups work coalescing objects errors properties \
@@ -133,13 +157,23 @@ OVER_TCP = rules mismatch messages moving backend groups work coalescing objects
 test-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
 
-# Whole programs: examples, tutorials, benchmarks, the checks of types and of GPUs.  And what needs
-# minutes or gigabytes to show: 100 kills, 1,000 groups, more than 2 GiB, random programs.
+# Whole programs: examples, tutorials, benchmarks, the checks of types and of GPUs.
 test-full: build
+	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
 	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile
+
+# What takes minutes or gigabytes to show and rarely fails: 100 kills, 1,000 groups, more than 2 GiB,
+# random programs; PyTorch's suite over sockets; each file of the torch layer compiled by itself; and
+# machine code for all GPUs.
+nightly: build
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps"
+	$(MAKE) torch-suite-tcp
+	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
+	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
+	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
+	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="80;86;89;90;100;120"
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
 torch-suite: build
@@ -151,18 +185,22 @@ torch-suite-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python tests/torch_suite/run.py --world 3
 	$(BIN)/python tests/torch_suite/run.py --world 4 --hosts 2
 
-# One at a time: tests that hold others to deadlines want the cores for themselves.
-CTEST = $(BIN)/ctest --output-on-failure
-test-cpp: $(VENV)/.ready
-	$(CMAKE) -B build/test
-	$(BIN)/cmake --build build/test -j $(JOBS)
-	cd build/test && $(CTEST)
+# Several at a time: most tests wait more than they compute.  Those that need the cores for themselves
+# are RUN_SERIAL in CMakeLists.txt.
+CTEST = $(BIN)/ctest --output-on-failure -j 4
+test-cpp: build
+	$(BIN)/cmake --build $(BUILD) --target cpp_tests -j $(JOBS)
+	cd $(BUILD) && $(CTEST) -LE cuda
 
-# The mutants run last and by themselves, so that their names and count are seen.
-sanitize: $(VENV)/.ready
+sanitize: asan tsan
+
+asan: $(VENV)/.ready
 	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/asan -j $(JOBS)
 	cd build/asan && $(CTEST)
+
+# The mutants run last and by themselves, so that their names and count are seen.
+tsan: $(VENV)/.ready
 	$(CMAKE) -B build/tsan -DRINGREDUCE_SANITIZE=thread -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
 	cd build/tsan && $(CTEST) -LE mutants
@@ -214,6 +252,12 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+# Other builds compile the files of a folder as one, which hides a missing include.
+includes:
+	find csrc -name '*.cc' ! -name kernels.cc ! -path 'csrc/torch/*' ! -path 'csrc/cuda/*' -print0 | \
+	  xargs -0 -n 1 -P $(JOBS) $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Icsrc \
+	  -DRINGREDUCE_VERSION='""'
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

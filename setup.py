@@ -155,11 +155,18 @@ class CMakeBuild(build_ext):
             check_cmake(cmake)
             check_compiler()
         self.configure(cmake, ninja, folder)
-        run([cmake, "--build", str(folder), "-j", str(jobs())])
+        run([cmake, "--build", str(folder), "--target", "_C", "-j", str(jobs())])
+        self.name_folder(folder)
 
         target = Path(self.get_ext_fullpath(ext.name))
         self.built = [folder / target.name, folder / "_build_info.py"]
         self.place(target.parent)
+
+    def name_folder(self, folder: Path) -> None:
+        """build/extension is the folder built last: the Makefile builds the C++ tests in it."""
+        link = folder.parent / "extension"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
 
     def copy_extensions_to_source(self) -> None:
         """For an editable install.  setuptools' own leaves out _build_info.py, and copies only what
@@ -185,8 +192,6 @@ class CMakeBuild(build_ext):
             "CMAKE_BUILD_TYPE": "Release",
             "RINGREDUCE_PYTHON": sys.executable,
             "RINGREDUCE_BUILD_EXTENSION": "ON",
-            "RINGREDUCE_BUILD_TESTS": "OFF",
-            "RINGREDUCE_BUILD_BENCHMARKS": "OFF",
         }
         command += [f"-D{name}={value}" for name, value in settings.items()]
         for name in ("RINGREDUCE_CUDA", "RINGREDUCE_CUDA_ARCHS", "RINGREDUCE_OPENSSL"):

@@ -1,6 +1,7 @@
 """Trains two real models over gloo and over ringreduce, and compares losses, weights and times.
 
-    python examples/demo.py
+    python examples/demo.py           # a minute on two cores
+    python examples/demo.py --full    # as for the figures in the README: two to three minutes
 
 1. train_gpt.py, a character GPT on the source of Python's standard library, once per backend.
    With two ranks a + b = b + a, so both runs must agree in every bit; that is checked.
@@ -9,7 +10,7 @@
    else the machine does hits all alike. They are eight processes of about half a GB each.
 
 Writes demo.png, demo.json and the ranks' logs to ./demo-out. The exit status is 0 only if all
-runs ended well and agreed in every bit. Takes about two minutes on two cores.
+runs ended well and agreed in every bit.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def first_difference(ours: list[dict[str, Any]], base: list[dict[str, Any]]) -> 
 
 def train_gpt(labels: dict[str, str], steps: int, out: Path) -> dict[str, Any]:
     """Runs train_gpt.py once per backend; the first one is what the others are compared with."""
-    print(f"1. Character GPT on the standard library's source, {RANKS} ranks, {steps} steps")
+    print(f"1. Character GPT on the standard library's source, {RANKS} ranks, {steps} steps", flush=True)
     runs: dict[str, list[dict[str, Any]]] = {}
     for label, backend in labels.items():
         records = out / "records" / label
@@ -96,7 +97,7 @@ def train_gpt(labels: dict[str, str], steps: int, out: Path) -> dict[str, Any]:
 def train_mlp(contenders: list[Contender], rounds: int, out: Path) -> dict[str, Any]:
     """Trains one MLP per contender, in turns of a few steps; the first one is the base."""
     print(f"\n2. Wide MLP on handwritten digits, {RANKS} ranks, in turns: ", end="")
-    print(", ".join(contender.name for contender in contenders))
+    print(", ".join(contender.name for contender in contenders), flush=True)
     losses: dict[str, list[list[float]]] = {c.name: [[] for _ in range(RANKS)] for c in contenders}
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     with ExitStack() as stack:
@@ -189,10 +190,15 @@ def main() -> int:
         default=["gloo", "ringreduce"],
         help="two names, base first: gloo,ringreduce; gloo,gloo shows what noise does",
     )
-    parser.add_argument("--gpt-steps", type=int, default=350)
-    parser.add_argument("--mlp-rounds", type=int, default=12, help=f"of {TIMED} timed steps each")
+    parser.add_argument("--full", action="store_true", help="train for longer")
+    parser.add_argument("--gpt-steps", type=int, help="default: 100, or 350 with --full")
+    parser.add_argument(
+        "--mlp-rounds", type=int, help=f"of {TIMED} timed steps each; default: 4, or 12 with --full"
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     args = parser.parse_args()
+    args.gpt_steps = args.gpt_steps or (350 if args.full else 100)
+    args.mlp_rounds = args.mlp_rounds or (12 if args.full else 4)
     if len(args.backends) != 2:
         parser.error("--backends takes two names with a comma between")
     if "ringreduce" in args.backends and importlib.util.find_spec("ringreduce") is None:

@@ -147,7 +147,9 @@ def all_reduce_hook(
     Raises:
         PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
     """
-    return extension().average_bucket(backend_of(ringreduce_group(state)), bucket).get_future()
+    work = extension().average_bucket(backend_of(ringreduce_group(state)), bucket)
+    average: torch.futures.Future[torch.Tensor] = work.get_future()
+    return average
 
 
 def compressed(
@@ -177,4 +179,6 @@ def compressed(
             f"{type(state).__name__}"
         )
     group = ringreduce_group(state.process_group)
-    return state._state.average_bucket(backend_of(group), bucket).get_future()
+    work = state._state.average_bucket(backend_of(group), bucket)
+    average: torch.futures.Future[torch.Tensor] = work.get_future()
+    return average

@@ -77,7 +77,7 @@ def program() -> str:
     sources = sorted(SOURCES.glob("wan*.cc"))
     newest = max(path.stat().st_mtime for path in SOURCES.glob("wan*"))
     built = ROOT / "build" / "net" / "wan"
-    by_cmake = ROOT / "build" / "test" / "ringreduce_wan"
+    by_cmake = ROOT / "build" / "extension" / "ringreduce_wan"
     if by_cmake.exists() and by_cmake.stat().st_mtime >= newest:
         return str(by_cmake)
     built.parent.mkdir(parents=True, exist_ok=True)

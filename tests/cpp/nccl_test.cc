@@ -82,7 +82,8 @@ TEST(an_nccl_that_is_too_old_is_refused_by_its_version) {
 
 TEST(a_path_comes_before_the_variable_and_that_before_what_is_loaded) {
   fresh();
-  CHECK_EQ(NcclLibrary::load(kFake)->description(), std::string("NCCL 2.30.3 (") + kFake + ")");
+  CHECK_EQ(NcclLibrary::load(kFake)->description(),
+           std::string("NCCL 2.30.3 (").append(kFake).append(")"));
   // The stand-in is loaded and calls itself libnccl.so.2, as NCCL does.
   CHECK_EQ(NcclLibrary::load()->version(), 23003);
   setenv("RINGREDUCE_NCCL", "/nowhere", 1);

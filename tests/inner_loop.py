@@ -1,0 +1,126 @@
+"""The inner loop: checks what a change touches, and no more (`make quick`, `make t T=ring`).
+
+    python tests/inner_loop.py quick        # the files that differ from HEAD, or the last commit's
+    python tests/inner_loop.py named ring   # C++ programs and Python tests with "ring" in the name
+
+`quick` checks format and lint of the changed files, builds the extension, and runs the C++ tests of
+the changed layers with a choice of the Python tests.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "extension"
+TOOLS = Path(sys.executable).parent
+CPP_TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
+# One test of each promise: bits, errors that name the rank, DDP, the layers.
+SMOKE = ("test_layers.py", "test_mismatch.py", "test_average_gradients.py")
+INCLUDE = re.compile(r'#include "([a-z0-9_]+)/')
+
+
+def run(*command: object) -> None:
+    """Runs a tool of this environment; ends the program if it fails."""
+    words = [str(word) for word in command]
+    print("+", " ".join(words), flush=True)
+    status = subprocess.run([str(TOOLS / words[0]), *words[1:]], cwd=ROOT).returncode
+    if status != 0:
+        sys.exit(status)
+
+
+def changed_files() -> list[Path]:
+    """Files that differ from HEAD or are new; of a clean tree, those of the last commit."""
+
+    def lines(*words: str) -> list[str]:
+        answer = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return answer.stdout.split("\n")[:-1]
+
+    names = lines("diff", "--name-only", "HEAD")
+    names += lines("ls-files", "--others", "--exclude-standard")
+    names = names or lines("diff", "--name-only", "HEAD~1", "HEAD")
+    return [ROOT / name for name in sorted(set(names)) if (ROOT / name).exists()]
+
+
+def lint(files: list[Path]) -> None:
+    python = [path for path in files if path.suffix in (".py", ".pyi")]
+    cpp = [path for path in files if path.suffix in (".cc", ".h", ".cu", ".cuh")]
+    if python:
+        run("ruff", "check", *python)
+        run("ruff", "format", "--check", *python)
+    if any(path.is_relative_to(ROOT / "ringreduce") for path in python):
+        run("mypy")
+    if cpp:
+        run("clang-format", "--dry-run", "-Werror", *cpp)
+
+
+def build_extension() -> None:
+    run("python", "setup.py", "-q", "build_ext", "--inplace")
+
+
+def cpp_tests_of(files: list[Path]) -> list[str]:
+    """C++ tests that changed, are named after a changed layer, or include a header of one."""
+    csrc = ROOT / "csrc"
+    layers = {path.relative_to(csrc).parts[0] for path in files if path.is_relative_to(csrc)}
+    helpers = {path.name for path in files if path.parent == ROOT / "tests" / "cpp"}
+    chosen = []
+    for test in CPP_TESTS:
+        text = test.read_text()
+        uses = any(f'#include "{name}"' in text for name in helpers)
+        named = any(layer in test.stem for layer in layers)
+        if test in files or uses or named or layers & set(INCLUDE.findall(text)):
+            chosen.append(test.stem)
+    return chosen
+
+
+def run_cpp_tests(names: list[str]) -> None:
+    if not names:
+        return
+    run("cmake", "--build", BUILD, "-j", os.cpu_count(), "--target", *names)
+    pattern = f"^({'|'.join(names)})$"
+    run("ctest", "--test-dir", BUILD, "--output-on-failure", "-j", 4, "-R", pattern)
+
+
+def pytest(*arguments: object) -> None:
+    run("python", "-m", "pytest", "-q", "-n", 3, "--dist", "loadfile", *arguments)
+
+
+def quick() -> None:
+    files = changed_files()
+    lint(files)
+    build_extension()
+    run_cpp_tests(cpp_tests_of(files))
+    tests = ROOT / "tests"
+    python = {tests / name for name in SMOKE}
+    python |= {path for path in files if path.parent == tests and path.match("test_*.py")}
+    pytest("-m", "not slow", *sorted(python))
+
+
+def named(word: str) -> None:
+    build_extension()
+    programs = [test.stem for test in CPP_TESTS if word in test.stem]
+    run_cpp_tests(programs)
+    files = [path for path in (ROOT / "tests").glob("test_*.py") if word in path.stem]
+    if files:
+        pytest(*sorted(files))
+    elif not programs:
+        pytest("tests", "-k", word)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("quick")
+    verbs.add_parser("named").add_argument("word")
+    args = parser.parse_args()
+    if args.verb == "quick":
+        quick()
+    else:
+        named(args.word)
+
+
+if __name__ == "__main__":
+    main()
