@@ -136,7 +136,7 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
 }
 
 std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
-  Mesh::Options options{.algorithm = shared_.algorithm, .checksum = shared_.checksum};
+  Mesh::Options options{.algorithm = shared_.algorithm};
   options.cost = cost_;
   const std::vector<int>& ranks = host_ring_.ranks;
   options.shown = ranks;

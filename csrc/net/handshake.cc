@@ -6,7 +6,7 @@
 //     Proof      proof 32
 //     Welcome    proof 32
 //
-// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 2" and a new line, with zeros
+// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 3" and a new line, with zeros
 // up to its length.
 #include "net/handshake.h"
 
@@ -23,7 +23,7 @@ namespace ringreduce::net {
 namespace {
 
 // Of all that ranks of different hosts send each other; goes up by one with each change of it.
-#define RINGREDUCE_WIRE_VERSION "2"
+#define RINGREDUCE_WIRE_VERSION "3"
 
 constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
 constexpr size_t kHelloBytes = kGroupBytes + 3 * 4 + 4 + sizeof(Nonce);  // without the build
