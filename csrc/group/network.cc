@@ -10,9 +10,9 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/places.h"
-#include "group/text.h"
 #include "net/handshake.h"
 #include "net/lane_count.h"
 

@@ -12,10 +12,10 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/network.h"
 #include "group/places.h"
-#include "group/text.h"
 
 namespace ringreduce {
 namespace {
