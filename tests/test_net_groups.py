@@ -56,15 +56,6 @@ def test_sockets_give_the_bits_of_shared_memory(pool: Pool, world: MakeWorld, si
     assert all(bits == together[0] for bits in together + apart)
 
 
-@pytest.mark.parametrize("checksum", ["crc32c"])
-def test_the_same_with_checksums(pool: Pool, world: MakeWorld, checksum: str) -> None:
-    plain, checked = (
-        pool.start(sums, world(2, WIRE="tcp", CHECKSUM=value)).results()
-        for value in ("none", checksum)
-    )
-    assert plain == checked
-
-
 def posing(me: Rank, name: str, layout: str) -> Any:
     """A group of ranks that pose as several hosts."""
     os.environ["RINGREDUCE_HOSTID"] = layout[me.rank]

@@ -60,7 +60,7 @@ void copyUncoded(const CompressedAllReduce& call) {
 
 std::string undecodable(Codec codec) {
   return std::string("what came from it is nothing that ") + name(codec) +
-         " makes: memory or the network corrupts data (RINGREDUCE_CHECKSUM=crc32c looks closer)";
+         " makes: memory or the network corrupts data";
 }
 
 }  // namespace ringreduce

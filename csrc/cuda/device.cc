@@ -3,11 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
 
+#include "base/text.h"
 #include "cuda/driver.h"
 #include "cuda/errors.h"
 
@@ -43,13 +43,8 @@ int attribute(CUdevice device, CUdevice_attribute which) {
 }
 
 std::string hyphenated(const CUuuid& uuid) {
-  std::string text;
-  for (int i = 0; i < 16; ++i) {
-    char digits[3];
-    std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(uuid.bytes[i]));
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    text += digits;
-  }
+  std::string text = hexText(uuid.bytes, sizeof uuid.bytes);
+  for (const size_t at : {8U, 13U, 18U, 23U}) text.insert(at, 1, '-');
   return text;
 }
 

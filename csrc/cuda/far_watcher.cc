@@ -6,6 +6,7 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/text.h"
 
@@ -262,9 +263,7 @@ FarWatcher::Verdict FarWatcher::late(const Operation& head) const {
       behind.push_back(r);
   }
   const auto named = [&](const std::vector<int>& ranks) {
-    std::string text;
-    for (int r : ranks) text += (text.empty() ? "" : ", ") + hosts_.who(r);
-    return text;
+    return joined(ranks, ", ", [&](int r) { return hosts_.who(r); });
   };
   std::string text;
   int culprit = (hosts_.rank() + hosts_.size() - 1) % hosts_.size();

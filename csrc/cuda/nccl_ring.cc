@@ -7,11 +7,11 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "cuda/communicator_state.h"
 #include "cuda/device.h"
 #include "cuda/hop.h"
 #include "cuda/kernels.h"
-#include "group/text.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -1,13 +1,12 @@
 // Making it, and what is looked after.  The calls are in spanning_calls.cc.
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "cuda/spanning_state.h"
 #include "group/handshake.h"
 
@@ -20,24 +19,9 @@ constexpr Nanos kGrace = kSecond;
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
 
-std::string toHex(const NcclId& id) {
-  std::string text;
-  for (char byte : id)
-    for (int digit : {byte >> 4 & 15, byte & 15}) text += "0123456789abcdef"[digit];
-  return text;
-}
-
-NcclId fromHex(const std::string& text) {
-  NcclId id{};
-  bool fits = text.size() == 2 * id.size();
-  for (size_t i = 0; fits && i < id.size(); ++i) {
-    const char* const digits = text.data() + 2 * i;
-    unsigned char byte = 0;
-    const auto [end, error] = std::from_chars(digits, digits + 2, byte, 16);
-    fits = error == std::errc() && end == digits + 2;
-    id[i] = static_cast<char>(byte);
-  }
-  if (!fits)
+NcclId idOf(const std::string& text) {
+  NcclId id;
+  if (!fromHex(text, id.data(), id.size()))
     throw Error(Failure::kSetup, "the store holds something else where NCCL's id should be");
   return id;
 }
@@ -85,12 +69,12 @@ Spanning::State::State(std::shared_ptr<Store> with, const Hosts& of, std::shared
 NcclId Spanning::State::agreeOnId(const NcclLibrary& library) {
   if (hosts.rank() == maker()) {
     const NcclId id = library.makeId();
-    store->set(idKey(), toHex(id));
+    store->set(idKey(), hexText(id));
     return id;
   }
   const Stopwatch stopwatch(options);
   for (;;) {
-    if (const auto text = store->get(idKey())) return fromHex(*text);
+    if (const auto text = store->get(idKey())) return idOf(*text);
     if (stopwatch.over())
       throw Error(Failure::kTimeout, hosts.who(maker()) +
                                          " had come, but did not start NCCL's part of group '" +

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "cuda/ordering.h"
 #include "group/text.h"
 

@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/process.h"
 #include "group/rendezvous.h"
-#include "group/text.h"
 #include "group/unix_socket.h"
 
 namespace ringreduce {

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "group/gather.h"
 #include "group/handshake.h"
-#include "group/text.h"
 #include "group/unix_socket.h"
 
 namespace ringreduce {

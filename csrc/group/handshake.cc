@@ -13,7 +13,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
-#include "group/text.h"
+#include "base/text.h"
 
 namespace ringreduce {
 
@@ -61,10 +61,7 @@ std::string randomHex() {
   std::array<unsigned char, 32> bytes;
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
     throwErrno(Failure::kSetup, "no random numbers to be had");
-  std::string text;
-  for (unsigned char byte : bytes)
-    for (int digit : {byte >> 4, byte & 15}) text += "0123456789abcdef"[digit];
-  return text;
+  return hexText(bytes);
 }
 
 bool sameSecret(const std::string& a, const std::string& b) {

@@ -12,8 +12,8 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
-#include "group/text.h"
 
 namespace ringreduce {
 namespace {

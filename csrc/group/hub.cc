@@ -9,10 +9,10 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/process.h"
 #include "group/rendezvous.h"
-#include "group/text.h"
 #include "group/unix_socket.h"
 
 namespace ringreduce {

@@ -1,6 +1,7 @@
 // What ends a message other than its arrival: a mismatch, a rank that is gone, a deadline.  And the
 // words in which that is told.
 #include "base/error.h"
+#include "base/text.h"
 #include "group/messenger.h"
 #include "group/text.h"
 

@@ -10,9 +10,9 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/places.h"
-#include "group/text.h"
 #include "net/handshake.h"
 #include "net/lane_count.h"
 
@@ -136,7 +136,7 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
 }
 
 std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
-  Mesh::Options options{.algorithm = shared_.algorithm, .checksum = shared_.checksum};
+  Mesh::Options options{.algorithm = shared_.algorithm};
   options.cost = cost_;
   const std::vector<int>& ranks = host_ring_.ranks;
   options.shown = ranks;

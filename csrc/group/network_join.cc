@@ -12,10 +12,10 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/handshake.h"
 #include "group/network.h"
 #include "group/places.h"
-#include "group/text.h"
 
 namespace ringreduce {
 namespace {
@@ -141,7 +141,7 @@ void Network::connect(const Hosts& hosts, const std::function<void()>& turn) {
       [this](int to, int, const std::function<void()>& each_turn) {
         return dial(to, net::Purpose::kMessages, 0, each_turn);
       },
-      *this, shared_.checksum);
+      *this);
   carrier_ = pump_.get();
 
   const auto place = static_cast<size_t>(std::ranges::find(ring_, rank_) - ring_.begin());

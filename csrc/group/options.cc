@@ -54,12 +54,6 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
     options.algorithm = *algorithm;
   }
   options.sockets = forcesSockets();
-  if (const auto checksum = env("RINGREDUCE_CHECKSUM"); checksum && !checksum->empty()) {
-    if (*checksum != "crc32c" && *checksum != "none")
-      throw Error(Failure::kSetup, "RINGREDUCE_CHECKSUM=" + *checksum +
-                                       " is none of crc32c, none; correct or unset it");
-    options.checksum = *checksum == "crc32c";
-  }
   options.encrypted = envInteger("RINGREDUCE_TLS", 0, 0, 1) == 1;
   return options;
 }
@@ -89,8 +83,8 @@ void SharedOptions::validate() const {
 
 std::string SharedOptions::toText() const {
   std::ostringstream text;
-  text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << checksum << ' '
-       << sockets << ' ' << encrypted;
+  text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
+       << encrypted;
   return text.str();
 }
 
@@ -98,8 +92,8 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
   std::istringstream in(text);
   SharedOptions options;
   int algorithm = 0;
-  if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.checksum >>
-        options.sockets >> options.encrypted))
+  if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>
+        options.encrypted))
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
   return options;

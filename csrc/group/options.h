@@ -16,7 +16,6 @@ struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
   size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES
   int slots = 4;                           // RINGREDUCE_SLOTS
-  bool checksum = false;                   // RINGREDUCE_CHECKSUM=crc32c, of what goes over sockets
   bool encrypted = false;                  // RINGREDUCE_TLS=1, of what goes over sockets
   bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
 

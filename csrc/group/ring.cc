@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/text.h"
 
 namespace ringreduce {
 namespace {
@@ -18,15 +19,6 @@ std::vector<int> ownOrder(int n) {
   std::vector<int> order(static_cast<size_t>(n));
   std::iota(order.begin(), order.end(), 0);
   return order;
-}
-
-std::string listOf(const std::vector<int>& numbers, const char* between) {
-  std::string list;
-  for (const int number : numbers) {
-    if (!list.empty()) list += between;
-    list += std::to_string(number);
-  }
-  return list;
 }
 
 std::string rateText(double mbit) {
@@ -121,7 +113,7 @@ HostRing HostRing::of(const Hosts& hosts, const RingWish& wish, const GroupOptio
     if (options.of_ranks > 0) return ring;
     const auto upTo = [](int n) { return std::to_string(n) + " (0 to " + std::to_string(n - 1); };
     throw Error(Failure::kSetup,
-                "RINGREDUCE_RING=" + listOf(wish.order, ",") + " is no order for group '" +
+                "RINGREDUCE_RING=" + joined(wish.order, ",") + " is no order for group '" +
                     options.name + "': name each of its hosts, " + upTo(hosts.count()) +
                     ", numbered by their lowest ranks), or each of its ranks, " +
                     upTo(hosts.size()) + "), once, and ranks of one host beside each other");
@@ -143,7 +135,7 @@ HostRing HostRing::measured(const Hosts& hosts, const Rates& mbit) {
 }
 
 std::string HostRing::toText() const {
-  std::string text = listOf(hosts, " ");
+  std::string text = joined(hosts, " ");
   for (const std::vector<double>& row : mbit) {
     text += ';';
     for (const double rate : row) {
@@ -176,10 +168,10 @@ HostRing HostRing::fromText(const Hosts& hosts, const std::string& text) {
 }
 
 std::string HostRing::told(const Hosts& of) const {
-  std::string text = "ring of hosts " + listOf(hosts, " > ");
+  std::string text = "ring of hosts " + joined(hosts, " > ");
   if (source == Source::kGiven) {
     text += ", as RINGREDUCE_RING has it";
-    if (!ranks.empty()) text += "; of ranks " + listOf(ranks, " > ");
+    if (!ranks.empty()) text += "; of ranks " + joined(ranks, " > ");
     return text;
   }
   if (mbit.size() < 2) return text + ", as there is no other to measure";

@@ -10,6 +10,7 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "group/process.h"
 #include "group/text.h"
 #include "wire/wait.h"
@@ -120,7 +121,7 @@ std::string Session::howLost(int r) const {
 std::string Session::monitored(const std::vector<int>& late) const {
   const long ms = timeout_ / kMillisecond;
   std::string text = late.size() > 1 ? "Ranks " : "Rank ";
-  for (size_t i = 0; i < late.size(); ++i) text += (i > 0 ? ", " : "") + options_.shown(late[i]);
+  text += joined(options_.shownAs(late), ", ");
   text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";
   if (late.size() > 1) text += ", Rank " + options_.shown(late.front()) + " first";
   return text + ". Rank " + options_.shown(rank_) + " timed out in monitoredBarrier";

@@ -7,9 +7,9 @@
 #include <thread>
 #include <utility>
 
+#include "base/text.h"
 #include "group/process.h"
 #include "group/session.h"
-#include "group/text.h"
 
 namespace ringreduce {
 namespace {

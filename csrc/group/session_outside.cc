@@ -4,8 +4,8 @@
 #include <mutex>
 #include <vector>
 
+#include "base/text.h"
 #include "group/session.h"
-#include "group/text.h"
 
 namespace ringreduce {
 

@@ -1,4 +1,4 @@
-// Words that messages are made of.
+// An operation in words.
 #include "group/text.h"
 
 #include <cstdio>
@@ -6,22 +6,6 @@
 #include "group/operation.h"
 
 namespace ringreduce {
-
-std::string rankList(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
-
-std::string seconds(Nanos time) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time) / kSecond);
-  return text;
-}
-
 namespace {
 
 bool toRoot(Kind kind) {

@@ -17,6 +17,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/per_process.h"
+#include "base/text.h"
 #include "net/complaints.h"
 #include "net/guest.h"
 #include "net/reactor.h"
@@ -350,15 +351,11 @@ void Door::dismiss(const Key& key) {
 // ---- one a process
 
 std::string inWords(const std::vector<Interface>& all, const std::vector<Address>& addresses) {
-  std::string words;
-  for (const Address& address : addresses) {
+  return joined(addresses, ", ", [&](const Address& address) {
     const auto its = std::ranges::find_if(
         all, [&](const Interface& one) { return one.address.sameHost(address); });
-    if (!words.empty()) words += ", ";
-    words += its == all.end() ? "an interface" : its->name;
-    words += " (" + address.text() + ")";
-  }
-  return words;
+    return (its == all.end() ? "an interface" : its->name) + " (" + address.text() + ")";
+  });
 }
 
 std::shared_ptr<Door> doorFor(const std::string& store_host) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/text.h"
 #include "net/control_node.h"
 
 namespace ringreduce::net {
@@ -10,12 +11,6 @@ namespace {
 
 // How much later than a first cut a second one may be known, beside the time between heartbeats.
 constexpr Nanos kSettle = 200 * kMillisecond;
-std::string seconds(Nanos time) {
-  const Nanos tenths = (time + kSecond / 20) / (kSecond / 10);
-  std::string text = std::to_string(tenths / 10);
-  if (tenths % 10) text.append(".").append(std::to_string(tenths % 10));
-  return text + " s";
-}
 
 std::string howEnded(Broken::How how) {
   if (how == Broken::How::kEnded) return kProcessEnded;

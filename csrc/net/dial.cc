@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "net/acceptor.h"
 #include "net/dialler.h"
 
@@ -34,11 +35,6 @@ std::string systemText(int error) {
   std::string text = std::generic_category().message(error);
   text[0] = static_cast<char>(text[0] | 0x20);  // "connection refused"
   return text;
-}
-
-std::string secondsText(Nanos time) {
-  const Nanos tenths = (time + kSecond / 20) / (kSecond / 10);
-  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
 }
 
 std::string contents(const char* path) {
@@ -100,8 +96,7 @@ class Dialling {
     if (error == EINPROGRESS || error == EINTR) {
       pollfd wanted{.fd = fd.get(), .events = POLLOUT, .revents = 0};
       while (!wait(&wanted, enough))
-        if (now() >= enough)
-          throw Failed{"no answer within " + secondsText(now() - started), false};
+        if (now() >= enough) throw Failed{"no answer within " + seconds(now() - started), false};
       socklen_t size = sizeof error;
       if (getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
     }
@@ -138,8 +133,7 @@ class Dialling {
         return self_.encrypted ? encrypted(fd, machine.keyForEncryption(), until) : nullptr;
       if (machine.state() == Handshake::State::kRefused) throw Failed{machine.why(), true};
       if (ended) throw Failed{"it ended the connection before it had let this rank in", false};
-      if (now() >= until)
-        throw Failed{"no handshake within " + secondsText(now() - started), false};
+      if (now() >= until) throw Failed{"no handshake within " + seconds(now() - started), false};
       const short events = output.empty() ? POLLIN : POLLIN | POLLOUT;
       pollfd wanted{.fd = fd.get(), .events = events, .revents = 0};
       wait(&wanted, until);
@@ -154,8 +148,7 @@ class Dialling {
       if (state == Tls::State::kDone) return tls;
       if (state == Tls::State::kRefused) throw Failed{tls->why(), true};
       if (state == Tls::State::kEnded) throw Failed{tls->why(), false};
-      if (now() >= until)
-        throw Failed{"no encryption within " + secondsText(now() - started), false};
+      if (now() >= until) throw Failed{"no encryption within " + seconds(now() - started), false};
       const short events = tls->wantsToWrite() ? POLLIN | POLLOUT : POLLIN;
       pollfd wanted{.fd = fd.get(), .events = events, .revents = 0};
       wait(&wanted, until);

@@ -6,15 +6,14 @@
 
 namespace ringreduce::net {
 
-inline constexpr uint32_t kFrameMagic = 0x52523146;  // "RR1F"
+inline constexpr uint32_t kFrameMagic = 0x52523246;  // "RR2F"
 inline constexpr size_t kLargestFrame = 256 << 10;
 
 struct Frame {
   uint32_t magic = kFrameMagic;
   uint32_t bytes = 0;     // that follow
   uint64_t position = 0;  // of the first of them in the stream
-  uint32_t payload = 0;   // their CRC32C, where the group asked for checksums; else 0
-  uint32_t header = 0;    // CRC32C of all fields before this one
+  uint64_t header = 0;    // CRC32C of all fields before this one
 };
 static_assert(sizeof(Frame) == 24);
 

@@ -6,7 +6,7 @@
 //     Proof      proof 32
 //     Welcome    proof 32
 //
-// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 2" and a new line, with zeros
+// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 3" and a new line, with zeros
 // up to its length.
 #include "net/handshake.h"
 
@@ -17,13 +17,14 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "net/sha256.h"
 
 namespace ringreduce::net {
 namespace {
 
 // Of all that ranks of different hosts send each other; goes up by one with each change of it.
-#define RINGREDUCE_WIRE_VERSION "2"
+#define RINGREDUCE_WIRE_VERSION "3"
 
 constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
 constexpr size_t kHelloBytes = kGroupBytes + 3 * 4 + 4 + sizeof(Nonce);  // without the build
@@ -68,8 +69,7 @@ int takeNumber(std::string_view& text) {
 }
 
 bool isGroup(std::string_view word) {
-  return word.size() == kGroupBytes &&
-         word.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+  return word.size() == kGroupBytes && isHex(word);
 }
 
 void fillRandom(void* data, size_t bytes) {
@@ -79,8 +79,6 @@ void fillRandom(void* data, size_t bytes) {
   if (got != static_cast<ssize_t>(bytes))  // up to 256 bytes come at once
     throwErrno(Failure::kSetup, "no random numbers to be had");
 }
-
-constexpr char kDigits[] = "0123456789abcdef";
 
 }  // namespace
 
@@ -99,23 +97,15 @@ std::string randomGroup() {
 }
 
 std::string secretText(const Secret& secret) {
-  std::string text;
-  for (unsigned char byte : secret) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
+  return hexText(secret);
 }
 
 Secret secretFromText(const std::string& text) {
-  if (text.size() != 2 * kSecretBytes || text.find_first_not_of(kDigits) != std::string::npos)
+  Secret secret;
+  if (!fromHex(text, secret.data(), secret.size()))
     throw Error(Failure::kSetup,
                 "the store holds no secret where the group's should be: another "
                 "program may have written there");
-  Secret secret;
-  const auto digit = [](char c) { return c <= '9' ? c - '0' : c - 'a' + 10; };
-  for (size_t i = 0; i < kSecretBytes; ++i)
-    secret[i] = static_cast<unsigned char>(digit(text[2 * i]) << 4 | digit(text[2 * i + 1]));
   return secret;
 }
 

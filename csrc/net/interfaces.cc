@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "net/address.h"
 
 namespace ringreduce::net {
@@ -75,11 +76,11 @@ bool isOfThisHostOnly(const std::string& name) {
 }
 
 std::string listOf(const std::vector<Interface>& all) {
-  std::string list;
-  for (const Interface& one : all)
-    list += (list.empty() ? "" : ", ") + one.name + " (" + one.address.hostText() + "/" +
-            std::to_string(one.prefix) + (one.up ? ")" : ", down)");
-  return list.empty() ? "no interface with an address" : list;
+  if (all.empty()) return "no interface with an address";
+  return joined(all, ", ", [](const Interface& one) {
+    return one.name + " (" + one.address.hostText() + "/" + std::to_string(one.prefix) +
+           (one.up ? ")" : ", down)");
+  });
 }
 
 struct Candidate {

@@ -51,8 +51,7 @@ class Mesh {
 
   struct Options {
     Algorithm algorithm = Algorithm::kAuto;
-    bool checksum = false;  // of all payloads
-    int least_lanes = 1;    // connections to a rank; adapted between these two (net/lane_count.h)
+    int least_lanes = 1;  // connections to a rank; adapted between these two (net/lane_count.h)
     int most_lanes = kMostLanes;
     WireCost cost = {};
     std::vector<int> shown = {};  // the ranks as lanes() calls them; empty: as they are here

@@ -21,9 +21,7 @@ namespace ringreduce {
 struct Mesh::State {
   struct Out {
     Out(net::Pool& pool, const Options& options)
-        : stream(pool), count(options.least_lanes, options.most_lanes) {
-      stream.setChecksum(options.checksum);
-    }
+        : stream(pool), count(options.least_lanes, options.most_lanes) {}
     net::SendStream stream;
     net::LaneCount count;
     int requested = 0;  // connections, ever
@@ -33,9 +31,7 @@ struct Mesh::State {
     bool active = false;
   };
   struct In {
-    In(net::Pool& pool, const Options& options) : stream(pool) {
-      stream.setChecksum(options.checksum);
-    }
+    explicit In(net::Pool& pool) : stream(pool) {}
     net::RecvStream stream;
     Announcement theirs;
     uint64_t operation = 0;  // the last one in which something was expected
@@ -68,7 +64,7 @@ struct Mesh::State {
   }
   In& in(int r) {
     auto& in = ins[static_cast<size_t>(r)];
-    if (!in) in = std::make_unique<In>(pool, options);
+    if (!in) in = std::make_unique<In>(pool);
     return *in;
   }
 

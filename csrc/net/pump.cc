@@ -23,7 +23,7 @@ struct alignas(kRecordAlign) ByteRing {
 };
 
 struct Peer {
-  Peer(int r, bool checksum)
+  explicit Peer(int r)
       : rank(r),
         out_ring(new ByteRing),
         in_ring(new ByteRing),
@@ -35,8 +35,8 @@ struct Peer {
              .in_emptied = &flags[3],
              .consumed = &flags[4],
              .acknowledged = &flags[5]},
-        sender(ends, checksum),
-        receiver(ends, checksum) {}
+        sender(ends),
+        receiver(ends) {}
 
   const int rank;
   Flag flags[6]{};
@@ -55,10 +55,9 @@ struct Peer {
 // Used in the reactor's thread, but for what says otherwise.
 class Carrier : public std::enable_shared_from_this<Carrier> {
  public:
-  Carrier(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial, Pump::Listener& listener,
-          bool checksum)
+  Carrier(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial, Pump::Listener& listener)
       : reactor_(std::move(reactor)), listener_(listener), rank_(rank), dialler_(std::move(dial)) {
-    for (int r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(r, checksum));
+    for (int r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(r));
     at(rank).closed = true;  // it has no connection to itself
   }
 
@@ -303,9 +302,8 @@ class SocketPump final : public Pump {
 }  // namespace
 
 std::unique_ptr<Pump> Pump::start(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial,
-                                  Listener& listener, bool checksum) {
-  auto carrier =
-      std::make_shared<Carrier>(reactor, rank, size, std::move(dial), listener, checksum);
+                                  Listener& listener) {
+  auto carrier = std::make_shared<Carrier>(reactor, rank, size, std::move(dial), listener);
   return std::make_unique<SocketPump>(std::move(reactor), std::move(carrier));
 }
 

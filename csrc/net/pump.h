@@ -42,9 +42,9 @@ class Pump {
     // what came cannot be what it sent, so there is nothing else to be heard of why.
     virtual void broken(int rank, const std::string& how, bool damaged) = 0;
   };
-  // `dial` is called in a thread of the pump's.  `checksum`: of all that is sent, as on all ranks.
+  // `dial` is called in a thread of the pump's.
   static std::unique_ptr<Pump> start(std::shared_ptr<Reactor> reactor, int rank, int size,
-                                     Dial dial, Listener& listener, bool checksum = false);
+                                     Dial dial, Listener& listener);
   virtual ~Pump() = default;  // no listener is called once this has returned
 
   // Theirs is the pump's memory, and ends with it.

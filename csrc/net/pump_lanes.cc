@@ -18,8 +18,6 @@ namespace {
 // worth a packet.
 constexpr uint64_t kWorthTelling = 64 << 10;
 constexpr size_t kATurn = 1 << 20;  // bytes
-// A frame with a checksum: its receiver's ring holds all of it, and the record that ends there.
-constexpr size_t kCheckedFrame = 64 << 10;
 
 // The pieces of a ring from this position on: two, if they go around its end.
 int pieces(std::byte* ring, uint64_t position, size_t bytes, iovec* out) {
@@ -30,11 +28,6 @@ int pieces(std::byte* ring, uint64_t position, size_t bytes, iovec* out) {
   return n;
 }
 
-uint32_t checksumOf(uint32_t before, const std::byte* ring, uint64_t position, size_t bytes) {
-  const size_t at = position % kRingBytes, first = std::min(bytes, kRingBytes - at);
-  return crc32c(crc32c(before, ring + at, first), ring, bytes - first);
-}
-
 std::string way(const Socket& socket) {
   return " (connection " + wayOf(socket) + ")";
 }
@@ -42,7 +35,7 @@ std::string way(const Socket& socket) {
 }  // namespace
 
 PumpHead sealed(PumpHead head) {
-  head.header = crc32c(0, &head, offsetof(PumpHead, header));
+  head.header = crc32c(&head, offsetof(PumpHead, header));
   return head;
 }
 
@@ -68,11 +61,8 @@ void PumpSender::discard() {
 // The next frame, of what there is.
 void PumpSender::cut() {
   const uint64_t filled = ends_.out_filled->observe();
-  size_t bytes = filled - sent_;
-  if (checksum_) bytes = std::min(bytes, kCheckedFrame);
-  head_ = {.bytes = static_cast<uint32_t>(bytes), .consumed = ends_.consumed->observe()};
-  if (checksum_) head_.payload = checksumOf(0, ends_.out_ring, sent_, bytes);
-  head_ = sealed(head_);
+  const size_t bytes = filled - sent_;
+  head_ = sealed({.bytes = static_cast<uint32_t>(bytes), .consumed = ends_.consumed->observe()});
   head_left_ = sizeof head_;
   bytes_left_ = bytes;
   framed_ = sent_ + bytes;
@@ -179,39 +169,18 @@ Lane PumpReceiver::carry(Socket& socket, bool& moved) {
     bytes_left_ -= of_ring;
     head_got_ += static_cast<size_t>(read) - of_ring;
     turn += static_cast<size_t>(read);
-    if (!check(of_ring))
-      return endsWith(
-          "its connection for messages brought bytes with a wrong checksum: memory or the network "
-          "corrupts data" +
-              way(socket),
-          true);
     if (!showRecords(moved) || (head_got_ == sizeof head_ && !takeHead(moved)))
       return endsWith("its connection for messages carried what no rank sends" + way(socket), true);
   }
   return Lane::kMore;
 }
 
-// Whether what has come of the frame, of which these are the last, may be right; once it is whole,
-// whether it is.
-bool PumpReceiver::check(size_t bytes) {
-  if (checksum_ && bytes > 0)
-    checksum_so_far_ = checksumOf(checksum_so_far_, ends_.in_ring, got_ - bytes, bytes);
-  if (bytes_left_ > 0) return true;
-  if (checksum_ && checksum_so_far_ != wanted_) return false;
-  checked_ = got_;
-  return true;
-}
-
 bool PumpReceiver::takeHead(bool& moved) {
   const bool fits = head_.magic == PumpHead::kMagic && head_.bytes <= kRingBytes &&
-                    head_.header == sealed(head_).header &&
-                    (!checksum_ || head_.bytes <= kCheckedFrame) &&
-                    reached(head_.consumed, acknowledged_);
+                    head_.header == sealed(head_).header && reached(head_.consumed, acknowledged_);
   if (!fits) return false;
   head_got_ = 0;
   bytes_left_ = head_.bytes;
-  wanted_ = checksum_ ? head_.payload : 0;
-  checksum_so_far_ = 0;
   if (head_.consumed == acknowledged_) return true;
   acknowledged_ = head_.consumed;
   ends_.acknowledged->publish(acknowledged_);
@@ -221,14 +190,14 @@ bool PumpReceiver::takeHead(bool& moved) {
 
 // Lets the reader see the records that have come whole.
 bool PumpReceiver::showRecords(bool& moved) {
-  const uint64_t before = shown_, come = checksum_ ? checked_ : got_;
-  while (come - shown_ >= sizeof(Record)) {
+  const uint64_t before = shown_;
+  while (got_ - shown_ >= sizeof(Record)) {
     const size_t at = shown_ % kRingBytes;
     Record record;
     std::memcpy(&record, ends_.in_ring + at, sizeof record);
     if (!isSound(record, kRingBytes - at)) return false;
     const size_t bytes = recordBytes(record.payload);
-    if (come - shown_ < bytes) break;
+    if (got_ - shown_ < bytes) break;
     shown_ += bytes;
   }
   if (shown_ == before) return true;

@@ -4,8 +4,7 @@
 // On the way they stand in frames: a head that says how many bytes follow and how many eager bytes
 // of the other rank's have arrived, and then bytes of the ring, cut anywhere.  The receiver looks
 // at the heads of records as they pass: the channel's reader is shown whole records only, and none
-// that could not be one.  Where the group asked for checksums, it is shown none before the checksum
-// of all its bytes was found right.
+// that could not be one.
 #pragma once
 
 #include <atomic>
@@ -21,12 +20,11 @@
 namespace ringreduce::net {
 
 struct PumpHead {
-  static constexpr uint32_t kMagic = 0x32505252;  // "RRP2"
+  static constexpr uint32_t kMagic = 0x33505252;  // "RRP3"
   uint32_t magic = kMagic;
   uint32_t bytes = 0;     // that follow
   uint64_t consumed = 0;  // eager bytes of the receiver's that have arrived
-  uint32_t payload = 0;   // CRC32C of the bytes that follow, where the group asked for checksums
-  uint32_t header = 0;    // CRC32C of all fields before this one
+  uint64_t header = 0;    // CRC32C of all fields before this one
 };
 static_assert(sizeof(PumpHead) == 24);
 PumpHead sealed(PumpHead head);  // with its header's checksum
@@ -40,8 +38,7 @@ enum class Lane : uint8_t {
 
 class PumpSender {
  public:
-  explicit PumpSender(const Pump::Ends& ends, bool checksum = false)
-      : ends_(ends), checksum_(checksum) {}
+  explicit PumpSender(const Pump::Ends& ends) : ends_(ends) {}
 
   // Whether there is anything to carry.  From any thread.
   bool hasNews() const;
@@ -59,7 +56,6 @@ class PumpSender {
   void cut();
 
   const Pump::Ends ends_;
-  const bool checksum_;
   PumpHead head_;
   size_t head_left_ = 0, bytes_left_ = 0;  // of the frame that is on its way
   uint64_t sent_ = 0;
@@ -69,8 +65,7 @@ class PumpSender {
 
 class PumpReceiver {
  public:
-  explicit PumpReceiver(const Pump::Ends& ends, bool checksum = false)
-      : ends_(ends), checksum_(checksum) {}
+  explicit PumpReceiver(const Pump::Ends& ends) : ends_(ends) {}
 
   // Whether the ring has room again after it had none.  From any thread.
   bool canGoOn() const;
@@ -81,17 +76,13 @@ class PumpReceiver {
   bool isDamaged() const { return damaged_; }  // it was ended here, for what came
 
  private:
-  bool check(size_t bytes);
   bool takeHead(bool& moved);
   bool showRecords(bool& moved);
   Lane endsWith(std::string how, bool damaged);
 
   const Pump::Ends ends_;
-  const bool checksum_;
   PumpHead head_;
   size_t head_got_ = 0, bytes_left_ = 0;
-  uint32_t wanted_ = 0, checksum_so_far_ = 0;  // of this frame's bytes
-  uint64_t checked_ = 0;                       // up to here they were right
   uint64_t got_ = 0, shown_ = 0, acknowledged_ = 0;
   static constexpr uint64_t kNotFull = ~uint64_t{0};  // which no counter is: records are aligned
   std::atomic<uint64_t> full_at_ = kNotFull;          // what the reader had read when it was full

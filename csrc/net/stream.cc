@@ -9,8 +9,6 @@
 #include <iterator>
 #include <new>
 
-#include "net/crc32c.h"
-
 namespace ringreduce::net {
 namespace {
 
@@ -99,17 +97,7 @@ void SendStream::cut(Lane& lane) {
   const uint64_t most = used() > 1 ? kSharedFrame : kLargestFrame;
   lane.at = cut_;
   lane.end = cut_ = std::min(posted_, cut_ + most);
-  lane.frame = {.bytes = static_cast<uint32_t>(lane.end - lane.at), .position = lane.at};
-  if (checksum_) {
-    uint64_t at = lane.at;
-    for (size_t i = spanAt(at); at < lane.end; ++i) {
-      const Span& s = spans_[i];
-      const size_t n = std::min(lane.end, s.position + s.bytes) - at;
-      lane.frame.payload = crc32c(lane.frame.payload, s.data + (at - s.position), n);
-      at += n;
-    }
-  }
-  lane.frame = sealed(lane.frame);
+  lane.frame = sealed({.bytes = static_cast<uint32_t>(lane.end - lane.at), .position = lane.at});
   lane.header_left = sizeof(Frame);
 }
 
@@ -236,28 +224,9 @@ void RecvStream::credit(uint64_t from, uint64_t to) {
 }
 
 // `bytes` more of the frame are at their places.
-bool RecvStream::placed(Lane& lane, size_t bytes) {
-  if (!checksum_) {
-    credit(lane.at, lane.at + bytes);
-    lane.at += bytes;
-    return true;
-  }
-  if (bytes == 0) return true;
-  uint64_t at = lane.at;
+void RecvStream::placed(Lane& lane, size_t bytes) {
+  credit(lane.at, lane.at + bytes);
   lane.at += bytes;
-  for (size_t i = entryAt(at); at < lane.at; ++i) {
-    const Expected& e = expected_[i];
-    const size_t n = std::min(lane.at, e.position + e.bytes) - at;
-    lane.checksum = crc32c(lane.checksum, e.data + (at - e.position), n);
-    at += n;
-  }
-  if (lane.at < lane.end) return true;
-  if (lane.checksum != lane.frame.payload)
-    return broken("a frame of " + std::to_string(lane.frame.bytes) +
-                  " bytes came with a wrong checksum: memory or the network corrupts data" +
-                  way(lane.connection));
-  credit(lane.frame.position, lane.end);
-  return true;
 }
 
 // Whether no other frame has brought any of these bytes.
@@ -280,18 +249,18 @@ bool RecvStream::claim(uint64_t begin, uint64_t end) {
 
 // The next header, once it is there; false if it cannot be one.
 bool RecvStream::parse(Lane& lane) {
-  std::memcpy(&lane.frame, lane.ahead.data() + lane.ahead_begin, sizeof(Frame));
+  Frame frame;
+  std::memcpy(&frame, lane.ahead.data() + lane.ahead_begin, sizeof frame);
   lane.ahead_begin += sizeof(Frame);
-  if (!isSound(lane.frame))
+  if (!isSound(frame))
     return broken("what came is no frame of ringreduce's" + way(lane.connection));
-  lane.at = lane.frame.position;
-  lane.end = lane.at + lane.frame.bytes;
-  lane.checksum = 0;
+  lane.at = frame.position;
+  lane.end = lane.at + frame.bytes;
   return claim(lane.at, lane.end);
 }
 
 // Puts what was read ahead where it belongs, as far as places are known.
-bool RecvStream::takeAhead(Lane& lane) {
+void RecvStream::takeAhead(Lane& lane) {
   size_t total = 0;
   size_t n = std::min<uint64_t>(
       lane.aheadBytes(), std::min(lane.end, expected_end_) - std::min(lane.at, expected_end_));
@@ -307,7 +276,7 @@ bool RecvStream::takeAhead(Lane& lane) {
     n -= here;
     total += here;
   }
-  return placed(lane, total);
+  placed(lane, total);
 }
 
 // One system call; false once there is no more for now, no place for it, or no more at all.
@@ -357,7 +326,8 @@ bool RecvStream::read(Lane& lane, size_t& budget) {
   if (here < wanted || (at == lane.end && lane.ahead_end < lane.ahead.size()))
     lane.connection.ready = lane.connection.hangup;
   budget -= std::min(budget, static_cast<size_t>(n));
-  return placed(lane, here);
+  placed(lane, here);
+  return true;
 }
 
 Moved RecvStream::progress() {
@@ -372,7 +342,7 @@ Moved RecvStream::progress() {
       }
       if (lane.at < lane.end && lane.aheadBytes() > 0) {
         const uint64_t before = lane.at;
-        if (!takeAhead(lane)) break;
+        takeAhead(lane);
         if (lane.at > before) {
           moved = true;
           continue;

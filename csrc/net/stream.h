@@ -81,7 +81,6 @@ class SendStream {
   // New frames go over no more than `count` of the connections, those of the lowest numbers.
   void use(int count) { used_ = static_cast<size_t>(count); }
   int used() const { return static_cast<int>(std::min(used_, lanes_.size())); }
-  void setChecksum(bool on) { checksum_ = on; }
 
   // Sends a frame, or what is left of one, on every connection that is ready.  After kBroken `why`
   // says what happened.
@@ -114,7 +113,6 @@ class SendStream {
   std::vector<std::unique_ptr<Lane>> lanes_;
   uint64_t posted_ = 0, cut_ = 0, sent_ = 0, taken_ = 0;
   size_t buffers_ = 0, turn_ = 0, used_ = std::numeric_limits<size_t>::max();
-  bool checksum_ = false;
   std::string why_;
 };
 
@@ -137,7 +135,6 @@ class RecvStream {
   bool isOpen() const { return openLanes() > 0; }  // so more may come
   int openLanes() const;
   uint64_t received() const { return received_; }  // bytes, of whatever
-  void setChecksum(bool on) { checksum_ = on; }
 
   // Takes what has come, no more than some hundred KiB from each connection.  kBroken: no more can
   // come, and what was expected is not there.
@@ -153,9 +150,7 @@ class RecvStream {
   };
   struct Lane {
     Connection connection;
-    Frame frame;
     uint64_t at = 0, end = 0;  // positions of what is still to come of the frame
-    uint32_t checksum = 0;
     // What was read beyond a frame: the next one's header, and what came with it.
     std::array<std::byte, 4096> ahead;
     size_t ahead_begin = 0, ahead_end = 0;
@@ -164,9 +159,9 @@ class RecvStream {
   };
   bool claim(uint64_t begin, uint64_t end);
   bool parse(Lane& lane);
-  bool takeAhead(Lane& lane);
+  void takeAhead(Lane& lane);
   bool read(Lane& lane, size_t& budget);
-  bool placed(Lane& lane, size_t bytes);
+  void placed(Lane& lane, size_t bytes);
   size_t entryAt(uint64_t position);
   void credit(uint64_t from, uint64_t to);
   bool broken(const std::string& why);
@@ -179,7 +174,7 @@ class RecvStream {
   uint64_t floor_ = 0;
   std::map<uint64_t, uint64_t> claimed_;
   uint64_t received_ = 0;
-  bool checksum_ = false, dead_ = false;
+  bool dead_ = false;
   std::string why_;
 };
 

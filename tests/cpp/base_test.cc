@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/text.h"
 #include "check.h"
 #include "group/options.h"
 #include "group/text.h"
@@ -161,11 +163,23 @@ TEST(shared_options_travel_as_text) {
   CHECK_THROWS(Error, SharedOptions::fromText("nonsense"));
 }
 
+TEST(hexadecimal_text_is_read_as_written) {
+  const std::array<unsigned char, 3> bytes{0x00, 0x9a, 0xff};
+  std::array<unsigned char, 3> read{};
+  CHECK_EQ(hexText(bytes), "009aff");
+  CHECK(fromHex("009aff", read.data(), read.size()) && read == bytes);
+  for (const char* other : {"", "009af", "009aff0", "009afg", "009AFF", " 09aff"})
+    CHECK(!fromHex(other, read.data(), read.size()));
+}
+
 TEST(messages_read_well) {
   CHECK_EQ(rankList({3}), "rank 3");
   CHECK_EQ(rankList({1, 2}), "ranks 1 and 2");
   CHECK_EQ(rankList({1, 2, 5}), "ranks 1, 2 and 5");
   CHECK_EQ(seconds(2500 * kMillisecond), "2.5 s");
+  CHECK_EQ(seconds(3 * kSecond), "3 s");
+  CHECK_EQ(seconds(1800 * kSecond), "1800 s");
+  CHECK_EQ(joined({1, 2, 5}, " > "), "1 > 2 > 5");
   CHECK_EQ(describe(Announcement{.sequence = 4}), "barrier #4");
   CHECK_EQ(describe({.sequence = 0,
                      .count = 1,

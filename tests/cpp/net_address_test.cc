@@ -141,35 +141,15 @@ TEST(digests_are_told_apart_wherever_they_differ) {
 }
 
 TEST(crc32c_of_rfc_3720) {
-  const auto both = [](const std::string& bytes) {
-    const uint32_t sum = crc32c(0, bytes.data(), bytes.size());
-    CHECK_EQ(sum, crc32cByTables(0, bytes.data(), bytes.size()));
-    return sum;
-  };
+  const auto sum = [](const std::string& bytes) { return crc32c(bytes.data(), bytes.size()); };
   std::string up, down;
   for (int i = 0; i < 32; ++i) up += static_cast<char>(i), down += static_cast<char>(31 - i);
-  CHECK_EQ(both(""), 0u);
-  CHECK_EQ(both("123456789"), 0xe3069283u);
-  CHECK_EQ(both(std::string(32, '\0')), 0x8a9136aau);
-  CHECK_EQ(both(std::string(32, '\xff')), 0x62a8ab43u);
-  CHECK_EQ(both(up), 0x46dd794eu);
-  CHECK_EQ(both(down), 0x113fdb5cu);
-}
-
-TEST(crc32c_is_the_same_by_tables_in_pieces_and_unaligned) {
-  std::mt19937_64 random(5);
-  std::string bytes(20'000, '\0');
-  for (char& byte : bytes) byte = static_cast<char>(random());
-  for (int i = 0; i < 2000; ++i) {
-    const size_t at = random() % 64;
-    const size_t size = i < 300 ? static_cast<size_t>(i) : random() % (bytes.size() - at);
-    const size_t cut = size == 0 ? 0 : random() % size;
-    const auto start = static_cast<uint32_t>(random());
-    const uint32_t whole = crc32cByTables(start, bytes.data() + at, size);
-    CHECK_EQ(crc32c(start, bytes.data() + at, size), whole);
-    const uint32_t half = crc32c(start, bytes.data() + at, cut);
-    CHECK_EQ(crc32c(half, bytes.data() + at + cut, size - cut), whole);
-  }
+  CHECK_EQ(sum(""), 0u);
+  CHECK_EQ(sum("123456789"), 0xe3069283u);
+  CHECK_EQ(sum(std::string(32, '\0')), 0x8a9136aau);
+  CHECK_EQ(sum(std::string(32, '\xff')), 0x62a8ab43u);
+  CHECK_EQ(sum(up), 0x46dd794eu);
+  CHECK_EQ(sum(down), 0x113fdb5cu);
 }
 
 TEST(addresses_are_read_and_written) {

@@ -1,5 +1,5 @@
 // Groups over a network with somebody in it: what he can read, and what becomes of what he changes,
-// with encryption, with checksums, and with neither.
+// with encryption and without.
 #include <unistd.h>
 
 #include <atomic>
@@ -25,20 +25,15 @@ using ranks::Setting;
 
 namespace {
 
-struct Trust {
-  bool encrypted = false, checksum = false;
-};
-
 const char* tls(bool on) {
   return on ? "1" : "0";
 }
 
 // Runs body in a process for each rank, with a relay before each.
-processes::Ends relayed(int size, Trust trust,
+processes::Ends relayed(int size, bool encrypted,
                         const std::function<void(Group&, relay::Relay&)>& body) {
   const Setting wire("RINGREDUCE_WIRE", "tcp"), interface("RINGREDUCE_IF", "127.0.0.1"),
-      encryption("RINGREDUCE_TLS", tls(trust.encrypted)),
-      checksum("RINGREDUCE_CHECKSUM", trust.checksum ? "crc32c" : "none");
+      encryption("RINGREDUCE_TLS", tls(encrypted));
   processes::SharedStore store;
   return processes::run(size, [&](int r) {
     const auto acceptor = net::Acceptor::shared("");
@@ -77,7 +72,7 @@ void broadcast(Group& group, std::vector<uint8_t>& data) {
 TEST(what_is_encrypted_cannot_be_read_on_the_way) {
   for (const bool encrypted : {false, true}) {
     if (encrypted && !net::Tls::isBuiltIn()) continue;
-    allEnd(relayed(2, {.encrypted = encrypted}, [&](Group& group, relay::Relay& relay) {
+    allEnd(relayed(2, encrypted, [&](Group& group, relay::Relay& relay) {
       const auto gradient = repeated("what a collective carries. ", 3'000'000);
       const auto note = repeated("what a message carries. ", 200'000);
       auto data = group.rank() == 0 ? gradient : std::vector<uint8_t>(gradient.size());
@@ -101,39 +96,36 @@ TEST(what_is_encrypted_cannot_be_read_on_the_way) {
 }
 
 TEST(what_is_changed_on_the_way_fails_the_operation_and_names_the_connection) {
-  for (const bool encrypted : {true, false}) {
-    if (encrypted && !net::Tls::isBuiltIn()) continue;
-    const char* what = encrypted ? "cannot be decrypted" : "wrong checksum";
-    const Trust trust{.encrypted = encrypted, .checksum = !encrypted};
-    for (const bool message : {false, true}) {
-      const processes::Ends ends = relayed(2, trust, [&](Group& group, relay::Relay& relay) {
-        std::vector<uint8_t> data = repeated("data ", 500'000);
-        // Once as it should be.
-        for (const bool spoil : {false, true}) {
+  if (!net::Tls::isBuiltIn()) return;
+  for (const bool message : {false, true}) {
+    const processes::Ends ends =
+        relayed(2, /*encrypted=*/true, [&](Group& group, relay::Relay& relay) {
+          std::vector<uint8_t> data = repeated("data ", 500'000);
+          // Once as it should be.
+          for (const bool spoil : {false, true}) {
+            group.run({Barrier{}});
+            if (spoil && group.rank() == 1) relay.spoil(1000);
+            group.run({Barrier{}});
+            if (!message)
+              broadcast(group, data);
+            else if (group.rank() == 0)
+              messages::send(group, 1, 0, data);
+            else
+              CHECK(messages::receive(group, 0, 0, data.size()) == data);
+            if (!spoil) CHECK(!relay.hasSpoilt());
+          }
+          // Rank 0 may have sent all before it hears.
+          while (!group.failed()) usleep(1000);
           group.run({Barrier{}});
-          if (spoil && group.rank() == 1) relay.spoil(1000);
-          group.run({Barrier{}});
-          if (!message)
-            broadcast(group, data);
-          else if (group.rank() == 0)
-            messages::send(group, 1, 0, data);
-          else
-            CHECK(messages::receive(group, 0, 0, data.size()) == data);
-          if (!spoil) CHECK(!relay.hasSpoilt());
-        }
-        // Rank 0 may have sent all before it hears.
-        while (!group.failed()) usleep(1000);
-        group.run({Barrier{}});
-      });
-      allEnd(ends, what);
-      allEnd(ends, "connection from 127.0.0.1:");
-    }
+        });
+    allEnd(ends, "cannot be decrypted");
+    allEnd(ends, "connection from 127.0.0.1:");
   }
 }
 
-TEST(what_neither_is_goes_through_unseen) {
+TEST(what_is_not_encrypted_goes_through_unseen) {
   // So the relay does change what is carried.
-  allEnd(relayed(2, {}, [&](Group& group, relay::Relay& relay) {
+  allEnd(relayed(2, /*encrypted=*/false, [&](Group& group, relay::Relay& relay) {
     const auto right = repeated("data ", 500'000);
     auto data = right;
     group.run({Barrier{}});
@@ -171,7 +163,7 @@ TEST(encryption_that_is_not_there_is_an_error_on_all) {
 
 TEST(all_that_a_group_does_works_encrypted) {
   if (!net::Tls::isBuiltIn()) return;
-  const Setting encryption("RINGREDUCE_TLS", "1"), checksum("RINGREDUCE_CHECKSUM", "crc32c");
+  const Setting encryption("RINGREDUCE_TLS", "1");
   processes::SharedStore store;
   const std::string hosts = "aabc";  // two ranks share one
   const processes::Ends ends = processes::run(4, [&](int r) {

@@ -1,0 +1,46 @@
+// Words that messages are made of.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace ringreduce {
+
+// "rank 3", "ranks 1, 2 and 5"
+std::string rankList(const std::vector<int>& ranks);
+
+// "2.5 s"
+std::string seconds(Nanos time);
+
+// The texts of all elements, with `between` between two of them.
+template <class All, class Text>
+std::string joined(const All& all, std::string_view between, Text&& textOf) {
+  std::string text;
+  bool first = true;
+  for (const auto& each : all) {
+    if (!first) text += between;
+    first = false;
+    text += textOf(each);
+  }
+  return text;
+}
+// "1, 2, 5"
+std::string joined(const std::vector<int>& numbers, std::string_view between);
+
+// Two digits a byte, in lower case.
+std::string hexText(const void* data, size_t bytes);
+template <class Byte, size_t n>
+std::string hexText(const std::array<Byte, n>& bytes) {
+  static_assert(sizeof(Byte) == 1);
+  return hexText(bytes.data(), n);
+}
+bool isHex(std::string_view text);
+// Reads so many bytes from `text`; false if it is not their hexText.
+bool fromHex(std::string_view text, void* data, size_t bytes);
+
+}  // namespace ringreduce
