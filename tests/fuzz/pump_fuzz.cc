@@ -7,6 +7,7 @@
 // acknowledged than have arrived.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -132,7 +133,7 @@ class Play {
   // Where the heads on the way are, as long as nothing was added or dropped.
   void findHeads() {
     if (forged_) return;
-    for (; next_head_ >= passed_;) {
+    while (next_head_ >= passed_) {
       const size_t at = next_head_ - passed_;
       if (at + sizeof(PumpHead) > wire_.size()) return;
       heads_.push_back(next_head_);

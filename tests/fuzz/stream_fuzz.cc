@@ -70,8 +70,10 @@ class Play {
         return sendFrame(lane, next_, 1 + input.byte() * size_t{1 + what / 32u}, input, false);
       case 2:  // the next bytes, in a frame whose head is damaged
         return sendFrame(lane, next_, 1 + input.byte(), input, true);
-      case 3:  // any bytes, in a frame that is not
-        return sendFrame(lane, input.byte() * size_t{16}, 1 + input.byte(), input, false);
+      case 3: {  // any bytes, in a frame that is not
+        const uint64_t position = input.byte() * uint64_t{16};
+        return sendFrame(lane, position, 1 + input.byte(), input, false);
+      }
       case 4:
         return send(lane, std::string(input.bytes(input.byte())));
       case 5:
