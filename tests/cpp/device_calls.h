@@ -74,8 +74,7 @@ struct Call {
       case Kind::kBroadcast:
         return part(numbers->addends[at(root)], 0);
       default:
-        return algorithm == DeviceAlgorithm::kRingNarrow ? numbers->roundedAtEachHop(count)
-                                                         : numbers->canonical(count);
+        return numbers->canonical(count);
     }
   }
 
@@ -177,9 +176,6 @@ void runKernel(B& block, const Call& call, RankCall rank_call, int channel) {
         return allReduceBlock<kTwoShot, E, Rules>(block, rank_call, channel, call.blocks);
       case kRing:
         return allReduceBlock<kRing, E, Rules>(block, rank_call, channel, call.blocks);
-      case kRingNarrow:
-        if constexpr (isHalf(dtype))
-          allReduceBlock<kRingNarrow, E, Rules>(block, rank_call, channel, call.blocks);
     }
   };
   (void)((dtypes == call.numbers->dtype && (with.template operator()<dtypes>(), true)) || ...);

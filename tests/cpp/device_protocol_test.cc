@@ -68,9 +68,9 @@ class Barrierless : public host::Block {
 };
 
 // Primitives that give a slot back and then read it.
-template <class E, class Wire, class Rules, class B>
-struct EarlyRelease : DevicePrimitives<E, Wire, Rules, B> {
-  using DevicePrimitives<E, Wire, Rules, B>::DevicePrimitives;
+template <class E, class Rules, class B>
+struct EarlyRelease : DevicePrimitives<E, Rules, B> {
+  using DevicePrimitives<E, Rules, B>::DevicePrimitives;
   void recv(int chunk, size_t j) {
     if (!this->await(true, false)) return;
     const std::byte* slot = this->slot();
@@ -83,9 +83,9 @@ struct EarlyRelease : DevicePrimitives<E, Wire, Rules, B> {
 };
 
 // Primitives that forget to add one slice.
-template <class E, class Wire, class Rules, class B>
-struct SkippedSlice : DevicePrimitives<E, Wire, Rules, B> {
-  using Right = DevicePrimitives<E, Wire, Rules, B>;
+template <class E, class Rules, class B>
+struct SkippedSlice : DevicePrimitives<E, Rules, B> {
+  using Right = DevicePrimitives<E, Rules, B>;
   using Right::Right;
   void recvReduceCopySend(int chunk, size_t j) {
     if (j == 1)
@@ -122,11 +122,10 @@ struct How {
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
 constexpr How kRing{Kind::kAllReduce, DeviceAlgorithm::kRing};
-constexpr How kRingNarrow{Kind::kAllReduce, DeviceAlgorithm::kRingNarrow};
 constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather},
     kBroadcast{Kind::kBroadcast}, kSpread{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
-constexpr std::array kAll{kOneShot,       kTwoShot,   kRing,      kRingNarrow,
-                          kReduceScatter, kAllGather, kBroadcast, kSpread};
+constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,  kReduceScatter,
+                          kAllGather, kBroadcast, kSpread};
 
 // Calls of these kinds in a random order, on the same memory.
 template <class Rules, class B = host::Block, size_t n>
@@ -137,7 +136,7 @@ void mixed(const Shape& shape, const std::array<How, n>& kinds, int count, uint6
   Calls calls(ranks, kLong);
   for (int i = 0; i < count; ++i) {
     const How how = kinds[random() % n];
-    const bool half = how.algorithm == DeviceAlgorithm::kRingNarrow || random() % 4 == 0;
+    const bool half = random() % 4 == 0;
     const bool whole = how.kind == Kind::kAllReduce || how.kind == Kind::kBroadcast;
     const size_t parts = whole ? 1 : static_cast<size_t>(shape.ranks);
     calls.add({.kind = how.kind,
@@ -158,7 +157,7 @@ void mixed(const Shape& shape, const std::array<How, n>& kinds, int count, uint6
 }
 
 // Rings with other primitives, which allReduceBlock does not know.
-template <template <class, class, class, class> class Primitives>
+template <template <class, class, class> class Primitives>
 void rings() {
   constexpr Shape kShape{3, 1, 4};
   Ranks ranks(layoutOf(kShape, 2));
@@ -171,7 +170,7 @@ void rings() {
     using E = Element<DType::kFloat32>;
     const RankCall& call = calls.rankCall(kernel, r);
     Guard<host::Block> guard(block, call, c);
-    ring<E, AsValue<E>, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
+    ring<E, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
     guard.leave(1, call.output, call.count * sizeof(float));
   });
   calls.verify();
@@ -190,7 +189,7 @@ class Absence {
       calls_.add(
           {.kind = how.kind,
            .algorithm = how.algorithm,
-           .numbers = &numbersOf(kShape.ranks, how.algorithm == DeviceAlgorithm::kRingNarrow),
+           .numbers = &numbersOf(kShape.ranks, false),
            .count = oracle::kMost / (how.kind == Kind::kAllReduce || how.spread ? 1 : kShape.ranks),
            .blocks = kShape.blocks,
            .in_place = i == 0,

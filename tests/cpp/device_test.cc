@@ -25,7 +25,7 @@ constexpr DType kReducible[] = {DType::kFloat32, DType::kFloat64, DType::kFloat1
                                 DType::kInt64,   DType::kBool};
 static_assert(std::size(kReducible) == kReducibleDTypes);
 constexpr DeviceAlgorithm kAllAlgorithms[] = {DeviceAlgorithm::kOneShot, DeviceAlgorithm::kTwoShot,
-                                              DeviceAlgorithm::kRing, DeviceAlgorithm::kRingNarrow};
+                                              DeviceAlgorithm::kRing};
 
 // A slot is as small as it may be: a few thousand elements take many.
 constexpr Tuning tuned(int blocks, uint64_t depth) {
@@ -114,9 +114,7 @@ TEST(all_kinds_of_calls_give_the_canonical_bits) {
     hands[deck[random() % deck.size()]].emplace_back(kind, algorithm, dtype, op);
   };
   forEachPair([&](DType dtype, ReduceOp op) {
-    for (DeviceAlgorithm algorithm : kAllAlgorithms)
-      if (algorithm != DeviceAlgorithm::kRingNarrow || isHalf(dtype))
-        deal(Kind::kAllReduce, algorithm, dtype, op);
+    for (DeviceAlgorithm algorithm : kAllAlgorithms) deal(Kind::kAllReduce, algorithm, dtype, op);
     for (int again = 0; again < 2; ++again)
       deal(Kind::kReduceScatter, DeviceAlgorithm::kTwoShot, dtype, op);
     if (op == ReduceOp::kSum)
@@ -159,8 +157,7 @@ TEST(bits_are_those_of_the_cpus_ring) {
     });
   }
   const Tuning t = tuned(1, 2);
-  for (DeviceAlgorithm algorithm :
-       {DeviceAlgorithm::kOneShot, DeviceAlgorithm::kTwoShot, DeviceAlgorithm::kRing}) {
+  for (DeviceAlgorithm algorithm : kAllAlgorithms) {
     Ranks ranks(t.layout(P));
     Calls calls(ranks);
     for (const Case& c : cases) calls.add({.algorithm = algorithm, .numbers = &c, .count = kCount});
@@ -302,12 +299,7 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
         const uint64_t around = (6 * p - 4) * S / p;
-        if (isHalf(dtype)) {
-          moves(DeviceAlgorithm::kRingNarrow, around);
-          moves(DeviceAlgorithm::kRing, around + 2 * (p - 1) * S / p);
-        } else {
-          moves(DeviceAlgorithm::kRing, around);
-        }
+        moves(DeviceAlgorithm::kRing, isHalf(dtype) ? around + 2 * (p - 1) * S / p : around);
       }
 }
 

@@ -279,10 +279,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls) {
         run.template operator()<DeviceAlgorithm::kOneShot>();
       else if (call.algorithm == DeviceAlgorithm::kTwoShot)
         run.template operator()<DeviceAlgorithm::kTwoShot>();
-      else if (call.algorithm == DeviceAlgorithm::kRing)
-        run.template operator()<DeviceAlgorithm::kRing>();
       else
-        run.template operator()<DeviceAlgorithm::kRingNarrow>();
+        run.template operator()<DeviceAlgorithm::kRing>();
     }
     tape->meet(streams + size(r));
     if (c == 0 && l == 0) tape->read(out, (gathers ? size(shape.ranks) : 1) * part);
