@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <string_view>
 
 #include "../../benchmarks/cuda/floors.h"
 #include "../../benchmarks/cuda/report.h"
@@ -27,12 +28,12 @@ using ring_oracle::Case;
 
 namespace {
 
-Settings parsed(const std::string& line) {
-  return parse(split(line, ' '));
+Settings parsed(std::string_view line) {
+  return parse(split(std::string(line), ' '));
 }
 
 // The text of a UsageError, "" if there is none.
-std::string refusal(const std::string& line) {
+std::string refusal(std::string_view line) {
   try {
     parsed(line);
   } catch (const UsageError& error) {
@@ -41,8 +42,8 @@ std::string refusal(const std::string& line) {
   return "";
 }
 
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
+bool has(std::string_view text, std::string_view part) {
+  return text.find(part) != text.npos;
 }
 
 }  // namespace
