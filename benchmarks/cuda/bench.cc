@@ -10,8 +10,6 @@ Choice choiceOf(Path path) {
   switch (path) {
     case Path::kRing:
       return Choice::kRing;
-    case Path::kRingNarrow:
-      return Choice::kRingNarrow;
     case Path::kTwoShot:
       return Choice::kTwoShot;
     case Path::kOneShot:

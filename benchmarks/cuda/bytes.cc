@@ -56,7 +56,7 @@ int runBytes(const Settings& settings) {
     uint32_t seed = 0;
     for (DType dtype : settings.dtypes)
       for (Path path : settings.paths) {
-        if (path == Path::kDirectStaged || (path == Path::kRingNarrow && !isHalf(dtype))) continue;
+        if (path == Path::kDirectStaged) continue;
         // The direct kernel by itself needs no registered buffers.
         const std::string why = isDirect(path) ? "" : bench.whyNot(path);
         if (!why.empty()) {
@@ -68,8 +68,7 @@ int runBytes(const Settings& settings) {
                     .count = bytes / sizeOf(dtype),
                     .dtype = dtype,
                     .op = ReduceOp::kSum,
-                    .seed = ++seed,
-                    .narrow = path == Path::kRingNarrow};
+                    .seed = ++seed};
         const Found found = bench.runOnce(job, [&](const Job& j) {
           gpu::finish(bench.stream(), "the filling of memory");
           gpu::must(cudaProfilerStart(), "start the profiler");

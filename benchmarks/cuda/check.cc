@@ -49,14 +49,12 @@ class Check {
       for (ReduceOp op : settings_.ops) {
         if (!isSupported(dtype, op)) continue;
         for (Path path : paths) {
-          if (path == Path::kRingNarrow && !isHalf(dtype)) continue;  // the same as ring
           Tally& tally = tallies_[path];
           if (!tally.ops.empty()) tally.ops += ",";
           tally.ops += name(op);
         }
         for (size_t bytes : sizes)
-          for (Path path : paths)
-            if (path != Path::kRingNarrow || isHalf(dtype)) both(path, dtype, op, bytes);
+          for (Path path : paths) both(path, dtype, op, bytes);
       }
       for (const auto& [path, tally] : tallies_) {
         report(path, dtype, tally);
@@ -95,8 +93,7 @@ class Check {
                 .dtype = dtype,
                 .op = op,
                 .factor = 0.37109375f * static_cast<float>(turn % 3 + 1),
-                .seed = turn,
-                .narrow = path == Path::kRingNarrow};
+                .seed = turn};
     job.in_place = in_place;
     job.input_at = offsets[0];
     job.output_at = offsets[1];

@@ -16,9 +16,8 @@
 namespace perf {
 
 // What is compared: the algorithms, and the two ways to run the direct schedule.
-enum class Path { kDirect, kDirectStaged, kRing, kRingNarrow, kTwoShot, kOneShot };
-inline constexpr std::array kPathNames{"direct",      "direct-staged", "ring",
-                                       "ring_narrow", "twoshot",       "oneshot"};
+enum class Path { kDirect, kDirectStaged, kRing, kTwoShot, kOneShot };
+inline constexpr std::array kPathNames{"direct", "direct-staged", "ring", "twoshot", "oneshot"};
 inline constexpr int kPaths = static_cast<int>(kPathNames.size());
 
 constexpr const char* name(Path path) {
@@ -42,7 +41,6 @@ constexpr size_t bytesMoved(Path path, int ranks, size_t bytes, size_t wire = 1)
     case Path::kDirectStaged:  // and copied into memory that peers map, and out of it
       return 6 * bytes;
     case Path::kRing:
-    case Path::kRingNarrow:
       return (6 * p - 4 + 2 * (p - 1) * (wire - 1)) * bytes / p;
     case Path::kTwoShot:
       return (2 * p + 4 * (p - 1)) * bytes / p;
@@ -97,8 +95,6 @@ static_assert(of(Path::kRing, 1 << 20) <= 6 * kMessage &&
               of(Path::kTwoShot, 1 << 20) <= of(Path::kRing, 1 << 20));
 static_assert(bytesMovedByAll(Path::kRing, 4, kMessage, DType::kBFloat16) ==
               4 * of(Path::kRing, 4, 2));
-static_assert(bytesMovedByAll(Path::kRingNarrow, 4, kMessage, DType::kBFloat16) ==
-              4 * of(Path::kRing, 4));
 // 256 MiB at 4.3 TB/s: a quarter of a millisecond for 2 ranks, half a one for 4.
 constexpr double kExample = floorMicroseconds(Path::kDirect, 4, 256 << 20, DType::kFloat32, 4.3e12);
 static_assert(kExample > 499 && kExample < 500);

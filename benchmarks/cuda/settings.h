@@ -178,7 +178,7 @@ inline std::string helpText() {
          "  --minbytes, --maxbytes, --stepfactor\n"
          "  --dtypes float32,... or all\n"
          "  --ops SUM,...        or all\n"
-         "  --algorithms direct,direct-staged,ring,ring_narrow,twoshot,oneshot   or all\n"
+         "  --algorithms direct,direct-staged,ring,twoshot,oneshot   or all\n"
          "  --way descriptor,ipc processes: how they map each other's memory; also host and auto\n"
          "  --rounds N           rounds measured; their median counts\n"
          "  --nccl PATH          the NCCL to compare with (else RINGREDUCE_NCCL, else the "

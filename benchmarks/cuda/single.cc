@@ -34,9 +34,8 @@ class Single {
                 .seed = ++seed_};
     std::vector<Contender> contenders;
     for (Path path : paths_)
-      if (path != Path::kRingNarrow || isHalf(dtype))
-        contenders.push_back(
-            contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
+      contenders.push_back(
+          contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
     if (nccl_ && ringreduce::cuda::NcclCommunicator::supports(dtype, op))
       contenders.push_back(
           contender("nccl", std::nullopt, [this](const Job& j) { nccl_->issue(bench_, j); }));

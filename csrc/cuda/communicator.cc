@@ -27,9 +27,8 @@ CommunicatorOptions CommunicatorOptions::fromEnvironment() {
   if (const auto name = env("RINGREDUCE_CUDA_ALGORITHM")) {
     const auto choice = choiceNamed(*name);
     if (!choice)
-      throw Error(Failure::kArgument,
-                  "RINGREDUCE_CUDA_ALGORITHM=" + *name +
-                      " is none of auto, direct, oneshot, twoshot, ring and ring_narrow");
+      throw Error(Failure::kArgument, "RINGREDUCE_CUDA_ALGORITHM=" + *name +
+                                          " is none of auto, direct, oneshot, twoshot and ring");
     options.algorithm = *choice;
   }
   if (const auto name = env("RINGREDUCE_CUDA_WAY")) {

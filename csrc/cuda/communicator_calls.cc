@@ -103,8 +103,6 @@ DeviceAlgorithm kernelFor(Choice choice) {
       return DeviceAlgorithm::kOneShot;
     case Choice::kTwoShot:
       return DeviceAlgorithm::kTwoShot;
-    case Choice::kRingNarrow:
-      return DeviceAlgorithm::kRingNarrow;
     default:
       return DeviceAlgorithm::kRing;
   }

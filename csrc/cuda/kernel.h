@@ -11,15 +11,9 @@
 namespace ringreduce::cuda {
 
 // What a kernel that waits for its peers may do; tuning.h chooses.
-enum class DeviceAlgorithm : uint8_t {
-  kOneShot,
-  kTwoShot,
-  kRing,        // halves travel as float32 until they are complete, and are rounded once
-  kRingNarrow,  // halves travel as they are and are rounded at each hop
-};
-inline constexpr int kDeviceAlgorithms = 4;
-inline constexpr const char* kDeviceAlgorithmNames[] = {"oneshot", "twoshot", "ring",
-                                                        "ring_narrow"};
+enum class DeviceAlgorithm : uint8_t { kOneShot, kTwoShot, kRing };
+inline constexpr int kDeviceAlgorithms = 3;
+inline constexpr const char* kDeviceAlgorithmNames[] = {"oneshot", "twoshot", "ring"};
 
 // A kernel's first step: the factor that lies in device memory, if one does, becomes the call's.
 template <class E>
@@ -36,10 +30,8 @@ RINGREDUCE_DEVICE void allReduceBlock(Block& block, const RankCall& call, int ch
     oneShot<E, Rules>(block, guard, call, channel, channels);
   } else if constexpr (algorithm == DeviceAlgorithm::kTwoShot) {
     TwoShot<E, Rules, Block>(block, guard, call, channel, channels).run();
-  } else if constexpr (algorithm == DeviceAlgorithm::kRing) {
-    ring<E, AsValue<E>, Rules>(block, guard, call, channel, channels);
   } else {
-    ring<E, AsStored<E>, Rules>(block, guard, call, channel, channels);
+    ring<E, Rules>(block, guard, call, channel, channels);
   }
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }

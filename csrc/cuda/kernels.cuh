@@ -55,12 +55,9 @@ const void* pointerTo(Kernel* kernel) {
 
 template <DType dtype>
 const Kernels& compiled() {
-  // Only halves have a narrower way round the ring.
-  constexpr auto kNarrow = isHalf(dtype) ? DeviceAlgorithm::kRingNarrow : DeviceAlgorithm::kRing;
   static const Kernels kernels{{pointerTo(allReduceKernel<DeviceAlgorithm::kOneShot, dtype>),
                                 pointerTo(allReduceKernel<DeviceAlgorithm::kTwoShot, dtype>),
-                                pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>),
-                                pointerTo(allReduceKernel<kNarrow, dtype>)},
+                                pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
                                pointerTo(directKernel<dtype>),
                                pointerTo(copyInKernel<dtype>),
                                pointerTo(hopKernel<dtype>)};

@@ -24,9 +24,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to one
 namespace ringreduce::cuda {
 
 // What a user may ask for (RINGREDUCE_CUDA_ALGORITHM).  kAuto: tuning.h decides.
-enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing, kRingNarrow };
-inline constexpr const char* kChoiceNames[] = {"auto",    "direct", "oneshot",
-                                               "twoshot", "ring",   "ring_narrow"};
+enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing };
+inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot", "ring"};
 std::optional<Choice> choiceNamed(const std::string& name);
 
 // Stands behind this rank's errors about a call, in parentheses: "DDP bucket 2 with ...".  Called

@@ -6,9 +6,8 @@
 // that goes out; a barrier before the flags are published, and one in each wait, make of what one
 // lane knows what all know.
 //
-// On their way to the owner, addends travel as `Wire` says: unrounded, so that halves are rounded
-// once, as on a CPU, or rounded at each hop in half the bytes.  From the owner on, finished values
-// travel as they are stored.
+// Addends travel unrounded to the owner: halves are rounded once, as on a CPU.  Finished values
+// travel from the owner as they are stored.
 #pragma once
 
 #include "cuda/call.h"
@@ -20,7 +19,7 @@
 
 namespace ringreduce::cuda {
 
-template <class E, class Wire, class Rules, class Block>
+template <class E, class Rules, class Block>
 class DevicePrimitives {
  public:
   RINGREDUCE_DEVICE DevicePrimitives(Block& block, Guard<Block>& guard, const RankCall& call,
@@ -43,24 +42,24 @@ class DevicePrimitives {
   RINGREDUCE_DEVICE void send(int chunk, size_t j) {
     if (!await(false, true)) return;
     const Span s = span(chunk, j);
-    Pass<E, Stored, Stored, Wire>::run(block_, s.size, ConstSpans<1>{{input(s)}, 0},
-                                       Spans<1>{{room()}}, call_.arithmetic, false);
+    Pass<E, Stored, Stored, Value>::run(block_, s.size, ConstSpans<1>{{input(s)}, 0},
+                                        Spans<1>{{room()}}, call_.arithmetic, false);
     finish(false, true);
   }
 
   RINGREDUCE_DEVICE void recvReduceSend(int chunk, size_t j) {
     if (!await(true, true)) return;
     const Span s = span(chunk, j);
-    Pass<E, Wire, Stored, Wire>::run(block_, s.size, ConstSpans<2>{{slot(), input(s)}, 1},
-                                     Spans<1>{{room()}}, call_.arithmetic, false);
+    Pass<E, Value, Stored, Value>::run(block_, s.size, ConstSpans<2>{{slot(), input(s)}, 1},
+                                       Spans<1>{{room()}}, call_.arithmetic, false);
     finish(true, true);
   }
 
   RINGREDUCE_DEVICE void recvReduceCopySend(int chunk, size_t j) {
     if (!await(true, true)) return;
     const Span s = span(chunk, j);
-    Pass<E, Wire, Stored, Stored>::run(block_, s.size, ConstSpans<2>{{slot(), input(s)}, 1},
-                                       Spans<2>{{output(s), room()}}, call_.arithmetic, true);
+    Pass<E, Value, Stored, Stored>::run(block_, s.size, ConstSpans<2>{{slot(), input(s)}, 1},
+                                        Spans<2>{{output(s), room()}}, call_.arithmetic, true);
     finish(true, true);
   }
 
@@ -87,6 +86,7 @@ class DevicePrimitives {
 
  protected:  // tests derive primitives with a mistake in them
   using Stored = AsStored<E>;
+  using Value = AsValue<E>;
   static constexpr size_t kWidth = sizeof(typename E::Stored);
 
   // Both ways at once, so that one wait hides behind the other.

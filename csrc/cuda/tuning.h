@@ -124,10 +124,8 @@ constexpr DeviceAlgorithm chooseKernel(const Tuning& t, size_t bytes) {
 constexpr size_t sliceOf(const Tuning& t, DeviceAlgorithm algorithm, size_t count, int ranks,
                          size_t stored_bytes, size_t value_bytes) {
   const auto p = static_cast<size_t>(ranks), c = static_cast<size_t>(t.channels);
-  const bool ring =
-      algorithm == DeviceAlgorithm::kRing || algorithm == DeviceAlgorithm::kRingNarrow;
-  const size_t widest =
-      algorithm == DeviceAlgorithm::kRing ? std::max(stored_bytes, value_bytes) : stored_bytes;
+  const bool ring = algorithm == DeviceAlgorithm::kRing;
+  const size_t widest = ring ? std::max(stored_bytes, value_bytes) : stored_bytes;
   const size_t fits =
       (ring ? t.slot_bytes : t.part_bytes) / widest / kChunkElements * kChunkElements;
   const size_t shared_out = algorithm == DeviceAlgorithm::kOneShot ? count : ceilDiv(count, p);
@@ -139,7 +137,7 @@ constexpr int channelsOf(const Tuning& t, DeviceAlgorithm algorithm, size_t coun
                          size_t slice) {
   const auto p = static_cast<size_t>(ranks);
   const size_t each = algorithm == DeviceAlgorithm::kOneShot ? slice : slice * p;
-  const size_t of = algorithm == DeviceAlgorithm::kRing || algorithm == DeviceAlgorithm::kRingNarrow
+  const size_t of = algorithm == DeviceAlgorithm::kRing
                         ? ceilDiv(Cut{count, ranks}.chunkSize(), slice)
                         : ceilDiv(count, each);
   return static_cast<int>(std::clamp<size_t>(of, 1, static_cast<size_t>(t.channels)));

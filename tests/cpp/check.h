@@ -33,6 +33,11 @@ struct Register {
   throw std::runtime_error(std::string(file) + ":" + std::to_string(line) + ": " + what);
 }
 
+// Of a literal: the check's own code does not make the string.
+[[noreturn, gnu::noinline]] inline void fail(const char* file, int line, const char* what) {
+  fail(file, line, std::string(what));
+}
+
 template <class A, class B>
 void equal(const A& a, const B& b, const char* text, const char* file, int line) {
   if (a == b) return;

@@ -74,8 +74,7 @@ struct Call {
       case Kind::kBroadcast:
         return part(numbers->addends[at(root)], 0);
       default:
-        return algorithm == DeviceAlgorithm::kRingNarrow ? numbers->roundedAtEachHop(count)
-                                                         : numbers->canonical(count);
+        return numbers->canonical(count);
     }
   }
 
@@ -157,30 +156,39 @@ class Tensors {
   std::optional<Tensor> out_;  // none in place
 };
 
+// The kernels that a test compiles; each of them takes seconds.
+struct Compiled {
+  bool one_shot = true, two_shot = true, ring = true, moves = true;
+};
+
 // One kernel of the call, by `Rules`; E is one of `dtypes`.
-template <class Rules, DType... dtypes, class B>
+template <class Rules, Compiled compiled, DType... dtypes, class B>
 void runKernel(B& block, const Call& call, RankCall rank_call, int channel) {
   if (channel >= call.blocks) return;
   if (call.moves()) {
-    if (call.unit() == 0) return gatherBlock<1, Rules>(block, rank_call, channel, call.blocks);
-    if (call.unit() == 1) return gatherBlock<2, Rules>(block, rank_call, channel, call.blocks);
-    return gatherBlock<4, Rules>(block, rank_call, channel, call.blocks);
+    const auto move = [&]<int unit>() {
+      constexpr bool kNeeded = ((unitOf(sizeOf(dtypes)) == unit) || ...);
+      if constexpr (compiled.moves && kNeeded)
+        if (call.unit() == unit)
+          gatherBlock<unitBytes(unit), Rules>(block, rank_call, channel, call.blocks);
+    };
+    move.template operator()<0>();
+    move.template operator()<1>();
+    return move.template operator()<2>();
   }
   const auto with = [&]<DType dtype>() {
     using E = Element<dtype>;
     using enum DeviceAlgorithm;
     readFactor<E>(rank_call);
-    switch (call.algorithm) {
-      case kOneShot:
-        return allReduceBlock<kOneShot, E, Rules>(block, rank_call, channel, call.blocks);
-      case kTwoShot:
-        return allReduceBlock<kTwoShot, E, Rules>(block, rank_call, channel, call.blocks);
-      case kRing:
-        return allReduceBlock<kRing, E, Rules>(block, rank_call, channel, call.blocks);
-      case kRingNarrow:
-        if constexpr (isHalf(dtype))
-          allReduceBlock<kRingNarrow, E, Rules>(block, rank_call, channel, call.blocks);
-    }
+    if constexpr (compiled.one_shot)
+      if (call.algorithm == kOneShot)
+        allReduceBlock<kOneShot, E, Rules>(block, rank_call, channel, call.blocks);
+    if constexpr (compiled.two_shot)
+      if (call.algorithm == kTwoShot)
+        allReduceBlock<kTwoShot, E, Rules>(block, rank_call, channel, call.blocks);
+    if constexpr (compiled.ring)
+      if (call.algorithm == kRing)
+        allReduceBlock<kRing, E, Rules>(block, rank_call, channel, call.blocks);
   };
   (void)((dtypes == call.numbers->dtype && (with.template operator()<dtypes>(), true)) || ...);
 }
@@ -231,9 +239,10 @@ class Calls {
   }
 
   // Kernel `kernel` at one lane of a block.
-  template <class Rules, DType... dtypes, class B>
+  template <class Rules, Compiled compiled, DType... dtypes, class B>
   void at(B& block, int rank, int channel, size_t kernel) {
-    runKernel<Rules, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank), channel);
+    runKernel<Rules, compiled, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank),
+                                          channel);
   }
 
   // That nobody gave up, and all outputs hold what they must and nothing else was written.

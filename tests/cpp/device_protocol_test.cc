@@ -46,10 +46,12 @@ struct Sets : Delayed {
 enum class Site { kFinish, kPost, kUntil, kLeave };
 constexpr std::string_view kCallers[] = {"::finish(", "::post(", "::until(", "::leaveKernel("};
 
-// A block without the barrier of one of them; in until() that is the one of a vote.
-template <Site site>
+// A block without the barrier of one of them; in until() that is the one of a vote.  The site is
+// not a template argument: the kernels are compiled once for all sites.
 class Barrierless : public host::Block {
  public:
+  static inline Site site;
+
   using From = std::source_location;
   using host::Block::Block;
   void sync(From from = From::current()) {
@@ -68,9 +70,9 @@ class Barrierless : public host::Block {
 };
 
 // Primitives that give a slot back and then read it.
-template <class E, class Wire, class Rules, class B>
-struct EarlyRelease : DevicePrimitives<E, Wire, Rules, B> {
-  using DevicePrimitives<E, Wire, Rules, B>::DevicePrimitives;
+template <class E, class Rules, class B>
+struct EarlyRelease : DevicePrimitives<E, Rules, B> {
+  using DevicePrimitives<E, Rules, B>::DevicePrimitives;
   void recv(int chunk, size_t j) {
     if (!this->await(true, false)) return;
     const std::byte* slot = this->slot();
@@ -83,9 +85,9 @@ struct EarlyRelease : DevicePrimitives<E, Wire, Rules, B> {
 };
 
 // Primitives that forget to add one slice.
-template <class E, class Wire, class Rules, class B>
-struct SkippedSlice : DevicePrimitives<E, Wire, Rules, B> {
-  using Right = DevicePrimitives<E, Wire, Rules, B>;
+template <class E, class Rules, class B>
+struct SkippedSlice : DevicePrimitives<E, Rules, B> {
+  using Right = DevicePrimitives<E, Rules, B>;
   using Right::Right;
   void recvReduceCopySend(int chunk, size_t j) {
     if (j == 1)
@@ -122,22 +124,42 @@ struct How {
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
 constexpr How kRing{Kind::kAllReduce, DeviceAlgorithm::kRing};
-constexpr How kRingNarrow{Kind::kAllReduce, DeviceAlgorithm::kRingNarrow};
 constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather},
     kBroadcast{Kind::kBroadcast}, kSpread{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
-constexpr std::array kAll{kOneShot,       kTwoShot,   kRing,      kRingNarrow,
-                          kReduceScatter, kAllGather, kBroadcast, kSpread};
+constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,  kReduceScatter,
+                          kAllGather, kBroadcast, kSpread};
 
-// Calls of these kinds in a random order, on the same memory.
-template <class Rules, class B = host::Block, size_t n>
-void mixed(const Shape& shape, const std::array<How, n>& kinds, int count, uint64_t start = kWraps,
-           uint64_t depth = 2) {
+constexpr std::array kOneShots{kOneShot};
+constexpr std::array kTwoShots{kTwoShot};
+constexpr std::array kRings{kRing};
+constexpr std::array kPushes{kOneShot, kTwoShot};
+constexpr std::array kScatters{kReduceScatter};
+constexpr std::array kGathers{kAllGather, kBroadcast};
+constexpr std::array kSpreads{kSpread};
+
+template <size_t n>
+constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
+  Compiled compiled{false, false, false, false};
+  for (const How& how : kinds) {
+    const bool reduces = how.kind == Kind::kAllReduce || how.kind == Kind::kReduceScatter;
+    compiled.moves |= !reduces;
+    compiled.one_shot |= reduces && how.algorithm == DeviceAlgorithm::kOneShot;
+    compiled.two_shot |= reduces && how.algorithm == DeviceAlgorithm::kTwoShot;
+    compiled.ring |= reduces && how.algorithm == DeviceAlgorithm::kRing;
+  }
+  return compiled;
+}
+
+// Calls of these kinds in a random order, on the same memory; a quarter of them of halves, if asked
+// for.
+template <class Rules, const auto& kinds, class B = host::Block, bool halves = false>
+void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t depth = 2) {
   std::minstd_rand random(static_cast<unsigned>(shape.ranks * 64 + shape.blocks * 8 + shape.lanes));
   Ranks ranks(layoutOf(shape, depth), start);
   Calls calls(ranks, kLong);
   for (int i = 0; i < count; ++i) {
-    const How how = kinds[random() % n];
-    const bool half = how.algorithm == DeviceAlgorithm::kRingNarrow || random() % 4 == 0;
+    const How how = kinds[random() % kinds.size()];
+    const bool half = halves && random() % 4 == 0;
     const bool whole = how.kind == Kind::kAllReduce || how.kind == Kind::kBroadcast;
     const size_t parts = whole ? 1 : static_cast<size_t>(shape.ranks);
     calls.add({.kind = how.kind,
@@ -152,13 +174,24 @@ void mixed(const Shape& shape, const std::array<How, n>& kinds, int count, uint6
                .spread = how.spread});
   }
   host::run<B>(shape, calls.count(), [&](B& block, int r, int c, size_t kernel) {
-    calls.at<Rules, DType::kFloat32, DType::kFloat16>(block, r, c, kernel);
+    constexpr Compiled kCompiled = compiledFor(kinds);
+    if constexpr (halves)
+      calls.at<Rules, kCompiled, DType::kFloat32, DType::kFloat16>(block, r, c, kernel);
+    else
+      calls.at<Rules, kCompiled, DType::kFloat32>(block, r, c, kernel);
   });
   calls.verify();
 }
 
+// The same without the barriers of a site.
+template <const auto& kinds>
+void without(Site site, const Shape& shape) {
+  Barrierless::site = site;
+  mixed<Delayed, kinds, Barrierless>(shape, 40);
+}
+
 // Rings with other primitives, which allReduceBlock does not know.
-template <template <class, class, class, class> class Primitives>
+template <template <class, class, class> class Primitives>
 void rings() {
   constexpr Shape kShape{3, 1, 4};
   Ranks ranks(layoutOf(kShape, 2));
@@ -171,7 +204,7 @@ void rings() {
     using E = Element<DType::kFloat32>;
     const RankCall& call = calls.rankCall(kernel, r);
     Guard<host::Block> guard(block, call, c);
-    ring<E, AsValue<E>, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
+    ring<E, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
     guard.leave(1, call.output, call.count * sizeof(float));
   });
   calls.verify();
@@ -190,7 +223,7 @@ class Absence {
       calls_.add(
           {.kind = how.kind,
            .algorithm = how.algorithm,
-           .numbers = &numbersOf(kShape.ranks, how.algorithm == DeviceAlgorithm::kRingNarrow),
+           .numbers = &numbersOf(kShape.ranks, false),
            .count = oracle::kMost / (how.kind == Kind::kAllReduce || how.spread ? 1 : kShape.ranks),
            .blocks = kShape.blocks,
            .in_place = i == 0,
@@ -198,13 +231,13 @@ class Absence {
            .spread = how.spread});
   }
 
-  template <class B = host::Block>
+  template <class B = host::Block, const auto& kinds = kAll>
   void run() {
     for (int r = 0; r < kShape.ranks; ++r) calls_.rankCall(1, r).timeout = 3 * kLong;
     const Nanos begin = now();
     host::run<B>(kShape, calls_.count(), [&](B& block, int r, int c, size_t kernel) {
       if (r != kAbsent || (c < come_ && kernel == 0))
-        calls_.at<Delayed, DType::kFloat32, DType::kFloat16>(block, r, c, kernel);
+        calls_.at<Delayed, compiledFor(kinds), DType::kFloat32>(block, r, c, kernel);
     });
     CHECK(now() - begin < static_cast<Nanos>(2 * kLong));
   }
@@ -236,10 +269,10 @@ class Absence {
 
 // A rank's second block never comes: the first block's work is done when the second gives up, and
 // all of the output is spoilt.
-template <class B = host::Block>
+template <class B = host::Block, const auto& kinds = kAll>
 void halfAbsent(const How& how) {
   Absence absence(how, kGiveUp, 1);
-  absence.run<B>();
+  absence.run<B, kinds>();
   absence.expectSpoilt(Cause::kTimeout);
   for (int r : {0, 2}) CHECK_EQ(absence.trouble(r).channel, 1);
 }
@@ -285,39 +318,29 @@ void everyWay(void (*test)(const How&)) {
                      [&](int i) { test(kAll[static_cast<size_t>(i)]); });
 }
 
-constexpr std::array kOneShots{kOneShot};
-constexpr std::array kTwoShots{kTwoShot};
-constexpr std::array kRings{kRing};
-constexpr std::array kPushes{kOneShot, kTwoShot};
-constexpr std::array kScatters{kReduceScatter};
-constexpr std::array kGathers{kAllGather, kBroadcast};
-constexpr std::array kSpreads{kSpread};
-
 const mutants::Mutants kMutants{
-    {"ring_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kRings, 40); }},
-    {"ring_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kRings, 40); }},
-    {"push_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kPushes, 40); }},
-    {"push_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kPushes, 40); }},
-    {"early_reuse", [] { mixed<EarlyReuse>({3, 1, 2}, kRings, 40); }},
+    {"ring_weak_publish", [] { mixed<WeakPublish, kRings>({3, 1, 2}, 40); }},
+    {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
+    {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
+    {"push_weak_observe", [] { mixed<WeakObserve, kPushes>({3, 1, 2}, 40); }},
+    {"early_reuse", [] { mixed<EarlyReuse, kRings>({3, 1, 2}, 40); }},
     {"early_release", rings<EarlyRelease>},
     {"skipped_slice", rings<SkippedSlice>},
-    {"gather_weak_publish", [] { mixed<WeakPublish>({3, 1, 2}, kGathers, 40); }},
-    {"gather_weak_observe", [] { mixed<WeakObserve>({3, 1, 2}, kGathers, 40); }},
-    {"scatter_with_three_sets", [] { mixed<Sets<3>>({3, 1, 1}, kScatters, 60, 0); }},
-    {"gather_with_three_sets", [] { mixed<Sets<3>>({3, 1, 1}, kGathers, 60, 0); }},
-    {"spread_with_two_sets", [] { mixed<Sets<2>>({3, 1, 1}, kSpreads, 60, 0); }},
-    {"no_barrier_in_gathers_post",
-     [] { mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 2}, kGathers, 40); }},
-    {"oneshot_with_one_set", [] { mixed<Sets<1>>({2, 1, 2}, kOneShots, 40); }},
-    {"twoshot_with_two_sets", [] { mixed<Sets<2>>({3, 1, 1}, kTwoShots, 40, 0); }},
-    {"no_barrier_in_finish",
-     [] { mixed<Delayed, Barrierless<Site::kFinish>>({2, 1, 2}, kRings, 40); }},
-    {"no_barrier_in_post",
-     [] { mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 2}, kPushes, 40); }},
-    {"no_barrier_in_until", [] { mixed<Delayed, Barrierless<Site::kUntil>>({2, 1, 2}, kAll, 40); }},
+    {"gather_weak_publish", [] { mixed<WeakPublish, kGathers>({3, 1, 2}, 40); }},
+    {"gather_weak_observe", [] { mixed<WeakObserve, kGathers>({3, 1, 2}, 40); }},
+    {"scatter_with_three_sets", [] { mixed<Sets<3>, kScatters>({3, 1, 1}, 60, 0); }},
+    {"gather_with_three_sets", [] { mixed<Sets<3>, kGathers>({3, 1, 1}, 60, 0); }},
+    {"spread_with_two_sets", [] { mixed<Sets<2>, kSpreads>({3, 1, 1}, 60, 0); }},
+    {"no_barrier_in_gathers_post", [] { without<kGathers>(Site::kPost, {2, 1, 2}); }},
+    {"oneshot_with_one_set", [] { mixed<Sets<1>, kOneShots>({2, 1, 2}, 40); }},
+    {"twoshot_with_two_sets", [] { mixed<Sets<2>, kTwoShots>({3, 1, 1}, 40, 0); }},
+    {"no_barrier_in_finish", [] { without<kRings>(Site::kFinish, {2, 1, 2}); }},
+    {"no_barrier_in_post", [] { without<kPushes>(Site::kPost, {2, 1, 2}); }},
+    {"no_barrier_in_until", [] { without<kAll>(Site::kUntil, {2, 1, 2}); }},
     {"no_barrier_in_leave",
      [] {
-       for (int i = 0; i < 20; ++i) halfAbsent<Barrierless<Site::kLeave>>(kOneShot);
+       Barrierless::site = Site::kLeave;
+       for (int i = 0; i < 20; ++i) halfAbsent<Barrierless, kOneShots>(kOneShot);
      }},
 };
 
@@ -325,25 +348,25 @@ const mutants::Mutants kMutants{
 
 TEST(calls_of_all_kinds_hold_under_random_delays) {
   for (const Shape& shape : {Shape{2, 1, 4}, Shape{2, 2, 1}, Shape{3, 2, 2}, Shape{4, 1, 3}})
-    mixed<Delayed>(shape, kAll, 60);
-  mixed<Delayed>({3, 1, 1}, kAll, 60, 0, 4);
-  mixed<Delayed>({5, 2, 1}, kAll, 20, 0, 8);
-  mixed<Delayed>({8, 1, 2}, kAll, 14);
+    mixed<Delayed, kAll, host::Block, true>(shape, 60);
+  mixed<Delayed, kAll, host::Block, true>({3, 1, 1}, 60, 0, 4);
+  mixed<Delayed, kAll, host::Block, true>({5, 2, 1}, 20, 0, 8);
+  mixed<Delayed, kAll, host::Block, true>({8, 1, 2}, 14);
 }
 
 // The numbers of sets that push.h asks for: one less is a mutant.
 TEST(one_shot_needs_two_sets_and_two_shot_three) {
-  mixed<Sets<2>>({2, 1, 2}, kOneShots, 40, 0);
-  mixed<Sets<2>>({3, 1, 1}, kOneShots, 40, 0);
-  mixed<Sets<3>>({3, 1, 1}, kTwoShots, 40, 0);
-  mixed<Sets<3>>({4, 1, 2}, kPushes, 40, 0);
+  mixed<Sets<2>, kOneShots>({2, 1, 2}, 40, 0);
+  mixed<Sets<2>, kOneShots>({3, 1, 1}, 40, 0);
+  mixed<Sets<3>, kTwoShots>({3, 1, 1}, 40, 0);
+  mixed<Sets<3>, kPushes>({4, 1, 2}, 40, 0);
 }
 
 // Why the mutants without barriers have several lanes.
 TEST(a_single_lane_needs_no_barrier) {
-  mixed<Delayed, Barrierless<Site::kFinish>>({2, 1, 1}, kRings, 40);
-  mixed<Delayed, Barrierless<Site::kPost>>({2, 1, 1}, kPushes, 40);
-  mixed<Delayed, Barrierless<Site::kUntil>>({2, 1, 1}, kAll, 40);
+  without<kRings>(Site::kFinish, {2, 1, 1});
+  without<kPushes>(Site::kPost, {2, 1, 1});
+  without<kAll>(Site::kUntil, {2, 1, 1});
 }
 
 TEST(who_waits_for_a_rank_that_never_comes_gives_up) {
@@ -351,7 +374,7 @@ TEST(who_waits_for_a_rank_that_never_comes_gives_up) {
 }
 
 TEST(who_waits_for_a_block_that_never_comes_gives_up) {
-  everyWay(halfAbsent<host::Block>);
+  everyWay(halfAbsent<>);
 }
 
 TEST(the_hosts_word_ends_waits) {

@@ -16,8 +16,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "base/clock.h"
@@ -154,8 +156,10 @@ struct Shape {
 //
 // As on a GPU, a rank's kernels follow each other, each once the last one has ended; nothing makes
 // a rank's kernel wait for another rank's, so that a rank may be in its next call already.
-template <class B = Block, class Body>
-std::vector<uint64_t> run(const Shape& shape, size_t kernels, Body body) {
+template <class B = Block>
+std::vector<uint64_t> run(
+    const Shape& shape, size_t kernels,
+    const std::type_identity_t<std::function<void(B&, int, int, size_t)>>& body) {
   std::vector<std::unique_ptr<Team>> teams;
   std::vector<std::unique_ptr<Barrier>> streams;
   std::vector<std::thread> threads;

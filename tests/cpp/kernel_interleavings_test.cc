@@ -15,9 +15,7 @@ namespace {
 
 using Byte = Element<DType::kUInt8>;
 using Half = Element<DType::kFloat16>;
-constexpr auto kRelaxed = std::memory_order_relaxed;
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
+constexpr Mutant kWeakPublish{.weak_publish = true}, kWeakObserve{.weak_observe = true};
 
 // Elements of a message of so many slices a rank and channel.
 size_t message(DeviceAlgorithm algorithm, int ranks, int channels, size_t slices) {
@@ -65,9 +63,8 @@ PushRaces pushRaces(const Shape& shape, const Program& program) {
   return found;
 }
 
-template <uint64_t sets>
-PushRaces withSets(const Shape& shape, const std::vector<Call>& calls) {
-  return pushRaces(shape, record<Byte, Rules<kRelease, kAcquire, 0, sets>>(shape, calls));
+PushRaces withSets(uint64_t sets, const Shape& shape, const std::vector<Call>& calls) {
+  return pushRaces(shape, record<Byte>(shape, calls, {.sets = sets}));
 }
 
 // The program with each publication of some flags moved up: before the data that it speaks of is
@@ -128,7 +125,7 @@ TEST(every_state_of_small_kernels) {
     std::vector<Call> calls;
     for (const auto& [algorithm, slices] : c.calls)
       calls.push_back(callOf(algorithm, c.shape, slices, c.window));
-    holds(c.what, record<Byte, Rules<>>(c.shape, calls));
+    holds(c.what, record<Byte>(c.shape, calls));
   }
 }
 
@@ -158,16 +155,16 @@ TEST(every_state_of_small_calls_of_parts) {
     for (const auto& [kind, slices] : c.calls)
       calls.push_back(kind == kAllReduce ? callOf(DeviceAlgorithm::kTwoShot, c.shape, slices)
                                          : callOf(kind, c.shape, slices));
-    holds(c.what, record<Byte, Rules<>>(c.shape, calls));
+    holds(c.what, record<Byte>(c.shape, calls));
   }
   const auto spread = [](const Shape& shape, size_t slices) {
     return callOf(kBroadcast, shape, slices, true);
   };
   const Shape two{2, 1, 2}, three{3};
   holds("broadcast in two hops, 2 ranks, 2 lanes",
-        record<Byte, Rules<>>(two, {spread(two, 4), spread(two, 2)}));
+        record<Byte>(two, {spread(two, 4), spread(two, 2)}));
   holds("broadcast in two hops, 3 ranks",
-        record<Byte, Rules<>>(three, {spread(three, 4), callOf(kAllGather, three, 2)}));
+        record<Byte>(three, {spread(three, 4), callOf(kAllGather, three, 2)}));
 }
 
 // More ranks, lanes, channels and calls than can be visited state by state.
@@ -205,8 +202,7 @@ TEST(all_executions_of_mixed_kernels_are_in_order) {
         calls.back().spread = kOfParts[kind] == Kind::kBroadcast && draw(0, 1) == 0;
       }
     }
-    const Program program =
-        wide ? record<Half, Rules<>>(shape, calls) : record<Byte, Rules<>>(shape, calls);
+    const Program program = wide ? record<Half>(shape, calls) : record<Byte>(shape, calls);
     const Order proof = order(program);
     CHECK_EQ(proof.wrong, "");
     CHECK(proof.races.empty());
@@ -224,31 +220,31 @@ TEST(push_sets_are_as_many_as_needed) {
     const Call one = callOf(DeviceAlgorithm::kOneShot, shape, 4);
     const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, 7);
     const auto none = [](PushRaces r) { return !r.parts && !r.results && !r.other; };
-    CHECK(withSets<1>(shape, {one}).parts);
-    CHECK(none(withSets<2>(shape, {one, one})));
-    const PushRaces two_sets = withSets<2>(shape, {two});
+    CHECK(withSets(1, shape, {one}).parts);
+    CHECK(none(withSets(2, shape, {one, one})));
+    const PushRaces two_sets = withSets(2, shape, {two});
     CHECK(two_sets.parts);
     CHECK(two_sets.results);
     CHECK(!two_sets.other);
-    CHECK(none(withSets<3>(shape, {two, two})));
-    CHECK(none(withSets<3>(shape, {one, two, one, one, two, two})));
-    CHECK(none(withSets<4>(shape, {one, two, one, one, two, two})));
+    CHECK(none(withSets(3, shape, {two, two})));
+    CHECK(none(withSets(3, shape, {one, two, one, one, two, two})));
+    CHECK(none(withSets(4, shape, {one, two, one, one, two, two})));
     const Call scatter = callOf(Kind::kReduceScatter, shape, 7);
     const Call gather = callOf(Kind::kAllGather, shape, 7);
     const Call broadcast = callOf(Kind::kBroadcast, shape, 7);
-    CHECK(withSets<3>(shape, {scatter}).parts);
-    CHECK(withSets<3>(shape, {gather}).results);
-    CHECK(withSets<3>(shape, {broadcast}).results);
-    CHECK(none(withSets<4>(shape, {scatter, one, scatter, two, gather, two, scatter, one})));
-    CHECK(none(withSets<4>(shape, {two, gather, broadcast, gather, two, broadcast, two, two})));
+    CHECK(withSets(3, shape, {scatter}).parts);
+    CHECK(withSets(3, shape, {gather}).results);
+    CHECK(withSets(3, shape, {broadcast}).results);
+    CHECK(none(withSets(4, shape, {scatter, one, scatter, two, gather, two, scatter, one})));
+    CHECK(none(withSets(4, shape, {two, gather, broadcast, gather, two, broadcast, two, two})));
     const Call spread = callOf(Kind::kBroadcast, shape, 7, true);
-    CHECK(withSets<2>(shape, {spread}).results);
-    CHECK(none(withSets<3>(shape, {spread, spread, two, spread})));
-    CHECK(none(withSets<4>(shape, {spread, gather, spread, scatter, broadcast, spread, two})));
+    CHECK(withSets(2, shape, {spread}).results);
+    CHECK(none(withSets(3, shape, {spread, spread, two, spread})));
+    CHECK(none(withSets(4, shape, {spread, gather, spread, scatter, broadcast, spread, two})));
     // Where counters pass 2^64, three sets are not taken in turn.
     const Shape wraps{.ranks = ranks, .start = ~uint64_t{0} - 1};
-    CHECK(withSets<3>(wraps, {one}).parts);
-    CHECK(none(withSets<4>(wraps, {one, two})));
+    CHECK(withSets(3, wraps, {one}).parts);
+    CHECK(none(withSets(4, wraps, {one, two})));
   }
 }
 
@@ -260,63 +256,62 @@ TEST(weak_memory_orders_are_found) {
     for (int lanes = 1; lanes <= 2; ++lanes) {
       const Shape shape{.ranks = 2, .lanes = lanes};
       const std::vector<Call> calls{callOf(algorithm, shape, 3)};
-      CHECK(order(record<Byte, Rules<>>(shape, calls)).proven());
-      CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, calls)).races.empty());
-      CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, calls)).races.empty());
+      CHECK(order(record<Byte>(shape, calls)).proven());
+      CHECK(!order(record<Byte>(shape, calls, kWeakPublish)).races.empty());
+      CHECK(!order(record<Byte>(shape, calls, kWeakObserve)).races.empty());
     }
   for (const Kind kind : kOfParts) {
     const Shape shape{.ranks = 3, .lanes = 2};
     const std::vector<Call> calls{callOf(kind, shape, 3)};
-    CHECK(order(record<Byte, Rules<>>(shape, calls)).proven());
-    CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, calls)).races.empty());
-    CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, calls)).races.empty());
+    CHECK(order(record<Byte>(shape, calls)).proven());
+    CHECK(!order(record<Byte>(shape, calls, kWeakPublish)).races.empty());
+    CHECK(!order(record<Byte>(shape, calls, kWeakObserve)).races.empty());
     if (kind != Kind::kBroadcast) continue;
     const std::vector<Call> spread{callOf(kind, shape, 3, true)};
-    CHECK(order(record<Byte, Rules<>>(shape, spread)).proven());
-    CHECK(!order(record<Byte, Rules<kRelaxed, kAcquire>>(shape, spread)).races.empty());
-    CHECK(!order(record<Byte, Rules<kRelease, kRelaxed>>(shape, spread)).races.empty());
+    CHECK(order(record<Byte>(shape, spread)).proven());
+    CHECK(!order(record<Byte>(shape, spread, kWeakPublish)).races.empty());
+    CHECK(!order(record<Byte>(shape, spread, kWeakObserve)).races.empty());
   }
 }
 
 TEST(too_few_sets_or_slots_taken_too_early_are_found) {
   const Shape two{.ranks = 2};
-  races("one-shot with one set", record<Byte, Rules<kRelease, kAcquire, 0, 1>>(
-                                     two, {callOf(DeviceAlgorithm::kOneShot, two, 3)}));
-  races("two-shot with two sets", record<Byte, Rules<kRelease, kAcquire, 0, 2>>(
-                                      two, {callOf(DeviceAlgorithm::kTwoShot, two, 6)}));
-  using Early = Rules<kRelease, kAcquire, 1>;
+  races("one-shot with one set",
+        record<Byte>(two, {callOf(DeviceAlgorithm::kOneShot, two, 3)}, {.sets = 1}));
+  races("two-shot with two sets",
+        record<Byte>(two, {callOf(DeviceAlgorithm::kTwoShot, two, 6)}, {.sets = 2}));
+  const Mutant early{.early_reuse = 1};
   const Shape three{.ranks = 3}, deep{.ranks = 2, .depth = 4};
   races("ring of 3 that fills a slot too early",
-        record<Byte, Early>(three, {callOf(DeviceAlgorithm::kRing, three, 4)}));
+        record<Byte>(three, {callOf(DeviceAlgorithm::kRing, three, 4)}, early));
   races("ring of 2 that fills a slot too early",
-        record<Byte, Early>(deep, {callOf(DeviceAlgorithm::kRing, deep, 6, 3)}));
+        record<Byte>(deep, {callOf(DeviceAlgorithm::kRing, deep, 6, 3)}, early));
   // Two ranks answer each other: with room for two windows nobody can get ahead of its peer's
   // reads, and what it is told of empty slots is never news.
   holds("ring of 2 with slots to spare, early or not",
-        record<Byte, Early>(two, {callOf(DeviceAlgorithm::kRing, two, 4)}));
+        record<Byte>(two, {callOf(DeviceAlgorithm::kRing, two, 4)}, early));
 }
 
 TEST(forgotten_barriers_are_found) {
   for (const DeviceAlgorithm algorithm :
        {DeviceAlgorithm::kOneShot, DeviceAlgorithm::kTwoShot, DeviceAlgorithm::kRing})
-    for (const Forgets forgets : {Forgets{.sync = true}, Forgets{.any = true}}) {
-      const Shape shape{.ranks = 2, .lanes = 2, .forgets = forgets};
-      races(forgets.sync ? "no barrier before a flag" : "no barrier after a wait",
-            record<Byte, Rules<>>(shape, {callOf(algorithm, shape, 2)}));
+    for (const Mutant& how : {Mutant{.forgets_sync = true}, Mutant{.forgets_any = true}}) {
+      const Shape shape{.ranks = 2, .lanes = 2};
+      races(how.forgets_sync ? "no barrier before a flag" : "no barrier after a wait",
+            record<Byte>(shape, {callOf(algorithm, shape, 2)}, how));
     }
   for (const Kind kind : kOfParts)
-    for (const Forgets forgets : {Forgets{.sync = true}, Forgets{.any = true}})
+    for (const Mutant& how : {Mutant{.forgets_sync = true}, Mutant{.forgets_any = true}})
       races(kKindNames[static_cast<size_t>(kind)],
-            record<Byte, Rules<>>({.ranks = 2, .lanes = 2, .forgets = forgets},
-                                  {callOf(kind, {.ranks = 2}, 2)}));
+            record<Byte>({.ranks = 2, .lanes = 2}, {callOf(kind, {.ranks = 2}, 2)}, how));
 }
 
 TEST(flags_published_too_early_are_found) {
   const Shape shape{.ranks = 3, .lanes = 2};
   const DeviceLayout layout{
       .ranks = 3, .channels = 1, .slot_bytes = 128, .depth = 2, .part_bytes = 128};
-  const auto ring = record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kRing, shape, 2)});
-  const auto push = record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kTwoShot, shape, 1)});
+  const auto ring = record<Byte>(shape, {callOf(DeviceAlgorithm::kRing, shape, 2)});
+  const auto push = record<Byte>(shape, {callOf(DeviceAlgorithm::kTwoShot, shape, 1)});
   holds("the ring as it is", ring);
   races("released before it is read",
         hasty(ring, [&](size_t flag) { return flag == layout.emptiedFlag(0); }));
@@ -333,7 +328,7 @@ TEST(a_window_that_fills_all_slots_deadlocks) {
     for (const uint64_t depth : {1, 2}) {
       const Shape shape{.ranks = ranks, .depth = depth};
       const Program program =
-          record<Byte, Rules<>>(shape, {callOf(DeviceAlgorithm::kRing, shape, 4, depth)});
+          record<Byte>(shape, {callOf(DeviceAlgorithm::kRing, shape, 4, depth)});
       CHECK(!order(program).wrong.empty());
       const Explored found = everyState("ring with a window as long as its slots", program);
       CHECK(found.deadlock);

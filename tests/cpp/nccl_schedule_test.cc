@@ -18,7 +18,6 @@
 #include "device_calls.h"
 #include "fake_nccl.h"
 #include "mutants.h"
-#include "random_elements.h"
 #include "ranks.h"
 #include "thread_gpu.h"
 
@@ -44,6 +43,9 @@ FakeNccl& freshNccl() {
   };
   return state;
 }
+
+// With a wire wider than the dtype and with one as wide; device_test.cc adds the other dtypes.
+constexpr DType kTested[] = {DType::kFloat16, DType::kFloat32};
 
 struct Sum {
   const Case* numbers;
@@ -149,7 +151,7 @@ class Rank {
     const bool stages = step.what == Do::kStage;
     adding_.put([this, add, stages, dtype = m.numbers->dtype] {
       mutants::randomDelay();
-      random_elements::withDType(dtype, [&]<DType t>() {
+      const auto with = [&]<DType t>() {
         Team team(1);
         Block block(team, 0);
         for (int b = 0; b < kBlocks; ++b)
@@ -158,7 +160,11 @@ class Rank {
                                kBlocks);
           else
             addHop<Element<t>>(block, add, b, kBlocks);
-      });
+      };
+      if (dtype == DType::kFloat16)
+        with.template operator()<DType::kFloat16>();
+      else
+        with.template operator()<DType::kFloat32>();
     });
   }
 
@@ -276,16 +282,16 @@ size_t hazards(const std::vector<Steps>& calls, const HopPlan& plan, bool in_pla
 
 }  // namespace
 
-TEST(all_dtypes_and_ops_have_the_bits_of_the_canonical_ring) {
+TEST(all_ops_have_the_bits_of_the_canonical_ring) {
   std::minstd_rand random(1);
   for (int P = 2; P <= 8; ++P) {
     std::deque<Case> cases;
     std::vector<Sum> messages;
-    for (int t = 0; t < kReducibleDTypes; ++t)
+    for (DType dtype : kTested)
       for (int o = 0; o < kReduceOps; ++o) {
-        const auto dtype = static_cast<DType>(t);
         const auto op = static_cast<ReduceOp>(o);
-        if (!isSupported(dtype, op) || (P > 3 && (t + o) % 4 != P % 4)) continue;
+        if (!isSupported(dtype, op) || (P > 3 && (static_cast<int>(dtype) + o) % 2 != P % 2))
+          continue;
         cases.emplace_back(P, dtype, op);
         const size_t count = random() % 3 == 0 ? random() % 700 : random() % oracle::kMost;
         messages.push_back({.numbers = &cases.back(),
@@ -300,7 +306,7 @@ TEST(all_dtypes_and_ops_have_the_bits_of_the_canonical_ring) {
 
 TEST(sizes_at_the_edges_of_chunks_and_slices) {
   for (int P : {2, 3, 5}) {
-    const Case half(P, DType::kBFloat16, ReduceOp::kAvg),
+    const Case half(P, DType::kFloat16, ReduceOp::kAvg),
         scaled(P, DType::kFloat16, ReduceOp::kPremulSum);
     std::vector<Sum> messages;
     for (size_t count : {0, 1, 127, 128, 129, 128 * P, 128 * P + 1, 256 * P - 1, 1000, 4099})

@@ -111,41 +111,50 @@ class Tape {
 
 inline thread_local Tape* tape = nullptr;  // of the lane that runs
 
-template <std::memory_order publish = std::memory_order_release,
-          std::memory_order look = std::memory_order_acquire, uint64_t early_reuse = 0,
-          uint64_t sets = DeviceRules::kSets>
+// What a mutant does: memory orders that it weakens, slots that it takes too early, sets of push
+// slots, and barriers that it forgets.  All of it is chosen at run time, so that the kernels are
+// compiled once for all mutants.
+struct Mutant {
+  bool weak_publish = false, weak_observe = false;
+  uint64_t early_reuse = 0, sets = DeviceRules::kSets;
+  bool forgets_sync = false, forgets_any = false;
+};
+inline thread_local Mutant mutant;  // of the program that is recorded
+
+// The mutant's numbers in the place of constants.
+struct EarlyReuse {
+  operator uint64_t() const { return mutant.early_reuse; }
+};
+struct Sets {
+  operator uint64_t() const { return mutant.sets; }
+  friend constexpr bool operator<=(Sets, uint64_t most) { return DeviceRules::kSets <= most; }
+};
+
 struct Rules : DeviceRules {
-  static constexpr auto kPublish = publish;
-  static constexpr auto kObserve = look;
-  static constexpr uint64_t kEarlyReuse = early_reuse;
-  static constexpr uint64_t kSets = sets;
+  static constexpr EarlyReuse kEarlyReuse{};
+  static constexpr Sets kSets{};
   template <class R>
   static void store(uint64_t& flag, uint64_t n) {
-    tape->publish(flag, n, R::kPublish != std::memory_order_relaxed);
+    tape->publish(flag, n, !mutant.weak_publish);
   }
   template <class R>
   static uint64_t load(uint64_t& flag) {
-    return tape->observe(flag, R::kObserve != std::memory_order_relaxed);
+    return tape->observe(flag, !mutant.weak_observe);
   }
-};
-
-// Barriers that a mutant forgets.
-struct Forgets {
-  bool sync = false, any = false;
 };
 
 // A block's lanes, one after the other: lane 0 first, whose votes decide (nobody else has any).
 class Block {
  public:
-  Block(int lane, int lanes, size_t group, std::vector<bool>& votes, Forgets forgets)
-      : lane_(lane), lanes_(lanes), group_(group), votes_(votes), forgets_(forgets) {}
+  Block(int lane, int lanes, size_t group, std::vector<bool>& votes)
+      : lane_(lane), lanes_(lanes), group_(group), votes_(votes) {}
   int lane() const { return lane_; }
   int lanes() const { return lanes_; }
   void sync() {
-    if (!forgets_.sync) tape->meet(group_);
+    if (!mutant.forgets_sync) tape->meet(group_);
   }
   bool any(bool x) {
-    if (!forgets_.any) tape->meet(group_);
+    if (!mutant.forgets_any) tape->meet(group_);
     if (lane_ == 0) votes_.push_back(x);
     const bool result = votes_.at(turn_++);
     if (x && !result) throw std::runtime_error("a lane other than 0 votes");
@@ -168,7 +177,6 @@ class Block {
   const int lane_, lanes_;
   const size_t group_;
   std::vector<bool>& votes_;
-  const Forgets forgets_;
   size_t turn_ = 0;
 };
 
@@ -177,7 +185,6 @@ struct Shape {
   uint64_t depth = 2;
   size_t slot_bytes = 128;
   uint64_t start = 0;  // of all counters
-  Forgets forgets{};
 };
 
 struct Call {
@@ -201,8 +208,9 @@ struct Call {
 // All ranks' programs for some calls in a row on the same memory.  Lanes are numbered by rank,
 // channel and lane.  Between two kernels of a rank its stream orders everything (a barrier of all
 // its lanes); there the user reads the last sums and writes the next addends.
-template <class E, class Rules>
-Program record(const Shape& shape, const std::vector<Call>& calls) {
+template <class E>
+Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant& how = {}) {
+  mutant = how;
   const auto index = [&](int r, int c, int l) {
     return static_cast<size_t>((r * shape.channels + c) * shape.lanes + l);
   };
@@ -269,7 +277,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls) {
     if (c == 0 && l == 0) tape->write(in, (scatters ? size(shape.ranks) : 1) * part);
     tape->meet(streams + size(r));
     if (c < call.channels) {
-      Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes, shape.forgets);
+      Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes);
       const auto run = [&]<DeviceAlgorithm algorithm>() {
         allReduceBlock<algorithm, E, Rules>(block, rank_call, c, call.channels);
       };
@@ -279,10 +287,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls) {
         run.template operator()<DeviceAlgorithm::kOneShot>();
       else if (call.algorithm == DeviceAlgorithm::kTwoShot)
         run.template operator()<DeviceAlgorithm::kTwoShot>();
-      else if (call.algorithm == DeviceAlgorithm::kRing)
-        run.template operator()<DeviceAlgorithm::kRing>();
       else
-        run.template operator()<DeviceAlgorithm::kRingNarrow>();
+        run.template operator()<DeviceAlgorithm::kRing>();
     }
     tape->meet(streams + size(r));
     if (c == 0 && l == 0) tape->read(out, (gathers ? size(shape.ranks) : 1) * part);

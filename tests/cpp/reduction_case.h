@@ -35,20 +35,13 @@ struct Case {
 
   size_t width() const { return sizeOf(dtype); }
   // The canonical reduction of the first n elements.
-  Bytes canonical(size_t n) const { return assembled(owned, n); }
-  // The same with partial results rounded to the dtype at every hop.
-  Bytes roundedAtEachHop(size_t n) const {
-    std::vector<Bytes> by_owner;
-    for (int owner = 0; owner < P; ++owner) {
-      const std::vector<Bytes> ordered = orderedFor(owner);
-      Bytes sum = ordered[0];
-      for (int k = 1; k < P; ++k) {
-        const ReduceOp hop = op == ReduceOp::kAvg && k < P - 1 ? ReduceOp::kSum : op;
-        sum = expected(dtype, hop, {sum, ordered[at(k)]}, 2, P);
-      }
-      by_owner.push_back(sum);
-    }
-    return assembled(by_owner, n);
+  Bytes canonical(size_t n) const {
+    const Cut cut{n, P};
+    Bytes result(n * width());
+    cut.forEachChunk({0, n}, [&](int c, size_t begin, size_t size) {
+      std::memcpy(&result[begin * width()], &owned[at(c)][begin * width()], size * width());
+    });
+    return result;
   }
   void expect(const Bytes& got, const Bytes& wanted, const char* what) const {
     if (got.size() != wanted.size() ||
@@ -75,16 +68,6 @@ struct Case {
     std::vector<Bytes> ordered;
     for (int k = 0; k < P; ++k) ordered.push_back(scaled[at(kthToAdd(owner, k, P))]);
     return ordered;
-  }
-
-  // The first n elements, each of the chunk's owner.
-  Bytes assembled(const std::vector<Bytes>& by_owner, size_t n) const {
-    const Cut cut{n, P};
-    Bytes result(n * width());
-    cut.forEachChunk({0, n}, [&](int c, size_t begin, size_t size) {
-      std::memcpy(&result[begin * width()], &by_owner[at(c)][begin * width()], size * width());
-    });
-    return result;
   }
 };
 

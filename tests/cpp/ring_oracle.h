@@ -30,17 +30,13 @@ struct Case {
   double factor = 1;  // PREMUL_SUM
   Texture draw = Texture::kRough;
   uint32_t seed = 0;
-  bool narrow = false;  // halves are rounded at every hop, not once
-  size_t chunk = 0;     // elements of a chunk, if not of the canonical cut: a reduce-scatter's part
+  size_t chunk = 0;  // elements of a chunk, if not of the canonical cut: a reduce-scatter's part
 };
 
 // The chunks of a part of the message, one after the other.
 class Oracle {
  public:
-  explicit Oracle(const Case& c)
-      : case_(c),
-        last_(reduceKernels(c.dtype, c.op)),
-        step_(reduceKernels(c.dtype, c.op == ReduceOp::kAvg ? ReduceOp::kSum : c.op)) {
+  explicit Oracle(const Case& c) : case_(c), kernels_(reduceKernels(c.dtype, c.op)) {
     addends_.resize(static_cast<size_t>(c.ranks), std::vector<std::byte>(kTile * 8));
     for (auto& one : addends_) sources_.push_back(one.data());
   }
@@ -64,24 +60,11 @@ class Oracle {
                             random_elements::keyOf(c.seed, rank));
       if (c.op == ReduceOp::kPremulSum) scale(c.dtype, addend, addend, n, c.factor);
     }
-    std::byte* to = out + begin * sizeOf(c.dtype);
-    if (!c.narrow || !isHalf(c.dtype)) {
-      last_.reduce(to, sources_.data(), c.ranks, n, c.ranks);
-      return;
-    }
-    std::byte* sum = addends_[0].data();
-    for (int k = 1; k < c.ranks; ++k) {
-      const void* two[] = {sum, sources_[static_cast<size_t>(k)]};
-      if (k + 1 < c.ranks)
-        step_.reduce(sum, two, 2, n, 1);
-      else
-        last_.reduce(to, two, 2, n, c.ranks);
-    }
+    kernels_.reduce(out + begin * sizeOf(c.dtype), sources_.data(), c.ranks, n, c.ranks);
   }
 
   const Case case_;
-  const ReduceKernels& last_;
-  const ReduceKernels& step_;
+  const ReduceKernels& kernels_;
   std::vector<std::vector<std::byte>> addends_;
   std::vector<const void*> sources_;
 };

@@ -95,8 +95,7 @@ class Data {
   std::vector<gpu::Buffer> inputs_, outputs_;
 };
 
-constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing,
-                               Choice::kRingNarrow};
+constexpr Choice kKernels[] = {Choice::kOneShot, Choice::kTwoShot, Choice::kRing};
 
 uint32_t next() {
   static uint32_t seed = 0;
@@ -117,12 +116,7 @@ TEST(kernels_of_all_ranks_in_one_grid) {
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMax})
           for (size_t count : {size_t{0}, size_t{1}, size_t{1000}, size_t{300001}}) {
             const bool in_place = next() % 2 == 0;
-            const Case what{.ranks = P,
-                            .count = count,
-                            .dtype = dtype,
-                            .op = op,
-                            .seed = next(),
-                            .narrow = choice == Choice::kRingNarrow};
+            const Case what{.ranks = P, .count = count, .dtype = dtype, .op = op, .seed = next()};
             const Data data(what, in_place, next() % 4);
             ranks.together(data.run(), choice);
             ranks.wait();
