@@ -264,7 +264,7 @@ class Pool:
 
 
 def run_ranks(
-    script: Path, world_size: int, env: dict[str, str] | None = None, timeout: float = 60.0
+    script: Path, world_size: int, env: dict[str, str] | None = None, timeout: float = 150.0
 ) -> list[subprocess.CompletedProcess[str]]:
     """Runs a script as `world_size` whole Python processes, with RANK and the rest set (env://).
 

@@ -1,5 +1,9 @@
-"""Whole runs of the benchmark, most with gloo in our place: results, launchers, sudden ends."""
+"""Whole runs of the benchmark and of the programs in benchmarks/: results, launchers, sudden ends.
 
+Most of the former are with gloo in our place.
+"""
+
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts import why_not
 from processes import wait_until
 
 from ringreduce.bench.collectives import COLLECTIVES
@@ -16,6 +21,15 @@ from ringreduce.bench.summary import summary
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "benchmarks" / "net")]
+
+import accuracy  # noqa: E402
+import codec_error  # noqa: E402
+import compare  # noqa: E402
+import ring_order  # noqa: E402
+import train  # noqa: E402
+
+needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 GLOO = ["-m", "ringreduce.bench", "all_reduce", "--backend", "gloo"]
 
 
@@ -64,12 +78,7 @@ class TestRuns:
                   "--json", str(json_path), "--plot", str(plot_path))
         )  # fmt: skip
         assert status == 0, err
-        rows = rows_of(out)
-        assert [row[:4] for row in rows] == [
-            ["1024", "256", "float32", "sum"],
-            ["65536", "16384", "float32", "sum"],
-        ]
-        assert all(row[8] == "0" for row in rows)
+        assert [(row[0], row[8]) for row in rows_of(out)] == [("1024", "0"), ("65536", "0")]
         report = Report.read(json_path)
         for row in report.rows:
             assert list(row.measurements) == ["ours", "gloo", "roofline"]
@@ -97,18 +106,6 @@ class TestRuns:
                 assert list(row.measurements) == ["ours", "gloo"]
                 assert size - 24 < row.bytes <= size
         assert "\n".join(summary(suite)) in out
-
-    def test_what_ours_refuses_is_passed_over(self, tmp_path):
-        json_path = tmp_path / "two.json"
-        status, out, err = finish(  # Gloo has no such integers, and a barrier has none
-            start("-m", "ringreduce.bench", "reduce,barrier", "--backend", "gloo", "--rounds", "1",
-                  "--dtype", "int16", "--sizes", "1K", "--iters", "2", "--json", str(json_path))
-        )  # fmt: skip
-        assert status == 1
-        assert "# reduce\n# refused by gloo (as ours): " in out, err
-        suite = Suite.read(json_path)
-        assert list(suite.refused) == ["reduce"]
-        assert [report.collective for report in suite.reports] == ["barrier"]
 
     def test_under_torchrun(self):
         status, out, err = finish(
@@ -145,3 +142,123 @@ class TestRuns:
         assert "interrupted" in err
         # One that had only just been started notices by itself once it has imported torch.
         assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 30)
+
+    def test_codecs(self, tmp_path):
+        path = tmp_path / "run.json"
+        status, out, err = finish(
+            start("-m", "ringreduce.bench", "all_reduce", "--codec", "bfloat16,int8,int4@ring",
+                  "--compare", "gloo", "--sizes", "100,64K", "--rounds", "1", "--iters", "2",
+                  "--json", str(path))
+        )  # fmt: skip
+        assert status == 0, out + err
+        assert len(rows_of(out)) == 2 + 2 * 5  # a row of the table a size, one of the codecs' each
+        for row in Report.read(path).rows:
+            errors = {key: m.error["rms"] for key, m in row.measurements.items() if m.error}
+            assert errors["ours"] < 1e-6 and errors["gloo"] < 1e-6
+            assert 1e-5 < errors["bfloat16"] < 0.01 and errors["int8"] < 0.02
+            assert errors["int8"] < errors["int4@ring"] < 0.3
+
+
+def test_a_small_study_of_accuracy_and_its_continuation(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+
+    def study(*arguments):
+        program = [str(REPOSITORY / "benchmarks" / "accuracy.py"), "--out", str(tmp_path)]
+        status, out, err = finish(start(*program, *arguments), 240)
+        assert status == 0, out + err
+        return out
+
+    small = ("--steps", "3", "--worlds", "2", "--seeds", "0")
+    assert "# 1 runs to do" in study(*small, "--models", "mlp", "--ways", "exact")
+    second = study(*small, "--ways", "exact,int8,powersgd_1")
+    assert "# 7 runs to do, 1 are in" in second and "WRONG" not in second
+    runs = accuracy.read_runs(tmp_path / "accuracy.jsonl")
+    assert len(runs) == 8
+    for training, result in runs.items():
+        assert result["same_weights"] and len(result["curve"]) == 3
+        assert ("test_accuracy" in result) == (training.model == "mlp")
+    assert len({result["weights_hash"] for result in runs.values()}) > 4  # each way has its own
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert accuracy.main(["--out", str(tmp_path), *small, "--ways", "exact,int8", "--report"]) == 0
+    said = capsys.readouterr().out
+    assert "# 0 runs to do, 8 are in" in said and "PowerSGD" not in said
+
+
+def test_errors_of_codecs(tmp_path, capsys):
+    path = tmp_path / "error.json"
+    arguments = ["--worlds", "2,3", "--codecs", "bfloat16,int4", "--count", "20000"]
+    assert codec_error.main([*arguments, "--out", str(path)]) == 0, capsys.readouterr()
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 8 and all(row["same_bits"] for row in rows)
+    worst = {codec: max(r["rms"] for r in rows if r["codec"] == codec)
+             for codec in ("bfloat16", "int4")}  # fmt: skip
+    assert 1e-4 < worst["bfloat16"] < 0.01 < worst["int4"] < 0.3
+
+
+def test_ddp(tmp_path):
+    status, out, err = finish(
+        start(str(REPOSITORY / "benchmarks" / "ddp.py"), "--tiny", "--rounds", "1", "--steps", "2",
+              "--warmup", "1", "--out", str(tmp_path / "ddp")), 240
+    )  # fmt: skip
+    assert status == 0, out + err
+    document = json.loads((tmp_path / "ddp.json").read_text())
+    assert [model["name"] for model in document["models"]] == ["resnet50", "gpt2"]
+    for model in document["models"]:
+        assert list(model["ways"]) == ["bare", "stock", "ours", "hook"]
+        for key, way in model["ways"].items():
+            assert len(way["step"]) == 2 and (way["wrong"], way["same_bits"]) == (0, True)
+            assert (way["staging_bytes"] > 0) == (key in ("ours", "hook"))
+    assert list(document["skipped"]) == ["parallel"]
+
+
+@pytest.mark.parametrize("where", [["--hosts", "1"], pytest.param([], marks=needs_hosts)])
+def test_training(tmp_path, capsys, where):
+    path = tmp_path / "train.json"
+    names = ["ours", "auto"] if where else ["stock", "ours", "int8"]
+    arguments = [*where, "--tiny", "--rounds", "1", "--steps", "2", "--ways", ",".join(names)]
+    assert train.main([*arguments, "--out", str(path)]) == 0, capsys.readouterr().out
+    [model] = json.loads(path.read_text())["models"]
+    assert list(model["ways"]) == names
+    for key, way in model["ways"].items():
+        assert len(way["step"]) == 2 and (way["wrong"], way["same_bits"]) == (0, True)
+        assert way["choice"].startswith(("exact: a step", "int8: a step") if key == "auto" else "")
+        assert where or way["link_bytes"] > 1000
+
+
+@needs_hosts
+def test_a_run_between_hosts(tmp_path, capsys):
+    arguments = ["--paths", "lan_2", "--backend", "gloo", "--sizes", "4K", "--rounds", "2"]
+    assert compare.main([*arguments, "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "net_lan_2.json").read_text())
+    [measured] = document["rows"]
+    assert measured["measurements"].keys() == {"ours", "gloo"}
+    for measurement in measured["measurements"].values():
+        assert measurement["wrong"] == 0
+        assert measurement["median_us"] > 200  # a round trip, at the very least
+    assert all(link["packets"] > 100 for link in document["statistics"]["links"])
+    assert "gloo (as ours)" in capsys.readouterr().out
+    assert compare.main(["--paths", "lan_2", "--backend", "nobody", "--sizes", "4K"]) == 1
+    assert "left out: nobody (as ours): " in capsys.readouterr().out
+
+
+@needs_hosts
+def test_a_run_with_codecs_between_hosts(tmp_path, capsys):
+    arguments = ["--paths", "slow_2", "--sizes", "256K", "--rounds", "1", "--out", str(tmp_path)]
+    assert compare.main(arguments) == 0
+    [measured] = json.loads((tmp_path / "net_slow_2.json").read_text())["rows"]
+    found = measured["measurements"]
+    assert found.keys() == {"ours", "bfloat16", "int8", "int4", "gloo"}
+    assert all(m["wrong"] == 0 and m["same_bits"] for m in found.values())
+    shares = {key: found[key]["link_bytes"] / found["ours"]["link_bytes"] for key in found}
+    assert found["ours"]["link_bytes"] > 2 * (256 << 10)
+    assert 0.45 < shares["bfloat16"] < 0.6
+    assert 0.13 < shares["int4"] < 0.25 < shares["int8"] < 0.35  # and what a small call adds
+    assert "bytes at the link" in capsys.readouterr().out
+
+
+@needs_hosts
+def test_an_order_of_hosts_is_found(capsys):
+    ring_order.main(["--hosts", "3", "--size", "64K", "--calls", "1", "--runs", "1"])
+    said = capsys.readouterr().out
+    assert "ring of hosts: 0 > " in said and "promised" in said

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pool import Pool, Rank
 
 ALGORITHMS = ("direct", "twoshot", "ring")
-SIZES = range(1, 10)
+SIZES = (1, 2, 3, 4, 6, 9)
 
 
 def reduce_op(op: str, rank: int) -> Any:
@@ -126,7 +126,7 @@ def test_every_size(pool: Pool, world: MakeWorld, backend: str, size: int) -> No
 
 
 @pytest.mark.ringreduce
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_algorithms_agree(pool: Pool, world: MakeWorld, size: int) -> None:
     cases = [
         (dtype, op, n, "plain", n) for dtype, op in oracle.PAIRS for n in (size + 1, 128 * size + 1)
@@ -171,7 +171,7 @@ def some_cases(draw: st.DrawFn, backend: str) -> tuple[int, str, list[Any]]:
 
 def test_properties(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
     @settings(
-        max_examples=1000 if full else 80,
+        max_examples=1000 if full else 30,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

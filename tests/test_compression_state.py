@@ -80,19 +80,6 @@ def test_a_checkpoint_continues_bit_for_bit(pool: Pool, world: MakeWorld, size: 
             assert all(pool.run(stopped_and_resumed, world(size), settings, buckets))
 
 
-def without_its_state(me: Rank) -> bool:
-    """The same, but the residuals are lost: then it must not go on the same."""
-    model, again = DDP(Straight()), DDP(Straight())
-    attach(model, codec="int4")
-    averaged(me, model, 0)
-    attach(again, codec="int4")
-    return torch.equal(averaged(me, model, 1)[0], averaged(me, again, 1)[0])
-
-
-def test_residuals_matter(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(without_its_state, world(2)) == [False, False]
-
-
 def in_smaller_groups(me: Rank) -> list[float]:
     """Steps with four ranks, then with two of them, three, one: what is missing in the end."""
     import ringreduce
@@ -134,35 +121,6 @@ def test_residuals_survive_another_world_size(pool: Pool, world: MakeWorld) -> N
     assert all(off < 1e-5 for found in results for off in found), results
 
 
-def in_channels_last(me: Rank) -> tuple[float, bool]:
-    """How far residuals of channels_last weights are off; whether contiguous ones get the same."""
-    torch.manual_seed(0)
-    weights = nn.Conv2d(16, 16, 3, bias=False)
-    weights.weight.data = weights.weight.data.contiguous(memory_format=torch.channels_last)
-    model = DDP(weights)
-    state = attach(model, codec="int4")
-    x = torch.randn(2, 16, 6, 6, generator=torch.Generator().manual_seed(me.rank))
-    model(x).square().mean().backward()
-    plain = nn.Conv2d(16, 16, 3, bias=False)
-    plain.load_state_dict(model.module.state_dict())
-    plain(x).square().mean().backward()
-    assert plain.weight.grad is not None
-    wanted, held = plain.weight.grad.clone(), state.residual("weight")
-    for each in (wanted, held):
-        dist.all_reduce(each, op=dist.ReduceOp.AVG)
-    assert (model.module.weight.grad - wanted).abs().max() > 1e-6, "nothing was coded"
-    off = float((model.module.weight.grad + held - wanted).abs().max())
-    again = attach(DDP(plain), codec="int4")
-    again.load_state_dict(saved(state.state_dict()))
-    return off, torch.equal(state.residual("weight"), again.residual("weight"))
-
-
-def test_residuals_do_not_depend_on_the_memory_format(pool: Pool, world: MakeWorld) -> None:
-    for off, same in pool.run(in_channels_last, world(2)):
-        assert off < 1e-6, "residuals of other elements"
-        assert same
-
-
 class Sometimes(nn.Module):
     """As `Straight`, with a second weight that not every step uses."""
 
@@ -201,26 +159,6 @@ def test_nothing_is_lost_of_what_is_not_always_used(pool: Pool, world: MakeWorld
     for left, off in pool.run(used_now_and_then, world(2)):
         assert left < 2e-5, "DDP threw away what was owed"
         assert off > 1e-3, "nothing was coded"
-
-
-def one_checkpoint_for_all(me: Rank) -> bool:
-    """What rank 0 has saved after average_residuals is everybody's."""
-    model = DDP(Straight())
-    state = attach(model, codec="int4")
-    for step in range(3):
-        averaged(me, model, step)
-    assert dist.group.WORLD is not None
-    mean = mean_residual(state, dist.group.WORLD)
-    state.average_residuals()
-    given: list[Any] = [state.state_dict()]
-    dist.broadcast_object_list(given, 0)
-    fresh = attach(DDP(Straight()), codec="int4")
-    fresh.load_state_dict(given[0])
-    return bool((fresh.residual("weight").double() - mean).abs().max() < 1e-6)
-
-
-def test_one_checkpoint_serves_all(pool: Pool, world: MakeWorld) -> None:
-    assert all(pool.run(one_checkpoint_for_all, world(3)))
 
 
 class Image(nn.Module):

@@ -52,10 +52,6 @@ def test_the_report_names_a_kernel_that_spills(
     assert err == "ring<float, 4> spills 20 bytes on sm_120\n"
 
 
-def test_the_report_passes_without_spills(tmp_path: Path) -> None:
-    assert report(tmp_path, LOG.replace("8 bytes spill", "0 bytes spill").replace("12", "0")) == 0
-
-
 @pytest.mark.parametrize(
     "log",
     [
@@ -69,19 +65,6 @@ def test_the_report_passes_without_spills(tmp_path: Path) -> None:
 )
 def test_a_log_that_is_not_understood_is_no_report(tmp_path: Path, log: str) -> None:
     assert report(tmp_path, log) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("void ringreduce::cuda::k<float, 4>(float*, int)", "k<float, 4>"),
-        ("ringreduce::cuda::(anonymous namespace)::k(ringreduce::cuda::Call)", "k"),
-        ("void k<(ringreduce::DType)3>(float (*)(int))", "k<(DType)3>"),
-        ("_Zmangled", "_Zmangled"),
-    ],
-)
-def test_names_of_kernels_are_short(name: str, shown: str) -> None:
-    assert kernel_report.short(name) == shown
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -149,11 +132,8 @@ BROKEN = "#!/bin/sh\necho unsupported GNU version >&2; exit 1\n"
         (None, [], False, "CUDA: not built, there is no nvcc in PATH"),
         (None, ["1"], True, "RINGREDUCE_CUDA=1, but there is no nvcc in PATH"),
         (BROKEN, [], False, "CUDA: not built, {}/bin/nvcc cannot make a C++20 program with"),
-        (BROKEN, ["1"], True, "cannot make a C++20 program"),
         (BROKEN, ["1"], True, "unsupported GNU version"),
-        (BROKEN, ["0"], False, "CUDA: not built, switched off by RINGREDUCE_CUDA=0"),
         (BROKEN, ["yes"], True, 'RINGREDUCE_CUDA is auto, 0 or 1, not "yes".'),
-        (BROKEN, ["auto", "-DRINGREDUCE_CUDA_ARCHS=sm_90"], True, 'not "sm_90".'),
         (BROKEN, ["1", "-DRINGREDUCE_SANITIZE=thread"], True, "do not go with nvcc"),
     ],
 )

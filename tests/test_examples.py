@@ -1,7 +1,6 @@
 """The examples as a user runs them: under torchrun, with gloo and with ringreduce, and the demo.
 
-Losses of both backends are compared bit for bit. The ringreduce runs need the built extension;
-everything else runs without it.
+Losses of both backends are compared bit for bit.
 """
 
 import json
@@ -26,19 +25,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MLP = ("train_mlp.py", "--steps", "6")
 GPT = ("train_gpt.py", "--steps", "4", "--layers", "1", "--width", "32")
 GPT += ("--sync-pairs", "2", "--sample", "20")
-
-
-def extension_is_built() -> bool:
-    try:
-        import ringreduce._C  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-needs_ringreduce = pytest.mark.skipif(
-    not extension_is_built(), reason="ringreduce._C cannot be imported"
-)
 
 
 def run(command: list[str], seconds: float) -> None:
@@ -75,7 +61,6 @@ def test_ranks_have_equal_weights_and_learn(example: tuple[str, ...]) -> None:
         assert rank["losses"][-1] < rank["losses"][0]
 
 
-@needs_ringreduce
 @pytest.mark.parametrize(
     ("example", "arguments"),
     [
@@ -105,24 +90,6 @@ def test_demo_in_small(tmp_path: Path) -> None:
         assert runs["gloo-again"]["differs"] == ""
         assert runs["gloo-again"]["step_ms"] > 0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_first_difference_finds_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from demo import first_difference
-
-    base = [
-        {"losses": [1.0, 0.0], "weights_hash": "a"},
-        {"losses": [1.0, 2.0], "weights_hash": "a"},
-    ]
-    assert first_difference(base, base) == ""
-    signed = [base[0] | {"losses": [1.0, -0.0]}, base[1]]
-    assert first_difference(signed, base).startswith("rank 0, step 1")
-    weights = [base[0], base[1] | {"weights_hash": "b"}]
-    assert first_difference(weights, base).startswith("rank 1: the losses are equal")
-    short = [base[0], base[1] | {"losses": [1.0]}]
-    assert "number of steps" in first_difference(short, base)
 
 
 def processes_naming(text: str) -> list[int]:

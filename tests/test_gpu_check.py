@@ -125,12 +125,6 @@ def test_a_failure_says_how_it_ended_and_what_it_complained_of(
     assert reason in result.reason
 
 
-def test_a_program_that_is_not_there_fails(runner: Runner) -> None:
-    result = runner.run(stage("bad", Step(("/nowhere/at/all",))))
-    assert result.status == "failed"
-    assert "/nowhere/at/all" in result.reason
-
-
 def test_a_failing_step_does_not_keep_the_next_from_running(runner: Runner) -> None:
     result = runner.run(stage("two", says({"algorithm": "a"}, status=1), says({"algorithm": "b"})))
     assert result.status == "failed"
@@ -158,20 +152,6 @@ def test_success_takes_right_results(runner: Runner, lines: list[object], reason
     assert (result.status, result.reason) == ("failed", reason)
 
 
-def test_a_line_that_is_no_json_fails(runner: Runner) -> None:
-    code = "import sys; open(sys.argv[1], 'w').write('{\"wrong\": 0}\\n{\"wro')"
-    result = runner.run(stage("broken", step(code, "{json}"), measures=True))
-    assert (result.status, result.reason) == ("failed", "line 2 of the measurements is no JSON")
-
-
-def test_measurements_that_lack_what_a_figure_needs_fail(runner: Runner) -> None:
-    result = runner.run(
-        stage("odd", says({"algorithm": "copy"}), measures=True, figure=figures.copy_figure)
-    )
-    assert result.status == "failed"
-    assert "busbw" in result.reason
-
-
 def test_a_stage_that_must_free_the_gpu_is_held_to_it(tmp_path: Path) -> None:
     def with_usages(*usages: Usage) -> str:
         left = list(usages)
@@ -197,17 +177,6 @@ def test_the_budget_cuts_a_stage_and_skips_those_after_it(tmp_path: Path) -> Non
     assert (late.status, late.reason) == ("skipped", "the budget of 3 s is used up")
 
 
-def test_a_cut_stage_with_wrong_results_is_no_skip(tmp_path: Path) -> None:
-    code = """
-        import sys, time
-        with open(sys.argv[1], "a") as file:
-            print('{"wrong": 1}', file=file)
-        time.sleep(600)
-    """
-    runner = Runner(tmp_path / "log", budget=6)
-    assert "results are wrong" in runner.run(stage("long", step(code, "{json}"))).reason
-
-
 def test_without_a_build_what_needs_it_is_skipped(runner: Runner) -> None:
     failed = runner.run(stage("build", step("raise SystemExit(1)")))
     assert failed.status == "failed"
@@ -215,18 +184,6 @@ def test_without_a_build_what_needs_it_is_skipped(runner: Runner) -> None:
     assert runner.run(needy).verdict == "skipped: there is no build to run"
     assert runner.run(stage("build", step(""))).status == "ok"
     assert runner.run(needy).verdict == "ok"
-
-
-def test_the_log_keeps_the_ends_of_long_output(runner: Runner) -> None:
-    code = "print('first line'); print('x' * 5_000_000); print('last line'); raise SystemExit(1)"
-    result = runner.run(stage("wordy", step(code)))
-    assert result.reason.endswith("status 1: last line")
-    runner.run(stage("next", step("print('another')")))
-    log = runner.log.read_text()
-    assert len(log) < 1_100_000
-    assert "bytes left out" in log
-    for line in ("first line", "last line", "another"):
-        assert line in log.splitlines()
 
 
 def test_results_are_in_the_file_after_each_stage(tmp_path: Path) -> None:
@@ -291,19 +248,6 @@ def test_all_is_well_only_if_no_stage_failed(
     assert gpu_check.main([]) == 1, "nothing was checked"
 
 
-def test_missed_goals_are_shown_and_fail_nothing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [{"ranks": 2, "raised_s": [0.5]}, {"ranks": 4, "raised_s": [0.1, 2.5, 0.2]}]
-    use(monkeypatch, stage("kill", says(*lines), goals=figures.kill_goals))
-    assert gpu_check.main([]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in out if "one killed" in line] == [
-        ["met", "0.5", "2"],
-        ["MISSED", "2.5", "4"],
-    ]
-
-
 def test_without_a_gpu_only_the_build_runs_and_nothing_passes_for_checked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,42 +275,6 @@ def test_a_machine_without_tools_is_told_what_is_missing(
     assert "gpu-check: 0 passed, 0 failed" in out
     machine = json.loads((tmp_path / "out" / "gpu-check.json").read_text())["machine"]
     assert machine["gpus"] == [] and machine["cores"] >= 1
-
-
-def test_stages_are_chosen_by_name(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    use(monkeypatch, *(stage(name, step("")) for name in ("build", "check", "floor", "kill")))
-    assert gpu_check.main(["--only", "kill", "--only", "check"]) == 0
-    assert "gpu-check: 3 passed" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as left:
-        gpu_check.main(["--only", "chekc"])
-    assert left.value.code == 2
-    assert "there are build, check, floor, kill" in capsys.readouterr().out
-
-
-def test_a_dry_run_shows_every_command_and_runs_none(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu_check.main(["--dry-run", "--study"]) == 0
-    out = capsys.readouterr().out
-    for part in ("-DRINGREDUCE_CUDA_ARCHS=90", "--tool synccheck", "with_mps.py", "study-single"):
-        assert part in out
-    assert not (tmp_path / "out").exists()
-    assert gpu_check.main(["--list"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert len(names) == len(set(names))
-    assert names[0] == "build" and {"check", "floor", "single", "latency"} < set(names)
-
-
-def test_a_folder_that_cannot_be_written_is_named(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = tmp_path / "a file"
-    taken.touch()
-    assert gpu_check.main(["--out", str(taken)]) == 2
-    out = capsys.readouterr().out
-    assert f"cannot go to {taken}: File exists" in out and "--out" in out
 
 
 # Sent twice: the second one finds the program at the ending of what it runs.

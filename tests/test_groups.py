@@ -1,7 +1,7 @@
-"""Groups of some of the ranks: overlapping, in several threads, made of others, ended in any order.
+"""Groups of some of the ranks: overlapping, made of others, ended in any order.
 
-test_backend.py has the plain subgroups; here they are all in use at the same time, and a rank knows
-what every group must give from the ranks' numbers alone.
+A rank knows what every group must give from the ranks' numbers alone.  test_soak.py uses several at
+the same time, from two threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Rank
-from threads import in_threads
 
 OVERLAPPING = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 2], [0, 1, 2], [1, 2, 3], [3, 1, 0, 2])
 
@@ -96,24 +94,6 @@ def overlapping(me: Rank, seed: int) -> int:
 def test_overlapping_groups(pool: Pool, world: MakeWorld) -> None:
     expected = [3 * sum(r in members for members in OVERLAPPING) for r in range(4)]
     assert pool.run(overlapping, world(4, 20.0), 5) == expected
-
-
-def groups_in_threads(me: Rank) -> int:
-    """A thread a group, so that the groups' operations meet in every order there is."""
-    groups = [dist.new_group(m, sort_ranks=False) for m in OVERLAPPING]
-
-    def use(which: int) -> None:
-        for tag in range(4):
-            every_call(groups[which], OVERLAPPING[which], me.rank, float(tag))
-
-    mine = [partial(use, i) for i, m in enumerate(OVERLAPPING) if me.rank in m]
-    in_threads(mine)
-    return len(mine)
-
-
-def test_overlapping_groups_from_a_thread_each(pool: Pool, world: MakeWorld) -> None:
-    expected = [sum(r in members for members in OVERLAPPING) for r in range(4)]
-    assert pool.run(groups_in_threads, world(4, 20.0)) == expected
 
 
 def disjoint(me: Rank) -> tuple[float, float, list[int]]:

@@ -73,7 +73,7 @@ def test_torchrun(tmp_path: Path, backend: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script)], env=env, capture_output=True, text=True, timeout=90
+        [*command, str(script)], env=env, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0") == 2, done.stdout
@@ -94,35 +94,10 @@ def test_mp_spawn(tmp_path: Path, backend: str) -> None:
     )
     env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=90
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0") == 2, done.stdout
-
-
-def test_debug_detail(tmp_path: Path, backend: str) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend and numbers its operations."""
-    script = write(tmp_path, "work()")
-    for done in run_ranks(
-        script, 2, {"TEST_BACKEND": backend, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    ):
-        assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
-
-
-def test_as_the_cpu_part_of_a_pair(tmp_path: Path, backend: str) -> None:
-    how = "work.__globals__['BACKEND']"
-    script = write(
-        tmp_path,
-        f"""
-        dist.init_process_group("cpu:" + {how})
-        t = torch.ones(3)
-        dist.all_reduce(t)
-        dist.destroy_process_group()
-        print("sum", float(t[0]))
-        """,
-    )
-    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
-        assert (done.returncode, done.stdout) == (0, "sum 2.0\n"), done.stderr
 
 
 def remake(me: Rank, path: str, kind: str, times: int) -> list[float]:

@@ -111,6 +111,9 @@ def test_arguments_come_first() -> None:
     # Arguments that a launcher confirms are completed from it; others are not.
     assert identify(open_mpi(3, 4, 1, 2), 3, 4).local_world_size == 2
     assert identify(open_mpi(3, 4, 1, 2), 2, 4).local_world_size is None
+    for given in ("rank", "world_size"):
+        with pytest.raises(ValueError, match=f"{given}=1 was given without"):
+            identify({}, **{given: 1})
 
 
 def without(env: dict[str, str], *names: str) -> dict[str, str]:
@@ -148,12 +151,6 @@ def test_variables_that_cannot_be(name: str) -> None:
         identify(env)
     for word in words:
         assert word in str(raised.value)
-
-
-@pytest.mark.parametrize("given", ["rank", "world_size"])
-def test_half_the_arguments(given: str) -> None:
-    with pytest.raises(ValueError, match=f"{given}=1 was given without"):
-        identify({}, **{given: 1})
 
 
 @pytest.mark.parametrize(
@@ -256,18 +253,6 @@ def test_a_master_by_argument(pool: Pool, world: MakeWorld) -> None:
         assert total == 3.0
 
 
-def test_a_file_to_meet_at(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
-    """Other arguments of init_process_group are passed on; no master is needed then."""
-    envs = [open_mpi(rank, 2, 0, 1) for rank in range(2)]
-    options = {"init_method": f"file://{tmp_path}/meeting"}
-    for rank, (launch, left, total, _) in enumerate(
-        pool.start(start, world(0), envs, options, ranks=2).results()
-    ):
-        assert launch == (rank, 2, 0, 1, "Open MPI")
-        assert (left["MASTER_ADDR"], left["MASTER_PORT"]) == (None, None)
-        assert total == 3.0
-
-
 def twice(me: Rank, env: dict[str, str]) -> list[tuple[Any, ...]]:
     with environment(env):
         first = start(me, [env], {})
@@ -287,13 +272,6 @@ def test_no_launcher(pool: Pool, world: MakeWorld) -> None:
     assert int(left.pop("MASTER_PORT")) > 0
     assert left == left_by(0, 1)
     assert (second[0], second[2:]) == ((0, 1, 0, 1, "environment"), (1.0, []))
-
-
-def test_not_started_by_srun(pool: Pool, world: MakeWorld) -> None:
-    env = {"SLURM_JOB_ID": "31", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    ((launch, _, _, warnings),) = pool.start(start, world(0), [env], {}, ranks=1).results()
-    assert launch[-1] == "none"
-    assert "SLURM_NTASKS=4" in warnings[0]
 
 
 UNMET: dict[str, tuple[dict[str, str], dict[str, Any], list[str]]] = {
@@ -396,13 +374,6 @@ def test_under_mpirun(script: str, backend: str) -> None:
     found = answers(done)
     assert found == expected(2, found[0]["launcher"])
     assert found[0]["launcher"] in ("Open MPI", "PMI")
-
-
-def test_under_torchrun_under_mpirun(script: str, backend: str) -> None:
-    """torchrun's variables win over those of the mpirun that started it."""
-    inner = launchers.torchrun(2, script, backend)[1:]
-    done = launchers.run(launchers.mpirun(1, *inner))
-    assert answers(done) == expected(2, "torchrun")
 
 
 def test_by_itself(script: str, backend: str) -> None:

@@ -39,22 +39,6 @@ def receive(source: int | None, n: int = 4, tag: int = 0) -> float:
     return float(t[0])
 
 
-def tags(me: Rank, n: int) -> list[float]:
-    """Sent with tags 1 to 5 in that order; received in another."""
-    order = [4, 1, 5, 3, 2, 0]
-    if me.rank == 0:
-        works = [dist.isend(number(tag * 10, n), 1, tag=tag) for tag in range(6)]
-        for work in works:
-            work.wait()
-        return []
-    return [receive(0, n, tag) for tag in order]
-
-
-@pytest.mark.parametrize("n", [4, LARGE])
-def test_tags(pool: Pool, world: MakeWorld, n: int) -> None:
-    assert pool.run(tags, world(2), n)[1] == [40.0, 10.0, 50.0, 30.0, 20.0, 0.0]
-
-
 def in_order(me: Rank, seed: int) -> None:
     """Within a tag messages keep their order, small behind large ones too, whoever waits how."""
     draw = random.Random(seed)
@@ -128,25 +112,6 @@ def test_from_any_rank_of_a_part(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(any_in_a_part, world(3)) == [-5, 2, -5]
 
 
-def both_send_first(me: Rank) -> list[float]:
-    """Small ones do not wait for their receive; large ones go by isend."""
-    other, got = 1 - me.rank, []
-    for k in range(20):
-        dist.send(number(100 * me.rank + k), other)
-    got += [receive(other) for _ in range(20)]
-    work = dist.isend(number(me.rank + 0.5, LARGE), other)
-    got.append(receive(other, LARGE))
-    work.wait()
-    return got
-
-
-@pytest.mark.ringreduce
-def test_both_send_first(pool: Pool, world: MakeWorld) -> None:
-    for rank, got in enumerate(pool.run(both_send_first, world(2))):
-        other = 1 - rank
-        assert got == [100.0 * other + k for k in range(20)] + [other + 0.5]
-
-
 def batch(me: Rank, n: int) -> None:
     """Everybody with everybody, in both directions at once."""
     p = me.world_size
@@ -194,49 +159,6 @@ def poll(me: Rank, n: int) -> int:
 @pytest.mark.parametrize("n", [4, LARGE])
 def test_polling_without_a_wait(pool: Pool, world: MakeWorld, n: int) -> None:
     assert pool.run(poll, world(2), n)[1] > 0
-
-
-def futures(me: Rank) -> float:
-    other, t = 1 - me.rank, number(-1)
-    work = dist.irecv(t, other)
-    doubled = work.get_future().then(lambda f: f.value()[0] * 2)
-    dist.send(number(me.rank + 1), other)
-    twice = float(doubled.wait()[0])
-    late = dist.isend(number(0), other)
-    late.wait()
-    assert late.get_future().done() and receive(other) == 0.0
-    dist.barrier()
-    return twice
-
-
-@pytest.mark.ringreduce
-def test_futures(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(futures, world(2)) == [4.0, 2.0]
-
-
-def beside_collectives(me: Rank) -> None:
-    """A receive stays open while collectives run, and messages go between two of three ranks."""
-    p = me.world_size
-    late = number(-1, LARGE)
-    work = dist.irecv(late, 1, tag=7) if me.rank == 0 else None
-    for k in range(30):
-        total = number(me.rank)
-        pending = dist.all_reduce(total, async_op=True)
-        if me.rank < 2:
-            back = dist.isend(number(k), 1 - me.rank)
-            assert receive(1 - me.rank) == k
-            back.wait()
-        pending.wait()
-        assert bool((total == p * (p - 1) / 2).all())
-    if me.rank == 1:
-        dist.isend(number(5, LARGE), 0, tag=7).wait()
-    elif work:
-        work.wait()
-        assert bool((late == 5).all())
-
-
-def test_beside_collectives(pool: Pool, world: MakeWorld) -> None:
-    pool.run(beside_collectives, world(3))
 
 
 def to_oneself(me: Rank) -> list[float]:
@@ -354,16 +276,14 @@ def send_and_leave(me: Rank) -> float:
 
 
 @pytest.mark.ringreduce
-def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld, full: bool) -> None:
+def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld) -> None:
     """However long their receiver takes them: here it is stopped."""
-    if not full:
-        pytest.skip("takes 15 s")
     job = pool.start(send_and_leave, world(2))
     for rank in (0, 1):
         job.heard(rank)
     job.signal(1, signal.SIGSTOP)
     job.tell(0)
-    time.sleep(15.0)
+    time.sleep(1.5)
     job.signal(1, signal.SIGCONT)
     assert job.results(deadline=30.0) == [0.0, 7.0]
 

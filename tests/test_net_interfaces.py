@@ -71,11 +71,9 @@ def on(
     ("wanted", "expected"),
     [
         ("", {"10.88.0"}),
-        ("eth0", {"10.88.0"}),
         ("eth1", {"10.89.0"}),
         ("10.89.0.0/24", {"10.89.0"}),
         ("^eth0", {"10.89.0"}),
-        ("^10.89.0.0/16", {"10.88.0"}),
         ("fd88:1::/64", {"fd88:1:"}),
         ("eth0,eth1", {"10.88.0", "10.89.0"}),
     ],
@@ -105,11 +103,8 @@ def test_hosts_without_ipv4(pool: Pool) -> None:
     ("variable", "value", "says"),
     [
         ("IF", "nix0", ["RINGREDUCE_IF=nix0 leaves no address", "eth0 (10.88.0.2/24)", "set RING"]),
-        ("IF", "10.99.0.0/16", ["RINGREDUCE_IF=10.99.0.0/16 leaves no address", "eth1 (10.89.0.2"]),
-        ("IF", "^eth*", ["RINGREDUCE_IF=^eth* leaves no address"]),
         ("IF", "10.88.0.0/99", ["RINGREDUCE_IF=10.88.0.0/99", "'10.88.0.0/99'"]),
         ("PORTS", "47000-", ["RINGREDUCE_PORTS=47000- is no range of ports", "correct or unset"]),
-        ("PORTS", "70000", ["RINGREDUCE_PORTS=70000 is no range of ports"]),
     ],
 )
 def test_a_setting_that_will_not_do_is_told_to_all(

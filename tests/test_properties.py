@@ -174,7 +174,7 @@ def some_cases(draw: st.DrawFn) -> tuple[int, list[Case]]:
 
 def test_properties(pool: Pool, world: MakeWorld, full: bool) -> None:
     @settings(
-        max_examples=1000 if full else 40,
+        max_examples=1000 if full else 20,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -143,7 +143,7 @@ def test_a_silent_stranger_does_not_hold_up_the_group(pool: Pool, world: MakeWor
     began = time.monotonic()
     call.tell(1)
     assert call.heard(0) == call.heard(1) == "joined"
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 8.0
     call.tell(0), call.tell(1)
     assert call.results() == [6.0] * 2
     for s in held:

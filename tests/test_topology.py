@@ -47,16 +47,6 @@ def test_what_is_no_matrix_is_refused() -> None:
     assert topology.order([]) == []
 
 
-def test_a_topology_is_told_as_a_table() -> None:
-    matrix = ((0.0, 10.0, 95.5), (400.0, 0.0, 10.0), (10.0, 300.0, 0.0))
-    table = str(
-        Topology(((0, 1), (2, 3), (4, 5)), ("a", "b", "c"), (0, 2, 1), "measured", matrix,
-                 (0, 1, 4, 5, 2, 3))
-    )  # fmt: skip
-    assert "2 c" in table and "ring of hosts: 0 > 2 > 1 > 0, as measured" in table
-    assert "slowest link: 96 Mbit/s, from host 0 to host 2; in the hosts' own order 10" in table
-
-
 def seen(me: Rank) -> Topology:
     return topology.of()
 

@@ -1,15 +1,12 @@
-"""What stands around a training loop: samplers, batch norm, uneven inputs, DDP's buckets in our
+"""What stands around a training loop: uneven inputs, torch's own hooks, DDP's buckets in our
 memory, TORCH_DISTRIBUTED_DEBUG=DETAIL and the profiler.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def make_model() -> nn.Sequential:
@@ -32,40 +28,6 @@ def make_model() -> nn.Sequential:
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def train_by_sampler(me: Rank, group: dist.ProcessGroup) -> tuple[list[int], torch.Tensor]:
-    data = TensorDataset(torch.arange(17), torch.randn(17, 6, generator=torch.Generator()))
-    sampler: DistributedSampler[Any] = DistributedSampler(data, me.world_size, me.rank, seed=5)
-    model = DistributedDataParallel(make_model(), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[int] = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for indices, x in DataLoader(data, batch_size=2, sampler=sampler):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            seen += indices.tolist()
-    every: list[Any] = [None] * me.world_size
-    dist.all_gather_object(every, seen, group=group)
-    return [i for part in every for i in part], weights(model)
-
-
-def sampled(me: Rank) -> list[float]:
-    assert dist.group.WORLD is not None
-    seen, ours = train_by_sampler(me, dist.group.WORLD)
-    also, theirs = train_by_sampler(me, dist.new_group(backend="gloo"))
-    assert seen == also
-    assert set(seen) == set(range(17))
-    assert len(seen) == 2 * 18, "padded to a multiple of the world size"
-    torch.testing.assert_close(ours, theirs)
-    return [float(ours.double().sum())]
-
-
-def test_distributed_sampler(pool: Pool, world: MakeWorld) -> None:
-    results = pool.run(sampled, world(3, 20.0))
-    assert results == [results[0]] * 3
 
 
 def uneven(me: Rank, group: dist.ProcessGroup) -> torch.Tensor:
@@ -101,31 +63,17 @@ HOOKS = (
     "fp16",
     "bf16",
     "powersgd",
-    "batched powersgd",
     "c++ allreduce",
     "c++ fp16",
 )
 
 
-@contextlib.contextmanager
-def batched_as_meant(orthogonalize: Any = powerSGD_hook._orthogonalize) -> Iterator[None]:
-    """Lets torch 2.13's batched PowerSGD run: it gives a matrix to what takes lists of them."""
-    powerSGD_hook._orthogonalize = lambda m, *rest: orthogonalize(
-        m.unsqueeze(0) if m.dim() == 2 else m, *rest
-    )
-    yield
-    powerSGD_hook._orthogonalize = orthogonalize
-
-
 def with_hook(me: Rank, name: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Training with one of torch's own communication hooks, which call the backend themselves."""
     model = DistributedDataParallel(make_model(), process_group=group)
-    if name.endswith("powersgd"):
+    if name == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2)
-        batched = name.startswith("batched")
-        model.register_comm_hook(
-            state, powerSGD_hook.batched_powerSGD_hook if batched else powerSGD_hook.powerSGD_hook
-        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name.startswith("c++"):
         kinds = dist.BuiltinCommHookType
         model._register_builtin_comm_hook(
@@ -150,11 +98,10 @@ def with_hook(me: Rank, name: str, group: dist.ProcessGroup) -> torch.Tensor:
 def hooks_like_gloo(me: Rank) -> list[bool]:
     assert dist.group.WORLD is not None
     gloo = dist.new_group(backend="gloo")
-    with batched_as_meant():
-        return [
-            torch.equal(with_hook(me, name, dist.group.WORLD), with_hook(me, name, gloo))
-            for name in HOOKS
-        ]
+    return [
+        torch.equal(with_hook(me, name, dist.group.WORLD), with_hook(me, name, gloo))
+        for name in HOOKS
+    ]
 
 
 def test_torchs_own_hooks(pool: Pool, world: MakeWorld) -> None:
@@ -191,30 +138,6 @@ def buckets_in_our_memory(me: Rank) -> list[bool]:
 def test_ddp_buckets_in_our_memory(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(buckets_in_our_memory, world(2, 20.0), fresh=True)
     assert call.results() == [[False, True]] * 2
-
-
-def batch_norm(me: Rank) -> list[str]:
-    plain = nn.Sequential(nn.BatchNorm1d(4))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
-    x = torch.arange(12.0).view(3, 4)
-    assert torch.equal(model.eval()(x), plain.eval()(x))
-    said = []
-    for attempt in (lambda: model.train()(x), lambda: DistributedDataParallel(model)):
-        try:
-            attempt()
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    assert float(t) == me.world_size, "the group has not noticed"
-    return said
-
-
-def test_sync_batch_norm_is_refused_by_torch(pool: Pool, world: MakeWorld) -> None:
-    """torch trains it on accelerators only, whatever the backend."""
-    for said in pool.run(batch_norm, world(2, 20.0)):
-        assert all("GPU" in text for text in said), said
 
 
 def in_detail(me: Rank, key: str) -> list[str]:

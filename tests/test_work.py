@@ -162,26 +162,6 @@ def test_work_of_what_goes_well_and_what_fails(pool: Pool, world: MakeWorld) -> 
     assert "rank 1" in error
 
 
-def from_anybody(me: Rank) -> list[int]:
-    sources = []
-    if me.rank == 0:
-        for _ in range(2 * (me.world_size - 1)):
-            t = torch.empty(3)
-            work = dist.group.WORLD.recv_anysource([t], 4)  # type: ignore[union-attr]
-            work.wait()
-            assert work.source_rank() == work._source_rank() == float(t[0])
-            assert torch.equal(t, torch.full((3,), float(t[0])))
-            sources.append(int(t[0]))
-    else:
-        for _ in range(2):
-            dist.send(torch.full((3,), float(me.rank)), 0, tag=4)
-    return sorted(sources)
-
-
-def test_source_rank(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(from_anybody, world(3, 20.0))[0] == [1, 1, 2, 2]
-
-
 def futures_in_callbacks(me: Rank, count: int) -> list[float]:
     """Callbacks that wait for Futures: of what they start, and of what is behind them."""
     ended = [threading.Event() for _ in range(count)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from blame import expect
 from conftest import Machine
-from gpu_jobs import Gate, use_gpu
+from gpu_jobs import use_gpu
 from pool import Call, Died, Done, Pool, Rank
 from test_gpu_calls import CALLS, Site, op_of, same
 
@@ -151,54 +151,10 @@ def test_ddp(pool: Pool, layout: str, way: str) -> None:
         assert found["apart"] < ROUNDINGS and found["kinds"] == 1
 
 
-def behind_a_gate(me: Rank) -> None:
-    x, ones = torch.zeros(20_000, device="cuda"), torch.ones(20_000, device="cuda")
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    gates = [Gate()] if me.rank == 0 else []
-    x.copy_(ones)
-    work = dist.all_reduce(x, async_op=True)
-    work.wait()
-    beside = torch.empty_like(x).copy_(x)
-    done = torch.cuda.current_stream().record_event()
-    me.tell(done.query())
-    me.hear()
-    for gate in gates:
-        gate.open()
-    assert beside.cpu().tolist() == [me.world_size] * 20_000
-
-
-@pytest.mark.parametrize("layout", ["abc", "aabb"])
-def test_streams_are_waited_for(pool: Pool, layout: str) -> None:
-    call = start(pool, behind_a_gate, layout)
-    assert not any(call.heard(rank) for rank in range(len(layout)))
-    for rank in range(len(layout)):
-        call.tell(rank)
-    call.results()
-
-
 @pytest.mark.parametrize("layout", ["abc", "aabb"])
 def test_graphs_and_streams(pool: Pool, layout: str) -> None:
     assert start(pool, gpu_torch_jobs.replay, layout, 10).results() == [[]] * len(layout)
     assert start(pool, gpu_torch_jobs.two_streams, layout, 5).results() == [[]] * len(layout)
-
-
-def subgroups(me: Rank) -> None:
-    x = torch.tensor([2.0**me.rank], device="cuda")
-    for ranks in ([0, 1], [2, 3], [3, 1], [0, 1, 2]):  # in one host, and in two
-        group = dist.new_group(ranks)
-        if me.rank not in ranks:
-            continue
-        summed, given = x.clone(), x.clone()
-        dist.all_reduce(summed, group=group)
-        dist.reduce(given, ranks[0], group=group)
-        assert summed.item() == sum(2**r for r in ranks)
-        assert me.rank != ranks[0] or given.item() == summed.item()
-        dist.barrier(group)
-
-
-def test_subgroups(pool: Pool) -> None:
-    start(pool, subgroups, "aabb").results()
 
 
 def ended_by_another_thread(me: Rank) -> str:
@@ -250,25 +206,3 @@ def test_a_killed_rank(pool: Pool, layout: str) -> None:
             assert getattr(outcome, "kinds", [""])[0].endswith("PeerLost"), outcome
     if layout == "aabb":
         expect(outcomes[0], "PeerLost", [1])
-
-
-def late(me: Rank) -> None:
-    x = torch.ones(100, device="cuda")
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if me.rank == 1:
-        me.hear(60)
-        return
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    assert bool(x.isnan().all())
-    dist.all_reduce(x)
-
-
-def test_a_late_rank_is_named(pool: Pool) -> None:
-    call = start(pool, late, "abc", timeout=2, fresh=True)
-    call.await_end([0, 2], 30)
-    for rank in (0, 2):
-        expect(call.ended[rank], "Timeout", [1])
-    call.tell(1)
-    call.outcomes(10)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from conftest import MACHINES, Machine
-from gpu_jobs import Gate, use_gpu
+from gpu_jobs import use_gpu
 from pool import Rank, run_ranks
 
 
@@ -87,27 +87,6 @@ def two_gpus(me: Rank) -> None:
 
 def test_a_rank_may_use_several_gpus(machine: Machine) -> None:
     machine.run(two_gpus, 2)
-
-
-def durations(me: Rank) -> None:
-    device = use_gpu(me)
-    group = dist.group.WORLD
-    assert group is not None
-    group._enable_collectives_timing()
-    x = torch.ones(1000, device=device)
-    dist.all_reduce(x)
-    gate = Gate()
-    work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(RuntimeError, match="not over yet"):
-        work._get_duration()
-    gate.open()
-    work.wait()
-    torch.cuda.synchronize()
-    assert work._get_duration() >= 0
-
-
-def test_durations(machine: Machine) -> None:
-    machine.run(durations, 2)
 
 
 SCRIPT = """

@@ -106,32 +106,6 @@ def test_futures_are_done_when_their_operation_is_in_its_stream(machine: Machine
     machine.run(futures, 2)
 
 
-def future_of_several(me: Rank) -> None:
-    device = ready(me)
-    tensors = [torch.full((3000,), me.rank + 1.0 + k, device=device) for k in range(2)]
-    torch.cuda.synchronize()
-    gate = Gate()
-    with dist._coalescing_manager(device=device, async_ops=True) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    future = manager.works[0].get_future()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        future.wait()
-        copies = [torch.empty_like(tensor) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        assert not stream.query()
-    gate.open()
-    stream.synchronize()
-    for k, copy in enumerate(copies):
-        assert copy.cpu().tolist() == [all_of(me) + k * me.world_size] * 3000
-
-
-def test_the_future_of_several_calls_is_behind_all_of_them(machine: Machine) -> None:
-    machine.run(future_of_several, 2)
-
-
 def reuse(me: Rank) -> None:
     device = ready(me)
     n = 300_000

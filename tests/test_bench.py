@@ -1,0 +1,532 @@
+"""The benchmark: what it refuses, whom it compares and how, that wrong results are seen."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringreduce import _gpu
+from ringreduce.bench import oracle
+from ringreduce.bench.alternate import measure_row
+from ringreduce.bench.cli import main
+from ringreduce.bench.clocks import DeviceClock, HostClock
+from ringreduce.bench.collective import Case
+from ringreduce.bench.collectives import COLLECTIVES
+from ringreduce.bench.contenders import contenders_of
+from ringreduce.bench.placing import Placing, nccl_environment, place
+from ringreduce.bench.processes import Place, _spec
+from ringreduce.bench.rank import Rank
+from ringreduce.bench.reducing import AllReduce
+from ringreduce.bench.results import Measurement, Report, Row, Suite
+from ringreduce.bench.settings import (
+    CODECS,
+    DTYPES,
+    OPS,
+    OURS,
+    BenchError,
+    Settings,
+    Unsupported,
+    parse_codec,
+    parse_size,
+    parse_sizes,
+)
+from ringreduce.bench.summary import summary
+from ringreduce.bench.table import codec_table, format_row, header, preamble
+
+# --- What it is asked for -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("all_reduce --sizes 3", "too few"),
+        ("all_gather --nproc 4 --sizes 12", "too few"),
+        ("all_reduce --op band", "integer type"),
+        ("all_reduce --compare smoke", "none of"),
+        ("all_reduce --nproc 0", "no number above 0"),
+        ("all_reduce --sizes 1K,x", "no size"),
+        ("all_reduce --algorithm oneshot", "no algorithm for cpu tensors"),
+        ("all_reduce,all_gathr", "'all_gathr' is neither all nor one of"),
+        ("all --nproc 1", "sendrecv needs 2 ranks, and not 1"),
+        ("barrier --plot x.png", "no sizes to plot"),
+        ("all_reduce --plot x.jpg", "none of: .png"),
+        ("all_reduce --json no/such/x.json", "there is no folder no/such"),
+        ("all_reduce --codec int8,int3", "'int3' is no codec"),
+        ("all_reduce --codec int8 --op max", "and not for max"),
+        ("all_gather --codec int8", "all_reduce of float32"),
+        ("--explain --nproc 3 --hosts 2", "3 ranks on 2 hosts"),
+        ("--explain --bandwidth-mbit 0", "above 0"),
+    ],
+)
+def test_refuses(capsys, arguments, complaint):
+    with pytest.raises(SystemExit) as error:
+        main(arguments.split())
+    assert error.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_sizes_and_codecs_are_read():
+    read = {"0": 0, "64k": 65536, "25MiB": 25 << 20, "1GB": 1 << 30, "12B": 12}
+    assert {text: parse_size(text) for text in read} == read
+    assert parse_sizes("1K:20K:4,5") == (1024, 4096, 16384, 5)
+    for text in ("", "-1", "1.5K", "1 2", "1K:4K:1", "4K:1K"):
+        with pytest.raises(ValueError, match=r"no size|no range"):
+            parse_sizes(text)
+    assert [parse_codec(codec) for codec in CODECS] == [(codec, "auto") for codec in CODECS]
+    assert parse_codec("int4@ring") == ("int4", "ring")
+    for text in ("int3", "int8@nobody", "@ring"):
+        with pytest.raises(ValueError, match="no codec"):
+            parse_codec(text)
+
+
+def test_the_choice_of_algorithm_is_explained(capsys):
+    def table(arguments: str) -> dict[str, str]:
+        assert main(["--explain", *arguments.split()]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line[:1] != "#"]
+        return {"".join(w[:2]): " ".join(w[2:]) for w in map(str.split, lines[1:])}
+
+    rows = table("--nproc 4 --sizes 1K,25M --round-trip-ms 50 --bandwidth-mbit 500")
+    assert rows["1KiB"].startswith("bruck") and "1 hop(s)" in rows["1KiB"]
+    assert "1.50 of the message" in rows["25MiB"]
+    rows = table("--nproc 8 --hosts 2 --sizes 64,25M")
+    assert not rows["64B"].startswith("hier") and rows["25MiB"].startswith("hierarchical")
+    rows = table("--nproc 8 --hosts 2 --sizes 64 --algorithm hierarchical")
+    assert "asked for" in rows["64B"]
+    rows = table("--nproc 4 --hosts 1 --sizes 1K,1M")  # inside a host there are no times
+    assert rows["1KiB"].startswith("direct") and rows["1MiB"].startswith("twoshot - - - -")
+
+
+# --- Whom it compares -----------------------------------------------------------------------------
+
+
+def test_contenders_on_a_cpu():
+    settings = Settings(
+        "all_reduce", 2, (1024,), algorithm="ring", compare=("gloo", "direct", "nccl", "symm_mem"),
+        codecs=("int8", "int4@ring"),
+    )  # fmt: skip
+    found = {c.key: c for c in contenders_of(settings)}
+    assert list(found) == ["ours", "int8", "int4@ring", "gloo", "direct", "nccl", "symm_one_shot",
+                           "symm_two_shot", "roofline"]  # fmt: skip
+    assert found["ours"].environment == {"RINGREDUCE_ALGORITHM": "ring"}
+    assert found["direct"].backend == "ringreduce" and found["gloo"].environment == {}
+    assert {found[key].kind for key in settings.codecs} == {"codec"}
+    missing = {key for key, c in found.items() if c.missing}
+    assert missing == {"nccl", "symm_one_shot", "symm_two_shot"}
+
+
+def on_gpus(*compare, devices=1, nccl=(2, 30, 3)):
+    settings = Settings("all_reduce", 2, (1024,), compare=compare, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_environment, "__defaults__", (lambda: nccl,))
+        return {c.key: c for c in contenders_of(settings, Placing("cuda", 2, devices))}
+
+
+def test_contenders_on_a_gpu():
+    found = on_gpus("nccl", "gloo", "symm_mem", "oneshot", "mpi")
+    assert {c.device for c in found.values()} == {"cuda"}
+    assert {key: c.environment for key, c in found.items() if c.environment} == {
+        OURS: {"RINGREDUCE_CUDA_ALGORITHM": "auto"},
+        "nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+        "symm_one_shot": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+        "symm_two_shot": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+        "oneshot": {"RINGREDUCE_CUDA_ALGORITHM": "oneshot"},
+    }
+    optional = {key for key, c in found.items() if c.optional}
+    assert optional == {"nccl", "gloo", "symm_one_shot", "symm_two_shot", "mpi"}
+    assert {key for key, c in found.items() if c.missing} == {"mpi"}
+    apart = on_gpus("nccl", "symm_mem", devices=2)
+    assert not any(c.environment for key, c in apart.items() if key != OURS)
+    assert "2.28.9 refuses" in on_gpus("nccl", nccl=(2, 28, 9))["nccl"].missing
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_calls_reach(monkeypatch):
+    numbers = {None: 23003, "libnccl.so.2": 22809}  # preloaded, and torch's
+
+    def tell(name, pointer):
+        pointer._obj.value = numbers[name]
+        return 0
+
+    def load(name, mode):
+        if name not in numbers:
+            return SimpleNamespace()  # the process' own symbols, NCCL's not among them
+        return SimpleNamespace(ncclGetVersion=lambda pointer: tell(name, pointer))
+
+    monkeypatch.setattr(_gpu.ctypes, "CDLL", load)
+    assert _gpu.loaded_nccl() == (2, 30, 3)
+    del numbers[None]
+    assert _gpu.loaded_nccl() == (2, 28, 9)
+
+
+def test_ranks_are_placed_on_gpus_and_sharing_is_labelled(monkeypatch, capsys):
+    labels = {(2, 1): "ranks sharing one GPU", (4, 3): "ranks sharing GPUs, up to 2 on one",
+              (4, 4): "", (1, 8): ""}  # fmt: skip
+    assert {key: Placing("cuda", *key).label for key in labels} == labels
+    (ours,) = contenders_of(Settings("barrier", 4, (0,)), Placing("cuda", 4, 3))
+    devices = [_spec(ours, rank, Place("/nowhere", 1, 4, 1.0))["device"] for rank in range(4)]
+    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert main(["all_reduce", "--device", "cuda", "--compare", "nccl,symm_mem"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ringreduce.bench: --device cuda: this torch")
+    assert line.endswith("is built without CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BenchError, match="finds no GPU"):
+        place("cuda", 2)
+
+
+# --- How it measures ------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks of a contender, which take 10 us a call.  `fail` may raise when it is asked."""
+
+    def __init__(self, contender, log, fail=lambda do, asked: None):
+        self.contender, self.log, self.fail = contender, log, fail
+        self.asked: list[str] = []
+
+    def ask(self, do, **arguments):
+        self.asked.append(do + " with error" * arguments.get("error", False))
+        self.log.append((self.contender.key, do))
+        self.fail(do, self.asked)
+        if do == "check":
+            return [{"wrong": 0, "digest": ""}] * 2
+        if do == "round":
+            seconds = 1e-5 * arguments["iterations"]
+            return [{"seconds": s, "idle": 1.0, "idle_cpu": 0.0} for s in (seconds, 0.0)]
+        return [{}] * 2
+
+
+def measure(collective="all_reduce", rounds=2, codecs=(), device="cpu", **failing):
+    """The row, who was left out, and what was asked of whom in which order."""
+    settings = Settings(collective, 2, (1024,), compare=("gloo",), iterations=100, rounds=rounds,
+                        codecs=codecs, device=device)  # fmt: skip
+    log: list[tuple[str, str]] = []
+    sets = {}
+    for contender in contenders_of(settings, Placing(device, 2, 2), roofline=False):
+        key = contender.key
+        sets[key] = Ranks(contender, log, *([failing[key]] if key in failing else []))
+    gone: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    controller = SimpleNamespace(sets=sets, skip=gone.__setitem__)
+    row = measure_row(controller, settings, 1024, 4, skipped)  # type: ignore[arg-type]
+    return row, skipped, sets, log
+
+
+def test_contenders_take_turns_and_each_begins_a_round():
+    _, _, sets, log = measure(rounds=4)
+    assert [key for key, do in log if do == "round"] == ["ours", "gloo", "gloo", "ours"] * 2
+    for ranks in sets.values():  # checked before and after
+        assert ranks.asked == ["prepare", "check", *["round"] * 4, "check"]
+    checks = [what for r in measure(codecs=("int8",))[2].values() for what in r.asked]
+    assert set(checks) == {"prepare", "round", "check with error"}
+
+
+def test_time_is_that_of_one_call_of_the_slowest_rank():
+    for collective, seconds in (("all_reduce", 1e-5), ("sendrecv", 5e-6)):  # there and back: half
+        row, skipped, _, _ = measure(collective)
+        assert {key: m.seconds for key, m in row.measurements.items()} == {
+            key: [pytest.approx(seconds)] * 2 for key in ("ours", "gloo")
+        }
+        assert skipped == {}
+
+
+def refuse(do, asked):
+    raise Unsupported("not yet")
+
+
+def test_a_peer_that_refuses_is_left_out_and_ours_must_not():
+    row, skipped, sets, _ = measure("reduce", gloo=refuse)
+    assert (list(row.measurements), skipped) == ([OURS], {"gloo": "not yet"})
+    assert sets["gloo"].asked == ["prepare"]
+    with pytest.raises(Unsupported, match="ringreduce: not yet"):
+        measure("reduce", ours=refuse)
+
+
+@pytest.mark.parametrize("at", ["prepare", "check", "round", "second check"])
+def test_an_optional_peer_that_fails_is_left_out_and_another_ends_the_run(at):
+    def fail(do, asked):
+        if do == at or (at == "second check" and asked.count("check") == 2):
+            raise BenchError("rank 1 failed:\nTraceback\nRuntimeError: no way")
+
+    row, skipped, _, _ = measure(device="cuda", gloo=fail)
+    assert list(row.measurements) == [OURS] and len(row.measurements[OURS].seconds) == 2
+    assert skipped == {"gloo": "it failed: RuntimeError: no way"}
+    for device, who in (("cuda", OURS), ("cpu", "gloo")):
+        with pytest.raises(BenchError, match="no way"):
+            measure(device=device, **{who: fail})
+
+
+class FakeCuda:
+    """Notes what is asked of torch.cuda; an event's time is 1 ms for each call before it."""
+
+    def __init__(self):
+        self.notes = []
+
+    def synchronize(self):
+        self.notes.append("synchronize")
+
+    def call(self):
+        self.notes.append("call")
+
+    def Event(self, enable_timing):
+        def record():
+            event.at = self.notes.count("call")
+            self.notes.append("record")
+
+        def elapsed_time(end):
+            assert self.notes[-1] == "synchronize"  # or the events would not have happened
+            return float(end.at - event.at)
+
+        event = SimpleNamespace(record=record, elapsed_time=elapsed_time)
+        return event
+
+
+def test_a_gpu_is_timed_by_events_around_the_calls():
+    cuda = FakeCuda()
+    times = DeviceClock(cuda).time(cuda.call, 3)
+    assert cuda.notes == ["record", "call", "call", "call", "record", "synchronize"]
+    assert times["seconds"] == pytest.approx(3e-3) and 0 < times["issue"] <= times["wall"]
+    cuda.notes.clear()
+    assert DeviceClock(cuda).laps(cuda.call, 3) == [pytest.approx(1e-3)] * 3
+    assert cuda.notes == ["record", *["call", "record"] * 3, "synchronize"]
+    assert list(HostClock().time(cuda.call, 5)) == ["seconds"]
+    measurement = Measurement()
+    slow, late = {"seconds": 2.0, "wall": 4.0, "issue": 0.25}, {"wall": 6.0, "issue": 0.5}
+    measurement.add([slow, {"seconds": 1.0, **late}], calls=10)
+    assert (measurement.seconds, measurement.wall, measurement.issue) == ([0.2], [0.6], [0.05])
+
+
+# --- Right and wrong ------------------------------------------------------------------------------
+
+
+class Loopback:
+    """An engine whose all-reduce adds what the other ranks would have sent, then lies a bit."""
+
+    def __init__(self, rank, world, lie=None):
+        self.rank, self.world, self.lie = rank, world, lie
+        self.salt = 0
+
+    def call(self, collective):
+        def all_reduce():
+            self.salt += 1
+            tensor = collective.tensor
+            inputs = collective._inputs(tensor.numel(), self.salt)
+            for rank in range(self.world):
+                if rank != self.rank:
+                    other = torch.empty_like(tensor)
+                    oracle.fill(other, inputs.of(rank))
+                    tensor.add_(other)
+            if self.lie:
+                self.lie(tensor)
+
+        return all_reduce
+
+    def barrier(self):
+        pass
+
+
+def wrong_with(lie, dtype, count):
+    """How many elements are called wrong in a result that `lie` has touched."""
+    rank = Rank(Loopback(1, 3, lie), 3)
+    rank.prepare("all_reduce", count, dtype, "sum")
+    return rank.check(salt=1)["wrong"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_right_sums_pass_and_one_planted_error_is_found(dtype):
+    def lie(tensor):
+        tensor[-1] += 1
+
+    for count in (1, 1000, oracle.PERIOD + 7):
+        assert wrong_with(None, dtype, count) == 0
+    assert wrong_with(lie, dtype, oracle.PERIOD + 7) == 1
+
+
+def test_other_wrong_results_are_found():
+    def spoil(tensor):
+        tensor[3], tensor[5] = float("nan"), float("inf")
+
+    def swap(tensor):
+        tensor[:256] = tensor[:256].roll(128)
+
+    assert wrong_with(spoil, "float32", 100) == 2
+    assert wrong_with(swap, "float32", 1024) > 250
+    assert wrong_with(lambda t: t.copy_(t.bfloat16()), "float32", 1000) > 900
+    assert wrong_with(lambda t: t.copy_(t.float()), "float64", 1000) > 900
+    rank = Rank(Loopback(0, 2), 2)
+    rank.prepare("all_reduce", 1000, "int32", "sum")
+    assert rank.check(salt=1)["wrong"] == 0
+    assert rank.check(salt=9)["wrong"] > 900  # the loopback adds the inputs of salt 2
+    zero = torch.zeros(100)
+    assert oracle.digest(zero) == oracle.digest(torch.zeros(100)) != oracle.digest(-zero)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operation_has_an_oracle(op):
+    dtype = "int32" if op in ("band", "bor", "bxor") else "float32"
+    inputs = oracle.Inputs(dtype, op, world=4, count=50, salt=1)
+    stacked = torch.stack([inputs.of(rank) for rank in range(4)])
+    expected = oracle.expect_reduced(inputs)
+    by_torch = {
+        "sum": lambda: stacked.sum(0),
+        "avg": lambda: stacked.mean(0),
+        "min": lambda: stacked.amin(0),
+        "max": lambda: stacked.amax(0),
+        "product": lambda: stacked.prod(0),
+        "band": lambda: stacked[0] & stacked[1] & stacked[2] & stacked[3],
+        "bor": lambda: stacked[0] | stacked[1] | stacked[2] | stacked[3],
+        "bxor": lambda: stacked[0] ^ stacked[1] ^ stacked[2] ^ stacked[3],
+    }[op]()
+    assert oracle.count_wrong(by_torch, expected) == 0
+    assert oracle.count_wrong(by_torch + 1, expected) == 50
+    collective = AllReduce(Case(10, dtype, op, 0, 2))  # the values timed stay what they are
+    collective.settle()
+    before = collective.tensor.clone()
+    both = oracle._combine(op, before, before)
+    assert torch.equal(both / 2 if op == "avg" else both, before)
+
+
+SIZED = tuple(cls for cls in COLLECTIVES.values() if cls.has_size)
+
+
+@pytest.mark.parametrize("cls", SIZED, ids=lambda cls: cls.name)
+def test_a_call_that_does_nothing_is_wrong(cls):
+    for world in (2, 3):
+        count = cls.fit(1000, world)
+        assert 900 < count <= 1000 and cls.fit(count, world) == count and cls.fit(0, world) == 0
+        wrong = []
+        for rank in range(world):
+            collective = cls(Case(count, "float32", "sum", rank, world))
+            wrong.append(collective.check(lambda: None, salt=1)["wrong"])
+        # Who has the result: rank 0 gets or gives it, ranks 0 and 1 play ping-pong.
+        having = {"reduce": {0}, "gather": {0}, "sendrecv": {0, 1}}
+        having["broadcast"] = set(range(1, world))
+        assert {r for r in range(world) if wrong[r]} == having.get(cls.name, set(range(world)))
+        assert min(filter(None, wrong)) > 0.9 * count / world
+
+
+def test_errors_of_codecs_are_measured():
+    exact = torch.tensor([3.0, -4.0, 0.0, 0.0], dtype=torch.float64)  # rms 2.5
+    found = oracle.error_of(torch.tensor([3.0, -4.0, 0.0, 2.5]), exact)
+    assert found["max"] == pytest.approx(1) and found["rms"] == pytest.approx(0.5)
+    assert found["cosine"] == pytest.approx(25 / math.sqrt(25 * 31.25))
+    zeros = torch.zeros(5)
+    assert oracle.error_of(zeros, zeros) == {"max": 0, "rms": 0, "cosine": 1}
+    assert oracle.error_of(zeros + 1, zeros)["cosine"] == 0
+    measurement = Measurement()
+    for most, cosine in ((0.2, 0.9), (0.3, 0.99), (0.1, 0.8)):  # the worse one counts
+        measurement.add_error({"max": most, "cosine": cosine})
+    assert measurement.error == {"max": 0.3, "cosine": 0.8}
+    lost = oracle.error_of(torch.tensor([1.0, math.nan]), torch.ones(2))
+    measurement.add_error(lost)  # and NaN is the worst
+    measurement.add_error({"max": 2.0, "cosine": 0.1})
+    assert all(math.isnan(value) for value in (*lost.values(), measurement.error["max"]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_codecs_have_room_for_their_losses_and_no_more(codec, op):
+    inputs = oracle.Inputs("float32", op, world=3, count=10_000, salt=1)
+    expected = oracle.expect_reduced(inputs)
+    allowed = oracle.coded(expected, inputs, codec)
+    # One value of a block may be off by half a step for each of its encodings.
+    step = oracle.STEPS[codec] * float(expected.reference.abs().max())
+    signs = 2.0 * torch.randint(0, 2, expected.reference.shape) - 1
+    assert oracle.count_wrong(expected.reference + step * signs, allowed) == 0
+    assert oracle.count_wrong(expected.reference + step * signs, expected) == 10_000
+    # In int4 nearly everything is nearly everywhere; NaN is not.
+    swapped = expected.reference.roll(128)
+    assert oracle.count_wrong(swapped, allowed) > {"int4": 100, "int8": 8000}.get(codec, 9000)
+    assert oracle.count_wrong(swapped * math.nan, allowed) == 10_000
+
+
+# --- What it writes -------------------------------------------------------------------------------
+
+
+def make_report() -> Report:
+    ours = Measurement([2e-6, 3e-6, 4e-6], iterations=[100, 100, 90])
+    gloo = Measurement([200e-6, 300e-6, 400e-6], iterations=[10] * 3, idle_cpu=0.01)
+    roofline = Measurement([1e-6, 1e-6, 1e-6], iterations=[1000] * 3)
+    big = {OURS: Measurement([5e-3], [1]), "roofline": Measurement([2e-3], [1])}
+    return Report(
+        collective="all_reduce",
+        created="2030-01-01T00:00:00+00:00",
+        machine={"cpu": "a CPU", "cores": 2, "memory_bytes": 8 << 30, "kernel": "Linux",
+                 "torch": "2.13.0", "python": "3.11"},
+        library={"version": "1.2.3", "isa": "v3", "staging_bytes": 4 << 20},
+        settings={"world": 4, "rounds": 3},
+        titles={OURS: "ringreduce", "gloo": "gloo", "mpi": "mpi", "roofline": "roofline"},
+        skipped={"mpi": "mpi4py is not installed"},
+        rows=[
+            Row(1024, 256, "float32", "sum", 1.5,
+                {OURS: ours, "gloo": gloo, "roofline": roofline}),
+            Row(1 << 20, 1 << 18, "float32", "sum", 1.5, big),
+        ],
+    )  # fmt: skip
+
+
+def gpu_report() -> Report:
+    report = make_report()
+    report.settings.update(device="cuda", world=2, sizes=[1024], rounds=3)
+    report.machine.update(gpus=["NVIDIA X"] * 2, cuda="13.0", nccl="2.30.3",
+                          sharing="ranks sharing one GPU")  # fmt: skip
+    report.titles["symm_one_shot"] = "1-shot symm"
+    for row in report.rows:
+        ours = row.measurements[OURS]
+        ours.wall, ours.issue = [8e-6] * 3, [6e-6, 7e-6, 9e-6]
+    report.rows[0].measurements["symm_one_shot"] = Measurement([9e-6] * 3)
+    return report
+
+
+def test_tables_say_what_was_measured_and_where(tmp_path):
+    report = make_report()
+    text = "\n".join(preamble(report) + header(report))
+    for piece in ("a CPU", "2 cores", "8 GiB", "1.2.3", "mpi4py is not installed", "3 rounds"):
+        assert piece in text
+    small = format_row(report, report.rows[0])
+    assert len(small) == len(header(report)[-2])
+    assert small.split() == ["1024", "256", "float32", "sum", "3.00", "2.20-3.80", "0.34",
+                             "0.51", "0", "-", "300.0", "100.0x"]  # fmt: skip
+    report = gpu_report()
+    text = "\n".join(preamble(report) + header(report))
+    for piece in ("CUDA 13.0, NCCL 2.30.3", "RANKS SHARING ONE GPU", "1-shot symm/ours"):
+        assert piece in text
+    report.machine["sharing"] = ""
+    assert "haring" not in "\n".join(preamble(report) + header(report))
+
+
+def test_files_are_read_as_they_were_written(tmp_path):
+    barrier = make_report()
+    barrier.collective, barrier.rows[1:] = "barrier", []
+    for report in (make_report(), gpu_report(), Suite([make_report(), barrier], {"gather": "no"})):
+        report.write(tmp_path / "report.json")
+        assert type(report).read(tmp_path / "report.json") == report
+    document = make_report().to_json()
+    ours = document["rows"][0]["measurements"]["ours"]
+    assert (ours["seconds"], ours["median_us"]) == ([2e-6, 3e-6, 4e-6], pytest.approx(3))
+    with pytest.raises(ValueError, match="schema 99"):
+        Report.from_json({**document, "schema": 99})
+
+
+def test_wrong_results_are_seen():
+    report = make_report()
+    report.settings.update(codecs=["int8"], compare=["gloo"], sizes=[1024, 1 << 20])
+    report.titles["int8"] = "int8"
+    coded = Measurement([1e-6, 1.5e-6, 2e-6], [100] * 3, error={"max": 0.1, "rms": 0.1})
+    report.rows[0].measurements["int8"] = coded
+    assert report.ours_is_right and report.faults() == []
+    assert report.peers == ["gloo"]  # codecs are no peers, whose columns follow ours
+    report.rows[0].measurements["gloo"].wrong = 3
+    assert report.ours_is_right and len(report.faults()) == 1
+    coded.same_bits = False  # a codec is ours
+    assert not report.ours_is_right
+    assert any(line.endswith("0!") for line in codec_table(report))
+    coded.same_bits = True
+    report.rows[1].measurements[OURS].wrong = 1
+    assert not report.ours_is_right
+    lines = summary(Suite([report], {"gather": "why not"}))
+    assert "5.00 ms / - WRONG" in lines[-2] and lines[-1].count("refused") == 2
