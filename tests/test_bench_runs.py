@@ -165,7 +165,7 @@ def test_a_small_study_of_accuracy_and_its_continuation(tmp_path, capsys):
 
     def study(*arguments):
         program = [str(REPOSITORY / "benchmarks" / "accuracy.py"), "--out", str(tmp_path)]
-        status, out, err = finish(start(*program, *arguments), 240)
+        status, out, err = finish(start(*program, *arguments), 600)
         assert status == 0, out + err
         return out
 
@@ -199,7 +199,7 @@ def test_errors_of_codecs(tmp_path, capsys):
 def test_ddp(tmp_path):
     status, out, err = finish(
         start(str(REPOSITORY / "benchmarks" / "ddp.py"), "--tiny", "--rounds", "1", "--steps", "2",
-              "--warmup", "1", "--out", str(tmp_path / "ddp")), 240
+              "--warmup", "1", "--out", str(tmp_path / "ddp")), 600
     )  # fmt: skip
     assert status == 0, out + err
     document = json.loads((tmp_path / "ddp.json").read_text())

@@ -213,6 +213,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     here = Machine(TOOLS, [GPU], "", facts)
     monkeypatch.setattr(gpu_machine, "inspect", lambda: here)
     monkeypatch.setattr(gpu_machine, "find_nccl", lambda given, scratch: (None, "no NCCL here"))
+    monkeypatch.setattr(gpu_machine, "find_torch", lambda: ("", "no torch here"))
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return here
 
