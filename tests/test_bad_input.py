@@ -20,6 +20,7 @@ from blame import expect
 from conftest import MakeWorld
 from pool import Done, Pool, Raised, Rank
 from test_bits import reduce_op
+from test_failures import add_up
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.ringreduce
@@ -256,3 +257,17 @@ def test_killed_before_the_group_is_whole(pool: Pool, world: MakeWorld) -> None:
         return
     assert isinstance(survivor, Raised) and re.search(r"\brank 1\b", survivor.message), survivor
     assert survivor.when - killed <= 8.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_tensors_are_refused(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(refuse_cuda, world(2)):
+        assert re.search("(?i)cuda|cpu", said), said
+
+
+def refuse_cuda(me: Rank) -> str:
+    return _try(lambda: dist.all_reduce(torch.ones(2, device="cuda")))
+
+
+def test_the_group_goes_on_elsewhere(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(add_up, world(2)) == [3.0] * 2

@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringreduce import _gpu
 from ringreduce.bench import oracle
 from ringreduce.bench.alternate import measure_row
 from ringreduce.bench.cli import main
-from ringreduce.bench.clocks import DeviceClock, HostClock
 from ringreduce.bench.collective import Case
 from ringreduce.bench.collectives import COLLECTIVES
 from ringreduce.bench.contenders import contenders_of
-from ringreduce.bench.placing import Placing, nccl_environment, place
-from ringreduce.bench.processes import Place, _spec
+from ringreduce.bench.placing import Placing
 from ringreduce.bench.rank import Rank
 from ringreduce.bench.reducing import AllReduce
 from ringreduce.bench.results import Measurement, Report, Row, Suite
@@ -29,12 +26,9 @@ from ringreduce.bench.settings import (
     BenchError,
     Settings,
     Unsupported,
-    parse_codec,
-    parse_size,
-    parse_sizes,
 )
 from ringreduce.bench.summary import summary
-from ringreduce.bench.table import codec_table, format_row, header, preamble
+from ringreduce.bench.table import codec_table
 
 # --- What it is asked for -------------------------------------------------------------------------
 
@@ -66,20 +60,6 @@ def test_refuses(capsys, arguments, complaint):
         main(arguments.split())
     assert error.value.code == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_sizes_and_codecs_are_read():
-    read = {"0": 0, "64k": 65536, "25MiB": 25 << 20, "1GB": 1 << 30, "12B": 12}
-    assert {text: parse_size(text) for text in read} == read
-    assert parse_sizes("1K:20K:4,5") == (1024, 4096, 16384, 5)
-    for text in ("", "-1", "1.5K", "1 2", "1K:4K:1", "4K:1K"):
-        with pytest.raises(ValueError, match=r"no size|no range"):
-            parse_sizes(text)
-    assert [parse_codec(codec) for codec in CODECS] == [(codec, "auto") for codec in CODECS]
-    assert parse_codec("int4@ring") == ("int4", "ring")
-    for text in ("int3", "int8@nobody", "@ring"):
-        with pytest.raises(ValueError, match="no codec"):
-            parse_codec(text)
 
 
 def test_the_choice_of_algorithm_is_explained(capsys):
@@ -115,67 +95,6 @@ def test_contenders_on_a_cpu():
     assert {found[key].kind for key in settings.codecs} == {"codec"}
     missing = {key for key, c in found.items() if c.missing}
     assert missing == {"nccl", "symm_one_shot", "symm_two_shot"}
-
-
-def on_gpus(*compare, devices=1, nccl=(2, 30, 3)):
-    settings = Settings("all_reduce", 2, (1024,), compare=compare, device="cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl_environment, "__defaults__", (lambda: nccl,))
-        return {c.key: c for c in contenders_of(settings, Placing("cuda", 2, devices))}
-
-
-def test_contenders_on_a_gpu():
-    found = on_gpus("nccl", "gloo", "symm_mem", "oneshot", "mpi")
-    assert {c.device for c in found.values()} == {"cuda"}
-    assert {key: c.environment for key, c in found.items() if c.environment} == {
-        OURS: {"RINGREDUCE_CUDA_ALGORITHM": "auto"},
-        "nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
-        "symm_one_shot": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-        "symm_two_shot": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-        "oneshot": {"RINGREDUCE_CUDA_ALGORITHM": "oneshot"},
-    }
-    optional = {key for key, c in found.items() if c.optional}
-    assert optional == {"nccl", "gloo", "symm_one_shot", "symm_two_shot", "mpi"}
-    assert {key for key, c in found.items() if c.missing} == {"mpi"}
-    apart = on_gpus("nccl", "symm_mem", devices=2)
-    assert not any(c.environment for key, c in apart.items() if key != OURS)
-    assert "2.28.9 refuses" in on_gpus("nccl", nccl=(2, 28, 9))["nccl"].missing
-
-
-def test_the_version_of_nccl_is_that_of_the_library_that_calls_reach(monkeypatch):
-    numbers = {None: 23003, "libnccl.so.2": 22809}  # preloaded, and torch's
-
-    def tell(name, pointer):
-        pointer._obj.value = numbers[name]
-        return 0
-
-    def load(name, mode):
-        if name not in numbers:
-            return SimpleNamespace()  # the process' own symbols, NCCL's not among them
-        return SimpleNamespace(ncclGetVersion=lambda pointer: tell(name, pointer))
-
-    monkeypatch.setattr(_gpu.ctypes, "CDLL", load)
-    assert _gpu.loaded_nccl() == (2, 30, 3)
-    del numbers[None]
-    assert _gpu.loaded_nccl() == (2, 28, 9)
-
-
-def test_ranks_are_placed_on_gpus_and_sharing_is_labelled(monkeypatch, capsys):
-    labels = {(2, 1): "ranks sharing one GPU", (4, 3): "ranks sharing GPUs, up to 2 on one",
-              (4, 4): "", (1, 8): ""}  # fmt: skip
-    assert {key: Placing("cuda", *key).label for key in labels} == labels
-    (ours,) = contenders_of(Settings("barrier", 4, (0,)), Placing("cuda", 4, 3))
-    devices = [_spec(ours, rank, Place("/nowhere", 1, 4, 1.0))["device"] for rank in range(4)]
-    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert main(["all_reduce", "--device", "cuda", "--compare", "nccl,symm_mem"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ringreduce.bench: --device cuda: this torch")
-    assert line.endswith("is built without CUDA")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(BenchError, match="finds no GPU"):
-        place("cuda", 2)
 
 
 # --- How it measures ------------------------------------------------------------------------------
@@ -258,46 +177,6 @@ def test_an_optional_peer_that_fails_is_left_out_and_another_ends_the_run(at):
     for device, who in (("cuda", OURS), ("cpu", "gloo")):
         with pytest.raises(BenchError, match="no way"):
             measure(device=device, **{who: fail})
-
-
-class FakeCuda:
-    """Notes what is asked of torch.cuda; an event's time is 1 ms for each call before it."""
-
-    def __init__(self):
-        self.notes = []
-
-    def synchronize(self):
-        self.notes.append("synchronize")
-
-    def call(self):
-        self.notes.append("call")
-
-    def Event(self, enable_timing):
-        def record():
-            event.at = self.notes.count("call")
-            self.notes.append("record")
-
-        def elapsed_time(end):
-            assert self.notes[-1] == "synchronize"  # or the events would not have happened
-            return float(end.at - event.at)
-
-        event = SimpleNamespace(record=record, elapsed_time=elapsed_time)
-        return event
-
-
-def test_a_gpu_is_timed_by_events_around_the_calls():
-    cuda = FakeCuda()
-    times = DeviceClock(cuda).time(cuda.call, 3)
-    assert cuda.notes == ["record", "call", "call", "call", "record", "synchronize"]
-    assert times["seconds"] == pytest.approx(3e-3) and 0 < times["issue"] <= times["wall"]
-    cuda.notes.clear()
-    assert DeviceClock(cuda).laps(cuda.call, 3) == [pytest.approx(1e-3)] * 3
-    assert cuda.notes == ["record", *["call", "record"] * 3, "synchronize"]
-    assert list(HostClock().time(cuda.call, 5)) == ["seconds"]
-    measurement = Measurement()
-    slow, late = {"seconds": 2.0, "wall": 4.0, "issue": 0.25}, {"wall": 6.0, "issue": 0.5}
-    measurement.add([slow, {"seconds": 1.0, **late}], calls=10)
-    assert (measurement.seconds, measurement.wall, measurement.issue) == ([0.2], [0.6], [0.05])
 
 
 # --- Right and wrong ------------------------------------------------------------------------------
@@ -467,49 +346,6 @@ def make_report() -> Report:
             Row(1 << 20, 1 << 18, "float32", "sum", 1.5, big),
         ],
     )  # fmt: skip
-
-
-def gpu_report() -> Report:
-    report = make_report()
-    report.settings.update(device="cuda", world=2, sizes=[1024], rounds=3)
-    report.machine.update(gpus=["NVIDIA X"] * 2, cuda="13.0", nccl="2.30.3",
-                          sharing="ranks sharing one GPU")  # fmt: skip
-    report.titles["symm_one_shot"] = "1-shot symm"
-    for row in report.rows:
-        ours = row.measurements[OURS]
-        ours.wall, ours.issue = [8e-6] * 3, [6e-6, 7e-6, 9e-6]
-    report.rows[0].measurements["symm_one_shot"] = Measurement([9e-6] * 3)
-    return report
-
-
-def test_tables_say_what_was_measured_and_where(tmp_path):
-    report = make_report()
-    text = "\n".join(preamble(report) + header(report))
-    for piece in ("a CPU", "2 cores", "8 GiB", "1.2.3", "mpi4py is not installed", "3 rounds"):
-        assert piece in text
-    small = format_row(report, report.rows[0])
-    assert len(small) == len(header(report)[-2])
-    assert small.split() == ["1024", "256", "float32", "sum", "3.00", "2.20-3.80", "0.34",
-                             "0.51", "0", "-", "300.0", "100.0x"]  # fmt: skip
-    report = gpu_report()
-    text = "\n".join(preamble(report) + header(report))
-    for piece in ("CUDA 13.0, NCCL 2.30.3", "RANKS SHARING ONE GPU", "1-shot symm/ours"):
-        assert piece in text
-    report.machine["sharing"] = ""
-    assert "haring" not in "\n".join(preamble(report) + header(report))
-
-
-def test_files_are_read_as_they_were_written(tmp_path):
-    barrier = make_report()
-    barrier.collective, barrier.rows[1:] = "barrier", []
-    for report in (make_report(), gpu_report(), Suite([make_report(), barrier], {"gather": "no"})):
-        report.write(tmp_path / "report.json")
-        assert type(report).read(tmp_path / "report.json") == report
-    document = make_report().to_json()
-    ours = document["rows"][0]["measurements"]["ours"]
-    assert (ours["seconds"], ours["median_us"]) == ([2e-6, 3e-6, 4e-6], pytest.approx(3))
-    with pytest.raises(ValueError, match="schema 99"):
-        Report.from_json({**document, "schema": 99})
 
 
 def test_wrong_results_are_seen():

@@ -8,9 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from ringreduce.bench import oracle
 from ringreduce.bench.placing import Placing, nccl_environment
 from ringreduce.bench.settings import BenchError
 
@@ -18,8 +16,6 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "net")]
 
 import _accuracy_report  # noqa: E402
-import _ddp_models  # noqa: E402
-import _ddp_rank  # noqa: E402
 import _ddp_report  # noqa: E402
 import accuracy  # noqa: E402
 import ddp  # noqa: E402
@@ -76,41 +72,12 @@ def test_ways_are_compared_with_exact_of_the_same_seeds():
     assert not accuracy.result_of(answers)["same_weights"]
 
 
-def test_the_documentation_shows_what_was_measured():
-    results = BENCHMARKS / "results" / "accuracy.json"
-    table = "\n".join(_accuracy_report.tables(json.loads(results.read_text()))) + "\n"
-    text = (BENCHMARKS.parent / "docs" / "compression.md").read_text()
-    assert _accuracy_report.between_marks(text, table) == text
-
-
 # --- ddp.py ---------------------------------------------------------------------------------------
-
-
-def test_models_are_as_large_as_those_that_they_are_named_after():
-    sizes = {"resnet50": 25_557_032, "gpt2": 124_439_808, "mlp": 17_088_522}
-    for name, parameters in sizes.items():
-        workload = _ddp_models.WORKLOADS[name]
-        with torch.device("meta"):
-            model = workload.make(workload.full)
-        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert ddp.parse([]).models == ["resnet50", "gpt2"]
 
 
 def ways(monkeypatch, world, devices, version, device="cuda"):
     monkeypatch.setattr(nccl_environment, "__defaults__", (lambda: version,))
     return {way.key: way for way in ddp.ways(Placing(device, world, devices))}
-
-
-def test_a_projection_is_linear_and_sees_every_element():
-    signs = (2.0 * torch.randint(0, 2, (oracle.PERIOD,)) - 1).double()
-    a, b = torch.randn(3, oracle.PERIOD // 2), torch.randn(3, oracle.PERIOD // 2)
-    mean = (a + b) / 2
-    (of_a, _), (of_b, _), (of_mean, norm) = (_ddp_rank.projection(t, signs) for t in (a, b, mean))
-    assert of_mean == pytest.approx((of_a + of_b) / 2, abs=1e-6 * norm)
-    for place in (0, oracle.PERIOD, mean.numel() - 1):
-        other = mean.clone().reshape(-1)
-        other[place] += 1
-        assert abs(_ddp_rank.projection(other, signs)[0] - of_mean) == pytest.approx(1, abs=1e-3)
 
 
 def answers(synced, digests=("a", "a")):

@@ -405,3 +405,51 @@ def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld, way: str) -> None:
         for raised in expect_all(outcomes, [victim], "PeerLost", [victim]):
             assert isinstance(raised, Raised)
             assert "DDP bucket" in raised.message or "compress" in raised.message
+
+
+def complex_gradients(me: Rank) -> float:
+    """By how much the average of complex gradients is off, beside coded ones."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.ones(40, 40, dtype=torch.complex64))
+            self.weight = nn.Parameter(torch.ones(40, 40))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.turn * x).sum().imag + (self.weight * x.real).sum()
+
+    def gradient(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        model = Both()
+        model(torch.randn(40, 40, dtype=torch.complex64, generator=generator)).backward()
+        return model.turn.grad  # type: ignore[return-value]
+
+    mean = torch.stack([gradient(rank) for rank in range(me.world_size)]).mean(0)
+    model = DDP(Both())
+    state = attach(model, codec="int8")
+    assert state.exact_parameters() == ["turn"]
+    generator = torch.Generator().manual_seed(me.rank)
+    model(torch.randn(40, 40, dtype=torch.complex64, generator=generator)).backward()
+    assert model.module.turn.grad is not None
+    return float((model.module.turn.grad - mean).abs().max())
+
+
+def test_complex_gradients_travel_exactly(pool: Pool, world: MakeWorld) -> None:
+    assert max(pool.run(complex_gradients, world(2))) < 1e-6
+
+
+def with_and_without(me: Rank) -> None:
+    import ringreduce
+
+    model = DDP(Net())
+    if me.rank == 2:
+        ringreduce.register_comm_hook(model)
+    else:
+        ringreduce.register_comm_hook(model, codec="int8")
+    model(torch.ones(1, 24)).sum().backward()
+
+
+def test_one_rank_without_a_codec_is_told(pool: Pool, world: MakeWorld) -> None:
+    for outcome in pool.start(with_and_without, world(3, 20.0)).outcomes():
+        expect(outcome, "Mismatch", [2])

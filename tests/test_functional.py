@@ -14,6 +14,7 @@ from pool import Pool, Rank
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 PRELOAD = ("torch.distributed.tensor.parallel",)
 Tensors = list[torch.Tensor]
@@ -210,3 +211,27 @@ def dtensors(me: Rank) -> int:
 def test_dtensor(pool: Pool, world: MakeWorld, size: int) -> None:
     call = pool.start(dtensors, world(size, 20.0), remade=True)
     assert call.results() == [12] * size
+
+
+def tensor_parallel(me: Rank) -> float:
+    """Two layers split over the ranks, against the same layers whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    torch.manual_seed(1)
+    split = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(3, 6)
+    expected, got = whole(x), split(x)
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for a, b in zip(whole.parameters(), split.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+    return float(got.sum())
+
+
+def test_tensor_parallel(pool: Pool, world: MakeWorld) -> None:
+    first, second = pool.start(tensor_parallel, world(2, 20.0), remade=True).results()
+    assert first == second

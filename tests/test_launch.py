@@ -380,3 +380,15 @@ def test_by_itself(script: str, backend: str) -> None:
     done = launchers.run([sys.executable, script, backend])
     assert answers(done) == expected(1, "none")
     assert "rank 0 of 1" in done.stderr
+
+
+def test_a_file_to_meet_at(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    """Other arguments of init_process_group are passed on; no master is needed then."""
+    envs = [open_mpi(rank, 2, 0, 1) for rank in range(2)]
+    options = {"init_method": f"file://{tmp_path}/meeting"}
+    for rank, (launch, left, total, _) in enumerate(
+        pool.start(start, world(0), envs, options, ranks=2).results()
+    ):
+        assert launch == (rank, 2, 0, 1, "Open MPI")
+        assert (left["MASTER_ADDR"], left["MASTER_PORT"]) == (None, None)
+        assert total == 3.0

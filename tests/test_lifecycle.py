@@ -251,3 +251,40 @@ def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
             assert "fork" in said and "accepted" not in said, said
         assert "child 0" in lines, lines
         assert any(line.startswith("parent 1") or line == "parent 12.0" for line in lines), lines
+
+
+def alive_together(me: Rank, count: int) -> dict[str, int]:
+    before = held()
+    groups = [dist.new_group() for _ in range(count)]
+    for group in groups:
+        t = torch.ones(4)
+        dist.all_reduce(t, group=group)
+        dist.all_reduce(t, group=group, async_op=True).wait()
+        assert float(t[0]) == me.world_size**2
+    during = held()
+    for group in groups:
+        dist.destroy_process_group(group)
+    after = held()
+    assert after["fds"] <= before["fds"], (before, after)
+    return {what: during[what] - before[what] for what in during}
+
+
+@pytest.mark.ringreduce
+def test_many_groups_at_once(pool: Pool, world: MakeWorld) -> None:
+    for grown in pool.run(alive_together, world(2), 40):
+        assert grown["fds"] <= 40 * 6, grown
+        assert grown["threads"] <= 40 * 2, grown
+
+
+@pytest.mark.ringreduce
+def test_pending_work_is_not_lost_at_exit_of_a_thread(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(post_from_a_thread, world(2)) == [2.0, 2.0]
+
+
+def post_from_a_thread(me: Rank) -> float:
+    t, works = torch.ones(10), []
+    thread = threading.Thread(target=lambda: works.append(dist.all_reduce(t, async_op=True)))
+    thread.start()
+    thread.join()
+    works[0].wait()
+    return float(t[0])

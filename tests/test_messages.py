@@ -337,3 +337,21 @@ def lazy_views(me: Rank) -> list[float]:
 @pytest.mark.ringreduce
 def test_lazy_views(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(lazy_views, world(2))[1] == [-1.0, -2.0, 3.0]
+
+
+def futures(me: Rank) -> float:
+    other, t = 1 - me.rank, number(-1)
+    work = dist.irecv(t, other)
+    doubled = work.get_future().then(lambda f: f.value()[0] * 2)
+    dist.send(number(me.rank + 1), other)
+    twice = float(doubled.wait()[0])
+    late = dist.isend(number(0), other)
+    late.wait()
+    assert late.get_future().done() and receive(other) == 0.0
+    dist.barrier()
+    return twice
+
+
+@pytest.mark.ringreduce
+def test_futures(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(futures, world(2)) == [4.0, 2.0]

@@ -136,3 +136,10 @@ def test_a_call_that_the_others_never_make(pool: Pool, world: MakeWorld) -> None
     assert said[0] == said[2] == ""
     assert said[1].startswith("PeerLost") and "left" in said[1], said[1]
     assert blamed(said[1]) <= {0, 2} and blamed(said[1]), said[1]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "twoshot"])
+def test_by_every_algorithm(pool: Pool, world: MakeWorld, algorithm: str) -> None:
+    for what in ("size", "large size", "dtype", "op", "nothing"):
+        group = world(3, timeout=8.0, ALGORITHM=algorithm)
+        check(pool, group, what, [1], {1}, "blocking")

@@ -190,8 +190,13 @@ def test_nothing_is_left_behind(ending, veth):
     started = subprocess.Popen(ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert started.stdin and started.stdout
     with started.stdin, started.stdout:
-        pid = int(started.stdout.readline()) if ending == "death of the starter" else started.pid
-        described = json.loads(started.stdout.readline())["hosts"]
+        pid = started.pid
+        text = started.stdout.readline()
+        if ending == "death of the starter":
+            # Either of the two may have written first.
+            number, text = sorted((text, started.stdout.readline()))
+            pid = int(number)
+        described = json.loads(text)["hosts"]
         with Host(1, described[1]["netns"], ()).inside():
             stray = subprocess.Popen(["sleep", "60"])
         if ending != "SIGKILL":

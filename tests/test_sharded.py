@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MakeWorld
 from pool import Pool, Rank
@@ -244,3 +245,24 @@ def test_zero_redundancy_optimizer(pool: Pool, world: MakeWorld, buckets: bool) 
     assert first == second
     assert held + other == 6
     assert held and other, "each rank keeps a part of the optimizer's state"
+
+
+def save_in_the_background(me: Rank, path: str) -> bool:
+    model = shard(mesh_of(me, (2,), me.backend))
+    before = whole(model)
+    # A group for the thread that saves: its calls come in no order with the training's.
+    saving = dcp.async_save(
+        {"model": get_model_state_dict(model)}, checkpoint_id=path, process_group=dist.new_group()
+    )
+    train(model, torch.optim.SGD(model.parameters(), lr=0.5), me.rank)
+    saving.result()
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=path)
+    restored = [w.full_tensor() for w in state["model"].values()]
+    return all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
+
+
+def test_checkpoint_in_the_background(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    call = pool.start(save_in_the_background, world(2, 20.0), path, remade=True)
+    assert call.results() == [True, True]

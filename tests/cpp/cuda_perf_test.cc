@@ -1,5 +1,5 @@
-// What of ringreduce_cuda_perf needs no GPU: its arguments, statistics, tables and JSON, the floors
-// (most of them when compiled), and the data that its results are held against.
+// The parts of ringreduce_cuda_perf that need no GPU: refused arguments, the results file, the
+// floors (most of them when compiled), and the data that results are compared with.
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,56 +50,6 @@ bool has(std::string_view text, std::string_view part) {
 
 // --- Arguments -----------------------------------------------------------------------------------
 
-TEST(sizes_are_numbers_and_ranges) {
-  using Sizes = std::vector<size_t>;
-  CHECK(parseSizes("1K,3M,2G") == (Sizes{1024, 3 << 20, size_t{2} << 30}));
-  CHECK(parseSizes("7") == Sizes{7});
-  CHECK(parseSizes("1M:64M:8") == (Sizes{1 << 20, 8 << 20, 64 << 20}));
-  CHECK(parseSizes("1:20") == (Sizes{1, 4, 16, 20}));    // the last one in any case
-  CHECK(parseSizes("0:100") == (Sizes{0, 8, 32, 100}));  // 0 has no multiple
-  CHECK(parseSizes("64M:1G") == (Sizes{64 << 20, 256 << 20, 1 << 30}));
-  CHECK(parseSizes("8:8") == Sizes{8});
-  CHECK(parseSizes("4,2,4") == (Sizes{2, 4}));
-  CHECK_EQ(parseSizes("8:256K:4").back(), size_t{256} << 10);
-  for (const char* bad :
-       {"", "x", "1X", "1KB", "-1", "5:1", "1:9:1", "1:2:3:4", "99999999999G", ","})
-    CHECK_THROWS(UsageError, parseSizes(bad));
-}
-
-TEST(a_mode_may_stand_by_itself_or_behind_its_option) {
-  for (size_t i = 0; i < kModes.size(); ++i) {
-    CHECK(parsed(kModes[i].name).mode == static_cast<Mode>(i));
-    CHECK(parsed(std::string("--mode ") + kModes[i].name).mode == static_cast<Mode>(i));
-    CHECK(has(helpText(), kModes[i].name));
-  }
-  CHECK(parsed("--rounds 3 latency --json f.json").mode == Mode::kLatency);
-}
-
-TEST(what_gpu_check_asks_for_is_understood) {
-  const Settings all = parsed(
-      "check --ranks 2,4 --dtypes all --ops all --minbytes 0 --maxbytes 16M --stepfactor 4 "
-      "--json j");
-  CHECK_EQ(all.dtypes.size(), size_t{kReducibleDTypes});
-  CHECK_EQ(all.ops.size(), size_t{kReduceOps});
-  CHECK_EQ(all.paths.size(), size_t{kPaths});
-  CHECK_EQ(all.sizes.back(), size_t{16} << 20);
-  CHECK(all.sizes == parseSizes("0:16M"));
-  const Settings large = parsed("check --dtypes float32,bfloat16 --minbytes 64M --maxbytes 1G");
-  CHECK(large.sizes == parseSizes("64M:1G:4"));
-  CHECK(large.dtypes == (std::vector{DType::kFloat32, DType::kBFloat16}));
-  CHECK(large.ops == std::vector{ReduceOp::kSum});
-  const Settings single = parsed(
-      "single --ranks 2,3 --algorithms direct,ring,twoshot,oneshot --minbytes 1K "
-      "--maxbytes 1G --stepfactor 2");
-  CHECK_EQ(single.sizes.size(), size_t{21});
-  CHECK((single.paths == std::vector{Path::kDirect, Path::kRing, Path::kTwoShot, Path::kOneShot}));
-  CHECK((single.ranks == std::vector{2, 3}));
-  CHECK((parsed("processes --way ipc,host").ways == std::vector<std::string>{"ipc", "host"}));
-  const Settings reduced = parsed("check --reduced");
-  CHECK(reduced.reduced && reduced.sizes.back() < size_t{1} << 20 && reduced.dtypes.size() < 5);
-  CHECK(parsed("--help").help && parsed("check -h").help);
-}
-
 TEST(wrong_arguments_are_named) {
   CHECK(has(refusal("--ranks 2"), "no mode"));
   CHECK(has(refusal("speed"), "check, floor, single"));
@@ -120,68 +70,7 @@ TEST(wrong_arguments_are_named) {
   CHECK(has(refusal("processes --way pigeon"), "descriptor"));
 }
 
-// --- Statistics, tables, JSON --------------------------------------------------------------------
-
-TEST(times_are_the_median_with_least_and_most) {
-  const Times odd = timesOf({3e-6, 1e-6, 8e-6});
-  CHECK(odd.median == 3 && odd.least == 1 && odd.most == 8);
-  CHECK_EQ(timesOf({4e-6, 2e-6}).median, 3.0);
-  CHECK_EQ(timesOf({5e-6}).median, 5e-6 * 1e6);
-  CHECK_THROWS(std::logic_error, timesOf({}));
-}
-
-TEST(bandwidths_are_those_of_nccl_tests) {
-  CHECK_EQ(algorithmBandwidth(1 << 20, 1048.576), 1.0);  // bytes and microseconds to GB/s
-  CHECK_EQ(algorithmBandwidth(0, 5), 0.0);
-  CHECK_EQ(busBandwidth(10, 2), 10.0);
-  CHECK_EQ(busBandwidth(10, 4), 15.0);
-}
-
-TEST(json_is_escaped_and_has_only_numbers_that_json_has) {
-  Json line;
-  line.add("text", "a \"b\" \\ \n").add("n", 3).add("yes", true).add("x", 0.5);
-  line.add("nan", 0.0 / 0.0).add("list", std::vector<double>{1, 2.5});
-  line.add("t", Times{2, 1, 3});
-  CHECK_EQ(line.text(),
-           std::string("{\"text\": \"a \\\"b\\\" \\\\ \\u000a\", \"n\": 3, \"yes\": true, "
-                       "\"x\": 0.5, \"nan\": null, \"list\": [1, 2.5], \"t\": [2, 1, 3]}"));
-}
-
-TEST(a_measurement_has_the_fields_that_gpu_check_reads) {
-  Measurement m;
-  m.mode = "single";
-  m.algorithm = "ring";
-  m.ranks = 4;
-  m.bytes = 1 << 20;
-  m.time = {100, 90, 120};
-  m.in_place = Times{110, 100, 130};
-  m.wrong = 1;
-  m.in_place_wrong = 2;
-  m.floor_us = 80;
-  m.nccl_us = 200;
-  const std::string text = m.json().text();
-  for (const char* part :
-       {"\"mode\": \"single\"", "\"ranks\": 4", "\"sharing\": true", "\"algorithm\": \"ring\"",
-        "\"dtype\": \"float32\"", "\"op\": \"SUM\"", "\"bytes\": 1048576",
-        "\"time_us\": [100, 90, 120]", "\"algbw\": 10.48576", "\"busbw\": 15.72864", "\"wrong\": 3",
-        "\"floor_us\": 80", "\"in_place_us\": [110, 100, 130]"})
-    if (!has(text, part)) check::fail(__FILE__, __LINE__, std::string(part) + " not in " + text);
-
-  const std::string row = tableRow(m, Extra::kFloorAndNccl);
-  for (const char* part :
-       {"1048576", "262144", "float32", "ring", "100.0", "10.5", "15.7", "0.80", "2.00"})
-    if (!has(row, part)) check::fail(__FILE__, __LINE__, std::string(part) + " not in " + row);
-  // The columns of header and rows stand below each other.
-  const std::string header = tableHeader(Extra::kFloorAndNccl);
-  for (size_t at = 0; (at = row.find('|', at)) != std::string::npos; ++at)
-    CHECK_EQ(header[at], '|');
-  m.hop_us = 50;
-  CHECK(has(tableRow(m, Extra::kHops), "2.00    1.25"));
-}
-
-TEST(every_title_says_that_the_ranks_share_a_gpu) {
-  CHECK(has(sharingTitle(4, "more"), "4 ranks sharing one GPU, more"));
-}
+// --- The results file ----------------------------------------------------------------------------
 
 TEST(lines_are_appended_and_a_file_that_cannot_be_written_is_an_error) {
   const auto path =

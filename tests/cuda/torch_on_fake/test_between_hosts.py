@@ -206,3 +206,25 @@ def test_a_killed_rank(pool: Pool, layout: str) -> None:
             assert getattr(outcome, "kinds", [""])[0].endswith("PeerLost"), outcome
     if layout == "aabb":
         expect(outcomes[0], "PeerLost", [1])
+
+
+def late(me: Rank) -> None:
+    x = torch.ones(100, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        me.hear(60)
+        return
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    assert bool(x.isnan().all())
+    dist.all_reduce(x)
+
+
+def test_a_late_rank_is_named(pool: Pool) -> None:
+    call = start(pool, late, "abc", timeout=2, fresh=True)
+    call.await_end([0, 2], 30)
+    for rank in (0, 2):
+        expect(call.ended[rank], "Timeout", [1])
+    call.tell(1)
+    call.outcomes(10)
