@@ -132,7 +132,7 @@ def test_ranks_stay_the_same_whatever_the_buckets(
             assert by_rank[0][other] == by_rank[0][first], f"{other} is not as {first}"
 
 
-@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("feedback", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_way_to_register_it(pool: Pool, world: MakeWorld, feedback: bool) -> None:
     settings = {"codec": "int8", "error_feedback": feedback, "schedule": "owner"}
     runs = [pool.run(train_cases, world_for(world, way), way, settings) for way in WAYS]

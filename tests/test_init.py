@@ -54,7 +54,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@pytest.mark.parametrize("way", ["env", "file", "tcp"])
+@pytest.mark.parametrize(
+    "way", ["env", *(pytest.param(way, marks=pytest.mark.slow) for way in ("file", "tcp"))]
+)
 def test_scripts(tmp_path: Path, backend: str, way: str) -> None:
     rest = "rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE'])"
     how = {
@@ -79,6 +81,7 @@ def test_torchrun(tmp_path: Path, backend: str) -> None:
     assert done.stdout.count("sum 3.0") == 2, done.stdout
 
 
+@pytest.mark.slow
 def test_mp_spawn(tmp_path: Path, backend: str) -> None:
     script = write(
         tmp_path,

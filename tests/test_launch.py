@@ -364,6 +364,7 @@ def expected(size: int, launcher: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_under_torchrun(script: str, backend: str) -> None:
     done = launchers.run(launchers.torchrun(2, script, backend))
     assert answers(done) == expected(2, "torchrun")

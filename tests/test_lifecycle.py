@@ -141,7 +141,13 @@ def write(folder: Path, *parts: str) -> Path:
 
 
 @pytest.mark.ringreduce
-@pytest.mark.parametrize("how", EXITS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        how if how == "a new group too" else pytest.param(how, marks=pytest.mark.slow)
+        for how in EXITS
+    ],
+)
 def test_exit_without_destroy(tmp_path: Path, backend: str, how: str) -> None:
     script = write(tmp_path, EXITS[how])
     for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
@@ -166,6 +172,7 @@ DAEMON_IN_RECV = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ringreduce
 def test_exit_with_daemon_threads_in_messages(tmp_path: Path, backend: str) -> None:
     script = write(tmp_path, DAEMON_IN_RECV)
@@ -190,9 +197,9 @@ SLOW_PEER = """
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [
-        ("work = dist.broadcast(s, 0, async_op=True)", 0.0),
+        pytest.param("work = dist.broadcast(s, 0, async_op=True)", 0.0, marks=pytest.mark.slow),
         ("dist.broadcast(s, 0); dist.destroy_process_group() if rank == 0 else None", 0.0),
-        ("dist.all_reduce(s); dist.all_reduce(s)", 2.0),
+        pytest.param("dist.all_reduce(s); dist.all_reduce(s)", 2.0, marks=pytest.mark.slow),
         (
             "work = dist.all_reduce(s, async_op=True); rank == 0 and dist.destroy_process_group()",
             1.0,

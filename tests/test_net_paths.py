@@ -64,7 +64,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
-        ({}, "by which the store's host 10.88.0.1 is reached"),
+        pytest.param({}, "by which the store's host 10.88.0.1 is reached", marks=pytest.mark.slow),
         ({"RINGREDUCE_IF": "eth1"}, "as RINGREDUCE_IF=eth1 has it"),
     ],
 )
