@@ -120,7 +120,8 @@ def test_files_that_cannot_be_read_fail_the_stage(tmp_path: Path) -> None:
 def gpu_report() -> Report:
     report = make_report()
     report.settings.update(device="cuda", world=2, sizes=[1024], rounds=3)
-    report.machine.update(gpus=["NVIDIA X"] * 2, cuda="13.0", nccl="2.30.3")
+    sharing = "ranks sharing one GPU"
+    report.machine.update(gpus=["NVIDIA X"] * 2, cuda="13.0", nccl="2.30.3", sharing=sharing)
     report.titles["symm_one_shot"] = "1-shot symm"
     for row in report.rows:
         ours = row.measurements[OURS]
