@@ -65,7 +65,10 @@ def first_difference(ours: list[dict[str, Any]], base: list[dict[str, Any]]) -> 
 
 def train_gpt(labels: dict[str, str], steps: int, out: Path) -> dict[str, Any]:
     """Runs train_gpt.py once per backend; the first one is what the others are compared with."""
-    print(f"1. Character GPT on the standard library's source, {RANKS} ranks, {steps} steps", flush=True)
+    print(
+        f"1. Character GPT on the standard library's source, {RANKS} ranks, {steps} steps",
+        flush=True,
+    )
     runs: dict[str, list[dict[str, Any]]] = {}
     for label, backend in labels.items():
         records = out / "records" / label
