@@ -77,7 +77,7 @@ help:
 	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
-	@echo "make sanitize  the C++ tests under the address, undefined and thread sanitizers, and mutants"
+	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
@@ -94,6 +94,7 @@ help:
 	@echo "           WORLD=$(WORLD)  (ranks of torch-suite)"
 	@echo "           RUNS=$(RUNS)  SEED=$(SEED)  (of net-faults)"
 	@echo "           CLANG=$(CLANG)  FUZZ_SECONDS=$(FUZZ_SECONDS)"
+	@echo "           CUDA_ARCHS=$(CUDA_ARCHS)  (GPUs that cuda-build compiles for)"
 	@echo "           CUDA_NVCC=$(CUDA_NVCC)  (for cuda-build: an nvcc of yours instead of pip's)"
 
 venv: $(VENV)/.ready
@@ -147,7 +148,7 @@ t: $(if $(wildcard $(VENV)/.built),,build)
 
 test: test-cpp test-python
 
-# More files at a time than cores: the tests of failures wait more than they compute.
+# Four files at a time, whatever the machine: the tests of failures wait more than they compute.
 test-python: build
 	$(BIN)/python -m pytest tests -q -m "not slow" -n 4 --dist loadfile
 
@@ -185,8 +186,7 @@ torch-suite-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python tests/torch_suite/run.py --world 3
 	$(BIN)/python tests/torch_suite/run.py --world 4 --hosts 2
 
-# Several at a time: most tests wait more than they compute.  Those that need the cores for themselves
-# are RUN_SERIAL in CMakeLists.txt.
+# Four at a time: most tests wait more than they compute.
 CTEST = $(BIN)/ctest --output-on-failure -j 4
 test-cpp: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_tests -j $(JOBS)
@@ -256,7 +256,7 @@ lint: $(VENV)/.ready
 # Other builds compile the files of a folder as one, which hides a missing include.
 includes:
 	find csrc -name '*.cc' ! -name kernels.cc ! -path 'csrc/torch/*' ! -path 'csrc/cuda/*' -print0 | \
-	  xargs -0 -n 1 -P $(JOBS) $(CXX) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Icsrc \
+	  xargs -0 -n 1 -P $(JOBS) $(if $(filter default,$(origin CXX)),c++,$(CXX)) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Icsrc \
 	  -DRINGREDUCE_VERSION='""'
 
 format: $(VENV)/.ready

@@ -165,8 +165,11 @@ class CMakeBuild(build_ext):
     def name_folder(self, folder: Path) -> None:
         """build/extension is the folder built last: the Makefile builds the C++ tests in it."""
         link = folder.parent / "extension"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
+        if link.is_dir() and not link.is_symlink():  # a copy of a tree may have made a folder of it
+            shutil.rmtree(link)
+        fresh = folder.parent / f"extension.{os.getpid()}"
+        fresh.symlink_to(folder.name)
+        fresh.replace(link)
 
     def copy_extensions_to_source(self) -> None:
         """For an editable install.  setuptools' own leaves out _build_info.py, and copies only what
@@ -192,6 +195,9 @@ class CMakeBuild(build_ext):
             "CMAKE_BUILD_TYPE": "Release",
             "RINGREDUCE_PYTHON": sys.executable,
             "RINGREDUCE_BUILD_EXTENSION": "ON",
+            # Described, but not built: the Makefile builds them in the same folder.
+            "RINGREDUCE_BUILD_TESTS": "ON",
+            "RINGREDUCE_BUILD_BENCHMARKS": "ON",
         }
         command += [f"-D{name}={value}" for name, value in settings.items()]
         for name in ("RINGREDUCE_CUDA", "RINGREDUCE_CUDA_ARCHS", "RINGREDUCE_OPENSSL"):

@@ -176,10 +176,10 @@ foreach(target ringreduce_cuda_host ringreduce_cuda)
   target_link_libraries(${target} PUBLIC ringreduce_core ${CMAKE_DL_LIBS})
 endforeach()
 # One log of all kernels; tests/cuda/kernel_report.py makes a table of it.
-set(kernel_objects "$<FILTER:$<TARGET_OBJECTS:ringreduce_cuda>,INCLUDE,[.]cu[.]o$>")
+set(cuda_kernel_objects "$<FILTER:$<TARGET_OBJECTS:ringreduce_cuda>,INCLUDE,[.]cu[.]o$>")
 add_custom_command(TARGET ringreduce_cuda POST_BUILD VERBATIM COMMAND_EXPAND_LISTS
   COMMAND sh -c "cat \"$@\" > \"$0\"" ${PROJECT_BINARY_DIR}/ptxas.log
-          "$<JOIN:${kernel_objects},.ptxas;>.ptxas")
+          "$<JOIN:${cuda_kernel_objects},.ptxas;>.ptxas")
 
 # Everything that needs CUDA, and no more of the rest than that needs.
 add_custom_target(cuda_all DEPENDS ringreduce_cuda)

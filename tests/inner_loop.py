@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "extension"
 TOOLS = Path(sys.executable).parent
 CPP_TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
-# One test of each promise: bits, errors that name the rank, DDP, the layers.
+# A few fast tests: the layers, errors that name the rank, averaged gradients.
 SMOKE = ("test_layers.py", "test_mismatch.py", "test_average_gradients.py")
-INCLUDE = re.compile(r'#include "([a-z0-9_]+)/')
+INCLUDE = re.compile(r'#include "([a-z0-9_/]+[.]h)"')
 
 
 def run(*command: object) -> None:
@@ -42,10 +42,11 @@ def changed_files() -> list[Path]:
     names = lines("diff", "--name-only", "HEAD")
     names += lines("ls-files", "--others", "--exclude-standard")
     names = names or lines("diff", "--name-only", "HEAD~1", "HEAD")
-    return [ROOT / name for name in sorted(set(names)) if (ROOT / name).exists()]
+    return [ROOT / name for name in sorted(set(names))]
 
 
 def lint(files: list[Path]) -> None:
+    files = [path for path in files if path.exists()]
     python = [path for path in files if path.suffix in (".py", ".pyi")]
     cpp = [path for path in files if path.suffix in (".cc", ".h", ".cu", ".cuh")]
     if python:
@@ -61,17 +62,29 @@ def build_extension() -> None:
     run("python", "setup.py", "-q", "build_ext", "--inplace")
 
 
+def includes_of(test: Path) -> set[str]:
+    """What a test includes, also through the helper headers beside it, but not through csrc."""
+    found: set[str] = set()
+    todo = [test]
+    while todo:
+        for name in set(INCLUDE.findall(todo.pop().read_text())) - found:
+            found.add(name)
+            if (helper := test.parent / name).exists():
+                todo.append(helper)
+    return found
+
+
 def cpp_tests_of(files: list[Path]) -> list[str]:
-    """C++ tests that changed, are named after a changed layer, or include a header of one."""
-    csrc = ROOT / "csrc"
+    """C++ tests and fuzz targets that changed, or are named after or include a changed layer."""
+    csrc, tests = ROOT / "csrc", ROOT / "tests"
     layers = {path.relative_to(csrc).parts[0] for path in files if path.is_relative_to(csrc)}
-    helpers = {path.name for path in files if path.parent == ROOT / "tests" / "cpp"}
-    chosen = []
+    helpers = {path.name for path in files if path.parent == tests / "cpp"}
+    chosen = [path.stem for path in files if path.match("tests/fuzz/*_fuzz.cc")]
     for test in CPP_TESTS:
-        text = test.read_text()
-        uses = any(f'#include "{name}"' in text for name in helpers)
+        includes = includes_of(test)
         named = any(layer in test.stem for layer in layers)
-        if test in files or uses or named or layers & set(INCLUDE.findall(text)):
+        reached = layers & {name.split("/")[0] for name in includes if "/" in name}
+        if test in files or named or reached or helpers & includes:
             chosen.append(test.stem)
     return chosen
 
@@ -95,7 +108,9 @@ def quick() -> None:
     run_cpp_tests(cpp_tests_of(files))
     tests = ROOT / "tests"
     python = {tests / name for name in SMOKE}
-    python |= {path for path in files if path.parent == tests and path.match("test_*.py")}
+    python |= {
+        path for path in files if path.parent == tests and path.match("test_*.py") and path.exists()
+    }
     pytest("-m", "not slow", *sorted(python))
 
 
@@ -105,7 +120,7 @@ def named(word: str) -> None:
     run_cpp_tests(programs)
     files = [path for path in (ROOT / "tests").glob("test_*.py") if word in path.stem]
     if files:
-        pytest(*sorted(files))
+        pytest("-m", "not slow", *sorted(files))
     elif not programs:
         pytest("tests", "-k", word)
 

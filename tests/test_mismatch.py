@@ -29,6 +29,7 @@ def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.Red
 # Calls by name: what the right ranks do comes first, what the others do second.
 DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
     "size": (_reduce(100), _reduce(101)),
+    "large size": (_reduce(300_000), _reduce(900_000)),
     "dtype": (_reduce(100), _reduce(100, torch.int32)),
     "op": (_reduce(100), _reduce(100, op=dist.ReduceOp.MAX)),
     "collective": (_reduce(100), lambda p: dist.broadcast(torch.ones(100), 0)),

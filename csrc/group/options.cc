@@ -55,6 +55,10 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
   }
   options.sockets = forcesSockets();
   options.encrypted = envInteger("RINGREDUCE_TLS", 0, 0, 1) == 1;
+  if (env("RINGREDUCE_CHECKSUM"))
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_CHECKSUM was removed: set RINGREDUCE_TLS=1 to protect data between "
+                "hosts, and unset it");
   return options;
 }
 

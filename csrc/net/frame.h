@@ -13,7 +13,7 @@ struct Frame {
   uint32_t magic = kFrameMagic;
   uint32_t bytes = 0;     // that follow
   uint64_t position = 0;  // of the first of them in the stream
-  uint64_t header = 0;    // CRC32C of all fields before this one
+  uint64_t header = 0;    // CRC32C of the fields above; the upper half is 0
 };
 static_assert(sizeof(Frame) == 24);
 

@@ -24,7 +24,7 @@ struct PumpHead {
   uint32_t magic = kMagic;
   uint32_t bytes = 0;     // that follow
   uint64_t consumed = 0;  // eager bytes of the receiver's that have arrived
-  uint64_t header = 0;    // CRC32C of all fields before this one
+  uint64_t header = 0;    // CRC32C of the fields above; the upper half is 0
 };
 static_assert(sizeof(PumpHead) == 24);
 PumpHead sealed(PumpHead head);  // with its header's checksum

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,8 +43,9 @@ class HeldTensor final : public c10::ivalue::PyObjectHolder {
   const std::shared_ptr<pybind11::object> object_;
 };
 
-// What a hook called from Python returns: its get_future() is a torch.futures.Future with the
-// bucket's tensor.  Future.then would make one too, but turns our errors into RuntimeError.
+// The result of a hook called from Python: its get_future() is a Future with the bucket's tensor.
+// It is a Work because torch's own binding of Work.get_future needs no header of torch's compiler
+// here.  Future.then would make such a Future too, but turns our errors into RuntimeError.
 class HookWork final : public c10d::Work {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
@@ -58,6 +60,11 @@ class HookWork final : public c10d::Work {
     });
   }
   FuturePtr getFuture() override { return future_; }
+  bool isCompleted() override { return future_->completed(); }
+  bool wait(std::chrono::milliseconds) override {
+    future_->waitAndThrow();
+    return true;
+  }
 
  private:
   const FuturePtr future_;

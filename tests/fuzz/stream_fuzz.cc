@@ -75,6 +75,7 @@ class Play {
         return sendFrame(lane, position, 1 + input.byte(), input, false);
       }
       case 4:
+        forged_ = true;  // it may be a head with a right checksum
         return send(lane, std::string(input.bytes(input.byte())));
       case 5:
       case 6:
@@ -153,7 +154,8 @@ class Play {
       const Place& place = places_.front();
       const std::byte* data = stream_.front();
       for (size_t i = 0; i < place.bytes; ++i)
-        if (data[i] != byteAt(place.position + i)) wrong_ = "took wrong bytes for right";
+        if (!forged_ && data[i] != byteAt(place.position + i))
+          wrong_ = "took wrong bytes for right";
       got_ += place.bytes;
       stream_.pop();
       places_.pop_front();
@@ -168,7 +170,7 @@ class Play {
   std::deque<Place> places_;
   uint64_t next_ = 0, expected_ = 0;
   size_t got_ = 0;
-  bool over_ = false;
+  bool forged_ = false, over_ = false;
   std::string wrong_;
 };
 
