@@ -362,13 +362,18 @@ TEST(a_killed_process_is_named_and_all_waits_end) {
                        }
                        if (group.rank() == 2) raise(SIGKILL);
                        const Nanos start = now();
-                       rank.allReduce(data.data(), data.size(), kLong, ReduceOp::kSum, bucket);
-                       CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, "rank 2") ==
-                             Failure::kPeerLost);
+                       // A rank that calls late may have heard of the loss already.
+                       bool called = false;
+                       const auto call = [&] {
+                         rank.allReduce(data.data(), data.size(), kLong, ReduceOp::kSum, bucket);
+                         called = true;
+                         rank.watcher().wait(kLong);
+                       };
+                       CHECK(ranks::failureOf(call, "rank 2") == Failure::kPeerLost);
                        CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "(DDP bucket 2)") ==
                              Failure::kPeerLost);
                        CHECK(now() - start < 30 * kSecond);
-                       CHECK(isSpoilt(data));
+                       CHECK(!called || isSpoilt(data));
                      },
                      named(), {2});
 }
