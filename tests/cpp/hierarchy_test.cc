@@ -263,7 +263,9 @@ TEST(who_dies_in_the_last_stage_is_named_by_all) {
     if (group.rank() == 0) {
       CHECK(failureOf(reduce, "rank 1 (pid ") == Failure::kPeerLost);
     } else {
-      reduce();
+      // A rank that is slow to finish may hear of the loss before it has.
+      const Failure how = failureOf(reduce, "rank 1 (pid ");
+      CHECK(how == Failure::kNone || how == Failure::kPeerLost);
       outlast(group);
       CHECK(group.failure() == Failure::kPeerLost);
     }
