@@ -71,7 +71,7 @@ help:
 	@echo "make quick     check what you changed: format, lint, build, the tests of that layer"
 	@echo "make t T=ring  the C++ programs and Python tests with \"ring\" in the name"
 	@echo "make test      the C++ tests and the Python tests"
-	@echo "make test-full whole programs: examples, tutorials, benchmarks, types"
+	@echo "make test-full whole programs: examples, tutorials, types"
 	@echo "make nightly   all that is too long for each change: 100 kills, 1,000 groups, 2 GiB, all GPUs"
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
 	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
@@ -158,15 +158,16 @@ OVER_TCP = rules mismatch messages moving backend groups work coalescing objects
 test-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
 
-# Whole programs: examples, tutorials, benchmarks, the checks of types and of GPUs.
+# Whole programs: examples, tutorials, the checks of types and of GPUs.
 test-full: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
-	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile
+	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/test_bench_runs.py
 
-# What takes minutes or gigabytes to show and rarely fails: 100 kills, 1,000 groups, more than 2 GiB,
-# random programs; PyTorch's suite over sockets; each file of the torch layer compiled by itself; and
-# machine code for all GPUs.
+# What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
+# 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file of the torch
+# layer compiled by itself; and machine code for all GPUs.
 nightly: build
+	$(BIN)/python -m pytest tests/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties"
