@@ -30,6 +30,7 @@ def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.Red
 DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
     "size": (_reduce(100), _reduce(101)),
     "large size": (_reduce(300_000), _reduce(900_000)),
+    "nothing": (_reduce(100), _reduce(0)),
     "dtype": (_reduce(100), _reduce(100, torch.int32)),
     "op": (_reduce(100), _reduce(100, op=dist.ReduceOp.MAX)),
     "collective": (_reduce(100), lambda p: dist.broadcast(torch.ones(100), 0)),
