@@ -25,6 +25,9 @@ CUDA_ARCHS ?= 90
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# torch looks up the name behind the address of every store that it connects to.  An answer that is
+# lost then costs a second, not five.
+export RES_OPTIONS ?= timeout:1 attempts:1
 
 BIN := $(abspath $(VENV))/bin
 SOURCES = -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing.connection as mpc
@@ -55,6 +56,16 @@ class World:
     places: Places | None = None
 
 
+@functools.cache
+def _client(host: str, port: int, _pid: int) -> dist.TCPStore:
+    """A process's one connection to a store.
+
+    For every new one torch looks up the name behind its address, which takes seconds when the
+    answer is lost.
+    """
+    return dist.TCPStore(host, port, is_master=False)
+
+
 @dataclass
 class Rank:
     """What a job gets: who it is, and a line to the test."""
@@ -78,8 +89,7 @@ class Rank:
 
     def store(self, prefix: str) -> dist.Store:
         """A part of the session's store that nobody else uses if `prefix` is a new name."""
-        client = dist.TCPStore(self.store_host, self.store_port, is_master=False)
-        return dist.PrefixStore(prefix, client)
+        return dist.PrefixStore(prefix, _client(self.store_host, self.store_port, os.getpid()))
 
     def init(self, prefix: str, rank: int = -1, size: int = -1, timeout: float = 60.0) -> None:
         """Makes a default group of the tested backend on a part of the session's store."""
@@ -180,6 +190,8 @@ def serve(conn: mpc.Connection, log: str, store_port: int) -> None:
     faulthandler.enable(file=2)  # type: ignore[arg-type]
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # type: ignore[arg-type]
     torch.set_num_threads(1)
+    # A job's cycles are looked for between jobs, and not each time among all that torch has made.
+    gc.freeze()
 
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     away = False

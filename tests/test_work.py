@@ -181,9 +181,17 @@ def futures_in_callbacks(me: Rank, count: int) -> list[float]:
         sums[k] = float(t[0])
         ended[k].set()
 
+    def elsewhere(k: int) -> None:
+        # `then` calls back at once, in this thread, if the operation is over.  That callback would
+        # wait for what this thread has yet to start.
+        if threading.current_thread() is threading.main_thread():
+            threading.Thread(target=callback, args=(k,)).start()
+        else:
+            callback(k)
+
     for k in range(count):
         work = dist.all_reduce(torch.ones(4), async_op=True)
-        work.get_future().then(lambda _, k=k: callback(k))
+        work.get_future().then(lambda _, k=k: elsewhere(k))
     last.append(dist.all_reduce(torch.ones(4), async_op=True).get_future())
     started.set()
     assert ended[-1].wait(20), "a callback that waits for a Future hangs"
