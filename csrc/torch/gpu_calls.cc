@@ -81,9 +81,17 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
     if (!performs(device, Kind::kAllReduce))
       return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
+    for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall, device);
+    // Those that share memory are all read before one is written.
+    const bool copied = anyShareMemory(tensors);
+    const at::NoGradGuard no_grad;
+    Tensors copies = tensors;
     std::vector<Dense> all;
-    for (const at::Tensor& tensor : tensors) {
-      requireDense(tensor, kCall, device);
+    for (at::Tensor& tensor : copies) {
+      if (copied) {
+        (void)Dense(tensor, op, Use::kBoth, kCall);  // refuses what cannot be written back
+        tensor = tensor.detach().clone(at::MemoryFormat::Contiguous);
+      }
       all.emplace_back(tensor, op, Use::kBoth, kCall);
     }
     std::vector<cuda::GpuAllReduce> calls;
@@ -111,6 +119,8 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
                        plane.allReduce(calls[i], handleOf(stream));
                        all[i].staged.giveBack();
                      }
+                     for (size_t i = 0; copied && i < tensors.size(); ++i)
+                       tensors[i].detach().copy_(copies[i]);
                    });
   });
 }
@@ -175,12 +185,14 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     std::vector<cuda::GpuReduceScatter> calls;
     Tensors used = inputs;
     used.insert(used.end(), outputs.begin(), outputs.end());
+    for (const at::Tensor& output : outputs) requireDense(output, kCall, device);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall, device);
-      requireDense(outputs[i], kCall, device);
       requireLike(inputs[i], outputs[i].numel() * size_, outputs[i], kCall,
                   "the input (the output's size times the world size)");
-      const Dense& in = from.emplace_back(inputs[i], op, Use::kRead, kCall);
+      const bool in_place = isPartOf(outputs[i], inputs[i], rank_);
+      const Dense& in = from.emplace_back(
+          apart(inputs[i], outputs, in_place ? outputs[i] : at::Tensor()), op, Use::kRead, kCall);
       const Dense& out = to.emplace_back(outputs[i], op, Use::kWrite, kCall);
       const GpuFactor factor = factorOn(options.reduceOp, out.real, kCall);
       used.insert(used.end(), {in.staged.memory(), out.staged.memory(), factor.tensor});
@@ -270,11 +282,14 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     std::vector<cuda::GpuAllGather> calls;
     Tensors used = inputs;
     used.insert(used.end(), outputs.begin(), outputs.end());
+    for (const at::Tensor& output : outputs) requireDense(output, kCall, device);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall, device);
       requireLike(outputs[i], inputs[i].numel() * size_, inputs[i], kCall,
                   "the output (the input's size times the world size)");
-      from.emplace_back(inputs[i], Use::kRead, kCall);
+      const bool in_place = isPartOf(inputs[i], outputs[i], rank_);
+      from.emplace_back(apart(inputs[i], outputs, in_place ? outputs[i] : at::Tensor()), Use::kRead,
+                        kCall);
       to.emplace_back(outputs[i], Use::kWrite, kCall);
       used.insert(used.end(), {from.back().memory(), to.back().memory()});
       calls.push_back({.input = from.back().data(),

@@ -66,24 +66,30 @@ GpuBackend::WorkPtr GpuBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 
 GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
-  return other(inputs).gather(outputs, inputs, options);
+  const Tensors written = outputs.empty() ? Tensors() : outputs[0];
+  Tensors from = apart(inputs, written);
+  return other(inputs).gather(outputs, from, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                         const c10d::ScatterOptions& options) {
-  return other(outputs).scatter(outputs, inputs, options);
+  std::vector<Tensors> from;
+  for (const Tensors& list : inputs) from.push_back(apart(list, outputs));
+  return other(outputs).scatter(outputs, from, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               std::vector<int64_t>& output_splits,
                                               std::vector<int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  return other(input).alltoall_base(output, input, output_splits, input_splits, options);
+  at::Tensor from = apart(input, {output});
+  return other(input).alltoall_base(output, from, output_splits, input_splits, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
-  return other(inputs).alltoall(outputs, inputs, options);
+  Tensors from = apart(inputs, outputs);
+  return other(inputs).alltoall(outputs, from, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::send(Tensors& tensors, int peer, int tag) {

@@ -17,15 +17,18 @@ namespace {
 
 using Use = Staged::Use;
 
-// all_gather_into_tensor.
-Operation gatherInto(const at::Tensor& output, const at::Tensor& input, int world_size,
-                     std::chrono::milliseconds timeout, const char* call) {
+// all_gather_into_tensor, one of those that write to `outputs`.
+Operation gatherInto(const at::Tensor& output, const at::Tensor& input, const Tensors& outputs,
+                     int rank, int world_size, std::chrono::milliseconds timeout,
+                     const char* call) {
   requireDense(input, call);
   requireLike(output, input.numel() * world_size, input, call,
               "the output (the input's size times the world size)");
   const DType dtype = dtypeOf(input, call);
+  const at::Tensor in_place = isPartOf(input, output, rank) ? output : at::Tensor();
   StagedList staged;
-  AllGather gather{.input = staged.add(input, Use::kRead, call), .dtype = dtype};
+  AllGather gather{.input = staged.add(apart(input, outputs, in_place), Use::kRead, call),
+                   .dtype = dtype};
   gather.counts = equalCounts(countOf(input), world_size);
   gather.outputs =
       partsOf<void*>(staged.add(output, Use::kWrite, call), gather.counts, sizeOf(dtype));
@@ -33,13 +36,14 @@ Operation gatherInto(const at::Tensor& output, const at::Tensor& input, int worl
           [staged = std::move(staged)] { staged.giveBack(); }};
 }
 
-// all_gather into a list: rank r's elements into outputs[r], whatever their number.
-Operation gatherList(const Tensors& outputs, const at::Tensor& input, int rank,
-                     std::chrono::milliseconds timeout, const char* call) {
+// all_gather into a list: rank r's elements into outputs[r], whatever their number.  `written`:
+// what this call and those beside it write to.
+Operation gatherList(const Tensors& outputs, const at::Tensor& input, const Tensors& written,
+                     int rank, std::chrono::milliseconds timeout, const char* call) {
   requireDense(input, call);
   const DType dtype = dtypeOf(input, call);
   StagedList staged;
-  AllGather gather{.input = staged.add(input, Use::kRead, call), .dtype = dtype};
+  AllGather gather{.input = nullptr, .dtype = dtype};
   for (size_t r = 0; r < outputs.size(); ++r) {
     const bool own = static_cast<int>(r) == rank;
     requireDense(outputs[r], call);
@@ -48,6 +52,10 @@ Operation gatherList(const Tensors& outputs, const at::Tensor& input, int rank,
     gather.counts.push_back(countOf(outputs[r]));
     gather.outputs.push_back(staged.add(outputs[r], Use::kWrite, call));
   }
+  for (const at::Tensor& tensor : written) requireDense(tensor, call);
+  const at::Tensor& own = outputs.at(static_cast<size_t>(rank));
+  gather.input = staged.add(apart(input, written, isPartOf(input, own, 0) ? own : at::Tensor()),
+                            Use::kRead, call);
   return {std::move(gather), timeoutOf(timeout),
           [staged = std::move(staged)] { staged.giveBack(); }};
 }
@@ -106,12 +114,13 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), "all_gather", "output");
-    return start({.type = c10d::OpType::ALLGATHER,
-                  .title = "ringreduce:all_gather",
-                  .inputs = inputs,
-                  .outputs = list,
-                  .operations = {gatherList(list, input, rank_, options.timeout, "all_gather")}},
-                 options.asyncOp);
+    return start(
+        {.type = c10d::OpType::ALLGATHER,
+         .title = "ringreduce:all_gather",
+         .inputs = inputs,
+         .outputs = list,
+         .operations = {gatherList(list, input, list, rank_, options.timeout, "all_gather")}},
+        options.asyncOp);
   });
 }
 
@@ -136,7 +145,8 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
     for (size_t i = 0; i < inputs.size(); ++i) {
       Tensors by_rank;
       for (const Tensors& list : outputs) by_rank.push_back(list[i]);
-      job.operations.push_back(gatherList(by_rank, inputs[i], rank_, options.timeout, kCall));
+      job.operations.push_back(
+          gatherList(by_rank, inputs[i], job.outputs, rank_, options.timeout, kCall));
     }
     return start(std::move(job), options.asyncOp);
   });
@@ -150,7 +160,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                   .title = "ringreduce:all_gather_into_tensor",
                   .inputs = {input},
                   .outputs = {output},
-                  .operations = {gatherInto(output, input, size_, options.timeout,
+                  .operations = {gatherInto(output, input, {output}, rank_, size_, options.timeout,
                                             "all_gather_into_tensor")}},
                  options.asyncOp);
   });
@@ -167,8 +177,10 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
             .title = "ringreduce:all_gather_into_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
+    for (const at::Tensor& output : outputs) requireDense(output, kCall);
     for (size_t i = 0; i < inputs.size(); ++i)
-      job.operations.push_back(gatherInto(outputs[i], inputs[i], size_, options.timeout, kCall));
+      job.operations.push_back(
+          gatherInto(outputs[i], inputs[i], outputs, rank_, size_, options.timeout, kCall));
     return start(std::move(job), options.asyncOp);
   });
 }
@@ -180,7 +192,7 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     const at::Tensor& input = onlyOne(inputs, "gather");
     const bool root = options.rootRank == rank_;
     StagedList staged;
-    Gather gather{.input = staged.add(input, Use::kRead, "gather"),
+    Gather gather{.input = nullptr,
                   .outputs = {},
                   .count = countOf(input),
                   .dtype = dtypeOf(input, "gather"),
@@ -194,6 +206,10 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
       requireLike(output, input.numel(), input, "gather", "each output");
       gather.outputs.push_back(staged.add(output, Use::kWrite, "gather"));
     }
+    const at::Tensor own = root ? list.at(static_cast<size_t>(rank_)) : at::Tensor();
+    const bool in_place = root && isPartOf(input, own, 0);
+    gather.input =
+        staged.add(apart(input, list, in_place ? own : at::Tensor()), Use::kRead, "gather");
     return start({.type = c10d::OpType::GATHER,
                   .title = "ringreduce:gather",
                   .inputs = inputs,
@@ -221,9 +237,11 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                                  options.rootRank));
     Tensors list;
     if (root) list = onlyList(inputs, static_cast<size_t>(size_), "scatter", "input");
-    for (const at::Tensor& input : list) {
-      requireLike(input, output.numel(), output, "scatter", "each input");
-      scatter.inputs.push_back(staged.add(input, Use::kRead, "scatter"));
+    for (size_t r = 0; r < list.size(); ++r) {
+      requireLike(list[r], output.numel(), output, "scatter", "each input");
+      const bool in_place = static_cast<int>(r) == rank_ && isPartOf(output, list[r], 0);
+      scatter.inputs.push_back(staged.add(apart(list[r], outputs, in_place ? output : at::Tensor()),
+                                          Use::kRead, "scatter"));
     }
     return start({.type = c10d::OpType::SCATTER,
                   .title = "ringreduce:scatter",
@@ -262,7 +280,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
     if (exchange.send_counts[own] != exchange.recv_counts[own])
       refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
                              " elements and expects ", exchange.recv_counts[own]));
-    exchange.inputs = partsOf<const void*>(staged.add(input, Use::kRead, kCall),
+    exchange.inputs = partsOf<const void*>(staged.add(apart(input, {output}), Use::kRead, kCall),
                                            exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
@@ -299,9 +317,10 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                   own >= 0 ? "this rank's own output" : "each output");
       exchange.send_counts.push_back(countOf(inputs[r]));
       exchange.recv_counts.push_back(countOf(outputs[r]));
-      exchange.inputs.push_back(staged.add(inputs[r], Use::kRead, kCall));
       exchange.outputs.push_back(staged.add(outputs[r], Use::kWrite, kCall));
     }
+    for (const at::Tensor& input : apart(inputs, outputs))
+      exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
     return start({.type = c10d::OpType::ALLTOALL,
                   .title = "ringreduce:all_to_all",
                   .inputs = inputs,

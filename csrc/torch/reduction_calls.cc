@@ -57,10 +57,11 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
   return operation;
 }
 
-// reduce_scatter: from one input cut into equal parts, or from a list.
-Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, bool list, int rank,
-                          int world_size, const c10d::ReduceScatterOptions& options,
-                          const char* call) {
+// reduce_scatter, one of those that write to `outputs`: from one input cut into equal parts, or
+// from a list.
+Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const Tensors& outputs,
+                          bool list, int rank, int world_size,
+                          const c10d::ReduceScatterOptions& options, const char* call) {
   requireDense(output, call);
   const ReduceOp op = opOf(options.reduceOp, call);
   const at::Tensor real = addable(output, op, call);
@@ -78,14 +79,18 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, bool 
       requireDense(inputs[r], call);
       requireLike(inputs[r], own ? output.numel() : inputs[r].numel(), output, call,
                   own ? "this rank's own input" : "each input");
-      const at::Tensor part = addable(inputs[r], op, call);
+      const bool in_place = own && isPartOf(output, inputs[r], 0);
+      const at::Tensor part =
+          addable(apart(inputs[r], outputs, in_place ? output : at::Tensor()), op, call);
       scatter.counts.push_back(countOf(part));
       scatter.inputs.push_back(staged.add(part, Use::kRead, call));
     }
   } else {
     requireLike(inputs[0], output.numel() * world_size, output, call,
                 "the input (the output's size times the world size)");
-    const at::Tensor whole = addable(inputs[0], op, call);
+    const bool in_place = isPartOf(output, inputs[0], rank);
+    const at::Tensor whole =
+        addable(apart(inputs[0], outputs, in_place ? output : at::Tensor()), op, call);
     scatter.counts = equalCounts(countOf(real), world_size);
     scatter.inputs =
         partsOf<const void*>(staged.add(whole, Use::kRead, call), scatter.counts, sizeOf(dtype));
@@ -123,16 +128,20 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
             .inputs = tensors,
             .outputs = tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
+    // Those that share memory are all read before one is written.
+    const bool copied = anyShareMemory(tensors);
     Tensors small;
     size_t bytes = 0;
     const auto flush = [&] {
-      if (small.size() == 1) job.operations.push_back(allReduceOf(small[0], options, kCall));
-      if (small.size() > 1) job.operations.push_back(fusedAllReduce(small, options, kCall));
+      if (small.size() == 1 && !copied)
+        job.operations.push_back(allReduceOf(small[0], options, kCall));
+      else if (!small.empty())
+        job.operations.push_back(fusedAllReduce(small, options, kCall));
       small.clear();
       bytes = 0;
     };
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.nbytes() > kFusedTensorBytes) {
+      if (tensor.nbytes() > kFusedTensorBytes && !copied) {
         flush();
         job.operations.push_back(allReduceOf(tensor, options, kCall));
         continue;
@@ -218,8 +227,8 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
                   .title = "ringreduce:reduce_scatter",
                   .inputs = list,
                   .outputs = outputs,
-                  .operations = {reduceScatterOf(output, list, /*list=*/true, rank_, size_, options,
-                                                 "reduce_scatter")}},
+                  .operations = {reduceScatterOf(output, list, outputs, /*list=*/true, rank_, size_,
+                                                 options, "reduce_scatter")}},
                  options.asyncOp);
   });
 }
@@ -233,8 +242,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                   .title = "ringreduce:reduce_scatter_tensor",
                   .inputs = {input},
                   .outputs = {output},
-                  .operations = {reduceScatterOf(output, {input}, /*list=*/false, rank_, size_,
-                                                 options, "reduce_scatter_tensor")}},
+                  .operations = {reduceScatterOf(output, {input}, {output}, /*list=*/false, rank_,
+                                                 size_, options, "reduce_scatter_tensor")}},
                  options.asyncOp);
   });
 }
@@ -250,10 +259,11 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
             .title = "ringreduce:reduce_scatter_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
+    for (const at::Tensor& output : outputs) requireDense(output, kCall);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
-      job.operations.push_back(
-          reduceScatterOf(outputs[i], {inputs[i]}, /*list=*/false, rank_, size_, options, kCall));
+      job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, outputs, /*list=*/false,
+                                               rank_, size_, options, kCall));
     }
     return start(std::move(job), options.asyncOp);
   });

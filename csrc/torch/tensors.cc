@@ -4,7 +4,10 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "torch/cuda_build.h"
@@ -85,6 +88,61 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
     refuse(call, "takes one tensor, not a list of " + std::to_string(tensors.size()));
   requireDense(tensors[0], call, device);
   return tensors[0];
+}
+
+namespace {
+
+// The memory from a tensor's first element to its last.
+std::pair<const std::byte*, const std::byte*> extentOf(const at::Tensor& tensor) {
+  const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return {begin, begin + static_cast<size_t>(last + 1) * tensor.element_size()};
+}
+
+}  // namespace
+
+bool shareMemory(const at::Tensor& a, const at::Tensor& b) {
+  const auto has_memory = [](const at::Tensor& t) {
+    return t.defined() && t.layout() == at::kStrided && t.numel() > 0;
+  };
+  if (!has_memory(a) || !has_memory(b) || a.device() != b.device()) return false;
+  const auto [a_begin, a_end] = extentOf(a);
+  const auto [b_begin, b_end] = extentOf(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<const std::byte*, const std::byte*>> extents;
+  for (const at::Tensor& tensor : tensors)
+    if (tensor.numel() > 0) extents.push_back(extentOf(tensor));
+  std::sort(extents.begin(), extents.end());
+  return std::adjacent_find(extents.begin(), extents.end(), [](const auto& a, const auto& b) {
+           return b.first < a.second;
+         }) != extents.end();
+}
+
+bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
+  return part.is_contiguous() && whole.is_contiguous() &&
+         static_cast<const std::byte*>(part.const_data_ptr()) ==
+             static_cast<const std::byte*>(whole.const_data_ptr()) +
+                 static_cast<size_t>(index) * part.nbytes();
+}
+
+at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs,
+                 const at::Tensor& in_place) {
+  for (const at::Tensor& output : outputs) {
+    if ((in_place.defined() && output.is_same(in_place)) || !shareMemory(input, output)) continue;
+    const at::NoGradGuard no_grad;
+    return input.detach().clone(at::MemoryFormat::Contiguous);
+  }
+  return input;
+}
+
+std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs,
+                              const std::vector<at::Tensor>& outputs) {
+  for (at::Tensor& input : inputs) input = apart(input, outputs);
+  return inputs;
 }
 
 Staged::Staged(at::Tensor tensor, Use use, const char* call)

@@ -24,6 +24,22 @@ void requireDense(const at::Tensor& tensor, const char* call, c10::Device device
 const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call,
                           c10::Device device = at::kCPU);
 
+// Whether some byte may belong to both; by their first and last bytes, so interleaved ones do too.
+bool shareMemory(const at::Tensor& a, const at::Tensor& b);
+
+bool anyShareMemory(const std::vector<at::Tensor>& tensors);
+
+// Whether `part` is the `index`th part of `whole`, in the same memory and in one piece.
+bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index);
+
+// The input, or a copy of it if a call that writes to `outputs` could overwrite it while it is
+// read. `in_place`: an output that lies in the input's memory by intent, so that each element is
+// read before it is written.
+at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs,
+                 const at::Tensor& in_place = {});
+std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs,
+                              const std::vector<at::Tensor>& outputs);
+
 // Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes
 // back. Whatever strides a tensor has, its elements travel in their logical order.
 class Staged {
