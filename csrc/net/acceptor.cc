@@ -5,6 +5,7 @@
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -25,7 +26,15 @@
 namespace ringreduce::net {
 namespace {
 
-constexpr size_t kMostGuests = 256;
+// Connections that have not proven who they are: a quarter of the descriptors that this process may
+// have, so that groups still find some for themselves.
+size_t mostGuests() {
+  constexpr rlim_t kMost = 256;
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMost;
+  return static_cast<size_t>(std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMost));
+}
+
 constexpr int kGuestsATurn = 64;  // other sockets of the reactor's want their turn
 constexpr Nanos kPause = 100 * kMillisecond;
 constexpr size_t kMostLeft = 256;  // that are known to have been here
@@ -88,6 +97,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   void note(const Guest& guest, const std::string& why);
   void refuse(Guests::iterator guest, const std::string& why);
   void remove(Guests::iterator guest);
+  bool dropStranger(const std::string& why);
   void makeRoom();
   void expire();
   void awaitExpiry();
@@ -123,6 +133,8 @@ void Door::hear(const Fd& listener) {
         return;
       case EMFILE:
       case ENFILE:
+        if (dropStranger("this process has no descriptors left (ulimit -n)")) continue;
+        return rest(errno);
       case ENOBUFS:
       case ENOMEM:
       case EBADF:
@@ -176,12 +188,19 @@ void Door::receive(Fd socket, const Address& from) {
   awaitExpiry();
 }
 
+// Drops the oldest connection that has not named a group of this process; false if there is none.
+bool Door::dropStranger(const std::string& why) {
+  const auto oldest = std::find_if(guests_.begin(), guests_.end(),
+                                   [](const Guest& guest) { return !guest.machine.namedGroup(); });
+  if (oldest == guests_.end()) return false;
+  refuse(oldest, why);
+  return true;
+}
+
 void Door::makeRoom() {
-  if (guests_.size() < kMostGuests) return;
-  auto oldest = std::find_if(guests_.begin(), guests_.end(),
-                             [](const Guest& guest) { return !guest.machine.namedGroup(); });
-  if (oldest == guests_.end()) oldest = guests_.begin();
-  refuse(oldest, "too many connect at once that have not proven who they are");
+  constexpr auto kWhy = "too many connect at once that have not proven who they are";
+  for (const size_t most = mostGuests(); guests_.size() >= most;)
+    if (!dropStranger(kWhy)) refuse(guests_.begin(), kWhy);
 }
 
 void Door::awaitExpiry() {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <string>
@@ -192,6 +193,43 @@ TEST(a_flood_of_the_held_does_not_drop_who_is_known) {
   sendAll(known, machine.takeOutput());
   CHECK_EQ(receiveSome(known, 32).size(), size_t{32});
   group.inbox.next();
+}
+
+TEST(silent_strangers_leave_descriptors_for_groups) {
+  const Log log;
+  Group group;
+  group.admit();
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  rlimit low = limit;
+  low.rlim_cur = openFds() + 80;
+  setrlimit(RLIMIT_NOFILE, &low);
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  const pid_t stranger = fork();
+  if (stranger == 0) {
+    setrlimit(RLIMIT_NOFILE, &limit);
+    const Address& address = group.acceptor->endpoint().addresses[0];
+    for (int i = 0; i < 600; ++i) {
+      const int fd = socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0);
+      if (connect(fd, address.get(), address.length()) != 0) _exit(1);
+    }
+    if (write(ends[1], "x", 1) == 1) pause();
+    _exit(1);
+  }
+  char byte = 0;
+  CHECK_EQ(read(ends[0], &byte, 1), 1);
+  std::vector<Socket> kept;
+  for (int i = 0; i < 20; ++i) {  // two descriptors of this process each
+    kept.push_back(group.dial());
+    kept.push_back(group.inbox.next().first);
+  }
+  kill(stranger, SIGKILL);
+  waitpid(stranger, nullptr, 0);
+  close(ends[0]);
+  close(ends[1]);
+  setrlimit(RLIMIT_NOFILE, &limit);
+  CHECK(contains(log.text(), "too many connect at once"));
 }
 
 TEST(no_descriptors_left_is_waited_for_without_spinning) {
