@@ -63,6 +63,39 @@ def test_many_groups_leak_nothing(pool: Pool, world: MakeWorld, backend: str, fu
             assert last["virtual"] - first["virtual"] <= 12 * count + 70_000, f"{first} -> {last}"
 
 
+def destroyed_and_held(me: Rank, name: str) -> tuple[Any, Any, list[Any]]:
+    def now() -> dict[str, Any]:
+        fds = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+        return {"fds": sorted(fds), **{what: held()[what] for what in ("threads", "maps")}}
+
+    me.store("a connection that stays")
+    before = now()
+    me.init(name, size=2)
+    kept = dist.group.WORLD
+    assert kept is not None
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    work.wait()
+    assert now() != before
+    dist.destroy_process_group()
+    backend = kept._get_backend(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="destroyed"):
+        backend.allreduce([torch.ones(1)]).wait()
+    wait_until(lambda: now() == before)
+    return before, now(), [work.is_completed(), backend._get_sequence_number_for_group()]
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("wire", ["", "tcp"])
+def test_destroy_releases_all_whoever_holds_the_group(
+    pool: Pool, world: MakeWorld, wire: str
+) -> None:
+    options = {"WIRE": wire} if wire else {}
+    call = pool.start(destroyed_and_held, world(0, **options), pool.name(), ranks=2)
+    for before, after, known in call.results():
+        assert after == before
+        assert known == [True, 1]
+
+
 def destroyed_in_a_callback(me: Rank) -> int:
     before = len(os.listdir("/proc/self/task"))
     ended = threading.Event()

@@ -398,7 +398,11 @@ std::shared_ptr<Reactor> Reactor::shared() {
   auto loop = std::make_shared<Loop>();
   loop->start(loop);
   Loop* raw = loop.get();
-  std::shared_ptr<Reactor> reactor(raw, [loop = std::move(loop)](Reactor*) { loop->leave(); });
+  // The weak pointer below keeps the deleter itself, which must not keep the loop's descriptors.
+  std::shared_ptr<Reactor> reactor(raw, [loop = std::move(loop)](Reactor*) mutable {
+    const std::shared_ptr<Loop> last = std::move(loop);
+    last->leave();
+  });
   process.reactor = reactor;
   return reactor;
 }

@@ -151,17 +151,28 @@ Backend::~Backend() {
   group_.reset();
 }
 
+std::shared_ptr<Group> Backend::groupIfAny() const {
+  const std::lock_guard lock(group_mutex_);
+  return group_;
+}
+
+std::shared_ptr<Group> Backend::group() const {
+  if (auto group = groupIfAny()) return group;
+  throw Error(Failure::kAborted, "the group has been destroyed");
+}
+
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   if (gpu_) gpu_->setTimeout(timeout);
-  group_->setTimeout(nanosOf(timeout));
+  if (const auto group = groupIfAny()) group->setTimeout(nanosOf(timeout));
 }
 
 std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
-  if (!spansHosts()) return makePlane(group_, device);
-  const auto& together = group_->local();
+  const auto group = this->group();
+  if (!spansHosts()) return makePlane(group, device);
+  const auto& together = group->local();
   // A connection of its own: it is used by a thread, and waits there.
-  return makePlane(std::make_shared<TorchStore>(store_->clone()), *group_->hosts(), together,
+  return makePlane(std::make_shared<TorchStore>(store_->clone()), *group->hosts(), together,
                    makePlane(together, device), device, group_options_);
 }
 
@@ -185,12 +196,12 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 
 Backend::WorkPtr Backend::start(Job job, bool async) {
   job.observer = observer_;
-  return collected(Work::start(*group_, std::move(job), !async));
+  return collected(Work::start(*group(), std::move(job), !async));
 }
 
 Backend::WorkPtr Backend::startMessage(Job job, Message message) {
   job.observer = observer_;
-  return collected(Work::start(*group_, std::move(job), std::move(message)));
+  return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
 
 Backend::WorkPtr Backend::collected(WorkPtr work) {
@@ -225,12 +236,12 @@ Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& stor
                                      const std::vector<int>& ranks,
                                      const OptionsPtr& options) const {
   GroupOptions made = group_options_;
-  made.timeout = options ? nanosOf(options->timeout) : group_->timeout();
+  made.timeout = options ? nanosOf(options->timeout) : group()->timeout();
   made.name =
       options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
   made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
-  made.shared = group_->sharedOptions();
+  made.shared = group()->sharedOptions();
   made.global_ranks.clear();
   for (int r : ranks) made.global_ranks.push_back(group_options_.shownAs(r));
   return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
@@ -261,7 +272,7 @@ Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
   GroupOptions made = group_options_;
   if (options) made.timeout = nanosOf(options->timeout);
   if (options && !options->group_name.empty()) made.name = options->group_name;
-  made.shared = group_->sharedOptions();
+  made.shared = group()->sharedOptions();
   made.global_ranks.clear();  // those of other groups are not known here
   return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made, gpus_);
 }
@@ -274,7 +285,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
     if (std::find(excluded.begin(), excluded.end(), r) == excluded.end()) ranks.push_back(r);
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   TORCH_CHECK_VALUE(self != ranks.end(), "ringreduce shrink: rank ", rank_, " excludes itself");
-  if ((flags & kAbort) != 0 && !group_->failed()) abort();
+  if ((flags & kAbort) != 0 && !hasFailed()) abort();
   return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
 
@@ -292,15 +303,40 @@ void Backend::registerOnCompletionHook(
 }
 
 void Backend::waitForPendingWorks() {
-  translated([&] { group_->drain(); });
+  translated([&] { group()->drain(); });
+}
+
+uint64_t Backend::getSequenceNumberForGroup() {
+  const std::lock_guard lock(group_mutex_);
+  return group_ ? group_->operations() : last_operations_;
+}
+
+Failure Backend::failure() const {
+  const std::lock_guard lock(group_mutex_);
+  return group_ ? group_->failure() : last_failure_;
+}
+
+size_t Backend::stagingBytes() const {
+  const auto group = groupIfAny();
+  return group ? group->stagingBytes() : 0;
+}
+
+bool Backend::spansHosts() const {
+  const auto group = groupIfAny();
+  return group && group->hosts() && group->hosts()->count() > 1;
+}
+
+std::vector<std::string> Backend::routes() const {
+  const auto group = groupIfAny();
+  return group ? group->routes() : std::vector<std::string>();
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
-  return {{"staging_bytes", group_->stagingBytes()}, {"gpu_bytes", gpuBytes()}};
+  return {{"staging_bytes", stagingBytes()}, {"gpu_bytes", gpuBytes()}};
 }
 
 c10d::ErrorType Backend::getError() {
-  switch (group_->failure()) {
+  switch (failure()) {
     case Failure::kNone:
       return c10d::ErrorType::SUCCESS;
     case Failure::kTimeout:
@@ -313,13 +349,22 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::abort() {
-  translated([&] { group_->abort("abort() was called"); });
+  if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (gpu_) gpu_->abort();
 }
 
 void Backend::shutdown() {
   if (gpu_) gpu_->shutdown();
-  group_->shutdown();
+  std::shared_ptr<Group> group = groupIfAny();
+  if (!group) return;
+  group->shutdown();
+  // Torch keeps this object alive beyond destroy_process_group, as do defaults of arguments.
+  const std::lock_guard lock(group_mutex_);
+  if (group_) {
+    last_failure_ = group_->failure();
+    last_operations_ = group_->operations();
+  }
+  group_.reset();
 }
 
 void Backend::shutdownAll() {

@@ -112,7 +112,7 @@ class Backend final : public c10d::Backend {
   BackendPtr shrink(const std::vector<int64_t>& excluded, int flags, const OptionsPtr&) override;
 
   void setSequenceNumberForGroup() override {}  // both ends count from the start
-  uint64_t getSequenceNumberForGroup() override { return group_->operations(); }
+  uint64_t getSequenceNumberForGroup() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
@@ -121,6 +121,7 @@ class Backend final : public c10d::Backend {
   // Overrides what torch has since 2.12.
   std::unordered_map<std::string, uint64_t> getMemoryStats();
   void abort() override;
+  // Leaves the group and gives back its memory, descriptors and threads, whoever still holds this.
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.
@@ -133,14 +134,18 @@ class Backend final : public c10d::Backend {
   // that ends without having destroyed its groups.
   static void shutdownAll();
 
-  bool hasFailed() const { return group_->failed(); }
-  size_t stagingBytes() const { return group_->stagingBytes(); }
+  bool hasFailed() const { return failure() != Failure::kNone; }
+  size_t stagingBytes() const;
   size_t gpuBytes() const;
-  bool spansHosts() const { return group_->hosts() && group_->hosts()->count() > 1; }
-  std::vector<std::string> routes() const { return group_->routes(); }
-  Group& group() const { return *group_; }
+  bool spansHosts() const;
+  std::vector<std::string> routes() const;
+  // Throws Error(kAborted) once the group is destroyed.
+  std::shared_ptr<Group> group() const;
 
  private:
+  // Null once the group is destroyed.
+  std::shared_ptr<Group> groupIfAny() const;
+  Failure failure() const;
   // The part for CUDA tensors if this is one; null for others, which the caller then refuses if
   // they are not the CPU's.
   GpuBackend* gpuFor(const at::Tensor& tensor) const;
@@ -157,8 +162,11 @@ class Backend final : public c10d::Backend {
   const GroupOptions group_options_;
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
-  const Gpus gpus_;  // handed on to groups made of this one
+  const Gpus gpus_;                 // handed on to groups made of this one
+  mutable std::mutex group_mutex_;  // of the next three
   std::shared_ptr<Group> group_;
+  Failure last_failure_ = Failure::kNone;  // of a group that is destroyed, and its operations
+  uint64_t last_operations_ = 0;
   c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two

@@ -90,7 +90,8 @@ c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::Gr
 // Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
 // the rates from host to host in Mbit/s.
 py::tuple topologyOf(const BackendPtr& backend) {
-  const Group& group = asRingreduce(*backend).group();
+  const std::shared_ptr<Group> held = asRingreduce(*backend).group();
+  const Group& group = *held;
   std::vector<std::vector<int>> hosts;
   std::vector<std::string> names;
   const Hosts* known = group.hosts();
@@ -202,7 +203,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "wire_cost",
       [](const BackendPtr& backend) {
-        return costTo(backend ? asRingreduce(*backend).group().wireCost() : WireCost{});
+        return costTo(backend ? asRingreduce(*backend).group()->wireCost() : WireCost{});
       },
       py::arg("backend"));
   m.def("instruction_set", &instructionSet);

@@ -122,15 +122,16 @@ FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compress
     // In the host's memory: in its own, or where it is copied to and back from.
     const std::shared_ptr<HostTrip> trip = gpu ? gpu->toHost(bucket) : nullptr;
     const Staged staged(trip ? trip->host() : bucket, Use::kBoth, kHook);
+    const std::shared_ptr<Group> group = this->group();
     std::vector<Operation> operations = compression.average({.data = staged.data(),
                                                              .count = countOf(bucket),
                                                              .dtype = dtype,
                                                              .parts = std::move(parts),
                                                              .last = last},
-                                                            *group_);
+                                                            *group);
     if (trip)
       operations.front().before = [then = std::move(operations.front().before), trip,
-                                   group = group_.get()] {
+                                   group = group.get()] {
         await(*trip, *group);
         then();
       };

@@ -108,7 +108,7 @@ void bindCompression(py::module_& m) {
       .def(
           "agree",
           [](HookState& state, const BackendPtr& backend) {
-            translated([&] { state.core().agree(asRingreduce(checked(backend)).group()); });
+            translated([&] { state.core().agree(*asRingreduce(checked(backend)).group()); });
           },
           no_gil, py::arg("backend"))
       .def(
