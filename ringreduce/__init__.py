@@ -11,7 +11,7 @@ import importlib.metadata
 import torch.distributed as dist
 
 import _ringreduce_autoload
-from ringreduce import hooks, topology
+from ringreduce import _load, hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
@@ -41,6 +41,7 @@ __all__ = [
 __version__ = importlib.metadata.version("ringreduce")
 
 _ringreduce_autoload.register()
+_load.load()  # an extension that is missing is reported here, not when the first group is made
 
 
 def staging_bytes(group: dist.ProcessGroup | None = None) -> int:

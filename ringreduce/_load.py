@@ -78,7 +78,10 @@ def load() -> ModuleType:
             raise
         raise ImportError(f"ringreduce's C++ extension has not been built. {rebuild}") from None
     except ImportError as error:
-        raise ImportError(
-            f"ringreduce's C++ extension, built for torch {built.TORCH_VERSION}, does not load "
-            f"into torch {torch.__version__} ({error}). {rebuild}"
-        ) from error
+        if "undefined symbol" in str(error) or "not found (required by" in str(error):
+            raise ImportError(
+                f"ringreduce's C++ extension, built for torch {built.TORCH_VERSION}, does not load "
+                f"into torch {torch.__version__} ({error}). {rebuild}"
+            ) from error
+        # Not of the build: no memory (ulimit -v), no permission, a missing library.
+        raise ImportError(f"ringreduce's C++ extension does not load: {error}") from error

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from blame import expect
 from conftest import MakeWorld
-from pool import Done, Pool, Raised, Rank
+from pool import Done, Pool, Raised, Rank, run_ranks
 from test_bits import reduce_op
 from test_failures import add_up
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -213,6 +213,63 @@ def test_a_group_that_spans_hosts(pool: Pool, world: MakeWorld) -> None:
     """Another network namespace is another host, as far as sockets can tell."""
     for message in start_each(pool, world, [(0, 2), (1, 2)], "other network namespace"):
         assert re.search(r"(?i)host", message) and re.search(r"\brank 1\b", message), message
+
+
+def from_its_own_pid_namespace(me: Rank, name: str) -> str:
+    """What a child that is process 1 of a namespace is told of the other one, which has ended."""
+    assert ctypes.CDLL(None, use_errno=True).unshare(0x20000000) == 0, "CLONE_NEWPID"
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            me.init(name, size=2)
+            if me.rank == 0:
+                dist.all_reduce(torch.ones(4))
+        except Exception as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("wire", ["", "tcp"])
+def test_ranks_in_pid_namespaces_of_their_own(pool: Pool, world: MakeWorld, wire: str) -> None:
+    options = {"WIRE": wire} if wire else {}
+    call = pool.start(
+        from_its_own_pid_namespace, world(0, **options), pool.name(), ranks=2, fresh=True
+    )
+    said, nothing = call.results()
+    assert "rank 1 (pid 1 on host" in said and nothing == ""
+
+
+def without_extension(tmp_path: Path, error: str) -> str:
+    """What `import ringreduce` raises where the extension's own import raises this."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import importlib, torch\n"
+        "known = importlib.import_module\n"
+        "def other(name, *args):\n"
+        f"    if name == 'ringreduce._C': raise {error}\n"
+        "    return known(name, *args)\n"
+        "importlib.import_module = other\n"
+        "import ringreduce\n"
+    )
+    done = run_ranks(script, 1)[0]
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_an_extension_that_does_not_load(tmp_path: Path) -> None:
+    said = without_extension(tmp_path, "ImportError('_C.so: undefined symbol: _ZN3c10')")
+    assert "built for torch" in said and "pip install" in said
+    said = without_extension(
+        tmp_path, "ImportError('_C.so: failed to map: Cannot allocate memory')"
+    )
+    assert said.endswith("does not load: _C.so: failed to map: Cannot allocate memory")
+    missing = "ModuleNotFoundError('none', name='ringreduce._C')"
+    assert "has not been built" in without_extension(tmp_path, missing)
 
 
 def test_a_file_of_an_earlier_run(pool: Pool, world: MakeWorld) -> None:

@@ -96,6 +96,7 @@ class Caller {
                        {"version", kVersion},
                        {"rank", std::to_string(rank_)},
                        {"size", std::to_string(size_)},
+                       {"pid", std::to_string(getpid())},
                        {"host", hostName()}}),
                {self.segment->fd()});
   }

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "group/handshake.h"
+#include "group/process.h"
 
 namespace ringreduce {
 namespace {
@@ -53,6 +54,7 @@ class Meeting {
              {"token", randomHex()},
              {"id", id.empty() ? hostId() : id},
              {"pid", std::to_string(getpid())},
+             {"pids", pidNamespace()},
              {"host", hostName()}};
   }
 
@@ -191,7 +193,7 @@ class Meeting {
                                        std::to_string(size_));
     if (const std::string broken = word(entry, "broken"); !broken.empty())
       throw Error(Failure::kSetup, broken);
-    for (const char* field : {"token", "id", "pid", "host"})
+    for (const char* field : {"token", "id", "pid", "pids", "host"})
       table[at(field, r)] = word(entry, field);
   }
 
@@ -275,7 +277,8 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
     names_.push_back("pid " + field("pid") + " on host " + field("host"));
     machines_.push_back(field("host"));
     who_.push_back("rank " + options.shown(r) + " (" + names_.back() + ")");
-    pids_.push_back(static_cast<int>(number(table, at("pid", r).c_str())));
+    const bool seen_here = field("pids") == pidNamespace();
+    pids_.push_back(seen_here ? static_cast<int>(number(table, at("pid", r).c_str())) : 0);
     told_.push_back(field("said"));
   }
 }

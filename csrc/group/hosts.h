@@ -67,6 +67,7 @@ class Hosts {
 
   // "rank 3 (pid 7 on host a)"
   const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
+  // 0 if it is in another PID namespace.
   int pidOf(int rank) const { return pids_[static_cast<size_t>(rank)]; }
   const std::string& nameOf(int rank) const { return names_[static_cast<size_t>(rank)]; }
   // What its host calls itself.

@@ -66,6 +66,7 @@ class Hub {
   struct Caller {
     Fd socket;
     Peer peer;
+    int pid = 0;    // as it calls itself
     int rank = -1;  // not known yet
     bool ready = false;
   };
@@ -137,10 +138,9 @@ class Hub {
 
   void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {}) {
     if (!sendPacket(caller.socket, encode(fields), fds))
-      throw Error(Failure::kPeerLost, "rank " + options_.shown(caller.rank) + " (pid " +
-                                          std::to_string(caller.peer.pid) +
-                                          ") no longer listens while group '" + options_.name +
-                                          "' is being made");
+      throw Error(Failure::kPeerLost,
+                  "rank " + options_.shown(caller.rank) + " (pid " + std::to_string(caller.pid) +
+                      ") no longer listens while group '" + options_.name + "' is being made");
   }
 
   int missing() const {
@@ -202,9 +202,8 @@ class Hub {
       case Received::kClosed:
         if (caller.rank < 0) return false;
         throw Error(Failure::kPeerLost, "rank " + options_.shown(caller.rank) + " (pid " +
-                                            std::to_string(caller.peer.pid) +
-                                            ") ended while group '" + options_.name +
-                                            "' was being made");
+                                            std::to_string(caller.pid) + ") ended while group '" +
+                                            options_.name + "' was being made");
       case Received::kMessage:
         break;
     }
@@ -224,8 +223,9 @@ class Hub {
 
   void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds) {
     const int64_t rank = number(fields, "rank"), size = number(fields, "size");
-    const std::string who =
-        "rank " + nameOf(rank) + " (pid " + std::to_string(caller.peer.pid) + ")";
+    const int64_t pid = number(fields, "pid");  // none from another version
+    caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
+    const std::string who = "rank " + nameOf(rank) + " (pid " + std::to_string(caller.pid) + ")";
     if (word(fields, "version") != kVersion)
       throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + hubName() +
                                        "; install "
@@ -240,9 +240,9 @@ class Hub {
       throw Error(Failure::kSetup,
                   "two processes claim rank " + nameOf(rank) + ": pid " +
                       std::to_string(table_.members[static_cast<size_t>(rank)].pid) + " and pid " +
-                      std::to_string(caller.peer.pid));
+                      std::to_string(caller.pid));
     Member& member = table_.members[static_cast<size_t>(rank)];
-    member.pid = caller.peer.pid;
+    member.pid = caller.pid;
     member.host = word(fields, "host");
     member.segment = Segment::attach(std::move(fds[0]), Layout(table_.options, size_).bytes);
     member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));

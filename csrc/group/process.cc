@@ -2,6 +2,7 @@
 #include "group/process.h"
 
 #include <poll.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <map>
@@ -34,6 +35,16 @@ std::shared_ptr<Fd> shareProcessFd(Fd pidfd) {
   auto fd = std::make_shared<Fd>(std::move(pidfd));
   entry = fd;
   return fd;
+}
+
+int pidSeenHere(const std::shared_ptr<Fd>& process) {
+  return process && *process ? numberOf(*process) : 0;
+}
+
+std::string pidNamespace() {
+  struct stat status{};
+  if (stat("/proc/self/ns/pid", &status) != 0) return "";
+  return std::to_string(status.st_dev) + "/" + std::to_string(status.st_ino);
 }
 
 std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes) {

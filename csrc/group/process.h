@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/fd.h"
@@ -14,6 +15,13 @@ std::shared_ptr<Fd> shareProcessFd(Fd pidfd);
 
 // Which of these processes have ended; null entries never have, as far as anybody knows.
 std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes);
+
+// The process number behind a pidfd, in this process's PID namespace; 0 if it has none there.
+int pidSeenHere(const std::shared_ptr<Fd>& process);
+
+// Identifies this process's PID namespace; the same number means different processes in two of
+// them.
+std::string pidNamespace();
 
 // Whether a process of this host is stopped (SIGSTOP, a debugger).  False if it cannot be seen.
 bool isStopped(int pid);

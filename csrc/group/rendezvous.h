@@ -26,7 +26,7 @@
 namespace ringreduce {
 
 struct Member {
-  int pid = 0;  // as rank 0 sees it
+  int pid = 0;  // as it calls itself: another number than here in a PID namespace of its own
   std::string host;
   std::shared_ptr<Segment> segment;
   std::shared_ptr<Fd> process;  // readable once the process has ended; null where that is not known

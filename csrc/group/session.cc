@@ -44,7 +44,7 @@ std::vector<Seat> seatsOf(const Membership& membership) {
     seats.push_back({.page = reinterpret_cast<Page*>(member.segment->data()),
                      .process = member.process,
                      .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
-                     .pid = member.pid});
+                     .pid = pidSeenHere(member.process)});
   return seats;
 }
 
