@@ -8,6 +8,7 @@ where the ranks meet.
 import dataclasses
 import logging
 import os
+import socket
 import zlib
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = ["Launch", "init"]
 _FIRST_PORT, _PORTS = 20000, 10000
 # torchrun's own default, for launchers that tell nothing by which to tell jobs apart.
 _DEFAULT_PORT = 29500
+# How often a name is looked up whose server does not answer.
+_LOOKUPS = 3
 
 _log = logging.getLogger("ringreduce")
 
@@ -172,6 +175,7 @@ def _address(me: Identity) -> str:
     if me.local_world_size == me.world_size:
         return "127.0.0.1"
     if me.first_host is not None:
+        _require_resolvable(me, me.first_host)
         return me.first_host
     where = (
         f"{me.local_world_size} of them are on this host"
@@ -182,6 +186,22 @@ def _address(me: Identity) -> str:
         f"rank {me.rank} of {me.world_size} ({me.launcher}) does not know where rank 0 is: "
         f"MASTER_ADDR is not set, and {where}. Set it for all ranks: {_how_to_export(me)}"
     )
+
+
+def _require_resolvable(me: Identity, host: str) -> None:
+    """Raises ValueError if it does not: torch would look it up again and again in silence."""
+    for attempt in range(_LOOKUPS):
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN and attempt < _LOOKUPS - 1:
+                continue
+            raise ValueError(
+                f"rank {me.rank} of {me.world_size} ({me.launcher}) cannot find rank 0's host: "
+                f"the first node of the step, {host!r}, does not resolve ({error.strerror}). Name "
+                f"an address of it for all ranks: {_how_to_export(me)}"
+            ) from error
 
 
 def _port(me: Identity) -> int:

@@ -175,6 +175,22 @@ def test_tasks_on_a_host_of_slurms() -> None:
     assert tasks_here({"SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "2"}) is None
 
 
+def test_a_first_host_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unknown(host: str, port: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with environment(TWO_HOSTS), pytest.raises(ValueError) as raised:
+        ringreduce.init("gloo")
+    first = asked[0]
+    for word in (f"{first!r}, does not resolve", "rank 3 of 4 (Slurm)", "MASTER_ADDR=HOST_OF"):
+        assert word in str(raised.value)
+    assert asked == [first]
+
+
 # From here on groups are made, in ranks of the pool whose environment is made up.
 
 
