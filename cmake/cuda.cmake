@@ -170,6 +170,7 @@ set(CMAKE_CUDA_COMPILER_LAUNCHER
 
 file(GLOB cuda_host_files CONFIGURE_DEPENDS csrc/cuda/*.cc)
 add_library(ringreduce_cuda_host OBJECT ${cuda_host_files})
+set_target_properties(ringreduce_cuda_host PROPERTIES ${unity})
 add_library(ringreduce_cuda STATIC ${cuda_files} $<TARGET_OBJECTS:ringreduce_cuda_host>)
 foreach(target ringreduce_cuda_host ringreduce_cuda)
   target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
