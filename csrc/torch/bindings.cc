@@ -65,6 +65,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
     options.of_ranks = of_ranks;
+    watchInterrupts();  // again for each group: the program may have set a handler meanwhile
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
@@ -170,7 +171,6 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringreduce;
   py::module_::import("torch.distributed");  // registers the types that the signatures name
-  watchInterrupts();
   // What Backend.mem_allocator returns: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 

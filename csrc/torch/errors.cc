@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <mutex>
 #include <utility>
 
 namespace ringreduce {
@@ -83,9 +84,17 @@ void checkSignals() {
 }
 
 void watchInterrupts() {
-  if (sigaction(SIGINT, nullptr, &pythons_action) != 0) return;
-  if (pythons_action.sa_handler == SIG_DFL || pythons_action.sa_handler == SIG_IGN) return;
-  struct sigaction ours = pythons_action;
+  static std::mutex mutex;
+  static bool watched = false;
+  const std::lock_guard lock(mutex);
+  struct sigaction current;
+  if (sigaction(SIGINT, nullptr, &current) != 0) return;
+  if (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN) return;
+  // signal.signal puts Python's handler back.  Any other may call ours, which would call it again.
+  if (watched && current.sa_handler != pythons_action.sa_handler) return;
+  watched = true;
+  pythons_action = current;
+  struct sigaction ours = current;
   ours.sa_flags |= SA_SIGINFO;
   ours.sa_sigaction = &onInterrupt;
   sigaction(SIGINT, &ours, nullptr);
