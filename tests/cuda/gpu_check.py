@@ -177,8 +177,6 @@ def run_all(stages: list[Stage], runner: Runner, report: Report, no_gpu: str) ->
 def conclude(report: Report, no_gpu: str) -> int:
     """Prints what came of it all; returns the exit status."""
     print()
-    if goals := report.goals():
-        print(f"Goals, of ranks sharing one GPU; a missed one fails no stage:\n{goals}\n")
     print(report.table())
     print(f"results: {report.path}, {report.log.name}")
     passed, skipped = report.count("ok"), report.count("skipped")

@@ -119,7 +119,6 @@ def stages(plan: Plan) -> list[Stage]:
             (run("single", *both, "--algorithms", algorithms, *sizes("1M", "1G"), nccl=True),),
             measures=True,
             figure=figures.bandwidth_figure,
-            goals=figures.bandwidth_goals,
         ),
         Stage(
             "latency",
@@ -128,7 +127,6 @@ def stages(plan: Plan) -> list[Stage]:
             (run("latency", *both, *sizes("4", "256K"), nccl=True),),
             measures=True,
             figure=figures.latency_figure,
-            goals=figures.latency_goals,
         ),
         Stage(
             "processes",
@@ -137,7 +135,6 @@ def stages(plan: Plan) -> list[Stage]:
             (run("processes", *both, *sizes("1K", "256M", "8")),),
             measures=True,
             figure=figures.processes_figure,
-            goals=figures.processes_goals,
         ),
         Stage(
             "kill",
@@ -146,7 +143,6 @@ def stages(plan: Plan) -> list[Stage]:
             (run("kill", *both),),
             measures=True,
             figure=figures.kill_figure,
-            goals=figures.kill_goals,
             frees_gpu=True,
         ),
         *(
@@ -170,7 +166,6 @@ def stages(plan: Plan) -> list[Stage]:
             measures=True,
             verify=figures.add_counters,
             figure=figures.bytes_figure,
-            goals=figures.bytes_goals,
         ),
         Stage(
             "mps",

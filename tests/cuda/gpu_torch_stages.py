@@ -115,7 +115,6 @@ def stages(plan: Plan) -> list[Stage]:
             measures=True,
             collect=figures.bench_lines,
             figure=figures.bench_figure,
-            goals=figures.bench_goals,
         ),
         Stage(
             "ddp",
@@ -130,7 +129,6 @@ def stages(plan: Plan) -> list[Stage]:
             measures=True,
             collect=figures.ddp_lines,
             figure=figures.ddp_figure,
-            goals=figures.ddp_goals,
         ),
     ]
 
