@@ -44,10 +44,8 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        content = {
-            "machine": self.machine,
-            "stages": [asdict(result) for result in self.results],
-        }
+        stages = [asdict(result) for result in self.results]
+        content = {"machine": self.machine, "stages": stages}
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.replace(self.path)

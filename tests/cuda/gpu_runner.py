@@ -252,13 +252,8 @@ def describe(pids: Sequence[int]) -> list[str]:
     names = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            text = (
-                Path(f"/proc/{pid}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-            )
-            names.append(f"{pid} ({text.strip()[:80]})")
+            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            names.append(f"{pid} ({text.decode(errors='replace').strip()[:80]})")
     return names
 
 

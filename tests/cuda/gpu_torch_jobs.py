@@ -71,10 +71,7 @@ def odd_bits(me: Rank, dtype: str, count: int) -> list[str]:
         if not torch.equal(wanted, found.cpu()):
             wrong.append(f"all_reduce {op}")
         share = count // me.world_size
-        part, on_gpu = (
-            values.new_empty(share),
-            torch.empty(share, dtype=values.dtype, device=device),
-        )
+        part, on_gpu = values.new_empty(share), found.new_empty(share)
         whole = values[: share * me.world_size].contiguous()
         dist.reduce_scatter_tensor(part, whole, op)
         dist.reduce_scatter_tensor(on_gpu, whole.to(device), op)
