@@ -64,7 +64,7 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo quick t test test-full test-tcp test-cpp test-python torch-suite \
-  torch-suite-tcp lint includes format sanitize asan tsan fuzz bench bench-net accuracy \
+  torch-suite-tcp lint includes format sanitize asan tsan fuzz bench bench-net \
   net-faults nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
@@ -77,7 +77,6 @@ help:
 	@echo "make test-full whole programs: examples, tutorials, types"
 	@echo "make nightly   all that is too long for each change: 100 kills, 1,000 groups, 2 GiB, all GPUs"
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
-	@echo "make accuracy  train with compressed gradients in every way, and put the table into the docs"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
@@ -132,10 +131,6 @@ bench: build
 bench-net: build
 	$(BIN)/python benchmarks/net/compare.py --out benchmarks/results
 	$(BIN)/python benchmarks/net/ring_order.py
-
-# What was run before is kept in benchmarks/results/accuracy.jsonl; the rest takes about an hour.
-accuracy: build
-	$(BIN)/python benchmarks/accuracy.py --docs docs/compression.md
 
 # Each run has a seed and can be had again: make net-faults RUNS=1 SEED=17
 net-faults: build

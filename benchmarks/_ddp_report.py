@@ -1,4 +1,4 @@
-"""What benchmarks/ddp.py found: JSON, tables, a picture.
+"""What benchmarks/ddp.py found: JSON and tables.
 
 The JSON, schema 1 (times in seconds, sizes in bytes):
 
@@ -20,7 +20,6 @@ The JSON, schema 1 (times in seconds, sizes in bytes):
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +30,6 @@ from ringreduce.bench.results import percentile, write_json
 SCHEMA = 1
 BARE, STOCK = "bare", "stock"
 OURS = ("ours", "hook")
-GREY, PALE, DARK = "#b8bcc4", "#f2a65a", "#1f4e79"
 
 
 @dataclass
@@ -159,45 +157,3 @@ def table(report: Run, model: ModelResult) -> list[str]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.2f}"
-
-
-def plot(report: Run, path: Path) -> bool:
-    """What a step of each way consists of; False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no picture: matplotlib is not installed")
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(report.models), figsize=(7 * len(report.models), 3.6), squeeze=False
-    )
-    for place, model in zip(axes[0], report.models, strict=True):
-        bare = model.ways[BARE].median if BARE in model.ways else 0.0
-        for row, (key, way) in enumerate(model.ways.items()):
-            ground = min(way.median, bare) if bare else way.median
-            place.barh(row, 1e3 * ground, color=GREY)
-            colour = DARK if key in OURS else PALE
-            place.barh(row, 1e3 * max(way.median - ground, 0), left=1e3 * ground, color=colour)
-            low, high = (1e3 * percentile(way.step, q) for q in (0.1, 0.9))
-            middle = 1e3 * way.median
-            place.plot([low, high], [row, row], color="black", linewidth=1)
-            place.annotate(
-                f"{middle:.3g} ms", (max(high, middle), row), xytext=(6, 0),
-                textcoords="offset points", va="center",
-            )  # fmt: skip
-        place.set_yticks(range(len(model.ways)), [report.titles[key] for key in model.ways])
-        place.invert_yaxis()
-        place.set_xlim(0, 1.3e3 * max(percentile(way.step, 0.9) for way in model.ways.values()))
-        place.set_xlabel("ms a step (grey: without sync; colour: more than that; line: p10-p90)")
-        place.set_title(f"{model.name}, {model.parameters / 1e6:.3g} M parameters")
-    settings, machine = report.settings, report.machine
-    where = ", ".join(dict.fromkeys(machine["gpus"])) if "gpus" in machine else machine["cpu"]
-    sharing = f" ({settings['sharing']})" if settings["sharing"] else ""
-    figure.suptitle(f"{settings['world']} ranks on {where}{sharing}, {settings['dtype']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True

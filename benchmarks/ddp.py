@@ -12,7 +12,7 @@ are the same for all; gradients are checked against the mean of all ranks' own b
 
 A step is forward, backward and the optimizer, timed on GPUs between CUDA events.  Exposed
 communication is a step less the same step under no_sync(), or less the bare one.  With --out
-P the files P.json and P.png are written.  The exit status is 1 if ringreduce was wrong.
+P the file P.json is written.  The exit status is 1 if ringreduce was wrong.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def run(options: argparse.Namespace) -> int:
             if options.out:
                 report.write(options.out.with_suffix(".json"))
         controller.close()
-    if options.out and _ddp_report.plot(report, options.out.with_suffix(".png")):
-        print(f"\nwritten: {options.out}.json and .png")
+    if options.out:
+        print(f"\nwritten: {options.out}.json")
     for fault in report.faults():
         print(f"# WRONG: {fault}", flush=True)
     return 0 if report.ours_is_right else 1
@@ -240,7 +240,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help="timed steps in a turn (10)")
     add("--warmup", type=int, default=2, help="steps before them (2)")
     add("--timeout", type=float, default=300.0, help="seconds that any one turn may take")
-    add("--out", type=Path, metavar="P", help="write P.json and P.png")
+    add("--out", type=Path, metavar="P", help="write P.json")
     options = parser.parse_args(arguments)
     for model in options.models:
         if model not in WORKLOADS:

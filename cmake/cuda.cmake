@@ -176,7 +176,7 @@ foreach(target ringreduce_cuda_host ringreduce_cuda)
   target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_link_libraries(${target} PUBLIC ringreduce_core ${CMAKE_DL_LIBS})
 endforeach()
-# One log of all kernels; tests/cuda/kernel_report.py makes a table of it.
+# One log of all kernels; tests/cuda/kernel_report.py reads it.
 set(cuda_kernel_objects "$<FILTER:$<TARGET_OBJECTS:ringreduce_cuda>,INCLUDE,[.]cu[.]o$>")
 add_custom_command(TARGET ringreduce_cuda POST_BUILD VERBATIM COMMAND_EXPAND_LISTS
   COMMAND sh -c "cat \"$@\" > \"$0\"" ${PROJECT_BINARY_DIR}/ptxas.log

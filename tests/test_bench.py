@@ -28,7 +28,6 @@ from ringreduce.bench.settings import (
     Unsupported,
 )
 from ringreduce.bench.summary import summary
-from ringreduce.bench.table import codec_table
 
 # --- What it is asked for -------------------------------------------------------------------------
 
@@ -37,7 +36,6 @@ from ringreduce.bench.table import codec_table
     ("arguments", "complaint"),
     [
         ("all_reduce --sizes 3", "too few"),
-        ("all_gather --nproc 4 --sizes 12", "too few"),
         ("all_reduce --op band", "integer type"),
         ("all_reduce --compare smoke", "none of"),
         ("all_reduce --nproc 0", "no number above 0"),
@@ -45,14 +43,10 @@ from ringreduce.bench.table import codec_table
         ("all_reduce --algorithm oneshot", "no algorithm for cpu tensors"),
         ("all_reduce,all_gathr", "'all_gathr' is neither all nor one of"),
         ("all --nproc 1", "sendrecv needs 2 ranks, and not 1"),
-        ("barrier --plot x.png", "no sizes to plot"),
-        ("all_reduce --plot x.jpg", "none of: .png"),
         ("all_reduce --json no/such/x.json", "there is no folder no/such"),
         ("all_reduce --codec int8,int3", "'int3' is no codec"),
-        ("all_reduce --codec int8 --op max", "and not for max"),
         ("all_gather --codec int8", "all_reduce of float32"),
         ("--explain --nproc 3 --hosts 2", "3 ranks on 2 hosts"),
-        ("--explain --bandwidth-mbit 0", "above 0"),
     ],
 )
 def test_refuses(capsys, arguments, complaint):
@@ -165,7 +159,7 @@ def test_a_peer_that_refuses_is_left_out_and_ours_must_not():
         measure("reduce", ours=refuse)
 
 
-@pytest.mark.parametrize("at", ["prepare", "check", "round", "second check"])
+@pytest.mark.parametrize("at", ["prepare", "round", "second check"])
 def test_an_optional_peer_that_fails_is_left_out_and_another_ends_the_run(at):
     def fail(do, asked):
         if do == at or (at == "second check" and asked.count("check") == 2):
@@ -323,46 +317,28 @@ def test_codecs_have_room_for_their_losses_and_no_more(codec, op):
     assert oracle.count_wrong(swapped * math.nan, allowed) == 10_000
 
 
-# --- What it writes -------------------------------------------------------------------------------
-
-
 def make_report() -> Report:
-    ours = Measurement([2e-6, 3e-6, 4e-6], iterations=[100, 100, 90])
-    gloo = Measurement([200e-6, 300e-6, 400e-6], iterations=[10] * 3, idle_cpu=0.01)
-    roofline = Measurement([1e-6, 1e-6, 1e-6], iterations=[1000] * 3)
-    big = {OURS: Measurement([5e-3], [1]), "roofline": Measurement([2e-3], [1])}
-    return Report(
-        collective="all_reduce",
-        created="2030-01-01T00:00:00+00:00",
-        machine={"cpu": "a CPU", "cores": 2, "memory_bytes": 8 << 30, "kernel": "Linux",
-                 "torch": "2.13.0", "python": "3.11"},
-        library={"version": "1.2.3", "isa": "v3", "staging_bytes": 4 << 20},
-        settings={"world": 4, "rounds": 3},
-        titles={OURS: "ringreduce", "gloo": "gloo", "mpi": "mpi", "roofline": "roofline"},
-        skipped={"mpi": "mpi4py is not installed"},
-        rows=[
-            Row(1024, 256, "float32", "sum", 1.5,
-                {OURS: ours, "gloo": gloo, "roofline": roofline}),
-            Row(1 << 20, 1 << 18, "float32", "sum", 1.5, big),
-        ],
-    )  # fmt: skip
+    ours, gloo = Measurement([2e-6, 3e-6, 4e-6]), Measurement([200e-6, 300e-6, 400e-6])
+    rows = [
+        Row(1024, 256, "float32", "sum", 1.5, {OURS: ours, "gloo": gloo}),
+        Row(1 << 20, 1 << 18, "float32", "sum", 1.5, {OURS: Measurement([5e-3])}),
+    ]
+    settings = {"world": 4, "codecs": ["int8"], "compare": ["gloo"], "sizes": [1024, 1 << 20]}
+    titles = {OURS: "ringreduce", "gloo": "gloo", "int8": "int8"}
+    machine = {"sharing": "ranks sharing one GPU"}
+    return Report("all_reduce", "2030-01-01", machine, {}, settings, titles, rows=rows)
 
 
 def test_wrong_results_are_seen():
     report = make_report()
-    report.settings.update(codecs=["int8"], compare=["gloo"], sizes=[1024, 1 << 20])
-    report.titles["int8"] = "int8"
-    coded = Measurement([1e-6, 1.5e-6, 2e-6], [100] * 3, error={"max": 0.1, "rms": 0.1})
+    coded = Measurement([1e-6, 1.5e-6, 2e-6], error={"max": 0.1, "rms": 0.1})
     report.rows[0].measurements["int8"] = coded
     assert report.ours_is_right and report.faults() == []
-    assert report.peers == ["gloo"]  # codecs are no peers, whose columns follow ours
     report.rows[0].measurements["gloo"].wrong = 3
     assert report.ours_is_right and len(report.faults()) == 1
     coded.same_bits = False  # a codec is ours
     assert not report.ours_is_right
-    assert any(line.endswith("0!") for line in codec_table(report))
     coded.same_bits = True
     report.rows[1].measurements[OURS].wrong = 1
     assert not report.ours_is_right
-    lines = summary(Suite([report], {"gather": "why not"}))
-    assert "5.00 ms / - WRONG" in lines[-2] and lines[-1].count("refused") == 2
+    assert "5.00 ms / - WRONG" in summary(Suite([report], {"gather": "why not"}))[-2]

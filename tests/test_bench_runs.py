@@ -23,8 +23,6 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "benchmarks" / "net")]
 
-import accuracy  # noqa: E402
-import codec_error  # noqa: E402
 import compare  # noqa: E402
 import ring_order  # noqa: E402
 import train  # noqa: E402
@@ -157,43 +155,6 @@ class TestRuns:
             assert errors["ours"] < 1e-6 and errors["gloo"] < 1e-6
             assert 1e-5 < errors["bfloat16"] < 0.01 and errors["int8"] < 0.02
             assert errors["int8"] < errors["int4@ring"] < 0.3
-
-
-def test_a_small_study_of_accuracy_and_its_continuation(tmp_path, capsys):
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-
-    def study(*arguments):
-        program = [str(REPOSITORY / "benchmarks" / "accuracy.py"), "--out", str(tmp_path)]
-        status, out, err = finish(start(*program, *arguments), 600)
-        assert status == 0, out + err
-        return out
-
-    small = ("--steps", "3", "--worlds", "2", "--seeds", "0")
-    assert "# 1 runs to do" in study(*small, "--models", "mlp", "--ways", "exact")
-    second = study(*small, "--ways", "exact,int8,powersgd_1")
-    assert "# 7 runs to do, 1 are in" in second and "WRONG" not in second
-    runs = accuracy.read_runs(tmp_path / "accuracy.jsonl")
-    assert len(runs) == 8
-    for training, result in runs.items():
-        assert result["same_weights"] and len(result["curve"]) == 3
-        assert ("test_accuracy" in result) == (training.model == "mlp")
-    assert len({result["weights_hash"] for result in runs.values()}) > 4  # each way has its own
-    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert accuracy.main(["--out", str(tmp_path), *small, "--ways", "exact,int8", "--report"]) == 0
-    said = capsys.readouterr().out
-    assert "# 0 runs to do, 8 are in" in said and "PowerSGD" not in said
-
-
-def test_errors_of_codecs(tmp_path, capsys):
-    path = tmp_path / "error.json"
-    arguments = ["--worlds", "2,3", "--codecs", "bfloat16,int4", "--count", "20000"]
-    assert codec_error.main([*arguments, "--out", str(path)]) == 0, capsys.readouterr()
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 8 and all(row["same_bits"] for row in rows)
-    worst = {codec: max(r["rms"] for r in rows if r["codec"] == codec)
-             for codec in ("bfloat16", "int4")}  # fmt: skip
-    assert 1e-4 < worst["bfloat16"] < 0.01 < worst["int4"] < 0.3
 
 
 def test_ddp(tmp_path):

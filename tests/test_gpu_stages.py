@@ -22,8 +22,6 @@ from gpu_machine import Tools  # noqa: E402
 from gpu_runner import Runner, Stage, Step  # noqa: E402
 
 from ringreduce.bench.cli import make_parser, read_plan  # noqa: E402
-from ringreduce.bench.results import Measurement, Report  # noqa: E402
-from ringreduce.bench.settings import OURS  # noqa: E402
 
 TOOLS = Tools(*["/tools/" + name for name in Tools.__dataclass_fields__])
 TORCH_PLAN = gpu_stages.Plan(TOOLS, "90", 4, nccl="/lib/libnccl.so.2", study=True)
@@ -117,21 +115,8 @@ def test_files_that_cannot_be_read_fail_the_stage(tmp_path: Path) -> None:
     assert result.status == "failed" and "cannot be read" in result.reason
 
 
-def gpu_report() -> Report:
-    report = make_report()
-    report.settings.update(device="cuda", world=2, sizes=[1024], rounds=3)
-    sharing = "ranks sharing one GPU"
-    report.machine.update(gpus=["NVIDIA X"] * 2, cuda="13.0", nccl="2.30.3", sharing=sharing)
-    report.titles["symm_one_shot"] = "1-shot symm"
-    for row in report.rows:
-        ours = row.measurements[OURS]
-        ours.wall, ours.issue = [8e-6] * 3, [6e-6, 7e-6, 9e-6]
-    report.rows[0].measurements["symm_one_shot"] = Measurement([9e-6] * 3)
-    return report
-
-
 def test_wrong_results_in_the_benchmarks_file_are_ours_or_a_peers(tmp_path: Path) -> None:
-    report = gpu_report()
+    report = make_report()
     report.rows[0].measurements["gloo"].wrong = 7
     report.write(tmp_path / "bench-all_reduce-4.json")
     lines = figures.bench_lines(tmp_path)

@@ -12,7 +12,7 @@ As in ringreduce.bench each contender has rank processes of its own, they take t
 is not timed sleeps; results are checked before and after.  busbw is 2(P-1)/P x bytes / time, in
 Mbit/s: what a ring carries over each line.  A hierarchical all-reduce carries less, so its busbw
 may be more than the line's rate.  With --out DIR each path is written to DIR/net_PATH.json: the
-schema of ringreduce.bench.results with `path`, `line`, `congestion`, `targets`, `busbw_mbit`, for
+schema of ringreduce.bench.results with `path`, `line`, `congestion`, `busbw_mbit`, for
 codecs `link_bytes` (of one call, over all links) and the emulator's `statistics`.  The exit status
 is 1 if ours was wrong or could not take part.
 """
@@ -37,8 +37,8 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).parents[2] / "tests")]
 
-from _cases import CASES, GLOO, KIB, RING, Case  # noqa: E402
-from _coded import coded_lines, coded_target, count_bytes  # noqa: E402
+from _cases import CASES, GLOO, Case  # noqa: E402
+from _coded import coded_lines, count_bytes  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
 from ringreduce.bench.alternate import measure_row, sleepers_warning  # noqa: E402
@@ -57,7 +57,7 @@ from ringreduce.bench.summary import format_time  # noqa: E402
 
 COLUMNS = (
     ("size", 8), ("contender", 18), ("time", 9), ("p10-p90", 20), ("busbw", 9), ("x gloo", 7),
-    ("target", 24), ("", 7),
+    ("", 7),
 )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def settings_of(case: Case, options: argparse.Namespace) -> Settings:
         warmup=case.warmup if case.slow else None,
         rounds=options.rounds or case.rounds,
         timeout=options.timeout,
-        codecs=tuple(case.codecs) if options.backend == "ringreduce" else (),
+        codecs=case.codecs if options.backend == "ringreduce" else (),
     )
 
 
@@ -174,18 +174,11 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
             measurement["busbw_mbit"] = mbit(row, key)
             if key in at_link:
                 measurement["link_bytes"] = at_link[key]
-    targets = {
-        "busbw_mbit_or_us": case.targets,
-        "times_gloo": case.times_gloo,
-        "times_ring": case.times_ring,
-        "codecs": {key: asdict(asked) for key, asked in case.codecs.items()},
-    }
     line = {"hosts": case.hosts, "ranks_per_host": case.per_host, **case.line}
     congestion = case.congestion or default_congestion()
     return document | {
         "path": case.key, "title": case.title, "line": line, "congestion": congestion,
-        "environments": {c.key: c.environment for c in contenders}, "targets": targets,
-        "statistics": statistics,
+        "environments": {c.key: c.environment for c in contenders}, "statistics": statistics,
     }  # fmt: skip
 
 
@@ -194,44 +187,19 @@ def mbit(row: Row, key: str) -> float:
     return row.busbw(key) * 8e3
 
 
-def target_of(case: Case, row: Row) -> tuple[str, bool | None]:
-    """What ours is to reach at this size, in words, and whether it does (None: not to be said)."""
-    texts: list[str] = []
-    met: list[bool] = []
-    measured = OURS in row.measurements
-    if (wanted := case.targets.get(row.bytes)) is not None:
-        if row.bytes < 64 * KIB:
-            texts.append(f"<= {wanted:.0f} us")
-            met += [row.measurements[OURS].median * 1e6 <= wanted] if measured else []
-        else:
-            texts.append(f">= {wanted:.0f} Mbit/s")
-            met += [mbit(row, OURS) >= wanted] if measured else []
-    for peer, wanted_times in ((GLOO, case.times_gloo), (RING, case.times_ring)):
-        if (times := wanted_times.get(row.bytes)) is not None:
-            texts.append(f">= {times:g} x {peer}")
-            met += [row.ratio(peer) >= times] if measured and peer in row.measurements else []
-    return ", ".join(texts), all(met) if met else None
-
-
 def lines_of(case: Case, row: Row, report: Report, at_link: dict[str, float]) -> list[str]:
     """A line of the table for each contender; of codecs also what they send and lose."""
     lines = []
     for key, measurement in row.measurements.items():
         spread = f"{format_time(measurement.quantile(0.1))} - "
         spread += format_time(measurement.quantile(0.9))
-        ratio = target = verdict = ""
+        ratio = ""
         if GLOO in row.measurements and key != GLOO:
             ratio = f"{row.measurements[GLOO].median / measurement.median:.2f}"
-        if key == OURS:
-            target, met = target_of(case, row)
-            verdict = "" if met is None else "met" if met else "MISSED"
-        elif key in case.codecs:
-            target, met = coded_target(case.codecs[key], row, key)
-            verdict = "" if met is None else "met" if met else "MISSED"
-        wrong = "" if measurement.wrong == 0 and measurement.same_bits else " WRONG"
+        wrong = "" if measurement.wrong == 0 and measurement.same_bits else "WRONG"
         cells = (
             format_size(row.bytes), report.titles[key], format_time(measurement.median), spread,
-            f"{mbit(row, key):.0f}", ratio, target, verdict + wrong,
+            f"{mbit(row, key):.0f}", ratio, wrong,
         )  # fmt: skip
         lines.append(columns(cells))
     return lines + coded_lines(case.codecs, row, at_link)

@@ -233,8 +233,7 @@ void finishSums(void* dst, const void* a, const void* b, size_t n, int worldSize
 
 // More sources than a first-level cache has ways (8 at the least) throw each other's lines out of
 // it when all of them begin at the same offset in a page, as slots do.  So they are taken a few at
-// a time, block by block, with the partial result in cache; up to 8, that would only cost
-// (reduce_perf, P=8 and P=16, shows both).
+// a time, block by block, with the partial result in cache; up to 8, that would only cost.
 constexpr int kMostAtOnce = 8;
 constexpr size_t kBlock = 1024;  // elements; a multiple of every tile
 

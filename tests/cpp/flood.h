@@ -45,7 +45,7 @@ inline constexpr size_t kHeld = 300;  // more than strangers may have open at a 
 // What the processes share.
 struct Scene {
   std::atomic<int> ports[kRanks] = {};
-  std::atomic<bool> overheard = false, on = false, over = false;
+  std::atomic<bool> overheard = false, over = false;
   std::atomic<uint64_t> tried = 0;
   char word[64] = {}, secret[128] = {};
 

@@ -103,11 +103,9 @@ def ended_by_signals() -> Iterator[None]:
 def check(settings: argparse.Namespace, scratch: Path) -> int:
     machine = gpu_machine.inspect()
     look = settings.list or settings.dry_run
-    nccl, about_nccl = None, "not looked for"
+    nccl, about_nccl, torch, no_torch = None, "not looked for", None, ""
     if machine.gpus and not look:
         nccl, about_nccl = gpu_machine.find_nccl(settings.nccl, scratch)
-    torch, no_torch = None, ""
-    if machine.gpus and not look:
         torch, no_torch = gpu_machine.find_torch()
     machine.facts["torch"] = torch or no_torch
     machine.facts["nccl"] = {"path": nccl, "version" if nccl else "missing": about_nccl}
@@ -132,10 +130,8 @@ def check(settings: argparse.Namespace, scratch: Path) -> int:
         return 0
     if settings.dry_run:
         for stage in stages:
-            print(
-                f"# {stage.name}: at most {stage.limit:.0f} s"
-                + f" ({stage.skip})" * bool(stage.skip)
-            )
+            why = f" ({stage.skip})" if stage.skip else ""
+            print(f"# {stage.name}: at most {stage.limit:.0f} s{why}")
             for step in stage.steps:
                 print(step.text())
         return 0
@@ -177,8 +173,6 @@ def run_all(stages: list[Stage], runner: Runner, report: Report, no_gpu: str) ->
 def conclude(report: Report, no_gpu: str) -> int:
     """Prints what came of it all; returns the exit status."""
     print()
-    if goals := report.goals():
-        print(f"Goals, of ranks sharing one GPU; a missed one fails no stage:\n{goals}\n")
     print(report.table())
     print(f"results: {report.path}, {report.log.name}")
     passed, skipped = report.count("ok"), report.count("skipped")

@@ -1,19 +1,17 @@
-"""What the measurements of gpu_check.py say: key figures, goals, the profiler's counts.
+"""What the measurements of gpu_check.py say: key figures and the profiler's counts.
 
-Pure functions of the lines that gpu_stages.py describes.  A goal is {goal, value, met}; there is
-none for what was not measured.
+Pure functions of the lines that gpu_stages.py describes.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from gpu_report import Line, Lines
 
 KIB, MIB = 1 << 10, 1 << 20
-Place = tuple[int, str, int]
 
 
 def pick(lines: Iterable[Line], **wanted: object) -> Lines:
@@ -24,23 +22,21 @@ def median(line: Line) -> float:
     return float(line["time_us"][0])
 
 
-def by_place(lines: Iterable[Line]) -> dict[Place, dict[str, Line]]:
-    """The line of each algorithm, by (ranks, dtype, bytes); without H, which has no size."""
-    table: dict[Place, dict[str, Line]] = {}
-    for line in lines:
+def beside(lines: Iterable[Line], size: int, what: str, digits: int = 0) -> list[str]:
+    """All contenders of float32 at one size, a text for each number of ranks: "busbw GB/s" or
+    their times, "us"."""
+    table: dict[int, dict[str, float]] = {}
+    for line in pick(lines, dtype="float32", bytes=size):
+        # H has no size, and is no contender.
         if line["algorithm"] != "hop":
-            place = (line["ranks"], line["dtype"], line["bytes"])
-            table.setdefault(place, {})[line["algorithm"]] = line
-    return table
-
-
-def hop(lines: Lines) -> float | None:
-    """H: microseconds from one process's stream write until another's stream has waited for it."""
-    found = pick(lines, algorithm="hop")
-    return median(found[0]) if found else None
-
-
-# --- Key figures ----------------------------------------------------------------------------------
+            value = median(line) if what == "us" else float(line["busbw"])
+            table.setdefault(line["ranks"], {})[line["algorithm"]] = value
+    label = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+    return [
+        f"{ranks} ranks, {label}, {what}: "
+        + ", ".join(f"{name} {value:.{digits}f}" for name, value in by.items())
+        for ranks, by in table.items()
+    ]
 
 
 def checked(lines: Lines) -> str:
@@ -58,127 +54,27 @@ def copy_figure(lines: Lines) -> str:
 
 
 def bandwidth_figure(lines: Lines) -> str:
-    parts = []
-    for (ranks, dtype, size), by in by_place(lines).items():
-        if size == 256 * MIB and dtype == "float32":
-            shown = ", ".join(f"{name} {line['busbw']:.0f}" for name, line in by.items())
-            parts.append(f"{ranks} ranks, 256 MiB, busbw GB/s: {shown}")
-    return "; ".join(parts)
+    return "; ".join(beside(lines, 256 * MIB, "busbw GB/s"))
 
 
 def latency_figure(lines: Lines) -> str:
-    parts = []
-    for (ranks, dtype, size), by in by_place(lines).items():
-        if size == KIB and dtype == "float32":
-            shown = ", ".join(f"{name} {median(line):.1f}" for name, line in by.items())
-            parts.append(f"{ranks} ranks, 1 KiB, us: {shown}")
-    return "; ".join(parts)
+    return "; ".join(beside(lines, KIB, "us", 1))
 
 
 def processes_figure(lines: Lines) -> str:
-    once = hop(lines)
-    parts = [] if once is None else [f"H {once:.1f} us"]
-    for (ranks, dtype, size), by in by_place(lines).items():
-        if size in (KIB, 256 * MIB) and dtype == "float32":
-            shown = ", ".join(f"{name} {median(line):.0f}" for name, line in by.items())
-            parts.append(f"{ranks} ranks, {'1 KiB' if size == KIB else '256 MiB'}, us: {shown}")
-    return "; ".join(parts)
+    """With H: microseconds from one process's stream write until another's stream has waited."""
+    hops = [f"H {median(line):.1f} us" for line in pick(lines, algorithm="hop")[:1]]
+    return "; ".join([*hops, *beside(lines, KIB, "us"), *beside(lines, 256 * MIB, "us")])
 
 
 def kill_figure(lines: Lines) -> str:
-    return f"raised after {max(slowest(line) for line in lines):.2f} s at most"
-
-
-def slowest(line: Line) -> float:
-    return max(float(seconds) for seconds in line["raised_s"])
+    slowest = max(float(seconds) for line in lines for seconds in line["raised_s"])
+    return f"raised after {slowest:.2f} s at most"
 
 
 def bytes_figure(lines: Lines) -> str:
-    return f"at most {max(map(over_formula, lines)):.3f} of the formula"
-
-
-def over_formula(line: Line) -> float:
-    return float(line["dram_bytes_counted"] / line["dram_bytes"])
-
-
-# --- Goals ----------------------------------------------------------------------------------------
-
-
-def at_least(what: str, value: float, bound: float) -> Line:
-    return {"goal": f"{what} >= {bound:g}", "value": round(value, 3), "met": value >= bound}
-
-
-def at_most(what: str, value: float, bound: float) -> Line:
-    return {"goal": f"{what} <= {bound:g}", "value": round(value, 3), "met": value <= bound}
-
-
-def bandwidth_goals(lines: Lines) -> Lines:
-    """direct at 256 MiB, ring and twoshot from 64 MiB on: shares of their floors, and over NCCL."""
-    goals = []
-    for (ranks, dtype, size), by in by_place(lines).items():
-        if dtype != "float32" or size < 64 * MIB:
-            continue
-        label = f"{ranks} ranks, {size // MIB} MiB"
-        for name, of_floor, over_nccl in (
-            ("direct", 0.8, 1.5),
-            ("ring", 0.85, 1.0),
-            ("twoshot", 0.85, 1.0),
-        ):
-            if name not in by or (name == "direct" and size != 256 * MIB):
-                continue
-            time = median(by[name])
-            if "floor_us" in by[name]:
-                share = float(by[name]["floor_us"]) / time
-                goals.append(at_least(f"{label}: {name}, share of its floor", share, of_floor))
-            goals += over(by, time, f"{label}: {name}", over_nccl)
-    return goals
-
-
-def latency_goals(lines: Lines) -> Lines:
-    goals = []
-    for (ranks, dtype, size), by in by_place(lines).items():
-        ours = [median(line) for name, line in by.items() if name != "nccl"]
-        if dtype == "float32" and size <= 256 * KIB and ours:
-            goals += over(by, min(ours), f"{ranks} ranks, {size} B in graphs", 1.5)
-    return goals
-
-
-def over(by: Mapping[str, Line], time: float, label: str, bound: float) -> Lines:
-    if "nccl" not in by:
-        return []
-    return [at_least(f"{label}, times as fast as NCCL", median(by["nccl"]) / time, bound)]
-
-
-def processes_goals(lines: Lines) -> Lines:
-    once = hop(lines)
-    if once is None:
-        return []
-    goals = []
-    for (ranks, dtype, size), by in by_place(lines).items():
-        for line in by.values() if dtype == "float32" else ():
-            if size == KIB:
-                goals.append(at_most(f"{ranks} processes, 1 KiB: in H", median(line) / once, 4))
-            if size == 256 * MIB and "floor_us" in line:
-                allowed = 2 * float(line["floor_us"]) + 4 * once
-                what = f"{ranks} processes, 256 MiB: over twice the floor and 4 H"
-                goals.append(at_most(what, median(line) / allowed, 1))
-    return goals
-
-
-def kill_goals(lines: Lines) -> Lines:
-    what = "ranks, one killed: seconds until all have raised"
-    return [at_most(f"{line['ranks']} {what}", slowest(line), 2) for line in lines]
-
-
-def bytes_goals(lines: Lines) -> Lines:
-    return [
-        at_most(
-            f"{line['ranks']} ranks, {line['algorithm']}: bytes over the formula",
-            over_formula(line),
-            1.1,
-        )
-        for line in lines
-    ]
+    most = max(float(line["dram_bytes_counted"] / line["dram_bytes"]) for line in lines)
+    return f"at most {most:.3f} of the formula"
 
 
 # --- Nsight Compute -------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ class Result:
     figure: str = ""
     commands: list[str] = field(default_factory=list)
     measurements: Lines = field(default_factory=list)
-    goals: Lines = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -45,10 +44,8 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        content = {
-            "machine": self.machine,
-            "stages": [asdict(result) for result in self.results],
-        }
+        stages = [asdict(result) for result in self.results]
+        content = {"machine": self.machine, "stages": stages}
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.replace(self.path)
@@ -56,19 +53,11 @@ class Report:
     def count(self, *statuses: str) -> int:
         return sum(result.status in statuses for result in self.results)
 
-    def goals(self) -> str:
-        """The goals of all stages, a line each."""
-        return "\n".join(
-            f"{'met' if goal['met'] else 'MISSED':6}  {goal['value']:<8g}  {goal['goal']}"
-            for result in self.results
-            for goal in result.goals
-        )
-
     def table(self) -> str:
         rows = [("stage", "verdict", "seconds", "")]
         for result in self.results:
             says = result.figure if result.status == "ok" else result.reason
-            rows.append((result.name, result.status, f"{result.seconds:.1f}", says[:120]))
+            rows.append((result.name, result.status, f"{result.seconds:.1f}", says[:300]))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()

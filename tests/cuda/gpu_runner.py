@@ -78,7 +78,6 @@ class Stage:
     # Looks at the measurements and at {folder}, may add to the former; says what is wrong, if so.
     verify: Callable[[Lines, Path], str] = lambda lines, folder: ""
     figure: Callable[[Lines], str] = lambda lines: ""
-    goals: Callable[[Lines], Lines] = lambda lines: []
     frees_gpu: bool = False  # whether to see that the GPU is as free after it as before
 
 
@@ -172,7 +171,6 @@ class Runner:
             if unfit := stage.verify(lines, folder):
                 return [unfit]
             result.figure = stage.figure(lines)
-            result.goals = stage.goals(lines)
         except MISSHAPEN as error:
             return [f"its measurements are not what was expected: {error!r}"]
         return []
@@ -254,13 +252,8 @@ def describe(pids: Sequence[int]) -> list[str]:
     names = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            text = (
-                Path(f"/proc/{pid}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-            )
-            names.append(f"{pid} ({text.strip()[:80]})")
+            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            names.append(f"{pid} ({text.decode(errors='replace').strip()[:80]})")
     return names
 
 

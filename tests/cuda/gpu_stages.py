@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gpu_figures as figures
 import gpu_torch_stages
@@ -50,13 +51,8 @@ def stages(plan: Plan) -> list[Stage]:
         command = (*under, perf, mode, *options, "--json", "{json}")
         return Step(command, beside if nccl else {})
 
-    mps = (
-        sys.executable,
-        str(HERE / "with_mps.py"),
-        tools.mps_control or "nvidia-cuda-mps-control",
-        "{folder}",
-        "--",
-    )
+    control = tools.mps_control or "nvidia-cuda-mps-control"
+    mps = (sys.executable, str(HERE / "with_mps.py"), control, "{folder}", "--")
     ncu = (
         *(tools.ncu or "ncu", "--clock-control", "none", "--profile-from-start", "off"),
         *("--csv", "--page", "raw", "--print-units", "base", "--log-file", "{folder}/ncu.csv"),
@@ -64,136 +60,84 @@ def stages(plan: Plan) -> list[Stage]:
     )
 
     def sanitizer(tool: str) -> tuple[str, ...]:
-        return (
-            tools.compute_sanitizer or "compute-sanitizer",
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "1",
-        )
+        program = tools.compute_sanitizer or "compute-sanitizer"
+        return (program, "--tool", tool, "--error-exitcode", "1")
 
     algorithms = "direct,ring,twoshot,oneshot"
     both = ("--ranks", "2,4")
 
+    def measured(name: str, shows: str, limit: float, *steps: Step, **more: Any) -> Stage:
+        return Stage(name, shows, limit, steps, measures=True, **more)
+
+    def gpu_test(source: Path) -> Stage:
+        env = beside if source.stem == "spanning_test" else {}
+        step = Step((str(plan.build / "gpu_tests" / source.stem),), env)
+        return Stage(source.stem, "the GPU test " + source.name, 75, (step,))
+
     all_stages = [
         build(plan),
         gpu_torch_stages.extension(plan),
-        *(
-            Stage(
-                source.stem,
-                "the GPU test " + source.name,
-                75,
-                (
-                    Step(
-                        (str(plan.build / "gpu_tests" / source.stem),),
-                        beside if source.stem == "spanning_test" else {},
-                    ),
-                ),
-            )
-            for source in gpu_tests()
-        ),
+        *map(gpu_test, gpu_tests()),
         *gpu_torch_stages.stages(plan),
-        Stage(
-            "check",
-            "bit for bit what the CPU ring gives: all dtypes and ops to 16 MiB, two to 1 GiB",
-            150,
-            (
-                run("check", *both, "--dtypes", "all", "--ops", "all", *sizes("0", "16M")),
-                run("check", *both, "--dtypes", "float32,bfloat16", *sizes("64M", "1G")),
-            ),
-            measures=True,
+        measured(
+            *("check", "bit for bit what the CPU ring gives, to 1 GiB", 150),
+            run("check", *both, "--dtypes", "all", "--ops", "all", *sizes("0", "16M")),
+            run("check", *both, "--dtypes", "float32,bfloat16", *sizes("64M", "1G")),
             figure=figures.checked,
         ),
-        Stage(
-            "floor",
-            "how fast this GPU copies: what the other figures are held against",
-            20,
-            (run("floor"),),
-            measures=True,
+        measured(
+            *("floor", "how fast this GPU copies", 20),
+            run("floor"),
             figure=figures.copy_figure,
         ),
-        Stage(
-            "single",
-            "bandwidth of each algorithm, ranks of one process in one grid, beside NCCL",
-            60,
-            (run("single", *both, "--algorithms", algorithms, *sizes("1M", "1G"), nccl=True),),
-            measures=True,
+        measured(
+            *("single", "bandwidth, ranks of one process in one grid, beside NCCL", 60),
+            run("single", *both, "--algorithms", algorithms, *sizes("1M", "1G"), nccl=True),
             figure=figures.bandwidth_figure,
-            goals=figures.bandwidth_goals,
         ),
-        Stage(
-            "latency",
-            "small messages inside CUDA graphs, one launch a rank, beside NCCL",
-            30,
-            (run("latency", *both, *sizes("4", "256K"), nccl=True),),
-            measures=True,
+        measured(
+            *("latency", "small messages inside CUDA graphs, beside NCCL", 30),
+            run("latency", *both, *sizes("4", "256K"), nccl=True),
             figure=figures.latency_figure,
-            goals=figures.latency_goals,
         ),
-        Stage(
-            "processes",
-            "ranks that are processes and share the GPU by turns; H, one wait and write",
-            60,
-            (run("processes", *both, *sizes("1K", "256M", "8")),),
-            measures=True,
+        measured(
+            *("processes", "processes that share the GPU by turns; H, one wait and write", 60),
+            run("processes", *both, *sizes("1K", "256M", "8")),
             figure=figures.processes_figure,
-            goals=figures.processes_goals,
         ),
-        Stage(
-            "kill",
-            "a rank is killed: the others raise, and the GPU is free after",
-            30,
-            (run("kill", *both),),
-            measures=True,
+        measured(
+            *("kill", "a rank is killed: the others raise, and the GPU is free after", 30),
+            run("kill", *both),
             figure=figures.kill_figure,
-            goals=figures.kill_goals,
             frees_gpu=True,
         ),
         *(
-            Stage(
-                tool,
-                f"compute-sanitizer's {tool} finds nothing in a reduced check",
-                45,
-                (run("check", "--reduced", under=sanitizer(tool)),),
+            measured(
+                *(tool, f"compute-sanitizer's {tool} finds nothing in a reduced check", 45),
+                run("check", "--reduced", under=sanitizer(tool)),
                 skip="" if tools.compute_sanitizer else "there is no compute-sanitizer",
-                measures=True,
                 figure=figures.checked,
             )
             for tool in ("memcheck", "initcheck", "synccheck")
         ),
-        Stage(
-            "bytes",
-            "bytes through device memory by the profiler's counters, over the formula",
-            60,
-            (run("bytes", *both, under=ncu),),
+        measured(
+            *("bytes", "bytes by the profiler's counters, over the formula", 60),
+            run("bytes", *both, under=ncu),
             skip="" if tools.ncu else "there is no ncu (Nsight Compute)",
-            measures=True,
             verify=figures.add_counters,
             figure=figures.bytes_figure,
-            goals=figures.bytes_goals,
         ),
-        Stage(
-            "mps",
-            "ranks that are processes under MPS, where kernels run side by side",
-            45,
-            (run("processes", *both, *sizes("1K", "256M", "64"), under=mps),),
+        measured(
+            *("mps", "processes under MPS, where kernels run side by side", 45),
+            run("processes", *both, *sizes("1K", "256M", "64"), under=mps),
             skip="" if tools.mps_control else "there is no nvidia-cuda-mps-control",
-            measures=True,
             figure=figures.processes_figure,
         ),
     ]
     if plan.study:
-        all_stages += [
-            Stage(
-                f"study-{mode}",
-                shows,
-                limit,
-                (run(mode, *options, nccl=True),),
-                measures=True,
-                figure=figures.counted,
-            )
-            for mode, shows, limit, options in study(algorithms)
-        ]
+        for mode, shows, limit, options in study(algorithms):
+            step = run(mode, *options, nccl=True)
+            all_stages.append(measured(f"study-{mode}", shows, limit, step, figure=figures.counted))
         all_stages += gpu_torch_stages.study(plan)
     return all_stages
 

@@ -1,4 +1,4 @@
-"""What the stages with torch measured: read from the files of their programs, figures and goals.
+"""What the stages with torch measured: read from the files of their programs, and figures.
 
 Measurements become lines as gpu_stages.py describes them; `algorithm` is the contender's key, ours
 is "ours", and "sharing" says whether ranks shared a GPU.  Times of DDP are of a step.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gpu_figures import KIB, MIB, at_least, at_most, by_place, median, pick
+from gpu_figures import KIB, MIB, beside, median, pick
 from gpu_report import Line, Lines
 
 OURS = "ours"
@@ -103,27 +103,8 @@ def report_lines(report: dict[str, Any]) -> Lines:
 
 
 def bench_figure(lines: Lines) -> str:
-    parts = []
-    for (ranks, _, size), by in by_place(lines).items():
-        if ranks > 1 and size in (KIB, 64 * MIB):
-            shown = ", ".join(f"{name} {median(line):.0f}" for name, line in by.items())
-            parts.append(f"{ranks} ranks, {'1 KiB' if size == KIB else '64 MiB'}, us: {shown}")
-    return "; ".join(parts)
-
-
-def bench_goals(lines: Lines) -> Lines:
-    goals: Lines = []
-    for (ranks, _, size), by in by_place(lines).items():
-        if OURS not in by:
-            continue
-        label = f"torch, {ranks} ranks, {size} B"
-        if ranks == 1:
-            goals.append(at_most(f"{label}: us that a call costs", by[OURS]["issue_us"], 10))
-        for peer, bound in (("nccl", 1.0), ("gloo", 3.0), ("symm_two_shot", 1.0)):
-            if peer in by:
-                ratio = median(by[peer]) / median(by[OURS])
-                goals.append(at_least(f"{label}: times as fast as {peer}", ratio, bound))
-    return goals
+    several = [line for line in lines if line["ranks"] > 1]
+    return "; ".join([*beside(several, KIB, "us"), *beside(several, 64 * MIB, "us")])
 
 
 # --- benchmarks/ddp.py ----------------------------------------------------------------------------
@@ -163,22 +144,3 @@ def ddp_figure(lines: Lines) -> str:
             shown = ", ".join(f"{line['algorithm']} {median(line) / 1000:.1f}" for line in by)
             parts.append(f"{mode}, {ranks} ranks, ms a step: {shown}")
     return "; ".join(parts)
-
-
-def ddp_goals(lines: Lines) -> Lines:
-    goals: Lines = []
-    for line in pick(lines, algorithm="stock"):
-        label = f"{line['mode']}, {line['ranks']} ranks"
-        beside = pick(lines, mode=line["mode"], ranks=line["ranks"])
-        for ours in (other for other in beside if other["algorithm"] in ("ours", "hook")):
-            what = f"{label}: {ours['title']}"
-            if line["ranks"] > 1:
-                ratio = median(line) / median(ours)
-                goals.append(at_least(f"{what}, times as fast as {line['title']}", ratio, 1))
-    for line in pick(lines, ranks=1, algorithm="hook"):
-        for bare in pick(lines, ranks=1, algorithm="bare", mode=line["mode"]):
-            more = median(line) / median(bare) - 1
-            goals.append(
-                at_most(f"{line['mode']}, 1 rank: what the hook adds to a step", more, 0.03)
-            )
-    return goals

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_calls import CALLS, MORE, Site
 from ranks import Rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,126 +43,20 @@ def synchronize() -> None:
 # --- Every call -----------------------------------------------------------------------------------
 
 
-class Calls:
-    """All calls of torch.distributed on one device; small whole numbers, whose sums are exact in
-    every order and type.  `run` gives the results by name."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
-        self.device, self.dtype, self.count = device, dtype, count
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def input(self, parts: int = 1, salt: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * salt + self.rank)
-        values = torch.randint(0, 4, (parts * self.count,), generator=generator)
-        return values.to(self.dtype).to(self.device)
-
-    def empty(self, parts: int = 1) -> torch.Tensor:
-        return torch.zeros(parts * self.count, dtype=self.dtype, device=self.device)
-
-    def pieces(self) -> list[torch.Tensor]:
-        return [self.empty() for _ in range(self.world)]
-
-    def run(self) -> dict[str, list[torch.Tensor]]:
-        names = [name for name in dir(self) if name.startswith("call_")]
-        return {name[5:]: getattr(self, name)() for name in names}
-
-    def call_all_reduce(self) -> list[torch.Tensor]:
-        t, most = self.input(), self.input(salt=1)
-        dist.all_reduce(t)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return [t, most]
-
-    def call_all_reduce_average(self) -> list[torch.Tensor]:
-        t = self.input(salt=2)
-        if self.dtype.is_floating_point:
-            dist.all_reduce(t, dist.ReduceOp.AVG)
-        return [t]
-
-    def call_all_reduce_in_strides(self) -> list[torch.Tensor]:
-        whole = torch.stack([self.input(salt=3), self.input(salt=4)], dim=1)
-        dist.all_reduce(whole.t())  # not contiguous, but dense
-        return [whole]
-
-    def call_all_reduce_coalesced(self) -> list[torch.Tensor]:
-        tensors = [self.input(salt=5), self.input(3, salt=6)]
-        with dist._coalescing_manager():
-            for t in tensors:
-                dist.all_reduce(t)
-        return tensors
-
-    def call_reduce(self) -> list[torch.Tensor]:
-        t = self.input(salt=7)
-        dist.reduce(t, self.world - 1)
-        return [t] if self.rank == self.world - 1 else []
-
-    def call_broadcast(self) -> list[torch.Tensor]:
-        t = self.input(salt=8)
-        dist.broadcast(t, self.world - 1)
-        return [t]
-
-    def call_all_gather(self) -> list[torch.Tensor]:
-        pieces, whole = self.pieces(), self.empty(self.world)
-        dist.all_gather(pieces, self.input(salt=9))
-        dist.all_gather_into_tensor(whole, self.input(salt=10))
-        return [*pieces, whole]
-
-    def call_reduce_scatter(self) -> list[torch.Tensor]:
-        one, other = self.empty(), self.empty()
-        dist.reduce_scatter_tensor(one, self.input(self.world, salt=11))
-        dist.reduce_scatter(other, list(self.input(self.world, salt=12).chunk(self.world)))
-        return [one, other]
-
-    def call_gather_and_scatter(self) -> list[torch.Tensor]:
-        gathered, mine = self.pieces(), self.empty()
-        root = self.rank == 0
-        dist.gather(self.input(salt=13), gathered if root else None, 0)
-        given = list(self.input(self.world, salt=14).chunk(self.world))
-        dist.scatter(mine, given if root else None, 0)
-        return [*(gathered if root else []), mine]
-
-    def call_all_to_all(self) -> list[torch.Tensor]:
-        single, pieces = self.empty(self.world), self.pieces()
-        dist.all_to_all_single(single, self.input(self.world, salt=15))
-        dist.all_to_all(pieces, list(self.input(self.world, salt=16).chunk(self.world)))
-        splits = [(self.rank + r) * self.count for r in range(self.world)]
-        uneven = self.empty(sum(splits) // self.count)
-        dist.all_to_all_single(
-            uneven, self.input(sum(splits) // self.count, salt=17), splits, splits
-        )
-        return [single, *pieces, uneven]
-
-    def call_messages(self) -> list[torch.Tensor]:
-        mine, got, there = self.input(salt=18), self.empty(), self.empty()
-        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        batch = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
-        if self.rank % 2 == 0:
-            dist.send(mine, after)
-            dist.recv(there, before)
-        else:
-            dist.recv(there, before)
-            dist.send(mine, after)
-        return [got, there]
-
-    def call_objects(self) -> list[torch.Tensor]:
-        told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, {"rank": self.rank})
-        assert told == [{"rank": rank} for rank in range(self.world)]
-        dist.barrier()
-        return []
-
-
-def unlike_the_cpu(me: Rank, dtype: str, count: int) -> list[str]:
+def unlike_the_cpu(me: Rank, dtype: str, unit: int) -> list[str]:
     """The calls whose results on the GPU are not those on the CPU."""
-    kind = getattr(torch, dtype)
-    on_cpu = Calls(torch.device("cpu"), kind, count).run()
-    on_gpu = Calls(device_of(me.rank), kind, count).run()
-    return [
-        name
-        for name, wanted in on_cpu.items()
-        if not all(torch.equal(a, b.cpu()) for a, b in zip(wanted, on_gpu[name], strict=True))
-    ]
+    wrong = []
+    for call in [*CALLS, *MORE]:
+        on_cpu, on_gpu = (
+            call(Site(me.rank, me.world_size, device, False, getattr(torch, dtype), unit))
+            for device in (torch.device("cpu"), device_of(me.rank))
+        )
+        if not all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True)):
+            wrong.append(call.__name__)
+    told: list[Any] = [None] * me.world_size
+    dist.all_gather_object(told, {"rank": me.rank})
+    assert told == [{"rank": rank} for rank in range(me.world_size)]
+    return wrong
 
 
 def odd_bits(me: Rank, dtype: str, count: int) -> list[str]:
@@ -176,10 +71,7 @@ def odd_bits(me: Rank, dtype: str, count: int) -> list[str]:
         if not torch.equal(wanted, found.cpu()):
             wrong.append(f"all_reduce {op}")
         share = count // me.world_size
-        part, on_gpu = (
-            values.new_empty(share),
-            torch.empty(share, dtype=values.dtype, device=device),
-        )
+        part, on_gpu = values.new_empty(share), found.new_empty(share)
         whole = values[: share * me.world_size].contiguous()
         dist.reduce_scatter_tensor(part, whole, op)
         dist.reduce_scatter_tensor(on_gpu, whole.to(device), op)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_torch_figures as figures
+from gpu_figures import counted
 from gpu_machine import ROOT
 from gpu_plan import HERE, Plan
 from gpu_runner import Stage, Step
@@ -83,6 +85,16 @@ def ddp(plan: Plan, ranks: int, *more: str) -> Step:
     )
 
 
+def measured(plan: Plan, name: str, shows: str, limit: float, *steps: Step, **more: Any) -> Stage:
+    """A stage on the installed ringreduce; `collect` and `figure` are what it measures."""
+    about = {"skip": plan.no_torch, "needs": "extension", "measures": True}
+    return Stage(name, shows, limit, steps, **about, **more)
+
+
+BENCH = {"collect": figures.bench_lines, "figure": figures.bench_figure}
+DDP = {"collect": figures.ddp_lines, "figure": figures.ddp_figure}
+
+
 def stages(plan: Plan) -> list[Stage]:
     peers = ("--compare", "nccl,gloo,symm_mem", "--rounds", "3")
     pytest = (
@@ -91,46 +103,28 @@ def stages(plan: Plan) -> list[Stage]:
         *("-o", "junit_family=xunit2", "--junitxml", "{folder}/junit.xml"),
     )
     return [
-        Stage(
-            "torch",
-            "every call and DDP on CUDA tensors, graphs, streams, a killed rank, by PyTorch",
-            120,
-            (run(plan, *pytest),),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
+        measured(
+            *(plan, "torch", "calls, DDP, graphs, streams, a killed rank, by PyTorch", 120),
+            run(plan, *pytest),
             collect=figures.junit,
             figure=figures.tests_figure,
         ),
-        Stage(
-            "torch-bench",
-            "dist.all_reduce beside NCCL, Gloo and symmetric memory, in one run",
-            90,
-            (
-                bench(plan, "all_reduce", 2, "1K,1M,64M", *peers),
-                bench(plan, "all_reduce", 1, "1K", "--rounds", "3"),
-            ),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
-            collect=figures.bench_lines,
-            figure=figures.bench_figure,
-            goals=figures.bench_goals,
+        measured(
+            *(plan, "torch-bench", "dist.all_reduce beside NCCL, Gloo and symmetric memory", 90),
+            bench(plan, "all_reduce", 2, "1K,1M,64M", *peers),
+            bench(plan, "all_reduce", 1, "1K", "--rounds", "3"),
+            **BENCH,
         ),
-        Stage(
-            "ddp",
-            "a ResNet-50 and a GPT-2 small trained by DDP on NCCL or Gloo, on ringreduce, by hook",
-            90,
-            (
-                ddp(plan, 2, "--dtype", "bfloat16", "--rounds", "2", "--steps", "5"),
-                ddp(plan, 1, "--models", "gpt2", "--rounds", "3", "--steps", "8"),
+        measured(
+            *(
+                plan,
+                "ddp",
+                "ResNet-50 and GPT-2 by DDP on NCCL or Gloo, on ringreduce, by hook",
+                90,
             ),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
-            collect=figures.ddp_lines,
-            figure=figures.ddp_figure,
-            goals=figures.ddp_goals,
+            ddp(plan, 2, "--dtype", "bfloat16", "--rounds", "2", "--steps", "5"),
+            ddp(plan, 1, "--models", "gpt2", "--rounds", "3", "--steps", "8"),
+            **DDP,
         ),
     ]
 
@@ -138,49 +132,28 @@ def stages(plan: Plan) -> list[Stage]:
 def study(plan: Plan) -> list[Stage]:
     """The long tables."""
     sizes = "1K,64K,1M,25M,256M"
+    wide = ("--dtype", "bfloat16", "--compare", "nccl,symm_mem")
     return [
-        Stage(
-            "study-torch-bench",
-            "every collective at every size, 2 and 4 ranks; all-reduce of bfloat16, 8 ranks",
-            300,
-            (
-                bench(plan, "all", 2, sizes, "--compare", "nccl,gloo"),
-                bench(plan, "all", 4, "1K,1M,64M", "--compare", "nccl", "--rounds", "3"),
-                bench(
-                    *(plan, "all_reduce", 8, sizes, "--dtype", "bfloat16"),
-                    *("--compare", "nccl,symm_mem"),
-                ),
-            ),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
+        measured(
+            *(plan, "study-torch-bench", "every collective and size; 8 ranks' bfloat16", 300),
+            bench(plan, "all", 2, sizes, "--compare", "nccl,gloo"),
+            bench(plan, "all", 4, "1K,1M,64M", "--compare", "nccl", "--rounds", "3"),
+            bench(plan, "all_reduce", 8, sizes, *wide),
             collect=figures.bench_lines,
-            figure=lambda lines: f"{len(lines)} measurements",
+            figure=counted,
         ),
-        Stage(
-            "study-ddp",
-            "the two models in float32, 2 and 4 ranks",
-            240,
-            (ddp(plan, 2), ddp(plan, 4, "--dtype", "bfloat16")),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
-            collect=figures.ddp_lines,
-            figure=figures.ddp_figure,
+        measured(
+            *(plan, "study-ddp", "the two models in float32, 2 and 4 ranks", 240),
+            ddp(plan, 2),
+            ddp(plan, 4, "--dtype", "bfloat16"),
+            **DDP,
         ),
-        Stage(
-            "study-torch-suite",
-            "PyTorch's own distributed tests that want GPUs, as far as those that are here allow",
-            400,
-            (
-                run(
-                    *(plan, str(ROOT / "tests" / "torch_suite" / "run.py"), "--device", "cuda"),
-                    *("--world", "2", "--limit", "60", "--logs", "{folder}"),
-                ),
+        measured(
+            *(plan, "study-torch-suite", "PyTorch's own distributed tests that want GPUs", 400),
+            run(
+                *(plan, str(ROOT / "tests" / "torch_suite" / "run.py"), "--device", "cuda"),
+                *("--world", "2", "--limit", "60", "--logs", "{folder}"),
             ),
-            skip=plan.no_torch,
-            needs="extension",
-            measures=True,
             collect=figures.suite,
             figure=figures.suite_figure,
         ),

@@ -18,11 +18,12 @@ from blame import expect
 from conftest import Machine
 from gpu_jobs import use_gpu
 from pool import Call, Died, Done, Pool, Rank
-from test_gpu_calls import CALLS, Site, op_of, same
+from test_gpu_calls import op_of, same
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gpu_torch_jobs
+from gpu_calls import CALLS, Site
 
 ROUNDINGS = 1e-4  # of float32: two ways to add up the same shards, over some steps
 LAYOUTS = ["ab", "abc", "aab", "aabb", "abab"]  # ranks' hosts

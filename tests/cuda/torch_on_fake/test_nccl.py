@@ -14,11 +14,12 @@ import torch.distributed as dist
 from conftest import Machine
 from gpu_jobs import use_gpu
 from pool import Died, Pool, Raised, Rank
-from test_gpu_calls import CALLS, Site, all_reduce_of_a_view, every_call, same
+from test_gpu_calls import every_call, same
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gpu_torch_jobs
+from gpu_calls import CALLS, Site, all_reduce_of_a_view
 
 STOCK = "cpu:ringreduce,cuda:nccl"
 ROUNDINGS = 1e-4  # of float32: two ways to add up the same shards, over some steps
