@@ -194,13 +194,14 @@ def _require_resolvable(me: Identity, host: str) -> None:
         try:
             socket.getaddrinfo(host, None)
             return
-        except socket.gaierror as error:
-            if error.errno == socket.EAI_AGAIN and attempt < _LOOKUPS - 1:
+        except (socket.gaierror, UnicodeError) as error:
+            if getattr(error, "errno", None) == socket.EAI_AGAIN and attempt < _LOOKUPS - 1:
+                _log.warning("looking up rank 0's host, %r, again: %s", host, error)
                 continue
             raise ValueError(
                 f"rank {me.rank} of {me.world_size} ({me.launcher}) cannot find rank 0's host: "
-                f"the first node of the step, {host!r}, does not resolve ({error.strerror}). Name "
-                f"an address of it for all ranks: {_how_to_export(me)}"
+                f"the first node of the step, {host!r}, does not resolve ({error}). Name an "
+                f"address of it for all ranks: {_how_to_export(me)}"
             ) from error
 
 

@@ -288,6 +288,24 @@ def share_memory(me: Rank, n: int) -> None:
             assert torch.equal(a, b), f"{name}, {n} elements, output {k}"
 
 
+def share_memory_on_one_rank(me: Rank) -> list[float]:
+    """Which memory a rank's tensors lie in does not change which operations they make."""
+    group, sizes = dist.group.WORLD, (100, 100_000, 100, 100_000)
+    assert group is not None
+    whole = torch.ones(100_000)
+    tensors = [whole[:n] if me.rank == 0 else torch.ones(n) for n in sizes]
+    group.allreduce_coalesced(tensors).wait()
+    columns = torch.ones(100_000, 2)
+    both = [columns[:, 0], columns[:, 1]] if me.rank == 0 else list(torch.ones(2, 100_000))
+    group.allreduce_coalesced(both).wait()
+    return [float(t.min() + t.max()) for t in (*tensors, *both)]
+
+
+@pytest.mark.ringreduce
+def test_one_rank_reduces_tensors_that_share_memory(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(share_memory_on_one_rank, world(2)) == [[4.0] * 6] * 2
+
+
 @pytest.mark.ringreduce
 @pytest.mark.parametrize("wire", ["", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])

@@ -265,6 +265,7 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
       word_(ringreduce::word(table, "word")),
       secret_(ringreduce::word(table, "secret")) {
   std::map<std::string, int> numbers;
+  const std::string pids_here = pidNamespace();
   for (int r = 0; r < size; ++r) {
     const auto field = [&](const char* name) {
       return ringreduce::word(table, at(name, r).c_str());
@@ -277,7 +278,7 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
     names_.push_back("pid " + field("pid") + " on host " + field("host"));
     machines_.push_back(field("host"));
     who_.push_back("rank " + options.shown(r) + " (" + names_.back() + ")");
-    const bool seen_here = field("pids") == pidNamespace();
+    const bool seen_here = field("pids") == pids_here;
     pids_.push_back(seen_here ? static_cast<int>(number(table, at("pid", r).c_str())) : 0);
     told_.push_back(field("said"));
   }

@@ -239,8 +239,9 @@ class Hub {
     if (seats_[static_cast<size_t>(rank)])
       throw Error(Failure::kSetup,
                   "two processes claim rank " + nameOf(rank) + ": pid " +
-                      std::to_string(table_.members[static_cast<size_t>(rank)].pid) + " and pid " +
-                      std::to_string(caller.pid));
+                      std::to_string(table_.members[static_cast<size_t>(rank)].pid) + " on host " +
+                      table_.members[static_cast<size_t>(rank)].host + ", and pid " +
+                      std::to_string(caller.pid) + " on host " + word(fields, "host"));
     Member& member = table_.members[static_cast<size_t>(rank)];
     member.pid = caller.pid;
     member.host = word(fields, "host");

@@ -26,8 +26,8 @@
 namespace ringreduce::net {
 namespace {
 
-// Connections that have not proven who they are: a quarter of the descriptors that this process may
-// have, so that groups still find some for themselves.
+// How many connections may be held that have not proven who they are: a quarter of the descriptors
+// that this process may have, so that groups still find some for themselves.
 size_t mostGuests() {
   constexpr rlim_t kMost = 256;
   rlimit limit{};
@@ -37,6 +37,8 @@ size_t mostGuests() {
 
 constexpr int kGuestsATurn = 64;  // other sockets of the reactor's want their turn
 constexpr Nanos kPause = 100 * kMillisecond;
+// A rank's first message is here by then, unless nothing at all goes on.
+constexpr Nanos kTimeToSpeak = kSecond;
 constexpr size_t kMostLeft = 256;  // that are known to have been here
 
 class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
@@ -97,7 +99,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   void note(const Guest& guest, const std::string& why);
   void refuse(Guests::iterator guest, const std::string& why);
   void remove(Guests::iterator guest);
-  bool dropStranger(const std::string& why);
+  bool dropStranger(const std::string& why, Nanos age = 0);
   void makeRoom();
   void expire();
   void awaitExpiry();
@@ -133,8 +135,10 @@ void Door::hear(const Fd& listener) {
         return;
       case EMFILE:
       case ENFILE:
-        if (dropStranger("this process has no descriptors left (ulimit -n)")) continue;
-        return rest(errno);
+        if (const int error = errno;
+            !dropStranger(std::generic_category().message(error), kTimeToSpeak))
+          return rest(error);
+        continue;
       case ENOBUFS:
       case ENOMEM:
       case EBADF:
@@ -188,11 +192,12 @@ void Door::receive(Fd socket, const Address& from) {
   awaitExpiry();
 }
 
-// Drops the oldest connection that has not named a group of this process; false if there is none.
-bool Door::dropStranger(const std::string& why) {
+// Drops the oldest connection that has not named a group of this process; false if there is none of
+// that age.
+bool Door::dropStranger(const std::string& why, Nanos age) {
   const auto oldest = std::find_if(guests_.begin(), guests_.end(),
                                    [](const Guest& guest) { return !guest.machine.namedGroup(); });
-  if (oldest == guests_.end()) return false;
+  if (oldest == guests_.end() || now() < oldest->until - kHandshakeTime + age) return false;
   refuse(oldest, why);
   return true;
 }

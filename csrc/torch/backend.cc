@@ -158,7 +158,10 @@ std::shared_ptr<Group> Backend::groupIfAny() const {
 
 std::shared_ptr<Group> Backend::group() const {
   if (auto group = groupIfAny()) return group;
-  throw Error(Failure::kAborted, "the group has been destroyed");
+  return translated([&]() -> std::shared_ptr<Group> {
+    throw Error(Failure::kAborted, "group '" + group_options_.name + "' of rank " +
+                                       group_options_.shown(rank_) + " has been destroyed");
+  });
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
@@ -169,7 +172,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
   const auto group = this->group();
-  if (!spansHosts()) return makePlane(group, device);
+  if (!group->hosts() || group->hosts()->count() < 2) return makePlane(group, device);
   const auto& together = group->local();
   // A connection of its own: it is used by a thread, and waits there.
   return makePlane(std::make_shared<TorchStore>(store_->clone()), *group->hosts(), together,
@@ -321,11 +324,6 @@ size_t Backend::stagingBytes() const {
   return group ? group->stagingBytes() : 0;
 }
 
-bool Backend::spansHosts() const {
-  const auto group = groupIfAny();
-  return group && group->hosts() && group->hosts()->count() > 1;
-}
-
 std::vector<std::string> Backend::routes() const {
   const auto group = groupIfAny();
   return group ? group->routes() : std::vector<std::string>();
@@ -358,7 +356,8 @@ void Backend::shutdown() {
   std::shared_ptr<Group> group = groupIfAny();
   if (!group) return;
   group->shutdown();
-  // Torch keeps this object alive beyond destroy_process_group, as do defaults of arguments.
+  // Torch keeps this object alive beyond destroy_process_group, and so do default arguments that
+  // were bound to the group.
   const std::lock_guard lock(group_mutex_);
   if (group_) {
     last_failure_ = group_->failure();

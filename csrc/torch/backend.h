@@ -137,9 +137,8 @@ class Backend final : public c10d::Backend {
   bool hasFailed() const { return failure() != Failure::kNone; }
   size_t stagingBytes() const;
   size_t gpuBytes() const;
-  bool spansHosts() const;
   std::vector<std::string> routes() const;
-  // Throws Error(kAborted) once the group is destroyed.
+  // Throws Aborted once the group is destroyed.
   std::shared_ptr<Group> group() const;
 
  private:

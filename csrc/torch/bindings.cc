@@ -58,6 +58,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                        const py::gil_scoped_acquire gil;
                        return (*call)(at, r, n).cast<BackendPtr>();
                      }};
+  watchInterrupts();
   const py::gil_scoped_release no_gil;  // ranks that are threads of one process join one another
   try {
     GroupOptions options;
@@ -65,7 +66,6 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
     options.of_ranks = of_ranks;
-    watchInterrupts();  // again for each group: the program may have set a handler meanwhile
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));

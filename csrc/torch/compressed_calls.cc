@@ -81,14 +81,13 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     requireFloats(output, input, "the output");
     if (error) {
       requireFloats(*error, input, "the error");
-      if (error->numel() && (error->is_alias_of(input) || error->is_alias_of(output)))
+      if (Written({input, output}).overlaps(*error))
         refuse(kCompressedCall, "the error needs memory of its own");
     }
-    // Where they are not the same they may still overlap: then the input is copied.
     const bool same = output.is_same(input);
     const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
-    const Staged in(!same && input.is_alias_of(output) ? input.clone() : input,
-                    same ? Use::kBoth : Use::kRead, kCompressedCall);
+    const Staged in(same ? input : Written({output}).apart(input), same ? Use::kBoth : Use::kRead,
+                    kCompressedCall);
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(

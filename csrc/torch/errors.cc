@@ -7,7 +7,6 @@
 
 #include <array>
 #include <atomic>
-#include <mutex>
 #include <utility>
 
 namespace ringreduce {
@@ -84,13 +83,12 @@ void checkSignals() {
 }
 
 void watchInterrupts() {
-  static std::mutex mutex;
   static bool watched = false;
-  const std::lock_guard lock(mutex);
   struct sigaction current;
   if (sigaction(SIGINT, nullptr, &current) != 0) return;
   if (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN) return;
-  // signal.signal puts Python's handler back.  Any other may call ours, which would call it again.
+  // signal.signal puts Python's handler back.  Any other handler is left alone: it may call ours,
+  // and ours would call it back without end.
   if (watched && current.sa_handler != pythons_action.sa_handler) return;
   watched = true;
   pythons_action = current;

@@ -42,7 +42,8 @@ void checkSignals();
 
 // From now on notices SIGINT itself, before Python does, unless somebody has taken it over from
 // Python: a thread that waits in torch's own code (DDP's backward, Future.wait) runs no Python, so
-// only the group's worker can end its wait.
+// only the group's worker can end its wait.  Called with the GIL, for each group that is made by
+// name: the program may have set Python's handler again.
 void watchInterrupts();
 
 // Whether SIGINT came after `since` and more than a second ago: until then Python may hear of it.

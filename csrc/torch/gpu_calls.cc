@@ -48,6 +48,22 @@ bool haveSameSize(const std::vector<at::Tensor>& tensors, const at::Tensor& as) 
   });
 }
 
+// The inputs, or copies of those that lie in an output but not as the part of this rank, in place:
+// NCCL, which may get the call, knows no other way to share memory either.
+std::vector<at::Tensor> apartByPart(const std::vector<at::Tensor>& inputs,
+                                    const std::vector<at::Tensor>& outputs, bool gathers,
+                                    int rank) {
+  const Written written(outputs);
+  std::vector<at::Tensor> all;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor* const output = i < outputs.size() ? &outputs[i] : nullptr;
+    const bool in_place = output && (gathers ? isPartOf(inputs[i], *output, rank)
+                                             : isPartOf(*output, inputs[i], rank));
+    all.push_back(written.apart(inputs[i], in_place ? output : nullptr));
+  }
+  return all;
+}
+
 // Everything a list of an all_gather or a reduce_scatter must be besides of equal sizes.
 void requireList(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* call,
                  const char* what) {
@@ -175,11 +191,12 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
+    Tensors sources = apartByPart(inputs, outputs, /*gathers=*/false, rank_);
     if (!performs(device, Kind::kReduceScatter))
       return single ? other(inputs[0], options.reduceOp)
-                          ._reduce_scatter_base(outputs[0], inputs[0], options)
+                          ._reduce_scatter_base(outputs[0], sources[0], options)
                     : other(inputs[0], options.reduceOp)
-                          .reduce_scatter_tensor_coalesced(outputs, inputs, options);
+                          .reduce_scatter_tensor_coalesced(outputs, sources, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     std::vector<Dense> from, to;
     std::vector<cuda::GpuReduceScatter> calls;
@@ -190,9 +207,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
       requireDense(inputs[i], kCall, device);
       requireLike(inputs[i], outputs[i].numel() * size_, outputs[i], kCall,
                   "the input (the output's size times the world size)");
-      const bool in_place = isPartOf(outputs[i], inputs[i], rank_);
-      const Dense& in = from.emplace_back(
-          apart(inputs[i], outputs, in_place ? outputs[i] : at::Tensor()), op, Use::kRead, kCall);
+      const Dense& in = from.emplace_back(sources[i], op, Use::kRead, kCall);
       const Dense& out = to.emplace_back(outputs[i], op, Use::kWrite, kCall);
       const GpuFactor factor = factorOn(options.reduceOp, out.real, kCall);
       used.insert(used.end(), {in.staged.memory(), out.staged.memory(), factor.tensor});
@@ -226,8 +241,10 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
     constexpr auto kCall = "reduce_scatter";
     const at::Tensor output = onlyOne(outputs, kCall, outputs.at(0).device());
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), kCall, "input");
-    if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter))
-      return other(output, options.reduceOp).reduce_scatter(outputs, inputs, options);
+    if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter)) {
+      std::vector<Tensors> sources = {Written(outputs).apart(list)};
+      return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
+    }
     requireList(list, output, kCall, "each input");
     const at::NoGradGuard no_grad;
     Tensors flat;
@@ -275,9 +292,10 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
+    Tensors sources = apartByPart(inputs, outputs, /*gathers=*/true, rank_);
     if (!performs(device, Kind::kAllGather))
-      return single ? other(inputs[0])._allgather_base(outputs[0], inputs[0], options)
-                    : other(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, options);
+      return single ? other(inputs[0])._allgather_base(outputs[0], sources[0], options)
+                    : other(inputs[0]).allgather_into_tensor_coalesced(outputs, sources, options);
     std::vector<Staged> from, to;
     std::vector<cuda::GpuAllGather> calls;
     Tensors used = inputs;
@@ -287,9 +305,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
       requireDense(inputs[i], kCall, device);
       requireLike(outputs[i], inputs[i].numel() * size_, inputs[i], kCall,
                   "the output (the input's size times the world size)");
-      const bool in_place = isPartOf(inputs[i], outputs[i], rank_);
-      from.emplace_back(apart(inputs[i], outputs, in_place ? outputs[i] : at::Tensor()), Use::kRead,
-                        kCall);
+      from.emplace_back(sources[i], Use::kRead, kCall);
       to.emplace_back(outputs[i], Use::kWrite, kCall);
       used.insert(used.end(), {from.back().memory(), to.back().memory()});
       calls.push_back({.input = from.back().data(),
@@ -326,9 +342,13 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
       for (size_t i = 0; even && i < inputs.size(); ++i)
         even &= list[i].defined() && list[i].numel() == inputs[i].numel();
     }
-    if (!even || !performs(device, Kind::kAllGather))
-      return other(inputs[0]).allgather_coalesced(outputs, inputs, options);
-    std::vector<Staged> from, to;
+    if (!even || !performs(device, Kind::kAllGather)) {
+      Tensors written;
+      for (const Tensors& list : outputs) written.insert(written.end(), list.begin(), list.end());
+      Tensors sources = Written(written).apart(inputs);
+      return other(inputs[0]).allgather_coalesced(outputs, sources, options);
+    }
+    std::vector<Staged> from;
     std::vector<at::Tensor> whole;
     std::vector<cuda::GpuAllGather> calls;
     Tensors used = inputs, results;
@@ -356,8 +376,9 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
          .outputs = std::move(results)},
         device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
           const at::NoGradGuard no_grad;
+          // All inputs are read before an output is written: one may lie in the other.
+          for (const cuda::GpuAllGather& call : calls) plane.allGather(call, handleOf(stream));
           for (size_t i = 0; i < calls.size(); ++i) {
-            plane.allGather(calls[i], handleOf(stream));
             for (size_t r = 0; r < size; ++r)
               outputs[r][i].detach().copy_(
                   whole[i].select(0, static_cast<int64_t>(r)).view(outputs[r][i].sizes()));
@@ -372,8 +393,10 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
     constexpr auto kCall = "all_gather";
     const at::Tensor& input = onlyOne(inputs, kCall, inputs.at(0).device());
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), kCall, "output");
-    if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather))
-      return other(input).allgather(outputs, inputs, options);
+    if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather)) {
+      Tensors sources = Written(list).apart(inputs);
+      return other(input).allgather(outputs, sources, options);
+    }
     std::vector<Tensors> by_rank;
     for (const at::Tensor& output : list) by_rank.push_back({output});
     return allgather_coalesced(by_rank, inputs, options);

@@ -57,9 +57,9 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
   return operation;
 }
 
-// reduce_scatter, one of those that write to `outputs`: from one input cut into equal parts, or
-// from a list.
-Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const Tensors& outputs,
+// reduce_scatter, from one input cut into equal parts or from a list.  `written`: all outputs of
+// the whole call.
+Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const Written& written,
                           bool list, int rank, int world_size,
                           const c10d::ReduceScatterOptions& options, const char* call) {
   requireDense(output, call);
@@ -81,7 +81,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const
                   own ? "this rank's own input" : "each input");
       const bool in_place = own && isPartOf(output, inputs[r], 0);
       const at::Tensor part =
-          addable(apart(inputs[r], outputs, in_place ? output : at::Tensor()), op, call);
+          addable(written.apart(inputs[r], in_place ? &output : nullptr), op, call);
       scatter.counts.push_back(countOf(part));
       scatter.inputs.push_back(staged.add(part, Use::kRead, call));
     }
@@ -90,7 +90,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const
                 "the input (the output's size times the world size)");
     const bool in_place = isPartOf(output, inputs[0], rank);
     const at::Tensor whole =
-        addable(apart(inputs[0], outputs, in_place ? output : at::Tensor()), op, call);
+        addable(written.apart(inputs[0], in_place ? &output : nullptr), op, call);
     scatter.counts = equalCounts(countOf(real), world_size);
     scatter.inputs =
         partsOf<const void*>(staged.add(whole, Use::kRead, call), scatter.counts, sizeOf(dtype));
@@ -128,22 +128,24 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
             .inputs = tensors,
             .outputs = tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
-    // Those that share memory are all read before one is written.
+    // Those that share memory are all read before one is written.  Which operations there are must
+    // not depend on it: other ranks' tensors may lie elsewhere.
     const bool copied = anyShareMemory(tensors);
+    const auto add = [&](const Tensors& some) {
+      job.operations.push_back(some.size() > 1 || copied ? fusedAllReduce(some, options, kCall)
+                                                         : allReduceOf(some[0], options, kCall));
+    };
     Tensors small;
     size_t bytes = 0;
     const auto flush = [&] {
-      if (small.size() == 1 && !copied)
-        job.operations.push_back(allReduceOf(small[0], options, kCall));
-      else if (!small.empty())
-        job.operations.push_back(fusedAllReduce(small, options, kCall));
+      if (!small.empty()) add(small);
       small.clear();
       bytes = 0;
     };
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.nbytes() > kFusedTensorBytes && !copied) {
+      if (tensor.nbytes() > kFusedTensorBytes) {
         flush();
-        job.operations.push_back(allReduceOf(tensor, options, kCall));
+        add({tensor});
         continue;
       }
       if (bytes + tensor.nbytes() > kFusedBytes ||
@@ -227,8 +229,8 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
                   .title = "ringreduce:reduce_scatter",
                   .inputs = list,
                   .outputs = outputs,
-                  .operations = {reduceScatterOf(output, list, outputs, /*list=*/true, rank_, size_,
-                                                 options, "reduce_scatter")}},
+                  .operations = {reduceScatterOf(output, list, Written(outputs), /*list=*/true,
+                                                 rank_, size_, options, "reduce_scatter")}},
                  options.asyncOp);
   });
 }
@@ -242,8 +244,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                   .title = "ringreduce:reduce_scatter_tensor",
                   .inputs = {input},
                   .outputs = {output},
-                  .operations = {reduceScatterOf(output, {input}, {output}, /*list=*/false, rank_,
-                                                 size_, options, "reduce_scatter_tensor")}},
+                  .operations = {reduceScatterOf(output, {input}, Written({output}), /*list=*/false,
+                                                 rank_, size_, options, "reduce_scatter_tensor")}},
                  options.asyncOp);
   });
 }
@@ -259,10 +261,10 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
             .title = "ringreduce:reduce_scatter_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
-    for (const at::Tensor& output : outputs) requireDense(output, kCall);
+    const Written written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
-      job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, outputs, /*list=*/false,
+      job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,
                                                rank_, size_, options, kCall));
     }
     return start(std::move(job), options.asyncOp);

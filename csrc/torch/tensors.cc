@@ -92,6 +92,11 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
 
 namespace {
 
+bool hasMemory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.numel() > 0;
+}
+
 // The memory from a tensor's first element to its last.
 std::pair<const std::byte*, const std::byte*> extentOf(const at::Tensor& tensor) {
   const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
@@ -102,46 +107,60 @@ std::pair<const std::byte*, const std::byte*> extentOf(const at::Tensor& tensor)
 
 }  // namespace
 
-bool shareMemory(const at::Tensor& a, const at::Tensor& b) {
-  const auto has_memory = [](const at::Tensor& t) {
-    return t.defined() && t.layout() == at::kStrided && t.numel() > 0;
-  };
-  if (!has_memory(a) || !has_memory(b) || a.device() != b.device()) return false;
-  const auto [a_begin, a_end] = extentOf(a);
-  const auto [b_begin, b_end] = extentOf(b);
-  return a_begin < b_end && b_begin < a_end;
+bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
+  return part.defined() && whole.defined() && part.is_contiguous() && whole.is_contiguous() &&
+         static_cast<const std::byte*>(part.const_data_ptr()) ==
+             static_cast<const std::byte*>(whole.const_data_ptr()) +
+                 static_cast<size_t>(index) * part.nbytes();
 }
 
 bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() < 2) return false;
   std::vector<std::pair<const std::byte*, const std::byte*>> extents;
   for (const at::Tensor& tensor : tensors)
-    if (tensor.numel() > 0) extents.push_back(extentOf(tensor));
+    if (hasMemory(tensor)) extents.push_back(extentOf(tensor));
   std::sort(extents.begin(), extents.end());
   return std::adjacent_find(extents.begin(), extents.end(), [](const auto& a, const auto& b) {
            return b.first < a.second;
          }) != extents.end();
 }
 
-bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
-  return part.is_contiguous() && whole.is_contiguous() &&
-         static_cast<const std::byte*>(part.const_data_ptr()) ==
-             static_cast<const std::byte*>(whole.const_data_ptr()) +
-                 static_cast<size_t>(index) * part.nbytes();
-}
-
-at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs,
-                 const at::Tensor& in_place) {
+Written::Written(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
-    if ((in_place.defined() && output.is_same(in_place)) || !shareMemory(input, output)) continue;
-    const at::NoGradGuard no_grad;
-    return input.detach().clone(at::MemoryFormat::Contiguous);
+    if (!hasMemory(output)) continue;
+    const auto [begin, end] = extentOf(output);
+    extents_.push_back({begin, end, output.unsafeGetTensorImpl(), end});
   }
-  return input;
+  std::sort(extents_.begin(), extents_.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < extents_.size(); ++i)
+    extents_[i].furthest = std::max(extents_[i].end, extents_[i - 1].furthest);
 }
 
-std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs,
-                              const std::vector<at::Tensor>& outputs) {
-  for (at::Tensor& input : inputs) input = apart(input, outputs);
+bool Written::overlaps(const at::Tensor& input, const at::Tensor* in_place) const {
+  if (!hasMemory(input)) return false;
+  const auto [begin, end] = extentOf(input);
+  // From the last that begins before the input's end, back to where none reaches the input.
+  auto at =
+      std::lower_bound(extents_.begin(), extents_.end(), end,
+                       [](const Extent& e, const std::byte* limit) { return e.begin < limit; });
+  while (at != extents_.begin()) {
+    --at;
+    if (at->furthest <= begin) return false;
+    if (at->end > begin && !(in_place && at->tensor == in_place->unsafeGetTensorImpl()))
+      return true;
+  }
+  return false;
+}
+
+at::Tensor Written::apart(const at::Tensor& input, const at::Tensor* in_place) const {
+  if (!overlaps(input, in_place)) return input;
+  const at::NoGradGuard no_grad;
+  return input.detach().clone(at::MemoryFormat::Contiguous);
+}
+
+std::vector<at::Tensor> Written::apart(std::vector<at::Tensor> inputs) const {
+  for (at::Tensor& input : inputs) input = apart(input);
   return inputs;
 }
 

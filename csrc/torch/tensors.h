@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -24,21 +25,31 @@ void requireDense(const at::Tensor& tensor, const char* call, c10::Device device
 const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call,
                           c10::Device device = at::kCPU);
 
-// Whether some byte may belong to both; by their first and last bytes, so interleaved ones do too.
-bool shareMemory(const at::Tensor& a, const at::Tensor& b);
-
-bool anyShareMemory(const std::vector<at::Tensor>& tensors);
-
 // Whether `part` is the `index`th part of `whole`, in the same memory and in one piece.
 bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index);
 
-// The input, or a copy of it if a call that writes to `outputs` could overwrite it while it is
-// read. `in_place`: an output that lies in the input's memory by intent, so that each element is
-// read before it is written.
-at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs,
-                 const at::Tensor& in_place = {});
-std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs,
-                              const std::vector<at::Tensor>& outputs);
+// Whether two of the tensors may share a byte.  Compares first and last bytes only, so tensors that
+// interleave count as sharing.
+bool anyShareMemory(const std::vector<at::Tensor>& tensors);
+
+// The memory that a call writes to.  A call with many inputs asks for each in logarithmic time.
+class Written {
+ public:
+  explicit Written(const std::vector<at::Tensor>& outputs);
+  bool overlaps(const at::Tensor& input, const at::Tensor* in_place = nullptr) const;
+  // The input, or a copy of it if the call could overwrite it while it is still to be read.
+  // `in_place`: the output that shares the input's memory by intent, element by element.
+  at::Tensor apart(const at::Tensor& input, const at::Tensor* in_place = nullptr) const;
+  std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs) const;
+
+ private:
+  struct Extent {
+    const std::byte *begin, *end;
+    const void* tensor;
+    const std::byte* furthest;  // end of this one and of all before it
+  };
+  std::vector<Extent> extents_;  // by their beginning
+};
 
 // Contiguous memory for a tensor that is written to: its own, or a copy that `giveBack` writes
 // back. Whatever strides a tensor has, its elements travel in their logical order.
