@@ -255,10 +255,10 @@ lint: $(VENV)/.ready
 
 # Other builds compile the files of a folder as one, which hides a missing include.  Those of csrc/cuda
 # here need no CUDA; make nightly has the others.
-CUDA_FREE = far_watcher nccl nccl_schedule schedule watcher
+CUDA_FREE = $(shell sed -n 's/^ *set(cuda_free \(.*\))/\1/p' CMakeLists.txt)
 includes:
 	{ find csrc -name '*.cc' ! -name kernels.cc ! -path 'csrc/torch/*' ! -path 'csrc/cuda/*'; \
-	  printf '%s\n' $(CUDA_FREE:%=csrc/cuda/%.cc); } | \
+	  printf 'csrc/cuda/%s.cc\n' $(CUDA_FREE); } | \
 	  xargs -n 1 -P $(JOBS) $(if $(filter default,$(origin CXX)),c++,$(CXX)) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Icsrc \
 	  -DRINGREDUCE_VERSION='""'
 

@@ -54,7 +54,7 @@ class Meeting {
              {"token", randomHex()},
              {"id", id.empty() ? hostId() : id},
              {"pid", std::to_string(getpid())},
-             {"pids", pidNamespace()},
+             {"pid_namespace", pidNamespace()},
              {"host", hostName()}};
   }
 
@@ -193,7 +193,7 @@ class Meeting {
                                        std::to_string(size_));
     if (const std::string broken = word(entry, "broken"); !broken.empty())
       throw Error(Failure::kSetup, broken);
-    for (const char* field : {"token", "id", "pid", "pids", "host"})
+    for (const char* field : {"token", "id", "pid", "pid_namespace", "host"})
       table[at(field, r)] = word(entry, field);
   }
 
@@ -265,7 +265,7 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
       word_(ringreduce::word(table, "word")),
       secret_(ringreduce::word(table, "secret")) {
   std::map<std::string, int> numbers;
-  const std::string pids_here = pidNamespace();
+  const std::string own_namespace = pidNamespace();
   for (int r = 0; r < size; ++r) {
     const auto field = [&](const char* name) {
       return ringreduce::word(table, at(name, r).c_str());
@@ -278,7 +278,7 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
     names_.push_back("pid " + field("pid") + " on host " + field("host"));
     machines_.push_back(field("host"));
     who_.push_back("rank " + options.shown(r) + " (" + names_.back() + ")");
-    const bool seen_here = field("pids") == pids_here;
+    const bool seen_here = field("pid_namespace") == own_namespace;
     pids_.push_back(seen_here ? static_cast<int>(number(table, at("pid", r).c_str())) : 0);
     told_.push_back(field("said"));
   }

@@ -121,7 +121,8 @@ class Backend final : public c10d::Backend {
   // Overrides what torch has since 2.12.
   std::unordered_map<std::string, uint64_t> getMemoryStats();
   void abort() override;
-  // Leaves the group and gives back its memory, descriptors and threads, whoever still holds this.
+  // Leaves the group.  Releases its memory, descriptors and threads, even if references to this
+  // object remain.
   void shutdown() override;
 
   // Memory that is aligned to pages, in huge ones where the system has them.

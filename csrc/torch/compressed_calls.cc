@@ -81,13 +81,13 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     requireFloats(output, input, "the output");
     if (error) {
       requireFloats(*error, input, "the error");
-      if (Written({input, output}).overlaps(*error))
+      if (OutputMemory({input, output}).overlaps(*error))
         refuse(kCompressedCall, "the error needs memory of its own");
     }
     const bool same = output.is_same(input);
     const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
-    const Staged in(same ? input : Written({output}).apart(input), same ? Use::kBoth : Use::kRead,
-                    kCompressedCall);
+    const Staged in(same ? input : OutputMemory({output}).copyIfShared(input),
+                    same ? Use::kBoth : Use::kRead, kCompressedCall);
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(

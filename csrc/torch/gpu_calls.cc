@@ -48,18 +48,18 @@ bool haveSameSize(const std::vector<at::Tensor>& tensors, const at::Tensor& as) 
   });
 }
 
-// The inputs, or copies of those that lie in an output but not as the part of this rank, in place:
-// NCCL, which may get the call, knows no other way to share memory either.
-std::vector<at::Tensor> apartByPart(const std::vector<at::Tensor>& inputs,
-                                    const std::vector<at::Tensor>& outputs, bool gathers,
-                                    int rank) {
-  const Written written(outputs);
+// Copies the inputs that overlap an output, except where this rank's own part lies in place.  NCCL,
+// to which the call may go, allows that one overlap too.
+std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
+                                         const std::vector<at::Tensor>& outputs, bool gathers,
+                                         int rank) {
+  const OutputMemory written(outputs);
   std::vector<at::Tensor> all;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor* const output = i < outputs.size() ? &outputs[i] : nullptr;
     const bool in_place = output && (gathers ? isPartOf(inputs[i], *output, rank)
                                              : isPartOf(*output, inputs[i], rank));
-    all.push_back(written.apart(inputs[i], in_place ? output : nullptr));
+    all.push_back(written.copyIfShared(inputs[i], in_place ? output : nullptr));
   }
   return all;
 }
@@ -98,7 +98,7 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
       return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall, device);
-    // Those that share memory are all read before one is written.
+    // Tensors that share memory are all read before one is written.
     const bool copied = anyShareMemory(tensors);
     const at::NoGradGuard no_grad;
     Tensors copies = tensors;
@@ -191,7 +191,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
-    Tensors sources = apartByPart(inputs, outputs, /*gathers=*/false, rank_);
+    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/false, rank_);
     if (!performs(device, Kind::kReduceScatter))
       return single ? other(inputs[0], options.reduceOp)
                           ._reduce_scatter_base(outputs[0], sources[0], options)
@@ -242,7 +242,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
     const at::Tensor output = onlyOne(outputs, kCall, outputs.at(0).device());
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), kCall, "input");
     if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter)) {
-      std::vector<Tensors> sources = {Written(outputs).apart(list)};
+      std::vector<Tensors> sources = {OutputMemory(outputs).copyIfShared(list)};
       return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
     }
     requireList(list, output, kCall, "each input");
@@ -292,7 +292,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
-    Tensors sources = apartByPart(inputs, outputs, /*gathers=*/true, rank_);
+    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/true, rank_);
     if (!performs(device, Kind::kAllGather))
       return single ? other(inputs[0])._allgather_base(outputs[0], sources[0], options)
                     : other(inputs[0]).allgather_into_tensor_coalesced(outputs, sources, options);
@@ -345,7 +345,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
     if (!even || !performs(device, Kind::kAllGather)) {
       Tensors written;
       for (const Tensors& list : outputs) written.insert(written.end(), list.begin(), list.end());
-      Tensors sources = Written(written).apart(inputs);
+      Tensors sources = OutputMemory(written).copyIfShared(inputs);
       return other(inputs[0]).allgather_coalesced(outputs, sources, options);
     }
     std::vector<Staged> from;
@@ -376,7 +376,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
          .outputs = std::move(results)},
         device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
           const at::NoGradGuard no_grad;
-          // All inputs are read before an output is written: one may lie in the other.
+          // All inputs are read before an output is written, because they may overlap.
           for (const cuda::GpuAllGather& call : calls) plane.allGather(call, handleOf(stream));
           for (size_t i = 0; i < calls.size(); ++i) {
             for (size_t r = 0; r < size; ++r)
@@ -394,7 +394,7 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
     const at::Tensor& input = onlyOne(inputs, kCall, inputs.at(0).device());
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), kCall, "output");
     if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather)) {
-      Tensors sources = Written(list).apart(inputs);
+      Tensors sources = OutputMemory(list).copyIfShared(inputs);
       return other(input).allgather(outputs, sources, options);
     }
     std::vector<Tensors> by_rank;

@@ -67,14 +67,14 @@ GpuBackend::WorkPtr GpuBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   const Tensors written = outputs.empty() ? Tensors() : outputs[0];
-  Tensors from = Written(written).apart(inputs);
+  Tensors from = OutputMemory(written).copyIfShared(inputs);
   return other(inputs).gather(outputs, from, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                         const c10d::ScatterOptions& options) {
   std::vector<Tensors> from;
-  for (const Tensors& list : inputs) from.push_back(Written(outputs).apart(list));
+  for (const Tensors& list : inputs) from.push_back(OutputMemory(outputs).copyIfShared(list));
   return other(outputs).scatter(outputs, from, options);
 }
 
@@ -82,13 +82,13 @@ GpuBackend::WorkPtr GpuBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               std::vector<int64_t>& output_splits,
                                               std::vector<int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  at::Tensor from = Written({output}).apart(input);
+  at::Tensor from = OutputMemory({output}).copyIfShared(input);
   return other(input).alltoall_base(output, from, output_splits, input_splits, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
-  Tensors from = Written(outputs).apart(inputs);
+  Tensors from = OutputMemory(outputs).copyIfShared(inputs);
   return other(inputs).alltoall(outputs, from, options);
 }
 

@@ -18,7 +18,7 @@ namespace {
 using Use = Staged::Use;
 
 // all_gather_into_tensor.  `written`: all outputs of the whole call.
-Operation gatherInto(const at::Tensor& output, const at::Tensor& input, const Written& written,
+Operation gatherInto(const at::Tensor& output, const at::Tensor& input, const OutputMemory& written,
                      int rank, int world_size, std::chrono::milliseconds timeout,
                      const char* call) {
   requireDense(input, call);
@@ -27,7 +27,7 @@ Operation gatherInto(const at::Tensor& output, const at::Tensor& input, const Wr
   const DType dtype = dtypeOf(input, call);
   const at::Tensor* in_place = isPartOf(input, output, rank) ? &output : nullptr;
   StagedList staged;
-  AllGather gather{.input = staged.add(written.apart(input, in_place), Use::kRead, call),
+  AllGather gather{.input = staged.add(written.copyIfShared(input, in_place), Use::kRead, call),
                    .dtype = dtype};
   gather.counts = equalCounts(countOf(input), world_size);
   gather.outputs =
@@ -38,7 +38,7 @@ Operation gatherInto(const at::Tensor& output, const at::Tensor& input, const Wr
 
 // all_gather into a list: rank r's elements into outputs[r], whatever their number.  `written`: all
 // outputs of the whole call.
-Operation gatherList(const Tensors& outputs, const at::Tensor& input, const Written& written,
+Operation gatherList(const Tensors& outputs, const at::Tensor& input, const OutputMemory& written,
                      int rank, std::chrono::milliseconds timeout, const char* call) {
   requireDense(input, call);
   const DType dtype = dtypeOf(input, call);
@@ -53,8 +53,8 @@ Operation gatherList(const Tensors& outputs, const at::Tensor& input, const Writ
     gather.outputs.push_back(staged.add(outputs[r], Use::kWrite, call));
   }
   const at::Tensor& own = outputs.at(static_cast<size_t>(rank));
-  gather.input =
-      staged.add(written.apart(input, isPartOf(input, own, 0) ? &own : nullptr), Use::kRead, call);
+  gather.input = staged.add(written.copyIfShared(input, isPartOf(input, own, 0) ? &own : nullptr),
+                            Use::kRead, call);
   return {std::move(gather), timeoutOf(timeout),
           [staged = std::move(staged)] { staged.giveBack(); }};
 }
@@ -117,7 +117,7 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
                   .title = "ringreduce:all_gather",
                   .inputs = inputs,
                   .outputs = list,
-                  .operations = {gatherList(list, input, Written(list), rank_, options.timeout,
+                  .operations = {gatherList(list, input, OutputMemory(list), rank_, options.timeout,
                                             "all_gather")}},
                  options.asyncOp);
   });
@@ -141,7 +141,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
                c10::str("a list of ", list.size(), " outputs for ", inputs.size(), " inputs"));
       job.outputs.insert(job.outputs.end(), list.begin(), list.end());
     }
-    const Written written(job.outputs);
+    const OutputMemory written(job.outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       Tensors by_rank;
       for (const Tensors& list : outputs) by_rank.push_back(list[i]);
@@ -160,7 +160,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                   .title = "ringreduce:all_gather_into_tensor",
                   .inputs = {input},
                   .outputs = {output},
-                  .operations = {gatherInto(output, input, Written({output}), rank_, size_,
+                  .operations = {gatherInto(output, input, OutputMemory({output}), rank_, size_,
                                             options.timeout, "all_gather_into_tensor")}},
                  options.asyncOp);
   });
@@ -177,7 +177,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
             .title = "ringreduce:all_gather_into_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
-    const Written written(outputs);
+    const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i)
       job.operations.push_back(
           gatherInto(outputs[i], inputs[i], written, rank_, size_, options.timeout, kCall));
@@ -208,8 +208,8 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     }
     const at::Tensor own = root ? list.at(static_cast<size_t>(rank_)) : at::Tensor();
     const bool in_place = root && isPartOf(input, own, 0);
-    gather.input =
-        staged.add(Written(list).apart(input, in_place ? &own : nullptr), Use::kRead, "gather");
+    gather.input = staged.add(OutputMemory(list).copyIfShared(input, in_place ? &own : nullptr),
+                              Use::kRead, "gather");
     return start({.type = c10d::OpType::GATHER,
                   .title = "ringreduce:gather",
                   .inputs = inputs,
@@ -237,12 +237,12 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                                  options.rootRank));
     Tensors list;
     if (root) list = onlyList(inputs, static_cast<size_t>(size_), "scatter", "input");
-    const Written written(outputs);
+    const OutputMemory written(outputs);
     for (size_t r = 0; r < list.size(); ++r) {
       requireLike(list[r], output.numel(), output, "scatter", "each input");
       const bool in_place = static_cast<int>(r) == rank_ && isPartOf(output, list[r], 0);
-      scatter.inputs.push_back(
-          staged.add(written.apart(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
+      scatter.inputs.push_back(staged.add(
+          written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }
     return start({.type = c10d::OpType::SCATTER,
                   .title = "ringreduce:scatter",
@@ -281,9 +281,9 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
     if (exchange.send_counts[own] != exchange.recv_counts[own])
       refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
                              " elements and expects ", exchange.recv_counts[own]));
-    exchange.inputs =
-        partsOf<const void*>(staged.add(Written({output}).apart(input), Use::kRead, kCall),
-                             exchange.send_counts, sizeOf(dtype));
+    exchange.inputs = partsOf<const void*>(
+        staged.add(OutputMemory({output}).copyIfShared(input), Use::kRead, kCall),
+        exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
     return start({.type = c10d::OpType::ALLTOALL_BASE,
@@ -321,7 +321,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
       exchange.recv_counts.push_back(countOf(outputs[r]));
       exchange.outputs.push_back(staged.add(outputs[r], Use::kWrite, kCall));
     }
-    for (const at::Tensor& input : Written(outputs).apart(inputs))
+    for (const at::Tensor& input : OutputMemory(outputs).copyIfShared(inputs))
       exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
     return start({.type = c10d::OpType::ALLTOALL,
                   .title = "ringreduce:all_to_all",

@@ -59,8 +59,8 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
 
 // reduce_scatter, from one input cut into equal parts or from a list.  `written`: all outputs of
 // the whole call.
-Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const Written& written,
-                          bool list, int rank, int world_size,
+Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs,
+                          const OutputMemory& written, bool list, int rank, int world_size,
                           const c10d::ReduceScatterOptions& options, const char* call) {
   requireDense(output, call);
   const ReduceOp op = opOf(options.reduceOp, call);
@@ -81,7 +81,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const
                   own ? "this rank's own input" : "each input");
       const bool in_place = own && isPartOf(output, inputs[r], 0);
       const at::Tensor part =
-          addable(written.apart(inputs[r], in_place ? &output : nullptr), op, call);
+          addable(written.copyIfShared(inputs[r], in_place ? &output : nullptr), op, call);
       scatter.counts.push_back(countOf(part));
       scatter.inputs.push_back(staged.add(part, Use::kRead, call));
     }
@@ -90,7 +90,7 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs, const
                 "the input (the output's size times the world size)");
     const bool in_place = isPartOf(output, inputs[0], rank);
     const at::Tensor whole =
-        addable(written.apart(inputs[0], in_place ? &output : nullptr), op, call);
+        addable(written.copyIfShared(inputs[0], in_place ? &output : nullptr), op, call);
     scatter.counts = equalCounts(countOf(real), world_size);
     scatter.inputs =
         partsOf<const void*>(staged.add(whole, Use::kRead, call), scatter.counts, sizeOf(dtype));
@@ -128,8 +128,8 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
             .inputs = tensors,
             .outputs = tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
-    // Those that share memory are all read before one is written.  Which operations there are must
-    // not depend on it: other ranks' tensors may lie elsewhere.
+    // Tensors that share memory are all read before one is written.  The list of operations must
+    // not depend on it, because other ranks' tensors may not share memory.
     const bool copied = anyShareMemory(tensors);
     const auto add = [&](const Tensors& some) {
       job.operations.push_back(some.size() > 1 || copied ? fusedAllReduce(some, options, kCall)
@@ -229,7 +229,7 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
                   .title = "ringreduce:reduce_scatter",
                   .inputs = list,
                   .outputs = outputs,
-                  .operations = {reduceScatterOf(output, list, Written(outputs), /*list=*/true,
+                  .operations = {reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true,
                                                  rank_, size_, options, "reduce_scatter")}},
                  options.asyncOp);
   });
@@ -240,13 +240,14 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
   if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
     requireDense(input, "reduce_scatter_tensor");
-    return start({.type = c10d::OpType::_REDUCE_SCATTER_BASE,
-                  .title = "ringreduce:reduce_scatter_tensor",
-                  .inputs = {input},
-                  .outputs = {output},
-                  .operations = {reduceScatterOf(output, {input}, Written({output}), /*list=*/false,
-                                                 rank_, size_, options, "reduce_scatter_tensor")}},
-                 options.asyncOp);
+    return start(
+        {.type = c10d::OpType::_REDUCE_SCATTER_BASE,
+         .title = "ringreduce:reduce_scatter_tensor",
+         .inputs = {input},
+         .outputs = {output},
+         .operations = {reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
+                                        rank_, size_, options, "reduce_scatter_tensor")}},
+        options.asyncOp);
   });
 }
 
@@ -261,7 +262,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
             .title = "ringreduce:reduce_scatter_tensor_coalesced",
             .inputs = inputs,
             .outputs = outputs};
-    const Written written(outputs);
+    const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
       job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,

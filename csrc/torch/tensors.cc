@@ -125,7 +125,7 @@ bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
          }) != extents.end();
 }
 
-Written::Written(const std::vector<at::Tensor>& outputs) {
+OutputMemory::OutputMemory(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!hasMemory(output)) continue;
     const auto [begin, end] = extentOf(output);
@@ -137,10 +137,11 @@ Written::Written(const std::vector<at::Tensor>& outputs) {
     extents_[i].furthest = std::max(extents_[i].end, extents_[i - 1].furthest);
 }
 
-bool Written::overlaps(const at::Tensor& input, const at::Tensor* in_place) const {
+bool OutputMemory::overlaps(const at::Tensor& input, const at::Tensor* in_place) const {
   if (!hasMemory(input)) return false;
   const auto [begin, end] = extentOf(input);
-  // From the last that begins before the input's end, back to where none reaches the input.
+  // Starts at the last output that begins before the input ends, and goes back until `furthest`
+  // shows that no earlier output reaches the input.
   auto at =
       std::lower_bound(extents_.begin(), extents_.end(), end,
                        [](const Extent& e, const std::byte* limit) { return e.begin < limit; });
@@ -153,14 +154,14 @@ bool Written::overlaps(const at::Tensor& input, const at::Tensor* in_place) cons
   return false;
 }
 
-at::Tensor Written::apart(const at::Tensor& input, const at::Tensor* in_place) const {
+at::Tensor OutputMemory::copyIfShared(const at::Tensor& input, const at::Tensor* in_place) const {
   if (!overlaps(input, in_place)) return input;
   const at::NoGradGuard no_grad;
   return input.detach().clone(at::MemoryFormat::Contiguous);
 }
 
-std::vector<at::Tensor> Written::apart(std::vector<at::Tensor> inputs) const {
-  for (at::Tensor& input : inputs) input = apart(input);
+std::vector<at::Tensor> OutputMemory::copyIfShared(std::vector<at::Tensor> inputs) const {
+  for (at::Tensor& input : inputs) input = copyIfShared(input);
   return inputs;
 }
 

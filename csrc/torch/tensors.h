@@ -32,21 +32,21 @@ bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index);
 // interleave count as sharing.
 bool anyShareMemory(const std::vector<at::Tensor>& tensors);
 
-// The memory that a call writes to.  A call with many inputs asks for each in logarithmic time.
-class Written {
+// The memory that a call writes to.  Each question about an input takes logarithmic time.
+class OutputMemory {
  public:
-  explicit Written(const std::vector<at::Tensor>& outputs);
+  explicit OutputMemory(const std::vector<at::Tensor>& outputs);
   bool overlaps(const at::Tensor& input, const at::Tensor* in_place = nullptr) const;
-  // The input, or a copy of it if the call could overwrite it while it is still to be read.
-  // `in_place`: the output that shares the input's memory by intent, element by element.
-  at::Tensor apart(const at::Tensor& input, const at::Tensor* in_place = nullptr) const;
-  std::vector<at::Tensor> apart(std::vector<at::Tensor> inputs) const;
+  // Returns a copy of an input that overlaps an output, and any other input as it is.  `in_place`:
+  // an output that may overlap, because each element is read before it is written.
+  at::Tensor copyIfShared(const at::Tensor& input, const at::Tensor* in_place = nullptr) const;
+  std::vector<at::Tensor> copyIfShared(std::vector<at::Tensor> inputs) const;
 
  private:
   struct Extent {
     const std::byte *begin, *end;
     const void* tensor;
-    const std::byte* furthest;  // end of this one and of all before it
+    const std::byte* furthest;  // the largest `end` up to and including this one
   };
   std::vector<Extent> extents_;  // by their beginning
 };

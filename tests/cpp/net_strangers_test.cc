@@ -1,6 +1,7 @@
 // Who does not get into a process, over loopback, what that costs it, and what is logged of it.
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -208,6 +209,7 @@ TEST(silent_strangers_leave_descriptors_for_groups) {
   CHECK_EQ(pipe(ends), 0);
   const pid_t stranger = fork();
   if (stranger == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that fails does not get to end it
     setrlimit(RLIMIT_NOFILE, &limit);
     const Address& address = group.acceptor->endpoint().addresses[0];
     for (int i = 0; i < 600; ++i) {
@@ -217,6 +219,7 @@ TEST(silent_strangers_leave_descriptors_for_groups) {
     if (write(ends[1], "x", 1) == 1) pause();
     _exit(1);
   }
+  close(ends[1]);  // so that the read ends if the stranger does
   char byte = 0;
   CHECK_EQ(read(ends[0], &byte, 1), 1);
   std::vector<Socket> kept;
@@ -227,7 +230,6 @@ TEST(silent_strangers_leave_descriptors_for_groups) {
   kill(stranger, SIGKILL);
   waitpid(stranger, nullptr, 0);
   close(ends[0]);
-  close(ends[1]);
   setrlimit(RLIMIT_NOFILE, &limit);
   CHECK(contains(log.text(), "too many connect at once"));
 }

@@ -125,6 +125,35 @@ def barrier(at: Site) -> list[Tensor]:
     return at.done(dist.barrier(async_op=at.later))
 
 
+def in_one_memory(at: Site) -> list[Tensor]:
+    """Calls whose outputs overlap their inputs, each on memory of its own."""
+    p, n, after = at.size, at.unit * 6, (at.rank + 1) % at.size
+    own, other = slice(at.rank * n, (at.rank + 1) * n), slice(after * n, (after + 1) * n)
+    group, results = dist.group.WORLD, [at.mine(6 * (p + 1)) for _ in range(9)]
+    assert group is not None
+    a, b, c, d, e, f, g, h, k = results
+    works = [
+        dist.all_gather_into_tensor(a[: p * n], a[own], async_op=at.later),
+        dist.all_gather_into_tensor(b[: p * n], b[other], async_op=at.later),
+        dist.reduce_scatter_tensor(c[own], c[: p * n], async_op=at.later),
+        dist.reduce_scatter_tensor(d[3 : n + 3], d[: p * n], async_op=at.later),
+        dist.all_to_all_single(e[: p * n], e[: p * n], async_op=at.later),
+        dist.all_to_all_single(f[3 : p * n + 3], f[: p * n], async_op=at.later),
+        dist.all_gather(list(g[: p * n].chunk(p)), g[other], async_op=at.later),
+    ]
+    for work in works:
+        at.done(work)
+    group.allreduce_coalesced([h[: p * n], h[n:]]).wait()
+    first, second = k[: p * n], at.zeros(6 * p)
+    group.allgather_into_tensor_coalesced([first, second], [k[own], k[other]]).wait()
+    lists = [[at.zeros(6), at.zeros(6)] for _ in range(p)]
+    whole = at.mine(6 * (p + 1))
+    for r, parts in enumerate(lists):  # the second input lies in the first outputs
+        parts[0] = whole[r * n : (r + 1) * n]
+    group.allgather_coalesced(lists, [whole[own], whole[other]]).wait()
+    return [*results, second, whole, *(parts[1] for parts in lists)]
+
+
 CALLS: list[Callable[[Site], list[Tensor]]] = [
     all_reduce_of_a_view,
     broadcast,
@@ -139,6 +168,7 @@ CALLS: list[Callable[[Site], list[Tensor]]] = [
     all_to_all_with_splits,
     messages,
     coalesced,
+    in_one_memory,
     barrier,
 ]
 
