@@ -21,6 +21,8 @@ CUDA_NVCC ?=
 CUDA_VENV ?= .venv-cuda
 # GPUs that cuda-build makes machine code for; `make nightly` makes it for all.
 CUDA_ARCHS ?= 90
+# For cuda-build: a libringreduce_core.a of this very tree, which is then not compiled once more.
+CORE ?=
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
@@ -54,7 +56,7 @@ CUDA_EXTENSION =
 NVCC = $(or $(shell command -v $(CUDA_NVCC)),$(CUDA_NVCC))
 endif
 CUDA_CMAKE = $(CUDA_BIN)cmake -S . -G Ninja $(if $(CUDA_BIN),-DCMAKE_MAKE_PROGRAM=$(CUDA_BIN)ninja) \
-  -DCMAKE_CUDA_COMPILER=$(NVCC) '-DRINGREDUCE_CUDA_ARCHS=$(CUDA_ARCHS)' -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
+  -DCMAKE_CUDA_COMPILER=$(NVCC) -DRINGREDUCE_CORE=$(if $(CORE),$(abspath $(CORE))) '-DRINGREDUCE_CUDA_ARCHS=$(CUDA_ARCHS)' -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
   $(RINGREDUCE_CMAKE_ARGS)
 # torch finds the stubs of CUDA's libraries, and the fake before any other libcudart.
 ON_FAKE = $(abspath $(CUDA_BUILD))/on_fake
@@ -163,7 +165,7 @@ test-full: build
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file of the torch
-# and the GPU layer compiled by itself; and machine code for all GPUs.
+# and the GPU layer compiled by itself; machine code for all GPUs; and every check of UBSan.
 nightly: build
 	$(BIN)/python -m pytest tests/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
@@ -175,6 +177,7 @@ nightly: build
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
 	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="80;86;89;90;100;120" \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
+	$(MAKE) asan RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_SANITIZE_ALL=ON"
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
 torch-suite: build
@@ -230,7 +233,8 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 torch-on-fake: $(CUDA_VENV)/.ready
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
-	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q
+	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q \
+	  -n 3 --dist loadfile
 
 # pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
 $(CUDA_VENV)/.ready: requirements-cuda.txt

@@ -17,8 +17,8 @@
 namespace mesh_cases {
 
 using namespace ringreduce;
-using Bytes = std::vector<std::byte>;
-constexpr std::byte kUntouched{0xa5};
+using Bytes = std::vector<unsigned char>;  // compared by memcmp, as std::byte is not
+constexpr unsigned char kUntouched = 0xa5;
 
 #ifdef __SANITIZE_THREAD__
 constexpr int kMostRanks = 5;  // it takes ten times as long
@@ -112,7 +112,7 @@ struct Reducing {
       random_elements::fill(dtype, addends.back().data(), 0, count,
                             random_elements::Texture::kRough, random_elements::keyOf(seed, r));
       if (P == 1 && dtype == DType::kBool)  // of one rank alone nothing is computed
-        for (std::byte& b : addends.back()) b &= std::byte{1};
+        for (unsigned char& b : addends.back()) b &= 1;
     }
     std::vector<Bytes> all = addends;
     for (int r = 0; r < P; ++r) {
@@ -133,8 +133,8 @@ struct Reducing {
     for (int p = 0; p < P; begin += parts[at(p++)]) add(scattered, p, begin, parts[at(p)]);
   }
 
-  void expect(const void* got, const std::byte* wanted, size_t n, const char* what) const {
-    const auto* bytes = static_cast<const std::byte*>(got);
+  void expect(const void* got, const unsigned char* wanted, size_t n, const char* what) const {
+    const auto* bytes = static_cast<const unsigned char*>(got);
     if (n == 0 || std::memcmp(bytes, wanted, n * width()) == 0) return;
     for (size_t i = 0; i < n; ++i)
       if (!ring_oracle::same(dtype, bytes + i * width(), wanted + i * width()))
@@ -152,7 +152,7 @@ struct Reducing {
 
     const Bytes& before = addends[at(me)];
     Bytes input = before, output(before.size(), kUntouched);
-    std::byte* const to = me != root ? nullptr : in_place ? input.data() : output.data();
+    unsigned char* const to = me != root ? nullptr : in_place ? input.data() : output.data();
     call(Reduce{input.data(), to, count, dtype, op, root, factor(me)});
     if (me == root) expect(to, reduced.data(), count, "reduce");
     if (to != input.data()) CHECK(input == before);

@@ -111,11 +111,13 @@ inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, s
         in_mesh(P, {}, [&](Caller& call) {
           const int me = call.mesh.rank();
           Bytes input = c.addends[at(me)], output(input.size(), kUntouched);
-          std::byte* const to = ending == Ending::kEverybody ? input.data() : output.data();
+          auto* const from = reinterpret_cast<std::byte*>(input.data());
+          auto* const to =
+              ending == Ending::kEverybody ? from : reinterpret_cast<std::byte*>(output.data());
           std::vector<RingChunk> chunks;
           for (int p = 0; p < P; ++p) {
             const size_t begin = cut.chunk(p).begin * c.width();
-            chunks.push_back({input.data() + begin, to + begin, cut.chunk(p).size});
+            chunks.push_back({from + begin, to + begin, cut.chunk(p).size});
           }
           call.perform([&](Mesh& mesh) {
             RingCall ring(chunks, dtype, c.op, ending, c.root);

@@ -15,7 +15,7 @@ namespace mesh_cases {
 inline Bytes letter(int from, int to, size_t n) {
   Bytes bytes(n);
   for (size_t i = 0; i < n; ++i)
-    bytes[i] = static_cast<std::byte>(i * 7 + i / 251 + at(from) * 31 + at(to) * 5 + 1);
+    bytes[i] = static_cast<unsigned char>(i * 7 + i / 251 + at(from) * 31 + at(to) * 5 + 1);
   return bytes;
 }
 
@@ -46,7 +46,7 @@ inline void checkAllGather(Caller& call, DType dtype, const std::vector<size_t>&
   Bytes input = wanted[at(me)], one_after_the_other(total, kUntouched);
   AllGather gather{input.data(), pointers<void*>(outputs), counts, dtype};
   if (flat) {
-    std::byte* to = one_after_the_other.data();
+    unsigned char* to = one_after_the_other.data();
     for (int r = 0; r < P; to += wanted[at(r++)].size()) gather.outputs[at(r)] = to;
     if (in_place) {
       if (total > 0) std::memcpy(gather.outputs[at(me)], input.data(), input.size());
@@ -59,7 +59,7 @@ inline void checkAllGather(Caller& call, DType dtype, const std::vector<size_t>&
   CHECK(input == wanted[at(me)]);
   for (int r = 0; r < P; ++r)
     CHECK(std::equal(wanted[at(r)].begin(), wanted[at(r)].end(),
-                     static_cast<std::byte*>(gather.outputs[at(r)])));
+                     static_cast<unsigned char*>(gather.outputs[at(r)])));
 
   // The same where each knows its own count only.
   for (Bytes& bytes : outputs) bytes.assign(bytes.size(), kUntouched);

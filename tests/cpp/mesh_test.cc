@@ -15,9 +15,12 @@ using namespace mesh_world;
 namespace {
 
 std::vector<unsigned char> pattern(int from, int to, uint32_t seed, size_t bytes) {
-  std::mt19937 random(seed * 7919 + static_cast<uint32_t>(from * 64 + to));
+  std::minstd_rand random(seed * 7919 + static_cast<uint32_t>(from * 64 + to));
   std::vector<unsigned char> data(bytes);
-  for (auto& byte : data) byte = static_cast<unsigned char>(random());
+  for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+    const uint64_t word = random() * 0x9e3779b97f4a7c15u;
+    std::memcpy(&data[at], &word, std::min(bytes - at, sizeof word));
+  }
   return data;
 }
 

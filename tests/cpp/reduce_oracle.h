@@ -174,7 +174,7 @@ inline Bytes expected(DType t, ReduceOp op, const std::vector<Bytes>& sources, i
 
 // kMost elements: any bits at all for integers; for floating-point types mostly of a size at which
 // sums round, and some NaNs, infinities, subnormals, zeros of both signs and huge values.
-inline Bytes randomElements(DType t, std::mt19937_64& random) {
+inline Bytes randomElements(DType t, std::minstd_rand& random) {
   const size_t size = sizeOf(t);
   Bytes bytes(kMost * size);
   for (unsigned char& b : bytes) b = static_cast<unsigned char>(random());
@@ -194,7 +194,7 @@ inline Bytes randomElements(DType t, std::mt19937_64& random) {
 }
 
 inline std::vector<Bytes> randomSources(DType t) {
-  std::mt19937_64 random(static_cast<unsigned>(t) + 1);
+  std::minstd_rand random(static_cast<unsigned>(t) + 1);
   std::vector<Bytes> sources;
   for (int k = 0; k < kMostSources; ++k) sources.push_back(randomElements(t, random));
   return sources;

@@ -204,6 +204,7 @@ void expectRight(Rank& rank, const Case& c, bool in_place) {
                        stream());
   CHECK(rank.plane.wait(20 * kSecond));
   ring_oracle::expect(c, right.data());
+  if (std::equal(to.begin(), to.begin() + static_cast<ptrdiff_t>(bytes), right.begin())) return;
   for (size_t i = 0; i < c.count; ++i)
     if (!ring_oracle::same(c.dtype, &to[i * width], &right[i * width]))
       check::fail(__FILE__, __LINE__,
@@ -256,12 +257,18 @@ TEST(one_ring_over_all_ranks_gives_the_bits_of_the_core) {
     });
 }
 
+#ifdef __SANITIZE_THREAD__
+constexpr size_t kManySlices = 4000001;  // two for a chunk
+#else
+constexpr size_t kManySlices = 9000001;
+#endif
+
 TEST(long_messages_go_in_many_slices) {
   onHosts("abc", [](Rank& rank) {
     for (DType dtype : {DType::kFloat32, DType::kBFloat16})
-      expectRight(rank,
-                  {.ranks = 3, .count = 9000001, .dtype = dtype, .op = ReduceOp::kSum, .seed = 7},
-                  true);
+      expectRight(
+          rank, {.ranks = 3, .count = kManySlices, .dtype = dtype, .op = ReduceOp::kSum, .seed = 7},
+          true);
   });
 }
 
@@ -274,7 +281,8 @@ TEST(hosts_of_the_same_size_add_inside_first) {
       for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt64, DType::kBool})
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMax, ReduceOp::kPremulSum})
           // The last go in parts, and one is no multiple of a host's ranks.
-          for (size_t count : {0, 1, 1000, 240000, 300001}) {
+          for (size_t bytes : {0, 8, 8000, 264 << 10, 265 << 10}) {
+            const size_t count = bytes / sizeOf(dtype) + bytes / (265 << 10);
             const Case c{.ranks = rank.size,
                          .count = count,
                          .dtype = dtype,
