@@ -27,6 +27,8 @@ CORE ?=
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Python compiles what is imported, when it is: of torch that is a part.
+export PIP_NO_COMPILE = 1
 # torch looks up the name behind the address of every store that it connects to.  An answer that is
 # lost then costs a second, not five.
 export RES_OPTIONS ?= timeout:1 attempts:1
