@@ -50,7 +50,7 @@ def staging_bytes(group: dist.ProcessGroup | None = None) -> int:
     Args:
         group: a ringreduce group, or another that has one beside it; None for the default group.
     """
-    size: int = extension().staging_bytes(backend_of(ringreduce_group(group)))
+    size: int = extension().staging_bytes(backend_of(ringreduce_group(group, again=False)))
     return size
 
 
@@ -60,7 +60,7 @@ def gpu_bytes(group: dist.ProcessGroup | None = None) -> int:
     Args:
         group: as for `staging_bytes`.
     """
-    size: int = extension().gpu_bytes(backend_of(ringreduce_group(group)))
+    size: int = extension().gpu_bytes(backend_of(ringreduce_group(group, again=False)))
     return size
 
 

@@ -1,12 +1,14 @@
 """Makes ringreduce groups for torch.distributed, and finds those that exist."""
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import functools
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -145,8 +147,29 @@ def devices_text() -> str:
     return "CPUs only (it was built without CUDA)"
 
 
-# ringreduce groups made beside groups of other backends: (the other group, ours).
-_companions: list[tuple["weakref.ref[dist.ProcessGroup]", dist.ProcessGroup]] = []
+class _Companion:
+    """A ringreduce group made beside a group of another backend."""
+
+    def __init__(self, beside: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+        self.beside = weakref.ref(beside)
+        self.group = group
+        self.raised = False  # an operation on it has raised an error
+        self.last: torch.futures.Future[torch.Tensor] | None = None  # of the last bucket averaged
+
+    def has_failed(self) -> bool:
+        return bool(extension().has_failed(backend_of(self.group)))
+
+    def has_raised(self) -> bool:
+        """Whether the user has seen an error of it; DDP raises those of futures after a step."""
+        if self.last is not None and self.last.done():
+            try:
+                self.last.value()
+            except Exception:
+                self.raised = True
+        return self.raised
+
+
+_companions: list[_Companion] = []
 
 
 def _is_alive(group: dist.ProcessGroup | None) -> bool:
@@ -154,22 +177,30 @@ def _is_alive(group: dist.ProcessGroup | None) -> bool:
     return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
-def _sweep_companions() -> None:
-    """Destroys companions that have failed, or whose group is gone; forgets destroyed ones."""
-    for entry in list(_companions):
-        group, companion = entry[0](), entry[1]
-        if not _is_alive(companion):
-            _companions.remove(entry)
-        elif not _is_alive(group) or extension().has_failed(backend_of(companion)):
-            _companions.remove(entry)
-            dist.destroy_process_group(companion)
+def _companion_of(group: dist.ProcessGroup) -> _Companion | None:
+    """The companion of a group, if it has one; destroys those whose group is gone."""
+    for companion in list(_companions):
+        if not _is_alive(companion.group):
+            _companions.remove(companion)
+        elif not _is_alive(companion.beside()):
+            _companions.remove(companion)
+            dist.destroy_process_group(companion.group)
+    return next((c for c in _companions if c.beside() is group), None)
 
 
-def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def ringreduce_group(
+    group: dist.ProcessGroup | None, again: bool = True, call: bool = False
+) -> dist.ProcessGroup:
     """The group itself if it is ringreduce's, else one of ringreduce over the same ranks.
 
-    The latter is made once a group, with its timeout, and again after it has failed; making it is
-    collective over the ranks.
+    The latter is made once a group, with its timeout.  Making it is collective over the ranks.
+
+    Args:
+        group: None for the default group.
+        again: make it again if it has failed.
+        call: an operation follows, which raises the error of a failed group.  Then the group is
+            made again only after such an error: until then this rank may be the only one that
+            calls, and would wait for ranks that are lost.
 
     Raises:
         RuntimeError: there is no default group.
@@ -183,13 +214,27 @@ def ringreduce_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise TypeError(f"this rank needs to be in the group, which is {group!r} here")
     if backend_of(group) is not None:
         return group
-    _sweep_companions()
-    for known, companion in _companions:
-        if known() is group:
-            return companion
+    companion = _companion_of(group)
+    if companion is not None:
+        if not (again and companion.has_failed() and (not call or companion.has_raised())):
+            return companion.group
+        _companions.remove(companion)
+        dist.destroy_process_group(companion.group)
     made = _make_companion(group)
-    _companions.append((weakref.ref(group), made))
+    _companions.append(_Companion(group, made))
     return made
+
+
+@contextlib.contextmanager
+def noting_errors(group: dist.ProcessGroup) -> Iterator[_Companion | None]:
+    """Around operations on what `ringreduce_group(..., call=True)` gave: notes that one raised."""
+    companion = next((c for c in _companions if c.group is group), None)
+    try:
+        yield companion
+    except Exception:
+        if companion is not None:
+            companion.raised = True
+        raise
 
 
 def _make_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:

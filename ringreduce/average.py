@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import devices_text, extension, ringreduce_group
+from ringreduce._backend import devices_text, extension, noting_errors, ringreduce_group
 from ringreduce.errors import Mismatch
 
 # The size of DDP's buckets: large enough to be fast, small enough to overlap with the copies.
@@ -93,16 +93,17 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         signature += [index, _DTYPES.index(gradient.dtype), *gradient.shape, -1]
         signature.append(devices.index(gradient.device.type))
 
-    group = ringreduce_group(group)
-    _require_same(tuple(signature), group)
-    pending = []
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
-        pending.append((bucket, flat, work))
-    for bucket, flat, work in pending:
-        work.wait()
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(
-            bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)]
-        )
+    group = ringreduce_group(group, call=True)
+    with noting_errors(group):
+        _require_same(tuple(signature), group)
+        pending = []
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            pending.append((bucket, flat, work))
+        for bucket, flat, work in pending:
+            work.wait()
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)]
+            )

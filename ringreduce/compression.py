@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import backend_of, devices_text, extension, ringreduce_group
+from ringreduce._backend import (
+    backend_of,
+    devices_text,
+    extension,
+    noting_errors,
+    ringreduce_group,
+)
 
 # Below this many elements a parameter's gradient is not worth coding.
 SMALL = 1024
@@ -259,14 +265,15 @@ class CompressionState:
         The average of gradients loses nothing by it, and one rank's `state_dict` then serves all
         ranks, however many there will be.
         """
-        group = ringreduce_group(self.process_group)
+        group = ringreduce_group(self.process_group, call=True)
         for number, (name, parameter) in enumerate(self._parameters.items()):
             if self._exact[number]:
                 continue
             residual = self.residual(name)
             if residual is None:
                 residual = torch.zeros(parameter.shape)
-            dist.all_reduce(residual, op=dist.ReduceOp.AVG, group=group)
+            with noting_errors(group):
+                dist.all_reduce(residual, op=dist.ReduceOp.AVG, group=group)
             self._set_residual(number, residual)
 
     def state_dict(self) -> dict[str, Any]:

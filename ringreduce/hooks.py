@@ -4,13 +4,20 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
-from typing import overload
+from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import backend_of, devices_text, extension, ringreduce_group
+from ringreduce._backend import (
+    backend_of,
+    devices_text,
+    extension,
+    noting_errors,
+    ringreduce_group,
+)
 from ringreduce.compression import CompressionState, Exact
 
 __all__ = ["CompressionState", "all_reduce_hook", "compressed", "register_comm_hook"]
@@ -130,6 +137,20 @@ def register_comm_hook(
     return state
 
 
+def _average(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    start: Callable[[Any, Any], Any],
+) -> torch.futures.Future[torch.Tensor]:
+    """Starts the average of a bucket; only the first of a step may make the group again."""
+    group = ringreduce_group(group, again=bucket.index() == 0, call=True)
+    with noting_errors(group) as companion:
+        average: torch.futures.Future[torch.Tensor] = start(backend_of(group), bucket).get_future()
+    if companion is not None:
+        companion.last = average
+    return average
+
+
 def all_reduce_hook(
     state: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP insists on this very annotation
@@ -147,9 +168,7 @@ def all_reduce_hook(
     Raises:
         PeerLost, Timeout, Mismatch, Aborted: by the Future, in DDP's backward.
     """
-    work = extension().average_bucket(backend_of(ringreduce_group(state)), bucket)
-    average: torch.futures.Future[torch.Tensor] = work.get_future()
-    return average
+    return _average(state, bucket, extension().average_bucket)
 
 
 def compressed(
@@ -178,7 +197,4 @@ def compressed(
             "the hook compressed takes a ringreduce.CompressionState as its state, not "
             f"{type(state).__name__}"
         )
-    group = ringreduce_group(state.process_group)
-    work = state._state.average_bucket(backend_of(group), bucket)
-    average: torch.futures.Future[torch.Tensor] = work.get_future()
-    return average
+    return _average(state.process_group, bucket, state._state.average_bucket)

@@ -106,7 +106,7 @@ def of(group: dist.ProcessGroup | None = None) -> Topology:
     Args:
         group: a ringreduce group, or another that has one beside it; None for the default group.
     """
-    found = ringreduce_group(group)
+    found = ringreduce_group(group, again=False)
     hosts, names, source, ring, ranks, matrix = extension().topology(backend_of(found))
     if not hosts:  # all share memory
         hosts, names = [list(range(found.size()))], [socket.gethostname()]

@@ -24,7 +24,8 @@ def blamed(message: str) -> set[int]:
 
 def expect(outcome: Outcome, kind: str, ranks: Iterable[int], says: str = "") -> Raised:
     """Asserts that a rank raised `ringreduce.<kind>`, holding exactly these ranks responsible."""
-    assert isinstance(outcome, Raised), f"rank {outcome.rank} did not raise: {outcome}"
+    stack = getattr(outcome, "stack", "")
+    assert isinstance(outcome, Raised), f"rank {outcome.rank} did not raise: {outcome}\n{stack}"
     assert outcome.isa(kind), f"rank {outcome.rank}: {outcome}\n{outcome.trace}"
     assert outcome.isa("Error") and outcome.isa("DistBackendError"), outcome.kinds
     assert any(k.startswith("ringreduce.") for k in outcome.kinds), outcome.kinds

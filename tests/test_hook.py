@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,38 @@ def in_more_groups_than_others(me: Rank) -> tuple[float, str]:
 def test_ranks_may_be_in_different_numbers_of_groups(pool: Pool) -> None:
     results = pool.run(in_more_groups_than_others, World(3, "gloo", timeout=10.0))
     assert results == [(1.0, "gloo")] * 3
+
+
+def aborted_and_again(me: Rank) -> list[str]:
+    """What three steps gave, each with a DDP of its own, after rank 0 aborted the group beside."""
+    import ringreduce
+    from ringreduce._backend import backend_of, ringreduce_group
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP insists on its own annotations
+        future = ringreduce.hooks.all_reduce_hook(state, bucket)
+        while not future.done():  # the next bucket comes when this one has failed
+            time.sleep(0.001)
+        return future
+
+    backend_of(ringreduce_group(None))
+    dist.barrier()
+    if me.rank == 0:
+        backend_of(ringreduce_group(None)).abort()
+    results = []
+    for _ in range(3):
+        model = DDP(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
+        model.register_comm_hook(None, hook)
+        try:
+            model(torch.ones(1, 200)).sum().backward()
+            results.append("averaged")
+        except RuntimeError as error:
+            results.append(type(error).__name__)
+    return results
+
+
+def test_a_group_beside_is_made_again_after_its_error(pool: Pool) -> None:
+    for results in pool.run(aborted_and_again, World(2, "gloo")):
+        assert results == ["Aborted", "averaged", "averaged"]
 
 
 def hook_name(me: Rank) -> str:
