@@ -15,32 +15,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
-#include <optional>
-#include <string_view>
+
+#include "base/coding.h"
 
 namespace ringreduce {
-
-// The values are part of what ranks compare with each other, so they never change meaning.
-enum class Codec : uint8_t { kBfloat16, kFloat16, kInt8, kInt4 };
-inline constexpr const char* kCodecNames[] = {"bfloat16", "float16", "int8", "int4"};
-inline constexpr int kCodecs = static_cast<int>(std::size(kCodecNames));
-
-constexpr std::optional<Codec> codecNamed(std::string_view name) {
-  for (uint8_t i = 0; i < kCodecs; ++i)
-    if (name == kCodecNames[i]) return static_cast<Codec>(i);
-  return std::nullopt;
-}
-constexpr const char* name(Codec codec) {
-  return kCodecNames[static_cast<int>(codec)];
-}
-
-// What all ranks share of one operation.
-struct Coding {
-  Codec codec = Codec::kBfloat16;
-  bool stochastic = false;
-  uint64_t seed = 0;
-};
 
 // Elements that share a scale.  The last block of a message is filled up with zeros.
 inline constexpr size_t kCodecBlock = 32;

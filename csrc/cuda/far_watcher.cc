@@ -6,9 +6,9 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/op_signature.h"
 #include "base/text.h"
 #include "group/handshake.h"
-#include "group/text.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // All-reduce between GPUs of several hosts: the plane of a group that spans them.
 //
 //     const Hosts hosts = Hosts::meet(*store, rank, world_size, options);
-//     auto group = hosts.localGroup(*store, options);              // of this host's ranks
+//     auto group = Group::ofHost(hosts, *store, options);          // of this host's ranks
 //     auto local = Communicator::create(group, device, ...);
 //     auto plane = Spanning::create(store, hosts, group, local, device, options);
 //

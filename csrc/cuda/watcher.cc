@@ -8,9 +8,9 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/op_signature.h"
 #include "base/text.h"
 #include "cuda/ordering.h"
-#include "group/text.h"
 
 namespace ringreduce::cuda {
 namespace {

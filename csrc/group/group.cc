@@ -12,9 +12,9 @@
 #include "base/error.h"
 #include "group/hierarchy.h"
 #include "group/hosts.h"
+#include "group/message_rings.h"
 #include "group/named_store.h"
 #include "group/network.h"
-#include "group/shared_memory.h"
 #include "group/wires.h"
 #include "reduce/reduce.h"
 
@@ -89,7 +89,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
       std::shared_ptr<Group> local;
       Membership neighbours;
       network->join(*hosts, store, [&](Store& looking) {
-        if (hosts->count() > 1) local = hosts->localGroup(looking, options);
+        if (hosts->count() > 1) local = ofHost(*hosts, looking, options);
         if (Hierarchy::fits(*hosts, network->sharedOptions()))
           neighbours = hosts->joinNeighbours(looking, options);
       });
@@ -97,6 +97,13 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
                                               std::move(local), std::move(neighbours), options));
     }
   }
+}
+
+std::shared_ptr<Group> Group::ofHost(const Hosts& hosts, Store& store,
+                                     const GroupOptions& options) {
+  PartOfStore own = hosts.part(store, "host");
+  return createTogether(own, hosts.placeOf(hosts.rank()),
+                        static_cast<int>(hosts.neighbours().size()), hosts.ofNeighbours(options));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)
@@ -112,8 +119,8 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       session_(std::make_unique<Session>(rank, seatsOf(membership_), options_)),
       wires_(wiresInMemory(rank, membership_, *session_)),
       executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, SharedMemory::channels(membership_, rank),
-                                             *session_, *executor_, options_, users_patience_)) {}
+      messenger_(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *session_,
+                                             *executor_, options_, users_patience_)) {}
 
 Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
              Membership neighbours, const GroupOptions& options)
@@ -299,12 +306,11 @@ std::vector<Presence> Group::presence() const {
   const std::vector<bool> ended = session_->endedProcesses();
   std::vector<Presence> all;
   for (int r = 0; r < size_; ++r) {
-    using Fate = Watch::Fate;
     // Of one that shares no memory messages may still be on their way: whoever asks here waits for
     // none of them.
-    const Fate fate = network_ ? session_->fateOf(r) : Fate::kHere;
-    all.push_back(ended[static_cast<size_t>(r)] || fate >= Fate::kEnded ? Presence::kEnded
-                  : fate == Fate::kLeft || session_->departureOf(r) != Departure::kHere
+    const PeerState fate = network_ ? session_->stateOf(r) : PeerState::kHere;
+    all.push_back(ended[static_cast<size_t>(r)] || fate >= PeerState::kEnded ? Presence::kEnded
+                  : fate == PeerState::kLeft || session_->departureOf(r) != Departure::kHere
                       ? Presence::kLeft
                       : Presence::kHere);
   }

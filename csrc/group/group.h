@@ -13,7 +13,7 @@
 #include <functional>
 #include <memory>
 
-#include "group/executor.h"
+#include "base/executor.h"
 #include "group/messenger.h"
 #include "group/operation.h"
 #include "group/options.h"
@@ -31,6 +31,9 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   // Collective: returns when all ranks have joined, wherever they are.  Throws Error.
   static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
+                                       const GroupOptions& options);
+  // The same for the ranks of this host, once all have met.
+  static std::shared_ptr<Group> ofHost(const Hosts& hosts, Store& store,
                                        const GroupOptions& options);
   // The same for ranks that are known to be on one host.
   static std::shared_ptr<Group> createTogether(Store& store, int rank, int world_size,

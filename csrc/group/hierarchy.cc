@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "collective/mesh/calls.h"
-#include "group/places.h"
 #include "group/process.h"
 #include "group/shared_memory.h"
 #include "net/control.h"
@@ -12,6 +11,7 @@
 #include "plan/choose.h"
 #include "plan/cut.h"
 #include "reduce/reduce.h"
+#include "wire/places.h"
 
 namespace ringreduce {
 
@@ -49,11 +49,11 @@ class Hierarchy::Neighbours final : public PlacesWatch {
     for (int p = 0; p < size(); ++p) {
       if (p == me_) continue;
       const bool dead = gone[static_cast<size_t>(p)];
-      if (!dead && session_.fateOf(rankAt(p)) == Fate::kHere) continue;
+      if (!dead && session_.stateOf(rankAt(p)) == PeerState::kHere) continue;
       // Whoever is gone is missed if it never came, or if what is waited for was its to do; and
       // what it did before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
-      if (dead) session_.lose({rankAt(p)}, Fate::kEnded, net::kProcessEnded);
+      if (dead) session_.lose({rankAt(p)}, PeerState::kEnded, net::kProcessEnded);
       session_.broken(rankAt(p), net::kProcessEnded);
     }
   }
@@ -63,7 +63,7 @@ class Hierarchy::Neighbours final : public PlacesWatch {
   }
 
  private:
-  Page& page(int place) const { return SharedMemory::page(membership_, place); }
+  Page& page(int place) const { return pageOf(membership_, place); }
   // Whether it has come as far as this one.
   bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
 

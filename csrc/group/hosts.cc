@@ -320,12 +320,6 @@ GroupOptions Hosts::ofNeighbours(const GroupOptions& options) const {
   return local;
 }
 
-std::shared_ptr<Group> Hosts::localGroup(Store& store, const GroupOptions& options) const {
-  PartOfStore own = part(store, "host");
-  return Group::createTogether(own, placeOf(rank_), static_cast<int>(neighbours().size()),
-                               ofNeighbours(options));
-}
-
 Membership Hosts::joinNeighbours(Store& store, const GroupOptions& options) const {
   PartOfStore own = part(store, "memory");
   return ringreduce::join(own, placeOf(rank_), static_cast<int>(neighbours().size()),

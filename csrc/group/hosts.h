@@ -3,7 +3,7 @@
 // them.
 //
 //     const Hosts hosts = Hosts::meet(store, rank, world_size, options);   // collective
-//     auto local = hosts.localGroup(store, options);                       // collective on a host
+//     auto local = Group::ofHost(hosts, store, options);                   // collective on a host
 //
 // Each rank puts an entry into the store, rank 0 gathers them into a table, everybody says in its
 // entry that it has seen the table, and then rank 0 lets all go on.  Entries carry a random word,
@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "group/group.h"
 #include "group/options.h"
+#include "group/rendezvous.h"
 #include "group/store.h"
 
 namespace ringreduce {
@@ -79,8 +79,10 @@ class Hosts {
   // The same random word on all ranks, of no other meeting: what keys of a store can begin with.
   const std::string& word() const { return word_; }
 
-  // The group of the ranks of this host, which messages call by their numbers in the whole one.
-  std::shared_ptr<Group> localGroup(Store& store, const GroupOptions& options) const;
+  // What the ranks of this host make a group of their own with: keys of the store, and options that
+  // name the ranks by their numbers in the whole group.
+  PartOfStore part(Store& store, const std::string& name) const;
+  GroupOptions ofNeighbours(const GroupOptions& options) const;
   // Memory that the ranks of this host share, besides that group's.
   Membership joinNeighbours(Store& store, const GroupOptions& options) const;
 
@@ -94,9 +96,6 @@ class Hosts {
 
   Hosts(const std::map<std::string, std::string>& table, int rank, int size,
         const GroupOptions& options);
-  // Keys of this host's own, and options that name its ranks by their numbers in the whole group.
-  PartOfStore part(Store& store, const std::string& name) const;
-  GroupOptions ofNeighbours(const GroupOptions& options) const;
 };
 
 }  // namespace ringreduce

@@ -12,8 +12,8 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/op_signature.h"
 #include "base/text.h"
-#include "group/text.h"
 
 namespace ringreduce {
 namespace {

@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/executor.h"
+#include "base/executor.h"
 #include "group/options.h"
 #include "group/session.h"
 #include "p2p/engine.h"

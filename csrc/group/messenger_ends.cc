@@ -1,9 +1,9 @@
 // What ends a message other than its arrival: a mismatch, a rank that is gone, a deadline.  And the
 // words in which that is told.
 #include "base/error.h"
+#include "base/op_signature.h"
 #include "base/text.h"
 #include "group/messenger.h"
-#include "group/text.h"
 
 namespace ringreduce {
 

@@ -12,9 +12,9 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "group/handshake.h"
-#include "group/places.h"
 #include "net/handshake.h"
 #include "net/lane_count.h"
+#include "wire/places.h"
 
 namespace ringreduce {
 namespace {
@@ -262,7 +262,7 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
     std::vector<int> late = pump_->unsent();
-    std::erase_if(late, [&](int r) { return session.fateOf(r) != Watch::Fate::kHere; });
+    std::erase_if(late, [&](int r) { return session.stateOf(r) != PeerState::kHere; });
     if (late.empty() || session.failed()) return;
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
@@ -306,9 +306,9 @@ void Network::stir(int rank) {
 
 // ---- what the others say
 
-void Network::lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) {
+void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
   session_.load()->lose(ranks, fate, how);
-  if (fate != Watch::Fate::kEnded) return;
+  if (fate != PeerState::kEnded) return;
   for (int r : ranks) {
     over_[static_cast<size_t>(r)] = true;
     hearOut(r);

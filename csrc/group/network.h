@@ -82,7 +82,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   // ---- in the reactor's thread
   void take(net::Socket socket, const net::Caller& caller);
-  void lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) override;
+  void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override;
   void departed(int rank, Departure how) override;
   void ended(const net::Verdict& verdict) override;
   void seen(int rank, const net::Whereabouts& there) override;

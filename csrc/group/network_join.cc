@@ -15,7 +15,7 @@
 #include "base/text.h"
 #include "group/handshake.h"
 #include "group/network.h"
-#include "group/places.h"
+#include "wire/places.h"
 
 namespace ringreduce {
 namespace {

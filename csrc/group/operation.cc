@@ -2,7 +2,6 @@
 #include "group/operation.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <string>
 #include <type_traits>
@@ -10,6 +9,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "collective/mesh/calls.h"
+#include "wire/places.h"
 
 namespace ringreduce {
 namespace {
@@ -117,31 +117,28 @@ void announceParts(Announcement& a, const std::vector<size_t>& counts) {
   if (!even) a.parts = hash;
 }
 
+// ---- calls in the order of places
+
+// From a list by rank to one by place.  Lists that are not this rank's to give are empty.
+template <class T>
+void reorder(std::vector<T>& list, const std::vector<int>& ranks) {
+  if (list.empty()) return;
+  std::vector<T> by_place;
+  for (const int rank : ranks) by_place.push_back(list[static_cast<size_t>(rank)]);
+  list = std::move(by_place);
+}
+
+void place(AllGatherUnknown& gather, const std::vector<int>& ranks) {
+  gather.place = [ranks, whole = gather.place](const std::vector<size_t>& by_place) {
+    std::vector<size_t> counts(ranks.size());
+    for (size_t p = 0; p < ranks.size(); ++p) counts[static_cast<size_t>(ranks[p])] = by_place[p];
+    std::vector<void*> outputs = whole(counts);
+    reorder(outputs, ranks);
+    return outputs;
+  };
+}
+
 }  // namespace
-
-uint64_t wordOf(const Coding& coding, CodedSchedule schedule) {
-  uint64_t word = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
-  // Without chance the seed makes no difference.
-  if (coding.stochastic) {
-    const uint64_t hash = mixed(mixed(0xcbf29ce484222325, coding.seed), coding.seed >> 32);
-    word |= uint64_t{1} << 16 | (hash >> 32 ^ hash) << 32;
-  }
-  return word;
-}
-
-std::string describeCoding(uint64_t word) {
-  const uint64_t codec = word & 0xff, schedule = word >> 8 & 0xff;
-  // What comes from elsewhere may be anything.
-  std::string text = codec < std::size(kCodecNames) ? kCodecNames[codec] : "an unknown codec";
-  text += ", ";
-  text += schedule < std::size(kCodedScheduleNames) ? kCodedScheduleNames[schedule]
-                                                    : "an unknown schedule";
-  if ((word >> 16 & 0xffff) == 0) return text;
-  char seed[48];
-  std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",
-                static_cast<unsigned>(word >> 32));
-  return text + seed;
-}
 
 void validate(const Operation& operation, int rank, int world_size) {
   std::visit([&](const auto& call) { check(call, rank, world_size); }, operation.call);
@@ -198,6 +195,24 @@ void runOver(Wires& wires, const Operation& operation) {
 }
 
 }  // namespace
+
+Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
+  Operation placed{.call = operation.call, .timeout = operation.timeout};
+  std::visit(
+      [&]<class Call>(Call& call) {
+        if constexpr (requires { int{call.root}; })
+          call.root = placesOf(ranks)[static_cast<size_t>(call.root)];
+        if constexpr (requires { call.inputs.size(); }) reorder(call.inputs, ranks);
+        if constexpr (requires { call.outputs.size(); }) reorder(call.outputs, ranks);
+        if constexpr (requires { call.counts.size(); }) reorder(call.counts, ranks);
+        if constexpr (requires { call.send_counts.size(); }) reorder(call.send_counts, ranks);
+        if constexpr (requires { call.recv_counts.size(); }) reorder(call.recv_counts, ranks);
+        if constexpr (std::is_same_v<Call, AllGatherUnknown>) place(call, ranks);
+        if constexpr (std::is_same_v<Call, SparseAllReduce>) place(call.gather, ranks);
+      },
+      placed.call);
+  return placed;
+}
 
 void run(Communicator& c, const Operation& operation) {
   runOver(c, operation);

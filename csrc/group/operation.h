@@ -4,10 +4,11 @@
 #include <functional>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "base/clock.h"
+#include "base/op_signature.h"
 #include "collective/collectives.h"
-#include "wire/page.h"
 
 namespace ringreduce {
 
@@ -41,14 +42,12 @@ struct Operation {
 // Throws Error(kArgument) for what this rank cannot do, before anything is sent.
 void validate(const Operation& operation, int rank, int world_size);
 
-// Of a compressed all-reduce: codec and schedule, a byte each, whether it is stochastic, and the
-// low half of its seed's hash, as `parts` of its announcement.
-uint64_t wordOf(const Coding& coding, CodedSchedule schedule);
-// "int8, owner, stochastic (seed hash 0123abcd)"
-std::string describeCoding(uint64_t word);
-
 // What the ranks compare with each other.
 Announcement announce(const Operation& operation, uint64_t sequence);
+
+// The same call as a mesh sees it whose ranks stand in another order (wire/places.h).  What
+// `operation` holds must live as long.
+Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
 void run(Communicator& c, const Operation& operation);
 void run(Mesh& mesh, const Operation& operation);

@@ -12,6 +12,7 @@
 // leaves the reason in the store for those who come later.
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <string>
@@ -21,6 +22,7 @@
 #include "base/fd.h"
 #include "group/options.h"
 #include "group/store.h"
+#include "wire/page.h"
 #include "wire/segment.h"
 
 namespace ringreduce {
@@ -43,6 +45,14 @@ struct Layout {
   Layout(const SharedOptions& options, int world_size);
   size_t exchange, link, boxes, rings, bytes;  // offsets, and the whole
 };
+
+// A rank's segment, and the page at its start.
+inline std::byte* memoryOf(const Membership& membership, int rank) {
+  return membership.members[static_cast<size_t>(rank)].segment->data();
+}
+inline Page& pageOf(const Membership& membership, int rank) {
+  return *reinterpret_cast<Page*>(memoryOf(membership, rank));
+}
 
 // Thrown by `join` where ranks are on several hosts, or are to go over sockets all the same: then
 // they are to meet (group/hosts.h).

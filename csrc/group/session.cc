@@ -10,9 +10,9 @@
 
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/op_signature.h"
 #include "base/text.h"
 #include "group/process.h"
-#include "group/text.h"
 #include "wire/wait.h"
 
 namespace ringreduce {
@@ -104,8 +104,8 @@ void Session::depart(Departure how) {
 std::vector<bool> Session::endedProcesses() const {
   std::vector<bool> all = ended(processes_);
   for (size_t r = 0; r < distant_.size(); ++r) {
-    const Fate fate = distant_[r].fate;
-    if (fate == Fate::kUnreachable || (fate == Fate::kEnded && distant_[r].heard_out))
+    const PeerState fate = distant_[r].fate;
+    if (fate == PeerState::kUnreachable || (fate == PeerState::kEnded && distant_[r].heard_out))
       all[r] = true;
   }
   return all;
@@ -230,7 +230,7 @@ void Session::pollTogether(int rank, Ready ready) {
 void Session::idle(Ready ready) {
   for (int r = 0; r < size_ && outside_; ++r) {
     const Distant& there = distant_[static_cast<size_t>(r)];
-    if (there.fate == Fate::kHere || now() - there.lost_since < kHearsay || ready()) continue;
+    if (there.fate == PeerState::kHere || now() - there.lost_since < kHearsay || ready()) continue;
     broken(r, kProcessEnded);
   }
 }
@@ -286,25 +286,26 @@ void Session::verify(int rank, const Announcement& theirs) {
   if (theirs != current_) mismatch(rank, &theirs);
 }
 
-Watch::Fate Session::fateOf(int rank) const {
+PeerState Session::stateOf(int rank) const {
   const Distant& there = distant_[static_cast<size_t>(rank)];
-  if (there.fate != Fate::kHere) return there.fate;
-  return there.gone || hasDeparted(rank) ? Fate::kLeft : Fate::kHere;
+  if (there.fate != PeerState::kHere) return there.fate;
+  return there.gone || hasDeparted(rank) ? PeerState::kLeft : PeerState::kHere;
 }
 
 void Session::broken(int rank, const std::string& how) {
   // Whoever knows more of it is about to say so.
   for (const Nanos until = deadlineIn(kHearsay);
-       !failed() && fateOf(rank) == Fate::kHere && now() < until;)
+       !failed() && stateOf(rank) == PeerState::kHere && now() < until;)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (failed()) throwVerdict();
   std::string told_how = how;
-  if (distant_[static_cast<size_t>(rank)].fate != Fate::kHere) {
+  if (distant_[static_cast<size_t>(rank)].fate != PeerState::kHere) {
     const std::lock_guard lock(mirror_mutex_);
     told_how = distant_[static_cast<size_t>(rank)].how;
   }
   fail(Failure::kPeerLost, rank,
-       who(rank) + (fateOf(rank) == Fate::kLeft ? " has left the group" : " is lost: " + told_how) +
+       who(rank) +
+           (stateOf(rank) == PeerState::kLeft ? " has left the group" : " is lost: " + told_how) +
            " during " + told(current_));
 }
 

@@ -93,7 +93,7 @@ class Session final : public Watch {
   // These ranks are gone: `how` says why, in words that follow "is lost: ".  Who waits for their
   // data knows it at once; who waits for their messages once these have come (`hearOut`), unless
   // none can come any more.
-  void lose(const std::vector<int>& ranks, Fate fate, const std::string& how);
+  void lose(const std::vector<int>& ranks, PeerState fate, const std::string& how);
   void learnDeparture(int rank, Departure how);  // of kGone the same holds
   // All messages have come of a rank that has left, or whose process has ended.
   void hearOut(int rank);
@@ -144,7 +144,7 @@ class Session final : public Watch {
   void idle(Ready ready) override;
   void verify(int rank) override;
   void verify(int rank, const Announcement& theirs) override;
-  Fate fateOf(int rank) const override;
+  PeerState stateOf(int rank) const override;
   [[noreturn]] void broken(int rank, const std::string& how) override;
   [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
 
@@ -188,7 +188,7 @@ class Session final : public Watch {
 
   // What is known of a rank from outside.
   struct Distant {
-    std::atomic<Fate> fate = Fate::kHere;
+    std::atomic<PeerState> fate = PeerState::kHere;
     std::atomic<Nanos> lost_since = 0;    // when it was heard that the fate is no good one
     std::string how;                      // guarded by the mutex
     std::atomic<bool> gone = false;       // it has left

@@ -131,11 +131,11 @@ Session::Census Session::census(uint64_t first, int other, const Announcement* s
         // Of an operation a mirror may hold nothing, or nothing any more.
         if (outside_ && theirs->sequence != sequence) {
           const bool over = theirs->sequence != kNoOperation && theirs->sequence > sequence;
-          found.complete = found.complete && (over || fateOf(r) != Fate::kHere);
+          found.complete = found.complete && (over || stateOf(r) != PeerState::kHere);
           theirs = nullptr;
         }
       } else {
-        found.complete = found.complete && outside_ && fateOf(r) != Fate::kHere;
+        found.complete = found.complete && outside_ && stateOf(r) != PeerState::kHere;
       }
       if (!theirs && sent && r == other && sequence == current_.sequence) theirs = sent;
       if (!theirs) continue;

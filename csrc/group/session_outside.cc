@@ -29,12 +29,12 @@ void Session::learn(Failure kind, int culprit, int reporter, const std::string& 
   wakeAll();
 }
 
-void Session::lose(const std::vector<int>& ranks, Fate fate, const std::string& how) {
+void Session::lose(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
   {
     const std::lock_guard lock(mirror_mutex_);
     for (int r : ranks) {
       Distant& there = distant_[static_cast<size_t>(r)];
-      if (there.fate != Fate::kHere) continue;
+      if (there.fate != PeerState::kHere) continue;
       there.how = how;
       std::vector<int> others = ranks;
       std::erase(others, r);
@@ -74,7 +74,7 @@ void Session::hearOut(int rank) {
 }
 
 void Session::miss(int rank, const std::string& how) {
-  if (fateOf(rank) != Fate::kHere || departureOf(rank_) == Departure::kGone) return;
+  if (stateOf(rank) != PeerState::kHere || departureOf(rank_) == Departure::kGone) return;
   report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
 }
 

@@ -1,18 +1,15 @@
-// The wires of ranks that share memory: pages, slots and boxes in the members' segments.
+// What collectives of ranks that share memory run over: pages and slots in the members' segments.
 #pragma once
-
-#include <vector>
 
 #include "collective/communicator.h"
 #include "group/rendezvous.h"
-#include "p2p/engine.h"
 #include "wire/exchange.h"
 #include "wire/shm_link.h"
 #include "wire/wait.h"
 
 namespace ringreduce {
 
-// What collectives run over; calls of one thread at a time.  The membership must live as long.
+// Calls of one thread at a time.  The membership must live as long.
 class SharedMemory {
  public:
   SharedMemory(int rank, const Membership& membership, Watch& watch);
@@ -22,10 +19,6 @@ class SharedMemory {
   Communicator& communicator() { return communicator_; }
   void setPatience(Patience patience) { waiter_.setPatience(patience); }
   size_t bytes() const { return bytes_; }
-
-  static Page& page(const Membership& membership, int rank);
-  // What rank `rank` sends messages to each rank with, and receives them by.
-  static std::vector<Engine::Wire> channels(const Membership& membership, int rank);
 
  private:
   const int size_;

@@ -7,9 +7,9 @@
 
 #include "group/hierarchy.h"
 #include "group/hosts.h"
-#include "group/places.h"
 #include "group/shared_memory.h"
 #include "net/mesh.h"
+#include "wire/places.h"
 
 namespace ringreduce {
 namespace {

@@ -43,7 +43,6 @@
 #include "net/dialler.h"
 #include "net/reactor.h"
 #include "net/socket.h"
-#include "wire/page.h"
 #include "wire/watch.h"
 
 namespace ringreduce::net {
@@ -76,7 +75,7 @@ class Control {
     // Ranks whose processes have ended (kEnded), or that cannot be reached any more (kUnreachable):
     // `how` says why, "its process ended", "no packet from its host came for 3 s".  Not called
     // after a verdict or this rank's own departure.
-    virtual void lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) = 0;
+    virtual void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) = 0;
     virtual void departed(int rank, Departure how) = 0;
     virtual void ended(const Verdict& verdict) = 0;
     virtual void seen(int rank, const Whereabouts& there) = 0;

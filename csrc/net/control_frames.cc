@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "wire/page.h"
+
 namespace ringreduce::net {
 namespace {
 

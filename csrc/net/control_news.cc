@@ -66,7 +66,7 @@ void ControlNode::takeBroken(const Broken& broken, Connection* from) {
   if (!ring_.has(broken.rank)) return;
   ring_.remove(broken.rank);
   tellLost({broken.rank},
-           broken.how == Broken::How::kEnded ? Watch::Fate::kEnded : Watch::Fate::kUnreachable,
+           broken.how == Broken::How::kEnded ? PeerState::kEnded : PeerState::kUnreachable,
            howEnded(broken.how));
   mend();
 }
@@ -210,7 +210,7 @@ void ControlNode::judge() {
           ranks.push_back(r);
   }
   const std::string how = noPacket(ranks.size());
-  tellLost(std::move(ranks), Watch::Fate::kUnreachable, how);
+  tellLost(std::move(ranks), PeerState::kUnreachable, how);
 }
 
 std::string ControlNode::noPacket(size_t ranks) const {
@@ -218,7 +218,7 @@ std::string ControlNode::noPacket(size_t ranks) const {
          seconds(options_.lost_after);
 }
 
-void ControlNode::tellLost(std::vector<int> ranks, Watch::Fate fate, const std::string& how) {
+void ControlNode::tellLost(std::vector<int> ranks, PeerState fate, const std::string& how) {
   std::erase_if(ranks, [&](int rank) { return !told_lost_.insert(rank).second; });
   std::sort(ranks.begin(), ranks.end());
   if (!ranks.empty() && listens()) listener_.lost(ranks, fate, how);

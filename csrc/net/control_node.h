@@ -83,7 +83,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void dialNext();
   void notReached(int rank);
   void judge();
-  void tellLost(std::vector<int> ranks, Watch::Fate fate, const std::string& how);
+  void tellLost(std::vector<int> ranks, PeerState fate, const std::string& how);
   bool listens() const { return !state_.verdict && state_.departure(me_) != Departure::kGone; }
   std::string noPacket(size_t ranks) const;
 

@@ -142,7 +142,7 @@ void Mesh::leave(Nanos longest) {
     bool under_way = false;
     everyLane([&](int r, int socket) {
       int bytes = 0;
-      under_way = under_way || (state_->watch.fateOf(r) == Watch::Fate::kHere &&
+      under_way = under_way || (state_->watch.stateOf(r) == PeerState::kHere &&
                                 ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0);
     });
     return under_way;

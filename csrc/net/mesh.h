@@ -36,8 +36,6 @@
 #include "net/socket.h"
 #include "net/stream.h"
 #include "plan/choose.h"
-#include "wire/page.h"
-#include "wire/wait.h"
 #include "wire/watch.h"
 
 namespace ringreduce {

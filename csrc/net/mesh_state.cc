@@ -204,7 +204,7 @@ void Mesh::State::lookForSilence() {
     for (int i = 0; one && i < one->stream.lanes(); ++i) {
       Connection& lane = one->stream.lane(i);
       const Nanos silent = lane.silence.look(lane.socket);
-      if (silent <= longestSilence() || watch.fateOf(r) != Watch::Fate::kHere) continue;
+      if (silent <= longestSilence() || watch.stateOf(r) != PeerState::kHere) continue;
       watch.broken(r, "nothing that was sent " + net::wayOf(lane.socket) + " has arrived for " +
                           std::to_string(silent / kSecond) +
                           " s, while its control connection lives: something between these two "
@@ -215,8 +215,8 @@ void Mesh::State::lookForSilence() {
 
 // Its system goes on sending what is left, for as long as it takes.
 void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
-  const Watch::Fate fate = watch.fateOf(r);
-  if (fate == Watch::Fate::kHere) return;
+  const PeerState fate = watch.stateOf(r);
+  if (fate == PeerState::kHere) return;
   collect();
   while (progress()) {
   }
@@ -224,7 +224,7 @@ void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
   const net::RecvStream& stream = in(r).stream;
   if (gone.quiet_since == 0 || gone.received != stream.received())
     gone = {.quiet_since = now(), .received = stream.received()};
-  if (fate == Watch::Fate::kUnreachable || !stream.isOpen() ||
+  if (fate == PeerState::kUnreachable || !stream.isOpen() ||
       now() - gone.quiet_since > 2 * options.lost_after)
     watch.broken(r, "it is gone");
 }

@@ -35,6 +35,8 @@
 #include <optional>
 #include <string_view>
 
+#include "base/coding.h"
+
 namespace ringreduce {
 
 enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing, kBruck, kHierarchical };
@@ -173,15 +175,6 @@ constexpr Algorithm chooseMeshAllReduce(size_t bytes, size_t partial_bytes, int 
 //            and sends it to all: two-shot, and no error grows with the ranks
 //   ring     decode, add and code again at each hop; the coded sum then goes round as it is: as
 //            many bytes, to one neighbour, but an error for each hop
-
-enum class CodedSchedule : uint8_t { kAuto, kOwner, kRing };
-inline constexpr const char* kCodedScheduleNames[] = {"auto", "owner", "ring"};
-
-constexpr std::optional<CodedSchedule> codedScheduleNamed(std::string_view name) {
-  for (uint8_t i = 0; i < std::size(kCodedScheduleNames); ++i)
-    if (name == kCodedScheduleNames[i]) return static_cast<CodedSchedule>(i);
-  return std::nullopt;
-}
 
 // How long each takes.  Either way a rank encodes the message once and decodes it twice, which
 // costs about what adding its bytes does.

@@ -20,18 +20,6 @@ inline void pause() {
 #endif
 }
 
-// Bounds how late a death, a deadline or Ctrl-C is noticed.
-inline constexpr Nanos kLongestSleep = 20 * kMillisecond;
-
-// How long to spin, and then how long to yield the core again and again, before sleeping.  Spinning
-// notices soonest; yielding lets another rank run that shares the core, and costs little if none
-// does.
-struct Patience {
-  Nanos spin = 0;
-  Nanos yield = 0;
-  Nanos sleep = kLongestSleep;  // at a time
-};
-
 // Wakes the rank whose page this is, if it sleeps.
 void wake(Page& page);
 // The same for rank `me`, which has just stored a flag: if that rank sleeps and waits for `me`.

@@ -1,10 +1,13 @@
-// What a wait must look after while it waits; implemented by the group (group/session.h).
+// How long a wait spins before it sleeps, and what it looks after meanwhile: a Watch, which the
+// group implements (group/session.h).
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "wire/page.h"
+#include "base/clock.h"
+#include "base/op_signature.h"
+#include "base/peer_state.h"
 
 namespace ringreduce {
 
@@ -18,6 +21,18 @@ class Ready {
  private:
   void* object_;
   bool (*call_)(void*);
+};
+
+// Bounds how late a death, a deadline or Ctrl-C is noticed.
+inline constexpr Nanos kLongestSleep = 20 * kMillisecond;
+
+// How long to spin, and then how long to yield the core again and again, before sleeping.  Spinning
+// notices soonest; yielding lets another rank run that shares the core, and costs little if none
+// does.
+struct Patience {
+  Nanos spin = 0;
+  Nanos yield = 0;
+  Nanos sleep = kLongestSleep;  // at a time
 };
 
 class Watch {
@@ -42,10 +57,7 @@ class Watch {
   // The same for ranks that share no memory: this is what it announced.
   virtual void verify(int rank, const Announcement& theirs) = 0;
 
-  // What is known of a rank that shares no memory with this one.  Bytes of one that has left or
-  // ended may still be on their way; of one that cannot be reached none will come.
-  enum class Fate : uint8_t { kHere, kLeft, kEnded, kUnreachable };
-  virtual Fate fateOf(int rank) const = 0;
+  virtual PeerState stateOf(int rank) const = 0;
 
   // Called when no more bytes can be sent to `rank`, or will come from it.  Throws.
   [[noreturn]] virtual void broken(int rank, const std::string& how) = 0;

@@ -11,10 +11,10 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/op_signature.h"
 #include "base/text.h"
 #include "check.h"
 #include "group/options.h"
-#include "group/text.h"
 #include "plan/choose.h"
 #include "plan/cut.h"
 

@@ -12,6 +12,7 @@
 #include "net/control.h"
 #include "net/control_frames.h"
 #include "sockets.h"
+#include "wire/page.h"
 
 using namespace ringreduce;
 using namespace control_world;

@@ -324,7 +324,7 @@ TEST(a_stopped_process_is_not_lost_and_a_killed_one_is) {
 
 TEST(whoever_listens_may_end_it_within_a_call) {
   struct Ends final : Heard {
-    void lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) override {
+    void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override {
       Heard::lost(ranks, fate, how);
       control.reset();
       done = true;

@@ -72,12 +72,12 @@ namespace control_world {
 constexpr const char* kEnded = net::kProcessEnded;
 
 struct Heard : Control::Listener {
-  void lost(const std::vector<int>& ranks, Watch::Fate fate, const std::string& how) override {
+  void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override {
     const std::lock_guard lock(mutex);
     ++lost_calls;
     for (int r : ranks) {
       twice = twice || lost_ranks.contains(r);
-      const bool fits = (fate == Watch::Fate::kEnded) == (how == kEnded);
+      const bool fits = (fate == PeerState::kEnded) == (how == kEnded);
       lost_ranks[r] = fits ? how : "of another fate: " + how;
     }
   }

@@ -70,7 +70,7 @@ TEST(without_another_name_a_machine_is_one_host) {
 TEST(each_host_has_a_group_whose_errors_have_the_whole_groups_numbers) {
   onHosts("abab", [](const Hosts& hosts, Store& store) {
     CHECK(hosts.even());
-    const auto group = hosts.localGroup(store, patience(20 * kSecond));
+    const auto group = Group::ofHost(hosts, store, patience(20 * kSecond));
     CHECK_EQ(group->size(), 2);
     CHECK_EQ(group->rank(), hosts.rank() / 2);
     float sum = static_cast<float>(hosts.rank());

@@ -51,7 +51,7 @@ struct Impatient final : Watch {
   }
   void verify(int) override {}
   void verify(int, const Announcement&) override {}
-  Fate fateOf(int) const override { return Fate::kHere; }
+  PeerState stateOf(int) const override { return PeerState::kHere; }
   [[noreturn]] void broken(int, const std::string&) override {
     throw std::runtime_error("there is nothing that could break");
   }

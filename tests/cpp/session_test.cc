@@ -192,20 +192,19 @@ TEST(a_rank_that_was_left_behind_is_held_to_what_it_called) {
 TEST(the_end_of_a_rank_is_known_to_messages_once_they_have_come) {
   One one(0, 4);
   Session& session = *one.session;
-  using Fate = Watch::Fate;
-  session.lose({1}, Fate::kEnded, "its process ended");
-  CHECK(session.fateOf(1) == Fate::kEnded && !session.endedProcesses()[1]);
+  session.lose({1}, PeerState::kEnded, "its process ended");
+  CHECK(session.stateOf(1) == PeerState::kEnded && !session.endedProcesses()[1]);
   session.hearOut(1);
   CHECK(session.endedProcesses()[1]);
   session.learnDeparture(2, Departure::kLeaving);
-  CHECK(session.fateOf(2) == Fate::kLeft && session.departureOf(2) == Departure::kLeaving);
+  CHECK(session.stateOf(2) == PeerState::kLeft && session.departureOf(2) == Departure::kLeaving);
   session.learnDeparture(2, Departure::kGone);
-  CHECK(session.fateOf(2) == Fate::kLeft && session.departureOf(2) == Departure::kLeaving);
+  CHECK(session.stateOf(2) == PeerState::kLeft && session.departureOf(2) == Departure::kLeaving);
   session.hearOut(2);
   CHECK(session.departureOf(2) == Departure::kGone);
   // Of one that cannot be reached nothing will come.
-  session.lose({3}, Fate::kUnreachable, "no packet from its host came for 3 s");
-  CHECK(session.fateOf(3) == Fate::kUnreachable && session.endedProcesses()[3]);
+  session.lose({3}, PeerState::kUnreachable, "no packet from its host came for 3 s");
+  CHECK(session.stateOf(3) == PeerState::kUnreachable && session.endedProcesses()[3]);
   CHECK_EQ(session.howLost(3), std::string("no packet from its host came for 3 s"));
   CHECK_EQ(session.howLost(1), std::string("its process ended"));
   // None of these is missed for a connection that ended.
@@ -228,7 +227,7 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   auto ready = [&] { return come; };
   session.idle(Ready(ready));
   session.learnDeparture(1, Departure::kGone);  // it may have left after this operation
-  session.lose({2}, Watch::Fate::kEnded, "its process ended");
+  session.lose({2}, PeerState::kEnded, "its process ended");
   const Nanos heard = now();
   const auto wait = [&] {
     for (const Nanos end = heard + 10 * kSecond; now() < end;) session.idle(Ready(ready));
@@ -242,7 +241,7 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
 TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
   One one(0, 2);
   one.session->begin(barrier(0), kNever, false);
-  one.session->lose({1}, Watch::Fate::kUnreachable, "no packet from its host came for 3 s");
+  one.session->lose({1}, PeerState::kUnreachable, "no packet from its host came for 3 s");
   auto over = [] { return true; };
   for (const Nanos end = now() + kSecond; now() < end;) one.session->idle(Ready(over));
   CHECK(!one.session->failed());

@@ -200,7 +200,7 @@ class NoWatch final : public Watch {
   void poll(int, Ready) override {}
   void verify(int) override {}
   void verify(int, const Announcement&) override {}
-  Fate fateOf(int) const override { return Fate::kHere; }
+  PeerState stateOf(int) const override { return PeerState::kHere; }
   [[noreturn]] void broken(int, const std::string& how) override {
     throw Error(Failure::kPeerLost, how);
   }

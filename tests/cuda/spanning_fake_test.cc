@@ -166,7 +166,7 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const GroupOptions options{.name = "test", .timeout = 20 * kSecond};
     const Hosts hosts =
         Hosts::meet(*store, r, size, options, letters.substr(static_cast<size_t>(r), 1));
-    const auto group = hosts.localGroup(*store, options);
+    const auto group = Group::ofHost(hosts, *store, options);
     const auto inside = std::make_shared<HostPlane>(group);
     const auto plane = Spanning::create(store, hosts, group, inside, 0, options);
     Rank rank{r, size, *plane, *group, *inside};

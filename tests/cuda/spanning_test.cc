@@ -48,7 +48,7 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     gpu::must(cudaSetDevice(0), "use the GPU");
     const GroupOptions options{.name = "test", .timeout = timeout};
     const Hosts hosts = Hosts::meet(*store, r, size, options);
-    const auto group = hosts.localGroup(*store, options);
+    const auto group = Group::ofHost(hosts, *store, options);
     const auto local = cuda::Communicator::create(group, 0, {});
     const auto plane = cuda::Spanning::create(store, hosts, group, local, 0, options);
     const gpu::Stream stream;

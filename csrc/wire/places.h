@@ -1,22 +1,24 @@
-// A mesh whose ranks stand in another order than that of their numbers (group/ring.h): it knows
-// them by their places in the ring, and so do the collectives on it, which go from each place to
-// the next.  What calls have by rank is put in order by place before they run, and what the mesh
-// says of places is told of ranks.
+// Ranks that stand in another order than that of their numbers: a mesh knows them by their places
+// in the ring of hosts (group/ring.h), and so do the collectives on it.  What the mesh reports of a
+// place is reported of the rank.
 #pragma once
 
+#include <cstddef>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "group/operation.h"
 #include "wire/watch.h"
 
 namespace ringreduce {
 
 // By rank: its place.
-std::vector<int> placesOf(const std::vector<int>& ranks);
-
-// The same call as the mesh is to see it.  What `operation` holds must live as long.
-Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
+inline std::vector<int> placesOf(const std::vector<int>& ranks) {
+  std::vector<int> places(ranks.size());
+  for (size_t p = 0; p < ranks.size(); ++p)
+    places[static_cast<size_t>(ranks[p])] = static_cast<int>(p);
+  return places;
+}
 
 class PlacesWatch : public Watch {
  public:
@@ -29,7 +31,7 @@ class PlacesWatch : public Watch {
   void verify(int place, const Announcement& theirs) override {
     watch_.verify(rankAt(place), theirs);
   }
-  Fate fateOf(int place) const override { return watch_.fateOf(rankAt(place)); }
+  PeerState stateOf(int place) const override { return watch_.stateOf(rankAt(place)); }
   void broken(int place, const std::string& how) override { watch_.broken(rankAt(place), how); }
   void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override {
     watch_.disagree(rankAt(sender), rankAt(receiver), sent, expected);

@@ -1,9 +1,9 @@
 // An operation in words.
-#include "group/text.h"
+#include "base/op_signature.h"
 
 #include <cstdio>
 
-#include "group/operation.h"
+#include "base/coding.h"
 
 namespace ringreduce {
 namespace {

@@ -1,5 +1,5 @@
 // The queue, the worker and the tellers.
-#include "group/executor.h"
+#include "base/executor.h"
 
 #include <pthread.h>
 
