@@ -263,7 +263,7 @@ lint: $(VENV)/.ready
 # here need no CUDA; make nightly has the others.
 CUDA_FREE = $(shell sed -n 's/^ *set(cuda_free \(.*\))/\1/p' CMakeLists.txt)
 includes:
-	{ find csrc -name '*.cc' ! -name kernels.cc ! -path 'csrc/torch/*' ! -path 'csrc/cuda/*'; \
+	{ find csrc -name '*.cc' ! -name '*_kernels.cc' ! -path 'csrc/torch/*' ! -path 'csrc/cuda/*'; \
 	  printf 'csrc/cuda/%s.cc\n' $(CUDA_FREE); } | \
 	  xargs -n 1 -P $(JOBS) $(if $(filter default,$(origin CXX)),c++,$(CXX)) -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Icsrc \
 	  -DRINGREDUCE_VERSION='""'

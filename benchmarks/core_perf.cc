@@ -17,7 +17,7 @@
 
 #include "../tests/cpp/ranks.h"
 #include "base/error.h"
-#include "reduce/reduce.h"
+#include "kernels/reduce.h"
 
 using namespace ringreduce;
 

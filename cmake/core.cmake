@@ -1,7 +1,8 @@
 # The core, csrc without torch and cuda: the library ringreduce_core.  Included by CMakeLists.txt, unless
 # RINGREDUCE_CORE names one that was built before.
 
-set(layers base plan reduce codec wire net p2p collective collective/mesh group)
+set(layers base algorithm kernels transport transport/shm transport/tcp bootstrap health collectives
+           collectives/stream p2p group)
 list(TRANSFORM layers PREPEND ${PROJECT_SOURCE_DIR}/csrc/ OUTPUT_VARIABLE core_globs)
 list(TRANSFORM core_globs APPEND /*.cc)
 file(GLOB core_sources CONFIGURE_DEPENDS ${core_globs})
@@ -12,15 +13,15 @@ foreach(source IN LISTS core_sources)
   get_filename_component(folder ${source} DIRECTORY)
   get_filename_component(folder ${folder} NAME)
   # Some tests define Mesh themselves, so the linker must be able to leave out this one and its users.
-  if(source MATCHES "/(net/mesh[^/]*|group/operation)[.]cc$")
+  if(source MATCHES "/(tcp/mesh[^/]*|group/operation)[.]cc$")
     set(folder ${folder}_mesh)
   endif()
   set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${folder})
 endforeach()
 
 # The kernels are compiled once per instruction set, into one namespace each, and chosen when loaded.
-set(kernels ${PROJECT_SOURCE_DIR}/csrc/reduce/kernels.cc
-            ${PROJECT_SOURCE_DIR}/csrc/codec/kernels.cc)
+set(kernels ${PROJECT_SOURCE_DIR}/csrc/kernels/reduce_kernels.cc
+            ${PROJECT_SOURCE_DIR}/csrc/kernels/codec_kernels.cc)
 list(REMOVE_ITEM core_sources ${kernels})
 add_library(ringreduce_core STATIC ${core_sources})
 set_target_properties(ringreduce_core PROPERTIES ${unity})

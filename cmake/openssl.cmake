@@ -1,4 +1,4 @@
-# Encryption of connections between hosts (csrc/net/tls.cc, RINGREDUCE_TLS=1): whether it is built.
+# Encryption of connections between hosts (csrc/transport/tcp/tls.cc, RINGREDUCE_TLS=1): whether it is built.
 # Included by CMakeLists.txt.
 #
 # RINGREDUCE_OPENSSL   auto  built if OpenSSL 3 and its headers are found

@@ -77,13 +77,13 @@ def includes_of(test: Path) -> set[str]:
 def cpp_tests_of(files: list[Path]) -> list[str]:
     """C++ tests and fuzz targets that changed, or are named after or include a changed layer."""
     csrc, tests = ROOT / "csrc", ROOT / "tests"
-    layers = {path.relative_to(csrc).parts[0] for path in files if path.is_relative_to(csrc)}
+    folders = {str(path.parent.relative_to(csrc)) for path in files if path.is_relative_to(csrc)}
     helpers = {path.name for path in files if path.parent == tests / "cpp"}
     chosen = [path.stem for path in files if path.match("tests/fuzz/*_fuzz.cc")]
     for test in CPP_TESTS:
         includes = includes_of(test)
-        named = any(layer in test.stem for layer in layers)
-        reached = layers & {name.split("/")[0] for name in includes if "/" in name}
+        named = any(Path(folder).name in test.stem for folder in folders)
+        reached = folders & {str(Path(name).parent) for name in includes if "/" in name}
         if test in files or named or reached or helpers & includes:
             chosen.append(test.stem)
     return chosen

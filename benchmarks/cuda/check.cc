@@ -7,7 +7,7 @@
 #include <map>
 
 #include "bench.h"
-#include "reduce/reduce.h"
+#include "kernels/reduce.h"
 
 namespace perf {
 namespace {

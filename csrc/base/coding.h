@@ -30,7 +30,7 @@ struct Coding {
   uint64_t seed = 0;
 };
 
-// Who decodes, adds and codes again (collective/coded.h).
+// Who decodes, adds and codes again (collectives/coded.h).
 enum class CodedSchedule : uint8_t { kAuto, kOwner, kRing };
 inline constexpr const char* kCodedScheduleNames[] = {"auto", "owner", "ring"};
 

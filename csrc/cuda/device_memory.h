@@ -11,7 +11,7 @@
 #include <memory>
 
 #include "base/fd.h"
-#include "wire/segment.h"
+#include "transport/shm/segment.h"
 
 namespace ringreduce::cuda {
 

@@ -8,19 +8,19 @@
 // of a reduce-scatter (3 + 1/P) S, of an all-gather (2 + 2/P) S, 2 S of a broadcast.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/call.h"
 #include "cuda/guard.h"
 #include "cuda/ordering.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 
 struct DirectCall {
   int size;
-  int sinks;                            // outputs: as many as ranks, or the leader's own
-  size_t chunk;                         // elements of a chunk of the whole message (plan/cut.h)
-  size_t begin, elements;               // what this leader adds
-  size_t first;                         // the element at which inputs and outputs begin
+  int sinks;               // outputs: as many as ranks, or the leader's own
+  size_t chunk;            // elements of a chunk of the whole message (algorithm/cut.h)
+  size_t begin, elements;  // what this leader adds
+  size_t first;            // the element at which inputs and outputs begin
   const std::byte* inputs[kMostRanks];  // each rank's, mapped here
   std::byte* outputs[kMostRanks];       // may be the inputs
   Arithmetic arithmetic;                // scaled already: `scale` is not looked at

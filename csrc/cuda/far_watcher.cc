@@ -8,7 +8,7 @@
 #include "base/log.h"
 #include "base/op_signature.h"
 #include "base/text.h"
-#include "group/handshake.h"
+#include "bootstrap/meeting.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -27,10 +27,10 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "group/hosts.h"
-#include "group/options.h"
-#include "group/store.h"
-#include "wire/page.h"
+#include "bootstrap/hosts.h"
+#include "bootstrap/options.h"
+#include "bootstrap/store.h"
+#include "transport/shm/page.h"
 
 namespace ringreduce::cuda {
 

@@ -11,9 +11,9 @@
 // (3P - 1) / P S a rank, S / P less in place; of a broadcast P S at the root and 2 S at the others.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/push.h"
 #include "cuda/ring.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

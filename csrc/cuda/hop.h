@@ -3,8 +3,8 @@
 // has waited.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/fold.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

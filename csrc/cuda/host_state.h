@@ -13,7 +13,7 @@
 
 #include "cuda/call.h"
 #include "cuda/schedule.h"
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 namespace ringreduce::cuda {
 

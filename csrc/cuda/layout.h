@@ -14,7 +14,7 @@
 
 #include "base/align.h"
 #include "base/device.h"
-#include "wire/flags.h"
+#include "transport/shm/flags.h"
 
 namespace ringreduce::cuda {
 

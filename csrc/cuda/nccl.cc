@@ -16,7 +16,7 @@
 
 #include "base/env.h"
 #include "base/error.h"
-#include "reduce/reduce.h"
+#include "kernels/reduce.h"
 
 namespace ringreduce::cuda {
 namespace {

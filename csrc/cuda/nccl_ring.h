@@ -1,7 +1,7 @@
 // A rank's end of the ring between hosts: nccl_schedule.h's steps in two CUDA streams, over a
 // communicator of NCCL.
 //
-// Bits are those of the core's ring over the same ranks (plan/ring.h).  It knows nothing of
+// Bits are those of the core's ring over the same ranks (algorithm/ring.h).  It knows nothing of
 // deadlines and other errors than NCCL's and CUDA's: who uses it looks after these (spanning.h).
 #pragma once
 

@@ -1,7 +1,7 @@
 // runRing with primitives that only note what is to be sent and received; then the steps.
 #include "cuda/nccl_schedule.h"
 
-#include "plan/ring.h"
+#include "algorithm/ring.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -1,4 +1,4 @@
-// The ring between hosts: plan/ring.h's schedule, put into two streams of a GPU.
+// The ring between hosts: algorithm/ring.h's schedule, put into two streams of a GPU.
 //
 // On one stream, the wire, are the exchanges: each sends a slice to the next rank and receives one
 // from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
@@ -30,8 +30,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "base/dtype.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

@@ -7,9 +7,9 @@
 // Bytes through device memory, all ranks on one GPU: (2P + 1) S a rank.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/push.h"
 #include "cuda/ring.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

@@ -20,7 +20,7 @@ namespace ringreduce::cuda {
 struct DeviceRules {
   static constexpr auto kPublish = std::memory_order_release;
   static constexpr auto kObserve = std::memory_order_acquire;
-  static constexpr uint64_t kEarlyReuse = 0;  // see wire/flags.h
+  static constexpr uint64_t kEarlyReuse = 0;  // see transport/shm/flags.h
   static constexpr uint64_t kSets = 4;        // of push slots; a mutant has too few (push.h)
   RINGREDUCE_DEVICE static void delay() {}
 

@@ -5,9 +5,9 @@
 
 #include <cstddef>
 
+#include "algorithm/cut.h"
 #include "cuda/direct.h"
 #include "cuda/layout.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

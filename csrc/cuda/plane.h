@@ -17,7 +17,7 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "cuda/kernel.h"
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to one
 

@@ -1,5 +1,5 @@
-// The five ring primitives (plan/ring.h) for a thread block: pipes into the next rank's memory, one
-// channel a block, and elements moved by all lanes.
+// The five ring primitives (algorithm/ring.h) for a thread block: pipes into the next rank's
+// memory, one channel a block, and elements moved by all lanes.
 //
 // The channels of a rank share out the slices of each chunk: slice j here is slice j * channels +
 // channel of the chunk.  Lane 0 watches and posts for the pipe that comes in, another for the one
@@ -10,12 +10,12 @@
 // travel from the owner as they are stored.
 #pragma once
 
+#include "algorithm/cut.h"
+#include "algorithm/ring.h"
 #include "cuda/call.h"
 #include "cuda/fold.h"
 #include "cuda/guard.h"
-#include "plan/cut.h"
-#include "plan/ring.h"
-#include "wire/pipe.h"
+#include "transport/shm/pipe.h"
 
 namespace ringreduce::cuda {
 

@@ -26,10 +26,10 @@
 // next one, of whichever kind, goes on counting: all use the same slots and counters.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/call.h"
 #include "cuda/guard.h"
-#include "plan/cut.h"
-#include "wire/pipe.h"
+#include "transport/shm/pipe.h"
 
 namespace ringreduce::cuda {
 

@@ -2,7 +2,7 @@
 // its header is not there, and next to nothing where no profiler is.
 #pragma once
 
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>

@@ -1,4 +1,5 @@
-// All-reduce by ring on a GPU: plan/ring.h's schedule, run by each channel's block on its slices.
+// All-reduce by ring on a GPU: algorithm/ring.h's schedule, run by each channel's block on its
+// slices.
 //
 // Bytes through device memory, all ranks on one GPU, for a message of S bytes and P ranks: a rank's
 // blocks read and write (6P - 4) / P of S.  Addends travel as `Value`: where that is w times as

@@ -28,8 +28,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "cuda/layout.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

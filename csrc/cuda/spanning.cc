@@ -7,8 +7,8 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "bootstrap/meeting.h"
 #include "cuda/spanning_state.h"
-#include "group/handshake.h"
 
 namespace ringreduce::cuda {
 namespace {

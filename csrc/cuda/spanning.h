@@ -22,11 +22,11 @@
 #include <string>
 
 #include "base/clock.h"
+#include "bootstrap/hosts.h"
+#include "bootstrap/options.h"
+#include "bootstrap/store.h"
 #include "cuda/plane.h"
 #include "group/group.h"
-#include "group/hosts.h"
-#include "group/options.h"
-#include "group/store.h"
 
 namespace ringreduce::cuda {
 

@@ -16,7 +16,7 @@
 #include "cuda/kernels.h"
 #include "cuda/nccl_ring.h"
 #include "cuda/spanning.h"
-#include "wire/segment.h"
+#include "transport/shm/segment.h"
 
 namespace ringreduce::cuda {
 

@@ -8,9 +8,9 @@
 // Bytes through device memory, all ranks on one GPU: (3P - 2) / P S a rank.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/push.h"
 #include "cuda/ring.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

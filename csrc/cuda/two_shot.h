@@ -12,9 +12,9 @@
 // the order r+1, ..., r as on a CPU.  It moves (3P - 1) / P S, where S is the size of all parts.
 #pragma once
 
+#include "algorithm/cut.h"
 #include "cuda/push.h"
 #include "cuda/ring.h"
-#include "plan/cut.h"
 
 namespace ringreduce::cuda {
 

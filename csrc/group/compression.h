@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "codec/layout.h"
-#include "codec/residuals.h"
 #include "group/group.h"
 #include "group/trial.h"
+#include "kernels/layout.h"
+#include "kernels/residuals.h"
 
 namespace ringreduce {
 

@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "base/align.h"
-#include "codec/message.h"
 #include "group/compression_step.h"
+#include "kernels/message.h"
 
 namespace ringreduce {
 namespace {

@@ -9,9 +9,9 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "bootstrap/meeting.h"
+#include "bootstrap/unix_socket.h"
 #include "group/gather.h"
-#include "group/handshake.h"
-#include "group/unix_socket.h"
 
 namespace ringreduce {
 namespace {

@@ -10,13 +10,13 @@
 
 #include "base/align.h"
 #include "base/error.h"
-#include "group/hierarchy.h"
-#include "group/hosts.h"
-#include "group/message_rings.h"
-#include "group/named_store.h"
+#include "bootstrap/hosts.h"
+#include "bootstrap/named_store.h"
+#include "collectives/hierarchy.h"
 #include "group/network.h"
 #include "group/wires.h"
-#include "reduce/reduce.h"
+#include "kernels/reduce.h"
+#include "p2p/message_rings.h"
 
 namespace ringreduce {
 namespace {

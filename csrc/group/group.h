@@ -14,11 +14,11 @@
 #include <memory>
 
 #include "base/executor.h"
-#include "group/messenger.h"
+#include "bootstrap/options.h"
+#include "bootstrap/rendezvous.h"
 #include "group/operation.h"
-#include "group/options.h"
-#include "group/rendezvous.h"
-#include "group/session.h"
+#include "health/session.h"
+#include "p2p/messenger.h"
 
 namespace ringreduce {
 

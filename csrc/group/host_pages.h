@@ -1,8 +1,8 @@
 // Memory of the host that all ranks of a group map, a piece of it for each rank.
 //
-// It is a memfd like a rank's shared memory (wire/segment.h): nothing of it is left behind, it
-// lives as long as anybody maps it, also when its owner has died.  Who writes what in it is its
-// users' business.
+// It is a memfd like a rank's shared memory (transport/shm/segment.h): nothing of it is left
+// behind, it lives as long as anybody maps it, also when its owner has died.  Who writes what in it
+// is its users' business.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "group/group.h"
-#include "wire/segment.h"
+#include "transport/shm/segment.h"
 
 namespace ringreduce {
 

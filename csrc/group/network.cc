@@ -11,10 +11,10 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "group/handshake.h"
-#include "net/handshake.h"
-#include "net/lane_count.h"
-#include "wire/places.h"
+#include "bootstrap/meeting.h"
+#include "transport/places.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/lane_count.h"
 
 namespace ringreduce {
 namespace {

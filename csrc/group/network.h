@@ -1,11 +1,11 @@
 // A group whose ranks share no memory: its sockets, and what its session, its collectives and its
 // messages have instead of shared pages.
 //
-//     control ring   who is alive, who has left, verdicts, how far ranks are (net/control.h)
-//     mesh           the data of collectives (net/mesh.h), moved by whoever waits
-//     pump           messages (net/pump.h), moved by the reactor's thread
+//     control ring   who is alive, who has left, verdicts, how far ranks are (health/control.h)
+//     mesh           the data of collectives (transport/tcp/mesh.h), moved by whoever waits
+//     pump           messages (p2p/pump.h), moved by the reactor's thread
 //
-// A rank learns of the others' endpoints when the hosts meet (group/hosts.h).  Its control
+// A rank learns of the others' endpoints when the hosts meet (bootstrap/hosts.h).  Its control
 // connections are made at once, all others when they are first needed.
 #pragma once
 
@@ -18,16 +18,16 @@
 #include <string>
 #include <vector>
 
-#include "group/hosts.h"
-#include "group/options.h"
-#include "group/ring.h"
-#include "group/session.h"
-#include "group/slowness.h"
-#include "net/acceptor.h"
-#include "net/control.h"
-#include "net/mesh.h"
-#include "net/pump.h"
+#include "bootstrap/host_ring.h"
+#include "bootstrap/hosts.h"
+#include "bootstrap/options.h"
+#include "bootstrap/slowness.h"
+#include "health/control.h"
+#include "health/session.h"
 #include "p2p/engine.h"
+#include "p2p/pump.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/mesh.h"
 
 namespace ringreduce {
 

@@ -13,9 +13,9 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "group/handshake.h"
+#include "bootstrap/meeting.h"
 #include "group/network.h"
-#include "wire/places.h"
+#include "transport/places.h"
 
 namespace ringreduce {
 namespace {

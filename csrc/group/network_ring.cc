@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "group/network.h"
-#include "net/survey.h"
+#include "transport/tcp/survey.h"
 
 namespace ringreduce {
 namespace {

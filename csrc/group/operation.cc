@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "collective/mesh/calls.h"
-#include "wire/places.h"
+#include "collectives/stream/calls.h"
+#include "transport/places.h"
 
 namespace ringreduce {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "base/clock.h"
 #include "base/op_signature.h"
-#include "collective/collectives.h"
+#include "collectives/collectives.h"
 
 namespace ringreduce {
 
@@ -45,7 +45,7 @@ void validate(const Operation& operation, int rank, int world_size);
 // What the ranks compare with each other.
 Announcement announce(const Operation& operation, uint64_t sequence);
 
-// The same call as a mesh sees it whose ranks stand in another order (wire/places.h).  What
+// The same call as a mesh sees it whose ranks stand in another order (transport/places.h).  What
 // `operation` holds must live as long.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 

@@ -5,11 +5,11 @@
 #include <utility>
 #include <variant>
 
-#include "group/hierarchy.h"
-#include "group/hosts.h"
-#include "group/shared_memory.h"
-#include "net/mesh.h"
-#include "wire/places.h"
+#include "bootstrap/hosts.h"
+#include "collectives/hierarchy.h"
+#include "collectives/shared_memory.h"
+#include "transport/places.h"
+#include "transport/tcp/mesh.h"
 
 namespace ringreduce {
 namespace {

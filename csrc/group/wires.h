@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/rendezvous.h"
 #include "group/network.h"
 #include "group/operation.h"
-#include "group/rendezvous.h"
-#include "group/session.h"
+#include "health/session.h"
 
 namespace ringreduce {
 

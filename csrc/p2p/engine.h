@@ -9,7 +9,7 @@
 // rank, and beyond that announces small messages too.
 //
 // This is the state of one rank and what moves it on.  Nothing here waits, locks or knows of time:
-// that is group/messenger.h's.
+// that is p2p/messenger.h's.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "wire/channel.h"
+#include "transport/shm/channel.h"
 
 namespace ringreduce {
 

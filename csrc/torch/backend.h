@@ -13,10 +13,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "codec/layout.h"
+#include "bootstrap/hosts.h"
 #include "cuda/plane.h"
 #include "group/group.h"
-#include "group/hosts.h"
+#include "kernels/layout.h"
 #include "torch/work.h"
 
 namespace ringreduce {

@@ -8,11 +8,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "algorithm/explain.h"
 #include "base/env.h"
-#include "group/hosts.h"
-#include "group/ring.h"
-#include "plan/explain.h"
-#include "reduce/reduce.h"
+#include "bootstrap/host_ring.h"
+#include "bootstrap/hosts.h"
+#include "kernels/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/compression_bindings.h"

@@ -7,9 +7,9 @@
 
 #include <memory>
 
+#include "bootstrap/hosts.h"
 #include "cuda/plane.h"
 #include "group/group.h"
-#include "group/hosts.h"
 
 namespace ringreduce {
 

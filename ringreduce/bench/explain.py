@@ -3,8 +3,8 @@
     python -m ringreduce.bench --explain --nproc 8 --hosts 4 --round-trip-ms 50 --bandwidth-mbit 500
     torchrun ... -m ringreduce.bench --explain           # of the group at hand
 
-Times are the cost model's (csrc/plan/choose.h), not measured.  Inside a host it counts passes over
-memory and has no times.
+Times are the cost model's (csrc/algorithm/choose.h), not measured.  Inside a host it counts passes
+over memory and has no times.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "algorithm/choose.h"
+#include "algorithm/cut.h"
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fd.h"
 #include "base/op_signature.h"
 #include "base/text.h"
+#include "bootstrap/options.h"
 #include "check.h"
-#include "group/options.h"
-#include "plan/choose.h"
-#include "plan/cut.h"
 
 using namespace ringreduce;
 

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "codec/bfloat16.h"
-#include "codec/float16.h"
-#include "codec/int4.h"
-#include "codec/int8.h"
-#include "codec/kernels.h"
+#include "kernels/bfloat16.h"
+#include "kernels/codec_kernels.h"
+#include "kernels/float16.h"
+#include "kernels/int4.h"
+#include "kernels/int8.h"
 
 namespace oracle {
 

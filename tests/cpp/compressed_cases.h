@@ -1,5 +1,5 @@
 // What compressed all-reduces are given, and what must come of them: worked out once more from
-// collective/coded.h's words, whole chunks at a time, and with every error known to float64.
+// collectives/coded.h's words, whole chunks at a time, and with every error known to float64.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "check.h"
-#include "codec/codec.h"
-#include "collective/collectives.h"
-#include "plan/cut.h"
+#include "collectives/collectives.h"
+#include "kernels/codec.h"
 
 namespace compressed_cases {
 

@@ -9,10 +9,10 @@
 
 #include "check.h"
 #include "control_world.h"
-#include "net/control.h"
-#include "net/control_frames.h"
+#include "health/control.h"
+#include "health/control_frames.h"
 #include "sockets.h"
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 using namespace ringreduce;
 using namespace control_world;

@@ -1,5 +1,5 @@
 // Who stands beside whom in the control ring, and who can be reached: against a search of all ways.
-#include "net/control_ring.h"
+#include "health/control_ring.h"
 
 #include <algorithm>
 #include <numeric>

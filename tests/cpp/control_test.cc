@@ -1,5 +1,5 @@
 // The control ring: what one says all hear, whoever leaves, ends, or is cut off.
-#include "net/control.h"
+#include "health/control.h"
 
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -19,7 +19,7 @@
 
 #include "check.h"
 #include "control_world.h"
-#include "net/control_frames.h"
+#include "health/control_frames.h"
 #include "sockets.h"
 
 using namespace ringreduce;

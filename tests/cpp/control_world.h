@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "check.h"
-#include "net/control.h"
-#include "net/control_frames.h"
+#include "health/control.h"
+#include "health/control_frames.h"
 #include "sockets.h"
 
 namespace control_world {

@@ -13,7 +13,7 @@
 #include "cuda/tuning.h"
 #include "host_block.h"
 #include "reduction_case.h"
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 namespace host {
 

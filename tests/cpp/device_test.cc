@@ -13,8 +13,8 @@
 #include "cuda/direct.h"
 #include "cuda/tuning.h"
 #include "device_calls.h"
+#include "kernels/reduce.h"
 #include "ranks.h"
-#include "reduce/reduce.h"
 
 using namespace host;
 using oracle::Case;

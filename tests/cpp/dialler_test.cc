@@ -1,6 +1,6 @@
 // Connections made in the background: not too many at a time, one that takes long holds up no
 // other, and nothing of it is left behind.
-#include "net/dialler.h"
+#include "transport/tcp/dialler.h"
 
 #include <fcntl.h>
 #include <pthread.h>

@@ -25,9 +25,9 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "net/acceptor.h"
-#include "net/complaints.h"
-#include "net/reactor.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/complaints.h"
+#include "transport/tcp/reactor.h"
 
 namespace door {
 

@@ -10,10 +10,10 @@
 #include <chrono>
 #include <filesystem>
 
+#include "bootstrap/unix_socket.h"
 #include "check.h"
 #include "group/gather.h"
 #include "group/host_pages.h"
-#include "group/unix_socket.h"
 #include "processes.h"
 #include "ranks.h"
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "check.h"
-#include "codec/message.h"
-#include "codec/residuals.h"
+#include "kernels/message.h"
+#include "kernels/residuals.h"
 
 using namespace ringreduce;
 

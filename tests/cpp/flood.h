@@ -28,12 +28,12 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "bootstrap/meeting.h"
 #include "group/group.h"
-#include "group/handshake.h"
-#include "net/acceptor.h"
-#include "net/handshake.h"
 #include "processes.h"
 #include "ranks.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/handshake.h"
 
 namespace flood {
 

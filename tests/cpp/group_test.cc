@@ -7,8 +7,8 @@
 #include <numeric>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "check.h"
-#include "plan/cut.h"
 #include "ranks.h"
 
 using namespace ringreduce;
@@ -153,7 +153,7 @@ TEST(a_group_can_be_made_again_on_the_same_store) {
     }
   });
   CHECK_EQ(store.full(), 0u);
-  // Where ranks meet over the store they empty their entries (group/hosts.h).
+  // Where ranks meet over the store they empty their entries (bootstrap/hosts.h).
   if (!ranks::overSockets()) CHECK_EQ(store.size(), 0u);
 }
 

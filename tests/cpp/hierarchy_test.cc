@@ -1,13 +1,13 @@
 // All-reduce by the hierarchy: processes that pose as hosts of several ranks each.  Its results to
 // the bit, and what becomes of failures while ranks wait inside their host.
-#include "group/hierarchy.h"
+#include "collectives/hierarchy.h"
 
 #include <algorithm>
 #include <atomic>
 #include <csignal>
 
+#include "algorithm/cut.h"
 #include "check.h"
-#include "plan/cut.h"
 #include "processes.h"
 #include "ranks.h"
 #include "reduce_oracle.h"

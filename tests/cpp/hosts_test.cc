@@ -1,11 +1,11 @@
 // Ranks that pose as several hosts: who is where, groups of each host, entries of earlier runs, and
 // ranks that do not come.
-#include "group/hosts.h"
+#include "bootstrap/hosts.h"
 
 #include <algorithm>
 
+#include "bootstrap/meeting.h"
 #include "check.h"
-#include "group/handshake.h"
 #include "processes.h"
 #include "ranks.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "collective/mesh/calls.h"
+#include "collectives/stream/calls.h"
 #include "group/operation.h"
 #include "ring_oracle.h"
 

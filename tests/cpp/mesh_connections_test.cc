@@ -13,9 +13,9 @@
 
 #include "check.h"
 #include "mesh_world.h"
-#include "net/lane_budget.h"
-#include "net/lane_count.h"
-#include "net/stream.h"
+#include "transport/tcp/lane_budget.h"
+#include "transport/tcp/lane_count.h"
+#include "transport/tcp/stream.h"
 
 using namespace ringreduce;
 using namespace mesh_world;

@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "mesh_world.h"
-#include "net/stream.h"
+#include "transport/tcp/stream.h"
 
 using namespace ringreduce;
 using namespace mesh_world;

@@ -19,9 +19,9 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
-#include "net/frame.h"
-#include "net/mesh.h"
 #include "ranks.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/mesh.h"
 
 namespace mesh_world {
 

@@ -10,10 +10,10 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "net/acceptor.h"
-#include "net/address.h"
-#include "net/crc32c.h"
-#include "net/sha256.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/crc32c.h"
+#include "transport/tcp/sha256.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

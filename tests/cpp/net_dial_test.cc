@@ -8,7 +8,7 @@
 #include <string>
 #include <thread>
 
-#include "net/acceptor.h"
+#include "transport/tcp/acceptor.h"
 
 #define CHECK_OWN_MAIN
 #include "base/error.h"

@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "net/handshake.h"
-#include "net/sha256.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/sha256.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -16,13 +16,13 @@
 #include <utility>
 #include <vector>
 
-#include "net/acceptor.h"
+#include "transport/tcp/acceptor.h"
 
 #define CHECK_OWN_MAIN
 #include "check.h"
 #include "door.h"
-#include "net/complaints.h"
-#include "net/reactor.h"
+#include "transport/tcp/complaints.h"
+#include "transport/tcp/reactor.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

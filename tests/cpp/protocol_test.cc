@@ -6,16 +6,16 @@
 #include <thread>
 #include <vector>
 
+#include "algorithm/ring.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
-#include "collective/host_primitives.h"
+#include "collectives/host_primitives.h"
 #include "mutants.h"
-#include "plan/ring.h"
 #include "ranks.h"
-#include "wire/channel.h"
-#include "wire/exchange.h"
-#include "wire/shm_link.h"
+#include "transport/shm/channel.h"
+#include "transport/shm/exchange.h"
+#include "transport/shm/shm_link.h"
 
 using namespace ringreduce;
 

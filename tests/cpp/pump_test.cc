@@ -1,6 +1,6 @@
 // Messages over sockets: the engine of point-to-point over pumps, and what a pump makes of rings
 // that are full, ranks that leave and bytes that no rank sends.
-#include "net/pump.h"
+#include "p2p/pump.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "check.h"
-#include "net/pump_lanes.h"
 #include "p2p/engine.h"
+#include "p2p/pump_lanes.h"
 #include "sockets.h"
 
 using namespace ringreduce;

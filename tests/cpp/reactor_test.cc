@@ -1,5 +1,5 @@
 // The thread that looks after sockets: who is called when, what forgetting promises, how it ends.
-#include "net/reactor.h"
+#include "transport/tcp/reactor.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>

@@ -25,7 +25,7 @@
 #include "base/align.h"
 #include "host_block.h"
 #include "interleavings.h"
-#include "wire/page.h"
+#include "transport/shm/page.h"
 
 namespace recorded {
 

@@ -1,5 +1,5 @@
 // The reduction kernels of every instruction set that this CPU has, against the oracle.
-#include "reduce/reduce.h"
+#include "kernels/reduce.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include <random>
 
 #include "check.h"
-#include "reduce/kernels.h"
+#include "kernels/reduce_kernels.h"
 #include "reduce_oracle.h"
 
 using namespace ringreduce;

@@ -1,13 +1,13 @@
 // An all-reduce as a test sees it: the addends of all ranks, and what must come of them by the
-// canonical cut and order of plan/cut.h.
+// canonical cut and order of algorithm/cut.h.
 #pragma once
 
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "check.h"
-#include "plan/cut.h"
 #include "reduce_oracle.h"
 
 namespace oracle {

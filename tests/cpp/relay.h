@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "bootstrap/store.h"
 #include "check.h"
-#include "group/store.h"
 
 namespace relay {
 

@@ -11,11 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "base/dtype.h"
-#include "group/options.h"
-#include "plan/cut.h"
+#include "bootstrap/options.h"
+#include "kernels/reduce.h"
 #include "random_elements.h"
-#include "reduce/reduce.h"
 
 namespace ring_oracle {
 

@@ -1,5 +1,5 @@
 // The order of a ring of hosts: against all orders there are, and the search against what is exact.
-#include "plan/ring_order.h"
+#include "algorithm/ring_order.h"
 
 #include <algorithm>
 #include <cmath>

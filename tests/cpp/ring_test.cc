@@ -1,16 +1,15 @@
 // Rings in another order than that of the ranks: every call's result, the order of addition, what
 // is refused, and rates that are measured.
-#include "group/ring.h"
-
 #include <algorithm>
 #include <functional>
 #include <numeric>
 
+#include "algorithm/cut.h"
+#include "bootstrap/host_ring.h"
 #include "check.h"
-#include "net/survey.h"
-#include "plan/cut.h"
 #include "processes.h"
 #include "ranks.h"
+#include "transport/tcp/survey.h"
 
 using namespace ringreduce;
 using ranks::failureOf;

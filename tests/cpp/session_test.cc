@@ -1,6 +1,6 @@
 // What a session makes of what comes from other hosts: mirrors of how far the others are, and when
 // it asks them.
-#include "group/session.h"
+#include "health/session.h"
 
 #include <chrono>
 #include <functional>

@@ -1,11 +1,11 @@
 // What the chooser knows of the wires: the slowest that any rank was told of or saw, the same at
 // all.
-#include "group/slowness.h"
+#include "bootstrap/slowness.h"
 
 #include <functional>
 
+#include "algorithm/explain.h"
 #include "check.h"
-#include "plan/explain.h"
 #include "processes.h"
 #include "ranks.h"
 

@@ -1,5 +1,5 @@
-// A mesh of threads, in place of net/mesh.cc: bytes are copied from memory to memory.  It keeps to
-// net/mesh.h and is as hard on collectives as that allows:
+// A mesh of threads, in place of transport/tcp/mesh.cc: bytes are copied from memory to memory.  It
+// keeps to transport/tcp/mesh.h and is as hard on collectives as that allows:
 //
 //   - what is lent is read late, and must not have changed since
 //   - what arrives is written as soon as there is a place for it, by any thread
@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "check.h"
-#include "net/mesh.h"
 #include "ranks.h"
+#include "transport/tcp/mesh.h"
 
 namespace stand_in {
 

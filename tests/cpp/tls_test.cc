@@ -1,6 +1,6 @@
 // Encrypted connections by themselves: what goes in comes out whatever the pieces and however slow
 // the socket, and nothing comes out that was changed, or said by one without the key.
-#include "net/tls.h"
+#include "transport/tcp/tls.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -15,8 +15,8 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "net/socket.h"
 #include "sockets.h"
+#include "transport/tcp/socket.h"
 
 using namespace ringreduce;
 using net::Digest;

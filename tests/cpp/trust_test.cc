@@ -12,11 +12,11 @@
 
 #include "check.h"
 #include "messages.h"
-#include "net/acceptor.h"
-#include "net/tls.h"
 #include "processes.h"
 #include "ranks.h"
 #include "relay.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/tls.h"
 
 using namespace ringreduce;
 using messages::Letter;

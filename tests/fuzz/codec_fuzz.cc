@@ -1,4 +1,4 @@
-// What decodes the bytes of other ranks (codec/codec.h), given any bytes: the coded message ends
+// What decodes the bytes of other ranks (kernels/codec.h), given any bytes: the coded message ends
 // where the next page cannot be touched.
 //
 // Whatever comes: all instruction sets say the same of it, they take what an encoder could have
@@ -14,9 +14,9 @@
 #include <cstring>
 #include <vector>
 
-#include "codec/kernels.h"
 #include "fuzz.h"
 #include "input.h"
+#include "kernels/codec_kernels.h"
 
 using namespace ringreduce;
 

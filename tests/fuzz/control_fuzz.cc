@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "fuzz.h"
-#include "net/control_frames.h"
-#include "net/control_state.h"
+#include "health/control_frames.h"
+#include "health/control_state.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

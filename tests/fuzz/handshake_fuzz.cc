@@ -16,7 +16,7 @@
 
 #include "fuzz.h"
 #include "input.h"
-#include "net/handshake.h"
+#include "transport/tcp/handshake.h"
 
 using namespace ringreduce::net;
 using State = Handshake::State;

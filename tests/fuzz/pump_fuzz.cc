@@ -1,4 +1,4 @@
-// What receives messages (net/pump_lanes.h), over real sockets, from a rank with somebody on the
+// What receives messages (p2p/pump_lanes.h), over real sockets, from a rank with somebody on the
 // way, who cuts, drops, changes and adds bytes, and forges heads.
 //
 // Whatever comes: what the reader is shown are sound records within the ring, and counters go
@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "net/pump_lanes.h"
+#include "p2p/pump_lanes.h"
 #include "seals.h"
-#include "wire/channel.h"
+#include "transport/shm/channel.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -1,5 +1,5 @@
-// What receives the data of collectives (net/stream.h), over real sockets, from somebody who sends
-// frames in any order and pieces, twice, damaged, and bytes of his own.
+// What receives the data of collectives (transport/tcp/stream.h), over real sockets, from somebody
+// who sends frames in any order and pieces, twice, damaged, and bytes of his own.
 //
 // The byte of the stream at each position is known, and only heads of frames are damaged.  Whatever
 // comes: nothing is written beside where it was expected, and what is said to be there is right.
@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "net/stream.h"
 #include "seals.h"
+#include "transport/tcp/stream.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -1,0 +1,43 @@
+// The candidates, each with its modelled time.
+#include "algorithm/explain.h"
+
+#include <algorithm>
+
+namespace ringreduce {
+
+Explanation explainMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                 int ranks_on_host, Algorithm wanted, const WireCost& cost) {
+  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+  const double P = world_size, S = static_cast<double>(bytes), p = ranks_on_host;
+  const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
+  // By how many ranks a host's wire is shared where all send to all, those of the host excepted.
+  const double shared = p * (P - p) / (P - 1);
+  Explanation found{
+      .choice = chooseMeshAllReduce(bytes, partial_bytes, world_size, wanted, cost),
+      .candidates = {{Algorithm::kBruck, times.bruck(), static_cast<double>(shape.hops),
+                      (P - 1) * S * shared},
+                     {Algorithm::kTwoShot, times.twoShot(), 2, 2 * (P - 1) / P * S * shared},
+                     {Algorithm::kRing, times.ring(), 2 * (P - 1), times.ringBytes()}},
+      .why = {}};
+  const bool has_hierarchy = p > 1 && P > p;
+  if (has_hierarchy) {
+    found.candidates.push_back({Algorithm::kHierarchical, times.hierarchy(ranks_on_host),
+                                2 * (P / p - 1), times.hierarchyBytes(ranks_on_host)});
+    if (reducesByHosts(bytes, partial_bytes, world_size, ranks_on_host, wanted, cost))
+      found.choice = Algorithm::kHierarchical;
+  }
+  const auto quickest = std::ranges::min_element(found.candidates, {}, &Candidate::seconds);
+  if (wanted != Algorithm::kAuto && found.choice == wanted)
+    found.why = "asked for";
+  else if (found.choice == quickest->algorithm)
+    found.why = "the quickest";
+  else if (quickest->algorithm == Algorithm::kBruck && P * S > static_cast<double>(kBruckBytes))
+    found.why = "bruck would need more memory than it may";
+  else if (found.choice == Algorithm::kHierarchical)
+    found.why = "ranks copy less through sockets";
+  else
+    found.why = "the quickest but for what is not to be had";
+  return found;
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,29 @@
+// What the chooser (choose.h) would take for an all-reduce between hosts, and what it holds of each
+// of the others: for people.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "algorithm/choose.h"
+
+namespace ringreduce {
+
+struct Candidate {
+  Algorithm algorithm;
+  double seconds;
+  double hops;   // one after the other
+  double bytes;  // that a host's wire carries each way
+};
+
+struct Explanation {
+  Algorithm choice;
+  std::vector<Candidate> candidates;
+  std::string why;
+};
+
+// Of `world_size` ranks, as many on each of several hosts.
+Explanation explainMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                 int ranks_on_host, Algorithm wanted, const WireCost& cost);
+
+}  // namespace ringreduce

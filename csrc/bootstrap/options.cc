@@ -1,0 +1,106 @@
+// Reads the options from the environment, and carries the shared ones as text.
+#include "bootstrap/options.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/env.h"
+#include "base/error.h"
+#include "transport/shm/page.h"
+#include "transport/tcp/tls.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr size_t kLeastSlotBytes = 4 << 10, kMostSlotBytes = 64 << 20;
+constexpr int kLeastSlots = 3;  // two-shot has three slices under way
+
+}  // namespace
+
+int coresAvailable() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+bool forcesSockets() {
+  const std::string wire = env("RINGREDUCE_WIRE").value_or("auto");
+  if (wire != "auto" && wire != "tcp")
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_WIRE=" + wire + " is none of auto, tcp; correct or unset it");
+  return wire == "tcp";
+}
+
+SharedOptions SharedOptions::fromEnvironment(int world_size) {
+  SharedOptions options;
+  // Four slots that fill half of a core's cache serve best.  Where ranks take turns on a core, each
+  // turn is a context switch, and a larger slot makes fewer of them.
+  if (world_size > coresAvailable()) options.slot_bytes = 256 << 10;
+  options.slot_bytes = static_cast<size_t>(envInteger("RINGREDUCE_SLOT_BYTES",
+                                                      static_cast<int64_t>(options.slot_bytes),
+                                                      kLeastSlotBytes, kMostSlotBytes));
+  options.slots =
+      static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, kLeastSlots, kMaxSlots));
+  if (const auto name = env("RINGREDUCE_ALGORITHM")) {
+    const auto algorithm = algorithmNamed(*name);
+    if (!algorithm)
+      throw Error(Failure::kSetup,
+                  "RINGREDUCE_ALGORITHM=" + *name +
+                      " is none of auto, direct, twoshot, ring, bruck, hierarchical; correct "
+                      "or unset it");
+    options.algorithm = *algorithm;
+  }
+  options.sockets = forcesSockets();
+  options.encrypted = envInteger("RINGREDUCE_TLS", 0, 0, 1) == 1;
+  if (env("RINGREDUCE_CHECKSUM"))
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_CHECKSUM was removed: set RINGREDUCE_TLS=1 to protect data between "
+                "hosts, and unset it");
+  return options;
+}
+
+void SharedOptions::validate() const {
+  const auto within = [](const char* what, size_t value, size_t low, size_t high) {
+    if (value < low || value > high)
+      throw Error(Failure::kArgument, std::string(what) + " is " + std::to_string(value) +
+                                          "; it can be " + std::to_string(low) + " to " +
+                                          std::to_string(high));
+  };
+  within("slot_bytes", slot_bytes, kLeastSlotBytes, kMostSlotBytes);
+  within("slots", static_cast<size_t>(slots), kLeastSlots, kMaxSlots);
+  if (algorithm > Algorithm::kHierarchical)
+    throw Error(Failure::kArgument,
+                "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "
+                "hierarchical");
+  if (encrypted && !net::Tls::isBuiltIn())
+    throw Error(Failure::kSetup,
+                "RINGREDUCE_TLS=1 is set, and this copy of ringreduce was built without OpenSSL 3: "
+                "install its headers (libssl-dev, openssl-devel) and build again with "
+                "RINGREDUCE_OPENSSL=1, or unset RINGREDUCE_TLS");
+  if (slot_bytes % kLine != 0)
+    throw Error(Failure::kArgument, "slot_bytes is " + std::to_string(slot_bytes) +
+                                        ", which is not a multiple of " + std::to_string(kLine));
+}
+
+std::string SharedOptions::toText() const {
+  std::ostringstream text;
+  text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
+       << encrypted;
+  return text.str();
+}
+
+SharedOptions SharedOptions::fromText(const std::string& text) {
+  std::istringstream in(text);
+  SharedOptions options;
+  int algorithm = 0;
+  if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>
+        options.encrypted))
+    throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
+  options.algorithm = static_cast<Algorithm>(algorithm);
+  return options;
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,67 @@
+// What can be chosen about a group, with its defaults and where they come from.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "algorithm/choose.h"
+#include "base/clock.h"
+
+namespace ringreduce {
+
+// Rank 0's values hold for all: the others learn them when they join.
+struct SharedOptions {
+  Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
+  size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES
+  int slots = 4;                           // RINGREDUCE_SLOTS
+  bool encrypted = false;                  // RINGREDUCE_TLS=1, of what goes over sockets
+  bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
+
+  // Reads the environment; defaults depend on how many ranks share this process's cores.
+  static SharedOptions fromEnvironment(int world_size);
+  // Throws Error(kArgument) for what no group can work with.
+  void validate() const;
+  std::string toText() const;
+  static SharedOptions fromText(const std::string& text);
+};
+
+struct GroupOptions {
+  std::string name;                    // for messages: "group 'default_pg'"
+  std::vector<int> global_ranks = {};  // the ranks' numbers in messages; empty: as they are here
+  Nanos timeout = 1800 * kSecond;      // of an operation, and of making the group
+  Nanos stall = 10 * kSecond;          // RINGREDUCE_STALL_SECONDS: a wait this long is logged
+
+  std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
+
+  int of_ranks = 0;       // of how many these are some; 0: they are all
+  bool together = false;  // all ranks are known to share a host: sockets are not for them
+
+  std::string store_host = "";  // where the store is, by name or number, if that is known
+
+  // A rank of this group as messages name it.
+  int shownAs(int rank) const {
+    return global_ranks.empty() ? rank : global_ranks[static_cast<size_t>(rank)];
+  }
+  std::string shown(int rank) const { return std::to_string(shownAs(rank)); }
+  std::vector<int> shownAs(std::vector<int> ranks) const {
+    for (int& rank : ranks) rank = shownAs(rank);
+    return ranks;
+  }
+
+  // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
+  void (*interrupt)() = nullptr;
+  // Whether Ctrl-C came after that time and was left unheard: the worker, whose operation a user
+  // may be waiting for in torch's own code, gives it up then.  May be null.
+  bool (*interrupted)(Nanos since) = nullptr;
+};
+
+// RINGREDUCE_WIRE=tcp: whether ranks of one host, too, are to go over sockets.  Rank 0's holds for
+// all.
+bool forcesSockets();
+
+// Processor cores that this process may run on.
+int coresAvailable();
+
+}  // namespace ringreduce

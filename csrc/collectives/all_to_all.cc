@@ -1,0 +1,71 @@
+// All-to-all over the exchange: each rank shares its slots out between the others.
+//
+// How many slices that takes depends on the longest message between any two ranks.  Unless all are
+// equally long by agreement, the ranks tell each other what they send first, which also shows if
+// one expects something else than another sends.
+#include <algorithm>
+
+#include "algorithm/cut.h"
+#include "base/copy.h"
+#include "collectives/collectives.h"
+#include "collectives/parts.h"
+#include "collectives/pipeline.h"
+
+namespace ringreduce {
+namespace {
+
+// The elements of the longest message.  Throws where rank a sends what rank b does not expect.
+uint64_t agreeOnLongest(Communicator& c, const AllToAll& a) {
+  const auto P = static_cast<size_t>(c.size);
+  const std::vector<uint64_t> mine(a.send_counts.begin(), a.send_counts.end());
+  std::vector<uint64_t> all(P * P);  // [from][to]
+  AllGather rows{.input = mine.data(), .dtype = DType::kUInt64};
+  for (size_t r = 0; r < P; ++r) rows.outputs.push_back(&all[r * P]);
+  rows.counts.assign(P, P);
+  allGather(c, rows);
+  for (size_t r = 0; r < P; ++r) {
+    const uint64_t sent = all[r * P + static_cast<size_t>(c.rank)];
+    if (sent != a.recv_counts[r])
+      c.watch.disagree(static_cast<int>(r), c.rank, sent, a.recv_counts[r]);
+  }
+  return *std::max_element(all.begin(), all.end());
+}
+
+}  // namespace
+
+void allToAll(Communicator& c, const AllToAll& a) {
+  Exchange& exchange = c.exchange;
+  const size_t width = sizeOf(a.dtype);
+  const auto index = [](int r) { return static_cast<size_t>(r); };
+  const auto outgoing = [&](int r) { return static_cast<const std::byte*>(a.inputs[index(r)]); };
+  const auto incoming = [&](int r) { return static_cast<std::byte*>(a.outputs[index(r)]); };
+  const uint64_t longest = a.even ? a.send_counts[0] : agreeOnLongest(c, a);
+
+  const Parts parts(c, width);
+  const uint64_t slices = std::max<uint64_t>(1, ceilDiv(longest, parts.elements()));
+  const uint64_t first = exchange.begin(slices);
+  const auto fill = [&](uint64_t j) {
+    std::byte* slot = exchange.acquire(first + j);
+    for (int k = 1; k < c.size; ++k) {
+      const int r = (c.rank + k) % c.size;
+      const Span s = piece(a.send_counts[index(r)], parts.elements(), j);
+      copyBytes(parts.outgoing(slot, r), outgoing(r) + s.begin * width, s.size * width);
+    }
+    exchange.post(first + j);
+  };
+  pipeline(exchange, slices, fill, [&](uint64_t j) {
+    const Span own = piece(a.send_counts[index(c.rank)], parts.elements(), j);
+    if (incoming(c.rank) != outgoing(c.rank))
+      copyBytes(incoming(c.rank) + own.begin * width, outgoing(c.rank) + own.begin * width,
+                own.size * width);
+    for (int k = 1; k < c.size; ++k) {
+      const int r = (c.rank + k) % c.size;
+      const Span s = piece(a.recv_counts[index(r)], parts.elements(), j);
+      copyBytes(incoming(r) + s.begin * width, parts.incoming(exchange.peek(r, first + j), r),
+                s.size * width);
+    }
+    exchange.release(first + j);
+  });
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,204 @@
+// The three stages, and the watch over those inside the host.
+#include "collectives/hierarchy.h"
+
+#include <algorithm>
+
+#include "algorithm/choose.h"
+#include "algorithm/cut.h"
+#include "bootstrap/process.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream/calls.h"
+#include "health/control.h"
+#include "kernels/reduce.h"
+#include "transport/places.h"
+#include "transport/tcp/mesh.h"
+
+namespace ringreduce {
+
+// The ranks of this host, by their places, and their shared memory.
+//
+// Operations have numbers of their own here, without gaps, since some of the group's do not come
+// this way; the pages hold them as the whole group announces them.
+class Hierarchy::Neighbours final : public PlacesWatch {
+ public:
+  Neighbours(const Hosts& hosts, const Membership& membership, Session& session)
+      : PlacesWatch(session, hosts.neighbours()),
+        me_(hosts.placeOf(hosts.rank())),
+        membership_(membership),
+        session_(session),
+        memory_(me_, membership, *this) {
+    for (const Member& member : membership.members) processes_.push_back(member.process);
+  }
+
+  SharedMemory& memory() { return memory_; }
+  Communicator& begin() {
+    Page& own = page(me_);
+    own.announcements[next_ % kAnnouncements] = session_.current();
+    own.announced.publish(++next_);
+    return memory_.communicator();
+  }
+
+  // ---- Watch, by places
+  using PlacesWatch::verify;
+  void poll(int place, Ready ready) override {
+    session_.poll(rankAt(place), ready);
+    session_.idle(ready);  // of the ranks of other hosts
+    for (int p = 0; p < size(); ++p)
+      if (p != me_ && hasAnnounced(p)) verify(p);
+    const std::vector<bool> gone = ended(processes_);
+    for (int p = 0; p < size(); ++p) {
+      if (p == me_) continue;
+      const bool dead = gone[static_cast<size_t>(p)];
+      if (!dead && session_.stateOf(rankAt(p)) == PeerState::kHere) continue;
+      // Whoever is gone is missed if it never came, or if what is waited for was its to do; and
+      // what it did before is in memory by now.
+      if ((hasAnnounced(p) && p != place) || ready()) continue;
+      if (dead) session_.lose({rankAt(p)}, PeerState::kEnded, net::kProcessEnded);
+      session_.broken(rankAt(p), net::kProcessEnded);
+    }
+  }
+
+  void verify(int place) override {
+    session_.verify(rankAt(place), page(place).announcements[(next_ - 1) % kAnnouncements]);
+  }
+
+ private:
+  Page& page(int place) const { return pageOf(membership_, place); }
+  // Whether it has come as far as this one.
+  bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
+
+  const int me_;
+  const Membership& membership_;
+  Session& session_;
+  std::vector<std::shared_ptr<Fd>> processes_;
+  SharedMemory memory_;
+  uint64_t next_ = 0;
+};
+
+bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
+  return !options.sockets && hosts.count() > 1 && hosts.even() && hosts.neighbours().size() > 1;
+}
+
+std::unique_ptr<Hierarchy> Hierarchy::create(const Hosts& hosts, const SharedOptions& options,
+                                             const HostRing& ring, const Membership& neighbours,
+                                             Session& session) {
+  if (!fits(hosts, options)) return nullptr;
+  return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, neighbours, session));
+}
+
+Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
+                     Session& session)
+    : hosts_(hosts),
+      session_(session),
+      neighbours_(std::make_unique<Neighbours>(hosts, neighbours, session)) {
+  const auto place = static_cast<size_t>(hosts.placeOf(hosts.rank()));
+  const std::vector<int> places = placesOf(ring.ranks);
+  for (const int host : ring.hosts) {
+    const int rank = hosts.ranksOn(host)[place];
+    ring_.push_back(places.empty() ? rank : places[static_cast<size_t>(rank)]);
+  }
+}
+
+Hierarchy::~Hierarchy() = default;
+
+void Hierarchy::setPatience(Patience patience) {
+  neighbours_->memory().setPatience(patience);
+}
+
+size_t Hierarchy::stagingBytes() const {
+  return neighbours_->memory().bytes();
+}
+
+bool Hierarchy::takes(const Mesh& mesh, const AllReduce& a) const {
+  return reducesByHosts(a.count * sizeOf(a.dtype),
+                        a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
+                        static_cast<int>(hosts_.neighbours().size()), mesh.options().algorithm,
+                        mesh.options().cost);
+}
+
+void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
+  mesh.begin(session_.current());
+  if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
+  const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
+  const DType partial = reduceKernels(a.dtype, op).partial;
+  const size_t width = sizeOf(a.dtype);
+  const auto places = hosts_.neighbours().size();
+  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
+  const Cut cut{a.count, static_cast<int>(places)};
+
+  ReduceScatter inside{.inputs = {}, .counts = {}, .output = nullptr, .dtype = a.dtype, .op = op};
+  AllGather spread{.input = nullptr, .dtype = a.dtype};
+  for (size_t place = 0; place < places; ++place) {
+    const Span part = cut.chunk(static_cast<int>(place));
+    std::byte* const begin = static_cast<std::byte*>(a.data) + part.begin * width;
+    inside.inputs.push_back(begin);
+    inside.counts.push_back(part.size);
+    spread.outputs.push_back(begin);
+    spread.counts.push_back(part.size);
+  }
+  auto* const mine = static_cast<std::byte*>(spread.outputs[me]);
+  const size_t count = spread.counts[me];
+  std::byte* const sums = partial == a.dtype ? mine : mesh.scratch(count * sizeOf(partial));
+  inside.output = sums;
+  spread.input = mine;
+
+  Communicator& host = neighbours_->begin();
+  reduceScatterSums(host, inside);
+  allReduceSums(mesh, {.sums = sums,
+                       .output = mine,
+                       .count = count,
+                       .dtype = a.dtype,
+                       .op = op,
+                       .ranks = ring_,
+                       .world_size = hosts_.size()});
+  mesh.finish();  // nothing is sent while this rank waits inside its host
+  allGather(host, spread);
+}
+
+bool Hierarchy::takes(const Mesh& mesh, const CompressedAllReduce&) const {
+  // Whoever compresses has a slow wire: there each part is to be coded, and to travel, once a host.
+  const Algorithm wanted = mesh.options().algorithm;
+  return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
+}
+
+void Hierarchy::compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
+  mesh.begin(session_.current());
+  const auto places = hosts_.neighbours().size();
+  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
+  const Cut cut{a.count, static_cast<int>(places)};
+  ReduceScatter inside{.inputs = {},
+                       .counts = {},
+                       .output = nullptr,
+                       .dtype = DType::kFloat32,
+                       .op = ReduceOp::kSum};
+  AllGather spread{.input = nullptr, .dtype = DType::kFloat32};
+  for (size_t place = 0; place < places; ++place) {
+    const Span part = cut.chunk(static_cast<int>(place));
+    inside.inputs.push_back(a.input + part.begin);
+    inside.counts.push_back(part.size);
+    spread.outputs.push_back(a.output + part.begin);
+    spread.counts.push_back(part.size);
+  }
+  const Span part = cut.chunk(static_cast<int>(me));
+  inside.output = spread.outputs[me];
+  spread.input = spread.outputs[me];
+  if (a.error) {
+    std::fill_n(a.error, part.begin, 0.0F);
+    std::fill(a.error + part.end(), a.error + a.count, 0.0F);
+  }
+
+  Communicator& host = neighbours_->begin();
+  reduceScatterSums(host, inside);
+  CompressedAllReduce between = a;
+  between.input = between.output = a.output + part.begin;
+  between.count = part.size;
+  // Elements of several parts have the same numbers between the hosts.
+  between.coding.seed = mixedSeed(a.coding.seed, me);
+  between.error = a.error ? a.error + part.begin : nullptr;
+  ringreduce::compressedAllReduce(
+      mesh, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
+  mesh.finish();  // nothing is sent while this rank waits inside its host
+  allGather(host, spread);
+}
+
+}  // namespace ringreduce

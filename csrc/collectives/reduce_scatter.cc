@@ -1,0 +1,92 @@
+// Reduce-scatter over the exchange: each rank puts the others' parts into its slot, and adds its
+// own part of everybody's.  It moves what an all-reduce moves on its way to the sum, and no more.
+//
+// Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
+// the same bits.
+#include <algorithm>
+#include <vector>
+
+#include "algorithm/cut.h"
+#include "base/copy.h"
+#include "collectives/collectives.h"
+#include "collectives/parts.h"
+#include "collectives/pipeline.h"
+#include "kernels/reduce.h"
+
+namespace ringreduce {
+namespace {
+
+// Adds up `sources` into what is not rounded yet.
+void addUp(const ReduceKernels& kernels, std::byte* sum, const std::vector<const void*>& sources,
+           size_t n) {
+  kernels.widen(sum, sources[0], n);
+  for (size_t k = 1; k < sources.size(); ++k) kernels.combine(sum, sum, sources[k], n);
+}
+
+void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
+  const size_t width = sizeOf(r.dtype);
+  const auto count = [&](int p) { return r.counts[static_cast<size_t>(p)]; };
+  std::vector<const void*> inputs = r.inputs;
+  std::vector<std::byte> scaled;  // the inputs are the caller's
+  if (r.op == ReduceOp::kPremulSum) {
+    size_t total = 0, at = 0;
+    for (size_t n : r.counts) total += n;
+    scaled.resize(total * width);
+    for (int p = 0; p < c.size; at += count(p++) * width) {
+      scale(r.dtype, scaled.data() + at, inputs[static_cast<size_t>(p)], count(p), r.factor);
+      inputs[static_cast<size_t>(p)] = scaled.data() + at;
+    }
+  }
+  const auto input = [&](int p, size_t element) {
+    return static_cast<const std::byte*>(inputs[static_cast<size_t>(p)]) + element * width;
+  };
+  if (c.size == 1) {
+    if (r.output != inputs[0]) copyBytes(r.output, inputs[0], count(0) * width);
+    return;
+  }
+
+  const ReduceOp op = sums && r.op == ReduceOp::kAvg ? ReduceOp::kSum : r.op;
+  const ReduceKernels& kernels = reduceKernels(r.dtype, op);
+  const bool widens = sums && kernels.partial != r.dtype;
+  const size_t output_width = widens ? sizeOf(kernels.partial) : width;
+  const Parts parts(c, width);
+  const size_t most = *std::max_element(r.counts.begin(), r.counts.end());
+  const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, parts.elements()));
+  const uint64_t first = c.exchange.begin(slices);
+  std::vector<const void*> ordered(static_cast<size_t>(c.size));
+  const auto fill = [&](uint64_t j) {
+    std::byte* slot = c.exchange.acquire(first + j);
+    for (int p = 0; p < c.size; ++p) {
+      if (p == c.rank) continue;
+      const Span s = piece(count(p), parts.elements(), j);
+      copyBytes(parts.outgoing(slot, p), input(p, s.begin), s.size * width);
+    }
+    c.exchange.post(first + j);
+  };
+  pipeline(c.exchange, slices, fill, [&](uint64_t j) {
+    const Span s = piece(count(c.rank), parts.elements(), j);
+    for (int k = 0; k < c.size; ++k) {
+      const int p = kthToAdd(c.rank, k, c.size);
+      ordered[static_cast<size_t>(k)] =
+          p == c.rank ? input(p, s.begin) : parts.incoming(c.exchange.peek(p, first + j), p);
+    }
+    std::byte* const output = static_cast<std::byte*>(r.output) + s.begin * output_width;
+    if (widens)
+      addUp(kernels, output, ordered, s.size);
+    else
+      kernels.reduce(output, ordered.data(), c.size, s.size, c.size);
+    c.exchange.release(first + j);
+  });
+}
+
+}  // namespace
+
+void reduceScatter(Communicator& c, const ReduceScatter& r) {
+  scatter(c, r, /*sums=*/false);
+}
+
+void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
+  scatter(c, r, /*sums=*/true);
+}
+
+}  // namespace ringreduce

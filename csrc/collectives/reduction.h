@@ -1,0 +1,71 @@
+// A reduction under way over the exchange, by one of two algorithms that give the same bits.  What
+// comes of it lands at all ranks (all_reduce.cc) or at one (reduce.cc).
+//
+// Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, with
+// halves accumulated in float32 and rounded once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "algorithm/cut.h"
+#include "collectives/communicator.h"
+#include "kernels/reduce.h"
+
+namespace ringreduce {
+
+struct Reducible {
+  const void* input;
+  void* output;  // may be the input; null where the result is not wanted
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  int root = kEverybody;
+
+  static constexpr int kEverybody = -1;
+};
+
+class Reduction {
+ public:
+  Reduction(Communicator& c, const Reducible& r);
+
+  // Each rank puts all of a slice into its slot, then whoever wants the result adds all slots.  Its
+  // own addends it takes from its own memory, which is in cache and about to be written.
+  void direct();
+
+  // A slice is shared out: each rank puts into its slot what others are to add, adds its own part
+  // of everybody's, writes that into its slot, and whoever wants it copies it from there.
+  void twoShot();
+
+ private:
+  bool wanted() const { return r_.root == Reducible::kEverybody || r_.root == c_.rank; }
+  bool wantedByOthers() const { return r_.root != c_.rank; }
+
+  Span slice(uint64_t j) const { return piece(r_.count, slice_, j); }
+  // Rank p's part of slice j when the addition is shared out.
+  Span part(uint64_t j, int p) const;
+  const std::byte* input(size_t element) const {
+    return static_cast<const std::byte*>(r_.input) + element * width_;
+  }
+  std::byte* output(size_t element) const {
+    return static_cast<std::byte*>(r_.output) + element * width_;
+  }
+  // Where an element of slice j lies in a slot.
+  size_t inSlot(size_t element, uint64_t j) const { return (element - slice(j).begin) * width_; }
+  // Waits for everybody's slot of slice j.
+  void gatherSources(uint64_t j);
+  // dst = the reduction of `span`, whose elements lie in the slots of slice j and in user memory.
+  void reduce(Span span, std::byte* dst, uint64_t j);
+
+  Communicator& c_;
+  const Reducible r_;
+  const ReduceKernels& kernels_;
+  const Cut cut_;
+  const size_t width_, slice_;  // bytes an element, elements a slice
+  const uint64_t slices_, first_;
+  std::vector<const std::byte*> sources_;  // the peers' slots of the slice being added
+  std::vector<const void*> ordered_;       // the addends of a chunk, first to last
+};
+
+}  // namespace ringreduce

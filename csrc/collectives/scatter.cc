@@ -1,0 +1,40 @@
+// Scatter over the exchange: the root shares its slots out, and each rank copies its part.
+#include <algorithm>
+
+#include "algorithm/cut.h"
+#include "base/copy.h"
+#include "collectives/collectives.h"
+#include "collectives/parts.h"
+
+namespace ringreduce {
+
+void scatter(Communicator& c, const Scatter& s) {
+  Exchange& exchange = c.exchange;
+  const size_t width = sizeOf(s.dtype);
+  const Parts parts(c, width);
+  const uint64_t slices = std::max<uint64_t>(1, ceilDiv(s.count, parts.elements()));
+  const uint64_t first = exchange.begin(slices);
+  const auto input = [&](int r) {
+    return static_cast<const std::byte*>(s.inputs[static_cast<size_t>(r)]);
+  };
+  auto* output = static_cast<std::byte*>(s.output);
+  for (uint64_t j = 0; j < slices; ++j) {
+    const Span span = piece(s.count, parts.elements(), j);
+    const size_t at = span.begin * width, bytes = span.size * width;
+    if (c.rank == s.root) {
+      std::byte* slot = exchange.acquire(first + j);
+      for (int k = 1; k < c.size; ++k) {
+        const int r = (c.rank + k) % c.size;
+        copyBytes(parts.outgoing(slot, r), input(r) + at, bytes);
+      }
+      exchange.post(first + j);
+      if (output != input(c.rank)) copyBytes(output + at, input(c.rank) + at, bytes);
+    } else {
+      exchange.post(first + j);
+      copyBytes(output + at, parts.incoming(exchange.peek(s.root, first + j), s.root), bytes);
+    }
+    exchange.release(first + j);
+  }
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,33 @@
+// What collectives of ranks that share memory run over: pages and slots in the members' segments.
+#pragma once
+
+#include "bootstrap/rendezvous.h"
+#include "collectives/communicator.h"
+#include "transport/shm/exchange.h"
+#include "transport/shm/shm_link.h"
+#include "transport/shm/wait.h"
+
+namespace ringreduce {
+
+// Calls of one thread at a time.  The membership must live as long.
+class SharedMemory {
+ public:
+  SharedMemory(int rank, const Membership& membership, Watch& watch);
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  Communicator& communicator() { return communicator_; }
+  void setPatience(Patience patience) { waiter_.setPatience(patience); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const int size_;
+  const size_t bytes_;
+  Waiter waiter_;
+  Exchange exchange_;
+  ShmSendLink to_next_;
+  ShmRecvLink from_prev_;
+  Communicator communicator_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,84 @@
+// A sum that one rank makes of what all the others send it, slice by slice, in the canonical order:
+// the small reduce, reduce-scatter and the first half of two-shot.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "algorithm/cut.h"
+#include "collectives/stream/slices.h"
+#include "kernels/reduce.h"
+#include "transport/tcp/mesh.h"
+
+namespace ringreduce {
+
+class DirectSum {
+ public:
+  // Of `count` elements.  `owned_by`: the rank whose order of addition holds, or nobody's: each
+  // chunk of the message's own.
+  static constexpr int kByChunk = -1;
+  DirectSum(Mesh& mesh, DType dtype, ReduceOp op, size_t count, int owned_by)
+      : mesh_(mesh),
+        kernels_(reduceKernels(dtype, op)),
+        width_(sizeOf(dtype)),
+        count_(count),
+        slice_(sliceElements(count, width_)),
+        slices_(slicesOf(count, slice_)),
+        owned_by_(owned_by) {}
+
+  // Once, before all else that this rank expects.
+  void expect() {
+    for (; expected_ < slices_ && expected_ < kAhead; ++expected_) expectSlice(expected_);
+  }
+  // Whether all is expected that will come.
+  bool expectsAll() const { return expected_ == slices_; }
+
+  // Adds everything; `output` may be `own`.  Calls visit(span) for each slice that is done.
+  template <class Visit>
+  void run(const std::byte* own, std::byte* output, Visit visit) {
+    const auto P = static_cast<size_t>(mesh_.size());
+    std::vector<const std::byte*> sources(P);
+    std::vector<const void*> ordered(P);
+    const auto add = [&](int owner, size_t begin, size_t n, size_t slice_begin) {
+      for (int k = 0; k < mesh_.size(); ++k) {
+        const auto r = static_cast<size_t>(kthToAdd(owner, k, mesh_.size()));
+        ordered[static_cast<size_t>(k)] = sources[r] + (begin - slice_begin) * width_;
+      }
+      kernels_.reduce(output + begin * width_, ordered.data(), mesh_.size(), n, mesh_.size());
+    };
+    for (size_t j = 0; j < slices_; ++j) {
+      const Span s = piece(count_, slice_, j);
+      forEachOther([&](int r) { sources[static_cast<size_t>(r)] = mesh_.peek(r); });
+      sources[static_cast<size_t>(mesh_.rank())] = own + s.begin * width_;
+      if (owned_by_ != kByChunk)
+        add(owned_by_, s.begin, s.size, s.begin);
+      else
+        Cut{count_, mesh_.size()}.forEachChunk(
+            s, [&](int chunk, size_t begin, size_t n) { add(chunk, begin, n, s.begin); });
+      forEachOther([&](int r) { mesh_.release(r); });
+      if (expected_ < slices_) expectSlice(expected_++);
+      visit(s);
+    }
+  }
+
+ private:
+  // The slices expected of a rank: a fast one shall not fill the memory while a slow one is waited
+  // for.
+  static constexpr size_t kAhead = 32;
+
+  template <class Visit>
+  void forEachOther(Visit visit) {
+    for (int k = 1; k < mesh_.size(); ++k) visit((mesh_.rank() + k) % mesh_.size());
+  }
+  void expectSlice(size_t j) {
+    forEachOther([&](int r) { mesh_.expect(r, piece(count_, slice_, j).size * width_); });
+  }
+
+  Mesh& mesh_;
+  const ReduceKernels& kernels_;
+  const size_t width_, count_, slice_, slices_;
+  const int owned_by_;
+  size_t expected_ = 0;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,405 @@
+// Posting, waiting, and the thread for when nobody waits.  What ends a message other than its
+// arrival is in messenger_ends.cc.
+#include "p2p/messenger.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/op_signature.h"
+#include "base/text.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
+// While messages come and go the thread looks by itself that often whether it is needed, and only
+// after so many looks for nothing sleeps until it is called: calling it costs more than a small
+// message does.
+constexpr auto kDoze = std::chrono::milliseconds(1);
+constexpr int kDozes = 50;
+
+}  // namespace
+
+Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Session& session,
+                     Executor& executor, const GroupOptions& options, Patience patience)
+    : rank_(rank),
+      size_(static_cast<int>(wires.size())),
+      session_(session),
+      executor_(executor),
+      options_(options),
+      patience_(patience),
+      engine_(std::move(wires)) {}
+
+Messenger::~Messenger() {
+  if (thread_.joinable()) stop(nullptr, kNever);
+}
+
+std::shared_ptr<Delivery> Messenger::post(Message message) {
+  const bool from_any = message.way == Message::Way::kReceive && message.peer == kAnySource;
+  if (!from_any && (message.peer < 0 || message.peer >= size_))
+    throw Error(Failure::kArgument,
+                std::string("ringreduce ") +
+                    (message.way == Message::Way::kSend ? "send: to" : "recv: from") + " rank " +
+                    std::to_string(message.peer) + " in a group of " + std::to_string(size_));
+  session_.check();
+  auto delivery = std::make_shared<Delivery>(std::move(message));
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw Error(Failure::kAborted, "the group has been destroyed");
+    ++posts_;
+    engine_.post(delivery);
+  }
+  pass();
+  if (!delivery->isDone()) {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) startThread();
+    callThread();
+  }
+  return delivery;
+}
+
+// ---- moving on
+
+// One look at all ranks.  Whatever is over is told outside of the lock: what hangs on it (tensors,
+// callbacks) may want other locks.
+bool Messenger::pass() {
+  std::vector<Engine::Handle> over;
+  std::vector<int> touched;
+  bool moved = false, others_wait = false;
+  {
+    const std::lock_guard lock(mutex_);
+    moved = engine_.progress(over, touched);
+    others_wait = driven_ && driver_ != std::this_thread::get_id();
+  }
+  for (int r : touched)
+    if (r != rank_ || others_wait) session_.ringMessenger(r);
+  if (over.empty()) return moved;
+  finish(over, nullptr);
+  // The driver may sleep, and wait for what this thread has just finished.
+  if (others_wait) ringBell(session_.page(rank_).messenger_bell);
+  tellUsers();
+  return true;
+}
+
+void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_ptr error) {
+  for (const Engine::Handle& handle : over) {
+    auto& delivery = static_cast<Delivery&>(*handle);
+    std::exception_ptr why = error;
+    if (!why) {
+      try {
+        if (delivery.mismatch) checkMismatch(delivery);
+        if (delivery.message.after) delivery.message.after();
+      } catch (...) {
+        why = std::current_exception();
+      }
+    }
+    delivery.message.after = nullptr;
+    if (Ticket::Completion completion = delivery.finish(why))
+      executor_.tell(std::move(completion), why);
+  }
+}
+
+void Messenger::fail(std::vector<Engine::Handle> some, const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    // Another thread may have finished one since it was found pending.
+    std::erase_if(some, [](const Engine::Handle& handle) { return handle->over; });
+    for (const Engine::Handle& handle : some) engine_.cancel(handle);
+  }
+  finish(some, error);
+  tellUsers();
+}
+
+void Messenger::failAll(const std::exception_ptr& error) {
+  std::vector<Engine::Handle> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.assign(engine_.pending().begin(), engine_.pending().end());
+    for (const Engine::Handle& handle : all) engine_.cancel(handle);
+  }
+  finish(all, error);
+  tellUsers();
+}
+
+// Through the lock: nobody is between a look at a message and the wait for it.
+void Messenger::tellUsers() {
+  {
+    const std::lock_guard lock(mutex_);
+  }
+  changed_.notify_all();
+}
+
+// ---- waiting
+
+// Who drives, for as long as this lives.  A signal handler may drive inside its own thread's wait.
+struct Messenger::Driving {
+  explicit Driving(Messenger& m) : messenger(m), nested(m.driven_), before(m.driver_) {
+    m.driven_ = true;
+    m.driver_ = std::this_thread::get_id();
+  }
+  ~Driving() {
+    {
+      const std::lock_guard lock(messenger.mutex_);
+      messenger.driven_ = nested;
+      messenger.driver_ = before;
+      messenger.callThread();
+    }
+    messenger.changed_.notify_all();
+  }
+  Messenger& messenger;
+  const bool nested;
+  const std::thread::id before;
+};
+
+// The times of a wait: when to look again, when its deadline is, when to say that it still goes on.
+class Messenger::Clock {
+ public:
+  Clock(const Messenger& m, Nanos timeout)
+      : messenger_(m),
+        timeout_(timeout),
+        started_(now()),
+        deadline_(deadlineIn(timeout)),
+        next_report_(deadlineIn(m.options_.stall)) {}
+
+  // Whether it is time to look after Ctrl-C, peers and the deadline.  What else is asked is
+  // answered for the time of that look.
+  bool isDue() {
+    time_ = now();
+    if (time_ < next_) return false;
+    next_ = time_ + kLook;
+    return true;
+  }
+  bool isLate() const { return time_ >= deadline_; }
+  Nanos timeout() const { return timeout_; }
+
+  // A word in the log, if it is time for one.
+  template <class What>
+  void report(const What& what) {
+    if (time_ < next_report_) return;
+    next_report_ = time_ + std::max(time_ - started_, kSecond);
+    const GroupOptions& options = messenger_.options_;
+    log("rank " + options.shown(messenger_.rank_) + " of group '" + options.name + "' has waited " +
+        seconds(time_ - started_) + " to " + what());
+  }
+
+ private:
+  const Messenger& messenger_;
+  const Nanos timeout_, started_, deadline_;
+  Nanos next_report_, next_ = 0, time_ = 0;
+};
+
+// Throws what Ctrl-C throws.  Everything else ends the delivery.
+void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
+  if (!clock.isDue()) return;
+  try {
+    if (options_.interrupt) options_.interrupt();
+  } catch (...) {
+    // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
+    session_.abort("interrupted while it waited to " + describe(delivery));
+    failAll(std::current_exception());
+    throw;
+  }
+  try {
+    session_.check();
+    lookAfterPeers();
+    if (clock.isLate() && !delivery.isDone()) timedOut(delivery, clock.timeout());
+  } catch (const Error&) {
+    return failAll(std::current_exception());
+  }
+  if (!delivery.isDone())
+    clock.report([&] { return describe(delivery) + ": " + missing(delivery); });
+}
+
+bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
+  if (delivery.isDone()) return true;
+  delivery.refuseInChild();
+  const Nanos limit = deadlineIn(longest);
+  Clock clock(*this, timeout);
+
+  struct User {
+    explicit User(Messenger& m) : messenger(m) {
+      const std::lock_guard lock(m.mutex_);
+      ++m.users_;
+      thread_drives = m.driven_ && m.driver_ == m.thread_.get_id();
+    }
+    ~User() {
+      const std::lock_guard lock(messenger.mutex_);
+      --messenger.users_;
+      messenger.callThread();
+    }
+    Messenger& messenger;
+    bool thread_drives;
+  } const user(*this);
+  if (user.thread_drives) ringBell(session_.page(rank_).messenger_bell);  // it makes way
+
+  while (!delivery.isDone()) {
+    std::unique_lock lock(mutex_);
+    if (driven_ && driver_ != std::this_thread::get_id()) {
+      const Nanos longest_turn = std::min(kLook, std::max<Nanos>(0, limit - now()));
+      if (!delivery.isDone()) changed_.wait_for(lock, std::chrono::nanoseconds(longest_turn));
+      lock.unlock();
+      lookAfter(delivery, clock);
+      if (now() >= limit) return delivery.isDone();
+      continue;
+    }
+    const Driving driving(*this);
+    lock.unlock();
+    const Nanos began = now();
+    Nanos moved_at = began;
+    while (!delivery.isDone()) {
+      const bool moved = pass();
+      const Nanos time = now();
+      if (moved) moved_at = time;
+      const Nanos idle = time - moved_at;
+      const bool tired = idle >= patience_.spin + patience_.yield || session_.failed();
+      // Now and then however much comes for others.
+      if (tired || time - began >= kLook) lookAfter(delivery, clock);
+      if (time >= limit) return delivery.isDone();
+      if (moved) continue;
+      if (tired)
+        sleep(&delivery);
+      else if (idle < patience_.spin)
+        pause();
+      else
+        sched_yield();
+    }
+  }
+  return true;
+}
+
+// Until a peer has done something, or for a few milliseconds.
+void Messenger::sleep(const Delivery* waited_for) {
+  uint32_t& bell = session_.page(rank_).messenger_bell;
+  std::atomic_ref(bell).store(1, std::memory_order_seq_cst);
+  const bool moved = pass();
+  const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
+  if (!moved && !done && !session_.failed()) sleepOn(bell, 1, kLongestSleep);
+  std::atomic_ref(bell).store(0, std::memory_order_relaxed);
+}
+
+bool Messenger::wantedByUsers() {
+  const std::lock_guard lock(mutex_);
+  return users_ > 0;
+}
+
+// ---- the thread
+
+bool Messenger::wantsThread() const {
+  return !engine_.pending().empty() && !driven_ && users_ == 0;
+}
+
+// With the lock held, wherever wantsThread may have become true.
+void Messenger::callThread() {
+  if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
+}
+
+void Messenger::startThread() {
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    throw Error(Failure::kArgument,
+                std::string("ringreduce cannot start a thread for messages: ") + error.what());
+  }
+}
+
+void Messenger::run() {
+  pthread_setname_np(pthread_self(), "ringreduce-p2p");
+  int dozes = 0;
+  uint64_t seen = 0;
+  Nanos next_look = 0;
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (!wantsThread()) {
+      if (seen != posts_) dozes = 0;
+      seen = posts_;
+      if (dozes++ < kDozes) {
+        for_thread_.wait_for(lock, kDoze);
+      } else {
+        thread_asleep_ = true;
+        for_thread_.wait(lock, [&] { return stopping_ || wantsThread(); });
+        thread_asleep_ = false;
+        dozes = 0;
+      }
+      continue;
+    }
+    dozes = 0;
+    {
+      const Driving driving(*this);
+      lock.unlock();
+      if (!pass()) sleep(nullptr);
+      if (now() >= next_look) {
+        next_look = now() + kLook;
+        try {
+          session_.check();
+          lookAfterPeers();
+          lookAfterExpected();
+        } catch (const Error&) {
+          failAll(std::current_exception());
+        }
+      }
+    }
+    lock.lock();
+  }
+}
+
+void Messenger::stop(void (*turn)(), Nanos timeout) {
+  std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
+  bool first = false;                    // else an earlier call was interrupted, or has done it all
+  {
+    const std::lock_guard lock(mutex_);
+    first = !std::exchange(closed_, true);
+    for (const Engine::Handle& handle : engine_.pending())
+      if (handle->message.way == Message::Way::kReceive || handle->message.peer == rank_)
+        given_up.push_back(handle);
+  }
+  const auto left = std::make_exception_ptr(
+      Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
+                                   "' before a message that it was to receive had come"));
+  fail(std::move(given_up), left);
+  if (first) session_.depart(Departure::kLeaving);
+  const auto sending = [&] {
+    const std::lock_guard lock(mutex_);
+    return !engine_.pending().empty();
+  };
+  Clock clock(*this, timeout);
+  while (sending()) {
+    if (clock.isDue()) {
+      try {
+        if (turn) turn();
+        session_.check();
+        lookAfterPeers();
+        if (clock.isLate())
+          throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
+                                             options_.name + "' " + seconds(timeout) +
+                                             " after it was told to: " + stillSending());
+      } catch (const Error& error) {
+        if (error.kind() == Failure::kTimeout) log(error.what());
+        failAll(std::current_exception());
+      } catch (...) {
+        failAll(std::current_exception());
+        throw;
+      }
+      clock.report([&] { return "leave: " + stillSending(); });
+    }
+    if (!pass()) sleep(nullptr);
+  }
+  std::thread thread;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    for_thread_.notify_all();
+    // What runs in the thread itself leaves it to a later call, from another one.
+    if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
+  }
+  ringBell(session_.page(rank_).messenger_bell);
+  if (thread.joinable()) thread.join();
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,122 @@
+// A channel: a one-way pipe of records of any size from one rank to another, over shared memory.
+//
+// It is a ring of bytes in the receiver's segment.  The sender writes records one after the other,
+// none across the end of the ring, and publishes how far it has come; the receiver publishes how
+// far it has read.  Both counters only grow, have one writer each, and lie in the memory of whoever
+// polls them.  Nothing here waits: whoever finds no room, or no record, does something else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/align.h"
+#include "base/dtype.h"
+#include "transport/shm/flags.h"
+
+namespace ringreduce {
+
+// What a rank keeps for each peer; the peer writes all three.
+struct Box {
+  Flag filled;    // bytes written into this rank's ring for that peer
+  Flag emptied;   // bytes read of that peer's ring for this rank
+  Flag consumed;  // bytes of this rank's eager payloads that have reached their receivers
+};
+
+// The head of a record; its payload follows.
+struct Record {
+  enum class Type : uint8_t { kSkip, kEager, kRequest, kGrant, kFragment };
+
+  uint64_t id = 0;       // of the message, as its sender counts
+  uint64_t count = 0;    // kEager, kRequest: the message's elements
+  uint32_t payload = 0;  // bytes
+  int32_t tag = 0;
+  Type type = Type::kSkip;
+  DType dtype = DType::kUInt8;
+};
+static_assert(sizeof(Record) == 32);
+
+inline constexpr size_t kRingBytes = 256 << 10;  // committed by the system when first written to
+inline constexpr size_t kRecordAlign = 64;
+
+constexpr size_t recordBytes(size_t payload) {
+  return roundUp(sizeof(Record) + payload, kRecordAlign);
+}
+
+template <class Rules = HostRules>
+class BasicChannelWriter {
+ public:
+  // `filled` lies with the receiver, `emptied` with this rank.
+  BasicChannelWriter(std::byte* ring, Flag& filled, Flag& emptied)
+      : ring_(ring), filled_(filled), emptied_(emptied) {}
+
+  // Where the payload of the next record goes; null if there is no room for it now.
+  std::byte* reserve(size_t payload) {
+    const size_t wanted = recordBytes(payload), left = kRingBytes - written_ % kRingBytes;
+    const bool wraps = wanted > left;
+    if (!hasRoom(wraps ? left + wanted : wanted)) return nullptr;
+    if (wraps) {
+      *head() = {.payload = static_cast<uint32_t>(left - sizeof(Record))};
+      written_ += left;
+    }
+    return reinterpret_cast<std::byte*>(head() + 1);
+  }
+
+  // Sends the record whose payload was just reserved and filled.
+  void commit(const Record& record) {
+    *head() = record;
+    written_ += recordBytes(record.payload);
+    filled_.publish<Rules>(written_);
+  }
+
+ private:
+  Record* head() const { return reinterpret_cast<Record*>(ring_ + written_ % kRingBytes); }
+
+  bool hasRoom(size_t bytes) {
+    const uint64_t size = kRingBytes + Rules::kEarlyReuse * kRingBytes / 2;
+    if (written_ + bytes <= read_ + size) return true;
+    read_ = emptied_.observe<Rules>();
+    return written_ + bytes <= read_ + size;
+  }
+
+  std::byte* const ring_;
+  Flag& filled_;
+  Flag& emptied_;
+  uint64_t written_ = 0, read_ = 0;
+};
+
+template <class Rules = HostRules>
+class BasicChannelReader {
+ public:
+  // `filled` lies with this rank, `emptied` with the sender.
+  BasicChannelReader(const std::byte* ring, Flag& filled, Flag& emptied)
+      : ring_(ring), filled_(filled), emptied_(emptied) {}
+
+  // The oldest record, or null.  Its payload follows it.
+  const Record* front() {
+    for (;;) {
+      if (read_ == written_ && read_ == (written_ = filled_.observe<Rules>())) return nullptr;
+      const auto* record = reinterpret_cast<const Record*>(ring_ + read_ % kRingBytes);
+      if (record->type != Record::Type::kSkip) return record;
+      read_ += recordBytes(record->payload);
+    }
+  }
+
+  // Done with the oldest record, of this payload.
+  void pop(size_t payload) {
+    read_ += recordBytes(payload);
+    emptied_.publish<Rules>(read_);
+  }
+
+ private:
+  const std::byte* const ring_;
+  Flag& filled_;
+  Flag& emptied_;
+  uint64_t written_ = 0, read_ = 0;
+};
+
+using ChannelWriter = BasicChannelWriter<>;
+using ChannelReader = BasicChannelReader<>;
+
+static_assert(kRingBytes % kRecordAlign == 0 && sizeof(Record) <= kRecordAlign);
+
+}  // namespace ringreduce

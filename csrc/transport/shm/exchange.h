@@ -1,0 +1,133 @@
+// The exchange: each rank fills slots of its own memory, and every rank of the host reads them
+// there.
+//
+// Time is counted in steps, the same on all ranks.  An operation takes the next few (begin), and in
+// step s a rank may fill its slot s mod D, post the step, read what it wants of the others' slots,
+// and is then done with it:
+//
+//     acquire(s)    my slot of step s, to fill; waits until all are done with step s - D
+//     post(s)       it is filled, or I have nothing to say in this step
+//     peek(r, s)    rank r's slot of step s; waits until r has posted it
+//     release(s)    I have read all I want of step s
+//
+// Where a sum is shared out between ranks (two-shot) a step has a middle:
+//
+//     share(s)      my part of the sum is written into my own slot
+//     shared(r, s)  rank r's slot with its part of the sum; waits until r has shared it
+//
+// Each call goes through the steps in growing order, and post and release leave none out, but one
+// may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only
+// after every rank's `done` has passed s, and is read for step s only after the owner's `posted`
+// has; between the two only its owner writes it.  All counters only grow and have one writer each.
+// No barrier is needed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "transport/shm/page.h"
+#include "transport/shm/wait.h"
+
+namespace ringreduce {
+
+struct Slots {
+  std::byte* data;  // `depth` slots of `bytes` each
+  size_t bytes;
+  int depth;
+
+  std::byte* at(uint64_t step) const { return data + step % static_cast<uint64_t>(depth) * bytes; }
+};
+
+template <class Rules = HostRules>
+class BasicExchange {
+ public:
+  struct Member {
+    Page* page;
+    Slots slots;
+  };
+
+  BasicExchange(int rank, std::vector<Member> members, Waiter& waiter, Watch& watch)
+      : rank_(rank),
+        members_(std::move(members)),
+        waiter_(waiter),
+        watch_(watch),
+        seen_(members_.size()) {}
+
+  int size() const { return static_cast<int>(members_.size()); }
+  size_t slotBytes() const { return members_[0].slots.bytes; }
+  int depth() const { return members_[0].slots.depth; }
+
+  // Takes the next `steps` steps for a new operation and returns the first of them.
+  uint64_t begin(uint64_t steps) {
+    for (Seen& seen : seen_) seen.verified = false;
+    return std::exchange(next_, next_ + steps);
+  }
+
+  std::byte* acquire(uint64_t step) {
+    const Slots& slots = members_[rank_].slots;
+    const auto depth = static_cast<uint64_t>(slots.depth) + Rules::kEarlyReuse;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_ || seen_[r].done + depth > step) continue;
+      waiter_.until(r, [&, r] {
+        return (seen_[r].done = page(r).done.template observe<Rules>()) + depth > step;
+      });
+    }
+    return slots.at(step);
+  }
+
+  void post(uint64_t step) { publish(page(rank_).posted, step); }
+
+  std::byte* peek(int r, uint64_t step) {
+    await(r, step, &Page::posted, seen_[r].posted);
+    if (!seen_[r].verified) {
+      watch_.verify(r);
+      seen_[r].verified = true;
+    }
+    return members_[r].slots.at(step);
+  }
+
+  std::byte* own(uint64_t step) const { return members_[rank_].slots.at(step); }
+
+  void release(uint64_t step) { publish(page(rank_).done, step); }
+
+  void share(uint64_t step) { publish(page(rank_).reduced, step); }
+
+  const std::byte* shared(int r, uint64_t step) {
+    await(r, step, &Page::reduced, seen_[r].reduced);
+    return members_[r].slots.at(step);
+  }
+
+ private:
+  // The flags of others as last read, so that most checks touch no line that others write.
+  struct Seen {
+    uint64_t posted = 0, reduced = 0, done = 0;
+    bool verified = false;
+  };
+
+  Page& page(int r) { return *members_[r].page; }
+
+  // Flags count steps, so step s is past when the flag is above s.
+  void publish(Flag& flag, uint64_t step) {
+    flag.publish<Rules>(step + 1);
+    for (int r = 0; r < size(); ++r)
+      if (r != rank_) ring<Rules>(page(r), rank_);
+  }
+
+  void await(int r, uint64_t step, Flag Page::* flag, uint64_t& seen) {
+    if (seen > step) return;
+    waiter_.until(r, [&] { return (seen = (page(r).*flag).template observe<Rules>()) > step; });
+  }
+
+  const int rank_;
+  std::vector<Member> members_;
+  Waiter& waiter_;
+  Watch& watch_;
+  std::vector<Seen> seen_;
+  uint64_t next_ = 0;
+};
+
+using Exchange = BasicExchange<>;
+
+}  // namespace ringreduce

@@ -1,0 +1,48 @@
+// What lies at the start of each rank's shared segment: its flags, its announcements, its last
+// words.
+//
+// Every rank of a host maps every other's page.  Unless a line says otherwise, only the page's
+// owner writes to it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/op_signature.h"
+#include "base/peer_state.h"
+#include "transport/shm/flags.h"
+
+namespace ringreduce {
+
+// How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots
+// operations), so an announcement is still there when a slower rank compares it with its own.
+inline constexpr uint64_t kAnnouncements = 64;
+inline constexpr int kMaxSlots = 32;
+static_assert(kAnnouncements >= 2 * kMaxSlots);
+
+constexpr uint32_t bellFor(int rank) {
+  return static_cast<uint32_t>(rank) + 1;
+}
+
+struct Page {
+  Flag posted;    // exchange: steps whose slot is filled
+  Flag reduced;   // exchange: steps whose slot holds this rank's share of the sum (two-shot)
+  Flag done;      // exchange: steps whose slots this rank has read to the end
+  Flag inbound;   // ring link from the previous rank: slots filled; written by that rank
+  Flag outbound;  // ring link to the next rank: slots read; written by that rank
+
+  Flag announced;  // operations announced
+  Announcement announcements[kAnnouncements];
+
+  alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
+  alignas(kLine) uint32_t messenger_bell;  // 1 while the owner sleeps and waits for messages
+  alignas(kLine) uint32_t departed;        // a Departure of the owner
+
+  // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of
+  // the host's first rank counts.  `record` is the text of a verdict that this page's owner
+  // reported.
+  alignas(kLine) uint64_t verdict;
+  alignas(kLine) char record[2048];
+};
+
+}  // namespace ringreduce

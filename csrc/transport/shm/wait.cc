@@ -1,0 +1,54 @@
+// The spin, the yields and the futex.
+#include "transport/shm/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <ctime>
+
+namespace ringreduce {
+
+// Not FUTEX_PRIVATE: the word is shared between processes.
+void sleepOn(uint32_t& bell, uint32_t value, Nanos longest) {
+  const timespec limit{.tv_sec = longest / kSecond, .tv_nsec = longest % kSecond};
+  syscall(SYS_futex, &bell, FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+
+void ringBell(uint32_t& bell) {
+  // The exchange leaves the system call to one of several that ring.
+  if (std::atomic_ref(bell).exchange(0, std::memory_order_seq_cst))
+    syscall(SYS_futex, &bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+void wake(Page& page) {
+  ringBell(page.bell);
+}
+
+void Waiter::waitFor(int rank, Ready ready) {
+  const Nanos start = now();
+  while (now() - start < patience_.spin && !watch_.failed())
+    for (int i = 0; i < 32; ++i) {
+      if (ready()) return;
+      pause();
+    }
+  while (now() - start < patience_.spin + patience_.yield && !watch_.failed()) {
+    if (ready()) return;
+    sched_yield();
+  }
+  std::atomic_ref bell(own_.bell);
+  Nanos next_poll = 0;  // at once: this wait is long already
+  for (;;) {
+    bell.store(bellFor(rank), std::memory_order_seq_cst);
+    if (!ready() && !watch_.failed()) sleepOn(own_.bell, bellFor(rank), patience_.sleep);
+    bell.store(0, std::memory_order_relaxed);
+    if (ready()) return;
+    if (now() >= next_poll || watch_.failed()) {
+      watch_.poll(rank, ready);
+      next_poll = now() + kLongestSleep / 2;
+    }
+  }
+}
+
+}  // namespace ringreduce

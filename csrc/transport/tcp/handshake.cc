@@ -1,0 +1,289 @@
+// The messages as bytes, and the two machines.
+//
+//     Hello      build 32 | group 16 | from 4 | to 4 | lane 4 | purpose 1 | encrypted 1 | 0 0
+//                | nonce 32
+//     Challenge  build 32 | nonce 32 | proof 32
+//     Proof      proof 32
+//     Welcome    proof 32
+//
+// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 3" and a new line, with zeros
+// up to its length.
+#include "transport/tcp/handshake.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "transport/tcp/sha256.h"
+
+namespace ringreduce::net {
+namespace {
+
+// Of all that ranks of different hosts send each other; goes up by one with each change of it.
+#define RINGREDUCE_WIRE_VERSION "3"
+
+constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
+constexpr size_t kHelloBytes = kGroupBytes + 3 * 4 + 4 + sizeof(Nonce);  // without the build
+constexpr std::string_view kFamily = "ringreduce ";
+constexpr char kBuildText[] =
+    "ringreduce " RINGREDUCE_VERSION " wire " RINGREDUCE_WIRE_VERSION "\n";
+static_assert(sizeof kBuildText - 1 <= kBuildBytes);
+
+constexpr std::string_view kAcceptorPlace = "ringreduce challenge";
+constexpr std::string_view kDiallerPlace = "ringreduce proof    ";
+constexpr std::string_view kWelcomePlace = "ringreduce welcome  ";
+constexpr std::string_view kKeyPlace = "ringreduce key      ";
+// Of one length: else a place and what follows could be cut elsewhere.
+static_assert(kAcceptorPlace.size() == kDiallerPlace.size());
+static_assert(kAcceptorPlace.size() == kWelcomePlace.size());
+static_assert(kAcceptorPlace.size() == kKeyPlace.size());
+
+std::string build() {
+  std::string text = kBuildText;
+  text.resize(kBuildBytes, '\0');
+  return text;
+}
+
+// A build as another sent it, fit for a log.
+std::string readable(std::string_view build) {
+  build = build.substr(0, build.find_first_of(std::string_view("\n\0", 2)));
+  std::string text;
+  for (char c : build) text += c >= ' ' && c <= '~' ? c : '?';
+  return text;
+}
+
+void putNumber(std::string& text, uint32_t number) {
+  for (int i = 0; i < 4; ++i) text += static_cast<char>(number >> 8 * i & 255);
+}
+
+// The number at the text's start, which is taken off.  More than an int holds is -1.
+int takeNumber(std::string_view& text) {
+  uint32_t number = 0;
+  for (size_t i = 0; i < 4; ++i) number |= uint32_t{static_cast<unsigned char>(text[i])} << 8 * i;
+  text.remove_prefix(4);
+  return number > INT32_MAX ? -1 : static_cast<int>(number);
+}
+
+bool isGroup(std::string_view word) {
+  return word.size() == kGroupBytes && isHex(word);
+}
+
+void fillRandom(void* data, size_t bytes) {
+  ssize_t got;
+  do got = getrandom(data, bytes, 0);
+  while (got < 0 && errno == EINTR);
+  if (got != static_cast<ssize_t>(bytes))  // up to 256 bytes come at once
+    throwErrno(Failure::kSetup, "no random numbers to be had");
+}
+
+}  // namespace
+
+Secret randomSecret() {
+  Secret secret;
+  fillRandom(secret.data(), secret.size());
+  return secret;
+}
+
+Nonce randomNonce() {
+  return randomSecret();
+}
+
+std::string randomGroup() {
+  return secretText(randomSecret()).substr(0, kGroupBytes);
+}
+
+std::string secretText(const Secret& secret) {
+  return hexText(secret);
+}
+
+Secret secretFromText(const std::string& text) {
+  Secret secret;
+  if (!fromHex(text, secret.data(), secret.size()))
+    throw Error(Failure::kSetup,
+                "the store holds no secret where the group's should be: another "
+                "program may have written there");
+  return secret;
+}
+
+Handshake Handshake::dialler(const Caller& self, const Secret& secret, const Nonce& nonce) {
+  if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.lane < 0)
+    throw Error(Failure::kArgument, "a caller names a group by 16 hexadecimal digits (not '" +
+                                        self.group + "') and ranks and a lane from 0 on");
+  Handshake machine;
+  machine.caller_ = self;
+  machine.secret_ = secret;
+  std::string hello = build() + self.group;
+  for (int number : {self.from, self.to, self.lane})
+    putNumber(hello, static_cast<uint32_t>(number));
+  hello += static_cast<char>(self.purpose);
+  hello += static_cast<char>(self.encrypted);
+  hello.append(2, '\0');
+  hello += bytesOf(nonce);
+  machine.say(hello);
+  machine.expect(Step::kBuild);
+  return machine;
+}
+
+Handshake Handshake::acceptor(Find find, const Nonce& nonce) {
+  Handshake machine;
+  machine.find_ = std::move(find);
+  machine.nonce_ = nonce;
+  machine.expect(Step::kHelloBuild);
+  return machine;
+}
+
+size_t Handshake::wants() const {
+  const auto missing = [&](size_t whole) { return whole - in_.size(); };
+  switch (step_) {
+    case Step::kHelloBuild:
+    case Step::kBuild:
+      return missing(kBuildBytes);
+    case Step::kHello:
+      return missing(kHelloBytes);
+    case Step::kChallenge:
+      return missing(sizeof(Nonce) + kProofBytes);
+    case Step::kProof:
+    case Step::kWelcome:
+      return missing(kProofBytes);
+    case Step::kGroup:
+    case Step::kNothing:
+      return 0;
+  }
+  return 0;
+}
+
+size_t Handshake::feed(std::span<const std::byte> bytes) {
+  size_t taken = 0;
+  while (taken < bytes.size() && wants() > 0) {
+    const size_t part = std::min(wants(), bytes.size() - taken);
+    in_.append(reinterpret_cast<const char*>(bytes.data()) + taken, part);
+    taken += part;
+    if (wants() == 0) take();
+  }
+  return taken;
+}
+
+std::string Handshake::takeOutput() {
+  return std::exchange(output_, {});
+}
+
+void Handshake::take() {
+  switch (step_) {
+    case Step::kHelloBuild:
+      if (!isBuildOurs("the caller")) return;
+      return expect(Step::kHello);
+    case Step::kHello:
+      return takeHello();
+    case Step::kProof:
+      if (!isProven(kDiallerPlace)) return refuse("its proof is wrong: it has another secret");
+      say(proof(kWelcomePlace));
+      expect(Step::kNothing);
+      state_ = State::kDone;
+      return;
+    case Step::kBuild:
+      if (!isBuildOurs("what answers there")) return;
+      return expect(Step::kChallenge);
+    case Step::kChallenge:
+      all_ += in_.substr(0, sizeof(Nonce));
+      in_.erase(0, sizeof(Nonce));
+      if (!isProven(kAcceptorPlace))
+        return refuse("what answers there has another secret: it is of another group");
+      say(proof(kDiallerPlace));
+      return expect(Step::kWelcome);
+    case Step::kWelcome:
+      if (!isProven(kWelcomePlace)) return refuse("its welcome is wrong: bytes were changed");
+      expect(Step::kNothing);
+      state_ = State::kDone;
+      return;
+    case Step::kGroup:
+    case Step::kNothing:
+      return;
+  }
+}
+
+// Whether in_ is our own build.  If it is another's, the acceptor says what it is itself: a caller
+// cannot know otherwise why it is not let in.
+bool Handshake::isBuildOurs(const char* who) {
+  all_ += in_;
+  if (in_ == build()) return true;
+  if (in_.compare(0, kFamily.size(), kFamily) != 0) {
+    refuse(std::string(who) + " is no rank of ringreduce");
+    return false;
+  }
+  if (step_ == Step::kHelloBuild) output_ = build();
+  refuse(std::string(who) + " is " + readable(in_) + ", this is " + readable(build()) +
+         ": install the same version on all hosts");
+  return false;
+}
+
+void Handshake::takeHello() {
+  std::string_view hello = in_;
+  caller_.group = hello.substr(0, kGroupBytes);
+  hello.remove_prefix(kGroupBytes);
+  caller_.from = takeNumber(hello);
+  caller_.to = takeNumber(hello);
+  caller_.lane = takeNumber(hello);
+  const auto purpose = static_cast<unsigned char>(hello[0]);
+  const auto encrypted = static_cast<unsigned char>(hello[1]);
+  const bool zeros = hello.substr(2, 2) == std::string_view("\0\0", 2);
+  if (!isGroup(caller_.group) || caller_.from < 0 || caller_.to < 0 || caller_.lane < 0 ||
+      purpose >= kPurposes || encrypted > 1 || !zeros)
+    return refuse("its hello is wrong: bytes were changed");
+  caller_.purpose = static_cast<Purpose>(purpose);
+  caller_.encrypted = encrypted == 1;
+  all_ += in_;
+  expect(Step::kGroup);
+  lookAgain();
+}
+
+void Handshake::lookAgain() {
+  if (!waitsForGroup()) return;
+  if (const auto secret = find_(caller_)) answerHello(*secret);
+}
+
+void Handshake::answerHello(const Secret& secret) {
+  named_group_ = true;
+  secret_ = secret;
+  say(build());
+  say(bytesOf(nonce_));
+  say(proof(kAcceptorPlace));
+  expect(Step::kProof);
+}
+
+std::string Handshake::proof(std::string_view place) const {
+  return std::string(bytesOf(hmacSha256(bytesOf(secret_), place, all_)));
+}
+
+Digest Handshake::keyForEncryption() const {
+  return hmacSha256(bytesOf(secret_), kKeyPlace, all_);
+}
+
+bool Handshake::isProven(std::string_view place) {
+  Digest given;
+  std::copy(in_.begin(), in_.end(), given.begin());
+  const bool right = sameDigest(given, hmacSha256(bytesOf(secret_), place, all_));
+  all_ += in_;
+  return right;
+}
+
+void Handshake::say(std::string_view bytes) {
+  output_ += bytes;
+  all_ += bytes;
+}
+
+void Handshake::expect(Step step) {
+  in_.clear();
+  step_ = step;
+}
+
+void Handshake::refuse(const std::string& why) {
+  state_ = State::kRefused;
+  why_ = why;
+  expect(Step::kNothing);
+}
+
+}  // namespace ringreduce::net

@@ -1,0 +1,410 @@
+// The loop: epoll, an eventfd that wakes it, and timers in order.
+#include "transport/tcp/reactor.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <deque>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "base/log.h"
+
+namespace ringreduce::net {
+namespace {
+
+class Loop final : public Reactor {
+ public:
+  Loop();
+  // Starts the thread, which keeps `self` for as long as it lives.
+  void start(std::shared_ptr<Loop> self);
+  // The last user is gone.
+  void leave();
+
+  void watch(int fd, uint32_t events, Ready ready) override;
+  void change(int fd, uint32_t events) override;
+  void forget(int fd) override;
+  Timer at(Nanos when, std::function<void()> then) override;
+  void cancel(Timer timer) override;
+  void soon(std::function<void()> then) override;
+  void run(const std::function<void()>& then) override;
+  bool isItsThread() const override { return current_ == this; }
+
+ private:
+  using Id = uint64_t;  // of a watch or a timer; never used twice, as descriptors are
+  static constexpr Id kBell = 0;
+  struct Watched {
+    int fd;
+    Ready ready;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool isParents() const { return generation_ != forkGeneration(); }
+  void loop();
+  int wait(std::array<epoll_event, 64>& events);
+  bool runQueue();
+  void runTimers();
+  void serve(Id id, uint32_t events);
+  bool call(Id id, std::function<void()> body);
+  void wake(Lock& lock);
+  void awaitEnd(Id id, Lock& lock);
+
+  static thread_local Loop* current_;
+
+  const int generation_ = forkGeneration();
+  Fd epoll_, bell_;
+  std::thread* thread_ = nullptr;  // never deleted in a child, where there is no such thread
+
+  std::mutex mutex_;  // of all below
+  std::condition_variable ended_;
+  bool stopping_ = false, woken_ = false, failed_ = false;
+  Id last_id_ = kBell, running_ = kBell;
+  std::unordered_map<int, Id> ids_;
+  std::unordered_map<Id, std::shared_ptr<Watched>> watched_;
+  std::map<std::pair<Nanos, Id>, std::shared_ptr<std::function<void()>>> timers_;
+  std::unordered_map<Id, Nanos> times_;
+  std::deque<std::function<void()>> queue_;
+};
+
+thread_local Loop* Loop::current_ = nullptr;
+
+Loop::Loop() : epoll_(epoll_create1(EPOLL_CLOEXEC)), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_ || !bell_) throwErrno(Failure::kSetup, "cannot wait for sockets (epoll, eventfd)");
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kBell;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0)
+    throwErrno(Failure::kSetup, "cannot wait for sockets (epoll_ctl)");
+}
+
+void Loop::start(std::shared_ptr<Loop> self) {
+  // Signals are for the threads of the user's program.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = new std::thread([self = std::move(self)] {
+      pthread_setname_np(pthread_self(), "ringreduce-net");
+      current_ = self.get();
+      self->loop();
+      current_ = nullptr;
+    });
+  } catch (const std::system_error& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw Error(Failure::kSetup, std::string("cannot start a thread for sockets: ") + error.what());
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Loop::leave() {
+  if (isParents()) return;
+  {
+    Lock lock(mutex_);
+    stopping_ = true;
+    wake(lock);
+  }
+  if (isItsThread())
+    thread_->detach();
+  else
+    thread_->join();
+  delete std::exchange(thread_, nullptr);
+}
+
+// ---- what others ask
+
+void Loop::watch(int fd, uint32_t events, Ready ready) {
+  if (isParents()) return;
+  std::shared_ptr<Watched> stale;  // of a descriptor that was closed before it was forgotten
+  {
+    const Lock lock(mutex_);
+    const Id id = ++last_id_;
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = id;
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throwErrno(Failure::kSetup, "cannot watch a socket (epoll_ctl)");
+    if (const auto old = ids_.find(fd); old != ids_.end())
+      if (auto found = watched_.extract(old->second)) stale = std::move(found.mapped());
+    ids_[fd] = id;
+    watched_.emplace(id, std::make_shared<Watched>(Watched{fd, std::move(ready)}));
+  }
+}
+
+void Loop::change(int fd, uint32_t events) {
+  if (isParents()) return;
+  const Lock lock(mutex_);
+  const auto found = ids_.find(fd);
+  if (found == ids_.end()) return;
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = found->second;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0)
+    throwErrno(Failure::kSetup, "cannot watch a socket (epoll_ctl)");
+}
+
+void Loop::forget(int fd) {
+  if (isParents()) return;
+  std::shared_ptr<Watched> forgotten;  // destroyed without the lock
+  Lock lock(mutex_);
+  const auto found = ids_.find(fd);
+  if (found == ids_.end()) return;
+  const Id id = found->second;
+  ids_.erase(found);
+  if (auto node = watched_.extract(id)) forgotten = std::move(node.mapped());
+  // Fails only if it was closed, and then epoll has dropped it already.
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  awaitEnd(id, lock);
+  lock.unlock();
+}
+
+Reactor::Timer Loop::at(Nanos when, std::function<void()> then) {
+  if (isParents()) return 0;
+  Lock lock(mutex_);
+  const Id id = ++last_id_;
+  const auto entry =
+      timers_.emplace(std::pair(when, id), std::make_shared<std::function<void()>>(std::move(then)))
+          .first;
+  times_.emplace(id, when);
+  if (entry == timers_.begin()) wake(lock);
+  return id;
+}
+
+void Loop::cancel(Timer timer) {
+  if (isParents() || timer == 0) return;
+  std::shared_ptr<std::function<void()>> cancelled;  // destroyed without the lock
+  Lock lock(mutex_);
+  if (const auto time = times_.find(timer); time != times_.end()) {
+    const auto found = timers_.find({time->second, timer});
+    cancelled = std::move(found->second);
+    timers_.erase(found);
+    times_.erase(time);
+  }
+  awaitEnd(timer, lock);
+  lock.unlock();
+}
+
+void Loop::soon(std::function<void()> then) {
+  if (isParents()) return;
+  Lock lock(mutex_);
+  queue_.push_back(std::move(then));
+  wake(lock);
+}
+
+void Loop::run(const std::function<void()>& then) {
+  if (isParents()) return;
+  if (isItsThread()) return then();
+  struct Done {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool over = false;
+    std::exception_ptr error;
+  } done;
+  soon([&] {
+    std::exception_ptr error;
+    try {
+      then();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(done.mutex);  // held until the waiter may go: `done` is its
+    done.error = std::move(error);
+    done.over = true;
+    done.changed.notify_all();
+  });
+  std::unique_lock lock(done.mutex);
+  done.changed.wait(lock, [&] { return done.over; });
+  if (done.error) std::rethrow_exception(done.error);
+}
+
+// ---- the thread
+
+void Loop::wake(Lock&) {
+  if (isItsThread() || woken_) return;
+  woken_ = true;
+  const uint64_t one = 1;
+  // It cannot be full: nobody writes again before it was read.
+  while (::write(bell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  }
+}
+
+// Waits until the callback that runs is another, unless it is the caller's own.
+void Loop::awaitEnd(Id id, Lock& lock) {
+  if (!isItsThread()) ended_.wait(lock, [&] { return running_ != id; });
+}
+
+void Loop::loop() {
+  std::array<epoll_event, 64> events;
+  for (;;) {
+    const int ready = wait(events);
+    for (int i = 0; i < ready; ++i) {
+      const epoll_event& event = events[static_cast<size_t>(i)];
+      if (event.data.u64 != kBell) serve(event.data.u64, event.events);
+    }
+    runTimers();
+    if (!runQueue()) return;
+  }
+}
+
+int Loop::wait(std::array<epoll_event, 64>& events) {
+  int longest = -1;
+  {
+    const Lock lock(mutex_);
+    if (stopping_ || !queue_.empty()) {
+      longest = 0;
+    } else if (!timers_.empty()) {
+      const Nanos left = std::max<Nanos>(0, timers_.begin()->first.first - now());
+      const Nanos most = std::numeric_limits<int>::max() - 1;
+      longest = static_cast<int>(std::min(most, left / kMillisecond + (left % kMillisecond != 0)));
+    }
+  }
+  const int ready =
+      epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), longest);
+  const int error = errno;
+  Lock lock(mutex_);
+  if (ready >= 0) {
+    for (int i = 0; i < ready; ++i)
+      if (events[static_cast<size_t>(i)].data.u64 == kBell) {
+        uint64_t count;
+        while (::read(bell_.get(), &count, sizeof count) < 0 && errno == EINTR) {
+        }
+        woken_ = false;
+      }
+    return ready;
+  }
+  if (error == EINTR) return 0;
+  // Somebody has closed a descriptor that is ours.  Sockets are served no more, but nobody who
+  // waits for this thread may hang.
+  if (!std::exchange(failed_, true))
+    log("cannot wait for sockets: " + std::system_category().message(error) +
+        "; has the program closed descriptors that are not its own?");
+  ended_.wait_for(lock, std::chrono::milliseconds(10));
+  return 0;
+}
+
+// False if this was the end.
+bool Loop::runQueue() {
+  std::deque<std::function<void()>> queue;
+  {
+    const Lock lock(mutex_);
+    if (queue_.empty()) return !stopping_;
+    queue.swap(queue_);
+  }
+  for (std::function<void()>& then : queue) call(kBell, std::move(then));
+  return true;
+}
+
+void Loop::runTimers() {
+  // Those that are due now: one that sets itself anew must not keep sockets waiting.
+  const Nanos time = now();
+  for (;;) {
+    std::shared_ptr<std::function<void()>> then;
+    Id id = 0;
+    {
+      const Lock lock(mutex_);
+      if (timers_.empty() || timers_.begin()->first.first > time) return;
+      id = timers_.begin()->first.second;
+      then = std::move(timers_.begin()->second);
+      timers_.erase(timers_.begin());
+      times_.erase(id);
+      running_ = id;
+    }
+    call(id, [then = std::move(then)] { (*then)(); });
+  }
+}
+
+void Loop::serve(Id id, uint32_t events) {
+  std::shared_ptr<Watched> watched;
+  int fd = -1;
+  {
+    const Lock lock(mutex_);
+    const auto found = watched_.find(id);
+    if (found == watched_.end()) return;  // forgotten since
+    watched = found->second;
+    fd = watched->fd;
+    running_ = id;
+  }
+  if (call(id, [events, watched = std::move(watched)] { watched->ready(events); })) return;
+  std::shared_ptr<Watched> distrusted;
+  const Lock lock(mutex_);
+  if (const auto found = ids_.find(fd); found != ids_.end() && found->second == id) {
+    ids_.erase(found);
+    if (auto node = watched_.extract(id)) distrusted = std::move(node.mapped());
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  }
+}
+
+// Calls, and drops the callback, before anybody who waits for its end goes on.
+bool Loop::call(Id id, std::function<void()> body) {
+  bool fine = false;
+  try {
+    body();
+    fine = true;
+  } catch (const std::exception& error) {
+    log(std::string("the thread for sockets met an error: ") + error.what());
+  } catch (...) {
+    log("the thread for sockets met an error of an unknown kind");
+  }
+  body = nullptr;
+  if (id != kBell) {
+    const Lock lock(mutex_);
+    running_ = kBell;
+    ended_.notify_all();
+  }
+  return fine;
+}
+
+// ---- one a process
+
+struct Shared {
+  const int generation = forkGeneration();
+  std::mutex mutex;
+  std::weak_ptr<Reactor> reactor;
+};
+
+// A child's is another one: the parent's mutex may have been held when it forked.
+Shared& ofThisProcess() {
+  static std::atomic<Shared*> current{nullptr};
+  Shared* known = current.load();
+  while (!known || known->generation != forkGeneration()) {
+    auto* fresh = new Shared;  // never destroyed: groups may outlive static objects
+    if (current.compare_exchange_strong(known, fresh)) return *fresh;
+    delete fresh;
+  }
+  return *known;
+}
+
+}  // namespace
+
+std::shared_ptr<Reactor> Reactor::shared() {
+  Shared& process = ofThisProcess();
+  const std::lock_guard lock(process.mutex);
+  if (auto reactor = process.reactor.lock()) return reactor;
+  auto loop = std::make_shared<Loop>();
+  loop->start(loop);
+  Loop* raw = loop.get();
+  // The weak pointer below keeps the deleter itself, which must not keep the loop's descriptors.
+  std::shared_ptr<Reactor> reactor(raw, [loop = std::move(loop)](Reactor*) mutable {
+    const std::shared_ptr<Loop> last = std::move(loop);
+    last->leave();
+  });
+  process.reactor = reactor;
+  return reactor;
+}
+
+}  // namespace ringreduce::net
