@@ -1,7 +1,12 @@
-// Barrier: a step of the exchange without data.
+// Barrier.  First over shared memory, then over streams of bytes.
 #include "collectives/collectives.h"
+#include "collectives/stream_calls.h"
 
 namespace ringreduce {
+
+// ---- over shared memory
+//
+// Barrier: a step of the exchange without data.
 
 void barrier(Communicator& c, const Barrier&) {
   const uint64_t step = c.exchange.begin(1);
@@ -9,6 +14,24 @@ void barrier(Communicator& c, const Barrier&) {
   for (int r = 0; r < c.size; ++r)
     if (r != c.rank) c.exchange.peek(r, step);
   c.exchange.release(step);
+}
+
+// ---- over streams
+//
+// Barrier over a mesh: in hop k a rank tells the rank 2^k after it that it has come, and all of
+// whom it has heard.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
+// synchronization" (1988).
+
+void barrier(Mesh& mesh, const Barrier&) {
+  static constexpr std::byte kHere{1};
+  const int P = mesh.size();
+  for (int distance = 1; distance < P; distance *= 2) {
+    const int from = (mesh.rank() + P - distance) % P;
+    mesh.expect(from, 1);
+    mesh.send((mesh.rank() + distance) % P, &kHere, 1);
+    mesh.peek(from);
+    mesh.release(from);
+  }
 }
 
 }  // namespace ringreduce

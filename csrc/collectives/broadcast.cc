@@ -1,15 +1,22 @@
+// Broadcast.  First over shared memory, then over streams of bytes.
+#include <algorithm>
+
+#include "algorithm/choose.h"
+#include "algorithm/cut.h"
+#include "base/copy.h"
+#include "collectives/collectives.h"
+#include "collectives/stream_calls.h"
+#include "collectives/stream_slices.h"
+
+namespace ringreduce {
+
+// ---- over shared memory
+//
 // Broadcast over the exchange: the root fills slots, everybody else copies them out.
 //
 // The root need not wait for anybody unless it runs out of slots, so it may be ahead of the others
 // by that much.  The others post their steps as well, without data: so all can tell who has
 // arrived.
-#include <algorithm>
-
-#include "algorithm/cut.h"
-#include "base/copy.h"
-#include "collectives/collectives.h"
-
-namespace ringreduce {
 
 void broadcast(Communicator& c, const Broadcast& b) {
   if (c.size == 1) return;
@@ -29,6 +36,59 @@ void broadcast(Communicator& c, const Broadcast& b) {
     }
     exchange.release(first + j);
   }
+}
+
+// ---- over streams
+//
+// Broadcast over a mesh: down a binomial tree where there is little, else down a chain of all
+// ranks, which pass each slice on as it comes.
+
+namespace {
+
+void byTree(Mesh& mesh, int root, std::byte* data, size_t bytes) {
+  const int P = mesh.size(), place = (mesh.rank() + P - root) % P;
+  const auto rankAt = [&](int other) { return (other + root) % P; };
+  // A place's parent is the place without its lowest bit; its children are those with one more bit
+  // below that.
+  int below = 1;
+  while (below < P && !(place & below)) below *= 2;
+  if (place != 0) {
+    const int parent = rankAt(place - below);
+    mesh.expect(parent, data, bytes);
+    mesh.peek(parent);
+    mesh.release(parent);
+  }
+  for (below /= 2; below > 0; below /= 2)  // the largest subtree first
+    if (place + below < P) mesh.send(rankAt(place + below), data, bytes);
+}
+
+void byChain(Mesh& mesh, int root, std::byte* data, size_t bytes) {
+  const int P = mesh.size(), place = (mesh.rank() + P - root) % P;
+  const int next = (mesh.rank() + 1) % P, previous = (mesh.rank() + P - 1) % P;
+  if (place == 0) return mesh.send(next, data, bytes);
+  const size_t slice = sliceBytes(bytes), slices = slicesOf(bytes, slice);
+  for (size_t j = 0; j < slices; ++j) {
+    const Span s = piece(bytes, slice, j);
+    mesh.expect(previous, data + s.begin, s.size);
+  }
+  for (size_t j = 0; j < slices; ++j) {
+    const Span s = piece(bytes, slice, j);
+    mesh.peek(previous);
+    mesh.release(previous);
+    if (place + 1 < P) mesh.send(next, data + s.begin, s.size);
+  }
+}
+
+}  // namespace
+
+void broadcast(Mesh& mesh, const Broadcast& b) {
+  if (mesh.size() == 1) return;
+  const size_t bytes = b.count * sizeOf(b.dtype);
+  auto* data = static_cast<std::byte*>(b.data);
+  if (broadcastsByChain(bytes, mesh.size(), mesh.options().cost))
+    byChain(mesh, b.root, data, bytes);
+  else
+    byTree(mesh, b.root, data, bytes);
 }
 
 }  // namespace ringreduce

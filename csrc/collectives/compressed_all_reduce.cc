@@ -1,16 +1,25 @@
-// Compressed all-reduce inside a host: by the owners, as two-shot is built, and round the ring.
-//
-// Memory is no slow wire: this is for who tries a codec on one host, and for the same bits as
-// between hosts.  Slots hold coded slices and nothing is kept beside them but the sum of one.
+// All-reduce of coded values.  First over shared memory, then over streams of bytes.
 #include <algorithm>
+#include <numeric>
 
+#include "algorithm/choose.h"
 #include "algorithm/ring.h"
 #include "base/copy.h"
 #include "base/error.h"
 #include "collectives/coded.h"
 #include "collectives/pipeline.h"
+#include "collectives/stream_calls.h"
+#include "collectives/stream_slices.h"
 
 namespace ringreduce {
+
+// ---- over shared memory
+//
+// Compressed all-reduce inside a host: by the owners, as two-shot is built, and round the ring.
+//
+// Memory is no slow wire: this is for who tries a codec on one host, and for the same bits as
+// between hosts.  Slots hold coded slices and nothing is kept beside them but the sum of one.
+
 namespace {
 
 // The elements of a slice whose code fits into one of so many parts of a slot, and that is in
@@ -150,6 +159,238 @@ void compressedAllReduce(Communicator& c, const CompressedAllReduce& a) {
     byRing(c, a);
   else
     byOwners(c, a);
+}
+
+// ---- over streams
+//
+// Compressed all-reduce over a mesh: by the owners, as two-shot is built, and round the ring.
+//
+// A rank has one coded copy of the message.  A slice of it holds what this rank sends of that
+// slice, and then the coded sum that comes back: this is made of the very bytes that were lent, so
+// nothing of it can come before all of them have arrived (primitives.h).  The owner has besides,
+// for each other rank, what may be under way of its addends.  Floats lie in the caller's memory and
+// in one slice of a sum.
+
+namespace {
+
+// A slice is to stay in cache between decoding, adding and encoding, and of one chunk that is large
+// enough there are some.
+constexpr size_t kLeastElements = 8 << 10, kMostElements = 32 << 10;
+// What is under way from one rank to another: enough for half a Gbit/s with a round trip of 50 ms.
+constexpr size_t kUnderWay = 4 << 20;
+
+size_t codedSlice(size_t count) {
+  const size_t n = std::clamp(ceilDiv(count, kSlicesWanted), kLeastElements, kMostElements);
+  return n / kChunkElements * kChunkElements;
+}
+
+size_t windowOf(Codec codec, size_t slice) {
+  return std::max<size_t>(1, kUnderWay / codedBytes(codec, slice));
+}
+
+// What both schedules have in common.
+class CodedPass {
+ public:
+  CodedPass(Mesh& mesh, const CompressedAmong& among)
+      : mesh_(mesh),
+        ranks_(among.ranks),
+        P_(static_cast<int>(ranks_.size())),
+        me_(static_cast<int>(std::ranges::find(ranks_, mesh.rank()) - ranks_.begin())),
+        codec_(among.call.coding.codec),
+        slice_(among.slice ? among.slice : codedSlice(Cut{among.call.count, P_}.chunkSize())),
+        message_(among.call, me_, P_, among.world_size, slice_),
+        slices_(message_.slices()),
+        window_(std::min(slices_, among.window ? among.window : windowOf(codec_, slice_))),
+        coded_(mesh.scratch(codedBytes(codec_, among.call.count))) {}
+
+ protected:
+  int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
+  std::byte* at(Span s) const { return coded_ + message_.place(s); }
+  void send(int place, Span s) { mesh_.send(rankAt(place), at(s), message_.bytes(s)); }
+  void expect(int place, Span s) { mesh_.expect(rankAt(place), at(s), message_.bytes(s)); }
+  void require(bool decoded, int place) {
+    if (!decoded) mesh_.watch().broken(rankAt(place), undecodable(codec_));
+  }
+
+  Mesh& mesh_;
+  const std::vector<int> ranks_;
+  const int P_, me_;
+  const Codec codec_;
+  const size_t slice_;
+  CodedMessage message_;
+  const size_t slices_, window_;
+  std::byte* const coded_;  // the message
+};
+
+// What rank r sends to another, and that one expects, is
+//
+//     addends 0 ... W-1, addends W, sum 0, addends W+1, sum 1, ...
+//
+// A step waits for what others do in earlier steps only, so no rank waits for ever.
+class ByOwners : CodedPass {
+ public:
+  ByOwners(Mesh& mesh, const CompressedAmong& among)
+      : CodedPass(mesh, among),
+        arriving_(codedBytes(codec_, std::min(slice_, Cut{among.call.count, P_}.chunkSize()))),
+        addends_(mesh.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
+
+  void run() {
+    for (size_t j = 0; j < window_; ++j) expectAddends(j);
+    for (size_t j = 0; j < window_; ++j) sendAddends(j);
+    for (size_t j = 0; j < slices_ + window_; ++j) {
+      if (j + window_ < slices_) sendAddends(j + window_);
+      if (j < slices_) add(j);
+      if (j >= window_) collect(j - window_);
+    }
+  }
+
+ private:
+  template <class Visit>
+  void forEachOther(Visit visit) {
+    for (int k = 1; k < P_; ++k) visit((me_ + k) % P_);
+  }
+  // Where the addends of a slice from another rank come.
+  std::byte* addends(int from, size_t j) const {
+    const auto other = static_cast<size_t>((from - me_ - 1 + P_) % P_);
+    return addends_ + (other * window_ + j % window_) * arriving_;
+  }
+
+  void expectAddends(size_t j) {
+    forEachOther([&](int r) {
+      mesh_.expect(rankAt(r), addends(r, j), message_.bytes(message_.span(me_, j)));
+    });
+  }
+  void sendAddends(size_t j) {
+    forEachOther([&](int r) {
+      const Span s = message_.span(r, j);
+      message_.encodeAddends(at(s), s);
+      send(r, s);
+      mesh_.advance();
+    });
+  }
+  void add(size_t j) {
+    const Span mine = message_.span(me_, j);
+    for (int k = 0; k < P_ - 1; ++k) {
+      const int r = kthToAdd(me_, k, P_);
+      const std::byte* in = mesh_.peek(rankAt(r));
+      require(k == 0 ? message_.begin(in, mine) : message_.add(in, mine), r);
+    }
+    message_.finish(mine);
+    message_.encodeSum(at(mine), mine, /*finished=*/true);
+    if (j + window_ < slices_) expectAddends(j + window_);
+    forEachOther([&](int r) {
+      expect(r, message_.span(r, j));
+      mesh_.release(rankAt(r));
+      send(r, mine);
+    });
+    mesh_.advance();
+    message_.decodeResult(at(mine), mine);
+  }
+  void collect(size_t j) {
+    forEachOther([&](int r) {
+      const Span s = message_.span(r, j);
+      require(message_.decodeResult(mesh_.peek(rankAt(r)), s), r);
+      mesh_.release(rankAt(r));
+    });
+  }
+
+  const size_t arriving_;
+  std::byte* const addends_;  // by the other ranks, slices that are under way
+};
+
+// The ring is run twice, as in primitives.h: to say where everything goes, and to move it.
+class CodedRing : CodedPass {
+ public:
+  using CodedPass::CodedPass;
+
+  void run() {
+    const RingShape shape{.rank = me_, .world_size = P_, .slices = slices_, .window = window_};
+    Expect expect{*this};
+    runRing(expect, shape);
+    Move move{*this};
+    runRing(move, shape);
+  }
+
+ private:
+  int next() const { return (me_ + 1) % P_; }
+  int previous() const { return (me_ + P_ - 1) % P_; }
+
+  struct Expect {
+    CodedRing& ring;
+
+    void send(int, size_t) {}
+    void recv(int c, size_t j) { ring.expect(ring.previous(), ring.message_.span(c, j)); }
+    void recvReduceSend(int c, size_t j) { recv(c, j); }
+    void recvReduceCopySend(int c, size_t j) { recv(c, j); }
+    void recvCopySend(int c, size_t j) { recv(c, j); }
+  };
+
+  struct Move {
+    CodedRing& ring;
+
+    void send(int c, size_t j) {
+      const Span s = ring.message_.span(c, j);
+      ring.message_.encodeAddends(ring.at(s), s);
+      pass(s);
+    }
+    void recvReduceSend(int c, size_t j) {
+      const Span s = ring.message_.span(c, j);
+      take(s);
+      ring.message_.addOwn(s);
+      ring.message_.encodeSum(ring.at(s), s, /*finished=*/false);
+      pass(s);
+    }
+    void recvReduceCopySend(int c, size_t j) {
+      const Span s = ring.message_.span(c, j);
+      take(s);
+      ring.message_.finish(s);
+      ring.message_.encodeSum(ring.at(s), s, /*finished=*/true);
+      pass(s);
+      ring.message_.decodeResult(ring.at(s), s);
+    }
+    // Decoded before it goes on, so that nobody is blamed for what he has only passed on.
+    void recvCopySend(int c, size_t j) {
+      recv(c, j);
+      pass(ring.message_.span(c, j));
+    }
+    void recv(int c, size_t j) {
+      const Span s = ring.message_.span(c, j);
+      ring.require(ring.message_.decodeResult(peek(), s), ring.previous());
+      release();
+    }
+
+    const std::byte* peek() { return ring.mesh_.peek(ring.rankAt(ring.previous())); }
+    void release() { ring.mesh_.release(ring.rankAt(ring.previous())); }
+    void take(Span s) {
+      ring.require(ring.message_.begin(peek(), s), ring.previous());
+      release();
+    }
+    void pass(Span s) {
+      ring.send(ring.next(), s);
+      ring.mesh_.advance();
+    }
+  };
+};
+
+}  // namespace
+
+void compressedAllReduce(Mesh& mesh, const CompressedAmong& among) {
+  const CompressedAllReduce& a = among.call;
+  const int P = static_cast<int>(among.ranks.size());
+  const size_t n = a.chosen_for ? a.chosen_for : a.count;
+  const CodedSchedule schedule = chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P,
+                                             a.schedule, mesh.options().cost);
+  if (schedule == CodedSchedule::kRing)
+    CodedRing(mesh, among).run();
+  else
+    ByOwners(mesh, among).run();
+}
+
+void compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
+  if (mesh.size() == 1) return copyUncoded(a);
+  std::vector<int> all(static_cast<size_t>(mesh.size()));
+  std::iota(all.begin(), all.end(), 0);
+  compressedAllReduce(mesh, CompressedAmong{a, std::move(all), mesh.size()});
 }
 
 }  // namespace ringreduce

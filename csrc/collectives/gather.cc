@@ -1,12 +1,17 @@
-// Gather over the exchange: everybody but the root fills slots, and the root copies them out.
+// Gather.  First over shared memory, then over streams of bytes.
 #include <algorithm>
 
 #include "algorithm/cut.h"
 #include "base/copy.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
+#include "collectives/stream_calls.h"
 
 namespace ringreduce {
+
+// ---- over shared memory
+//
+// Gather over the exchange: everybody but the root fills slots, and the root copies them out.
 
 void gather(Communicator& c, const Gather& g) {
   Exchange& exchange = c.exchange;
@@ -33,6 +38,24 @@ void gather(Communicator& c, const Gather& g) {
     }
     exchange.release(first + j);
   });
+}
+
+// ---- over streams
+//
+// Gather over a mesh: each rank sends to the root, all at once.
+
+void gather(Mesh& mesh, const Gather& g) {
+  const size_t bytes = g.count * sizeOf(g.dtype);
+  if (mesh.rank() != g.root) return mesh.send(g.root, g.input, bytes);
+  const auto output = [&](int r) { return g.outputs[static_cast<size_t>(r)]; };
+  for (int r = 0; r < mesh.size(); ++r)
+    if (r != g.root) mesh.expect(r, output(r), bytes);
+  if (output(g.root) != g.input) copyBytes(output(g.root), g.input, bytes);
+  for (int r = 0; r < mesh.size(); ++r) {
+    if (r == g.root) continue;
+    mesh.peek(r);
+    mesh.release(r);
+  }
 }
 
 }  // namespace ringreduce

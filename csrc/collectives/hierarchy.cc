@@ -7,7 +7,7 @@
 #include "algorithm/cut.h"
 #include "bootstrap/process.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream/calls.h"
+#include "collectives/stream_calls.h"
 #include "health/control.h"
 #include "kernels/reduce.h"
 #include "transport/places.h"

@@ -1,11 +1,19 @@
-// Reduce: an all-reduce whose result one rank wants.  The same bits, less traffic.
+// Reduce.  First over shared memory, then over streams of bytes.
 #include <vector>
 
+#include "algorithm/choose.h"
 #include "base/copy.h"
 #include "collectives/collectives.h"
 #include "collectives/reduction.h"
+#include "collectives/stream_calls.h"
+#include "collectives/stream_direct_sum.h"
+#include "collectives/stream_primitives.h"
 
 namespace ringreduce {
+
+// ---- over shared memory
+//
+// Reduce: an all-reduce whose result one rank wants.  The same bits, less traffic.
 
 void reduce(Communicator& c, const Reduce& r) {
   const size_t bytes = r.count * sizeOf(r.dtype);
@@ -26,6 +34,42 @@ void reduce(Communicator& c, const Reduce& r) {
     Reduction(c, reducible).twoShot();
   else
     Reduction(c, reducible).direct();
+}
+
+// ---- over streams
+//
+// Reduce over a mesh: the root gets everybody's addends and adds them where there is little, else
+// the first half of the ring, whose results go to the root.
+
+void reduce(Mesh& mesh, const Reduce& r) {
+  const int P = mesh.size();
+  const size_t width = sizeOf(r.dtype), bytes = r.count * width;
+  const bool root = mesh.rank() == r.root;
+  const auto* input = static_cast<const std::byte*>(r.input);
+  auto* output = root ? static_cast<std::byte*>(r.output) : nullptr;
+  if (r.op == ReduceOp::kPremulSum) {  // the input is the caller's
+    std::byte* scaled = mesh.scratch(bytes);
+    scale(r.dtype, scaled, input, r.count, r.factor);
+    input = scaled;
+  }
+  if (P == 1) {
+    if (output != input) copyBytes(output, input, bytes);
+    return;
+  }
+  const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
+  if (reducesByRing(bytes, r.count * partial, P, mesh.options().cost)) {
+    const Cut cut{r.count, P};
+    std::vector<RingChunk> chunks;
+    for (int c = 0; c < P; ++c) {
+      const size_t begin = cut.chunk(c).begin * width;
+      chunks.push_back({input + begin, root ? output + begin : nullptr, cut.chunk(c).size});
+    }
+    return runMeshRing(mesh, {std::move(chunks), r.dtype, r.op, Ending::kRoot, r.root});
+  }
+  if (!root) return mesh.send(r.root, input, bytes);
+  DirectSum sum(mesh, r.dtype, r.op, r.count, DirectSum::kByChunk);
+  sum.expect();
+  sum.run(input, output, [](Span) {});
 }
 
 }  // namespace ringreduce

@@ -1,12 +1,17 @@
-// Scatter over the exchange: the root shares its slots out, and each rank copies its part.
+// Scatter.  First over shared memory, then over streams of bytes.
 #include <algorithm>
 
 #include "algorithm/cut.h"
 #include "base/copy.h"
 #include "collectives/collectives.h"
 #include "collectives/parts.h"
+#include "collectives/stream_calls.h"
 
 namespace ringreduce {
+
+// ---- over shared memory
+//
+// Scatter over the exchange: the root shares its slots out, and each rank copies its part.
 
 void scatter(Communicator& c, const Scatter& s) {
   Exchange& exchange = c.exchange;
@@ -35,6 +40,26 @@ void scatter(Communicator& c, const Scatter& s) {
     }
     exchange.release(first + j);
   }
+}
+
+// ---- over streams
+//
+// Scatter over a mesh: the root sends to each rank, all at once.
+
+void scatter(Mesh& mesh, const Scatter& s) {
+  const size_t bytes = s.count * sizeOf(s.dtype);
+  if (mesh.rank() != s.root) {
+    mesh.expect(s.root, s.output, bytes);
+    mesh.peek(s.root);
+    mesh.release(s.root);
+    return;
+  }
+  const auto input = [&](int r) { return s.inputs[static_cast<size_t>(r)]; };
+  for (int k = 1; k < mesh.size(); ++k) {
+    const int r = (s.root + k) % mesh.size();
+    mesh.send(r, input(r), bytes);
+  }
+  if (s.output != input(s.root)) copyBytes(s.output, input(s.root), bytes);
 }
 
 }  // namespace ringreduce

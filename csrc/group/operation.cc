@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "collectives/stream/calls.h"
+#include "collectives/stream_calls.h"
 #include "transport/places.h"
 
 namespace ringreduce {

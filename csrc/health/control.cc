@@ -1,14 +1,553 @@
-// A rank in the control ring, as its users have it: from any thread.
+// A rank in the control ring: its connections, its news, and what its users call.
 #include "health/control.h"
 
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <chrono>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
-#include "health/control_node.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "health/control_frames.h"
+#include "health/control_ring.h"
+#include "health/control_state.h"
 
 namespace ringreduce::net {
+
+// ---- a rank, in the thread of the reactor
+//
+// A rank in the control ring: its connections, what it makes of what comes over them, and how it
+// closes gaps.  What control.h promises is kept here; all of it runs in the reactor's thread.
+
+class ControlNode : public std::enable_shared_from_this<ControlNode> {
+ public:
+  ControlNode(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial,
+              Control::Listener& listener, const Control::Options& options)
+      : reactor_(std::move(reactor)),
+        me_(rank),
+        options_(options),
+        listener_(listener),
+        ring_(size, options.ring),
+        state_(size),
+        dialler_(std::move(dial), options.lost_after) {}
+
+  void begin(Socket next, Socket previous);
+  void end();
+  bool isOver() const { return over_; }
+  void stopDialling() { dialler_.stop(); }
+  void add(int peer, Socket socket, bool proven, bool dialled);
+  void tell(const Verdict& verdict);
+  void depart(Departure how);
+  void ask(uint64_t since);
+  bool isFlushed();
+
+ private:
+  struct Connection {
+    Connection(int p, Socket s, int size) : peer(p), socket(std::move(s)), in(size) {}
+    const int peer;
+    Socket socket;
+    ControlReader in;
+    Outbox outbox;         // what is new to it
+    std::string out;       // bytes on their way
+    bool proven = false;   // it has carried something: its end means something
+    bool dialled = false;  // by this rank, to close a gap
+    bool writable = true, needed = true, told_not_needed = false;
+    int unheard = 0;                   // heartbeats sent since something came
+    int error = 0;                     // of writing
+    uint64_t sent = 0, last_news = 0;  // bytes written, and those up to what was told last
+  };
+  using Link = std::shared_ptr<Connection>;
+
+  template <class F>
+  auto later(F&& f) {
+    return [self = weak_from_this(), f = std::forward<F>(f)](auto&&... rest) mutable {
+      if (const auto ring = self.lock(); ring && !ring->over_) f(*ring, rest...);
+    };
+  }
+
+  // connections
+  void ready(const Link& link, uint32_t events);
+  void receive(const Link& link);
+  void goOn(const Link& link);
+  void send(Connection& link);
+  void sendAll();
+  void lose(const Link& link, int error, bool nonsense);
+  void beat();
+  bool isLinked(int rank) const;
+  // what comes
+  void take(const Link& link, const ControlFrame& frame);
+  void takeBroken(const Broken& broken, Connection* from);
+  void takeAnswer(const Answer& answer, Connection* from);
+  void answer(uint64_t since);
+  bool isNews(const Whereabouts& own) const;
+  void spread(Outbox::Item item, const Connection* from);
+  // what follows from it
+  void mend();
+  void dialNext();
+  void notReached(int rank);
+  void judge();
+  void tellLost(std::vector<int> ranks, PeerState fate, const std::string& how);
+  bool listens() const { return !state_.verdict && state_.departure(me_) != Departure::kGone; }
+  std::string noPacket(size_t ranks) const;
+
+  const std::shared_ptr<Reactor> reactor_;
+  const int me_;
+  const Control::Options options_;
+  Control::Listener& listener_;
+  ControlRing ring_;
+  ControlState state_;
+  std::vector<Link> links_;
+  bool over_ = false;
+
+  Reactor::Timer heart_ = 0, settling_ = 0, again_ = 0;
+  Nanos next_question_ = 0, next_answer_ = 0;
+  ControlRing::Cuts cuts_;
+  std::set<int> told_lost_;
+  bool dialling_ = false;
+  std::set<int> not_reached_;  // of those to whom a gap could not be closed
+  std::map<int, Nanos> silent_since_;
+  Dialler dialler_;
+};
+
+// ---- connections
+//
+// The connections: bytes in, bytes out, heartbeats, and their ends.
+
+namespace {
+
+// Heartbeats that a rank sends without hearing anything.  Then it leaves it to TCP's own probes,
+// which the other system answers although nobody reads: bytes that a stopped process does not read
+// would fill its window in the end, and that looks like a black hole.
+constexpr int kUnheard = 64;
+constexpr int kReadsATurn = 16;
+
+bool meansUnreachable(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH ||
+         error == EHOSTDOWN || error == ENETDOWN;
+}
+
+// What watches over a connection whose other end may vanish without a word.
+void watchOver(int socket, const Control::Options& options) {
+  const auto set = [socket](int level, int name, int value) {
+    setsockopt(socket, level, name, &value, sizeof value);  // a socket that is not TCP has none
+  };
+  // Counted from the first heartbeat that is not acknowledged, which may be one late.
+  const Nanos silence = std::max(options.heartbeat, options.lost_after - options.heartbeat);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(silence / kMillisecond));
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+}
+
+}  // namespace
+
+void ControlNode::begin(Socket next, Socket previous) {
+  if (next) add(ring_.next(me_), std::move(next), true, false);
+  if (previous) add(ring_.previous(me_), std::move(previous), true, false);
+  beat();
+}
+
+void ControlNode::end() {
+  over_ = true;
+  for (Reactor::Timer timer : {heart_, settling_, again_}) reactor_->cancel(timer);
+  for (const Link& link : links_) {
+    reactor_->forget(link->socket.get());
+    link->socket.reset();
+  }
+  links_.clear();
+}
+
+void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
+  watchOver(socket.get(), options_);
+  auto link = std::make_shared<Connection>(peer, std::move(socket), state_.size());
+  link->proven = proven;
+  link->dialled = dialled;
+  link->outbox = state_.all();
+  try {
+    reactor_->watch(link->socket.get(), EPOLLIN | EPOLLOUT,
+                    later([link = std::weak_ptr(link)](ControlNode& ring, uint32_t events) {
+                      if (const Link there = link.lock()) ring.ready(there, events);
+                    }));
+  } catch (const Error& error) {
+    // As if it had not been made: what cannot be watched would neither be read nor missed.
+    if (proven) throw;
+    log("lost a control connection with rank " + std::to_string(peer) + ": " + error.what());
+    if (dialled) notReached(peer);
+    return mend();
+  }
+  links_.push_back(link);
+  // At once, also if there is no news: a connection counts once something has come over it.
+  link->out += encode(Heartbeat{});
+  send(*link);
+  if (link->socket.holdsBytes()) goOn(link);
+  mend();
+}
+
+// Receives what its system has given already, and so will not tell of again.
+void ControlNode::goOn(const Link& link) {
+  reactor_->soon(later([link = std::weak_ptr(link)](ControlNode& ring) {
+    const Link there = link.lock();
+    if (there && std::ranges::count(ring.links_, there) > 0) ring.receive(there);
+  }));
+}
+
+void ControlNode::ready(const Link& link, uint32_t events) {
+  if (events & EPOLLOUT) {
+    link->writable = true;
+    reactor_->change(link->socket.get(), EPOLLIN);
+    send(*link);
+  }
+  if (events & ~static_cast<uint32_t>(EPOLLOUT)) receive(link);
+  if (link->error != 0 && std::find(links_.begin(), links_.end(), link) != links_.end())
+    receive(link);
+}
+
+void ControlNode::receive(const Link& link) {
+  std::array<std::byte, 16 << 10> bytes;
+  for (int i = 0; i < kReadsATurn; ++i) {
+    const ssize_t n = link->socket.receive(bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (n <= 0) return lose(link, n < 0 ? errno : 0, n < 0 && errno == EBADMSG);
+    link->unheard = 0;
+    link->in.feed({bytes.data(), static_cast<size_t>(n)});
+    while (const auto frame = link->in.next()) {
+      if (!link->proven) {
+        link->proven = true;
+        not_reached_.clear();
+        silent_since_.erase(link->peer);
+        mend();
+      }
+      take(link, *frame);
+      if (over_) return;
+    }
+    if (link->in.failed()) return lose(link, 0, true);
+  }
+  if (link->socket.holdsBytes()) goOn(link);
+}
+
+// Writes what is new to it, as far as its system takes it.
+void ControlNode::send(Connection& link) {
+  while (link.writable && link.error == 0) {
+    if (link.out.empty()) {
+      // A stopped process does not read; only what it must know waits for it there.
+      state_.take(link.outbox, link.unheard < kUnheard, link.out);
+      if (link.out.empty()) return;
+      link.last_news = link.sent + link.out.size();
+    }
+    const ssize_t n = link.socket.send(link.out.data(), link.out.size());
+    if (n >= 0) {
+      link.sent += static_cast<uint64_t>(n);
+      link.out.erase(0, static_cast<size_t>(n));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      link.writable = false;
+      reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
+    } else if (errno != EINTR) {
+      // What its end said before is still to be read; the reader finds the end.
+      link.error = errno;
+      reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
+    }
+  }
+}
+
+void ControlNode::sendAll() {
+  for (const Link& link : std::vector<Link>(links_)) send(*link);
+}
+
+void ControlNode::beat() {
+  for (const Link& link : std::vector<Link>(links_)) {
+    if (link->out.empty() && link->unheard < kUnheard) {
+      ++link->unheard;
+      link->out += encode(Heartbeat{});
+    }
+    send(*link);
+  }
+  heart_ = reactor_->at(now() + options_.heartbeat, later([](ControlNode& ring) { ring.beat(); }));
+}
+
+bool ControlNode::isFlushed() {
+  if (over_) return true;
+  sendAll();
+  const bool gone = state_.departure(me_) == Departure::kGone && !state_.verdict;
+  return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
+    if (link->error != 0) return true;
+    if (gone && link->needed && ring_.has(link->peer)) return false;
+    // Heartbeats are always on their way: what counts is whether the last news has arrived.
+    int under_way = 0;
+    if (ioctl(link->socket.get(), SIOCOUTQ, &under_way) != 0) under_way = 0;
+    return link->out.empty() && link->outbox.empty() &&
+           (under_way == 0 || link->sent >= link->last_news + static_cast<uint64_t>(under_way));
+  });
+}
+
+bool ControlNode::isLinked(int rank) const {
+  return rank == me_ || std::any_of(links_.begin(), links_.end(), [&](const Link& link) {
+           return link->peer == rank && link->proven;
+         });
+}
+
+// A connection has ended.
+void ControlNode::lose(const Link& link, int error, bool nonsense) {
+  reactor_->forget(link->socket.get());
+  std::erase(links_, link);
+  link->socket.reset();
+  if (meansUnreachable(link->error)) error = link->error;
+  const int peer = link->peer;
+  // A departed rank ends its connections; after a verdict everybody does.
+  if (!ring_.has(peer) || state_.verdict) return mend();
+  if (!link->proven) {
+    if (link->dialled) notReached(peer);
+    return mend();
+  }
+  if (isLinked(peer)) return mend();
+  const auto how = nonsense                  ? Broken::How::kNonsense
+                   : meansUnreachable(error) ? Broken::How::kUnreachable
+                                             : Broken::How::kEnded;
+  takeBroken({me_, peer, how}, nullptr);
+}
+
+// ---- news
+//
+// What comes over connections, what is told here, and what follows from it: gaps that are closed,
+// ranks that are lost.
+
+namespace {
+
+// How much later than a first cut a second one may be known, beside the time between heartbeats.
+constexpr Nanos kSettle = 200 * kMillisecond;
+
+std::string howEnded(Broken::How how) {
+  if (how == Broken::How::kEnded) return kProcessEnded;
+  if (how == Broken::How::kSilent) return "it answers nobody any more";
+  return "its control connection carried what no rank sends";
+}
+
+}  // namespace
+
+void ControlNode::take(const Link& link, const ControlFrame& frame) {
+  Connection* from = link.get();
+  if (const auto* departed = std::get_if<Departed>(&frame)) {
+    if (departed->rank == me_ || !state_.depart(departed->rank, departed->how)) return;
+    if (departed->how == Departure::kGone) ring_.remove(departed->rank);
+    spread({Outbox::Kind::kDeparture, departed->rank}, from);
+    listener_.departed(departed->rank, departed->how);
+    mend();
+  } else if (const auto* verdict = std::get_if<Verdict>(&frame)) {
+    if (state_.verdict) return;
+    reactor_->cancel(std::exchange(settling_, 0));  // it is known who is to blame
+    state_.verdict = *verdict;
+    spread({Outbox::Kind::kVerdict, 0}, from);
+    if (state_.departure(me_) != Departure::kGone) listener_.ended(*verdict);
+    mend();
+  } else if (const auto* broken = std::get_if<Broken>(&frame)) {
+    takeBroken(*broken, from);
+  } else if (const auto* question = std::get_if<Question>(&frame)) {
+    if (question->asker == me_ || !state_.asked(*question)) return;
+    spread({Outbox::Kind::kQuestion, question->asker}, from);
+    // As good as one's own, as long as nobody would answer another.
+    next_question_ = std::max(next_question_, now() + options_.heartbeat / 2);
+    answer(question->since);
+  } else if (const auto* answer = std::get_if<Answer>(&frame)) {
+    takeAnswer(*answer, from);
+  } else if (std::holds_alternative<Bridged>(frame)) {
+    from->needed = false;
+  }
+}
+
+void ControlNode::takeBroken(const Broken& broken, Connection* from) {
+  if (broken.rank == me_ && broken.reporter != me_ && broken.how != Broken::How::kUnreachable)
+    return;  // it is here, whatever became of that connection: the others' verdict will come
+  const std::optional<int> number = state_.broke(broken);
+  if (!number) return;
+  spread({Outbox::Kind::kBroken, *number}, from);
+  if (broken.how == Broken::How::kUnreachable) {
+    cuts_.insert(std::minmax(broken.reporter, broken.rank));
+    reactor_->cancel(settling_);
+    settling_ = reactor_->at(now() + options_.heartbeat + kSettle,
+                             later([](ControlNode& ring) { ring.judge(); }));
+    return;
+  }
+  if (!ring_.has(broken.rank)) return;
+  ring_.remove(broken.rank);
+  tellLost({broken.rank},
+           broken.how == Broken::How::kEnded ? PeerState::kEnded : PeerState::kUnreachable,
+           howEnded(broken.how));
+  mend();
+}
+
+void ControlNode::takeAnswer(const Answer& answer, Connection* from) {
+  if (answer.rank == me_ || !state_.answered(answer)) return;
+  spread({Outbox::Kind::kAnswer, answer.rank}, from);
+  if (!listens()) return;
+  listener_.seen(answer.rank, answer.there);
+  for (int rank : answer.stopped) {
+    if (rank == me_) continue;
+    Whereabouts there = state_.lastSeen(rank);
+    there.stopped = true;
+    listener_.seen(rank, there);
+  }
+}
+
+// Whether it is more than this rank last said.
+bool ControlNode::isNews(const Whereabouts& own) const {
+  const Whereabouts said = state_.lastSeen(me_);
+  const auto first = [](const Whereabouts& there) {
+    return there.announced - std::min<uint64_t>(there.announced, 1 + there.earlier.size());
+  };
+  return own.announced != said.announced || first(own) < first(said);
+}
+
+void ControlNode::answer(uint64_t since) {
+  const Nanos time = now();
+  const bool soon = time < next_answer_;
+  if (!listens() || (soon && since == kNoOperation)) return;
+  Whereabouts own = listener_.own(since);
+  if (soon && !isNews(own)) return;
+  next_answer_ = time + options_.heartbeat / 2;
+  state_.answered({.rank = me_,
+                   .number = state_.answersOf(me_) + 1,
+                   .there = std::move(own),
+                   .stopped = listener_.stopped()});
+  spread({Outbox::Kind::kAnswer, me_}, nullptr);
+}
+
+void ControlNode::spread(Outbox::Item item, const Connection* from) {
+  for (const Link& link : std::vector<Link>(links_)) {
+    if (link.get() == from) continue;
+    link->outbox.add(item);
+    send(*link);
+  }
+}
+
+// ---- what is told here
+
+void ControlNode::tell(const Verdict& verdict) {
+  if (state_.verdict) return;
+  reactor_->cancel(std::exchange(settling_, 0));
+  state_.verdict = verdict;
+  spread({Outbox::Kind::kVerdict, 0}, nullptr);
+  mend();
+}
+
+void ControlNode::depart(Departure how) {
+  if (how == Departure::kHere || !state_.depart(me_, how)) return;
+  spread({Outbox::Kind::kDeparture, me_}, nullptr);
+  mend();
+}
+
+void ControlNode::ask(uint64_t since) {
+  const Nanos time = now();
+  if (time < next_question_ && since == kNoOperation) return;
+  next_question_ = time + options_.heartbeat;
+  state_.asked({me_, state_.questionsOf(me_) + 1, since});
+  spread({Outbox::Kind::kQuestion, me_}, nullptr);
+  answer(since);  // the others, who need not ask now, want to know it of this rank too
+}
+
+// ---- gaps, cuts and who is lost
+
+// Keeps this rank connected to both that stand beside it, and lets go those that left.
+void ControlNode::mend() {
+  if (over_) return;
+  const bool gone = state_.departure(me_) == Departure::kGone;
+  if (!gone && !state_.verdict) dialNext();
+  const bool bridged =
+      gone || state_.verdict || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
+  if (!bridged) return;
+  for (const Link& link : std::vector<Link>(links_)) {
+    if (link->told_not_needed || state_.departure(link->peer) != Departure::kGone) continue;
+    link->told_not_needed = true;
+    link->out += encode(Bridged{});
+    send(*link);
+  }
+}
+
+// Where a rank that stood here has gone: connects to the one that is now next.
+void ControlNode::dialNext() {
+  if (dialling_ || cuts_.contains(std::minmax(me_, ring_.next(me_)))) return;
+  int target = ring_.next(me_);
+  while (target != me_ && not_reached_.contains(target)) target = ring_.next(target);
+  const bool exists = std::any_of(links_.begin(), links_.end(),
+                                  [&](const Link& link) { return link->peer == target; });
+  if (target == me_ || exists) return;
+  dialling_ = true;
+  auto taken = later([target](ControlNode& ring, const std::shared_ptr<Socket>& socket) {
+    ring.dialling_ = false;
+    if (*socket) return ring.add(target, std::move(*socket), false, true);
+    ring.notReached(target);
+    ring.mend();
+  });
+  dialler_.call(target, 0, [reactor = reactor_, taken](Socket socket, const NotMade&) {
+    reactor->soon(
+        [taken, fd = std::make_shared<Socket>(std::move(socket))]() mutable { taken(fd); });
+  });
+}
+
+// A gap could not be closed towards this rank.  It may have left too, or ended: those beyond it may
+// know.  If nobody does, since its neighbours went with it, it is lost after a while.
+void ControlNode::notReached(int rank) {
+  not_reached_.insert(rank);
+  const Nanos since = silent_since_.try_emplace(rank, now()).first->second;
+  if (now() - since >= options_.lost_after)
+    return takeBroken({me_, rank, Broken::How::kSilent}, nullptr);
+  if (again_ != 0) return;
+  again_ = reactor_->at(now() + options_.heartbeat / 2, later([](ControlNode& node) {
+                          node.again_ = 0;
+                          node.not_reached_.clear();
+                          node.mend();
+                        }));
+}
+
+// Once all cuts of a partition are known.
+void ControlNode::judge() {
+  settling_ = 0;
+  if (!listens()) return;
+  std::vector<int> linked;
+  for (const Link& link : links_)
+    if (link->proven) linked.push_back(link->peer);
+  std::vector<int> ranks = ring_.beyond(me_, cuts_, linked);
+  if (ranks.empty()) {
+    // One connection alone is cut: its ends speak.
+    for (const auto& [one, other] : cuts_)
+      for (int r : {one, other})
+        if ((one == me_ || other == me_) && r != me_ && ring_.has(r) && !isLinked(r))
+          ranks.push_back(r);
+  }
+  const std::string how = noPacket(ranks.size());
+  tellLost(std::move(ranks), PeerState::kUnreachable, how);
+}
+
+std::string ControlNode::noPacket(size_t ranks) const {
+  return std::string("no packet from ") + (ranks > 1 ? "their hosts" : "its host") + " came for " +
+         seconds(options_.lost_after);
+}
+
+void ControlNode::tellLost(std::vector<int> ranks, PeerState fate, const std::string& how) {
+  std::erase_if(ranks, [&](int rank) { return !told_lost_.insert(rank).second; });
+  std::sort(ranks.begin(), ranks.end());
+  if (!ranks.empty() && listens()) listener_.lost(ranks, fate, how);
+}
+
+// ---- for users, from any thread
+//
+// A rank in the control ring, as its users have it: from any thread.
+
 namespace {
 
 class RingControl final : public Control {

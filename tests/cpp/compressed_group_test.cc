@@ -4,7 +4,7 @@
 #include <csignal>
 #include <thread>
 
-#include "collectives/stream/calls.h"
+#include "collectives/stream_calls.h"
 #include "compressed_cases.h"
 #include "mesh_world.h"
 #include "processes.h"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "collectives/stream/calls.h"
+#include "collectives/stream_calls.h"
 #include "compressed_cases.h"
 #include "mesh_cases.h"
 #include "ranks.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "collectives/stream/calls.h"
+#include "collectives/stream_calls.h"
 #include "group/operation.h"
 #include "ring_oracle.h"
 

@@ -1,6 +1,6 @@
 // The collectives over a mesh of TCP connections against what they must give, which is what shared
 // memory gives.
-#include "collectives/stream/primitives.h"
+#include "collectives/stream_primitives.h"
 #include "mesh_cases.h"
 #include "mesh_meetings.h"
 #include "mesh_moves.h"

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "collectives/stream/primitives.h"
+#include "collectives/stream_primitives.h"
 #include "mesh_cases.h"
 #include "mesh_moves.h"
 

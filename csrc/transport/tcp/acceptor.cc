@@ -1,29 +1,158 @@
-// The door of a process: who knocks, who is held, and who is let in.  All of it happens in the
-// reactor's thread; other threads ask it to.
+// The port of this process: who connects to it, and who is let in.
 #include "transport/tcp/acceptor.h"
 
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <list>
 #include <map>
+#include <memory>
+#include <span>
+#include <sstream>
+#include <string>
 #include <system_error>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/env.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/per_process.h"
 #include "base/text.h"
+#include "transport/tcp/address.h"
 #include "transport/tcp/complaints.h"
-#include "transport/tcp/guest.h"
+#include "transport/tcp/handshake.h"
 #include "transport/tcp/reactor.h"
+#include "transport/tcp/tls.h"
 
 namespace ringreduce::net {
+
+// ---- a guest
+//
+// Somebody who has connected to this process and has not proven anything yet.
+
+struct Guest {
+  Fd socket;
+  Address from;
+  Nanos until;  // when its time is over
+  Handshake machine;
+  std::string output;
+  uint32_t events;           // that are looked for
+  std::unique_ptr<Tls> tls;  // once it has proven itself, if it is to be encrypted
+  bool leaving = false;      // refused, but told of our build: it must have time to read that
+  size_t discarded = 0;
+
+  // Hears what it says, and says what there is to say.  False if it has gone.
+  bool read();
+  bool write();
+  // Throws away what it says; false if it has gone, or says too much.
+  bool discard();
+};
+
+// ---- its bytes
+//
+// The socket's side of a guest.
+
+namespace {
+
+constexpr size_t kMostDiscarded = 4096;
+
+}  // namespace
+
+bool Guest::read() {
+  std::array<std::byte, 256> bytes;
+  while (machine.wants() > 0) {
+    const size_t most = std::min(bytes.size(), machine.wants());
+    const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
+    if (got == 0) return false;
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return errno == EAGAIN;
+    machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
+  }
+  return true;
+}
+
+bool Guest::write() {
+  while (!output.empty()) {
+    const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno == EAGAIN;
+    output.erase(0, static_cast<size_t>(sent));
+  }
+  return true;
+}
+
+// What was not read when a socket is closed makes the system throw away what was sent.
+bool Guest::discard() {
+  std::array<std::byte, 256> bytes;
+  while (discarded < kMostDiscarded) {
+    const ssize_t got = recv(socket.get(), bytes.data(), bytes.size(), 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return got < 0 && errno == EAGAIN;
+    discarded += static_cast<size_t>(got);
+  }
+  return false;
+}
+
+// ---- endpoints as text
+//
+// Endpoints as text.
+
+namespace {
+
+// Whether this is an address but for the interface that it names.
+bool isOfInterfaceElsewhere(const std::string& word) {
+  const size_t percent = word.find('%'), end = word.find(']');
+  if (percent == std::string::npos || end == std::string::npos || percent > end) return false;
+  return Address::parse(word.substr(0, percent) + word.substr(end)).has_value();
+}
+
+}  // namespace
+
+std::string Endpoint::text() const {
+  std::string text;
+  for (const Address& address : addresses) {
+    if (!text.empty()) text += ' ';
+    text += address.text();
+  }
+  return text;
+}
+
+Endpoint Endpoint::fromText(const std::string& text) {
+  Endpoint endpoint;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const auto address = Address::parse(word);
+    if (!address && isOfInterfaceElsewhere(word)) continue;
+    if (!address || address->port() == 0)
+      throw Error(Failure::kSetup, "a rank gave '" + word + "' as an address, which is none");
+    if (std::none_of(endpoint.addresses.begin(), endpoint.addresses.end(),
+                     [&](const Address& other) {
+                       return other.sameHost(*address) && other.port() == address->port();
+                     }))
+      endpoint.addresses.push_back(*address);
+  }
+  if (endpoint.addresses.empty())
+    throw Error(Failure::kSetup,
+                "a rank gave no address that can be reached from this host ('" + text +
+                    "'); choose an interface with others on its host (RINGREDUCE_IF)");
+  return endpoint;
+}
+
+// ---- the port
+//
+// The door of a process: who knocks, who is held, and who is let in.  All of it happens in the
+// reactor's thread; other threads ask it to.
+
 namespace {
 
 // How many connections may be held that have not proven who they are: a quarter of the descriptors

@@ -1,20 +1,33 @@
-// Addresses as text and as the system has them; this machine's interfaces, and ways out of it.
+// Addresses, the interfaces to be reached at, and listening sockets.
 #include "transport/tcp/address.h"
 
 #include <arpa/inet.h>
+#include <fnmatch.h>
 #include <ifaddrs.h>
+#include <linux/tcp.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <sstream>
+#include <string>
 #include <string_view>
 
 #include "base/error.h"
+#include "base/text.h"
 
 namespace ringreduce::net {
+
+// ---- addresses
+//
+// Addresses as text and as the system has them; this machine's interfaces, and ways out of it.
+
 namespace {
 
 const sockaddr_in& four(const sockaddr* address) {
@@ -227,6 +240,268 @@ std::optional<Address> addressTowardsOthers() {
     if (auto address = onTheWayTo(there->get(), there->length())) return address;
   }
   return std::nullopt;
+}
+
+// ---- interfaces
+//
+// Which of this machine's addresses to be reached at: the list of RINGREDUCE_IF, and what is done
+// without one.
+
+namespace {
+
+// One of the list: an interface by name, or a network.
+struct Term {
+  bool excludes = false;
+  std::string name;                // may hold * and ?
+  std::optional<Address> network;  // if it is not a name
+  int prefix = 0;
+
+  bool fits(const Interface& interface) const {
+    if (!network) return fnmatch(name.c_str(), interface.name.c_str(), 0) == 0;
+    return network->sameNetwork(interface.address, prefix);
+  }
+};
+
+[[noreturn]] void refuse(const std::string& wanted, const std::string& item) {
+  throw Error(Failure::kSetup,
+              "RINGREDUCE_IF=" + wanted + ": '" + item +
+                  "' is neither an interface's name, nor a network such as 10.0.0.0/8 or "
+                  "fd00::/8; correct or unset it");
+}
+
+Term termOf(const std::string& item, const std::string& wanted) {
+  Term term;
+  term.excludes = item[0] == '^';
+  const std::string text = item.substr(term.excludes ? 1 : 0);
+  const size_t slash = text.find('/');
+  term.network = Address::parseHost(text.substr(0, slash));
+  if (term.network) term.prefix = term.network->bits();
+  if (slash != std::string::npos) {
+    const std::string bits = text.substr(slash + 1);
+    const bool digits = !bits.empty() && bits.size() <= 3 &&
+                        bits.find_first_not_of("0123456789") == std::string::npos;
+    if (!term.network || !digits || std::atoi(bits.c_str()) > term.prefix) refuse(wanted, item);
+    term.prefix = std::atoi(bits.c_str());
+  } else if (!term.network) {
+    if (text.empty() || text.find_first_of(" :^") != std::string::npos) refuse(wanted, item);
+    term.name = text;
+  }
+  return term;
+}
+
+std::vector<Term> termsOf(const std::string& wanted) {
+  std::vector<Term> terms;
+  std::istringstream items(wanted);
+  for (std::string item; std::getline(items, item, ',');) {
+    item.erase(0, item.find_first_not_of(" \t"));
+    item.erase(item.find_last_not_of(" \t") + 1);
+    if (!item.empty()) terms.push_back(termOf(item, wanted));
+  }
+  if (terms.empty() && !wanted.empty()) refuse(wanted, wanted);  // nothing but commas and blanks
+  return terms;
+}
+
+// Bridges and pairs that container and virtual machine runtimes make: other hosts often have one of
+// the same address.
+bool isOfThisHostOnly(const std::string& name) {
+  static constexpr const char* kNames[] = {"docker*", "br-*",  "veth*",    "virbr*", "vnet*",
+                                           "cni*",    "cali*", "flannel*", "lxc*",   "podman*"};
+  return std::any_of(std::begin(kNames), std::end(kNames),
+                     [&](const char* pattern) { return fnmatch(pattern, name.c_str(), 0) == 0; });
+}
+
+std::string listOf(const std::vector<Interface>& all) {
+  if (all.empty()) return "no interface with an address";
+  return joined(all, ", ", [](const Interface& one) {
+    return one.name + " (" + one.address.hostText() + "/" + std::to_string(one.prefix) +
+           (one.up ? ")" : ", down)");
+  });
+}
+
+struct Candidate {
+  const Interface* interface = nullptr;
+  size_t term = 0;          // the first of the list that it fits
+  bool by_network = false;  // which is a network or an address
+
+  bool isLinkLocal() const { return interface->address.isLinkLocal() && !by_network; }
+};
+
+// Keeps those that are better, if there are any.
+template <class Better>
+void prefer(std::vector<Candidate>& candidates, Better better) {
+  if (std::any_of(candidates.begin(), candidates.end(), better))
+    std::erase_if(candidates, [&](const Candidate& one) { return !better(one); });
+}
+
+// Puts those that are better first, and otherwise leaves the order.
+template <class Better>
+void putFirst(std::vector<Candidate>& candidates, Better better) {
+  std::stable_partition(candidates.begin(), candidates.end(), better);
+}
+
+}  // namespace
+
+std::vector<Address> choose(const std::vector<Interface>& all, const std::string& wanted,
+                            const std::optional<Address>& towards) {
+  const std::vector<Term> terms = termsOf(wanted);
+  const auto includes = [](const Term& term) { return !term.excludes; };
+  const bool named = std::any_of(terms.begin(), terms.end(), includes);
+
+  std::vector<Candidate> candidates;
+  bool only_loopback = true;
+  std::string way;  // the interface by which the store's host is reached
+  for (const Interface& one : all) {
+    if (!one.up) continue;
+    only_loopback = only_loopback && one.loopback;
+    if (towards && one.address.sameHost(*towards)) way = one.name;
+    const auto fits = [&](bool excluding) {
+      return std::find_if(terms.begin(), terms.end(), [&](const Term& term) {
+        return term.excludes == excluding && term.fits(one);
+      });
+    };
+    const auto term = fits(false);
+    if (fits(true) != terms.end() || (named && term == terms.end())) continue;
+    candidates.push_back({.interface = &one,
+                          .term = static_cast<size_t>(term - terms.begin()),
+                          .by_network = term != terms.end() && term->network.has_value()});
+  }
+
+  const auto isReal = [](const Candidate& one) { return !one.interface->loopback; };
+  const auto isOnTheWay = [&](const Candidate& one) { return one.interface->name == way; };
+  prefer(candidates, isReal);
+  if (!named && !only_loopback) std::erase_if(candidates, std::not_fn(isReal));
+  prefer(candidates, [](const Candidate& one) { return !one.isLinkLocal(); });
+  if (!named) {
+    prefer(candidates, isOnTheWay);
+    prefer(candidates, [](const Candidate& one) { return !isOfThisHostOnly(one.interface->name); });
+  }
+
+  // The least weighty first: each later sorting goes before those above it.
+  putFirst(candidates,
+           [](const Candidate& one) { return one.interface->address.family() == AF_INET; });
+  putFirst(candidates, [&](const Candidate& one) {
+    return towards && one.interface->address.sameHost(*towards);
+  });
+  putFirst(candidates, isOnTheWay);
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.term < b.term; });
+
+  std::vector<Address> chosen;
+  for (const Candidate& one : candidates)
+    if (chosen.size() < kMostAddresses &&
+        std::none_of(chosen.begin(), chosen.end(),
+                     [&](const Address& other) { return other.sameHost(one.interface->address); }))
+      chosen.push_back(one.interface->address);
+  if (!chosen.empty()) return chosen;
+  throw Error(Failure::kSetup,
+              (terms.empty() ? "this host has no address to be reached at"
+                             : "RINGREDUCE_IF=" + wanted + " leaves no address to be reached at") +
+                  "; it has " + listOf(all) +
+                  "; set RINGREDUCE_IF to the name or network of one that is up");
+}
+
+// ---- listening
+//
+// Listening sockets, and the port that they share.
+
+namespace {
+
+constexpr int kBacklog = 4096;   // as far as net.core.somaxconn goes
+constexpr int kAnyTries = 1000;  // for a port that is free at all addresses
+
+// A socket that listens at this address; none, with errno, if it cannot be had.
+Fd listenAt(const Address& address) {
+  Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
+  if (!fd) throwErrno(Failure::kSetup, "cannot make a socket");
+  const int on = 1;
+  // A port of the range whose last owner has just ended; not one that is listened on.
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (address.family() == AF_INET6) setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
+  if (bind(fd.get(), address.get(), address.length()) != 0 || listen(fd.get(), kBacklog) != 0) {
+    const int why = errno;
+    fd.reset();
+    errno = why;
+  }
+  return fd;
+}
+
+uint16_t portOf(const Fd& fd) {
+  sockaddr_storage name{};
+  socklen_t size = sizeof name;
+  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&name), &size) != 0)
+    throwErrno(Failure::kSetup, "cannot ask for a socket's port");
+  return Address(reinterpret_cast<sockaddr*>(&name), size).port();
+}
+
+// All addresses at one port; nullopt if that port is taken at one of them.
+std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint16_t port) {
+  Listener listener;
+  listener.port = port;
+  std::string gone;
+  for (const Address& address : addresses) {
+    Fd fd = listenAt(address.withPort(listener.port));
+    if (!fd && errno == EADDRINUSE) return std::nullopt;
+    if (!fd && (errno == EADDRNOTAVAIL || errno == EAFNOSUPPORT)) {
+      // It is being made or has been taken away: the others remain.
+      gone += ' ';
+      gone += address.hostText();
+      continue;
+    }
+    if (!fd)
+      throwErrno(
+          Failure::kSetup,
+          "cannot listen at " + address.withPort(listener.port).text() +
+              (errno == EACCES ? " (ports below 1024 need a privilege: RINGREDUCE_PORTS)" : ""));
+    if (listener.port == 0) listener.port = portOf(fd);
+    listener.addresses.push_back(address.withPort(listener.port));
+    listener.sockets.push_back(std::move(fd));
+  }
+  if (listener.sockets.empty())
+    throw Error(Failure::kSetup, "this host has no longer the address" + gone +
+                                     " to listen at; look at its interfaces, and at RINGREDUCE_IF");
+  return listener;
+}
+
+[[noreturn]] void refuse(const std::string& text) {
+  throw Error(Failure::kSetup, "RINGREDUCE_PORTS=" + text +
+                                   " is no range of ports, such as 47000-47100, or port, from 1 to "
+                                   "65535; correct or unset it");
+}
+
+uint16_t portNamed(const std::string& text, const std::string& all) {
+  if (text.empty() || text.size() > 5 || text.find_first_not_of("0123456789") != std::string::npos)
+    refuse(all);
+  const int port = std::stoi(text);
+  if (port < 1 || port > UINT16_MAX) refuse(all);
+  return static_cast<uint16_t>(port);
+}
+
+}  // namespace
+
+Ports Ports::fromText(const std::string& text) {
+  const size_t dash = text.find('-');
+  Ports ports;
+  ports.first = portNamed(text.substr(0, dash), text);
+  ports.last = dash == std::string::npos ? ports.first : portNamed(text.substr(dash + 1), text);
+  if (ports.first > ports.last) refuse(text);
+  return ports;
+}
+
+Listener listenOn(const std::vector<Address>& addresses, Ports ports) {
+  if (ports.first == 0) {
+    for (int tries = 0; tries < kAnyTries; ++tries)
+      if (auto listener = listenAtPort(addresses, 0)) return std::move(*listener);
+    throw Error(Failure::kSetup,
+                "no port is free at all of this host's chosen addresses; close "
+                "what holds them, or choose one interface (RINGREDUCE_IF)");
+  }
+  for (int port = ports.first; port <= ports.last; ++port)
+    if (auto listener = listenAtPort(addresses, static_cast<uint16_t>(port)))
+      return std::move(*listener);
+  throw Error(Failure::kSetup,
+              "all ports from " + std::to_string(ports.first) + " to " +
+                  std::to_string(ports.last) +
+                  " are taken (RINGREDUCE_PORTS); each process needs one: widen the range");
 }
 
 }  // namespace ringreduce::net

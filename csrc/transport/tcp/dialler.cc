@@ -1,16 +1,30 @@
-// The threads: started when there is something to dial, ended when there is not.
+// Connections to ranks: the threads that make them, and how one is made.
 #include "transport/tcp/dialler.h"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <csignal>
+#include <fstream>
+#include <functional>
 #include <system_error>
 #include <utility>
 
 #include "base/error.h"
+#include "base/text.h"
+#include "transport/tcp/acceptor.h"
 
 namespace ringreduce::net {
+
+// ---- threads
+//
+// The threads: started when there is something to dial, ended when there is not.
+
 namespace {
 
 // How long a connection may keep a thread that others wait for: one packet may get lost within it.
@@ -122,6 +136,247 @@ void Dialler::run() {
   }
   --alive_;
   ended_.push_back(std::this_thread::get_id());
+}
+
+// ---- one connection
+//
+// Connecting to a rank: its addresses in turn, the handshake, and what is said if it cannot be.
+
+namespace {
+
+// How long the first round waits for an address that says nothing; each later round twice as long.
+// Two packets may get lost within it.
+constexpr Nanos kFirstPatience = 4 * kSecond;
+constexpr Nanos kTurn = 5 * kMillisecond;
+// Between rounds: of a peer that drops callers, it is too busy, or not ready.
+constexpr Nanos kFirstPause = 20 * kMillisecond, kLongestPause = 500 * kMillisecond;
+
+// One address could not be connected to.
+struct Failed {
+  std::string why;
+  bool for_good;  // no use in trying it again
+};
+
+std::string systemText(int error) {
+  std::string text = std::generic_category().message(error);
+  text[0] = static_cast<char>(text[0] | 0x20);  // "connection refused"
+  return text;
+}
+
+std::string contents(const char* path) {
+  std::string line;
+  std::ifstream file(path);
+  std::getline(file, line);
+  return line;
+}
+
+void setCongestion(const Fd& fd, const std::string& name) {
+  if (setsockopt(fd.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                 static_cast<socklen_t>(name.size())) == 0)
+    return;
+  const int error = errno;
+  throw OwnTrouble(
+      "RINGREDUCE_CONGESTION=" + name +
+      (error == EPERM ? " is not allowed to this user: the kernel allows " +
+                            contents("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+                      : " is not to be had (" + systemText(error) + "): the kernel has " +
+                            contents("/proc/sys/net/ipv4/tcp_available_congestion_control")) +
+      "; choose one of these, have it loaded (modprobe tcp_" + name + "), or unset it");
+}
+
+class Dialling {
+ public:
+  Dialling(const Caller& self, const Secret& secret, const DialOptions& options)
+      : self_(self), secret_(secret), options_(options) {}
+
+  // Throws Failed.
+  Socket connected(const Address& address, Nanos patience, Nanos until) {
+    Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
+    if (!fd && errno == EAFNOSUPPORT) throw Failed{systemText(errno), true};
+    if (!fd)
+      throw OwnTrouble("no socket can be made to connect to another rank: " + systemText(errno) +
+                       (errno == EMFILE ? " (raise ulimit -n)" : ""));
+    const int on = 1;
+    setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    if (!options_.congestion.empty()) setCongestion(fd, options_.congestion);
+    connect(fd, address, patience, std::min(until, heard_ ? kNever : deaf_));
+    heard_ = true;
+    std::unique_ptr<Tls> tls = shakeHands(fd, until);
+    return {std::move(fd), std::move(tls)};
+  }
+
+  // By when it must have succeeded, as far as is known.
+  Nanos deadline() const { return heard_ ? deadline_ : std::min(deadline_, deaf_); }
+
+  // Waits for that long, unless `turn` throws.
+  void pause(Nanos time) {
+    for (const Nanos until = deadlineIn(time); now() < until;) wait(nullptr, until);
+  }
+
+ private:
+  void connect(const Fd& fd, const Address& address, Nanos patience, Nanos until) {
+    const Nanos started = now();
+    const Nanos enough = std::min(until, deadlineIn(patience));
+    int error = 0;
+    if (::connect(fd.get(), address.get(), address.length()) != 0) error = errno;
+    if (error == EINPROGRESS || error == EINTR) {
+      pollfd wanted{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+      while (!wait(&wanted, enough))
+        if (now() >= enough) throw Failed{"no answer within " + seconds(now() - started), false};
+      socklen_t size = sizeof error;
+      if (getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    }
+    if (error == 0 && isOwnOther(fd)) error = ECONNREFUSED;
+    if (error == 0) return;
+    const bool passing = error == EADDRNOTAVAIL || error == EAGAIN || error == ENOBUFS ||
+                         error == ENOMEM || error == ETIMEDOUT || error == ECONNRESET;
+    throw Failed{systemText(error), !passing};
+  }
+
+  // A port of this host that nobody listens on may be the one that the system gave to us.
+  static bool isOwnOther(const Fd& fd) {
+    sockaddr_storage here{}, there{};
+    socklen_t here_size = sizeof here, there_size = sizeof there;
+    if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&here), &here_size) != 0 ||
+        getpeername(fd.get(), reinterpret_cast<sockaddr*>(&there), &there_size) != 0)
+      return false;
+    const Address a(reinterpret_cast<sockaddr*>(&here), here_size);
+    const Address b(reinterpret_cast<sockaddr*>(&there), there_size);
+    return a.sameHost(b) && a.port() == b.port();
+  }
+
+  std::unique_ptr<Tls> shakeHands(const Fd& fd, Nanos until) {
+    const Nanos started = now();
+    // A little longer than the other end has patience: it shall be the one that ends it.
+    until = std::min(until, deadlineIn(kHandshakeTime + kSecond));
+    Handshake machine = Handshake::dialler(self_, secret_);
+    std::string output = machine.takeOutput();
+    for (;;) {
+      send(fd, output);
+      const bool ended = receive(fd, machine);
+      output += machine.takeOutput();
+      if (machine.state() == Handshake::State::kDone)
+        return self_.encrypted ? encrypted(fd, machine.keyForEncryption(), until) : nullptr;
+      if (machine.state() == Handshake::State::kRefused) throw Failed{machine.why(), true};
+      if (ended) throw Failed{"it ended the connection before it had let this rank in", false};
+      if (now() >= until) throw Failed{"no handshake within " + seconds(now() - started), false};
+      const short events = output.empty() ? POLLIN : POLLIN | POLLOUT;
+      pollfd wanted{.fd = fd.get(), .events = events, .revents = 0};
+      wait(&wanted, until);
+    }
+  }
+
+  std::unique_ptr<Tls> encrypted(const Fd& fd, const Digest& key, Nanos until) {
+    const Nanos started = now();
+    std::unique_ptr<Tls> tls = Tls::make(Tls::Side::kDialler, fd.get(), key);
+    for (;;) {
+      const Tls::State state = tls->shakeHands();
+      if (state == Tls::State::kDone) return tls;
+      if (state == Tls::State::kRefused) throw Failed{tls->why(), true};
+      if (state == Tls::State::kEnded) throw Failed{tls->why(), false};
+      if (now() >= until) throw Failed{"no encryption within " + seconds(now() - started), false};
+      const short events = tls->wantsToWrite() ? POLLIN | POLLOUT : POLLIN;
+      pollfd wanted{.fd = fd.get(), .events = events, .revents = 0};
+      wait(&wanted, until);
+    }
+  }
+
+  static void send(const Fd& fd, std::string& output) {
+    while (!output.empty()) {
+      const ssize_t sent = ::send(fd.get(), output.data(), output.size(), MSG_NOSIGNAL);
+      if (sent >= 0)
+        output.erase(0, static_cast<size_t>(sent));
+      else if (errno == EAGAIN)
+        return;
+      else if (errno != EINTR)
+        output.clear();  // it is closed; what it said before may still be there to be read
+    }
+  }
+
+  // True once the other end has ended the connection.
+  static bool receive(const Fd& fd, Handshake& machine) {
+    std::array<std::byte, 256> bytes;
+    while (machine.wants() > 0) {
+      const ssize_t got = recv(fd.get(), bytes.data(), std::min(bytes.size(), machine.wants()), 0);
+      if (got == 0) return true;
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return errno != EAGAIN;
+      machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
+      if (machine.state() != Handshake::State::kGoesOn) return false;
+    }
+    return false;
+  }
+
+  // Waits for the descriptor, or a little; true if it is ready.
+  bool wait(pollfd* wanted, Nanos until) {
+    if (options_.turn) options_.turn(options_.context);
+    const Nanos longest = options_.turn ? kTurn : 10 * kSecond;
+    const Nanos left = std::clamp<Nanos>(until - now(), 0, longest);
+    const auto milliseconds = static_cast<int>((left + kMillisecond - 1) / kMillisecond);
+    return poll(wanted, wanted ? 1 : 0, milliseconds) > 0;
+  }
+
+  const Caller& self_;
+  const Secret& secret_;
+  const DialOptions& options_;
+  const Nanos deadline_ = deadlineIn(options_.timeout), deaf_ = deadlineIn(options_.deaf);
+  bool heard_ = false;  // an address has taken a connection
+};
+
+struct Attempt {
+  Address address;
+  std::string why = "not tried: no time was left";
+  bool over = false;
+};
+
+[[noreturn]] void giveUp(const std::string& who, const std::vector<Attempt>& attempts) {
+  std::string text = "cannot reach " + who;
+  for (const Attempt& one : attempts)
+    text += (&one == attempts.data() ? " at " : "; at ") + one.address.text() + ": " + one.why;
+  throw Error(Failure::kSetup,
+              text +
+                  "; look whether its process has ended, for a firewall between the hosts "
+                  "(RINGREDUCE_PORTS bounds the ports to open), and whether RINGREDUCE_IF, on its "
+                  "host, leads to interfaces that this host can reach");
+}
+
+}  // namespace
+
+void checkCongestion(const std::string& name) {
+  if (name.empty()) return;
+  const Fd probe(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, IPPROTO_TCP));
+  if (probe) setCongestion(probe, name);
+}
+
+Socket dial(const Endpoint& endpoint, const Caller& self, const Secret& secret,
+            const DialOptions& options, const std::string& who) {
+  std::vector<Attempt> attempts;
+  const size_t n = endpoint.addresses.size();
+  if (n == 0) throw Error(Failure::kSetup, "cannot reach " + who + ": it gave no address");
+  for (size_t i = 0; i < n; ++i)
+    attempts.push_back({.address = endpoint.addresses[(options.address % n + i) % n]});
+
+  Dialling dialling(self, secret, options);
+  Nanos patience = kFirstPatience, pause = kFirstPause;
+  const auto isOver = [](const Attempt& one) { return one.over; };
+  for (;;) {
+    for (auto one = attempts.begin(); one != attempts.end(); ++one) {
+      const auto hopes = std::count_if(one, attempts.end(), std::not_fn(isOver));
+      const Nanos left = dialling.deadline() - now();
+      if (left <= 0) giveUp(who, attempts);
+      if (one->over) continue;
+      try {
+        return dialling.connected(one->address, patience, deadlineIn(left / hopes));
+      } catch (const Failed& failed) {
+        one->why = failed.why;
+        one->over = failed.for_good;
+      }
+    }
+    if (std::all_of(attempts.begin(), attempts.end(), isOver)) giveUp(who, attempts);
+    dialling.pause(std::min(pause, std::max<Nanos>(0, dialling.deadline() - now())));
+    pause = std::min(2 * pause, kLongestPause);
+    patience = std::min<Nanos>(2 * patience, 60 * kSecond);
+  }
 }
 
 }  // namespace ringreduce::net

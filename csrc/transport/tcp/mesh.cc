@@ -1,19 +1,432 @@
-// What a mesh's users call.
+// Streams to and from all ranks, moved by whoever waits.
 #include "transport/tcp/mesh.h"
 
 #include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
-#include "transport/tcp/mesh_state.h"
+#include "base/error.h"
+#include "transport/tcp/lane_budget.h"
+#include "transport/tcp/lane_count.h"
 
 namespace ringreduce {
+
+// ---- state
+//
+// A mesh from within: the streams to and from all ranks, what other threads leave for whoever
+// waits, and how waiting moves it all.
+
+struct Mesh::State {
+  struct Out {
+    Out(net::Pool& pool, const Options& options)
+        : stream(pool), count(options.least_lanes, options.most_lanes) {}
+    net::SendStream stream;
+    net::LaneCount count;
+    int requested = 0;  // connections, ever
+    Nanos next_look = 0;
+    bool busy = true;        // had a backlog at every look since the last sample
+    uint64_t operation = 0;  // the last one announced there
+    bool active = false;
+  };
+  struct In {
+    explicit In(net::Pool& pool) : stream(pool) {}
+    net::RecvStream stream;
+    Announcement theirs;
+    uint64_t operation = 0;  // the last one in which something was expected
+    bool verified = true;
+    int expected = 0;  // things expected and not released
+    bool active = false;
+  };
+  struct Arrived {
+    int from;
+    net::Socket socket;
+  };
+  struct Made {
+    int to, lane;
+    net::Socket socket;
+    net::NotMade error;
+  };
+
+  State(int rank, int size, Watch& watch, Dial dial, const Options& options);
+
+  void ringBell() const {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n =
+        write(bell.get(), &one, sizeof one);  // full: it rings already
+  }
+
+  Out& out(int r) {
+    auto& out = outs[static_cast<size_t>(r)];
+    if (!out) out = std::make_unique<Out>(pool, options);
+    return *out;
+  }
+  In& in(int r) {
+    auto& in = ins[static_cast<size_t>(r)];
+    if (!in) in = std::make_unique<In>(pool);
+    return *in;
+  }
+
+  // The stream to a rank, on which the operation has been announced.
+  Out& announced(int to) {
+    Out& o = out(to);
+    if (o.operation != operations) {
+      o.operation = operations;
+      o.stream.send(&operation, sizeof operation);
+    }
+    if (!o.active) {
+      o.active = true;
+      sending.push_back(to);
+    }
+    return o;
+  }
+
+  In& expecting(int from) {
+    In& i = in(from);
+    if (i.operation != operations) {
+      i.operation = operations;
+      i.verified = false;
+      i.stream.expect(&i.theirs, sizeof i.theirs);
+    }
+    ++i.expected;
+    if (!i.active) {
+      i.active = true;
+      receiving.push_back(from);
+    }
+    return i;
+  }
+
+  // What other threads have left here.
+  void collect();
+  void add(net::Connection& connection) const;
+  static void limitUnsent(Out& o);
+  void failedToDial(int to, const net::NotMade& error);
+
+  // Has as many connections made as the stream is to have now.
+  void consider(int to, Out& o);
+  void request(int to, Out& o, int wanted);
+  void request(int to, Out& o);
+
+  // Whether sockets have something new; waits for it no longer than `longest_ms`.
+  bool look(int longest_ms);
+  // Moves what can be moved; false if nothing could.
+  bool progress();
+
+  // A rank that is gone, as whoever waits for it sees it.
+  struct Gone {
+    Nanos quiet_since = 0;  // 0: it is here
+    uint64_t received = 0;
+  };
+  // Ends the wait for a rank that is gone, once what it sent before has come.
+  void lookAfter(int r, Ready ready, Gone& gone);
+  // How long a connection may be silent while control connections live.
+  Nanos longestSilence() const { return 5 * options.lost_after; }
+  void lookForSilence();
+
+  // How long nothing may move before it is asked whether it ever will.
+  static constexpr Nanos kIdle = kSecond / 2;
+
+  // Returns once ready() is true; `r` is who must make it so.
+  template <class F>
+  void until(int r, F&& ready) {
+    if (ready()) return;
+    Nanos idle_since = 0, next_poll = now() + kLongestSleep;
+    Gone gone;
+    for (;;) {
+      const bool moved = progress();
+      if (ready()) return;
+      const Nanos time = now();
+      if (moved) idle_since = 0;
+      if (!moved && idle_since == 0) idle_since = time;
+      if (time >= next_poll || watch.failed()) {
+        // A rank that was stopped itself may have all that it waits for in its sockets.
+        auto drained = [&] {
+          while (progress()) {
+          }
+          return ready();
+        };
+        watch.poll(r, Ready(drained));
+        lookAfter(r, Ready(ready), gone);
+        lookForSilence();
+        if (idle_since != 0 && time - idle_since >= kIdle) watch.idle(Ready(ready));
+        next_poll = now() + kLongestSleep / 2;
+      }
+      if (moved) {
+        look(0);
+        continue;
+      }
+      const Nanos idle = time - idle_since;
+      if (idle < patience.spin) {
+        look(0);
+      } else if (idle < patience.spin + patience.yield) {
+        if (!look(0)) sched_yield();
+      } else {
+        look(static_cast<int>(kLongestSleep / kMillisecond));
+      }
+    }
+  }
+
+  const int rank, size;
+  Watch& watch;
+  const Options options;
+  Patience patience;
+  net::Pool pool;
+  Fd epoll, bell;
+  std::vector<std::unique_ptr<Out>> outs;  // by rank; null where nothing was sent yet
+  std::vector<std::unique_ptr<In>> ins;
+  std::vector<int> sending, receiving;  // ranks with something to be moved
+  Announcement operation;
+  uint64_t operations = 0;
+  std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
+  Nanos next_silence_look = 0;
+  net::LaneBudget budget;
+
+  std::mutex mutex;  // of the next two
+  std::vector<Arrived> arrived;
+  std::vector<Made> made;
+
+  net::Dialler dialler;  // the last, since its threads use the above
+};
+
+// ---- moving
+//
+// Streams to and from all ranks, moved by whoever waits.
+
+using net::Connection;
+using net::Moved;
+
+namespace {
+
+// A backlog that is worth another look at how many connections carry it.
+constexpr uint64_t kBacklog = 1 << 20;
+constexpr Nanos kLookEvery = 10 * kMillisecond;
+// What a connection beside others may hold that it has not sent: on a short way as much as goes
+// while this thread is away; on a long one, where one may be far slower than the others, no more
+// than it sends soon, or all would wait for it at the end.
+constexpr int kMostUnsentNear = 256 << 10, kMostUnsentFar = 64 << 10;
+
+bool isBbr(const Fd& socket) {
+  std::array<char, 16> name{};  // with its end
+  socklen_t size = name.size() - 1;
+  return getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) == 0 &&
+         std::string_view(name.data()).starts_with("bbr");
+}
+
+net::LaneCount::Sample sampleOf(net::SendStream& stream) {
+  net::LaneCount::Sample sample{.time = now(), .sent = stream.sent(), .lanes = stream.lanes()};
+  for (int i = 0; i < stream.lanes(); ++i) {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(stream.lane(i).socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    // The least that was seen: the smoothed one also counts how long our own bytes queue.
+    const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
+    sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
+    sample.retransmits += info.tcpi_total_retrans;
+    if (i == 0) sample.fills = isBbr(stream.lane(i).socket);
+  }
+  return sample;
+}
+
+}  // namespace
+
+Mesh::State::State(int rank_, int size_, Watch& watch_, Dial dial, const Options& options_)
+    : rank(rank_),
+      size(size_),
+      watch(watch_),
+      options(options_),
+      epoll(epoll_create1(EPOLL_CLOEXEC)),
+      bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      outs(static_cast<size_t>(size_)),
+      ins(static_cast<size_t>(size_)),
+      dialler(std::move(dial)) {
+  if (!epoll || !bell) throwErrno(Failure::kSetup, "no descriptors are left for a group's sockets");
+  epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
+  epoll_ctl(epoll.get(), EPOLL_CTL_ADD, bell.get(), &event);
+}
+
+void Mesh::State::add(Connection& connection) const {
+  epoll_event event{.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                    .data = {.ptr = &connection}};
+  if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0)
+    throwErrno(Failure::kSetup, "a connection cannot be watched");
+}
+
+void Mesh::State::collect() {
+  uint64_t rings = 0;
+  [[maybe_unused]] const ssize_t n = ::read(bell.get(), &rings, sizeof rings);
+  std::vector<Arrived> new_arrived;
+  std::vector<Made> new_made;
+  {
+    const std::lock_guard lock(mutex);
+    new_arrived.swap(arrived);
+    new_made.swap(made);
+  }
+  for (Arrived& one : new_arrived) {
+    net::RecvStream& stream = in(one.from).stream;
+    if (stream.openLanes() >= kMostLanes) continue;  // no rank makes as many
+    net::askNowAndThen(one.socket, longestSilence());
+    stream.add(std::move(one.socket));
+    add(stream.lane(stream.lanes() - 1));
+  }
+  for (Made& one : new_made) {
+    Out& o = out(one.to);
+    if (!one.error.why.empty()) failedToDial(one.to, one.error);
+    if (!one.socket) continue;
+    add(o.stream.add(std::move(one.socket), one.lane));
+    limitUnsent(o);
+  }
+}
+
+// So that bytes wait here, where any connection may take them, and not in one that is slow.  One
+// that is alone is to have enough for as long as this thread is away.
+void Mesh::State::limitUnsent(Out& o) {
+  net::SendStream& stream = o.stream;
+  const int bytes = stream.used() == 1    ? -1
+                    : o.count.isLongWay() ? kMostUnsentFar
+                                          : kMostUnsentNear;
+  for (int i = 0; i < stream.lanes(); ++i)
+    setsockopt(stream.lane(i).socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof bytes);
+}
+
+void Mesh::State::failedToDial(int to, const net::NotMade& error) {
+  // One more connection is not to be had: those that there are do.
+  Out& o = out(to);
+  if (o.stream.lanes() > 0) return o.count.limit(o.stream.lanes());
+  watch.broken(error.own ? rank : to, error.why);
+}
+
+bool Mesh::State::look(int longest_ms) {
+  std::array<epoll_event, 64> events;
+  const int n = epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), longest_ms);
+  bool rung = false;
+  for (int i = 0; i < n; ++i) {
+    auto* connection = static_cast<Connection*>(events[static_cast<size_t>(i)].data.ptr);
+    if (!connection) {
+      rung = true;
+      continue;
+    }
+    connection->ready = true;
+    if (events[static_cast<size_t>(i)].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))
+      connection->hangup = true;
+  }
+  if (rung) collect();
+  return n > 0;
+}
+
+// One in any case, more where the process may have them.
+void Mesh::State::request(int to, Out& o, int wanted) {
+  while (o.requested < wanted && (o.requested == 0 || budget.take())) request(to, o);
+  if (o.requested < wanted) o.count.limit(o.requested);
+}
+
+void Mesh::State::request(int to, Out& o) {
+  const int lane = o.requested++;
+  dialler.call(to, lane, [this, to, lane](net::Socket socket, const net::NotMade& error) {
+    const std::lock_guard lock(mutex);
+    made.push_back({to, lane, std::move(socket), error});
+    ringBell();
+  });
+}
+
+void Mesh::State::consider(int to, Out& o) {
+  if (o.requested == 0) return request(to, o, options.least_lanes);
+  o.busy = o.busy && o.stream.unsent() >= kBacklog;
+  if (o.stream.lanes() == 0 || now() < o.next_look) return;
+  o.next_look = now() + kLookEvery;
+  const int wanted = o.count.look(sampleOf(o.stream), o.busy);
+  o.busy = true;
+  request(to, o, wanted);
+  if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
+    limitUnsent(o);
+}
+
+bool Mesh::State::progress() {
+  bool moved = false;
+  for (size_t i = 0; i < receiving.size(); ++i) {
+    const int from = receiving[i];
+    net::RecvStream& stream = in(from).stream;
+    const Moved what = stream.progress();
+    if (what == Moved::kBroken) watch.broken(from, stream.why());
+    moved = moved || what == Moved::kSome;
+  }
+  for (size_t i = 0; i < sending.size();) {
+    const int to = sending[i];
+    Out& o = out(to);
+    consider(to, o);
+    const Moved what = o.stream.progress();
+    if (what == Moved::kBroken) watch.broken(to, o.stream.why());
+    moved = moved || what == Moved::kSome;
+    if (o.stream.idle()) {
+      o.active = false;
+      sending[i] = sending.back();
+      sending.pop_back();
+    } else {
+      ++i;
+    }
+  }
+  return moved;
+}
+
+// Looks for connections that nothing gets through any more, of all ranks: what one of them misses
+// may be what another waits for.
+void Mesh::State::lookForSilence() {
+  const Nanos time = now();
+  if (time < next_silence_look) return;
+  next_silence_look = time + longestSilence() / 8;
+  for (int r = 0; r < size; ++r) {
+    const auto& one = outs[static_cast<size_t>(r)];
+    for (int i = 0; one && i < one->stream.lanes(); ++i) {
+      Connection& lane = one->stream.lane(i);
+      const Nanos silent = lane.silence.look(lane.socket);
+      if (silent <= longestSilence() || watch.stateOf(r) != PeerState::kHere) continue;
+      watch.broken(r, "nothing that was sent " + net::wayOf(lane.socket) + " has arrived for " +
+                          std::to_string(silent / kSecond) +
+                          " s, while its control connection lives: something between these two "
+                          "addresses drops packets");
+    }
+  }
+}
+
+// Its system goes on sending what is left, for as long as it takes.
+void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
+  const PeerState fate = watch.stateOf(r);
+  if (fate == PeerState::kHere) return;
+  collect();
+  while (progress()) {
+  }
+  if (ready()) return;
+  const net::RecvStream& stream = in(r).stream;
+  if (gone.quiet_since == 0 || gone.received != stream.received())
+    gone = {.quiet_since = now(), .received = stream.received()};
+  if (fate == PeerState::kUnreachable || !stream.isOpen() ||
+      now() - gone.quiet_since > 2 * options.lost_after)
+    watch.broken(r, "it is gone");
+}
+
+// ---- what users call
+//
+// What a mesh's users call.
+
 namespace {
 
 // Bytes of buffers that are kept from one operation to the next.

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "algorithm/cut.h"
-#include "collectives/stream/slices.h"
+#include "collectives/stream_slices.h"
 #include "kernels/reduce.h"
 #include "transport/tcp/mesh.h"
 

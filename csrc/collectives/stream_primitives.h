@@ -26,7 +26,7 @@
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
 #include "base/dtype.h"
-#include "collectives/stream/slices.h"
+#include "collectives/stream_slices.h"
 #include "kernels/reduce.h"
 #include "transport/tcp/mesh.h"
 

@@ -1,10 +1,10 @@
 // Bruck's all-gather and the ring's.
-#include "collectives/stream/blocks.h"
+#include "collectives/stream_blocks.h"
 
 #include <algorithm>
 
 #include "algorithm/cut.h"
-#include "collectives/stream/slices.h"
+#include "collectives/stream_slices.h"
 
 namespace ringreduce {
 namespace {
