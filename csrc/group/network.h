@@ -1,12 +1,11 @@
-// A group whose ranks share no memory: its sockets, and what its session, its collectives and its
-// messages have instead of shared pages.
+// The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
-//     control ring   who is alive, who has left, verdicts, how far ranks are (health/control.h)
-//     mesh           the data of collectives (transport/tcp/mesh.h), moved by whoever waits
+//     control ring   liveness, departures, verdicts, progress (health/control.h)
+//     mesh           data of collectives (transport/tcp/mesh.h), moved by the thread that waits
 //     pump           messages (p2p/pump.h), moved by the reactor's thread
 //
-// A rank learns of the others' endpoints when the hosts meet (bootstrap/hosts.h).  Its control
-// connections are made at once, all others when they are first needed.
+// Ranks exchange endpoints when the hosts meet (bootstrap/hosts.h).  The control connections are
+// made at once, all others when they are first used.
 #pragma once
 
 #include <array>
@@ -33,39 +32,38 @@ namespace ringreduce {
 
 class Network final : public Outside, private net::Control::Listener, private net::Pump::Listener {
  public:
-  // Opens this process's port and lets the group's other ranks in; what it returns is for
-  // Hosts::meet to tell them.
+  // Opens this process's port and admits the ranks of the group.  Returns the text that Hosts::meet
+  // sends to them.
   explicit Network(const GroupOptions& options) : options_(options) {}
   ~Network() override;
   std::string open(const Hosts& hosts);
 
-  // Connects the control ring, and has `local` do what the ranks of this host make together, with a
-  // store that ends it if others have given up.
-  // Collective; throws on all ranks if on any.  (Only of one that is interrupted, or killed, in the
-  // very last round do some hear later: as of one whose process has ended.)
+  // Connects the control ring, and calls `local` to make what the ranks of this host share.  The
+  // store that `local` gets throws if another rank has given up. Collective.  Throws on all ranks
+  // if it throws on any.  One exception: if a rank is interrupted or killed in the last round, some
+  // ranks learn of it later, as of a process that ended.
   void join(const Hosts& hosts, Store& store, const std::function<void(Store&)>& local);
 
-  // Pages of this process's own memory, and what goes with them.
+  // The ranks, with pages in this process's own memory.
   std::vector<Seat> seats(const Hosts& hosts);
-  // From now on `session` learns what others tell.  The mesh, whose ranks stand in the order of
-  // `ring`, must not outlive this; before it goes, or the session, this must have left or be
-  // closed.
+  // Starts to report news to `session`.  The ranks of the mesh are in the order of `ring`.  The
+  // mesh must not outlive this object.  Call `leave` or `close` before the mesh or the session is
+  // destroyed.
   std::unique_ptr<Mesh> start(Session& session);
-  // How messages to and from each rank go.
+  // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return shared_; }
   const HostRing& ring() const { return host_ring_; }
   const WireCost& cost() const { return cost_; }
 
-  // Waits until messages that were sent are on their way to those ranks that may receive them: no
-  // longer than `timeout`, and not once the group has failed.  `turn`, if not null, is called now
-  // and then and may throw.
+  // Waits until the kernel has taken all messages to ranks that may still receive, up to `timeout`,
+  // or until the group fails.  `turn`, if not null, is called now and then and may throw.
   void handOver(void (*turn)(), Nanos timeout);
-  // After the session has departed: waits until the others know, not for long, and closes all
-  // sockets but the mesh's.
+  // After the session has departed: waits briefly until the other ranks know, and closes all
+  // sockets except those of the mesh.
   void leave();
 
-  // The same at once.  When it returns no thread calls the session or the mesh any more.
+  // The same without waiting.  After it returns no thread calls the session or the mesh.
   void close();
 
   // ---- Outside

@@ -1,20 +1,21 @@
-// A group's health: which operation runs, who is alive, and the verdict that ends it.
+// The health of a group: which operation runs, which ranks are alive, and the verdict that ends the
+// group.
 //
-// The session is the Watch of every wait.  While a rank waits, the session looks for what flags
-// cannot tell: a dead process, a rank that left, one that announced another operation, the
+// The session is the Watch of every wait.  While a rank waits, the session checks what flags cannot
+// show: a process that ended, a rank that left, a rank that announced another operation, the
 // deadline, Ctrl-C.
 //
-// Between hosts pages are mirrors: each rank has its own copy of everybody's, and an `Outside` that
-// carries what is written there to the others' (group/network.h).  Then no rank knows at once how
-// far the others are, so a rank that is gone is missed by who waits for it, or in vain for anybody
-// (idle), and all learn of it by that one's verdict.
+// Between hosts, pages are mirrors: each rank has its own copy of all pages, and an `Outside`
+// carries updates between them (group/network.h).  A rank then does not know at once how far the
+// others are. A lost rank is reported by the rank that waits for its data, or by a rank whose wait
+// makes no progress (idle).  The other ranks learn of it through that rank's verdict.
 //
-// Blame.  The first rank to find a cause writes its text into its own page and then sets the
-// group's verdict, one word, by compare-and-swap; whoever fails later finds it set and raises the
-// same error.  (Between hosts each keeps the first verdict that it hears of: of two that are found
-// at the same time some ranks may raise the one and some the other.)  So a survivor that leaves
-// after an error is never taken for the cause, and a rank that is killed while it reports leaves no
-// half verdict.  A verdict is final: the group is of no more use.
+// Blame.  The first rank that finds a cause writes the text into its own page, and then sets the
+// group's verdict, one word, by compare-and-swap.  A rank that fails later finds the verdict set
+// and raises the same error.  Between hosts each rank keeps the first verdict that it receives; if
+// two are found at the same time, ranks may raise different ones.  So a rank that leaves after an
+// error is never blamed for it, and a rank that is killed while it reports leaves no partial
+// verdict.  A verdict is final: the group cannot be used any more.
 #pragma once
 
 #include <atomic>
@@ -31,43 +32,42 @@
 
 namespace ringreduce {
 
-// What has become of a rank.
+// Whether a rank still takes part in the group.
 enum class Presence : uint8_t {
   kHere,
   kLeft,   // the group, normally
-  kEnded,  // its process; or it cannot be reached any more
+  kEnded,  // its process ended, or it can no longer be reached
 };
 
-// A rank as a session sees it.
+// What a session knows of each rank from the start.
 struct Seat {
   Page* page;
-  std::shared_ptr<Fd> process;  // null where it is not of this host, or not known
+  std::shared_ptr<Fd> process;  // null if it is on another host or unknown
   std::string name;             // "pid 7 on host a"
-  int pid;                      // 0 where it is not of this host
+  int pid;                      // 0 if it is on another host
 };
 std::vector<Seat> seatsOf(const Membership& membership);
 
-// The way to ranks that share no memory with this one.  Nothing here waits.
+// Carries news to ranks that share no memory with this one.  No call waits.
 class Outside {
  public:
   virtual ~Outside() = default;
   virtual void tell(Failure kind, int culprit, const std::string& text) = 0;
   virtual void depart(Departure how) = 0;
-  // Has everybody say how far it is; answers come into the pages.  With `since` also what it has
-  // announced from that operation on, as soon as can be.
+  // Asks all ranks for their progress; answers update the pages.  With `since`, the answers include
+  // the operations announced from that one on, and the question is sent at once.
   virtual void ask(uint64_t since = kNoOperation) = 0;
-  // There are messages for that rank, or room for its.
+  // Tells that rank that it has new messages, or room to send.
   virtual void stir(int rank) = 0;
 };
 
 class Session final : public Watch {
  public:
-  // `outside` is null where all ranks share the pages.
+  // `outside` is null if all ranks share the pages.
   Session(int rank, std::vector<Seat> seats, const GroupOptions& options,
           Outside* outside = nullptr);
 
-  // An operation starts to run; throws if the group has failed.  `in_users_thread`: Ctrl-C may
-  // end it.
+  // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
   void begin(const Announcement& operation, Nanos timeout, bool in_users_thread);
 
   void end() {
@@ -75,66 +75,64 @@ class Session final : public Watch {
     waits_for_.store(-1, std::memory_order_relaxed);
   }
 
-  // Ends the group, unless it has ended already, and throws its verdict.
+  // Ends the group, unless it has failed already, and throws the verdict.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
   // The same without throwing, from any thread.
   void abort(const std::string& why);
   // Throws if the group has failed.
   void check() const;
 
-  // How far this rank has left normally; what it posted stays readable.
+  // Marks this rank as leaving or gone.  Data that it posted stays readable.
   void depart(Departure how);
 
   const Announcement& current() const { return current_; }  // the operation that runs
   int waitsFor() const { return waits_for_.load(std::memory_order_relaxed); }
 
-  // ---- What comes from outside; from any thread.
+  // ---- events from other hosts; from any thread
   void learn(Failure kind, int culprit, int reporter, const std::string& text);
-  // These ranks are gone: `how` says why, in words that follow "is lost: ".  Who waits for their
-  // data knows it at once; who waits for their messages once these have come (`hearOut`), unless
-  // none can come any more.
+  // These ranks are lost; `how` is the reason, as text after "is lost: ".  A wait for their data
+  // fails at once.  A wait for their messages fails after all have arrived (`hearOut`), or at once
+  // if none can arrive any more.
   void lose(const std::vector<int>& ranks, PeerState fate, const std::string& how);
-  void learnDeparture(int rank, Departure how);  // of kGone the same holds
-  // All messages have come of a rank that has left, or whose process has ended.
+  void learnDeparture(int rank, Departure how);  // kGone ends waits in the same way
+  // All messages of a rank that left, or whose process ended, have arrived.
   void hearOut(int rank);
-  // A connection with that rank has ended and nobody has said why: if nobody knows now either, the
-  // group ends, since what was under way is missing somewhere.
+  // A connection to that rank ended without a reason.  If there is still none, the group fails:
+  // data that was in flight is missing.
   void miss(int rank, const std::string& how);
-  // How far a rank is, or was a moment ago.
+  // The progress of a rank.
   void see(int rank, uint64_t announced, const Announcement& last, int waits_for, bool stopped,
            const std::vector<Announcement>& earlier = {});
 
-  // How far this rank is: operations announced, the latest of them, and those before it from
+  // The progress of this rank: the number of operations announced, the latest, and those from
   // `since` on.
   void here(uint64_t& announced, Announcement& last, uint64_t since,
             std::vector<Announcement>& earlier) const;
 
-  // Before a rank is blamed for being late: lets the others say how far they are, and what they
-  // know already.  This rank may have been the one that was stopped.  Throws if the group has
-  // failed.
+  // Waits briefly for news from the other ranks before one is blamed for being late: this rank may
+  // be the one that was stopped.  Throws if the group has failed.
   void hearOthers() const;
 
-  // Who holds up rank r: the end of the chain in which one waits for another, as far as it is
-  // known.
+  // The rank that rank r waits for, directly or through other waiting ranks, as far as known.
   int heldUpBy(int r) const;
 
-  // Tells rank r's messenger that there is something for it.
+  // Wakes rank r's messenger.
   void ringMessenger(int r);
 
-  // About other ranks, for who waits for messages.
+  // ---- the state of other ranks, for waits for messages
   Departure departureOf(int r) const;
-  std::vector<bool> endedProcesses() const;  // and ranks that cannot be reached
-  // What follows "is lost: " of one of these.
+  std::vector<bool> endedProcesses() const;  // true also for ranks that cannot be reached
+  // The reason why such a rank is lost, as text after "is lost: ".
   std::string howLost(int r) const;
   // "rank 2 (pid 7 on host a)"
   std::string who(int r) const;
-  // The same with what it was last seen doing, and whether it is stopped.
+  // The same, with the last operation seen and whether the process is stopped.
   std::string whereabouts(const std::vector<int>& ranks) const;
   std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
   Page& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
   [[noreturn]] void throwVerdict() const;
 
-  // Why the group has failed; kNone while it has not.
+  // Why the group has failed, or kNone.
   Failure failure() const {
     return static_cast<Failure>(verdict().load(std::memory_order_acquire) >> 48);
   }
@@ -150,7 +148,7 @@ class Session final : public Watch {
 
  private:
   static constexpr char kProcessEnded[] = "its process ended";
-  // How long a rank that found a mismatch waits for the rest, to tell who is in the minority.
+  // How long a rank that found a mismatch waits for the other ranks, to find the minority.
   static constexpr Nanos kCensus = 300 * kMillisecond;
   std::atomic_ref<uint64_t> verdict() const { return std::atomic_ref(page(0).verdict); }
   bool hasAnnounced(int r) const { return page(r).announced.observe() > current_.sequence; }
@@ -159,11 +157,11 @@ class Session final : public Watch {
 
   void report(Failure kind, int culprit, const std::string& text);
   [[noreturn]] void lost(int rank, bool process_ended);
-  // Rank `other` is one that called something else; `sent` is what it said so with, if it did, and
-  // `about` the operation, if it is an earlier one.
+  // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
+  // `about` is the sequence number if the mismatch is in an earlier operation.
   [[noreturn]] void mismatch(int other, const Announcement* sent = nullptr,
                              uint64_t about = kNoOperation);
-  // Who called what, in the first operation about which ranks are known to disagree.
+  // Which ranks called what, in the first operation in which ranks are known to differ.
   struct Party {
     Announcement operation;
     std::vector<int> ranks;
@@ -171,10 +169,10 @@ class Session final : public Watch {
   struct Census {
     uint64_t sequence = 0;
     std::vector<Party> parties;
-    bool complete = true;  // all have told what they called in it, and in those before it
+    bool complete = true;  // the calls of all ranks, up to this one, are known
   };
   Census census(uint64_t first, int other, const Announcement* sent) const;
-  // Who keeps the others waiting, and how: "rank 2 (pid 7 on host a) did not arrive".
+  // The ranks that the others wait for, and a text: "rank 2 (pid 7 on host a) did not arrive".
   struct Laggards {
     std::vector<int> ranks;
     std::string text;
@@ -186,13 +184,13 @@ class Session final : public Watch {
   std::string told(Announcement operation) const;
   std::string monitored(const std::vector<int>& late) const;
 
-  // What is known of a rank from outside.
+  // What other hosts reported of a rank.
   struct Distant {
     std::atomic<PeerState> fate = PeerState::kHere;
-    std::atomic<Nanos> lost_since = 0;    // when it was heard that the fate is no good one
+    std::atomic<Nanos> lost_since = 0;    // when it was reported as ended or unreachable
     std::string how;                      // guarded by the mutex
     std::atomic<bool> gone = false;       // it has left
-    std::atomic<bool> heard_out = false;  // none of its messages is on its way any more
+    std::atomic<bool> heard_out = false;  // all its messages have arrived
     std::atomic<int> waits_for = -1;
     std::atomic<bool> stopped = false;
     std::atomic<Nanos> seen = 0;
@@ -214,15 +212,15 @@ class Session final : public Watch {
   std::vector<std::string> names_;  // "pid 7 on host a"
   std::vector<int> pids_;
   std::vector<Distant> distant_;     // by rank; empty where all share the pages
-  mutable std::mutex mirror_mutex_;  // of what is written into mirrors
+  mutable std::mutex mirror_mutex_;  // guards writes into mirrors
   std::atomic<int> waits_for_ = -1;
   Nanos next_ask_ = 0;
-  std::atomic<Nanos> last_answer_ = 0;  // when a rank last said how far it is
+  std::atomic<Nanos> last_answer_ = 0;  // when the last progress report arrived
 
   Announcement current_;
   uint64_t history_ = 0;
   bool inline_ = false;
-  std::atomic<bool> in_monitored_barrier_{false};  // also asked by who waits for messages
+  std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages
   Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
 };
 

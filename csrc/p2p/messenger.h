@@ -1,14 +1,16 @@
-// Sends and receives of one rank: who moves them on, and what ends them.
+// The sends and receives of one rank: which thread moves them, and what ends them.
 //
-// The engine (p2p/engine.h) knows which bytes go where and waits for nothing.  Here are the
-// threads: whoever waits for a message drives the engine, spinning, then yielding, then asleep on a
-// bell that peers ring; one at a time, the others wait for it.  If messages are under way and
-// nobody waits, a thread of this group does the same, so that they arrive while the rank computes.
-// Collectives have a thread and a bell of their own: neither kind ever waits for the other.
+// The engine (p2p/engine.h) matches messages and copies bytes, and never waits.  The messenger has
+// the threads.  A thread that waits for a message drives the engine: it spins, then yields, then
+// sleeps on a bell that peers ring.  One thread drives at a time; the others wait for it.  If
+// messages are in flight and no thread waits, a thread of this group drives, so that they arrive
+// while the rank computes.  Collectives have their own thread and bell: neither kind waits for the
+// other.
 //
-// A message has no deadline until somebody waits for it: a server may keep receives open for hours.
-// A process that died, a deadline and messages that do not fit end the group (health/session.h).  A
-// rank that has left normally ends only what it could still have been part of.
+// A message has no deadline until a thread waits for it: a server may keep receives open for hours.
+// A process that ended, a deadline and messages that do not match fail the group
+// (health/session.h). A rank that left normally ends only the messages that it could have taken
+// part in.
 #pragma once
 
 #include <condition_variable>
@@ -31,7 +33,7 @@ class Delivery final : public Ticket, public Transfer {
  public:
   explicit Delivery(Message m) : Transfer(std::move(m)) {}
 
-  // Since when somebody waits for it where nobody drives the engine; 0 if nobody does.
+  // Since when it is waited for by a thread that cannot drive the engine; 0 if it is not.
   Nanos expected_since = 0, timeout = kNever;
 };
 
@@ -41,21 +43,20 @@ class Messenger {
             const GroupOptions& options, Patience patience);
   ~Messenger();  // `stop` has been called
 
-  // Starts a send or a receive; what can be moved at once is.  Throws Error(kArgument) for what
-  // cannot be, and Error(kAborted) once the group is being left.
+  // Starts a send or a receive, and moves what can be moved at once.  Throws Error(kArgument) for
+  // invalid arguments, and Error(kAborted) while the group is being left.
   std::shared_ptr<Delivery> post(Message message);
 
-  // Waits; false if `longest` goes by first.  The deadline of the group is `timeout` from now.
-  // Throws what Ctrl-C throws, after the group has been aborted; does not throw the message's
-  // error.
+  // Waits.  Returns false after `longest`.  The message must complete within `timeout` from now.
+  // Ctrl-C aborts the group and throws.  Does not throw the message's error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);
 
-  // From now on it is waited for elsewhere: `timeout` from now it must be over, and Ctrl-C ends it.
+  // The message is waited for elsewhere: it must complete within `timeout`, and Ctrl-C ends it.
   void expect(Delivery& delivery, Nanos timeout);
 
-  // Sends what is still to be sent to ranks that receive it, gives up all receives, and ends the
-  // thread.  `turn`, if not null, is called now and then and may throw: then all is given up, as it
-  // is after `timeout`.
+  // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
+  // `turn`, if not null, is called now and then and may throw: then, and after `timeout`, the sends
+  // are cancelled as well.
   void stop(void (*turn)(), Nanos timeout);
 
  private:
@@ -89,9 +90,9 @@ class Messenger {
   const GroupOptions& options_;
   const Patience patience_;
 
-  std::mutex mutex_;  // of all below; never held while anything else is called that may block
+  std::mutex mutex_;  // guards all below; never held during a call that may block
   Engine engine_;
-  bool driven_ = false;  // somebody drives the engine
+  bool driven_ = false;  // a thread drives the engine
   std::thread::id driver_;
   int users_ = 0;  // threads in await
   bool closed_ = false, stopping_ = false, thread_asleep_ = false;

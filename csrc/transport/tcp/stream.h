@@ -1,13 +1,13 @@
 // A stream: bytes from one rank to another, in order, over one or more connections.
 //
-// The sender's bytes have positions, counted from the group's start.  They travel in frames, each
-// of which says its position and length; whichever connection takes bytes next is given the next
-// frame. The receiver has said beforehand where the next bytes go (expect), so a frame goes
-// straight from the socket to its place, in whatever order frames come.  A frame for which no place
-// is known yet stays in its socket, which is all the flow control there is.
+// Each byte has a position, counted from the start of the group.  Bytes travel in frames; a frame
+// carries its position and length.  The next frame goes to the first connection that accepts bytes.
+// The receiver names the destination of the next bytes in advance (expect), so a frame goes from
+// the socket straight to its destination, in any order.  A frame without a destination stays in its
+// socket; there is no other flow control.
 //
-// Nothing here waits: `progress` moves what can be moved.  Connections are one-way, so that nothing
-// is ever unread on a sender's socket when it is closed.
+// No call waits: `progress` moves as many bytes as possible.  Connections are one-way, so that a
+// sender's socket never holds unread bytes when it is closed.
 #pragma once
 
 #include <algorithm>
@@ -29,13 +29,13 @@ namespace ringreduce::net {
 
 inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of the pool
 
-// Buffers of kPieceBytes, the last one given back first: it is still in cache.
+// Buffers of kPieceBytes.  The one returned last is taken first, since it is still in cache.
 class Pool {
  public:
   std::byte* take();
   void give(std::byte* buffer) { free_.push_back(buffer); }
   size_t bytes() const { return all_.size() * kPieceBytes; }
-  // Frees what is not in use, down to so many bytes.
+  // Frees unused buffers until `bytes` are left.
   void trim(size_t bytes);
 
  private:
@@ -46,14 +46,14 @@ class Pool {
   std::vector<std::byte*> free_;
 };
 
-// What became of a try to move bytes.
+// The result of an attempt to move bytes.
 enum class Moved : uint8_t { kNothing, kSome, kBroken };
 
-// A connection, and what edge-triggered epoll has told of it.
+// A connection, and its state according to edge-triggered epoll.
 struct Connection {
   Socket socket;
-  bool ready = true;    // until the system says that there is no more for now
-  bool hangup = false;  // the other end has closed: what is there must be read to the end
+  bool ready = true;    // until a call returns EAGAIN
+  bool hangup = false;  // the other end has closed; read what is left
   Silence silence = {};
 };
 
@@ -61,29 +61,29 @@ class SendStream {
  public:
   explicit SendStream(Pool& pool) : pool_(pool) {}
 
-  // Bytes to be sent; memory stays as it is until `idle`.
+  // Queues bytes.  The memory must not change until `idle`.
   void send(const void* data, size_t bytes);
-  // The same for the first `bytes` of a buffer of the pool, which goes back there.
+  // The same for the first `bytes` of a buffer of the pool, which is returned to it.
   void sendBuffer(std::byte* buffer, size_t bytes);
   size_t buffersUnderWay() const { return buffers_; }
 
-  // Whether all has been handed to the system.
+  // Whether the kernel has taken all bytes.
   bool idle() const { return spans_.empty(); }
   uint64_t unsent() const { return posted_ - sent_; }
   uint64_t sent() const { return sent_; }
-  // What its connections have taken: the same and the frames' heads.
+  // Bytes that its connections have taken, with frame headers.
   uint64_t taken() const { return taken_; }
 
-  // Connection `number`, of which there is one. They may come in any order.
+  // Adds the connection with this number.  Numbers are unique and may come in any order.
   Connection& add(Socket socket, int number);
   int lanes() const { return static_cast<int>(lanes_.size()); }
   Connection& lane(int i) { return lanes_[static_cast<size_t>(i)]->connection; }
-  // New frames go over no more than `count` of the connections, those of the lowest numbers.
+  // Limits new frames to the `count` connections with the lowest numbers.
   void use(int count) { used_ = static_cast<size_t>(count); }
   int used() const { return static_cast<int>(std::min(used_, lanes_.size())); }
 
-  // Sends a frame, or what is left of one, on every connection that is ready.  After kBroken `why`
-  // says what happened.
+  // Sends a frame, or the rest of one, on every connection that is ready.  After kBroken, `why` is
+  // the reason.
   Moved progress();
   const std::string& why() const { return why_; }
 
@@ -91,14 +91,14 @@ class SendStream {
   struct Span {
     uint64_t position;
     const std::byte* data;
-    size_t bytes, left;  // left: not handed over yet
+    size_t bytes, left;  // left: not yet taken by the kernel
     std::byte* buffer;   // of the pool, or null
   };
   struct Lane {
     Connection connection;
     int number = 0;
     Frame frame;
-    uint64_t at = 0, end = 0;  // positions of what is left of the frame
+    uint64_t at = 0, end = 0;  // positions of the rest of the frame
     size_t header_left = 0;
     bool busy() const { return header_left > 0 || at < end; }
   };
@@ -120,11 +120,11 @@ class RecvStream {
  public:
   explicit RecvStream(Pool& pool) : pool_(pool) {}
 
-  // Where the next bytes of the stream go; null: a buffer of the pool, taken when the first of them
-  // come.
+  // Names the destination of the next bytes of the stream.  Null: a buffer of the pool, taken when
+  // the first of them arrive.
   void expect(void* data, size_t bytes);
   bool expectsNone() const { return expected_.empty(); }
-  // Whether what was expected first is there, and where.
+  // Whether the first expected piece has arrived, and where it is.
   bool ready() const { return expected_.front().left == 0; }
   const std::byte* front() const { return expected_.front().data; }
   void pop();
@@ -132,12 +132,12 @@ class RecvStream {
   void add(Socket socket);
   int lanes() const { return static_cast<int>(lanes_.size()); }
   Connection& lane(int i) { return lanes_[static_cast<size_t>(i)]->connection; }
-  bool isOpen() const { return openLanes() > 0; }  // so more may come
+  bool isOpen() const { return openLanes() > 0; }  // more bytes may arrive
   int openLanes() const;
-  uint64_t received() const { return received_; }  // bytes, of whatever
+  uint64_t received() const { return received_; }  // bytes, with headers
 
-  // Takes what has come, no more than some hundred KiB from each connection.  kBroken: no more can
-  // come, and what was expected is not there.
+  // Reads what has arrived, up to some hundred KiB from each connection.  kBroken: no more bytes
+  // can arrive, and expected ones are missing.
   Moved progress();
   const std::string& why() const { return why_; }
 
@@ -150,8 +150,8 @@ class RecvStream {
   };
   struct Lane {
     Connection connection;
-    uint64_t at = 0, end = 0;  // positions of what is still to come of the frame
-    // What was read beyond a frame: the next one's header, and what came with it.
+    uint64_t at = 0, end = 0;  // positions of the rest of the frame
+    // Bytes read beyond the frame: the next header, and what follows it.
     std::array<std::byte, 4096> ahead;
     size_t ahead_begin = 0, ahead_end = 0;
     bool closed = false;
@@ -169,8 +169,8 @@ class RecvStream {
   Pool& pool_;
   std::deque<Expected> expected_;
   std::vector<std::unique_ptr<Lane>> lanes_;
-  uint64_t expected_end_ = 0, missing_ = 0;  // bytes expected in all, and those not there yet
-  // Frames that have begun to come: all bytes before `floor_`, and these, begin to end, beyond it.
+  uint64_t expected_end_ = 0, missing_ = 0;  // bytes expected in total, and those still missing
+  // Frames that have begun to arrive: all before `floor_`, and from begin to end those beyond it.
   uint64_t floor_ = 0;
   std::map<uint64_t, uint64_t> claimed_;
   uint64_t received_ = 0;
