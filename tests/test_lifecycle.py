@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
 from processes import wait_until
+
+CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 
 
 def held() -> dict[str, int]:
@@ -113,6 +117,38 @@ def destroyed_in_a_callback(me: Rank) -> int:
 @pytest.mark.ringreduce
 def test_a_callback_may_destroy_its_own_group(pool: Pool, world: MakeWorld) -> None:
     assert max(pool.run(destroyed_in_a_callback, world(2))) <= 0
+
+
+def named_threads(me: Rank, name: str) -> set[str]:
+    """The names of threads that a group adds to a process while it is used."""
+
+    def names() -> Counter[str]:
+        return Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = names()
+    me.init(name, size=2)
+    x, other = torch.ones(1000), 1 - me.rank
+    seen = set()
+    for _ in range(3):
+        received = dist.irecv(torch.empty(1000), other)
+        works = [dist.all_reduce(x.clone(), async_op=True) for _ in range(3)]
+        works[-1].get_future().then(lambda _: time.sleep(0.05))
+        time.sleep(0.02)
+        dist.send(x, other)
+        for work in (received, *works):
+            work.wait()
+        seen |= set(names() - before)
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("wire", ["", "tcp"])
+def test_threads_have_the_names_in_the_table(pool: Pool, world: MakeWorld, wire: str) -> None:
+    table = set(re.findall(r"^\| `(ringreduce[a-z-]*)`", CONTRIBUTING.read_text(), re.MULTILINE))
+    options = {"WIRE": wire} if wire else {}
+    call = pool.start(named_threads, world(0, **options), pool.name(), ranks=2)
+    for names in call.results():
+        assert "ringreduce" in names and names <= table, names
 
 
 def blocked(me: Rank, seconds: float, call: str) -> tuple[float, float]:

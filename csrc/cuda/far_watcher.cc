@@ -1,6 +1,8 @@
 // The three threads, and what ranks tell each other through the store.
 #include "cuda/far_watcher.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -39,6 +41,8 @@ FarWatcher::FarWatcher(std::shared_ptr<Store> store, const Hosts& hosts,
   collecting_ = std::thread([this] { collect(); });
   looking_ = std::thread([this] { look(); });
   corresponding_ = std::thread([this] { correspond(); });
+  for (std::thread* thread : {&collecting_, &looking_, &corresponding_})
+    pthread_setname_np(thread->native_handle(), "ringreduce-far");
 }
 
 FarWatcher::~FarWatcher() {

@@ -1,6 +1,8 @@
 // Joining, and the steps as calls of NCCL and CUDA.
 #include "cuda/nccl_ring.h"
 
+#include <pthread.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -45,6 +47,7 @@ std::unique_ptr<NcclRing> NcclRing::join(std::shared_ptr<const NcclLibrary> libr
   };
   const auto attempt = std::make_shared<Attempt>();
   std::thread thread([=] {
+    pthread_setname_np(pthread_self(), "ringreduce-nccl");
     std::unique_ptr<NcclRing> ring;
     std::exception_ptr error;
     try {

@@ -1,6 +1,8 @@
 // The watcher's rounds.
 #include "cuda/watcher.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -43,6 +45,8 @@ Watcher::Watcher(Group& group, std::vector<HostState*> states)
     : group_(group), states_(std::move(states)), compared_(states_.size()) {
   watching_ = std::thread([this] { watch(); });
   collecting_ = std::thread([this] { collect(); });
+  for (std::thread* thread : {&watching_, &collecting_})
+    pthread_setname_np(thread->native_handle(), "ringreduce-gpu");
 }
 
 Watcher::~Watcher() {
