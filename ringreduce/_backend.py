@@ -153,20 +153,17 @@ class _Companion:
     def __init__(self, beside: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         self.beside = weakref.ref(beside)
         self.group = group
-        self.raised = False  # an operation on it has raised an error
-        self.last: torch.futures.Future[torch.Tensor] | None = None  # of the last bucket averaged
+        self.has_raised = False  # its failure, as the error of an operation
 
     def has_failed(self) -> bool:
         return bool(extension().has_failed(backend_of(self.group)))
 
-    def has_raised(self) -> bool:
-        """Whether the user has seen an error of it; DDP raises those of futures after a step."""
-        if self.last is not None and self.last.done():
-            try:
-                self.last.value()
-            except Exception:
-                self.raised = True
-        return self.raised
+    def note(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        """For `add_done_callback`: notes an error, which DDP raises at the end of the step."""
+        try:
+            future.value()
+        except Exception:
+            self.has_raised = self.has_failed()  # not so after a bad argument
 
 
 _companions: list[_Companion] = []
@@ -216,7 +213,7 @@ def ringreduce_group(
         return group
     companion = _companion_of(group)
     if companion is not None:
-        if not (again and companion.has_failed() and (not call or companion.has_raised())):
+        if not (again and companion.has_failed() and (not call or companion.has_raised)):
             return companion.group
         _companions.remove(companion)
         dist.destroy_process_group(companion.group)
@@ -233,7 +230,7 @@ def noting_errors(group: dist.ProcessGroup) -> Iterator[_Companion | None]:
         yield companion
     except Exception:
         if companion is not None:
-            companion.raised = True
+            companion.has_raised = companion.has_failed()
         raise
 
 

@@ -147,7 +147,7 @@ def _average(
     with noting_errors(group) as companion:
         average: torch.futures.Future[torch.Tensor] = start(backend_of(group), bucket).get_future()
     if companion is not None:
-        companion.last = average
+        average.add_done_callback(companion.note)
     return average
 
 
