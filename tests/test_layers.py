@@ -53,7 +53,7 @@ def test_a_wrong_include_is_seen() -> None:
     assert violations("transport/shm", text) == ['"group/group.h"']
     assert violations("transport/shm", "#include <torch/torch.h>\n") == ["<torch/torch.h>"]
     assert violations("transport/shm", '#include "segment.h"\n') == ['"segment.h"']
-    text = '#include "transport/watch.h"\n#include "transport/shm/page.h"\n'
+    text = '#include "transport/wait_guard.h"\n#include "transport/shm/page.h"\n'
     assert violations("transport/tcp", text) == ['"transport/shm/page.h"']
     assert violations("p2p", '#include "collectives/calls.h"\n') == ['"collectives/calls.h"']
     assert violations("torch", '#include <torch/torch.h>\n#include "group/group.h"\n') == []

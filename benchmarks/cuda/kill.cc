@@ -20,7 +20,7 @@ constexpr size_t kBytes = 1 << 20;
 constexpr Nanos kBeforeDeath = 300 * kMillisecond;
 constexpr int kMostRanks = 17;  // of Settings, and the new one
 
-struct Page {
+struct RankPage {
   std::atomic<Nanos> killed;
   std::atomic<int> over;  // survivors that are done with the first group
   struct Rank {
@@ -86,7 +86,7 @@ class Rank {
 };
 
 // All-reduces until one raises, as it must: then tells when and what.
-void untilItRaises(Rank& rank, Page& page, Page::Rank& report, int victim) {
+void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victim) {
   const Nanos deadline = deadlineIn(gpu::kHang);
   try {
     while (now() < deadline) rank.allReduce();
@@ -116,9 +116,9 @@ double kernelMilliseconds() {
 }
 
 // Ranks 0 to size-2 survive, size-1 is killed, and process `size` takes its place afterwards.
-void body(Store& store, Store& again, Page& page, int process, int size) {
+void body(Store& store, Store& again, RankPage& page, int process, int size) {
   const int victim = size - 1;
-  Page::Rank& report = page.ranks[process];
+  RankPage::Rank& report = page.ranks[process];
   if (process < size) {
     gpu::must(cudaSetDevice(0), "use the GPU");
     Rank rank(store, "before", process, size);
@@ -162,7 +162,7 @@ int runKill(const Settings& settings) {
                                      "each a process, of which one is killed amid all-reduces of 1 "
                                      "MiB; then a new group with a new process")
                             .c_str());
-    Shared<Page> page;
+    Shared<RankPage> page;
     processes::SharedStore store, again;
     const processes::Ends ends =
         processes::run(size + 1, [&](int process) { body(store, again, *page, process, size); });
@@ -170,7 +170,7 @@ int runKill(const Settings& settings) {
     size_t wrong = 0;
     for (int i = 0; i <= size; ++i) {
       const std::string& end = ends[static_cast<size_t>(i)];
-      const Page::Rank& one = page->ranks[i];
+      const RankPage::Rank& one = page->ranks[i];
       const bool victim = i == size - 1;
       if (victim ? end != "killed by signal 9" : !end.empty()) {
         std::printf("FAILED: process %d: %s\n", i, end.empty() ? "it lives" : end.c_str());

@@ -229,14 +229,14 @@ class Rank {
   uint32_t seed_ = 0;
 };
 
-struct Page {
+struct RankPage {
   HopWords words;
   std::atomic<int> met;
   size_t most;  // bytes of the largest message that fits
   std::atomic<size_t> wrong, measured;
 };
 
-void body(const Settings& settings, Store& store, Page& page, int rank, int size) {
+void body(const Settings& settings, Store& store, RankPage& page, int rank, int size) {
   gpu::must(cudaSetDevice(0), "use the GPU");
   std::vector<size_t> sizes;
   for (size_t bytes : settings.sizes)
@@ -268,7 +268,7 @@ int runProcesses(const Settings& settings) {
     std::printf("%s\n", sharingTitle(size, "each a process; the median of " +
                                                std::to_string(settings.rounds) + " rounds")
                             .c_str());
-    Shared<Page> page;
+    Shared<RankPage> page;
     processes::SharedStore store;
     // What fits is asked once, by a process of its own, before the ranks take any.
     processes::run(1, [&](int) {

@@ -22,19 +22,19 @@ constexpr auto kPatience = std::chrono::milliseconds(1);
 
 }  // namespace
 
-// ---- Ticket
+// ---- OperationHandle
 
-bool Ticket::isDone() const {
+bool OperationHandle::isDone() const {
   const std::lock_guard lock(mutex_);
   return done_;
 }
 
-void Ticket::refuseInChild() const {
+void OperationHandle::refuseInChild() const {
   if (forkGeneration() != generation_)
     throw Error(Failure::kArgument, "this operation is the parent process's to wait for");
 }
 
-bool Ticket::wait(int64_t longest, void (*turn)()) {
+bool OperationHandle::wait(int64_t longest, void (*turn)()) {
   refuseInChild();
   const Nanos deadline = deadlineIn(longest);
   std::unique_lock lock(mutex_);
@@ -51,18 +51,18 @@ bool Ticket::wait(int64_t longest, void (*turn)()) {
   return true;
 }
 
-std::exception_ptr Ticket::error() const {
+std::exception_ptr OperationHandle::error() const {
   const std::lock_guard lock(mutex_);
   return error_;
 }
 
-bool Ticket::setCompletion(Completion completion) {
+bool OperationHandle::setCompletion(Completion completion) {
   const std::lock_guard lock(mutex_);
   if (!done_) completion_ = std::move(completion);
   return !done_;
 }
 
-Ticket::Completion Ticket::finish(std::exception_ptr error) {
+OperationHandle::Completion OperationHandle::finish(std::exception_ptr error) {
   Completion completion;
   {
     const std::lock_guard lock(mutex_);
@@ -79,7 +79,7 @@ Ticket::Completion Ticket::finish(std::exception_ptr error) {
 struct Executor::State : std::enable_shared_from_this<State> {
   struct Item {
     Work work;
-    std::shared_ptr<Ticket> ticket;
+    std::shared_ptr<OperationHandle> ticket;
   };
   struct Told {
     Completion completion;
@@ -236,8 +236,8 @@ void Executor::startThreads() {
   }
 }
 
-std::shared_ptr<Ticket> Executor::submit(Work work, Completion completion) {
-  auto ticket = std::make_shared<Ticket>();
+std::shared_ptr<OperationHandle> Executor::submit(Work work, Completion completion) {
+  auto ticket = std::make_shared<OperationHandle>();
   if (completion) ticket->setCompletion(std::move(completion));
   const std::shared_ptr<State> state = state_;
   const std::lock_guard lock(state->mutex);

@@ -22,12 +22,12 @@
 namespace ringreduce {
 
 // How an operation ended, once it has.
-class Ticket {
+class OperationHandle {
  public:
   // Called once, with the operation's error, in a thread where it may call the group.
   using Completion = std::function<void(std::exception_ptr)>;
 
-  virtual ~Ticket() = default;
+  virtual ~OperationHandle() = default;
   bool isDone() const;
   // Waits; `turn`, if not null, is called every few milliseconds and may throw to end the wait.
   // False if `longest` nanoseconds went by first.  Does not throw the operation's error.  In a
@@ -53,7 +53,7 @@ class Executor {
  public:
   // What runs: told whether it runs in a user's thread.
   using Work = std::function<void(bool in_users_thread)>;
-  using Completion = Ticket::Completion;
+  using Completion = OperationHandle::Completion;
 
   Executor();
   ~Executor();  // waits for what is queued, then for the threads
@@ -73,7 +73,7 @@ class Executor {
   }
 
   // Queues `work`.  The ticket is finished right after it, `completion` (if any) called later.
-  std::shared_ptr<Ticket> submit(Work work, Completion completion);
+  std::shared_ptr<OperationHandle> submit(Work work, Completion completion);
 
   // Calls `completion` later, where those of queued operations are called.
   void tell(Completion completion, std::exception_ptr error);

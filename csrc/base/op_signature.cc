@@ -14,7 +14,7 @@ bool toRoot(Kind kind) {
 
 }  // namespace
 
-std::string describe(const Announcement& operation) {
+std::string describe(const OpSignature& operation) {
   std::string text = kKindNames[static_cast<size_t>(operation.kind)];
   text += " #" + std::to_string(operation.sequence);
   if (operation.kind == Kind::kBarrier || operation.kind == Kind::kMonitoredBarrier) return text;

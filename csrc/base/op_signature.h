@@ -35,7 +35,7 @@ inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
 // What an operation is, as far as ranks must agree on it.
-struct Announcement {
+struct OpSignature {
   uint64_t sequence = 0;  // operations of this group before this one
   uint64_t count = 0;     // elements
   uint64_t history = 0;   // a hash of all operations before it
@@ -47,13 +47,13 @@ struct Announcement {
   // coded (base/coding.h).
   uint64_t parts = 0;
 
-  bool operator==(const Announcement&) const = default;
+  bool operator==(const OpSignature&) const = default;
 };
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
 
 // Whether a rank of a group of `size` can have announced this: what comes from elsewhere is looked
 // at before it is believed, since texts name what stands there.
-constexpr bool isSound(const Announcement& a, int size) {
+constexpr bool isSound(const OpSignature& a, int size) {
   return static_cast<size_t>(a.kind) < kKindCount &&
          static_cast<size_t>(a.dtype) < kDTypes.size() &&
          (a.op < kReduceOps || a.op == kNoReduceOp) &&
@@ -61,6 +61,6 @@ constexpr bool isSound(const Announcement& a, int size) {
 }
 
 // "all_reduce #17 (float32, 1024 elements, SUM)"
-std::string describe(const Announcement& operation);
+std::string describe(const OpSignature& operation);
 
 }  // namespace ringreduce

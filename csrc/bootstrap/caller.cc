@@ -47,9 +47,9 @@ Failures& failures() {
   return *all;
 }
 
-class Caller {
+class PeerHello {
  public:
-  Caller(Store& store, int rank, int size, const GroupOptions& options)
+  PeerHello(Store& store, int rank, int size, const GroupOptions& options)
       : store_(store), rank_(rank), size_(size), options_(options), stopwatch_(options) {}
 
   Membership run() {
@@ -249,7 +249,7 @@ void noteFailure(const Apart& apart, int rank) {
 }
 
 Membership joinAsCaller(Store& store, int rank, int size, const GroupOptions& options) {
-  return Caller(store, rank, size, options).run();
+  return PeerHello(store, rank, size, options).run();
 }
 
 }  // namespace ringreduce

@@ -63,7 +63,7 @@ class Hub {
   }
 
  private:
-  struct Caller {
+  struct PeerHello {
     Fd socket;
     Peer peer;
     int pid = 0;    // as it calls itself
@@ -96,10 +96,10 @@ class Hub {
                                 {"options", table_.options.toText()}}));
     while (missing() > 0) turn("join", [&] { return absentees() + " to join it"; });
     store_.remove(kHubKey);
-    for (const Caller& caller : callers_)
+    for (const PeerHello& caller : callers_)
       if (caller.rank > 0) sendTable(caller);
     while (unready() > 0) turn("get ready", [&] { return absentees() + " to map the memory"; });
-    for (const Caller& caller : callers_)
+    for (const PeerHello& caller : callers_)
       if (caller.rank > 0) tell(caller, {{"say", "go"}});
   }
 
@@ -112,7 +112,7 @@ class Hub {
       if (!socket) break;
       greet(std::move(socket));
     }
-    for (const Caller& caller : callers_)
+    for (const PeerHello& caller : callers_)
       sendPacket(caller.socket, encode(Fields{{"say", "apart"}}));
     throw Apart{entry};
   }
@@ -130,13 +130,13 @@ class Hub {
     } catch (const Error& error) {  // those find the reason in the store
       log(std::string("cannot tell all ranks: ") + error.what());
     }
-    for (const Caller& caller : callers_)
+    for (const PeerHello& caller : callers_)
       sendPacket(caller.socket,
                  encode({{"say", "fail"}, {"kind", kind_number}, {"text", text.substr(0, 3000)}}));
     leaveFailure(store_, socket_, kind, text);
   }
 
-  void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {}) {
+  void tell(const PeerHello& caller, const Fields& fields, const std::vector<int>& fds = {}) {
     if (!sendPacket(caller.socket, encode(fields), fds))
       throw Error(Failure::kPeerLost,
                   "rank " + options_.shown(caller.rank) + " (pid " + std::to_string(caller.pid) +
@@ -147,8 +147,9 @@ class Hub {
     return static_cast<int>(std::count(seats_.begin() + 1, seats_.end(), false));
   }
   int unready() const {
-    return static_cast<int>(std::count_if(callers_.begin(), callers_.end(),
-                                          [](const Caller& c) { return c.rank > 0 && !c.ready; }));
+    return static_cast<int>(std::count_if(callers_.begin(), callers_.end(), [](const PeerHello& c) {
+      return c.rank > 0 && !c.ready;
+    }));
   }
   // The ranks that are not as far as the others.
   std::string absentees() const {
@@ -156,7 +157,7 @@ class Hub {
     for (int r = 1; r < size_; ++r)
       if (!seats_[static_cast<size_t>(r)]) ranks.push_back(r);
     if (ranks.empty())
-      for (const Caller& caller : callers_)
+      for (const PeerHello& caller : callers_)
         if (caller.rank > 0 && !caller.ready) ranks.push_back(caller.rank);
     return rankList(options_.shownAs(ranks));
   }
@@ -164,7 +165,7 @@ class Hub {
   template <class Missing>
   void turn(const char* verb, Missing missing) {
     std::vector<int> wanted{listener_.get()};
-    for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
+    for (const PeerHello& caller : callers_) wanted.push_back(caller.socket.get());
     waitReadable(wanted, kTick);
     stopwatch_.turn(options_.shownAs(0), missing);
     while (Fd socket = acceptFrom(listener_)) greet(std::move(socket));
@@ -194,7 +195,7 @@ class Hub {
   }
 
   // False: forget this caller.
-  bool hear(Caller& caller) {
+  bool hear(PeerHello& caller) {
     Packet packet;
     switch (receivePacket(caller.socket, packet)) {
       case Received::kNothingYet:
@@ -221,7 +222,7 @@ class Hub {
     return true;
   }
 
-  void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds) {
+  void admit(PeerHello& caller, const Fields& fields, std::vector<Fd> fds) {
     const int64_t rank = number(fields, "rank"), size = number(fields, "size");
     const int64_t pid = number(fields, "pid");  // none from another version
     caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
@@ -260,7 +261,7 @@ class Hub {
                                      : std::to_string(rank);
   }
 
-  void sendTable(const Caller& caller) {
+  void sendTable(const PeerHello& caller) {
     for (int r = 0; r < size_; ++r) {
       const Member& member = table_.members[static_cast<size_t>(r)];
       std::vector<int> fds{member.segment->fd()};
@@ -280,7 +281,7 @@ class Hub {
   Stopwatch stopwatch_;
   std::string socket_, secret_;
   Fd listener_;
-  std::vector<Caller> callers_;
+  std::vector<PeerHello> callers_;
   std::vector<bool> seats_;  // taken, by rank
   Membership table_;
   int strangers_ = 0;

@@ -17,7 +17,7 @@ Membership joinAsCaller(Store& store, int rank, int size, const GroupOptions& op
 Layout::Layout(const SharedOptions& options, int world_size) {
   const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
   const auto P = static_cast<size_t>(world_size);
-  exchange = roundUp(sizeof(Page), 4096);
+  exchange = roundUp(sizeof(RankPage), 4096);
   link = exchange + slots;
   boxes = link + slots;
   rings = roundUp(boxes + P * sizeof(Box), 4096);

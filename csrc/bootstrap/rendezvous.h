@@ -50,8 +50,8 @@ struct Layout {
 inline std::byte* memoryOf(const Membership& membership, int rank) {
   return membership.members[static_cast<size_t>(rank)].segment->data();
 }
-inline Page& pageOf(const Membership& membership, int rank) {
-  return *reinterpret_cast<Page*>(memoryOf(membership, rank));
+inline RankPage& pageOf(const Membership& membership, int rank) {
+  return *reinterpret_cast<RankPage*>(memoryOf(membership, rank));
 }
 
 // Thrown by `join` where ranks are on several hosts, or are to go over sockets all the same: then

@@ -17,7 +17,7 @@ struct Communicator {
   SendLink& next;  // to rank + 1
   RecvLink& prev;  // from rank - 1
   Slots link_slots;
-  Watch& watch;
+  WaitGuard& watch;
   Algorithm algorithm;
 
   int previousRank() const { return (rank + size - 1) % size; }

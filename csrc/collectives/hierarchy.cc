@@ -19,10 +19,10 @@ namespace ringreduce {
 //
 // Operations have numbers of their own here, without gaps, since some of the group's do not come
 // this way; the pages hold them as the whole group announces them.
-class Hierarchy::Neighbours final : public PlacesWatch {
+class Hierarchy::Neighbours final : public PlacesGuard {
  public:
   Neighbours(const Hosts& hosts, const Membership& membership, Session& session)
-      : PlacesWatch(session, hosts.neighbours()),
+      : PlacesGuard(session, hosts.neighbours()),
         me_(hosts.placeOf(hosts.rank())),
         membership_(membership),
         session_(session),
@@ -32,14 +32,14 @@ class Hierarchy::Neighbours final : public PlacesWatch {
 
   SharedMemory& memory() { return memory_; }
   Communicator& begin() {
-    Page& own = page(me_);
+    RankPage& own = page(me_);
     own.announcements[next_ % kAnnouncements] = session_.current();
     own.announced.publish(++next_);
     return memory_.communicator();
   }
 
-  // ---- Watch, by places
-  using PlacesWatch::verify;
+  // ---- WaitGuard, by places
+  using PlacesGuard::verify;
   void poll(int place, Ready ready) override {
     session_.poll(rankAt(place), ready);
     session_.idle(ready);  // of the ranks of other hosts
@@ -63,7 +63,7 @@ class Hierarchy::Neighbours final : public PlacesWatch {
   }
 
  private:
-  Page& page(int place) const { return pageOf(membership_, place); }
+  RankPage& page(int place) const { return pageOf(membership_, place); }
   // Whether it has come as far as this one.
   bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
 

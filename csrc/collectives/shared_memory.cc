@@ -25,7 +25,7 @@ ShmPipe pipe(const Membership& m, int from, int to) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(int rank, const Membership& membership, Watch& watch)
+SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& watch)
     : size_(static_cast<int>(membership.members.size())),
       bytes_(layout(membership).bytes),
       waiter_(pageOf(membership, rank), watch),

@@ -12,7 +12,7 @@ namespace ringreduce {
 // Calls of one thread at a time.  The membership must live as long.
 class SharedMemory {
  public:
-  SharedMemory(int rank, const Membership& membership, Watch& watch);
+  SharedMemory(int rank, const Membership& membership, WaitGuard& watch);
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 

@@ -42,7 +42,7 @@ struct Communicator::State {
 
   // What ranks compare of a call, and what the watcher is told besides.
   struct Told {
-    Announcement what;
+    OpSignature what;
     Nanos timeout;
     const Label& label;
   };

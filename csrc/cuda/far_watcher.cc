@@ -22,7 +22,7 @@ constexpr Nanos kPatience = 3 * kSecond, kHearsay = 1500 * kMillisecond;
 // Two ranks may write at the same time: the one who reads its own word after this has won.
 constexpr Nanos kSettling = 50 * kMillisecond;
 
-uint64_t extended(uint64_t history, const Announcement& a) {
+uint64_t extended(uint64_t history, const OpSignature& a) {
   for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
                         static_cast<uint64_t>(a.op)})
     history = mixed(history, word);
@@ -64,7 +64,7 @@ void FarWatcher::pause(Lock& lock, Nanos time) {
 
 // ---- for users' threads
 
-uint64_t FarWatcher::announce(Announcement what) {
+uint64_t FarWatcher::announce(OpSignature what) {
   const std::lock_guard lock(mutex_);
   if (verdict_) throwVerdict();
   what.sequence = announced_++;

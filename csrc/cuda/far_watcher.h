@@ -63,7 +63,7 @@ class FarWatcher {
   FarWatcher& operator=(const FarWatcher&) = delete;
 
   // The next operation; returns its number.  Throws the group's error.
-  uint64_t announce(Announcement what);
+  uint64_t announce(OpSignature what);
   // The one announced last goes into its stream.  Its time counts from when its stream has begun
   // it.
   void entrust(uint64_t number, Nanos timeout, Reached begun, Reached finished);
@@ -89,7 +89,7 @@ class FarWatcher {
   };
   struct Operation {
     uint64_t number;
-    Announcement what;
+    OpSignature what;
     Nanos timeout;
     Reached begun, finished;
   };
@@ -127,7 +127,7 @@ class FarWatcher {
   std::condition_variable changed_;
   std::deque<Operation> under_way_;
   uint64_t announced_ = 0, history_ = 0;
-  Announcement latest_;
+  OpSignature latest_;
   Nanos head_since_ = 0, begun_since_ = 0;  // the oldest operation's; 0: not yet
   Nanos next_report_ = 0;
   std::vector<Word> words_;  // by rank, as last read

@@ -26,7 +26,7 @@ inline constexpr uint64_t kRemembered = 4096;
 // far its owner has come.
 class Announced {
  public:
-  void set(const Announcement& what) {
+  void set(const OpSignature& what) {
     uint64_t words[kWords];
     std::memcpy(words, &what, sizeof what);
     // Each store comes after the counter's that came before: an old counter never goes with new
@@ -34,18 +34,18 @@ class Announced {
     for (size_t i = 0; i < kWords; ++i)
       std::atomic_ref(words_[i]).store(words[i], std::memory_order_release);
   }
-  Announcement get() {
+  OpSignature get() {
     uint64_t words[kWords];
     for (size_t i = 0; i < kWords; ++i)
       words[i] = std::atomic_ref(words_[i]).load(std::memory_order_acquire);
-    Announcement what;
+    OpSignature what;
     std::memcpy(static_cast<void*>(&what), words, sizeof what);
     return what;
   }
 
  private:
-  static constexpr size_t kWords = sizeof(Announcement) / sizeof(uint64_t);
-  static_assert(kWords * sizeof(uint64_t) == sizeof(Announcement));
+  static constexpr size_t kWords = sizeof(OpSignature) / sizeof(uint64_t);
+  static_assert(kWords * sizeof(uint64_t) == sizeof(OpSignature));
   uint64_t words_[kWords];
 };
 

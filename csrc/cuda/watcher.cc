@@ -18,7 +18,7 @@ namespace ringreduce::cuda {
 namespace {
 
 // As messages call it.  Its `parts` are none: see communicator_state.h.
-std::string textOf(Announcement what) {
+std::string textOf(OpSignature what) {
   what.parts = 0;
   return describe(what);
 }
@@ -59,7 +59,7 @@ Watcher::~Watcher() {
   collecting_.join();
 }
 
-uint64_t Watcher::announce(Announcement what) {
+uint64_t Watcher::announce(OpSignature what) {
   group_.checkHealth();
   const std::lock_guard lock(mutex_);
   const uint64_t number = announced_++;
@@ -238,7 +238,7 @@ bool Watcher::hasAnnounced(int r, uint64_t number) const {
   return states_[static_cast<size_t>(r)]->announced.observe() > number;
 }
 
-Announcement Watcher::announcementOf(int r, uint64_t number) const {
+OpSignature Watcher::announcementOf(int r, uint64_t number) const {
   return states_[static_cast<size_t>(r)]->announcements[number % kRemembered].get();
 }
 
@@ -260,7 +260,7 @@ void Watcher::compare() {
     // What is no longer there is vouched for by the next announcement's history.
     if (ahead > kRemembered - 1) n = std::max(n, std::min(both, ahead - (kRemembered - 1)));
     for (; n < both; ++n) {
-      const Announcement ours = announcementOf(group_.rank(), n), other = announcementOf(r, n);
+      const OpSignature ours = announcementOf(group_.rank(), n), other = announcementOf(r, n);
       // It may have been written over while it was read.
       if (states_[static_cast<size_t>(r)]->announced.observe() >= n + kRemembered) break;
       if (ours == other) continue;
@@ -302,7 +302,7 @@ std::string Watcher::laggards(uint64_t number, int waited_for, int& culprit) con
          " came, but did not do its part (or could not, for want of another's)";
 }
 
-void Watcher::timedOut(const Announcement& what, Nanos timeout, int waited_for,
+void Watcher::timedOut(const OpSignature& what, Nanos timeout, int waited_for,
                        const std::string& where) {
   int culprit = waited_for;
   const std::string late = laggards(what.sequence, waited_for, culprit);
@@ -315,7 +315,7 @@ void Watcher::timedOut(const Announcement& what, Nanos timeout, int waited_for,
 void Watcher::blameKernel() {
   Trouble& trouble = own().trouble;
   if (observeWord(trouble.cause) != static_cast<uint64_t>(Cause::kTimeout)) return;
-  Announcement what = announcementOf(group_.rank(), trouble.operation);
+  OpSignature what = announcementOf(group_.rank(), trouble.operation);
   Nanos timeout = group_.timeout();
   for (const Operation& operation : under_way_)
     if (operation.number == trouble.operation) timeout = operation.timeout;
@@ -358,7 +358,7 @@ void Watcher::blameAbsent() {
 
 // A peer whose word this rank's stream waits for; some peer if it waits for none.  Of a broadcast
 // everybody waits for its root, and the root for those who read it to be done.
-int Watcher::missingWord(const Announcement& what) const {
+int Watcher::missingWord(const OpSignature& what) const {
   const bool is_root = what.root == group_.rank();
   if (what.root != kNoRoot && !is_root) return what.root;
   for (Word word : {Word::kReady, Word::kDone})
@@ -381,7 +381,7 @@ void Watcher::blameStream() {
   }
   const Nanos timeout = under_way_.empty() ? group_.timeout() : under_way_.front().timeout;
   if (time - delivered_since_ < timeout) return;
-  const Announcement what =
+  const OpSignature what =
       under_way_.empty() ? announcementOf(group_.rank(), announced_ - 1) : under_way_.front().what;
   timedOut(what, timeout, missingWord(what), "");
 }

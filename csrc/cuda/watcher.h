@@ -43,7 +43,7 @@ class Watcher {
 
   // The next operation: announces it to the others and returns its number.  Throws the group's
   // error.
-  uint64_t announce(Announcement what);
+  uint64_t announce(OpSignature what);
   // It is in its stream.
   void entrust(uint64_t number, Nanos timeout, Finished finished, Label label = {});
   // From now on operations may run that no host is told of (a CUDA graph's): never sleep for long.
@@ -63,7 +63,7 @@ class Watcher {
  private:
   struct Operation {
     uint64_t number;
-    Announcement what;
+    OpSignature what;
     Nanos timeout;
     Finished finished;
     Label label;
@@ -80,13 +80,13 @@ class Watcher {
   void blameKernel();
   void blameAbsent();
   void blameStream();
-  [[noreturn]] void timedOut(const Announcement& what, Nanos timeout, int waited_for,
+  [[noreturn]] void timedOut(const OpSignature& what, Nanos timeout, int waited_for,
                              const std::string& where);
   std::string laggards(uint64_t number, int waited_for, int& culprit) const;
   bool hasAnnounced(int r, uint64_t number) const;
-  Announcement announcementOf(int r, uint64_t number) const;
+  OpSignature announcementOf(int r, uint64_t number) const;
   std::string labelOf(uint64_t number) const;
-  int missingWord(const Announcement& what) const;
+  int missingWord(const OpSignature& what) const;
 
   Group& group_;
   const std::vector<HostState*> states_;

@@ -161,14 +161,14 @@ Compression::Way Compression::wayOf(uint64_t step, Group& group) const {
   if (step < settings_.start_after) return Way::kExact;
   const Way exact = residuals_.empty() ? Way::kExact : Way::kDraining;
   if (group.size() == 1) return exact;
-  if (trial_) return trial_->next() == Trial::Way::kCoded ? Way::kCoded : Way::kExact;
+  if (trial_) return trial_->next() == AutoTuner::Way::kCoded ? Way::kCoded : Way::kExact;
   return codes_ ? Way::kCoded : exact;
 }
 
 // Everybody's numbers give everybody the same answer.
 void Compression::closeTrial(Group& group) {
   if (!trial_->hasPair()) return;
-  Trial::Numbers numbers = trial_->numbers();
+  AutoTuner::Numbers numbers = trial_->numbers();
   group.run({AllReduce{numbers.data(), numbers.size(), DType::kFloat64, ReduceOp::kAvg}});
   const std::optional<bool> decision = trial_->decide(numbers, why_);
   if (!decision) return;

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "group/auto_tuner.h"
 #include "group/group.h"
-#include "group/trial.h"
 #include "kernels/layout.h"
 #include "kernels/residuals.h"
 
@@ -113,7 +113,7 @@ class Compression {
   std::shared_ptr<std::vector<double>> message_;  // operations work in it, one at a time
   uint64_t steps_ = 0;
   std::shared_ptr<Step> step_;        // the latest; null once it is settled
-  std::optional<Trial> trial_;        // while it lasts
+  std::optional<AutoTuner> trial_;    // while it lasts
   std::optional<Measured> measured_;  // of the latest step, if it was one of the trial's
   bool codes_ = true;                 // after the trial, if there was one
   std::string why_ = "asked for";

@@ -237,8 +237,8 @@ void Group::run(Operation operation) {
   if (ticket->error()) std::rethrow_exception(ticket->error());
 }
 
-std::shared_ptr<Ticket> Group::submitAll(std::vector<Operation> operations,
-                                         Executor::Completion completion) {
+std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operations,
+                                                  Executor::Completion completion) {
   refuseInChild();
   check(operations);
   submitted_ += operations.size();
@@ -249,7 +249,8 @@ std::shared_ptr<Ticket> Group::submitAll(std::vector<Operation> operations,
       std::move(completion));
 }
 
-std::shared_ptr<Ticket> Group::submit(Operation operation, Executor::Completion completion) {
+std::shared_ptr<OperationHandle> Group::submit(Operation operation,
+                                               Executor::Completion completion) {
   std::vector<Operation> operations;
   operations.push_back(std::move(operation));
   return submitAll(std::move(operations), std::move(completion));
@@ -270,7 +271,7 @@ void Group::expect(Delivery& delivery) {
   messenger_->expect(delivery, timeout_);
 }
 
-bool Group::await(Ticket& ticket, Nanos longest) {
+bool Group::await(OperationHandle& ticket, Nanos longest) {
   refuseInChild();
   if (!ticket.isDone()) refuseInside();
   try {

@@ -57,16 +57,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // Queues the operations, to run in order until one fails.  Throws Error(kArgument) at once for
   // invalid arguments; the ticket holds any other error.  `completion` is called once, in a thread
   // that may call this group.
-  std::shared_ptr<Ticket> submitAll(std::vector<Operation> operations,
-                                    Executor::Completion completion);
+  std::shared_ptr<OperationHandle> submitAll(std::vector<Operation> operations,
+                                             Executor::Completion completion);
 
-  std::shared_ptr<Ticket> submit(Operation operation, Executor::Completion completion);
+  std::shared_ptr<OperationHandle> submit(Operation operation, Executor::Completion completion);
 
   // Starts a send or a receive.  It may complete at once; `await` waits for it.
   std::shared_ptr<Delivery> post(Message message);
 
   // Waits for a ticket of this group.  Returns false after `longest`.  Ctrl-C fails the group.
-  bool await(Ticket& ticket, Nanos longest);
+  bool await(OperationHandle& ticket, Nanos longest);
   bool await(Delivery& delivery, Nanos longest);
   // Starts the deadline of a message that is waited for without `await`: by a Future of torch.
   void expect(Delivery& delivery);

@@ -77,9 +77,9 @@ std::string Network::open(const Hosts& hosts) {
     if (r != rank_) neighbours_.push_back(r);
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
   shared_.validate();
-  pages_ = std::make_unique<Page[]>(static_cast<size_t>(size_));
+  pages_ = std::make_unique<RankPage[]>(static_cast<size_t>(size_));
   for (int r = 0; r < size_; ++r)
-    for (Announcement& announcement : pages_[static_cast<size_t>(r)].announcements)
+    for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
   over_.assign(static_cast<size_t>(size_), false);
   unexplained_.assign(static_cast<size_t>(size_), 0);
@@ -95,7 +95,7 @@ std::string Network::open(const Hosts& hosts) {
         acceptor_->choice());
   admitted_ = acceptor_->admit(
       word_, rank_, secret_,
-      [this](net::Socket socket, const net::Caller& caller) { take(std::move(socket), caller); },
+      [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
       shared_.encrypted);
   wish_ = env("RINGREDUCE_RING").value_or("");
   RingWish::fromText(wish_);  // likewise
@@ -140,8 +140,8 @@ std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
   options.cost = cost_;
   const std::vector<int>& ranks = host_ring_.ranks;
   options.shown = ranks;
-  Watch* watch = &session;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesWatch>(session, ranks)).get();
+  WaitGuard* watch = &session;
+  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
   options.least_lanes = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
   // Each path is an interface's, and each gets its share.
   for (const net::Endpoint& endpoint : endpoints_)
@@ -202,17 +202,17 @@ net::Socket Network::dial(int to, net::Purpose purpose, int lane,
       .address = paths[static_cast<size_t>(lane) % paths.size()],
       .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
       .context = const_cast<std::function<void()>*>(&turn)};
-  const net::Caller self{.group = word_,
-                         .from = rank_,
-                         .to = to,
-                         .purpose = purpose,
-                         .lane = lane,
-                         .encrypted = shared_.encrypted};
+  const net::PeerHello self{.group = word_,
+                            .from = rank_,
+                            .to = to,
+                            .purpose = purpose,
+                            .lane = lane,
+                            .encrypted = shared_.encrypted};
   return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options,
                    who_[static_cast<size_t>(to)]);
 }
 
-void Network::take(net::Socket socket, const net::Caller& caller) {
+void Network::take(net::Socket socket, const net::PeerHello& caller) {
   if (caller.from < 0 || caller.from >= size_ || caller.from == rank_) return;
   const std::lock_guard lock(mutex_);
   if (mesh_)
@@ -221,7 +221,7 @@ void Network::take(net::Socket socket, const net::Caller& caller) {
     early_.push_back({std::move(socket), caller});
 }
 
-void Network::route(net::Socket socket, const net::Caller& caller) {
+void Network::route(net::Socket socket, const net::PeerHello& caller) {
   switch (caller.purpose) {
     case net::Purpose::kControl:
       return control_->accept(caller.from, std::move(socket));

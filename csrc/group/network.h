@@ -75,11 +75,11 @@ class Network final : public Outside, private net::Control::Listener, private ne
  private:
   struct Early {
     net::Socket socket;
-    net::Caller caller;
+    net::PeerHello caller;
   };
 
   // ---- in the reactor's thread
-  void take(net::Socket socket, const net::Caller& caller);
+  void take(net::Socket socket, const net::PeerHello& caller);
   void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override;
   void departed(int rank, Departure how) override;
   void ended(const net::Verdict& verdict) override;
@@ -109,7 +109,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   net::Socket awaitEarly(int from, net::Purpose purpose, const std::function<void()>& turn);
   void lookAtNext(const std::function<void()>& turn) const;
   [[noreturn]] void gaveUp(int rank, const std::function<void()>& turn) const;
-  void route(net::Socket socket, const net::Caller& caller);
+  void route(net::Socket socket, const net::PeerHello& caller);
   std::unique_ptr<Mesh> makeMesh(Session& session);
 
   const GroupOptions options_;
@@ -125,13 +125,14 @@ class Network final : public Outside, private net::Control::Listener, private ne
   HostRing host_ring_;
   Slowness slowest_;  // of all wires that were looked at
   WireCost cost_;
-  std::unique_ptr<Watch> placed_;  // the session, for the mesh, where ranks stand in another order
-  std::vector<int> places_;        // by rank; empty where that is its number
+  std::unique_ptr<WaitGuard>
+      placed_;               // the session, for the mesh, where ranks stand in another order
+  std::vector<int> places_;  // by rank; empty where that is its number
   std::vector<std::string> who_;
   std::vector<int> neighbours_;  // other ranks of this host
   std::vector<int> ring_;        // the control ring's order: ranks of a host beside each other
 
-  std::unique_ptr<Page[]> pages_;
+  std::unique_ptr<RankPage[]> pages_;
   std::unique_ptr<std::byte[]> own_ring_;  // for messages to oneself
   std::unique_ptr<Box> own_box_;
 

@@ -106,7 +106,7 @@ void check(const Call& call, int rank, int world_size) {
 }
 
 // The elements of all parts; parts that differ in size are told apart by a hash as well.
-void announceParts(Announcement& a, const std::vector<size_t>& counts) {
+void announceParts(OpSignature& a, const std::vector<size_t>& counts) {
   bool even = true;
   uint64_t hash = 0;
   for (size_t n : counts) {
@@ -144,8 +144,8 @@ void validate(const Operation& operation, int rank, int world_size) {
   std::visit([&](const auto& call) { check(call, rank, world_size); }, operation.call);
 }
 
-Announcement announce(const Operation& operation, uint64_t sequence) {
-  Announcement a{.sequence = sequence};
+OpSignature announce(const Operation& operation, uint64_t sequence) {
+  OpSignature a{.sequence = sequence};
   std::visit(
       [&]<class Call>(const Call& call) {
         a.kind = kindOf<Call>();

@@ -43,7 +43,7 @@ struct Operation {
 void validate(const Operation& operation, int rank, int world_size);
 
 // What the ranks compare with each other.
-Announcement announce(const Operation& operation, uint64_t sequence);
+OpSignature announce(const Operation& operation, uint64_t sequence);
 
 // The same call as a mesh sees it whose ranks stand in another order (transport/places.h).  What
 // `operation` holds must live as long.

@@ -21,7 +21,7 @@ class SharedWires final : public Wires {
       : memory_(rank, membership, session) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
-  void run(const Operation& operation, const Announcement&) override {
+  void run(const Operation& operation, const OpSignature&) override {
     ringreduce::run(memory_.communicator(), operation);
   }
   size_t stagingBytes() const override { return memory_.bytes(); }
@@ -46,7 +46,7 @@ class MeshWires final : public Wires {
     mesh_->setPatience(patience);
     if (hierarchy_) hierarchy_->setPatience(patience);
   }
-  void run(const Operation& operation, const Announcement& announced) override {
+  void run(const Operation& operation, const OpSignature& announced) override {
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
     if (hierarchy_ && all_reduce && hierarchy_->takes(*mesh_, *all_reduce))
       return hierarchy_->allReduce(*mesh_, *all_reduce);
@@ -100,7 +100,7 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
   std::unique_ptr<Mesh> mesh = network.start(session);
   try {
     return std::make_unique<MeshWires>(std::move(mesh), std::move(hierarchy), network.ring().ranks,
-                                       static_cast<size_t>(hosts.size()) * sizeof(Page));
+                                       static_cast<size_t>(hosts.size()) * sizeof(RankPage));
   } catch (...) {
     network.close();
     throw;

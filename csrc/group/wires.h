@@ -20,7 +20,7 @@ class Wires {
   virtual ~Wires() = default;
   virtual void setPatience(Patience patience) = 0;
   // `announced`: as the session has announced it.
-  virtual void run(const Operation& operation, const Announcement& announced) = 0;
+  virtual void run(const Operation& operation, const OpSignature& announced) = 0;
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }
   virtual uint64_t bytesSent() const { return 0; }

@@ -121,7 +121,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool dialling_ = false;
   std::set<int> not_reached_;  // of those to whom a gap could not be closed
   std::map<int, Nanos> silent_since_;
-  Dialler dialler_;
+  Connector dialler_;
 };
 
 // ---- connections

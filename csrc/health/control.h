@@ -39,10 +39,10 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "transport/tcp/dialler.h"
+#include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
-#include "transport/watch.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce::net {
 
@@ -55,10 +55,10 @@ struct Verdict {
 
 // The progress of a rank.
 struct Whereabouts {
-  uint64_t announced = 0;                  // operations announced
-  Announcement last;                       // the latest of them
-  std::vector<Announcement> earlier = {};  // the ones before it, if they were asked for
-  int waits_for = -1;                      // the rank that it waits for in that operation, or -1
+  uint64_t announced = 0;                 // operations announced
+  OpSignature last;                       // the latest of them
+  std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
+  int waits_for = -1;                     // the rank that it waits for in that operation, or -1
   bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
 
   bool operator==(const Whereabouts&) const = default;

@@ -48,7 +48,7 @@ void write(Writer& out, const Broken& f) {
 void write(Writer& out, const Question& f) {
   out.put(f.asker).put(f.number).put(f.since);
 }
-void write(Writer& out, const Announcement& a) {
+void write(Writer& out, const OpSignature& a) {
   out.put(a.sequence).put(a.count).put(a.history);
   out.put(static_cast<uint8_t>(a.kind)).put(static_cast<uint8_t>(a.dtype)).put(a.op);
   out.put(a.root).put(a.parts);
@@ -144,7 +144,7 @@ void read(Reader& in, Question& f) {
   f.number = in.get<uint64_t>();
   f.since = in.get<uint64_t>();
 }
-void read(Reader& in, Announcement& a) {
+void read(Reader& in, OpSignature& a) {
   a.sequence = in.get<uint64_t>();
   a.count = in.get<uint64_t>();
   a.history = in.get<uint64_t>();

@@ -36,7 +36,7 @@ constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
 // A rank that does not wait for another in an operation (the root of a broadcast) does not see what
 // the other called there.  So each announcement carries this hash of all before it, and a
 // difference shows at the next operation at the latest.
-uint64_t extended(uint64_t history, const Announcement& a) {
+uint64_t extended(uint64_t history, const OpSignature& a) {
   for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
                         static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
     history = mixed(history, word);
@@ -48,7 +48,7 @@ uint64_t extended(uint64_t history, const Announcement& a) {
 std::vector<Seat> seatsOf(const Membership& membership) {
   std::vector<Seat> seats;
   for (const Member& member : membership.members)
-    seats.push_back({.page = reinterpret_cast<Page*>(member.segment->data()),
+    seats.push_back({.page = reinterpret_cast<RankPage*>(member.segment->data()),
                      .process = member.process,
                      .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
                      .pid = pidSeenHere(member.process)});
@@ -69,7 +69,7 @@ Session::Session(int rank, std::vector<Seat> seats, const GroupOptions& options,
   }
 }
 
-void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_thread) {
+void Session::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
   current_ = operation;
   current_.history = history_;
   history_ = extended(history_, operation);
@@ -84,7 +84,7 @@ void Session::begin(const Announcement& operation, Nanos timeout, bool in_users_
   next_ask_ = std::min(started_ + kSecond, next_report_ - kCensus);
   waits_for_.store(-1, std::memory_order_relaxed);
   if (outside_) return mirror(rank_, operation.sequence, current_);
-  Page& own = page(rank_);
+  RankPage& own = page(rank_);
   own.announcements[operation.sequence % kAnnouncements] = current_;
   own.announced.publish(operation.sequence + 1);
 }
@@ -135,7 +135,7 @@ std::string Session::monitored(const std::vector<int>& late) const {
 }
 
 // With the root's number as messages name it.
-std::string Session::told(Announcement operation) const {
+std::string Session::told(OpSignature operation) const {
   if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
   return describe(operation);
 }
@@ -149,7 +149,7 @@ std::string Session::details(int r) const {
   if (isStoppedRank(r)) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
   if (done == 0) return text + ", no operation so far";
-  Announcement last;
+  OpSignature last;
   {
     const std::lock_guard lock(mirror_mutex_);
     last = page(r).announcements[(done - 1) % kAnnouncements];
@@ -261,8 +261,8 @@ void Session::compareWhereabouts() {
       const uint64_t announced = page(r).announced.observe();
       if (announced == 0) continue;
       const uint64_t at = (announced - 1) % kAnnouncements;
-      const Announcement& theirs = page(r).announcements[at];
-      const Announcement& own = page(rank_).announcements[at];
+      const OpSignature& theirs = page(r).announcements[at];
+      const OpSignature& own = page(rank_).announcements[at];
       differs = theirs.sequence == own.sequence && theirs != own;
       sequence = own.sequence;
     }
@@ -288,7 +288,7 @@ void Session::verify(int rank) {
   if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
 }
 
-void Session::verify(int rank, const Announcement& theirs) {
+void Session::verify(int rank, const OpSignature& theirs) {
   mirror(rank, theirs.sequence, theirs);
   if (theirs != current_) mismatch(rank, &theirs);
 }
@@ -332,7 +332,7 @@ void Session::report(Failure kind, int culprit, const std::string& text) {
 
 // With the mirror's lock held.
 void Session::decide(Failure kind, int culprit, int reporter, const std::string& text) {
-  Page& theirs = page(reporter);
+  RankPage& theirs = page(reporter);
   std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
   uint64_t none = 0;
   verdict().compare_exchange_strong(none, pack(kind, culprit, reporter), std::memory_order_acq_rel);
@@ -402,7 +402,7 @@ void Session::hearOthers() const {
 
 // Every flag that rank r moves, wherever it lies: how far it has come.
 uint64_t Session::progressOf(int r) const {
-  Page& own = page(r);
+  RankPage& own = page(r);
   return own.posted.observe() + own.reduced.observe() + own.done.observe() +
          page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
 }
@@ -483,14 +483,14 @@ void Session::disagree(int sender, int receiver, uint64_t sent, uint64_t expecte
            elements(expected));
 }
 
-Session::Census Session::census(uint64_t first, int other, const Announcement* sent) const {
+Session::Census Session::census(uint64_t first, int other, const OpSignature* sent) const {
   const std::lock_guard lock(mirror_mutex_);
   Census found;
   for (found.sequence = first;; ++found.sequence) {
     const uint64_t sequence = found.sequence;
     found.parties.clear();
     for (int r = 0; r < size_; ++r) {
-      const Announcement* theirs = nullptr;
+      const OpSignature* theirs = nullptr;
       if (page(r).announced.observe() > sequence) {
         theirs = &page(r).announcements[sequence % kAnnouncements];
         // Of an operation a mirror may hold nothing, or nothing any more.
@@ -514,7 +514,7 @@ Session::Census Session::census(uint64_t first, int other, const Announcement* s
   }
 }
 
-void Session::mismatch(int other, const Announcement* sent, uint64_t about) {
+void Session::mismatch(int other, const OpSignature* sent, uint64_t about) {
   // Let the others tell, so that the majority can be told from the minority.  They may disagree
   // about this operation, or about one in which this rank did not wait.
   const Nanos until = deadlineIn(outside_ ? kCensusApart : kCensus);
@@ -559,10 +559,10 @@ void Session::mismatch(int other, const Announcement* sent, uint64_t about) {
 // What is heard of ranks of other hosts: their pages are mirrored here.
 
 // `theirs` as announcement number `sequence` of that rank's mirror.
-void Session::mirror(int rank, uint64_t sequence, const Announcement& theirs) {
+void Session::mirror(int rank, uint64_t sequence, const OpSignature& theirs) {
   const std::lock_guard lock(mirror_mutex_);
-  Page& there = page(rank);
-  Announcement& known = there.announcements[sequence % kAnnouncements];
+  RankPage& there = page(rank);
+  OpSignature& known = there.announcements[sequence % kAnnouncements];
   // What is heard late does not take the place of what came after it.
   if (known.sequence != kNoOperation && known.sequence > sequence) return;
   known = theirs;
@@ -627,9 +627,9 @@ void Session::miss(int rank, const std::string& how) {
   report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
 }
 
-void Session::see(int rank, uint64_t announced, const Announcement& last, int waits_for,
-                  bool stopped, const std::vector<Announcement>& earlier) {
-  for (const Announcement& one : earlier) mirror(rank, one.sequence, one);
+void Session::see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
+                  bool stopped, const std::vector<OpSignature>& earlier) {
+  for (const OpSignature& one : earlier) mirror(rank, one.sequence, one);
   if (announced > 0) mirror(rank, announced - 1, last);
   Distant& there = distant_[static_cast<size_t>(rank)];
   there.waits_for = waits_for;
@@ -637,10 +637,10 @@ void Session::see(int rank, uint64_t announced, const Announcement& last, int wa
   last_answer_ = there.seen = now();
 }
 
-void Session::here(uint64_t& announced, Announcement& last, uint64_t since,
-                   std::vector<Announcement>& earlier) const {
+void Session::here(uint64_t& announced, OpSignature& last, uint64_t since,
+                   std::vector<OpSignature>& earlier) const {
   const std::lock_guard lock(mirror_mutex_);
-  Page& own = page(rank_);
+  RankPage& own = page(rank_);
   announced = own.announced.observe();
   if (announced == 0) return;
   last = own.announcements[(announced - 1) % kAnnouncements];

@@ -1,8 +1,8 @@
 // The health of a group: which operation runs, which ranks are alive, and the verdict that ends the
 // group.
 //
-// The session is the Watch of every wait.  While a rank waits, the session checks what flags cannot
-// show: a process that ended, a rank that left, a rank that announced another operation, the
+// The session is the WaitGuard of every wait.  While a rank waits, the session checks what flags
+// cannot show: a process that ended, a rank that left, a rank that announced another operation, the
 // deadline, Ctrl-C.
 //
 // Between hosts, pages are mirrors: each rank has its own copy of all pages, and an `Outside`
@@ -28,7 +28,7 @@
 #include "bootstrap/options.h"
 #include "bootstrap/rendezvous.h"
 #include "transport/shm/page.h"
-#include "transport/watch.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -41,7 +41,7 @@ enum class Presence : uint8_t {
 
 // What a session knows of each rank from the start.
 struct Seat {
-  Page* page;
+  RankPage* page;
   std::shared_ptr<Fd> process;  // null if it is on another host or unknown
   std::string name;             // "pid 7 on host a"
   int pid;                      // 0 if it is on another host
@@ -61,14 +61,14 @@ class Outside {
   virtual void stir(int rank) = 0;
 };
 
-class Session final : public Watch {
+class Session final : public WaitGuard {
  public:
   // `outside` is null if all ranks share the pages.
   Session(int rank, std::vector<Seat> seats, const GroupOptions& options,
           Outside* outside = nullptr);
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
-  void begin(const Announcement& operation, Nanos timeout, bool in_users_thread);
+  void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread);
 
   void end() {
     in_monitored_barrier_ = false;
@@ -85,7 +85,7 @@ class Session final : public Watch {
   // Marks this rank as leaving or gone.  Data that it posted stays readable.
   void depart(Departure how);
 
-  const Announcement& current() const { return current_; }  // the operation that runs
+  const OpSignature& current() const { return current_; }  // the operation that runs
   int waitsFor() const { return waits_for_.load(std::memory_order_relaxed); }
 
   // ---- events from other hosts; from any thread
@@ -101,13 +101,13 @@ class Session final : public Watch {
   // data that was in flight is missing.
   void miss(int rank, const std::string& how);
   // The progress of a rank.
-  void see(int rank, uint64_t announced, const Announcement& last, int waits_for, bool stopped,
-           const std::vector<Announcement>& earlier = {});
+  void see(int rank, uint64_t announced, const OpSignature& last, int waits_for, bool stopped,
+           const std::vector<OpSignature>& earlier = {});
 
   // The progress of this rank: the number of operations announced, the latest, and those from
   // `since` on.
-  void here(uint64_t& announced, Announcement& last, uint64_t since,
-            std::vector<Announcement>& earlier) const;
+  void here(uint64_t& announced, OpSignature& last, uint64_t since,
+            std::vector<OpSignature>& earlier) const;
 
   // Waits briefly for news from the other ranks before one is blamed for being late: this rank may
   // be the one that was stopped.  Throws if the group has failed.
@@ -129,7 +129,7 @@ class Session final : public Watch {
   // The same, with the last operation seen and whether the process is stopped.
   std::string whereabouts(const std::vector<int>& ranks) const;
   std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
-  Page& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
+  RankPage& page(int r) const { return *pages_[static_cast<size_t>(r)]; }
   [[noreturn]] void throwVerdict() const;
 
   // Why the group has failed, or kNone.
@@ -141,7 +141,7 @@ class Session final : public Watch {
   void poll(int rank, Ready ready) override;
   void idle(Ready ready) override;
   void verify(int rank) override;
-  void verify(int rank, const Announcement& theirs) override;
+  void verify(int rank, const OpSignature& theirs) override;
   PeerState stateOf(int rank) const override;
   [[noreturn]] void broken(int rank, const std::string& how) override;
   [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
@@ -159,11 +159,11 @@ class Session final : public Watch {
   [[noreturn]] void lost(int rank, bool process_ended);
   // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
   // `about` is the sequence number if the mismatch is in an earlier operation.
-  [[noreturn]] void mismatch(int other, const Announcement* sent = nullptr,
+  [[noreturn]] void mismatch(int other, const OpSignature* sent = nullptr,
                              uint64_t about = kNoOperation);
   // Which ranks called what, in the first operation in which ranks are known to differ.
   struct Party {
-    Announcement operation;
+    OpSignature operation;
     std::vector<int> ranks;
   };
   struct Census {
@@ -171,7 +171,7 @@ class Session final : public Watch {
     std::vector<Party> parties;
     bool complete = true;  // the calls of all ranks, up to this one, are known
   };
-  Census census(uint64_t first, int other, const Announcement* sent) const;
+  Census census(uint64_t first, int other, const OpSignature* sent) const;
   // The ranks that the others wait for, and a text: "rank 2 (pid 7 on host a) did not arrive".
   struct Laggards {
     std::vector<int> ranks;
@@ -181,7 +181,7 @@ class Session final : public Watch {
   std::vector<int> lastOf(const std::vector<int>& absent) const;
   // "pid 7 on host a, stopped, last seen in barrier #3"
   std::string details(int r) const;
-  std::string told(Announcement operation) const;
+  std::string told(OpSignature operation) const;
   std::string monitored(const std::vector<int>& late) const;
 
   // What other hosts reported of a rank.
@@ -200,14 +200,14 @@ class Session final : public Watch {
   void pollApart();
   void compareWhereabouts();
   void askNowAndThen();
-  void mirror(int rank, uint64_t slot, const Announcement& theirs);
+  void mirror(int rank, uint64_t slot, const OpSignature& theirs);
   void decide(Failure kind, int culprit, int reporter, const std::string& text);
   void wakeAll();
 
   const int rank_, size_;
   const GroupOptions& options_;
   Outside* const outside_;
-  std::vector<Page*> pages_;
+  std::vector<RankPage*> pages_;
   std::vector<std::shared_ptr<Fd>> processes_;
   std::vector<std::string> names_;  // "pid 7 on host a"
   std::vector<int> pids_;
@@ -217,7 +217,7 @@ class Session final : public Watch {
   Nanos next_ask_ = 0;
   std::atomic<Nanos> last_answer_ = 0;  // when the last progress report arrived
 
-  Announcement current_;
+  OpSignature current_;
   uint64_t history_ = 0;
   bool inline_ = false;
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages

@@ -106,7 +106,7 @@ void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_p
       }
     }
     delivery.message.after = nullptr;
-    if (Ticket::Completion completion = delivery.finish(why))
+    if (OperationHandle::Completion completion = delivery.finish(why))
       executor_.tell(std::move(completion), why);
   }
 }

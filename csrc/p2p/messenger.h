@@ -29,7 +29,7 @@
 namespace ringreduce {
 
 // A message's end.
-class Delivery final : public Ticket, public Transfer {
+class Delivery final : public OperationHandle, public Transfer {
  public:
   explicit Delivery(Message m) : Transfer(std::move(m)) {}
 

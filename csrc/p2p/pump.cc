@@ -90,7 +90,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   const int rank_;
   std::vector<std::unique_ptr<Peer>> peers_;
   bool over_ = false;
-  Dialler dialler_;
+  Connector dialler_;
 };
 
 void Carrier::stir(int rank) {

@@ -15,7 +15,7 @@
 
 #include "base/clock.h"
 #include "transport/shm/channel.h"
-#include "transport/tcp/dialler.h"
+#include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
 

@@ -1,4 +1,4 @@
-// torch's handle on an operation: c10d::Work over a Ticket of the core.
+// torch's handle on an operation: c10d::Work over a OperationHandle of the core.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -86,7 +86,7 @@ class Work final : public c10d::Work {
   std::atomic<Nanos> ended_{0};
 
   // Null: it ran in the caller's thread and is over.
-  std::shared_ptr<Ticket> ticket_;
+  std::shared_ptr<OperationHandle> ticket_;
   std::shared_ptr<Delivery> delivery_;  // the same, for messages
 
   std::atomic<bool> claimed_{false};  // somebody completes it

@@ -5,8 +5,8 @@
 //     receiver:  peek()     the oldest filled slot    release()  it has been read
 //
 // Slots come out in the order in which they went in.  acquire and peek wait, and throw what the
-// Watch throws.  Calling acquire (or peek) twice without a post (or release) between gives the same
-// slot.
+// WaitGuard throws.  Calling acquire (or peek) twice without a post (or release) between gives the
+// same slot.
 #pragma once
 
 #include <cstddef>

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/watch.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -20,15 +20,15 @@ inline std::vector<int> placesOf(const std::vector<int>& ranks) {
   return places;
 }
 
-class PlacesWatch : public Watch {
+class PlacesGuard : public WaitGuard {
  public:
-  PlacesWatch(Watch& watch, std::vector<int> ranks) : watch_(watch), ranks_(std::move(ranks)) {}
+  PlacesGuard(WaitGuard& watch, std::vector<int> ranks) : watch_(watch), ranks_(std::move(ranks)) {}
 
   bool failed() const override { return watch_.failed(); }
   void poll(int place, Ready ready) override { watch_.poll(rankAt(place), ready); }
   void idle(Ready ready) override { watch_.idle(ready); }
   void verify(int place) override { watch_.verify(rankAt(place)); }
-  void verify(int place, const Announcement& theirs) override {
+  void verify(int place, const OpSignature& theirs) override {
     watch_.verify(rankAt(place), theirs);
   }
   PeerState stateOf(int place) const override { return watch_.stateOf(rankAt(place)); }
@@ -42,7 +42,7 @@ class PlacesWatch : public Watch {
   int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
 
  private:
-  Watch& watch_;
+  WaitGuard& watch_;
   const std::vector<int> ranks_;
 };
 

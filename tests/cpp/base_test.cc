@@ -180,7 +180,7 @@ TEST(messages_read_well) {
   CHECK_EQ(seconds(3 * kSecond), "3 s");
   CHECK_EQ(seconds(1800 * kSecond), "1800 s");
   CHECK_EQ(joined({1, 2, 5}, " > "), "1 > 2 > 5");
-  CHECK_EQ(describe(Announcement{.sequence = 4}), "barrier #4");
+  CHECK_EQ(describe(OpSignature{.sequence = 4}), "barrier #4");
   CHECK_EQ(describe({.sequence = 0,
                      .count = 1,
                      .kind = Kind::kAllReduce,

@@ -26,7 +26,7 @@ void inMesh(int P, const std::function<void(mesh_cases::Caller&)>& body,
   stand_in::inMesh(P, options,
                    [&](Mesh& mesh, stand_in::Net& net) {
                      mesh_cases::Caller call(
-                         mesh, [&](const Announcement& a, const std::function<void(Mesh&)>& run) {
+                         mesh, [&](const OpSignature& a, const std::function<void(Mesh&)>& run) {
                            stand_in::operate(mesh, net, a, run);
                          });
                      body(call);

@@ -43,7 +43,7 @@ Gradients step(Compression& state, Group& group, size_t number, const Order& ord
   }
   if (spoil) spoil(all);
   std::vector<std::vector<float>> buckets(order.size());
-  std::vector<std::shared_ptr<Ticket>> tickets;
+  std::vector<std::shared_ptr<OperationHandle>> tickets;
   for (size_t b = 0; b < order.size(); ++b) {
     std::vector<Part> parts;
     for (const size_t p : order[b]) {
@@ -295,9 +295,9 @@ TEST(what_a_trial_owes_is_not_sent_in_a_step_that_is_skipped) {
 }
 
 TEST(a_trial_compares_medians) {
-  using Way = Trial::Way;
+  using Way = AutoTuner::Way;
   const auto tried = [](double exact, double coded, double exact_step, double coded_step) {
-    Trial trial;
+    AutoTuner trial;
     std::string why;
     size_t steps = 0;
     for (;;) {

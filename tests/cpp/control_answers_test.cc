@@ -21,7 +21,7 @@ TEST(everybody_is_asked_and_answers) {
   for (const int size : {1, 2, 5, 64}) {
     Ranks ranks(size);
     for (int r = 0; r < size; ++r) {
-      Announcement last;
+      OpSignature last;
       last.sequence = static_cast<uint64_t>(r) << 40;
       last.root = -1;
       ranks.at(r).locked([&] {
@@ -93,7 +93,7 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
 }
 
 TEST(an_answer_that_no_rank_gives_is_not_believed) {
-  const auto isBelieved = [](const Announcement& last) {
+  const auto isBelieved = [](const OpSignature& last) {
     net::Answer answer;
     answer.rank = 1;
     answer.there.last = last;

@@ -98,7 +98,7 @@ struct Heard : Control::Listener {
   Whereabouts own(uint64_t since) override {
     const std::lock_guard lock(mutex);
     Whereabouts here = mine;
-    std::erase_if(here.earlier, [&](const Announcement& a) { return a.sequence < since; });
+    std::erase_if(here.earlier, [&](const OpSignature& a) { return a.sequence < since; });
     return here;
   }
   std::vector<int> stopped() override {

@@ -26,7 +26,7 @@
 #include "base/error.h"
 #include "check.h"
 #include "transport/tcp/acceptor.h"
-#include "transport/tcp/complaints.h"
+#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 namespace door {
@@ -37,10 +37,10 @@ using namespace ringreduce::net;
 // Who was let in.
 class Inbox {
  public:
-  using Entry = std::pair<Socket, Caller>;
+  using Entry = std::pair<Socket, PeerHello>;
 
   Acceptor::Taken taken() {
-    return [this](Socket socket, const Caller& caller) {
+    return [this](Socket socket, const PeerHello& caller) {
       const std::lock_guard lock(mutex_);
       entries_.emplace_back(std::move(socket), caller);
       changed_.notify_all();
@@ -65,7 +65,7 @@ class Inbox {
   std::vector<Entry> entries_;
 };
 
-inline Caller callerOf(const std::string& group, int from = 0, int to = 1) {
+inline PeerHello callerOf(const std::string& group, int from = 0, int to = 1) {
   return {.group = group, .from = from, .to = to, .purpose = Purpose::kData, .lane = 7};
 }
 

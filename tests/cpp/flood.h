@@ -81,10 +81,10 @@ class OverheardStore final : public Store {
 
 // What a rank says that is let in: once.
 inline std::string recording(const std::string& group, const net::Secret& secret) {
-  const net::Caller caller{.group = group, .from = 0, .to = 1, .purpose = net::Purpose::kData};
+  const net::PeerHello caller{.group = group, .from = 0, .to = 1, .purpose = net::Purpose::kData};
   net::Handshake rank = net::Handshake::dialler(caller, secret);
   net::Handshake door = net::Handshake::acceptor(
-      [&](const net::Caller&) { return std::optional<net::Secret>(secret); });
+      [&](const net::PeerHello&) { return std::optional<net::Secret>(secret); });
   std::string said;
   while (door.state() == net::Handshake::State::kGoesOn) {
     const std::string part = rank.takeOutput();

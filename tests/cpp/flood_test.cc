@@ -37,7 +37,7 @@ TEST(what_was_recorded_lets_nobody_in_and_is_what_a_rank_says) {
   const std::string said = flood::recording(group, secret);
   CHECK_EQ(said.size(), size_t{96 + 32});
   net::Handshake door = net::Handshake::acceptor(
-      [&](const net::Caller&) { return std::optional<net::Secret>(secret); });
+      [&](const net::PeerHello&) { return std::optional<net::Secret>(secret); });
   CHECK_EQ(door.feed(std::as_bytes(std::span(said))), said.size());
   CHECK(door.namedGroup());
   CHECK(door.state() == net::Handshake::State::kRefused);

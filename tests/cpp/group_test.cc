@@ -96,7 +96,7 @@ TEST(broadcast_gather_barrier) {
 TEST(queued_and_blocking_operations_keep_their_order) {
   ranks::inGroup(3, [](Group& group) {
     std::vector<std::vector<float>> data(40, std::vector<float>(500, 1.f));
-    std::vector<std::shared_ptr<Ticket>> tickets;
+    std::vector<std::shared_ptr<OperationHandle>> tickets;
     std::atomic<int> told{0};
     for (size_t i = 0; i < data.size(); ++i) {
       const Operation operation{AllReduce{data[i].data(), 500, DType::kFloat32, ReduceOp::kSum}};

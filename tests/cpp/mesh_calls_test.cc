@@ -17,7 +17,7 @@ void inMesh(int P, const Mesh::Options& options, const std::function<void(Caller
   stand_in::inMesh(
       P, options,
       [&](Mesh& mesh, stand_in::Net& net) {
-        Caller call(mesh, [&](const Announcement& a, const std::function<void(Mesh&)>& run) {
+        Caller call(mesh, [&](const OpSignature& a, const std::function<void(Mesh&)>& run) {
           stand_in::operate(mesh, net, a, run);
         });
         body(call);

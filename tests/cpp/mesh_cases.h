@@ -34,7 +34,7 @@ inline size_t at(int i) {
 // operation as announced, runs what it is given, and finishes.
 class Caller {
  public:
-  using Operate = std::function<void(const Announcement&, const std::function<void(Mesh&)>&)>;
+  using Operate = std::function<void(const OpSignature&, const std::function<void(Mesh&)>&)>;
   Caller(Mesh& mesh, Operate operate) : mesh(mesh), operate_(std::move(operate)) {}
 
   template <class Call>
@@ -44,7 +44,7 @@ class Caller {
   // The same, announced as something else.
   template <class Call>
   void lying(const Call& call) {
-    Announcement a = announce({call}, sequence_++);
+    OpSignature a = announce({call}, sequence_++);
     a.count += 1;
     operate_(a, [&](Mesh& m) { run(m, call); });
   }

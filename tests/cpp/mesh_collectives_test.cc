@@ -18,7 +18,7 @@ void inMesh(int P, const Mesh::Options& options, const std::function<void(Caller
   mesh_world::inMesh(
       P,
       [&](OneRank& one) {
-        Caller call(one.mesh(), [&](const Announcement& a, const std::function<void(Mesh&)>& run) {
+        Caller call(one.mesh(), [&](const OpSignature& a, const std::function<void(Mesh&)>& run) {
           one.operation(run, a.kind, a.count);
         });
         body(call);

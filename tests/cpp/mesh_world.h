@@ -58,7 +58,7 @@ inline std::vector<unsigned char> framed(net::Frame frame, size_t payload) {
   return raw;
 }
 
-class TestWatch final : public Watch {
+class TestWatch final : public WaitGuard {
  public:
   TestWatch(const std::atomic<bool>& failed, Nanos deadline)
       : failed_(failed), deadline_(deadline) {}
@@ -69,7 +69,7 @@ class TestWatch final : public Watch {
       throw Error(Failure::kTimeout, "rank " + std::to_string(rank) + " did not come");
   }
   void verify(int) override {}
-  void verify(int rank, const Announcement& theirs) override {
+  void verify(int rank, const OpSignature& theirs) override {
     if (theirs != own)
       throw Error(Failure::kMismatch, "rank " + std::to_string(rank) + " called another operation");
   }
@@ -86,7 +86,7 @@ class TestWatch final : public Watch {
                                         " elements, which expects " + std::to_string(expected));
   }
 
-  Announcement own;
+  OpSignature own;
   std::atomic<PeerState> fate = PeerState::kHere;  // of all the others
   std::atomic<bool> hopeless = false;              // a wait in which nothing moves is to end
 
@@ -110,13 +110,13 @@ class OneRank {
   // Runs one operation, announced as `kind` of `count` elements.
   void operation(const std::function<void(Mesh&)>& body, Kind kind = Kind::kAllReduce,
                  uint64_t count = 0) {
-    Announcement own = watch_.own;
+    OpSignature own = watch_.own;
     own.kind = kind;
     own.count = count;
     announce(own, body);
   }
   // The same, announced as this.
-  void announce(const Announcement& own, const std::function<void(Mesh&)>& body) {
+  void announce(const OpSignature& own, const std::function<void(Mesh&)>& body) {
     watch_.own = own;
     mesh_.begin(watch_.own);
     body(mesh_);

@@ -210,7 +210,7 @@ TEST(collectives_and_messages_do_not_wait_for_each_other) {
     }
     // A collective that cannot end before messages have been exchanged.
     int32_t sum = 1;
-    std::shared_ptr<Ticket> ticket;
+    std::shared_ptr<OperationHandle> ticket;
     if (me != 0) ticket = group.submit({AllReduce{&sum, 1, DType::kInt32, ReduceOp::kSum}}, {});
     for (size_t n : kSizes) {
       const Letter out = letter(me, 9, n);

@@ -20,7 +20,7 @@
 #define CHECK_OWN_MAIN
 #include "check.h"
 #include "door.h"
-#include "transport/tcp/complaints.h"
+#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 using namespace ringreduce;
@@ -54,11 +54,11 @@ TEST(who_knows_the_secret_is_let_in) {
 TEST(what_follows_the_handshake_at_once_is_not_lost) {
   Inbox inbox;
   Group group;
-  group.token =
-      group.acceptor->admit(group.word, 1, group.secret, [&](Socket socket, const Caller& caller) {
-        sendAll(socket, std::string(100'000, 'x'));
-        inbox.taken()(std::move(socket), caller);
-      });
+  group.token = group.acceptor->admit(group.word, 1, group.secret,
+                                      [&](Socket socket, const PeerHello& caller) {
+                                        sendAll(socket, std::string(100'000, 'x'));
+                                        inbox.taken()(std::move(socket), caller);
+                                      });
   for (int i = 0; i < 20; ++i) {
     const Socket ours = group.dial();
     CHECK(receiveSome(ours, 100'000) == std::string(100'000, 'x'));
@@ -153,7 +153,7 @@ TEST(being_let_in_may_end_everything) {
   const Endpoint endpoint = group.acceptor->endpoint();
   {
     const std::lock_guard lock(mutex);
-    token = group.acceptor->admit(group.word, 1, group.secret, [&](Socket, const Caller&) {
+    token = group.acceptor->admit(group.word, 1, group.secret, [&](Socket, const PeerHello&) {
       const std::lock_guard inner(mutex);
       token.reset();  // the last that held the acceptor
       ended = true;
@@ -177,11 +177,11 @@ TEST(an_error_of_who_takes_is_not_the_end) {
   Inbox inbox;
   std::atomic<int> calls{0};
   Group group;
-  group.token =
-      group.acceptor->admit(group.word, 1, group.secret, [&](Socket socket, const Caller& caller) {
-        if (calls++ == 0) throw std::runtime_error("no room");
-        inbox.taken()(std::move(socket), caller);
-      });
+  group.token = group.acceptor->admit(group.word, 1, group.secret,
+                                      [&](Socket socket, const PeerHello& caller) {
+                                        if (calls++ == 0) throw std::runtime_error("no room");
+                                        inbox.taken()(std::move(socket), caller);
+                                      });
   CHECK(group.dial());
   CHECK(group.dial());
   inbox.next();
@@ -255,7 +255,7 @@ TEST(whoever_wants_encryption_gets_it_and_nothing_else) {
       Group group;
       group.token =
           group.acceptor->admit(group.word, 1, group.secret, group.inbox.taken(), wanted_here);
-      Caller caller = callerOf(group.word);
+      PeerHello caller = callerOf(group.word);
       caller.encrypted = wanted_there;
       Socket ours = dial(group.acceptor->endpoint(), caller, group.secret, {}, "rank 1");
       if (wanted_here != wanted_there) {

@@ -71,7 +71,7 @@ TEST(whoever_was_dropped_tries_again) {
     if (i == 2) setsockopt(dropped.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
   }
   const Fd theirs = other.accept();
-  Handshake machine = Handshake::acceptor([&](const Caller&) { return group.secret; });
+  Handshake machine = Handshake::acceptor([&](const PeerHello&) { return group.secret; });
   while (machine.state() == Handshake::State::kGoesOn) {
     const std::string bytes = receiveSome(theirs, machine.wants());
     machine.feed(std::as_bytes(std::span(bytes)));
@@ -93,7 +93,7 @@ TEST(who_answers_without_the_secret_is_not_believed) {
     });
     const Fd theirs = other.accept();
     const std::string hello = receiveSome(theirs, 96);
-    Handshake machine = Handshake::acceptor([&](const Caller&) { return randomSecret(); });
+    Handshake machine = Handshake::acceptor([&](const PeerHello&) { return randomSecret(); });
     machine.feed(std::as_bytes(std::span(hello)));
     sendAll(theirs, kind == 0 ? hello : machine.takeOutput());
     CHECK_EQ(receiveAll(theirs), "");  // no proof is given away

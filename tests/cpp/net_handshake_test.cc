@@ -23,13 +23,13 @@ const Secret& secret() {
   return one;
 }
 
-Caller caller() {
+PeerHello caller() {
   return {
       .group = "0123456789abcdef", .from = 2, .to = 5, .purpose = Purpose::kMessages, .lane = 3};
 }
 
 Handshake::Find knows(const Secret& known) {
-  return [known](const Caller& asked) -> std::optional<Secret> {
+  return [known](const PeerHello& asked) -> std::optional<Secret> {
     if (asked.group != caller().group || asked.to != caller().to) return std::nullopt;
     return known;
   };
@@ -74,21 +74,21 @@ bool contains(const std::string& text, const std::string& part) {
 TEST(both_sides_believe_the_truth) {
   for (int purpose = 0; purpose < kPurposes; ++purpose)
     for (int number : {0, 1, 255, 256, INT_MAX}) {
-      const Caller self{.group = "ffffffffffffffff",
-                        .from = number,
-                        .to = number,
-                        .purpose = static_cast<Purpose>(purpose),
-                        .lane = number};
+      const PeerHello self{.group = "ffffffffffffffff",
+                           .from = number,
+                           .to = number,
+                           .purpose = static_cast<Purpose>(purpose),
+                           .lane = number};
       Pair pair;
       pair.dialler = Handshake::dialler(self, secret());
-      pair.acceptor = Handshake::acceptor([&](const Caller& asked) -> std::optional<Secret> {
+      pair.acceptor = Handshake::acceptor([&](const PeerHello& asked) -> std::optional<Secret> {
         CHECK_EQ(asked.to, number);
         return secret();
       });
       CHECK(!pair.bothDone());
       pair.run();
       CHECK(pair.bothDone());
-      const Caller& proven = pair.acceptor.caller();
+      const PeerHello& proven = pair.acceptor.caller();
       CHECK_EQ(proven.group, self.group);
       CHECK(proven.from == number && proven.to == number && proven.lane == number);
       CHECK(proven.purpose == self.purpose);
@@ -325,7 +325,7 @@ TEST(strangers_are_told_nothing) {
 TEST(a_hello_that_nobody_says_is_refused) {
   const std::string hello = Handshake::dialler(caller(), secret()).takeOutput();
   const auto refused = [&](size_t at, char byte) {
-    Handshake acceptor = Handshake::acceptor([](const Caller&) { return secret(); });
+    Handshake acceptor = Handshake::acceptor([](const PeerHello&) { return secret(); });
     std::string other = hello;
     other[at] = byte;
     feed(acceptor, other);
@@ -341,7 +341,7 @@ TEST(a_hello_that_nobody_says_is_refused) {
 TEST(a_caller_waits_until_its_group_is_there) {
   bool here = false;
   Pair pair;
-  pair.acceptor = Handshake::acceptor([&](const Caller&) -> std::optional<Secret> {
+  pair.acceptor = Handshake::acceptor([&](const PeerHello&) -> std::optional<Secret> {
     if (!here) return std::nullopt;
     return secret();
   });

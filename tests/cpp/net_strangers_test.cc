@@ -21,7 +21,7 @@
 #define CHECK_OWN_MAIN
 #include "check.h"
 #include "door.h"
-#include "transport/tcp/complaints.h"
+#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 using namespace ringreduce;
@@ -274,7 +274,7 @@ TEST(complaints_are_counted) {
   const Log log;
   const auto reactor = Reactor::shared();
   {
-    Complaints complaints(reactor, 50 * kMillisecond);
+    RateLimitedLog complaints(reactor, 50 * kMillisecond);
     reactor->run([&] {
       for (int i = 0; i < 10; ++i) complaints.add("number " + std::to_string(i));
     });

@@ -43,14 +43,14 @@ constexpr Patience kSleepy{.spin = 0, .yield = 0, .sleep = 2 * kSecond};
 
 // Ends a wait after twenty seconds, and one that would sleep after a minute, so that a mutant which
 // stalls, or whose waits all last as long as a sleep, is a failure and not a hang.
-struct Impatient final : Watch {
+struct Impatient final : WaitGuard {
   const Nanos start = now();
   bool failed() const override { return now() - start > 60 * kSecond; }
   void poll(int, Ready) override {
     if (now() - start > 20 * kSecond) throw std::runtime_error("the protocol has stalled");
   }
   void verify(int) override {}
-  void verify(int, const Announcement&) override {}
+  void verify(int, const OpSignature&) override {}
   PeerState stateOf(int) const override { return PeerState::kHere; }
   [[noreturn]] void broken(int, const std::string&) override {
     throw std::runtime_error("there is nothing that could break");
@@ -68,12 +68,12 @@ struct Memory {
              std::vector<std::byte>(bytes * static_cast<size_t>(depth))),
         bytes(bytes),
         depth(depth) {
-    for (Page& page : pages) std::memset(static_cast<void*>(&page), 0, sizeof page);
+    for (RankPage& page : pages) std::memset(static_cast<void*>(&page), 0, sizeof page);
   }
   Slots slots(int r) { return {data[static_cast<size_t>(2 * r)].data(), bytes, depth}; }
   Slots links(int r) { return {data[static_cast<size_t>(2 * r + 1)].data(), bytes, depth}; }
 
-  std::vector<Page> pages;
+  std::vector<RankPage> pages;
   std::vector<std::vector<std::byte>> data;
   size_t bytes;
   int depth;
@@ -174,7 +174,7 @@ void rings(int P, int depth, size_t window) {
     Memory fresh(P, kSlice * sizeof(float), depth);
     ranks::inThreads(P, [&](int me) {
       Impatient watch;
-      Page& page = fresh.pages[static_cast<size_t>(me)];
+      RankPage& page = fresh.pages[static_cast<size_t>(me)];
       Waiter waiter(page, watch);
       waiter.setPatience(kSleepy);
       Exchange unused(me, {{&page, fresh.slots(me)}}, waiter, watch);

@@ -30,11 +30,11 @@ struct Others final : Outside {
 
 // One rank's session, with mirrors of all.
 struct One {
-  One(int rank, int size) : pages(std::make_unique<Page[]>(static_cast<size_t>(size))) {
+  One(int rank, int size) : pages(std::make_unique<RankPage[]>(static_cast<size_t>(size))) {
     std::vector<Seat> seats;
     for (int r = 0; r < size; ++r) {
-      Page& page = pages[static_cast<size_t>(r)];
-      for (Announcement& announcement : page.announcements) announcement.sequence = kNoOperation;
+      RankPage& page = pages[static_cast<size_t>(r)];
+      for (OpSignature& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = nullptr, .name = "a process", .pid = 0});
     }
     session = std::make_unique<Session>(rank, std::move(seats), options, &others);
@@ -47,11 +47,11 @@ struct One {
 
   const GroupOptions options{.name = "test", .stall = kNever};
   Others others;
-  const std::unique_ptr<Page[]> pages;
+  const std::unique_ptr<RankPage[]> pages;
   std::unique_ptr<Session> session;
 };
 
-Announcement barrier(uint64_t sequence) {
+OpSignature barrier(uint64_t sequence) {
   return {.sequence = sequence};
 }
 
@@ -82,7 +82,7 @@ TEST(what_stands_there_of_an_earlier_operation_is_not_compared) {
 }
 
 TEST(another_operation_is_a_mismatch_however_it_is_heard) {
-  Announcement other = barrier(3);
+  OpSignature other = barrier(3);
   other.count = 7;
   for (const bool by_data : {false, true}) {
     One one(0, 2);
@@ -120,15 +120,15 @@ TEST(what_another_has_asked_is_not_asked_again) {
 TEST(who_called_what_is_asked_of_all) {
   // Rank 1 differs in operation #1, in which rank 2 needed nobody, and rank 0 still waits.
   One one(2, 3);
-  std::vector<Announcement> calls;
+  std::vector<OpSignature> calls;
   for (uint64_t sequence = 0; sequence < 3; ++sequence) {
-    Announcement call = barrier(sequence);
+    OpSignature call = barrier(sequence);
     call.count = sequence;
     one.session->begin(call, kNever, false);
     one.session->end();
     calls.push_back(one.session->current());
   }
-  Announcement others_call = calls[1];
+  OpSignature others_call = calls[1];
   others_call.count = 100;
   one.others.answer = [&](uint64_t since) {
     CHECK_EQ(since, uint64_t{0});
@@ -151,8 +151,8 @@ TEST(a_rank_that_went_on_is_held_to_what_it_called) {
   // are of #1.
   One one(0, 3);
   one.session->begin(barrier(0), kNever, false);
-  const Announcement own = one.session->current();
-  Announcement theirs = own, next = barrier(1);
+  const OpSignature own = one.session->current();
+  OpSignature theirs = own, next = barrier(1);
   theirs.count = 3;
   one.others.answer = [&](uint64_t) {
     one.session->see(1, 2, next, -1, false, {theirs});
@@ -169,8 +169,8 @@ TEST(a_rank_that_was_left_behind_is_held_to_what_it_called) {
   One one(0, 3);
   one.session->begin(barrier(0), kNever, false);
   one.session->end();
-  const Announcement own = one.session->current();
-  Announcement theirs = own;
+  const OpSignature own = one.session->current();
+  OpSignature theirs = own;
   theirs.root = 2;
   one.session->begin(barrier(1), kNever, false);
   one.session->see(2, 2, one.session->current(), 1, false);

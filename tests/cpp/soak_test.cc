@@ -190,7 +190,7 @@ Bytes reduction(const Step& s, int P, int to, size_t n) {
 struct Flight {
   std::string what;
   std::vector<Bytes> memory, wanted;
-  std::shared_ptr<Ticket> ticket;
+  std::shared_ptr<OperationHandle> ticket;
   std::shared_ptr<Delivery> delivery;
   int group;
 };
@@ -393,7 +393,8 @@ class Rank {
       const std::unique_ptr<Flight> flight = std::move(flights_.back());
       flights_.pop_back();
       Group& group = *groups_[at(flight->group)];
-      const std::shared_ptr<Ticket> over = flight->delivery ? flight->delivery : flight->ticket;
+      const std::shared_ptr<OperationHandle> over =
+          flight->delivery ? flight->delivery : flight->ticket;
       CHECK(flight->delivery ? group.await(*flight->delivery, kNever)
                              : group.await(*flight->ticket, kNever));
       if (over->error()) std::rethrow_exception(over->error());

@@ -49,7 +49,7 @@ class Net {
     size_t sent = 0;
     bool buffer = false;
     bool announces = false;
-    Announcement announcement = {};
+    OpSignature announcement = {};
   };
   struct Place {
     std::byte* data;
@@ -61,7 +61,7 @@ class Net {
   struct Stream {
     std::deque<Outgoing> out;
     std::deque<Place> in;
-    std::deque<Announcement> announced;  // that arrived
+    std::deque<OpSignature> announced;  // that arrived
     bool sender_announced = false, receiver_expects = false;
   };
 
@@ -194,12 +194,12 @@ class Net {
 
 inline Net* net = nullptr;  // of the meshes that are made next
 
-class NoWatch final : public Watch {
+class NoGuard final : public WaitGuard {
  public:
   bool failed() const override { return false; }
   void poll(int, Ready) override {}
   void verify(int) override {}
-  void verify(int, const Announcement&) override {}
+  void verify(int, const OpSignature&) override {}
   PeerState stateOf(int) const override { return PeerState::kHere; }
   [[noreturn]] void broken(int, const std::string& how) override {
     throw Error(Failure::kPeerLost, how);
@@ -210,7 +210,7 @@ class NoWatch final : public Watch {
 };
 
 // What a group does around an operation.
-inline void operate(Mesh& mesh, Net& of, const Announcement& announcement,
+inline void operate(Mesh& mesh, Net& of, const OpSignature& announcement,
                     const std::function<void(Mesh&)>& body) {
   try {
     mesh.begin(announcement);
@@ -227,7 +227,7 @@ inline void inMesh(int size, const Mesh::Options& options,
   Net shared(size, hardness);
   net = &shared;
   ranks::inThreads(size, [&](int r) {
-    NoWatch watch;
+    NoGuard watch;
     Mesh mesh(r, size, watch, {}, options);
     try {
       body(mesh, shared);
@@ -244,10 +244,10 @@ namespace ringreduce {
 
 struct Mesh::State {
   int rank, size;
-  Watch& watch;
+  WaitGuard& watch;
   Options options;
   stand_in::Net& net;
-  Announcement operation = {};
+  OpSignature operation = {};
   std::vector<std::unique_ptr<std::byte[]>> filling = {};  // buffers acquired and not posted
 
   stand_in::Net::Stream& to(int r) {
@@ -272,7 +272,7 @@ struct Mesh::State {
   }
 };
 
-Mesh::Mesh(int rank, int size, Watch& watch, Dial, const Options& options)
+Mesh::Mesh(int rank, int size, WaitGuard& watch, Dial, const Options& options)
     : state_(new State{rank, size, watch, options, *stand_in::net}) {}
 Mesh::~Mesh() {
   state_->net.gone(state_->rank);
@@ -283,14 +283,14 @@ int Mesh::rank() const {
 int Mesh::size() const {
   return state_->size;
 }
-Watch& Mesh::watch() const {
+WaitGuard& Mesh::watch() const {
   return state_->watch;
 }
 const Mesh::Options& Mesh::options() const {
   return state_->options;
 }
 
-void Mesh::begin(const Announcement& operation) {
+void Mesh::begin(const OpSignature& operation) {
   const std::lock_guard lock(state_->net.mutex);
   scratch_.reset();
   state_->operation = operation;

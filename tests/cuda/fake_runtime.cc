@@ -19,12 +19,12 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string last_words = "as the fake says";
 
 // What a handle of legacy IPC says; any process of the same user finds the memory with it.
-struct Ticket {
+struct OperationHandle {
   pid_t pid;
   int fd;
   char* base;
 };
-static_assert(sizeof(Ticket) <= sizeof(cudaIpcMemHandle_t));
+static_assert(sizeof(OperationHandle) <= sizeof(cudaIpcMemHandle_t));
 
 bool replaceOpener(Tail& tail, pid_t from, pid_t to) {
   for (auto& opener : tail.openers)
@@ -171,7 +171,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
   char* base = nullptr;
   const Range* range = world().find(data, &base);
   if (!range || range->kind != Range::Kind::kPlain) return said(cudaErrorInvalidValue);
-  const Ticket ticket{getpid(), range->fd, base};
+  const OperationHandle ticket{getpid(), range->fd, base};
   std::memcpy(handle, &ticket, sizeof ticket);
   return cudaSuccess;
 }
@@ -182,7 +182,7 @@ static bool areSame(int fd, int other) {
 }
 cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigned) {
   if (const auto e = fate()) return said(e);
-  Ticket ticket{};
+  OperationHandle ticket{};
   std::memcpy(&ticket, &handle, sizeof ticket);
   if (ticket.pid == getpid()) return said(cudaErrorDeviceUninitialized);
   const std::string path =

@@ -74,14 +74,14 @@ class Arena {
     Nonce nonce;
     nonce.fill(static_cast<unsigned char>(who));
     if (dials(who)) {
-      const Caller caller{.group = "00112233445566aa",
-                          .from = static_cast<int>(who),
-                          .to = 3,
-                          .purpose = static_cast<Purpose>(who),
-                          .lane = 0};
+      const PeerHello caller{.group = "00112233445566aa",
+                             .from = static_cast<int>(who),
+                             .to = 3,
+                             .purpose = static_cast<Purpose>(who),
+                             .lane = 0};
       return {.machine = Handshake::dialler(caller, secret, nonce), .said = {}, .heard = {}};
     }
-    const auto find = [this, who, secret](const Caller& caller) -> std::optional<Secret> {
+    const auto find = [this, who, secret](const PeerHello& caller) -> std::optional<Secret> {
       if (caller.group != "00112233445566aa" || caller.to != 3) return std::nullopt;
       if (who == kLate && !admitted_) return std::nullopt;
       return secret;

@@ -44,11 +44,11 @@ template <class Rules = HostRules>
 class BasicExchange {
  public:
   struct Member {
-    Page* page;
+    RankPage* page;
     Slots slots;
   };
 
-  BasicExchange(int rank, std::vector<Member> members, Waiter& waiter, Watch& watch)
+  BasicExchange(int rank, std::vector<Member> members, Waiter& waiter, WaitGuard& watch)
       : rank_(rank),
         members_(std::move(members)),
         waiter_(waiter),
@@ -80,7 +80,7 @@ class BasicExchange {
   void post(uint64_t step) { publish(page(rank_).posted, step); }
 
   std::byte* peek(int r, uint64_t step) {
-    await(r, step, &Page::posted, seen_[r].posted);
+    await(r, step, &RankPage::posted, seen_[r].posted);
     if (!seen_[r].verified) {
       watch_.verify(r);
       seen_[r].verified = true;
@@ -95,7 +95,7 @@ class BasicExchange {
   void share(uint64_t step) { publish(page(rank_).reduced, step); }
 
   const std::byte* shared(int r, uint64_t step) {
-    await(r, step, &Page::reduced, seen_[r].reduced);
+    await(r, step, &RankPage::reduced, seen_[r].reduced);
     return members_[r].slots.at(step);
   }
 
@@ -106,7 +106,7 @@ class BasicExchange {
     bool verified = false;
   };
 
-  Page& page(int r) { return *members_[r].page; }
+  RankPage& page(int r) { return *members_[r].page; }
 
   // Flags count steps, so step s is past when the flag is above s.
   void publish(Flag& flag, uint64_t step) {
@@ -115,7 +115,7 @@ class BasicExchange {
       if (r != rank_) ring<Rules>(page(r), rank_);
   }
 
-  void await(int r, uint64_t step, Flag Page::* flag, uint64_t& seen) {
+  void await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {
     if (seen > step) return;
     waiter_.until(r, [&] { return (seen = (page(r).*flag).template observe<Rules>()) > step; });
   }
@@ -123,7 +123,7 @@ class BasicExchange {
   const int rank_;
   std::vector<Member> members_;
   Waiter& waiter_;
-  Watch& watch_;
+  WaitGuard& watch_;
   std::vector<Seen> seen_;
   uint64_t next_ = 0;
 };

@@ -24,7 +24,7 @@ constexpr uint32_t bellFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
-struct Page {
+struct RankPage {
   Flag posted;    // exchange: steps whose slot is filled
   Flag reduced;   // exchange: steps whose slot holds this rank's share of the sum (two-shot)
   Flag done;      // exchange: steps whose slots this rank has read to the end
@@ -32,7 +32,7 @@ struct Page {
   Flag outbound;  // ring link to the next rank: slots read; written by that rank
 
   Flag announced;  // operations announced
-  Announcement announcements[kAnnouncements];
+  OpSignature announcements[kAnnouncements];
 
   alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
   alignas(kLine) uint32_t messenger_bell;  // 1 while the owner sleeps and waits for messages

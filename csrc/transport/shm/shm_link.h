@@ -17,8 +17,8 @@ namespace ringreduce {
 // The two ends of a link: whose pages, and the slots.
 struct ShmPipe {
   int sender, receiver;
-  Page* sender_page;
-  Page* receiver_page;
+  RankPage* sender_page;
+  RankPage* receiver_page;
   Slots slots;
 };
 

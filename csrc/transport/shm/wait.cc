@@ -22,7 +22,7 @@ void ringBell(uint32_t& bell) {
     syscall(SYS_futex, &bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
-void wake(Page& page) {
+void wake(RankPage& page) {
   ringBell(page.bell);
 }
 

@@ -8,7 +8,7 @@
 
 #include "base/clock.h"
 #include "transport/shm/page.h"
-#include "transport/watch.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -21,11 +21,11 @@ inline void pause() {
 }
 
 // Wakes the rank whose page this is, if it sleeps.
-void wake(Page& page);
+void wake(RankPage& page);
 // The same for rank `me`, which has just stored a flag: if that rank sleeps and waits for `me`.
 // Costs one load otherwise.
 template <class Rules = HostRules>
-void ring(Page& page, int me) {
+void ring(RankPage& page, int me) {
   if (Rules::kWakes && std::atomic_ref(page.bell).load(std::memory_order_seq_cst) == bellFor(me))
     wake(page);
 }
@@ -38,11 +38,12 @@ void ringBell(uint32_t& bell);
 class Waiter {
  public:
   // `own` is the page of the rank that waits; one thread at a time may wait on it.
-  Waiter(Page& own, Watch& watch) : own_(own), watch_(watch) {}
+  Waiter(RankPage& own, WaitGuard& watch) : own_(own), watch_(watch) {}
 
   void setPatience(Patience patience) { patience_ = patience; }
 
-  // Returns once ready() is true.  `rank` is who must make it so.  Throws what the Watch throws.
+  // Returns once ready() is true.  `rank` is who must make it so.  Throws what the WaitGuard
+  // throws.
   template <class F>
   void until(int rank, F&& ready) {
     if (!ready()) waitFor(rank, Ready(ready));
@@ -51,8 +52,8 @@ class Waiter {
  private:
   void waitFor(int rank, Ready ready);
 
-  Page& own_;
-  Watch& watch_;
+  RankPage& own_;
+  WaitGuard& watch_;
   Patience patience_;
 };
 

@@ -29,8 +29,8 @@
 #include "base/per_process.h"
 #include "base/text.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/complaints.h"
 #include "transport/tcp/handshake.h"
+#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/tls.h"
 
@@ -40,7 +40,7 @@ namespace ringreduce::net {
 //
 // Somebody who has connected to this process and has not proven anything yet.
 
-struct Guest {
+struct PendingConnection {
   Fd socket;
   Address from;
   Nanos until;  // when its time is over
@@ -68,7 +68,7 @@ constexpr size_t kMostDiscarded = 4096;
 
 }  // namespace
 
-bool Guest::read() {
+bool PendingConnection::read() {
   std::array<std::byte, 256> bytes;
   while (machine.wants() > 0) {
     const size_t most = std::min(bytes.size(), machine.wants());
@@ -81,7 +81,7 @@ bool Guest::read() {
   return true;
 }
 
-bool Guest::write() {
+bool PendingConnection::write() {
   while (!output.empty()) {
     const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
@@ -92,7 +92,7 @@ bool Guest::write() {
 }
 
 // What was not read when a socket is closed makes the system throw away what was sent.
-bool Guest::discard() {
+bool PendingConnection::discard() {
   std::array<std::byte, 256> bytes;
   while (discarded < kMostDiscarded) {
     const ssize_t got = recv(socket.get(), bytes.data(), bytes.size(), 0);
@@ -189,7 +189,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
     // In a forked child it does nothing: the reactor is the parent's.
     reactor_->run([this] {
       for (const Fd& socket : listener_.sockets) reactor_->forget(socket.get());
-      for (const Guest& guest : guests_) reactor_->forget(guest.socket.get());
+      for (const PendingConnection& guest : guests_) reactor_->forget(guest.socket.get());
       reactor_->cancel(expiry_);
       reactor_->cancel(resumption_);
     });
@@ -209,7 +209,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
                               bool encrypted) override;
 
  private:
-  using Guests = std::list<Guest>;
+  using Guests = std::list<PendingConnection>;
   using Key = std::pair<std::string, int>;  // a group and a rank of it
   struct Host {
     Secret secret;
@@ -225,7 +225,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   void lookFor(Guests::iterator guest, uint32_t events);
   void encrypt(Guests::iterator guest);
   void letIn(Guests::iterator guest);
-  void note(const Guest& guest, const std::string& why);
+  void note(const PendingConnection& guest, const std::string& why);
   void refuse(Guests::iterator guest, const std::string& why);
   void remove(Guests::iterator guest);
   bool dropStranger(const std::string& why, Nanos age = 0);
@@ -233,7 +233,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   void expire();
   void awaitExpiry();
   void dismiss(const Key& key);
-  bool callsOneWhoLeft(const Guest& guest) const;
+  bool callsOneWhoLeft(const PendingConnection& guest) const;
 
   const std::shared_ptr<Reactor> reactor_ = Reactor::shared();
   Listener listener_;
@@ -244,7 +244,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   std::map<Key, Host> hosts_;
   std::deque<Key> left_;  // were here: the last of them
   Reactor::Timer expiry_ = 0, resumption_ = 0;
-  Complaints refusals_{reactor_}, troubles_{reactor_};
+  RateLimitedLog refusals_{reactor_}, troubles_{reactor_};
 };
 
 // ---- who knocks
@@ -298,7 +298,7 @@ void Door::receive(Fd socket, const Address& from) {
   makeRoom();
   const int on = 1;
   setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  const auto find = [this](const Caller& caller) -> std::optional<Secret> {
+  const auto find = [this](const PeerHello& caller) -> std::optional<Secret> {
     const auto host = hosts_.find(Key(caller.group, caller.to));
     if (host == hosts_.end()) return std::nullopt;
     return host->second.secret;
@@ -324,8 +324,9 @@ void Door::receive(Fd socket, const Address& from) {
 // Drops the oldest connection that has not named a group of this process; false if there is none of
 // that age.
 bool Door::dropStranger(const std::string& why, Nanos age) {
-  const auto oldest = std::find_if(guests_.begin(), guests_.end(),
-                                   [](const Guest& guest) { return !guest.machine.namedGroup(); });
+  const auto oldest =
+      std::find_if(guests_.begin(), guests_.end(),
+                   [](const PendingConnection& guest) { return !guest.machine.namedGroup(); });
   if (oldest == guests_.end() || now() < oldest->until - kHandshakeTime + age) return false;
   refuse(oldest, why);
   return true;
@@ -345,7 +346,7 @@ void Door::awaitExpiry() {
 void Door::expire() {
   expiry_ = 0;
   while (!guests_.empty() && guests_.front().until <= now()) {
-    const Guest& guest = guests_.front();
+    const PendingConnection& guest = guests_.front();
     if (guest.leaving || callsOneWhoLeft(guest))
       remove(guests_.begin());
     else
@@ -419,7 +420,7 @@ void Door::encrypt(Guests::iterator guest) {
 }
 
 void Door::letIn(Guests::iterator guest) {
-  const Caller caller = guest->machine.caller();
+  const PeerHello caller = guest->machine.caller();
   const auto host = hosts_.find(Key(caller.group, caller.to));
   if (host == hosts_.end()) return remove(guest);
   if (host->second.encrypted != caller.encrypted)
@@ -438,7 +439,7 @@ void Door::letIn(Guests::iterator guest) {
   }
 }
 
-void Door::note(const Guest& guest, const std::string& why) {
+void Door::note(const PendingConnection& guest, const std::string& why) {
   refusals_.add("refused a connection from " + guest.from.text() + ": " + why);
 }
 
@@ -484,9 +485,9 @@ std::shared_ptr<void> Door::admit(const std::string& group, int to, const Secret
 }
 
 // Ranks do not leave at the same moment, so one may call another that has just left: no stranger.
-bool Door::callsOneWhoLeft(const Guest& guest) const {
+bool Door::callsOneWhoLeft(const PendingConnection& guest) const {
   if (!guest.machine.waitsForGroup()) return false;
-  const Caller& caller = guest.machine.caller();
+  const PeerHello& caller = guest.machine.caller();
   return std::ranges::find(left_, Key(caller.group, caller.to)) != left_.end();
 }
 
@@ -496,7 +497,7 @@ void Door::dismiss(const Key& key) {
   if (left_.size() > kMostLeft) left_.pop_front();
   for (auto guest = guests_.begin(); guest != guests_.end();) {
     const auto one = guest++;
-    const Caller& caller = one->machine.caller();
+    const PeerHello& caller = one->machine.caller();
     if (one->machine.namedGroup() && Key(caller.group, caller.to) == key) remove(one);
   }
 }

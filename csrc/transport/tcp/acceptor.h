@@ -36,7 +36,7 @@ class Acceptor {
  public:
   // Takes over a connection that was proven: non-blocking, TCP_NODELAY.  Called in the reactor's
   // thread, once for each.
-  using Taken = std::function<void(Socket socket, const Caller& caller)>;
+  using Taken = std::function<void(Socket socket, const PeerHello& caller)>;
 
   // This process's; made, with its port, if there is none.  `store_host`: the host of the store, by
   // name or number, or "".  Throws Error(kSetup).
@@ -71,7 +71,7 @@ struct DialOptions {
 // been read.  Throws
 // Error(kSetup) "cannot reach rank 3 at 10.0.0.3:4711: connection refused; ...", which names what
 // to look at (a firewall, RINGREDUCE_IF); `who` is the name of the other in it.
-Socket dial(const Endpoint& endpoint, const Caller& self, const Secret& secret,
+Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secret,
             const DialOptions& options, const std::string& who);
 
 // Throws Error(kSetup), as dial would, where this process cannot have that congestion control;

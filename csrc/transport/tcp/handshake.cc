@@ -109,7 +109,7 @@ Secret secretFromText(const std::string& text) {
   return secret;
 }
 
-Handshake Handshake::dialler(const Caller& self, const Secret& secret, const Nonce& nonce) {
+Handshake Handshake::dialler(const PeerHello& self, const Secret& secret, const Nonce& nonce) {
   if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.lane < 0)
     throw Error(Failure::kArgument, "a caller names a group by 16 hexadecimal digits (not '" +
                                         self.group + "') and ranks and a lane from 0 on");

@@ -40,7 +40,7 @@ inline constexpr int kPurposes = 4;
 
 inline constexpr Nanos kHandshakeTime = 5 * kSecond;  // what an acceptor gives a caller, in all
 
-struct Caller {
+struct PeerHello {
   std::string
       group;  // its random word, by which an acceptor finds the secret: 16 hexadecimal digits
   int from = 0, to = 0;
@@ -65,10 +65,10 @@ class Handshake {
  public:
   enum class State : uint8_t { kGoesOn, kDone, kRefused };
   // The secret of a caller's group, or none if no such rank of such a group is here.
-  using Find = std::function<std::optional<Secret>(const Caller&)>;
+  using Find = std::function<std::optional<Secret>(const PeerHello&)>;
 
   // The side that dials.  A nonce is for one handshake: tests alone choose it.
-  static Handshake dialler(const Caller& self, const Secret& secret,
+  static Handshake dialler(const PeerHello& self, const Secret& secret,
                            const Nonce& nonce = randomNonce());
   // The side that accepts.
   static Handshake acceptor(Find find, const Nonce& nonce = randomNonce());
@@ -84,7 +84,7 @@ class Handshake {
   std::string takeOutput();
 
   State state() const { return state_; }
-  const Caller& caller() const { return caller_; }  // proven once kDone
+  const PeerHello& caller() const { return caller_; }  // proven once kDone
   // Once kDone, the same at both ends and for no other connection.
   Digest keyForEncryption() const;
   // Why it was refused: for the log, and for the error of whoever dialled.
@@ -123,7 +123,7 @@ class Handshake {
   State state_ = State::kGoesOn;
   Step step_ = Step::kNothing;
   bool named_group_ = false;
-  Caller caller_;
+  PeerHello caller_;
   std::string why_;
   Find find_;
   Nonce nonce_{};

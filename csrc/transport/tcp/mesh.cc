@@ -52,7 +52,7 @@ struct Mesh::State {
   struct In {
     explicit In(net::Pool& pool) : stream(pool) {}
     net::RecvStream stream;
-    Announcement theirs;
+    OpSignature theirs;
     uint64_t operation = 0;  // the last one in which something was expected
     bool verified = true;
     int expected = 0;  // things expected and not released
@@ -68,7 +68,7 @@ struct Mesh::State {
     net::NotMade error;
   };
 
-  State(int rank, int size, Watch& watch, Dial dial, const Options& options);
+  State(int rank, int size, WaitGuard& watch, Dial dial, const Options& options);
 
   void ringBell() const {
     const uint64_t one = 1;
@@ -187,7 +187,7 @@ struct Mesh::State {
   }
 
   const int rank, size;
-  Watch& watch;
+  WaitGuard& watch;
   const Options options;
   Patience patience;
   net::Pool pool;
@@ -195,7 +195,7 @@ struct Mesh::State {
   std::vector<std::unique_ptr<Out>> outs;  // by rank; null where nothing was sent yet
   std::vector<std::unique_ptr<In>> ins;
   std::vector<int> sending, receiving;  // ranks with something to be moved
-  Announcement operation;
+  OpSignature operation;
   uint64_t operations = 0;
   std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
   Nanos next_silence_look = 0;
@@ -205,7 +205,7 @@ struct Mesh::State {
   std::vector<Arrived> arrived;
   std::vector<Made> made;
 
-  net::Dialler dialler;  // the last, since its threads use the above
+  net::Connector dialler;  // the last, since its threads use the above
 };
 
 // ---- moving
@@ -249,7 +249,7 @@ net::LaneCount::Sample sampleOf(net::SendStream& stream) {
 
 }  // namespace
 
-Mesh::State::State(int rank_, int size_, Watch& watch_, Dial dial, const Options& options_)
+Mesh::State::State(int rank_, int size_, WaitGuard& watch_, Dial dial, const Options& options_)
     : rank(rank_),
       size(size_),
       watch(watch_),
@@ -434,7 +434,7 @@ constexpr size_t kKeptBuffers = 64 << 20;
 
 }  // namespace
 
-Mesh::Mesh(int rank, int size, Watch& watch, Dial dial, const Options& options)
+Mesh::Mesh(int rank, int size, WaitGuard& watch, Dial dial, const Options& options)
     : state_(std::make_unique<State>(rank, size, watch, std::move(dial), options)) {}
 
 Mesh::~Mesh() = default;
@@ -445,7 +445,7 @@ int Mesh::rank() const {
 int Mesh::size() const {
   return state_->size;
 }
-Watch& Mesh::watch() const {
+WaitGuard& Mesh::watch() const {
   return state_->watch;
 }
 const Mesh::Options& Mesh::options() const {
@@ -463,12 +463,12 @@ void Mesh::accept(int from, net::Socket socket) {
   state_->ringBell();
 }
 
-void Mesh::begin(const Announcement& operation) {
+void Mesh::begin(const OpSignature& operation) {
   scratch_.reset();
   ++state_->operations;
   // It travels as it lies in memory, with no stray bytes between its fields.
   std::memset(static_cast<void*>(&state_->operation), 0, sizeof operation);
-  Announcement& own = state_->operation;
+  OpSignature& own = state_->operation;
   own.sequence = operation.sequence;
   own.count = operation.count;
   own.history = operation.history;

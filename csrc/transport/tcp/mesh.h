@@ -19,9 +19,9 @@
 // announcement goes even so, and is waited for.
 //
 // Nothing but acquire, peek and finish waits.  Whoever waits moves everything that can be moved, to
-// and from all ranks, looks after the Watch, and throws what that throws.  So an algorithm cannot
-// deadlock as long as for every rank that waits in peek the sender has got, or will get, to its
-// send.  One thread at a time uses a mesh.
+// and from all ranks, looks after the WaitGuard, and throws what that throws.  So an algorithm
+// cannot deadlock as long as for every rank that waits in peek the sender has got, or will get, to
+// its send.  One thread at a time uses a mesh.
 #pragma once
 
 #include <cstddef>
@@ -33,11 +33,11 @@
 
 #include "algorithm/choose.h"
 #include "base/clock.h"
-#include "transport/tcp/dialler.h"
+#include "transport/tcp/connector.h"
 #include "transport/tcp/scratch.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/stream.h"
-#include "transport/watch.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -60,14 +60,14 @@ class Mesh {
     Nanos lost_after = 3 * kSecond;
   };
 
-  Mesh(int rank, int size, Watch& watch, Dial dial, const Options& options);
+  Mesh(int rank, int size, WaitGuard& watch, Dial dial, const Options& options);
   ~Mesh();
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
 
   int rank() const;
   int size() const;
-  Watch& watch() const;
+  WaitGuard& watch() const;
   const Options& options() const;
   void setPatience(Patience patience);
 
@@ -75,7 +75,7 @@ class Mesh {
   // thread.
   void accept(int from, net::Socket socket);
 
-  void begin(const Announcement& operation);
+  void begin(const OpSignature& operation);
   void advance();
   void finish();
 

@@ -1,6 +1,6 @@
 // Connections made in the background: not too many at a time, one that takes long holds up no
 // other, and nothing of it is left behind.
-#include "transport/tcp/dialler.h"
+#include "transport/tcp/connector.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -17,7 +17,7 @@
 #include "sockets.h"
 
 using namespace ringreduce;
-using net::Dialler;
+using net::Connector;
 using sockets::until;
 
 namespace {
@@ -37,7 +37,7 @@ void nap() {
 TEST(each_call_is_answered_once_with_a_connection_or_why_there_is_none) {
   std::mutex mutex;
   std::multiset<std::string> results;
-  Dialler dialler([](int to, int lane, const Turn&) -> Fd {
+  Connector dialler([](int to, int lane, const Turn&) -> Fd {
     if (to % 3 == 1) throw Error(Failure::kSetup, "no way to " + std::to_string(to));
     if (to % 3 == 2) throw 7;
     if (lane == 1) return Fd();
@@ -65,7 +65,7 @@ TEST(each_call_is_answered_once_with_a_connection_or_why_there_is_none) {
 TEST(no_more_than_a_bound_are_under_way_at_once) {
   std::atomic<int> under_way{0}, most{0}, made{0};
   std::atomic<bool> go{false};
-  Dialler dialler([&](int, int, const Turn& turn) {
+  Connector dialler([&](int, int, const Turn& turn) {
     const int here = ++under_way;
     for (int known = most; known < here && !most.compare_exchange_weak(known, here);) {
     }
@@ -73,35 +73,35 @@ TEST(no_more_than_a_bound_are_under_way_at_once) {
     --under_way;
     return something();
   });
-  for (int i = 0; i < 5 * Dialler::kMostThreads; ++i)
+  for (int i = 0; i < 5 * Connector::kMostThreads; ++i)
     dialler.call(i, 0, [&](net::Socket, const net::NotMade&) { ++made; });
-  until([&] { return under_way == Dialler::kMostThreads; }, "as many as may be");
+  until([&] { return under_way == Connector::kMostThreads; }, "as many as may be");
   go = true;
-  until([&] { return made == 5 * Dialler::kMostThreads; }, "all to be made");
-  CHECK_EQ(most.load(), Dialler::kMostThreads);
+  until([&] { return made == 5 * Connector::kMostThreads; }, "all to be made");
+  CHECK_EQ(most.load(), Connector::kMostThreads);
 }
 
 TEST(those_that_take_long_give_way_and_are_tried_again) {
   std::atomic<bool> stopped{true};
   std::atomic<int> quick{0}, slow{0};
-  Dialler dialler([&](int to, int, const Turn& turn) {
+  Connector dialler([&](int to, int, const Turn& turn) {
     for (; to < 100 && stopped; nap()) turn();
     return something();
   });
-  for (int i = 0; i < Dialler::kMostThreads; ++i)
+  for (int i = 0; i < Connector::kMostThreads; ++i)
     dialler.call(i, 0, [&](net::Socket socket, const net::NotMade&) { slow += socket ? 1 : 0; });
   dialler.call(100, 0, [&](net::Socket socket, const net::NotMade&) { quick += socket ? 1 : 0; });
   until([&] { return quick == 1; }, "the one that answers");
   CHECK_EQ(slow.load(), 0);
   stopped = false;
-  until([&] { return slow == Dialler::kMostThreads; }, "those that did not answer before");
+  until([&] { return slow == Connector::kMostThreads; }, "those that did not answer before");
 }
 
 TEST(it_gives_up_after_its_time_or_when_it_is_stopped) {
   const auto never = [](int, int, const Turn& turn) -> Fd {
     for (;; nap()) turn();
   };
-  Dialler impatient(never, 50 * kMillisecond);
+  Connector impatient(never, 50 * kMillisecond);
   std::mutex mutex;
   std::string why;
   impatient.call(1, 0, [&](net::Socket, const net::NotMade& error) {
@@ -115,7 +115,7 @@ TEST(it_gives_up_after_its_time_or_when_it_is_stopped) {
       },
       "the end of its time");
   std::atomic<int> told{0};
-  Dialler patient(never);
+  Connector patient(never);
   for (int i = 0; i < 40; ++i)
     patient.call(i, 0, [&](net::Socket, const net::NotMade&) { ++told; });
   patient.stop();
@@ -125,7 +125,7 @@ TEST(it_gives_up_after_its_time_or_when_it_is_stopped) {
 
 TEST(its_threads_take_no_signals) {
   std::atomic<int> blocked{-1};
-  Dialler dialler([&](int, int, const Turn&) {
+  Connector dialler([&](int, int, const Turn&) {
     sigset_t mask;
     pthread_sigmask(SIG_SETMASK, nullptr, &mask);
     blocked =
@@ -149,7 +149,7 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
   CHECK(pthread_setattr_default_np(&huge) == 0);
   std::string why;
   int calls = 0;
-  Dialler dialler([](int, int, const Turn&) { return something(); });
+  Connector dialler([](int, int, const Turn&) { return something(); });
   dialler.call(0, 0, [&](net::Socket, const net::NotMade& error) {
     ++calls;
     why = error.why;
@@ -166,7 +166,7 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
 
 TEST(a_forked_child_may_drop_it) {
   std::atomic<bool> go{false}, under_way{false};
-  auto dialler = std::make_unique<Dialler>([&](int, int, const Turn& turn) {
+  auto dialler = std::make_unique<Connector>([&](int, int, const Turn& turn) {
     under_way = true;
     for (; !go; nap()) turn();
     return something();

@@ -1,5 +1,5 @@
 // Connections to ranks: the threads that make them, and how one is made.
-#include "transport/tcp/dialler.h"
+#include "transport/tcp/connector.h"
 
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -35,9 +35,9 @@ struct GivesWay {};
 
 }  // namespace
 
-Dialler::Dialler(Dial dial, Nanos longest) : dial_(std::move(dial)), longest_(longest) {}
+Connector::Connector(Dial dial, Nanos longest) : dial_(std::move(dial)), longest_(longest) {}
 
-void Dialler::call(int to, int lane, Taken taken) {
+void Connector::call(int to, int lane, Taken taken) {
   if (generation_ != forkGeneration()) return;
   std::unique_lock lock(mutex_);
   if (stopping_) return;
@@ -64,7 +64,7 @@ void Dialler::call(int to, int lane, Taken taken) {
 }
 
 // They have left the mutex, so none is waited for that needs it.
-void Dialler::joinEnded() {
+void Connector::joinEnded() {
   std::erase_if(*threads_, [this](std::thread& thread) {
     const bool ended = std::ranges::count(ended_, thread.get_id()) > 0;
     if (ended) thread.join();
@@ -73,7 +73,7 @@ void Dialler::joinEnded() {
   ended_.clear();
 }
 
-void Dialler::stop() {
+void Connector::stop() {
   if (generation_ != forkGeneration()) return;
   std::vector<std::thread> threads;
   {
@@ -86,17 +86,17 @@ void Dialler::stop() {
   calls_.clear();
 }
 
-bool Dialler::isStopping() {
+bool Connector::isStopping() {
   const std::lock_guard lock(mutex_);
   return stopping_;
 }
 
-bool Dialler::othersWait() {
+bool Connector::othersWait() {
   const std::lock_guard lock(mutex_);
   return !calls_.empty();
 }
 
-Socket Dialler::dial(Call& call) {
+Socket Connector::dial(Call& call) {
   if (call.until == 0) call.until = deadlineIn(longest_);
   const Nanos share = deadlineIn(kShare);
   Socket socket = dial_(call.to, call.lane, [&] {
@@ -109,7 +109,7 @@ Socket Dialler::dial(Call& call) {
   return socket;
 }
 
-void Dialler::run() {
+void Connector::run() {
   pthread_setname_np(pthread_self(), "ringreduce-dial");
   std::unique_lock lock(mutex_);
   while (!stopping_ && !calls_.empty()) {
@@ -186,7 +186,7 @@ void setCongestion(const Fd& fd, const std::string& name) {
 
 class Dialling {
  public:
-  Dialling(const Caller& self, const Secret& secret, const DialOptions& options)
+  Dialling(const PeerHello& self, const Secret& secret, const DialOptions& options)
       : self_(self), secret_(secret), options_(options) {}
 
   // Throws Failed.
@@ -316,7 +316,7 @@ class Dialling {
     return poll(wanted, wanted ? 1 : 0, milliseconds) > 0;
   }
 
-  const Caller& self_;
+  const PeerHello& self_;
   const Secret& secret_;
   const DialOptions& options_;
   const Nanos deadline_ = deadlineIn(options_.timeout), deaf_ = deadlineIn(options_.deaf);
@@ -348,7 +348,7 @@ void checkCongestion(const std::string& name) {
   if (probe) setCongestion(probe, name);
 }
 
-Socket dial(const Endpoint& endpoint, const Caller& self, const Secret& secret,
+Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secret,
             const DialOptions& options, const std::string& who) {
   std::vector<Attempt> attempts;
   const size_t n = endpoint.addresses.size();

@@ -1,4 +1,4 @@
-// How long a wait spins before it sleeps, and what it looks after meanwhile: a Watch, which the
+// How long a wait spins before it sleeps, and what it looks after meanwhile: a WaitGuard, which the
 // group implements (health/session.h).
 #pragma once
 
@@ -35,9 +35,9 @@ struct Patience {
   Nanos sleep = kLongestSleep;  // at a time
 };
 
-class Watch {
+class WaitGuard {
  public:
-  virtual ~Watch() = default;
+  virtual ~WaitGuard() = default;
 
   // Whether the group has failed; cheap enough to be asked in a spin loop.
   virtual bool failed() const = 0;
@@ -55,7 +55,7 @@ class Watch {
   virtual void verify(int rank) = 0;
 
   // The same for ranks that share no memory: this is what it announced.
-  virtual void verify(int rank, const Announcement& theirs) = 0;
+  virtual void verify(int rank, const OpSignature& theirs) = 0;
 
   virtual PeerState stateOf(int rank) const = 0;
 

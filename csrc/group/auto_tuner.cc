@@ -1,5 +1,5 @@
 // The medians of both ways, and what follows from them.
-#include "group/trial.h"
+#include "group/auto_tuner.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -22,17 +22,17 @@ double median(const std::vector<StepTimes>& steps, double StepTimes::* of) {
 
 }  // namespace
 
-void Trial::record(const StepTimes& times) {
+void AutoTuner::record(const StepTimes& times) {
   const Way way = next();
   if (steps_++ >= kWarm) (way == Way::kExact ? exact_ : coded_).push_back(times);
 }
 
-Trial::Numbers Trial::numbers() const {
+AutoTuner::Numbers AutoTuner::numbers() const {
   return {median(exact_, &StepTimes::operations), median(coded_, &StepTimes::operations),
           median(exact_, &StepTimes::step), median(coded_, &StepTimes::step)};
 }
 
-std::optional<bool> Trial::decide(const Numbers& all, std::string& why) const {
+std::optional<bool> AutoTuner::decide(const Numbers& all, std::string& why) const {
   const auto& [exact, coded, exact_step, coded_step] = all;
   const bool shortens = coded < exact && coded_step < (1 - kGain) * exact_step;
   if (!isOver()) {

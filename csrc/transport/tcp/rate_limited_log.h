@@ -11,12 +11,12 @@
 namespace ringreduce::net {
 
 // Used in the reactor's thread, but for its beginning and end.
-class Complaints {
+class RateLimitedLog {
  public:
-  explicit Complaints(std::shared_ptr<Reactor> reactor, Nanos every = 60 * kSecond);
-  ~Complaints();
-  Complaints(const Complaints&) = delete;
-  Complaints& operator=(const Complaints&) = delete;
+  explicit RateLimitedLog(std::shared_ptr<Reactor> reactor, Nanos every = 60 * kSecond);
+  ~RateLimitedLog();
+  RateLimitedLog(const RateLimitedLog&) = delete;
+  RateLimitedLog& operator=(const RateLimitedLog&) = delete;
 
   // The first is logged at once; those of the time after it as a count and the latest, at its end.
   void add(const std::string& text);

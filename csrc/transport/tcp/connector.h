@@ -39,17 +39,17 @@ struct NotMade {
   bool own = false;  // OwnTrouble
 };
 
-class Dialler {
+class Connector {
  public:
   // Takes what became of it: a connection, or why there is none.  Called in a thread of the
   // dialler's, or by call() itself where no thread can be started.
   using Taken = std::function<void(Socket socket, const NotMade& error)>;
 
   // Gives a connection up that takes longer than `longest` to make.
-  explicit Dialler(Dial dial, Nanos longest = kNever);
-  ~Dialler() { stop(); }
-  Dialler(const Dialler&) = delete;
-  Dialler& operator=(const Dialler&) = delete;
+  explicit Connector(Dial dial, Nanos longest = kNever);
+  ~Connector() { stop(); }
+  Connector(const Connector&) = delete;
+  Connector& operator=(const Connector&) = delete;
 
   // `taken` is called once, unless this dialler has been stopped by then.  From any thread.
   void call(int to, int lane, Taken taken);

@@ -1,5 +1,5 @@
 // One timer, which runs while something was logged less than a minute ago.
-#include "transport/tcp/complaints.h"
+#include "transport/tcp/rate_limited_log.h"
 
 #include <utility>
 
@@ -8,16 +8,16 @@
 
 namespace ringreduce::net {
 
-Complaints::Complaints(std::shared_ptr<Reactor> reactor, Nanos every)
+RateLimitedLog::RateLimitedLog(std::shared_ptr<Reactor> reactor, Nanos every)
     : reactor_(std::move(reactor)), every_(every), generation_(forkGeneration()) {}
 
-Complaints::~Complaints() {
+RateLimitedLog::~RateLimitedLog() {
   if (generation_ != forkGeneration()) return;  // a child has its own
   reactor_->cancel(timer_);
   report();
 }
 
-void Complaints::add(const std::string& text) {
+void RateLimitedLog::add(const std::string& text) {
   if (timer_ != 0) {
     ++count_;
     latest_ = text;
@@ -30,7 +30,7 @@ void Complaints::add(const std::string& text) {
   });
 }
 
-void Complaints::report() {
+void RateLimitedLog::report() {
   if (const size_t more = std::exchange(count_, 0))
     log(more == 1
             ? latest_

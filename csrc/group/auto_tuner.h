@@ -16,7 +16,7 @@ struct StepTimes {
   double operations, step;
 };
 
-class Trial {
+class AutoTuner {
  public:
   enum class Way { kExact, kCoded };
   // Numbers that the ranks average, each with its own: medians of the exact and of the coded steps.
