@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 WORLD ?= 3
-# full: make demo takes its time, as for the figures in the README.
+# full: make demo takes its time, as for the figures in docs/performance.md.
 DEMO ?=
 # For make t: part of a test's name.
 T ?=
@@ -23,12 +23,12 @@ CUDA_VENV ?= .venv-cuda
 CUDA_ARCHS ?= 90
 # For cuda-build: a libringreduce_core.a of this very tree, which is then not compiled once more.
 CORE ?=
+# ON: asan has all checks of UBSan.
+SANITIZE_ALL ?= OFF
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Python compiles what is imported, when it is: of torch that is a part.
-export PIP_NO_COMPILE = 1
 # torch looks up the name behind the address of every store that it connects to.  An answer that is
 # lost then costs a second, not five.
 export RES_OPTIONS ?= timeout:1 attempts:1
@@ -113,10 +113,11 @@ define need_python
 	         "(Debian and Ubuntu: apt-get install python3-venv)."; exit 1; }
 endef
 
+# Python compiles what is imported, at the first import: a small part of torch.
 $(VENV)/.ready: requirements-dev.txt
 	$(need_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements-dev.txt '$(TORCH)'
+	$(BIN)/python -m pip install -q --no-compile -r requirements-dev.txt '$(TORCH)'
 	@touch $@
 
 build: $(VENV)/.built
@@ -179,7 +180,7 @@ nightly: build
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
 	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="80;86;89;90;100;120" \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
-	$(MAKE) asan RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_SANITIZE_ALL=ON"
+	$(MAKE) asan SANITIZE_ALL=ON
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
 torch-suite: build
@@ -200,7 +201,8 @@ test-cpp: build
 sanitize: asan tsan
 
 asan: $(VENV)/.ready
-	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF
+	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF \
+	  -DRINGREDUCE_SANITIZE_ALL=$(SANITIZE_ALL)
 	$(BIN)/cmake --build build/asan -j $(JOBS)
 	cd build/asan && $(CTEST) -j 2
 
@@ -242,7 +244,7 @@ torch-on-fake: $(CUDA_VENV)/.ready
 $(CUDA_VENV)/.ready: requirements-cuda.txt
 	$(need_python)
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install -q --no-deps -r requirements-cuda.txt
+	$(CUDA_VENV)/bin/python -m pip install -q --no-deps --no-compile -r requirements-cuda.txt
 	cd $(CUDA_VENV) && ln -sfn lib/python3*/site-packages/nvidia/cu13 cuda && ln -sfn lib cuda/lib64
 	@touch $@
 

@@ -153,17 +153,15 @@ class _Companion:
     def __init__(self, beside: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         self.beside = weakref.ref(beside)
         self.group = group
-        self.has_raised = False  # its failure, as the error of an operation
+        self.raised = False  # its failure, out of a call
+        self.backward = -1  # of autograd, in which it averaged the last bucket
 
     def has_failed(self) -> bool:
         return bool(extension().has_failed(backend_of(self.group)))
 
-    def note(self, future: torch.futures.Future[torch.Tensor]) -> None:
-        """For `add_done_callback`: notes an error, which DDP raises at the end of the step."""
-        try:
-            future.value()
-        except Exception:
-            self.has_raised = self.has_failed()  # not so after a bad argument
+    def has_raised(self) -> bool:
+        """Whether an operation ended with its failure, out of a call or by a Future."""
+        return self.raised or bool(extension().has_raised(backend_of(self.group)))
 
 
 _companions: list[_Companion] = []
@@ -197,7 +195,8 @@ def ringreduce_group(
         again: make it again if it has failed.
         call: an operation follows, which raises the error of a failed group.  Then the group is
             made again only after such an error: until then this rank may be the only one that
-            calls, and would wait for ranks that are lost.
+            calls, and would wait for ranks that are lost.  After an error all ranks must go on
+            from the same step, as with any backend.
 
     Raises:
         RuntimeError: there is no default group.
@@ -213,7 +212,7 @@ def ringreduce_group(
         return group
     companion = _companion_of(group)
     if companion is not None:
-        if not (again and companion.has_failed() and (not call or companion.has_raised)):
+        if not (again and companion.has_failed() and (not call or companion.has_raised())):
             return companion.group
         _companions.remove(companion)
         dist.destroy_process_group(companion.group)
@@ -223,15 +222,35 @@ def ringreduce_group(
 
 
 @contextlib.contextmanager
-def noting_errors(group: dist.ProcessGroup) -> Iterator[_Companion | None]:
+def noting_errors(group: dist.ProcessGroup) -> Iterator[None]:
     """Around operations on what `ringreduce_group(..., call=True)` gave: notes that one raised."""
-    companion = next((c for c in _companions if c.group is group), None)
     try:
-        yield companion
+        yield
     except Exception:
-        if companion is not None:
-            companion.has_raised = companion.has_failed()
+        for companion in _companions:
+            if companion.group is group:
+                companion.raised = companion.has_failed()
         raise
+
+
+def group_for_bucket(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> dist.ProcessGroup:
+    """`ringreduce_group` for a bucket of DDP.
+
+    DDP raises the errors of a backward at its end.  So only the first bucket of a module, in
+    another backward than the last bucket, may make the group again.
+    """
+    backward = torch._C._current_graph_task_id()
+    beside = dist.group.WORLD if group is None else group
+    known = [c for c in _companions if c.beside() is beside]
+    first = bucket.index() == 0 and all(c.backward != backward for c in known)
+    found = ringreduce_group(group, again=first, call=True)
+    for companion in _companions:
+        if companion.group is found:
+            companion.backward = backward
+    return found
 
 
 def _make_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ from ringreduce._backend import (
     backend_of,
     devices_text,
     extension,
+    group_for_bucket,
     noting_errors,
     ringreduce_group,
 )
@@ -142,12 +143,10 @@ def _average(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     start: Callable[[Any, Any], Any],
 ) -> torch.futures.Future[torch.Tensor]:
-    """Starts the average of a bucket; only the first of a step may make the group again."""
-    group = ringreduce_group(group, again=bucket.index() == 0, call=True)
-    with noting_errors(group) as companion:
-        average: torch.futures.Future[torch.Tensor] = start(backend_of(group), bucket).get_future()
-    if companion is not None:
-        average.add_done_callback(companion.note)
+    """Starts the average of a bucket."""
+    found = group_for_bucket(group, bucket)
+    with noting_errors(found):
+        average: torch.futures.Future[torch.Tensor] = start(backend_of(found), bucket).get_future()
     return average
 
 

@@ -175,7 +175,7 @@ def test_ranks_may_be_in_different_numbers_of_groups(pool: Pool) -> None:
 
 
 def aborted_and_again(me: Rank) -> list[str]:
-    """What three steps gave, each with a DDP of its own, after rank 0 aborted the group beside."""
+    """What three steps gave, each with DDPs of its own, after rank 0 aborted the group beside."""
     import ringreduce
     from ringreduce._backend import backend_of, ringreduce_group
 
@@ -191,10 +191,13 @@ def aborted_and_again(me: Rank) -> list[str]:
         backend_of(ringreduce_group(None)).abort()
     results = []
     for _ in range(3):
-        model = DDP(nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), bucket_cap_mb=0.1)
-        model.register_comm_hook(None, hook)
+        models = []
+        for _ in range(2):  # whose buckets come in one backward
+            layers = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)))
+            models.append(DDP(layers, bucket_cap_mb=0.1))
+            models[-1].register_comm_hook(None, hook)
         try:
-            model(torch.ones(1, 200)).sum().backward()
+            sum(model(torch.ones(1, 200)).sum() for model in models).backward()
             results.append("averaged")
         except RuntimeError as error:
             results.append(type(error).__name__)

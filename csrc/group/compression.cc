@@ -48,8 +48,6 @@ struct Compression::Step {
 }
 
 // ---- agreement and state
-//
-// What ranks agree on, steps, and the state.
 
 Compression::Compression(const CompressionSettings& settings,
                          std::vector<CompressedParameter> parameters)

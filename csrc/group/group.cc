@@ -205,6 +205,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
     wires_->run(operation, session_->current());
     session_->end();
   } catch (const Error&) {
+    raised_ = true;
     throw;
   } catch (...) {  // Ctrl-C, or whatever else left the operation half done
     session_->abort("interrupted in operation #" + std::to_string(sequence));

@@ -119,6 +119,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::string> routes() const;
 
   bool failed() const { return session_->failed(); }
+  // Whether an operation has ended with an Error.  Set before the operation completes.
+  bool hasRaised() const { return raised_; }
   Failure failure() const { return session_->failure(); }  // kNone if it has not failed
   uint64_t operations() const { return submitted_; }       // the sequence number of the next one
   size_t stagingBytes() const;
@@ -153,6 +155,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Session> session_;
   std::unique_ptr<Wires> wires_;
   std::unique_ptr<Network, Closes> closed_first_;  // its threads use the session and the wires
+  std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
   uint64_t sequence_ = 0;  // of the running operation; guarded by the executor's token
   std::once_flag departed_;

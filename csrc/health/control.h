@@ -108,10 +108,12 @@ class Control {
   virtual void tell(const Verdict& verdict) = 0;
   virtual void depart(Departure how) = 0;
   // Asks all ranks for their progress and sends that of this rank.  `seen` is called for each
-  // answer, also when another rank asked.  Questions are limited to one per `heartbeat`, counting
-  // those of other ranks; a rank does not repeat an answer within half of that time. With `since`,
-  // ranks also send the operations that they announced from that one on.  The limit does not apply
-  // to such a question, and a rank answers it if it has anything new to send.
+  // answer, also when another rank asked.  At most one question per `heartbeat` is sent, and none
+  // within half of that time after another rank's; a rank does not repeat an answer within that
+  // half.
+  //
+  // With `since`, ranks also send the operations that they announced from that one on.  These
+  // limits do not apply to such a question, and a rank answers it if it has anything new to send.
   virtual void ask(uint64_t since = kNoOperation) = 0;
   // Waits until the neighbours' kernels have acknowledged all news, so that closing loses none, and
   // after depart(kGone) until the neighbours no longer need this rank.  Returns false after

@@ -20,8 +20,6 @@
 namespace ringreduce {
 
 // ---- polling and verdicts
-//
-// Polling, verdicts and their texts.
 
 namespace {
 

@@ -91,10 +91,10 @@ class Session final : public WaitGuard {
   // ---- events from other hosts; from any thread
   void learn(Failure kind, int culprit, int reporter, const std::string& text);
   // These ranks are lost; `how` is the reason, as text after "is lost: ".  A wait for their data
-  // fails at once.  A wait for their messages fails after all have arrived (`hearOut`), or at once
-  // if none can arrive any more.
+  // learns it at once, and fails when no more data can arrive.  A wait for their messages learns it
+  // after all have arrived (`hearOut`), or at once if none can arrive any more.
   void lose(const std::vector<int>& ranks, PeerState fate, const std::string& how);
-  void learnDeparture(int rank, Departure how);  // kGone ends waits in the same way
+  void learnDeparture(int rank, Departure how);  // waits learn of kGone in the same way
   // All messages of a rank that left, or whose process ended, have arrived.
   void hearOut(int rank);
   // A connection to that rank ended without a reason.  If there is still none, the group fails:

@@ -1,5 +1,5 @@
-// A block as vectors: what kernels.cc makes the codecs' loops of.  Only for kernels.cc, as are the
-// headers of csrc/reduce that this stands on, and like them with internal linkage.
+// A block as vectors, for the loops of the codecs.  Only codec_kernels.cc includes this header and
+// the headers that it is built on: all have internal linkage.
 #pragma once
 
 #include "kernels/block.h"

@@ -18,8 +18,6 @@
 namespace ringreduce {
 
 // ---- posting and waiting
-//
-// Posting, waiting, and the thread for when nobody waits.
 
 namespace {
 

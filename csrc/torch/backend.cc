@@ -319,6 +319,11 @@ Failure Backend::failure() const {
   return group_ ? group_->failure() : last_failure_;
 }
 
+bool Backend::hasRaised() const {
+  const auto group = groupIfAny();
+  return group && group->hasRaised();
+}
+
 size_t Backend::stagingBytes() const {
   const auto group = groupIfAny();
   return group ? group->stagingBytes() : 0;

@@ -136,6 +136,8 @@ class Backend final : public c10d::Backend {
   static void shutdownAll();
 
   bool hasFailed() const { return failure() != Failure::kNone; }
+  // Whether an operation has ended with an Error.
+  bool hasRaised() const;
   size_t stagingBytes() const;
   size_t gpuBytes() const;
   std::vector<std::string> routes() const;

@@ -191,6 +191,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "routes", [](const BackendPtr& backend) { return asRingreduce(*backend).routes(); },
       py::arg("backend"));
   m.def(
+      "has_raised", [](const BackendPtr& backend) { return asRingreduce(*backend).hasRaised(); },
+      py::arg("backend"), py::call_guard<py::gil_scoped_release>());
+  m.def(
       "has_failed", [](const BackendPtr& backend) { return asRingreduce(*backend).hasFailed(); },
       py::arg("backend"));
   m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));

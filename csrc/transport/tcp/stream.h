@@ -52,7 +52,7 @@ enum class Moved : uint8_t { kNothing, kSome, kBroken };
 // A connection, and its state according to edge-triggered epoll.
 struct Connection {
   Socket socket;
-  bool ready = true;    // until a call returns EAGAIN
+  bool ready = true;    // until the kernel has no more for now
   bool hangup = false;  // the other end has closed; read what is left
   Silence silence = {};
 };
