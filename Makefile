@@ -113,11 +113,10 @@ define need_python
 	         "(Debian and Ubuntu: apt-get install python3-venv)."; exit 1; }
 endef
 
-# Python compiles what is imported, at the first import: a small part of torch.
 $(VENV)/.ready: requirements-dev.txt
 	$(need_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile -r requirements-dev.txt '$(TORCH)'
+	$(BIN)/python -m pip install -q -r requirements-dev.txt '$(TORCH)'
 	@touch $@
 
 build: $(VENV)/.built
@@ -244,7 +243,7 @@ torch-on-fake: $(CUDA_VENV)/.ready
 $(CUDA_VENV)/.ready: requirements-cuda.txt
 	$(need_python)
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install -q --no-deps --no-compile -r requirements-cuda.txt
+	$(CUDA_VENV)/bin/python -m pip install -q --no-deps -r requirements-cuda.txt
 	cd $(CUDA_VENV) && ln -sfn lib/python3*/site-packages/nvidia/cu13 cuda && ln -sfn lib cuda/lib64
 	@touch $@
 
