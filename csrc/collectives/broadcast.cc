@@ -14,9 +14,9 @@ namespace ringreduce {
 //
 // Broadcast over the exchange: the root fills slots, everybody else copies them out.
 //
-// The root need not wait for anybody unless it runs out of slots, so it may be ahead of the others
-// by that much.  The others post their steps as well, without data: so all can tell who has
-// arrived.
+// The root waits only if it has no free slot, so it may be ahead of the other ranks by as many
+// steps as it has slots.  The other ranks post their steps too, without data, so that every rank
+// can see which ranks have arrived.
 
 void broadcast(Communicator& c, const Broadcast& b) {
   if (c.size == 1) return;

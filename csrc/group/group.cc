@@ -16,7 +16,6 @@
 #include "group/network.h"
 #include "group/wires.h"
 #include "kernels/reduce.h"
-#include "p2p/message_rings.h"
 
 namespace ringreduce {
 namespace {

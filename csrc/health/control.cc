@@ -1,4 +1,5 @@
-// A rank in the control ring: its connections, its news, and what its users call.
+// A rank in the control ring: its connections, the news that it forwards, and the calls of
+// control.h.
 #include "health/control.h"
 
 #include <linux/sockios.h>
@@ -130,9 +131,9 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
 
 namespace {
 
-// Heartbeats that a rank sends without hearing anything.  Then it leaves it to TCP's own probes,
-// which the other system answers although nobody reads: bytes that a stopped process does not read
-// would fill its window in the end, and that looks like a black hole.
+// The number of heartbeats sent without any answer.  After that only TCP's keepalive probes are
+// sent. The other kernel answers those even if the process is stopped.  More heartbeats would fill
+// the receive window of a stopped process, which looks like a lost host.
 constexpr int kUnheard = 64;
 constexpr int kReadsATurn = 16;
 
@@ -350,7 +351,7 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     mend();
   } else if (const auto* verdict = std::get_if<Verdict>(&frame)) {
     if (state_.verdict) return;
-    reactor_->cancel(std::exchange(settling_, 0));  // it is known who is to blame
+    reactor_->cancel(std::exchange(settling_, 0));  // the verdict names the culprit
     state_.verdict = *verdict;
     spread({Outbox::Kind::kVerdict, 0}, from);
     if (state_.departure(me_) != Departure::kGone) listener_.ended(*verdict);
@@ -360,7 +361,7 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
   } else if (const auto* question = std::get_if<Question>(&frame)) {
     if (question->asker == me_ || !state_.asked(*question)) return;
     spread({Outbox::Kind::kQuestion, question->asker}, from);
-    // As good as one's own, as long as nobody would answer another.
+    // Its answers serve this rank too, and ranks do not repeat an answer within this time.
     next_question_ = std::max(next_question_, now() + options_.heartbeat / 2);
     answer(question->since);
   } else if (const auto* answer = std::get_if<Answer>(&frame)) {
@@ -435,7 +436,7 @@ void ControlNode::spread(Outbox::Item item, const Connection* from) {
   }
 }
 
-// ---- what is told here
+// ---- news of this rank
 
 void ControlNode::tell(const Verdict& verdict) {
   if (state_.verdict) return;
@@ -460,7 +461,7 @@ void ControlNode::ask(uint64_t since) {
   answer(since);  // the others, who need not ask now, want to know it of this rank too
 }
 
-// ---- gaps, cuts and who is lost
+// ---- gaps, cuts and lost ranks
 
 // Keeps this rank connected to both that stand beside it, and lets go those that left.
 void ControlNode::mend() {
@@ -499,8 +500,8 @@ void ControlNode::dialNext() {
   });
 }
 
-// A gap could not be closed towards this rank.  It may have left too, or ended: those beyond it may
-// know.  If nobody does, since its neighbours went with it, it is lost after a while.
+// The connection across a gap to this rank failed.  It may have left or ended as well, and the
+// ranks beyond it may know.  If none of them knows, it is reported as lost after `lost_after`.
 void ControlNode::notReached(int rank) {
   not_reached_.insert(rank);
   const Nanos since = silent_since_.try_emplace(rank, now()).first->second;
@@ -544,7 +545,7 @@ void ControlNode::tellLost(std::vector<int> ranks, PeerState fate, const std::st
   if (!ranks.empty() && listens()) listener_.lost(ranks, fate, how);
 }
 
-// ---- for users, from any thread
+// ---- the calls of control.h, from any thread
 //
 // A rank in the control ring, as its users have it: from any thread.
 

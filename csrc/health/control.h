@@ -1,5 +1,5 @@
-// The control ring: what ranks on different hosts know of each other beside their data.  It tells
-// who is alive, who has left, why the group has failed, and how far each rank is.
+// The control ring carries the state of ranks on different hosts: which ranks are alive, which have
+// left, why the group has failed, and the progress of each rank.
 //
 // The ranks form a ring.  Each rank has one control connection to the rank before it and one to the
 // rank after it.  News travels in both directions: each rank forwards what is new to it.  Each
@@ -21,12 +21,12 @@
 // *Gaps.*  Ranks leave at any time, and the ring must stay closed.  A rank that leaves announces it
 // (kGone) and keeps its connections in flush() until both remaining neighbours say that they no
 // longer need it.  By then the rank before the gap has connected to the rank after it (`dial`,
-// `accept`).  A neighbour that leaves as well does not need it.  So the remaining ranks are
-// connected at any time, in whatever order ranks leave; if all leave together, nobody waits for
-// longer than one reply.  Both ends of a new connection send all they know, so no news is lost.  A
-// gap that a lost rank leaves is closed in the same way.  A rank that cannot connect to the next
-// one tries the ranks beyond it, which know whether those between are lost.  If no rank knows, the
-// ranks that do not answer are reported as lost after RINGREDUCE_LOST_SECONDS.
+// `accept`).  A neighbour that leaves as well does not need it.  So the remaining ranks
+// stay connected, in whatever order ranks leave.  If all ranks leave at once, each waits for one
+// reply at most.  Both ends of a new connection send all they know, so no news is lost.  A gap that
+// a lost rank leaves is closed in the same way.  A rank that cannot connect to the next one tries
+// the ranks beyond it, which know whether those between are lost.  If no rank knows, the ranks that
+// do not answer are reported as lost after RINGREDUCE_LOST_SECONDS.
 //
 // A Control belongs to one group on one rank.  It calls its listener in the reactor's thread, once
 // for each event.  There is one verdict: the first that this rank received or told.

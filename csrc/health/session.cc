@@ -1,4 +1,5 @@
-// Polling, verdicts and their texts; then who is to blame; then what is heard of other hosts.
+// How the session polls, sets the verdict and words it; how it finds the rank to blame; and how it
+// takes news from other hosts.
 #include "health/session.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ namespace ringreduce {
 
 namespace {
 
-// How long who has lost a connection waits to hear what became of the other end.
+// After a connection ended: how long to wait for news of the other rank before reporting it.
 constexpr Nanos kHearsay = 600 * kMillisecond;
 
 constexpr uint64_t pack(Failure kind, int culprit, int reporter) {

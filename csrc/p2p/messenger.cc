@@ -1,5 +1,5 @@
-// Posting, waiting, and the thread for when nobody waits; then what ends a message other than its
-// arrival.
+// Posting and waiting, the thread that moves messages while no other waits, and what ends a message
+// before it arrives.
 #include "p2p/messenger.h"
 
 #include <pthread.h>
@@ -16,6 +16,26 @@
 #include "base/text.h"
 
 namespace ringreduce {
+
+// ---- rings in shared memory
+
+std::vector<Engine::Wire> messageRings(const Membership& m, int rank) {
+  const Layout at(m.options, static_cast<int>(m.members.size()));
+  // The memory of rank `of` for messages from rank `peer`.
+  const auto box = [&](int of, int peer) -> Box& {
+    return reinterpret_cast<Box*>(memoryOf(m, of) + at.boxes)[peer];
+  };
+  const auto ring = [&](int of, int peer) {
+    return memoryOf(m, of) + at.rings + static_cast<size_t>(peer) * kRingBytes;
+  };
+  std::vector<Engine::Wire> wires;
+  for (int r = 0; r < static_cast<int>(m.members.size()); ++r)
+    wires.push_back({.out = {ring(r, rank), box(r, rank).filled, box(rank, r).emptied},
+                     .in = {ring(rank, r), box(rank, r).filled, box(r, rank).emptied},
+                     .consumed = &box(r, rank).consumed,
+                     .acknowledged = &box(rank, r).consumed});
+  return wires;
+}
 
 // ---- posting and waiting
 

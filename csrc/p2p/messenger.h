@@ -22,6 +22,7 @@
 
 #include "base/executor.h"
 #include "bootstrap/options.h"
+#include "bootstrap/rendezvous.h"
 #include "health/session.h"
 #include "p2p/engine.h"
 #include "transport/shm/wait.h"
@@ -36,6 +37,10 @@ class Delivery final : public OperationHandle, public Transfer {
   // Since when it is waited for by a thread that cannot drive the engine; 0 if it is not.
   Nanos expected_since = 0, timeout = kNever;
 };
+
+// The wires of rank `rank` to each rank of a host: rings in the members' segments.  The membership
+// must live as long.
+std::vector<Engine::Wire> messageRings(const Membership& membership, int rank);
 
 class Messenger {
  public:

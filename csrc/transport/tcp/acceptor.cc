@@ -36,31 +36,27 @@
 
 namespace ringreduce::net {
 
-// ---- a guest
-//
-// Somebody who has connected to this process and has not proven anything yet.
+// ---- a connection whose handshake is not complete
 
 struct PendingConnection {
   Fd socket;
   Address from;
-  Nanos until;  // when its time is over
+  Nanos until;  // the deadline of its handshake
   Handshake machine;
   std::string output;
-  uint32_t events;           // that are looked for
-  std::unique_ptr<Tls> tls;  // once it has proven itself, if it is to be encrypted
-  bool leaving = false;      // refused, but told of our build: it must have time to read that
+  uint32_t events;           // that epoll reports
+  std::unique_ptr<Tls> tls;  // after the handshake, if the group is encrypted
+  bool leaving = false;      // refused; kept open until the other side has read the reason
   size_t discarded = 0;
 
-  // Hears what it says, and says what there is to say.  False if it has gone.
+  // Move bytes of the handshake.  False if the connection has ended.
   bool read();
   bool write();
-  // Throws away what it says; false if it has gone, or says too much.
+  // Drops what arrives.  False if the connection has ended, or too much arrives.
   bool discard();
 };
 
-// ---- its bytes
-//
-// The socket's side of a guest.
+// ---- bytes of such a connection
 
 namespace {
 
@@ -247,7 +243,7 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   RateLimitedLog refusals_{reactor_}, troubles_{reactor_};
 };
 
-// ---- who knocks
+// ---- new connections
 
 void Door::hear(const Fd& listener) {
   for (int i = 0; i < kGuestsATurn; ++i) {
@@ -357,7 +353,7 @@ void Door::expire() {
   awaitExpiry();
 }
 
-// ---- what they say
+// ---- handshakes
 
 // Moves a guest as far as it can be moved: the only place from which one is let in.
 void Door::progress(Guests::iterator guest, uint32_t happened) {
@@ -453,7 +449,7 @@ void Door::remove(Guests::iterator guest) {
   guests_.erase(guest);
 }
 
-// ---- who is let in
+// ---- admission
 
 struct Door::Token {
   const std::shared_ptr<Door> door;
@@ -502,7 +498,7 @@ void Door::dismiss(const Key& key) {
   }
 }
 
-// ---- one a process
+// ---- the acceptor of the process
 
 std::string inWords(const std::vector<Interface>& all, const std::vector<Address>& addresses) {
   return joined(addresses, ", ", [&](const Address& address) {
