@@ -83,7 +83,7 @@ def test_ringreduce_gives_the_bits_of_gloo(
 def test_demo_in_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     demo = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo,gloo"]
-    run([*demo, "--gpt-steps", "3", "--mlp-rounds", "1", "--out", str(tmp_path)], seconds=150)
+    run([*demo, "--gpt-steps", "3", "--mlp-rounds", "1", "--out", str(tmp_path)], seconds=240)
     results = json.loads((tmp_path / "demo.json").read_text())
     for part in ("gpt", "mlp"):
         runs = results[part]["runs"]
