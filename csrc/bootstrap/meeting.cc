@@ -17,14 +17,6 @@
 
 namespace ringreduce {
 
-std::string failureKey(const std::string& hub_socket) {
-  return "ringreduce/failed/" + hub_socket;
-}
-
-std::string apartKey(const std::string& hub_socket) {
-  return "ringreduce/apart/" + hub_socket;
-}
-
 std::string encode(const Fields& fields) {
   std::string text;
   for (const auto& [key, value] : fields) {

@@ -28,7 +28,7 @@
 
 #include "bootstrap/host_ring.h"
 #include "bootstrap/hosts.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "collectives/collectives.h"
 #include "health/session.h"
 #include "transport/shm/wait.h"

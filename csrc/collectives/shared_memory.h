@@ -1,7 +1,7 @@
 // What collectives of ranks that share memory run over: pages and slots in the members' segments.
 #pragma once
 
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "collectives/communicator.h"
 #include "transport/shm/exchange.h"
 #include "transport/shm/shm_link.h"

@@ -4,14 +4,14 @@
 #include <unistd.h>
 
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/align.h"
 #include "base/error.h"
-#include "bootstrap/hosts.h"
+#include "bootstrap/host_links.h"
 #include "bootstrap/named_store.h"
+#include "bootstrap/rendezvous.h"
 #include "collectives/hierarchy.h"
 #include "group/network.h"
 #include "group/wires.h"
@@ -32,77 +32,38 @@ Patience patienceOf(bool in_users_thread, int world_size) {
 
 }  // namespace
 
-std::shared_ptr<Group> Group::createTogether(Store& store, int rank, int world_size,
-                                             const GroupOptions& options) {
+std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
+                                     const GroupOptions& options) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
-  return std::shared_ptr<Group>(new Group(rank, join(store, rank, world_size, options), options));
-}
-
-namespace {
-
-// Somebody else's entry was taken for rank 0's.
-struct Reconsider {};
-
-// Returns what the hosts know of each other; none if rank 0 was misread, or has given up before it
-// heard of this rank.
-std::optional<Hosts> meet(Store& store, int rank, int size, const GroupOptions& options,
-                          const Apart& apart, Network& network) {
-  // Where the meeting has failed, the table says so before the entry does: so it has one more look.
-  const auto looking = [&, stale = false]() mutable {
-    if (stale) throw Reconsider();
-    stale = rank != 0 && isStale(store, apart);
-  };
-  try {
-    return Hosts::meet(
-        store, rank, size, options, "", [&](const Hosts& hosts) { return network.open(hosts); },
-        looking);
-  } catch (const Reconsider&) {
-    return std::nullopt;
-  } catch (...) {
-    if (rank == 0) {
-      const Reason reason = reasonOf(std::current_exception(), "rank " + options.shown(0));
-      leaveReason(store, apart, reason.kind, reason.text);
-    } else {
-      noteFailure(apart, rank);
-    }
-    throw;
-  }
-}
-
-}  // namespace
-
-std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
-                                     const GroupOptions& options) {
   NamedStore store(users_store, rank, options);
-  for (;;) {
-    try {
-      return createTogether(store, rank, world_size, options);
-    } catch (const Apart& apart) {
-      auto network = std::make_unique<Network>(options);
-      std::optional<Hosts> hosts = meet(store, rank, world_size, options, apart, *network);
-      if (!hosts) continue;
-      if (rank == 0) removeEntry(store);
-      std::shared_ptr<Group> local;
-      Membership neighbours;
-      network->join(*hosts, store, [&](Store& looking) {
-        if (hosts->count() > 1) local = ofHost(*hosts, looking, options);
-        if (Hierarchy::fits(*hosts, network->sharedOptions()))
-          neighbours = hosts->joinNeighbours(looking, options);
-      });
-      return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*hosts),
-                                              std::move(local), std::move(neighbours), options));
-    }
-  }
-}
+  auto links = std::make_unique<HostLinks>(options);
+  Rendezvous met = rendezvous(store, rank, world_size, options,
+                              [&](const Hosts& hosts) { return links->open(hosts); });
+  if (!met.hosts)
+    return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), options));
 
-std::shared_ptr<Group> Group::ofHost(const Hosts& hosts, Store& store,
-                                     const GroupOptions& options) {
-  PartOfStore own = hosts.part(store, "host");
-  return createTogether(own, hosts.placeOf(hosts.rank()),
-                        static_cast<int>(hosts.neighbours().size()), hosts.ofNeighbours(options));
+  const Hosts& hosts = *met.hosts;
+  std::shared_ptr<Group> local;
+  Membership neighbours;
+  links->join(hosts, store, [&](const HostLinks::Turn& turn) {
+    const auto share = [&](const char* purpose) {
+      return shareMemory(hosts.neighbourRanks(purpose, HostLinks::localOptions(hosts), options),
+                         turn);
+    };
+    if (hosts.count() > 1) {
+      GroupOptions local_options = options;
+      local_options.global_ranks = options.shownAs(hosts.neighbours());
+      local_options.together = true;
+      local.reset(new Group(hosts.placeOf(rank), share("group"), local_options));
+    }
+    if (Hierarchy::fits(hosts, links->sharedOptions())) neighbours = share("hierarchy");
+  });
+  auto network = std::make_unique<Network>(std::move(links), hosts);
+  return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*met.hosts),
+                                          std::move(local), std::move(neighbours), options));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)

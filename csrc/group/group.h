@@ -14,8 +14,9 @@
 #include <memory>
 
 #include "base/executor.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/store.h"
 #include "group/operation.h"
 #include "health/session.h"
 #include "p2p/messenger.h"
@@ -32,12 +33,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // Collective.  Returns when all ranks have joined, on one host or several.  Throws Error.
   static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
                                        const GroupOptions& options);
-  // The same for the ranks of this host, once all have met.
-  static std::shared_ptr<Group> ofHost(const Hosts& hosts, Store& store,
-                                       const GroupOptions& options);
-  // The same for ranks that are known to be on one host.
-  static std::shared_ptr<Group> createTogether(Store& store, int rank, int world_size,
-                                               const GroupOptions& options);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

@@ -1,17 +1,14 @@
-// Opening, routing connections, and passing on what is heard.
+// Routes connections, and passes on what is heard.
 #include "group/network.h"
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <thread>
 #include <utility>
 
-#include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "bootstrap/meeting.h"
 #include "transport/places.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/lane_count.h"
@@ -19,88 +16,29 @@
 namespace ringreduce {
 namespace {
 
-// How long a connection may take where nothing but that says that the other is gone: for control,
-// or while no address of the other host answers at all.
-constexpr Nanos kDialTime = 30 * kSecond;
-constexpr size_t kMostPaths = 4;
 // How long a rank that leaves waits until the others know.
 constexpr Nanos kFlushTime = 5 * kSecond;
 // A connection for messages ends when its rank leaves or fails, which goes round the ring
 // meanwhile. How long it may take to come.
 constexpr Nanos kExplained = 2 * kSecond;
 
-std::string congestion() {
-  return env("RINGREDUCE_CONGESTION").value_or("");
-}
-
-Nanos lostAfter() {
-  return static_cast<Nanos>(envSeconds("RINGREDUCE_LOST_SECONDS", 3, 0.5, 3600) *
-                            static_cast<double>(kSecond));
-}
-
-void checkLogLevel() {
-  const std::string level = env("RINGREDUCE_LOG").value_or("");
-  if (!level.empty() && level != "info")
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_LOG=" + level + " can be 'info' only; correct or unset it");
-}
-
-// Which of a rank's addresses to share the data out to: those of the best one's family, since an
-// interface may have an address of each.
-std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
-  std::vector<size_t> paths;
-  for (size_t i = 0; i < endpoint.addresses.size(); ++i)
-    if (endpoint.addresses[i].family() == endpoint.addresses[0].family()) paths.push_back(i);
-  return paths;
-}
-
 }  // namespace
 
-std::string Network::toldPart(const Hosts& hosts, int rank, int part) {
-  std::string rest = hosts.toldBy(rank);
-  for (; part > 0; --part) rest.erase(0, rest.find('|') + 1);
-  return rest.substr(0, rest.find('|'));
-}
-
-std::string Network::open(const Hosts& hosts) {
-  // Again, where what looked like a meeting was left over from an earlier one.
-  admitted_.reset();
-  early_.clear();
-  who_.clear();
-  neighbours_.clear();
-  rank_ = hosts.rank();
-  size_ = hosts.size();
-  word_ = hosts.word();
-  secret_ = net::secretFromText(hosts.secret());
-  for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
+Network::Network(std::unique_ptr<HostLinks> links, const Hosts& hosts)
+    : links_(std::move(links)),
+      options_(links_->options()),
+      rank_(links_->rank()),
+      size_(links_->size()),
+      pages_(std::make_unique<RankPage[]>(static_cast<size_t>(size_))),
+      reactor_(links_->reactor()),
+      over_(static_cast<size_t>(size_)),
+      unexplained_(static_cast<size_t>(size_)) {
+  if (!links_->ring().ranks.empty()) places_ = placesOf(links_->ring().ranks);
   for (int r : hosts.neighbours())
     if (r != rank_) neighbours_.push_back(r);
-  shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
-  shared_.validate();
-  pages_ = std::make_unique<RankPage[]>(static_cast<size_t>(size_));
   for (int r = 0; r < size_; ++r)
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
-  over_.assign(static_cast<size_t>(size_), false);
-  unexplained_.assign(static_cast<size_t>(size_), 0);
-  // Here, where the others are told.
-  net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
-  lost_after_ = lostAfter();
-  checkLogLevel();
-  reactor_ = net::Reactor::shared();
-  acceptor_ = net::Acceptor::shared(options_.store_host);
-  if (logsInfo())
-    log(who_[static_cast<size_t>(rank_)] + " of group '" + options_.name + "' is reached at " +
-        acceptor_->choice());
-  admitted_ = acceptor_->admit(
-      word_, rank_, secret_,
-      [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
-      shared_.encrypted);
-  wish_ = env("RINGREDUCE_RING").value_or("");
-  RingWish::fromText(wish_);  // likewise
-  slowest_ = Slowness::fromEnvironment();
-  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_;
 }
 
 Network::~Network() {
@@ -108,7 +46,7 @@ Network::~Network() {
 }
 
 void Network::close() {
-  admitted_.reset();
+  links_->close();
   std::unique_ptr<net::Control> control;
   {
     const std::lock_guard lock(calls_mutex_);
@@ -136,25 +74,23 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
 }
 
 std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
-  Mesh::Options options{.algorithm = shared_.algorithm};
-  options.cost = cost_;
-  const std::vector<int>& ranks = host_ring_.ranks;
+  Mesh::Options options{.algorithm = links_->sharedOptions().algorithm};
+  options.cost = links_->cost();
+  const std::vector<int>& ranks = links_->ring().ranks;
   options.shown = ranks;
   WaitGuard* watch = &session;
   if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
-  options.least_lanes = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
   // Each path is an interface's, and each gets its share.
-  for (const net::Endpoint& endpoint : endpoints_)
-    options.least_lanes =
-        std::max(options.least_lanes,
-                 static_cast<int>(std::min<size_t>(kMostPaths, pathsOf(endpoint).size())));
-  if (lanes_ > 0) options.least_lanes = options.most_lanes = lanes_;
-  options.lost_after = lost_after_;
+  options.least_lanes =
+      std::max(net::lanesAtFirst(static_cast<Nanos>(options.cost.roundTrip() * kSecond)),
+               static_cast<int>(links_->mostPaths()));
+  if (links_->lanes() > 0) options.least_lanes = options.most_lanes = links_->lanes();
+  options.lost_after = links_->lostAfter();
   return std::make_unique<Mesh>(
       placeOf(rank_), size_, *watch,
       [this](int to, int lane, const std::function<void()>& turn) {
-        const int rank = places_.empty() ? to : host_ring_.ranks[static_cast<size_t>(to)];
-        return dial(rank, net::Purpose::kData, lane, turn);
+        const int rank = places_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
+        return links_->dial(rank, net::Purpose::kData, lane, turn);
       },
       options);
 }
@@ -162,63 +98,37 @@ std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
 std::unique_ptr<Mesh> Network::start(Session& session) {
   std::unique_ptr<Mesh> mesh = makeMesh(session);
   try {
+    pump_ = net::Pump::start(
+        reactor_, rank_, size_,
+        [this](int to, int, const std::function<void()>& turn) {
+          return links_->dial(to, net::Purpose::kMessages, 0, turn);
+        },
+        *this);
+    carrier_ = pump_.get();
     net::Control::Options control;
-    control.ring = ring_;
-    control.lost_after = lost_after_;
+    control.ring = links_->controlRing();
+    control.lost_after = links_->lostAfter();
     session_ = &session;
     auto ring = net::Control::start(
-        reactor_, rank_, size_, std::move(next_), std::move(previous_),
+        reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),
         [this](int to, int, const std::function<void()>& turn) {
-          return dial(to, net::Purpose::kControl, 0, turn);
+          return links_->dial(to, net::Purpose::kControl, 0, turn);
         },
         *this, control);
     {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
     }
-    // Not before: the reactor's thread, which waits for this lock, has had to start the ring.
-    const std::lock_guard lock(mutex_);
     mesh_ = mesh.get();
-    for (Early& early : early_) route(std::move(early.socket), early.caller);
-    early_.clear();
+    // Not before: the reactor's thread, which waits for its lock, has had to start the ring.
+    links_->deliverTo([this](net::Socket socket, const net::PeerHello& caller) {
+      route(std::move(socket), caller);
+    });
   } catch (...) {
     close();  // before the mesh goes
     throw;
   }
   return mesh;
-}
-
-// Makes a connection and proves it.
-net::Socket Network::dial(int to, net::Purpose purpose, int lane,
-                          const std::function<void()>& turn) const {
-  const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
-  const net::DialOptions options{
-      // A rank that is stopped is not lost: it is waited for until it is seen to be, or nobody
-      // wants it any more.
-      .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
-      .deaf = kDialTime,
-      .congestion =
-          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
-      .address = paths[static_cast<size_t>(lane) % paths.size()],
-      .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
-      .context = const_cast<std::function<void()>*>(&turn)};
-  const net::PeerHello self{.group = word_,
-                            .from = rank_,
-                            .to = to,
-                            .purpose = purpose,
-                            .lane = lane,
-                            .encrypted = shared_.encrypted};
-  return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options,
-                   who_[static_cast<size_t>(to)]);
-}
-
-void Network::take(net::Socket socket, const net::PeerHello& caller) {
-  if (caller.from < 0 || caller.from >= size_ || caller.from == rank_) return;
-  const std::lock_guard lock(mutex_);
-  if (mesh_)
-    route(std::move(socket), caller);
-  else
-    early_.push_back({std::move(socket), caller});
 }
 
 void Network::route(net::Socket socket, const net::PeerHello& caller) {

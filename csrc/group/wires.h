@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "group/network.h"
 #include "group/operation.h"
 #include "health/session.h"

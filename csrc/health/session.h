@@ -26,7 +26,7 @@
 
 #include "base/error.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "transport/shm/page.h"
 #include "transport/wait_guard.h"
 

@@ -22,7 +22,7 @@
 
 #include "base/executor.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "health/session.h"
 #include "p2p/engine.h"
 #include "transport/shm/wait.h"

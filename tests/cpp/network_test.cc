@@ -156,13 +156,13 @@ TEST(a_group_is_made_by_all_ranks_or_by_none) {
     int victim;
     std::string set, get;
   };
-  // At the control ring, and at what the ranks of a host make together.
+  // At the rendezvous, and at the control ring.
   for (const Case& c : {Case{0, "", "/failed"},
                         {1, "", "/failed"},
                         {2, "", "/failed"},
-                        {0, "/host0/", ""},
-                        {1, "", "/host0/"},
-                        {2, "/host1/", ""}}) {
+                        {0, "", "/rank/1"},
+                        {1, "", "/table"},
+                        {2, "", "/table"}}) {
     const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
       BreakingStore breaking(store, c.set, c.get);
       Group::create(r == c.victim ? static_cast<Store&>(breaking) : store, r, 4,
