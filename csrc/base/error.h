@@ -3,7 +3,7 @@
 //
 // A group that has failed stays failed: every later operation on it raises the same error.  The
 // text of each names ranks, hosts and the operation, and is made where these are known
-// (health/session.cc).
+// (health/arbiter.cc).
 #pragma once
 
 #include <cstdint>

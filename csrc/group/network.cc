@@ -135,13 +135,13 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
+std::unique_ptr<Mesh> Network::makeMesh(Arbiter& arbiter) {
   Mesh::Options options{.algorithm = shared_.algorithm};
   options.cost = cost_;
   const std::vector<int>& ranks = host_ring_.ranks;
   options.shown = ranks;
-  WaitGuard* watch = &session;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
+  WaitGuard* watch = &arbiter;
+  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
   options.least_lanes = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
   // Each path is an interface's, and each gets its share.
   for (const net::Endpoint& endpoint : endpoints_)
@@ -159,13 +159,13 @@ std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
       options);
 }
 
-std::unique_ptr<Mesh> Network::start(Session& session) {
-  std::unique_ptr<Mesh> mesh = makeMesh(session);
+std::unique_ptr<Mesh> Network::start(Arbiter& arbiter) {
+  std::unique_ptr<Mesh> mesh = makeMesh(arbiter);
   try {
     net::Control::Options control;
     control.ring = ring_;
     control.lost_after = lost_after_;
-    session_ = &session;
+    arbiter_ = &arbiter;
     auto ring = net::Control::start(
         reactor_, rank_, size_, std::move(next_), std::move(previous_),
         [this](int to, int, const std::function<void()>& turn) {
@@ -258,16 +258,16 @@ std::vector<Engine::Wire> Network::channels() {
 void Network::handOver(void (*turn)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
   if (!pump_) return;
-  const Session& session = *session_.load();
+  const Arbiter& arbiter = *arbiter_.load();
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
     std::vector<int> late = pump_->unsent();
-    std::erase_if(late, [&](int r) { return session.stateOf(r) != PeerState::kHere; });
-    if (late.empty() || session.failed()) return;
+    std::erase_if(late, [&](int r) { return arbiter.stateOf(r) != PeerState::kHere; });
+    if (late.empty() || arbiter.failed()) return;
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
                  "' with messages that had not been sent after " + seconds(timeout) + ": " +
-                 session.whereabouts(late) + " did not take them");
+                 arbiter.whereabouts(late) + " did not take them");
     if (turn) turn();
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   }
@@ -276,12 +276,12 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!session_.load()->failed()) pump_->flush(kFlushTime);
+  if (!arbiter_.load()->failed()) pump_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
 }
 
-// ---- what the session says
+// ---- what the arbiter says
 
 void Network::tell(Failure kind, int culprit, const std::string& text) {
   const std::lock_guard lock(calls_mutex_);
@@ -290,7 +290,7 @@ void Network::tell(Failure kind, int culprit, const std::string& text) {
 
 void Network::depart(Departure how) {
   // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFlushTime);
+  if (how == Departure::kGone && mesh_ && !arbiter_.load()->failed()) mesh_->leave(kFlushTime);
   control_->depart(how);
 }
 
@@ -307,7 +307,7 @@ void Network::stir(int rank) {
 // ---- what the others say
 
 void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
-  session_.load()->lose(ranks, fate, how);
+  arbiter_.load()->lose(ranks, fate, how);
   if (fate != PeerState::kEnded) return;
   for (int r : ranks) {
     over_[static_cast<size_t>(r)] = true;
@@ -316,7 +316,7 @@ void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::str
 }
 
 void Network::departed(int rank, Departure how) {
-  session_.load()->learnDeparture(rank, how);
+  arbiter_.load()->learnDeparture(rank, how);
   if (how != Departure::kGone) return;
   over_[static_cast<size_t>(rank)] = true;
   hearOut(rank);
@@ -328,36 +328,36 @@ void Network::broken(int rank, const std::string& how, bool damaged) {
   net::Reactor::Timer& timer = unexplained_[static_cast<size_t>(rank)];
   if (timer == 0)
     timer = reactor_->at(now() + (damaged ? 0 : kExplained),
-                         [this, rank, how] { session_.load()->miss(rank, how); });
+                         [this, rank, how] { arbiter_.load()->miss(rank, how); });
 }
 
 // A connection that is still open may carry more of what a rank has sent before it went.
 void Network::hearOut(int rank) {
-  if (over_[static_cast<size_t>(rank)] && !carrier_->hears(rank)) session_.load()->hearOut(rank);
+  if (over_[static_cast<size_t>(rank)] && !carrier_->hears(rank)) arbiter_.load()->hearOut(rank);
 }
 
 void Network::stirred(int) {
-  if (Session* session = session_.load()) session->ringMessenger(rank_);
+  if (Arbiter* arbiter = arbiter_.load()) arbiter->ringMessenger(rank_);
 }
 
 void Network::ended(const net::Verdict& verdict) {
-  session_.load()->learn(verdict.kind, verdict.culprit, verdict.reporter, verdict.text);
+  arbiter_.load()->learn(verdict.kind, verdict.culprit, verdict.reporter, verdict.text);
 }
 
 void Network::seen(int rank, const net::Whereabouts& there) {
-  session_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
+  arbiter_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
                        there.earlier);
 }
 
 net::Whereabouts Network::own(uint64_t since) {
   net::Whereabouts here;
-  here.waits_for = session_.load()->waitsFor();
-  session_.load()->here(here.announced, here.last, since, here.earlier);
+  here.waits_for = arbiter_.load()->waitsFor();
+  arbiter_.load()->here(here.announced, here.last, since, here.earlier);
   return here;
 }
 
 std::vector<int> Network::stopped() {
-  return session_.load()->stoppedOf(neighbours_);
+  return arbiter_.load()->stoppedOf(neighbours_);
 }
 
 }  // namespace ringreduce

@@ -21,8 +21,8 @@
 #include "bootstrap/hosts.h"
 #include "bootstrap/options.h"
 #include "bootstrap/slowness.h"
+#include "health/arbiter.h"
 #include "health/control.h"
-#include "health/session.h"
 #include "p2p/engine.h"
 #include "p2p/pump.h"
 #include "transport/tcp/acceptor.h"
@@ -46,10 +46,10 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   // The ranks, with pages in this process's own memory.
   std::vector<Seat> seats(const Hosts& hosts);
-  // Starts to report news to `session`.  The ranks of the mesh are in the order of `ring`.  The
-  // mesh must not outlive this object.  Call `leave` or `close` before the mesh or the session is
+  // Starts to report news to `arbiter`.  The ranks of the mesh are in the order of `ring`.  The
+  // mesh must not outlive this object.  Call `leave` or `close` before the mesh or the arbiter is
   // destroyed.
-  std::unique_ptr<Mesh> start(Session& session);
+  std::unique_ptr<Mesh> start(Arbiter& arbiter);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return shared_; }
@@ -59,11 +59,11 @@ class Network final : public Outside, private net::Control::Listener, private ne
   // Waits until the kernel has taken all messages to ranks that may still receive, up to `timeout`,
   // or until the group fails.  `turn`, if not null, is called now and then and may throw.
   void handOver(void (*turn)(), Nanos timeout);
-  // After the session has departed: waits briefly until the other ranks know, and closes all
+  // After the arbiter has departed: waits briefly until the other ranks know, and closes all
   // sockets except those of the mesh.
   void leave();
 
-  // The same without waiting.  After it returns no thread calls the session or the mesh.
+  // The same without waiting.  After it returns no thread calls the arbiter or the mesh.
   void close();
 
   // ---- Outside
@@ -110,7 +110,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   void lookAtNext(const std::function<void()>& turn) const;
   [[noreturn]] void gaveUp(int rank, const std::function<void()>& turn) const;
   void route(net::Socket socket, const net::PeerHello& caller);
-  std::unique_ptr<Mesh> makeMesh(Session& session);
+  std::unique_ptr<Mesh> makeMesh(Arbiter& arbiter);
 
   const GroupOptions options_;
   int rank_ = 0, size_ = 0;
@@ -126,7 +126,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   Slowness slowest_;  // of all wires that were looked at
   WireCost cost_;
   std::unique_ptr<WaitGuard>
-      placed_;               // the session, for the mesh, where ranks stand in another order
+      placed_;               // the arbiter, for the mesh, where ranks stand in another order
   std::vector<int> places_;  // by rank; empty where that is its number
   std::vector<std::string> who_;
   std::vector<int> neighbours_;  // other ranks of this host
@@ -143,7 +143,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   std::mutex mutex_;         // of the next two
   std::deque<Early> early_;  // came before there was anybody to take them
   Mesh* mesh_ = nullptr;
-  std::atomic<Session*> session_ = nullptr;
+  std::atomic<Arbiter*> arbiter_ = nullptr;
   // Ranks that have left, or whose processes have ended; messages may still come from them.  In the
   // reactor's thread.
   std::vector<bool> over_;

@@ -50,11 +50,11 @@ constexpr int kDozes = 50;
 
 }  // namespace
 
-Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Session& session,
+Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter,
                      Executor& executor, const GroupOptions& options, Patience patience)
     : rank_(rank),
       size_(static_cast<int>(wires.size())),
-      session_(session),
+      arbiter_(arbiter),
       executor_(executor),
       options_(options),
       patience_(patience),
@@ -71,7 +71,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
                 std::string("ringreduce ") +
                     (message.way == Message::Way::kSend ? "send: to" : "recv: from") + " rank " +
                     std::to_string(message.peer) + " in a group of " + std::to_string(size_));
-  session_.check();
+  arbiter_.check();
   auto delivery = std::make_shared<Delivery>(std::move(message));
   {
     const std::lock_guard lock(mutex_);
@@ -102,11 +102,11 @@ bool Messenger::pass() {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if (r != rank_ || others_wait) session_.ringMessenger(r);
+    if (r != rank_ || others_wait) arbiter_.ringMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
   // The driver may sleep, and wait for what this thread has just finished.
-  if (others_wait) ringBell(session_.page(rank_).messenger_bell);
+  if (others_wait) ringBell(arbiter_.page(rank_).messenger_bell);
   tellUsers();
   return true;
 }
@@ -225,12 +225,12 @@ void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
     if (options_.interrupt) options_.interrupt();
   } catch (...) {
     // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
-    session_.abort("interrupted while it waited to " + describe(delivery));
+    arbiter_.abort("interrupted while it waited to " + describe(delivery));
     failAll(std::current_exception());
     throw;
   }
   try {
-    session_.check();
+    arbiter_.check();
     lookAfterPeers();
     if (clock.isLate() && !delivery.isDone()) timedOut(delivery, clock.timeout());
   } catch (const Error&) {
@@ -260,7 +260,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     Messenger& messenger;
     bool thread_drives;
   } const user(*this);
-  if (user.thread_drives) ringBell(session_.page(rank_).messenger_bell);  // it makes way
+  if (user.thread_drives) ringBell(arbiter_.page(rank_).messenger_bell);  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
@@ -281,7 +281,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       const Nanos time = now();
       if (moved) moved_at = time;
       const Nanos idle = time - moved_at;
-      const bool tired = idle >= patience_.spin + patience_.yield || session_.failed();
+      const bool tired = idle >= patience_.spin + patience_.yield || arbiter_.failed();
       // Now and then however much comes for others.
       if (tired || time - began >= kLook) lookAfter(delivery, clock);
       if (time >= limit) return delivery.isDone();
@@ -299,11 +299,11 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
 
 // Until a peer has done something, or for a few milliseconds.
 void Messenger::sleep(const Delivery* waited_for) {
-  uint32_t& bell = session_.page(rank_).messenger_bell;
+  uint32_t& bell = arbiter_.page(rank_).messenger_bell;
   std::atomic_ref(bell).store(1, std::memory_order_seq_cst);
   const bool moved = pass();
   const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
-  if (!moved && !done && !session_.failed()) sleepOn(bell, 1, kLongestSleep);
+  if (!moved && !done && !arbiter_.failed()) sleepOn(bell, 1, kLongestSleep);
   std::atomic_ref(bell).store(0, std::memory_order_relaxed);
 }
 
@@ -360,7 +360,7 @@ void Messenger::run() {
       if (now() >= next_look) {
         next_look = now() + kLook;
         try {
-          session_.check();
+          arbiter_.check();
           lookAfterPeers();
           lookAfterExpected();
         } catch (const Error&) {
@@ -386,7 +386,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
                                    "' before a message that it was to receive had come"));
   fail(std::move(given_up), left);
-  if (first) session_.depart(Departure::kLeaving);
+  if (first) arbiter_.depart(Departure::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();
@@ -396,7 +396,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     if (clock.isDue()) {
       try {
         if (turn) turn();
-        session_.check();
+        arbiter_.check();
         lookAfterPeers();
         if (clock.isLate())
           throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
@@ -421,7 +421,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     // What runs in the thread itself leaves it to a later call, from another one.
     if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
-  ringBell(session_.page(rank_).messenger_bell);
+  ringBell(arbiter_.page(rank_).messenger_bell);
   if (thread.joinable()) thread.join();
 }
 
@@ -432,8 +432,8 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
 
 void Messenger::checkMismatch(const Transfer& transfer) {
   const Message& m = transfer.message;
-  session_.fail(Failure::kMismatch, transfer.source,
-                "ranks disagree on a message: " + session_.who(transfer.source) + " sent " +
+  arbiter_.fail(Failure::kMismatch, transfer.source,
+                "ranks disagree on a message: " + arbiter_.who(transfer.source) + " sent " +
                     std::to_string(transfer.sent_count) + " elements of " +
                     name(transfer.sent_dtype) + " with tag " + std::to_string(m.tag) +
                     ", where rank " + options_.shown(rank_) + " receives " +
@@ -442,12 +442,12 @@ void Messenger::checkMismatch(const Transfer& transfer) {
 
 // Ends what can no longer happen: messages to and from ranks that are gone.
 void Messenger::lookAfterPeers() {
-  const std::vector<bool> dead = session_.endedProcesses();
+  const std::vector<bool> dead = arbiter_.endedProcesses();
   std::vector<bool> leaving(dead.size()), gone(dead.size());
   bool any = false;
   for (int r = 0; r < size_; ++r) {
     const auto i = static_cast<size_t>(r);
-    const Departure departure = session_.departureOf(r);
+    const Departure departure = arbiter_.departureOf(r);
     leaving[i] = r != rank_ && (dead[i] || departure != Departure::kHere);
     gone[i] = r != rank_ && (dead[i] || departure == Departure::kGone);
     any = any || leaving[i];
@@ -484,13 +484,13 @@ void Messenger::lookAfterPeers() {
     const int peer = handle->source != kAnySource ? handle->source : handle->message.peer;
     const std::vector<int> awaited = peer == kAnySource ? others() : std::vector<int>{peer};
     for (int r : awaited)
-      if (dead[static_cast<size_t>(r)] && session_.departureOf(r) == Departure::kHere)
-        session_.fail(Failure::kPeerLost, r,
-                      session_.who(r) + " is lost: " + session_.howLost(r) + "; rank " +
+      if (dead[static_cast<size_t>(r)] && arbiter_.departureOf(r) == Departure::kHere)
+        arbiter_.fail(Failure::kPeerLost, r,
+                      arbiter_.who(r) + " is lost: " + arbiter_.howLost(r) + "; rank " +
                           options_.shown(rank_) + " waited to " + describe(*handle));
     fail({handle}, std::make_exception_ptr(
                        Error(Failure::kPeerLost,
-                             (awaited.size() == 1 ? session_.who(awaited[0]) + " has"
+                             (awaited.size() == 1 ? arbiter_.who(awaited[0]) + " has"
                                                   : rankList(options_.shownAs(awaited)) + " have") +
                                  " left group '" + options_.name + "'; rank " +
                                  options_.shown(rank_) + " waited to " + describe(*handle))));
@@ -523,24 +523,24 @@ void Messenger::lookAfterExpected() {
   if (!late) return;
   const auto& delivery = static_cast<const Delivery&>(*late);
   if (interrupted)
-    session_.fail(Failure::kAborted, rank_,
-                  session_.who(rank_) + " aborted group '" + options_.name +
+    arbiter_.fail(Failure::kAborted, rank_,
+                  arbiter_.who(rank_) + " aborted group '" + options_.name +
                       "': interrupted while it waited to " + describe(delivery));
   timedOut(delivery, delivery.timeout);
 }
 
 void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
   // It may have been this rank that was away, and the others have long said so.
-  session_.hearOthers();
+  arbiter_.hearOthers();
   pass();
   if (delivery.isDone()) return;
   const Message& m = delivery.message;
   // The other one may itself wait for a third in a collective.
-  const int late = m.peer == kAnySource ? 0 : session_.heldUpBy(m.peer);
+  const int late = m.peer == kAnySource ? 0 : arbiter_.heldUpBy(m.peer);
   std::string text;
   if (m.peer != kAnySource && late != m.peer)
-    text = session_.whereabouts({late}) + " holds up the others; late too: ";
-  session_.fail(Failure::kTimeout, late,
+    text = arbiter_.whereabouts({late}) + " holds up the others; late too: ";
+  arbiter_.fail(Failure::kTimeout, late,
                 text + missing(delivery) + ": to " + describe(delivery) +
                     " timed out after a timeout of " + seconds(timeout));
 }
@@ -581,12 +581,12 @@ std::string Messenger::missing(const Transfer& transfer) {
     const std::lock_guard lock(mutex_);
     if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
   }
-  if (matched != kAnySource) return session_.whereabouts({matched}) + " stopped moving data";
-  if (m.way == Message::Way::kSend) return session_.whereabouts({m.peer}) + " did not receive it";
-  if (m.peer != kAnySource) return session_.whereabouts({m.peer}) + " did not send it";
+  if (matched != kAnySource) return arbiter_.whereabouts({matched}) + " stopped moving data";
+  if (m.way == Message::Way::kSend) return arbiter_.whereabouts({m.peer}) + " did not receive it";
+  if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";
   if (size_ == 1) return "there is no other rank to send it";
-  const std::vector<int> stopped = session_.stoppedOf(others());
-  return session_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
+  const std::vector<int> stopped = arbiter_.stoppedOf(others());
+  return arbiter_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
 }
 
 }  // namespace ringreduce

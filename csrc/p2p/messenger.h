@@ -9,7 +9,7 @@
 //
 // A message has no deadline until a thread waits for it: a server may keep receives open for hours.
 // A process that ended, a deadline and messages that do not match fail the group
-// (health/session.h). A rank that left normally ends only the messages that it could have taken
+// (health/arbiter.h). A rank that left normally ends only the messages that it could have taken
 // part in.
 #pragma once
 
@@ -23,7 +23,7 @@
 #include "base/executor.h"
 #include "bootstrap/options.h"
 #include "bootstrap/rendezvous.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "p2p/engine.h"
 #include "transport/shm/wait.h"
 
@@ -44,7 +44,7 @@ std::vector<Engine::Wire> messageRings(const Membership& membership, int rank);
 
 class Messenger {
  public:
-  Messenger(int rank, std::vector<Engine::Wire> wires, Session& session, Executor& executor,
+  Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter, Executor& executor,
             const GroupOptions& options, Patience patience);
   ~Messenger();  // `stop` has been called
 
@@ -90,7 +90,7 @@ class Messenger {
   std::vector<int> others() const;
 
   const int rank_, size_;
-  Session& session_;
+  Arbiter& arbiter_;
   Executor& executor_;
   const GroupOptions& options_;
   const Patience patience_;

@@ -1,6 +1,6 @@
-// How the session polls, sets the verdict and words it; how it finds the rank to blame; and how it
+// How the arbiter polls, sets the verdict and words it; how it finds the rank to blame; and how it
 // takes news from other hosts.
-#include "health/session.h"
+#include "health/arbiter.h"
 
 #include <algorithm>
 #include <atomic>
@@ -54,7 +54,7 @@ std::vector<Seat> seatsOf(const Membership& membership) {
   return seats;
 }
 
-Session::Session(int rank, std::vector<Seat> seats, const GroupOptions& options, Outside* outside)
+Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options, Outside* outside)
     : rank_(rank),
       size_(static_cast<int>(seats.size())),
       options_(options),
@@ -68,7 +68,7 @@ Session::Session(int rank, std::vector<Seat> seats, const GroupOptions& options,
   }
 }
 
-void Session::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
+void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
   current_ = operation;
   current_.history = history_;
   history_ = extended(history_, operation);
@@ -88,15 +88,15 @@ void Session::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   own.announced.publish(operation.sequence + 1);
 }
 
-void Session::check() const {
+void Arbiter::check() const {
   if (failed()) throwVerdict();
 }
 
-Departure Session::departureOf(int r) const {
+Departure Arbiter::departureOf(int r) const {
   return static_cast<Departure>(std::atomic_ref(page(r).departed).load(std::memory_order_acquire));
 }
 
-void Session::depart(Departure how) {
+void Arbiter::depart(Departure how) {
   std::atomic_ref(page(rank_).departed)
       .store(static_cast<uint32_t>(how), std::memory_order_release);
   if (outside_) return outside_->depart(how);
@@ -107,7 +107,7 @@ void Session::depart(Departure how) {
   }
 }
 
-std::vector<bool> Session::endedProcesses() const {
+std::vector<bool> Arbiter::endedProcesses() const {
   std::vector<bool> all = ended(processes_);
   for (size_t r = 0; r < distant_.size(); ++r) {
     const PeerState fate = distant_[r].fate;
@@ -117,14 +117,14 @@ std::vector<bool> Session::endedProcesses() const {
   return all;
 }
 
-std::string Session::howLost(int r) const {
+std::string Arbiter::howLost(int r) const {
   const std::lock_guard lock(mirror_mutex_);
   if (!outside_ || distant_[static_cast<size_t>(r)].how.empty()) return kProcessEnded;
   return distant_[static_cast<size_t>(r)].how;
 }
 
 // The words in which monitored_barrier is known to tell who did not come, and who looked.
-std::string Session::monitored(const std::vector<int>& late) const {
+std::string Arbiter::monitored(const std::vector<int>& late) const {
   const long ms = timeout_ / kMillisecond;
   std::string text = late.size() > 1 ? "Ranks " : "Rank ";
   text += joined(options_.shownAs(late), ", ");
@@ -134,16 +134,16 @@ std::string Session::monitored(const std::vector<int>& late) const {
 }
 
 // With the root's number as messages name it.
-std::string Session::told(OpSignature operation) const {
+std::string Arbiter::told(OpSignature operation) const {
   if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
   return describe(operation);
 }
 
-std::string Session::who(int r) const {
+std::string Arbiter::who(int r) const {
   return "rank " + options_.shown(r) + " (" + names_[static_cast<size_t>(r)] + ")";
 }
 
-std::string Session::details(int r) const {
+std::string Arbiter::details(int r) const {
   std::string text = names_[static_cast<size_t>(r)];
   if (isStoppedRank(r)) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
@@ -156,7 +156,7 @@ std::string Session::details(int r) const {
   return text + ", last seen in " + told(last);
 }
 
-std::string Session::whereabouts(const std::vector<int>& ranks) const {
+std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {
   std::string text = rankList(options_.shownAs(ranks)) + " (";
   for (int r : ranks) {
     if (r != ranks.front()) text += "; ";
@@ -165,19 +165,19 @@ std::string Session::whereabouts(const std::vector<int>& ranks) const {
   return text + ")";
 }
 
-std::vector<int> Session::stoppedOf(const std::vector<int>& ranks) const {
+std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {
   std::vector<int> stopped;
   for (int r : ranks)
     if (isStoppedRank(r)) stopped.push_back(r);
   return stopped;
 }
 
-bool Session::isStoppedRank(int r) const {
+bool Arbiter::isStoppedRank(int r) const {
   const auto at = static_cast<size_t>(r);
   return (pids_[at] != 0 && isStopped(pids_[at])) || (outside_ && distant_[at].stopped);
 }
 
-void Session::ringMessenger(int r) {
+void Arbiter::ringMessenger(int r) {
   if (outside_) {
     if (r == rank_)
       ringBell(page(r).messenger_bell);
@@ -191,7 +191,7 @@ void Session::ringMessenger(int r) {
 
 // ---- while waiting
 
-void Session::poll(int rank, Ready ready) {
+void Arbiter::poll(int rank, Ready ready) {
   if (failed()) throwVerdict();
   if (inline_ && options_.interrupt) options_.interrupt();
   if (!inline_ && options_.interrupted && options_.interrupted(started_))
@@ -220,7 +220,7 @@ void Session::poll(int rank, Ready ready) {
   }
 }
 
-void Session::pollTogether(int rank, Ready ready) {
+void Arbiter::pollTogether(int rank, Ready ready) {
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && hasAnnounced(r)) verify(r);
   const std::vector<bool> gone = endedProcesses();
@@ -233,7 +233,7 @@ void Session::pollTogether(int rank, Ready ready) {
 }
 
 // The rank that is awaited may be well, and wait for one that is lost, or compute for an hour.
-void Session::idle(Ready ready) {
+void Arbiter::idle(Ready ready) {
   for (int r = 0; r < size_ && outside_; ++r) {
     const Distant& there = distant_[static_cast<size_t>(r)];
     if (there.fate == PeerState::kHere || now() - there.lost_since < kHearsay || ready()) continue;
@@ -242,7 +242,7 @@ void Session::idle(Ready ready) {
 }
 
 // Who is gone is told by the mesh, which knows what is still on its way from there.
-void Session::pollApart() {
+void Arbiter::pollApart() {
   compareWhereabouts();
   askNowAndThen();
 }
@@ -251,7 +251,7 @@ void Session::pollApart() {
 // does one that waits for a rank that has gone on, as it had nothing to do there.  So each compares
 // the last operation that it has heard of another rank with its own of that number; of two ranks
 // that is the one that has come further.
-void Session::compareWhereabouts() {
+void Arbiter::compareWhereabouts() {
   for (int r = 0; r < size_; ++r) {
     bool differs = false;
     uint64_t sequence = 0;
@@ -271,7 +271,7 @@ void Session::compareWhereabouts() {
 
 // All who wait want to know how far the others are, and what one asks all are told: so the first
 // asks, and the rest, each a little later than the one before it, only where nobody did.
-void Session::askNowAndThen() {
+void Arbiter::askNowAndThen() {
   const Nanos time = now();
   if (time < next_ask_) return;
   const Nanos next = last_answer_ + kSecond + kSecond * rank_ / size_;
@@ -283,22 +283,22 @@ void Session::askNowAndThen() {
   outside_->ask();
 }
 
-void Session::verify(int rank) {
+void Arbiter::verify(int rank) {
   if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
 }
 
-void Session::verify(int rank, const OpSignature& theirs) {
+void Arbiter::verify(int rank, const OpSignature& theirs) {
   mirror(rank, theirs.sequence, theirs);
   if (theirs != current_) mismatch(rank, &theirs);
 }
 
-PeerState Session::stateOf(int rank) const {
+PeerState Arbiter::stateOf(int rank) const {
   const Distant& there = distant_[static_cast<size_t>(rank)];
   if (there.fate != PeerState::kHere) return there.fate;
   return there.gone || hasDeparted(rank) ? PeerState::kLeft : PeerState::kHere;
 }
 
-void Session::broken(int rank, const std::string& how) {
+void Arbiter::broken(int rank, const std::string& how) {
   // Whoever knows more of it is about to say so.
   for (const Nanos until = deadlineIn(kHearsay);
        !failed() && stateOf(rank) == PeerState::kHere && now() < until;)
@@ -317,7 +317,7 @@ void Session::broken(int rank, const std::string& how) {
 
 // ---- the verdict
 
-void Session::report(Failure kind, int culprit, const std::string& text) {
+void Arbiter::report(Failure kind, int culprit, const std::string& text) {
   if (!failed()) {
     // Only one thread of this rank reports: whoever else finds the word taken.
     const std::lock_guard lock(mirror_mutex_);
@@ -330,30 +330,30 @@ void Session::report(Failure kind, int culprit, const std::string& text) {
 }
 
 // With the mirror's lock held.
-void Session::decide(Failure kind, int culprit, int reporter, const std::string& text) {
+void Arbiter::decide(Failure kind, int culprit, int reporter, const std::string& text) {
   RankPage& theirs = page(reporter);
   std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
   uint64_t none = 0;
   verdict().compare_exchange_strong(none, pack(kind, culprit, reporter), std::memory_order_acq_rel);
 }
 
-void Session::wakeAll() {
+void Arbiter::wakeAll() {
   for (int r = 0; r < size_; ++r) {
     wake(page(r));
     ringBell(page(r).messenger_bell);
   }
 }
 
-void Session::fail(Failure kind, int culprit, const std::string& text) {
+void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
   report(kind, culprit, text);
   throwVerdict();
 }
 
-void Session::abort(const std::string& why) {
+void Arbiter::abort(const std::string& why) {
   report(Failure::kAborted, rank_, who(rank_) + " aborted group '" + options_.name + "': " + why);
 }
 
-void Session::throwVerdict() const {
+void Arbiter::throwVerdict() const {
   const uint64_t word = verdict().load(std::memory_order_acquire);
   const auto kind = static_cast<Failure>(word >> 48);
   const auto reporter = static_cast<int>(word & 0xffffff);
@@ -385,7 +385,7 @@ constexpr Nanos kMail = 20 * kMillisecond;
 
 }  // namespace
 
-void Session::hearOthers() const {
+void Arbiter::hearOthers() const {
   if (!outside_) return check();
   const Nanos asked = now(), until = asked + kCensus;
   outside_->ask();
@@ -400,7 +400,7 @@ void Session::hearOthers() const {
 }
 
 // Every flag that rank r moves, wherever it lies: how far it has come.
-uint64_t Session::progressOf(int r) const {
+uint64_t Arbiter::progressOf(int r) const {
   RankPage& own = page(r);
   return own.posted.observe() + own.reduced.observe() + own.done.observe() +
          page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
@@ -409,7 +409,7 @@ uint64_t Session::progressOf(int r) const {
 // Those to blame among ranks that have not come.  This rank may be several operations ahead, and of
 // the others one may be held up by another: by one that is stopped, or by one that has come less
 // far.
-std::vector<int> Session::lastOf(const std::vector<int>& absent) const {
+std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
   std::vector<int> last = stoppedOf(absent);
   if (!last.empty()) return last;
   uint64_t least = UINT64_MAX;
@@ -426,7 +426,7 @@ std::vector<int> Session::lastOf(const std::vector<int>& absent) const {
   return free.empty() ? last : free;
 }
 
-int Session::heldUpBy(int r) const {
+int Arbiter::heldUpBy(int r) const {
   // What a stopped rank waited for it may have by now.
   for (int steps = 0; outside_ && steps < size_ && !isStoppedRank(r); ++steps) {
     const Distant& there = distant_[static_cast<size_t>(r)];
@@ -437,7 +437,7 @@ int Session::heldUpBy(int r) const {
   return r;
 }
 
-Session::Laggards Session::laggards(int waited_for) const {
+Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   Laggards late;
   std::vector<int> absent;
   for (int r = 0; r < size_; ++r)
@@ -465,14 +465,14 @@ Session::Laggards Session::laggards(int waited_for) const {
   return late;
 }
 
-void Session::lost(int rank, bool process_ended) {
+void Arbiter::lost(int rank, bool process_ended) {
   fail(Failure::kPeerLost, rank,
        who(rank) +
            (process_ended ? std::string(" is lost: ") + kProcessEnded : " has left the group") +
            (hasAnnounced(rank) ? " during " : " before it came to ") + told(current_));
 }
 
-void Session::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
+void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
   const auto elements = [](uint64_t n) {
     return std::to_string(n) + (n == 1 ? " element" : " elements");
   };
@@ -482,7 +482,7 @@ void Session::disagree(int sender, int receiver, uint64_t sent, uint64_t expecte
            elements(expected));
 }
 
-Session::Census Session::census(uint64_t first, int other, const OpSignature* sent) const {
+Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* sent) const {
   const std::lock_guard lock(mirror_mutex_);
   Census found;
   for (found.sequence = first;; ++found.sequence) {
@@ -513,7 +513,7 @@ Session::Census Session::census(uint64_t first, int other, const OpSignature* se
   }
 }
 
-void Session::mismatch(int other, const OpSignature* sent, uint64_t about) {
+void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   // Let the others tell, so that the majority can be told from the minority.  They may disagree
   // about this operation, or about one in which this rank did not wait.
   const Nanos until = deadlineIn(outside_ ? kCensusApart : kCensus);
@@ -558,7 +558,7 @@ void Session::mismatch(int other, const OpSignature* sent, uint64_t about) {
 // What is heard of ranks of other hosts: their pages are mirrored here.
 
 // `theirs` as announcement number `sequence` of that rank's mirror.
-void Session::mirror(int rank, uint64_t sequence, const OpSignature& theirs) {
+void Arbiter::mirror(int rank, uint64_t sequence, const OpSignature& theirs) {
   const std::lock_guard lock(mirror_mutex_);
   RankPage& there = page(rank);
   OpSignature& known = there.announcements[sequence % kAnnouncements];
@@ -568,7 +568,7 @@ void Session::mirror(int rank, uint64_t sequence, const OpSignature& theirs) {
   if (there.announced.observe() <= sequence) there.announced.publish(sequence + 1);
 }
 
-void Session::learn(Failure kind, int culprit, int reporter, const std::string& text) {
+void Arbiter::learn(Failure kind, int culprit, int reporter, const std::string& text) {
   {
     const std::lock_guard lock(mirror_mutex_);
     if (failed()) return;
@@ -577,7 +577,7 @@ void Session::learn(Failure kind, int culprit, int reporter, const std::string& 
   wakeAll();
 }
 
-void Session::lose(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
+void Arbiter::lose(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
   {
     const std::lock_guard lock(mirror_mutex_);
     for (int r : ranks) {
@@ -595,7 +595,7 @@ void Session::lose(const std::vector<int>& ranks, PeerState fate, const std::str
   wakeAll();
 }
 
-void Session::learnDeparture(int rank, Departure how) {
+void Arbiter::learnDeparture(int rank, Departure how) {
   {
     const std::lock_guard lock(mirror_mutex_);
     Distant& there = distant_[static_cast<size_t>(rank)];
@@ -609,7 +609,7 @@ void Session::learnDeparture(int rank, Departure how) {
   wakeAll();
 }
 
-void Session::hearOut(int rank) {
+void Arbiter::hearOut(int rank) {
   {
     const std::lock_guard lock(mirror_mutex_);
     Distant& there = distant_[static_cast<size_t>(rank)];
@@ -621,12 +621,12 @@ void Session::hearOut(int rank) {
   wakeAll();
 }
 
-void Session::miss(int rank, const std::string& how) {
+void Arbiter::miss(int rank, const std::string& how) {
   if (stateOf(rank) != PeerState::kHere || departureOf(rank_) == Departure::kGone) return;
   report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
 }
 
-void Session::see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
+void Arbiter::see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
                   bool stopped, const std::vector<OpSignature>& earlier) {
   for (const OpSignature& one : earlier) mirror(rank, one.sequence, one);
   if (announced > 0) mirror(rank, announced - 1, last);
@@ -636,7 +636,7 @@ void Session::see(int rank, uint64_t announced, const OpSignature& last, int wai
   last_answer_ = there.seen = now();
 }
 
-void Session::here(uint64_t& announced, OpSignature& last, uint64_t since,
+void Arbiter::here(uint64_t& announced, OpSignature& last, uint64_t since,
                    std::vector<OpSignature>& earlier) const {
   const std::lock_guard lock(mirror_mutex_);
   RankPage& own = page(rank_);

@@ -1,7 +1,7 @@
 // The health of a group: which operation runs, which ranks are alive, and the verdict that ends the
 // group.
 //
-// The session is the WaitGuard of every wait.  While a rank waits, the session checks what flags
+// The arbiter is the WaitGuard of every wait.  While a rank waits, the arbiter checks what flags
 // cannot show: a process that ended, a rank that left, a rank that announced another operation, the
 // deadline, Ctrl-C.
 //
@@ -39,7 +39,7 @@ enum class Presence : uint8_t {
   kEnded,  // its process ended, or it can no longer be reached
 };
 
-// What a session knows of each rank from the start.
+// What an arbiter knows of each rank from the start.
 struct Seat {
   RankPage* page;
   std::shared_ptr<Fd> process;  // null if it is on another host or unknown
@@ -61,10 +61,10 @@ class Outside {
   virtual void stir(int rank) = 0;
 };
 
-class Session final : public WaitGuard {
+class Arbiter final : public WaitGuard {
  public:
   // `outside` is null if all ranks share the pages.
-  Session(int rank, std::vector<Seat> seats, const GroupOptions& options,
+  Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
           Outside* outside = nullptr);
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
