@@ -8,7 +8,6 @@
 #include "bootstrap/process.h"
 #include "collectives/shared_memory.h"
 #include "collectives/stream_calls.h"
-#include "health/control.h"
 #include "kernels/reduce.h"
 #include "transport/places.h"
 #include "transport/tcp/mesh.h"
@@ -49,12 +48,12 @@ class Hierarchy::Neighbours final : public PlacesGuard {
     for (int p = 0; p < size(); ++p) {
       if (p == me_) continue;
       const bool dead = gone[static_cast<size_t>(p)];
-      if (!dead && arbiter_.stateOf(rankAt(p)) == PeerState::kHere) continue;
+      if (!dead && arbiter_.stateOf(rankAt(p)).isHere()) continue;
       // Whoever is gone is missed if it never came, or if what is waited for was its to do; and
       // what it did before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
-      if (dead) arbiter_.lose({rankAt(p)}, PeerState::kEnded, net::kProcessEnded);
-      arbiter_.broken(rankAt(p), net::kProcessEnded);
+      if (dead) arbiter_.onProcessEnded(rankAt(p));
+      arbiter_.broken(rankAt(p), kProcessEnded);
     }
   }
 

@@ -170,7 +170,7 @@ void Group::leave(void (*turn)()) {
   messenger_->stop(turn, timeout_);
   if (network_) network_->handOver(turn, timeout_);
   std::call_once(departed_, [&] {
-    arbiter_->depart(Departure::kGone);
+    arbiter_->depart(Declared::kGone);
     if (network_) network_->leave();
     wires_->close();
   });
@@ -302,20 +302,9 @@ void Group::checkHealth() const {
   arbiter_->check();
 }
 
-std::vector<Presence> Group::presence() const {
+std::vector<PeerState> Group::states() const {
   refuseInChild();
-  const std::vector<bool> ended = arbiter_->endedProcesses();
-  std::vector<Presence> all;
-  for (int r = 0; r < size_; ++r) {
-    // Of one that shares no memory messages may still be on their way: whoever asks here waits for
-    // none of them.
-    const PeerState fate = network_ ? arbiter_->stateOf(r) : PeerState::kHere;
-    all.push_back(ended[static_cast<size_t>(r)] || fate >= PeerState::kEnded ? Presence::kEnded
-                  : fate == PeerState::kLeft || arbiter_->departureOf(r) != Departure::kHere
-                      ? Presence::kLeft
-                      : Presence::kHere);
-  }
-  return all;
+  return arbiter_->states();
 }
 
 void Group::fail(Failure kind, int culprit, const std::string& text) {
@@ -324,12 +313,8 @@ void Group::fail(Failure kind, int culprit, const std::string& text) {
 }
 
 void Group::failLost(int rank, const std::string& when) {
-  const bool ended = presence()[static_cast<size_t>(rank)] == Presence::kEnded;
-  arbiter_->fail(
-      Failure::kPeerLost, rank,
-      who(rank) +
-          (ended ? " is lost: " + arbiter_->howLost(rank) : std::string(" has left the group")) +
-          " " + when);
+  refuseInChild();
+  arbiter_->failLost(rank, when);
 }
 
 std::vector<int> Group::stopped() const {

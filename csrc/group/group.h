@@ -84,11 +84,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void checkHealth() const;
   // The state of each rank.  Data of a rank that ended is in memory by now, so look for it once
   // more before you report that rank as lost.
-  std::vector<Presence> presence() const;
+  std::vector<PeerState> states() const;
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
-  // Why a rank is kEnded: "its process ended".
+  // Why a rank is lost: "its process ended".
   std::string howLost(int rank) const;
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".

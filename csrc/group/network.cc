@@ -25,9 +25,6 @@ constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
 // How long a rank that leaves waits until the others know.
 constexpr Nanos kFlushTime = 5 * kSecond;
-// A connection for messages ends when its rank leaves or fails, which goes round the ring
-// meanwhile. How long it may take to come.
-constexpr Nanos kExplained = 2 * kSecond;
 
 std::string congestion() {
   return env("RINGREDUCE_CONGESTION").value_or("");
@@ -67,22 +64,17 @@ std::string Network::open(const Hosts& hosts) {
   admitted_.reset();
   early_.clear();
   who_.clear();
-  neighbours_.clear();
   rank_ = hosts.rank();
   size_ = hosts.size();
   word_ = hosts.word();
   secret_ = net::secretFromText(hosts.secret());
   for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
-  for (int r : hosts.neighbours())
-    if (r != rank_) neighbours_.push_back(r);
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
   shared_.validate();
   pages_ = std::make_unique<RankPage[]>(static_cast<size_t>(size_));
   for (int r = 0; r < size_; ++r)
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
-  over_.assign(static_cast<size_t>(size_), false);
-  unexplained_.assign(static_cast<size_t>(size_), 0);
   // Here, where the others are told.
   net::checkCongestion(congestion());
   lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
@@ -121,8 +113,7 @@ void Network::close() {
     pump.swap(pump_);
   }
   pump.reset();
-  for (net::Reactor::Timer& timer : unexplained_)
-    if (timer != 0) reactor_->cancel(std::exchange(timer, 0));
+  for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
 std::vector<Seat> Network::seats(const Hosts& hosts) {
@@ -171,7 +162,7 @@ std::unique_ptr<Mesh> Network::start(Arbiter& arbiter) {
         [this](int to, int, const std::function<void()>& turn) {
           return dial(to, net::Purpose::kControl, 0, turn);
         },
-        *this, control);
+        arbiter, control);
     {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
@@ -262,7 +253,7 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
     std::vector<int> late = pump_->unsent();
-    std::erase_if(late, [&](int r) { return arbiter.stateOf(r) != PeerState::kHere; });
+    std::erase_if(late, [&](int r) { return !arbiter.stateOf(r).isHere(); });
     if (late.empty() || arbiter.failed()) return;
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
@@ -281,83 +272,45 @@ void Network::leave() {
   close();
 }
 
-// ---- what the arbiter says
+// ---- PeerChannel
 
-void Network::tell(Failure kind, int culprit, const std::string& text) {
+void Network::broadcastError(const GroupFailure& failure) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->tell({.kind = kind, .culprit = culprit, .reporter = rank_, .text = text});
+  if (control_) control_->broadcastError(failure);
 }
 
-void Network::depart(Departure how) {
-  // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !arbiter_.load()->failed()) mesh_->leave(kFlushTime);
+void Network::depart(Declared how) {
+  // Before the others know that this rank is gone, and count how long it is quiet.
+  if (how == Declared::kGone && mesh_ && !arbiter_.load()->failed()) mesh_->leave(kFlushTime);
   control_->depart(how);
 }
 
-void Network::ask(uint64_t since) {
+void Network::askForProgress(uint64_t since) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->ask(since);
+  if (control_) control_->askForProgress(since);
 }
 
-void Network::stir(int rank) {
+void Network::wakePeer(int rank) {
   const std::lock_guard lock(calls_mutex_);
   if (pump_) pump_->stir(rank);
 }
 
-// ---- what the others say
-
-void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
-  arbiter_.load()->lose(ranks, fate, how);
-  if (fate != PeerState::kEnded) return;
-  for (int r : ranks) {
-    over_[static_cast<size_t>(r)] = true;
-    hearOut(r);
-  }
+bool Network::mayReceiveFrom(int rank) {
+  return carrier_->hears(rank);
 }
 
-void Network::departed(int rank, Departure how) {
-  arbiter_.load()->learnDeparture(rank, how);
-  if (how != Departure::kGone) return;
-  over_[static_cast<size_t>(rank)] = true;
-  hearOut(rank);
+void Network::callLater(Nanos delay, std::function<void()> then) {
+  timers_.push_back(reactor_->at(now() + delay, std::move(then)));
+}
+
+// ---- what the message forwarder reports
+
+void Network::stirred(int) {
+  if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);
 }
 
 void Network::broken(int rank, const std::string& how, bool damaged) {
-  hearOut(rank);
-  // Both may be well, and the way between them not: messages are missing, and nobody else saw it.
-  net::Reactor::Timer& timer = unexplained_[static_cast<size_t>(rank)];
-  if (timer == 0)
-    timer = reactor_->at(now() + (damaged ? 0 : kExplained),
-                         [this, rank, how] { arbiter_.load()->miss(rank, how); });
-}
-
-// A connection that is still open may carry more of what a rank has sent before it went.
-void Network::hearOut(int rank) {
-  if (over_[static_cast<size_t>(rank)] && !carrier_->hears(rank)) arbiter_.load()->hearOut(rank);
-}
-
-void Network::stirred(int) {
-  if (Arbiter* arbiter = arbiter_.load()) arbiter->ringMessenger(rank_);
-}
-
-void Network::ended(const net::Verdict& verdict) {
-  arbiter_.load()->learn(verdict.kind, verdict.culprit, verdict.reporter, verdict.text);
-}
-
-void Network::seen(int rank, const net::Whereabouts& there) {
-  arbiter_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
-                       there.earlier);
-}
-
-net::Whereabouts Network::own(uint64_t since) {
-  net::Whereabouts here;
-  here.waits_for = arbiter_.load()->waitsFor();
-  arbiter_.load()->here(here.announced, here.last, since, here.earlier);
-  return here;
-}
-
-std::vector<int> Network::stopped() {
-  return arbiter_.load()->stoppedOf(neighbours_);
+  arbiter_.load()->onDisconnect(rank, how, damaged);
 }
 
 }  // namespace ringreduce

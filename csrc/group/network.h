@@ -1,6 +1,6 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
-//     control ring   liveness, departures, verdicts, progress (health/control.h)
+//     control ring   liveness, departures, failures, progress (health/control.h)
 //     mesh           data of collectives (transport/tcp/mesh.h), moved by the thread that waits
 //     pump           messages (p2p/pump.h), moved by the reactor's thread
 //
@@ -30,7 +30,7 @@
 
 namespace ringreduce {
 
-class Network final : public Outside, private net::Control::Listener, private net::Pump::Listener {
+class Network final : public PeerChannel, private net::Pump::Listener {
  public:
   // Opens this process's port and admits the ranks of the group.  Returns the text that Hosts::meet
   // sends to them.
@@ -66,11 +66,13 @@ class Network final : public Outside, private net::Control::Listener, private ne
   // The same without waiting.  After it returns no thread calls the arbiter or the mesh.
   void close();
 
-  // ---- Outside
-  void tell(Failure kind, int culprit, const std::string& text) override;
-  void depart(Departure how) override;
-  void ask(uint64_t since) override;
-  void stir(int rank) override;
+  // ---- PeerChannel
+  void broadcastError(const GroupFailure& failure) override;
+  void depart(Declared how) override;
+  void askForProgress(uint64_t since) override;
+  void wakePeer(int rank) override;
+  bool mayReceiveFrom(int rank) override;
+  void callLater(Nanos delay, std::function<void()> then) override;
 
  private:
   struct Early {
@@ -80,16 +82,9 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   // ---- in the reactor's thread
   void take(net::Socket socket, const net::PeerHello& caller);
-  void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override;
-  void departed(int rank, Departure how) override;
-  void ended(const net::Verdict& verdict) override;
-  void seen(int rank, const net::Whereabouts& there) override;
-  net::Whereabouts own(uint64_t since) override;
-  std::vector<int> stopped() override;
   void stirred(int rank) override;
   void broken(int rank, const std::string& how, bool damaged) override;
 
-  void hearOut(int rank);
   int placeOf(int rank) const {
     return places_.empty() ? rank : places_[static_cast<size_t>(rank)];
   }
@@ -129,8 +124,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
       placed_;               // the arbiter, for the mesh, where ranks stand in another order
   std::vector<int> places_;  // by rank; empty where that is its number
   std::vector<std::string> who_;
-  std::vector<int> neighbours_;  // other ranks of this host
-  std::vector<int> ring_;        // the control ring's order: ranks of a host beside each other
+  std::vector<int> ring_;  // the control ring's order: ranks of a host beside each other
 
   std::unique_ptr<RankPage[]> pages_;
   std::unique_ptr<std::byte[]> own_ring_;  // for messages to oneself
@@ -144,11 +138,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   std::deque<Early> early_;  // came before there was anybody to take them
   Mesh* mesh_ = nullptr;
   std::atomic<Arbiter*> arbiter_ = nullptr;
-  // Ranks that have left, or whose processes have ended; messages may still come from them.  In the
-  // reactor's thread.
-  std::vector<bool> over_;
-  // By rank, until it is known why its connection for messages has ended; likewise.
-  std::vector<net::Reactor::Timer> unexplained_;
+  std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread
 
   std::mutex leaving_;      // which several threads may want at the same time
   std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it

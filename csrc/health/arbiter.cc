@@ -1,5 +1,5 @@
-// How the arbiter polls, sets the verdict and words it; how it finds the rank to blame; and how it
-// takes news from other hosts.
+// How the arbiter polls, decides why the group has failed, finds the rank to blame, and takes news
+// of ranks of other hosts.
 #include "health/arbiter.h"
 
 #include <algorithm>
@@ -19,17 +19,22 @@
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
-
-// ---- polling and verdicts
-
 namespace {
 
-// After a connection ended: how long to wait for news of the other rank before reporting it.
-constexpr Nanos kHearsay = 600 * kMillisecond;
+// After a connection ended: how long a wait gives the control ring to say why.
+constexpr Nanos kReasonTime = 600 * kMillisecond;
+// The same for a connection for messages, which ends when its rank leaves or fails: that news has
+// to go round the ring.
+constexpr Nanos kExplainedTime = 2 * kSecond;
+// Between hosts: how long a rank that found a mismatch collects what the others called, and the
+// time between its questions, since a rank that has just arrived has more to tell.
+constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
+// How long a rank reads what has arrived already, before it trusts what it knows of the others.
+constexpr Nanos kReadTime = 20 * kMillisecond;
 
-constexpr uint64_t pack(Failure kind, int culprit, int reporter) {
-  return static_cast<uint64_t>(kind) << 48 | static_cast<uint64_t>(culprit) << 24 |
-         static_cast<uint64_t>(reporter);
+constexpr uint64_t pack(const GroupFailure& failure) {
+  return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
+         static_cast<uint64_t>(failure.reporter);
 }
 
 // A rank that does not wait for another in an operation (the root of a broadcast) does not see what
@@ -40,6 +45,10 @@ uint64_t extended(uint64_t history, const OpSignature& a) {
                         static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
     history = mixed(history, word);
   return history;
+}
+
+void sleepMillisecond() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace
@@ -54,17 +63,16 @@ std::vector<Seat> seatsOf(const Membership& membership) {
   return seats;
 }
 
-Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options, Outside* outside)
+Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
+                 PeerChannel* channel)
     : rank_(rank),
       size_(static_cast<int>(seats.size())),
       options_(options),
-      outside_(outside),
-      distant_(outside ? seats.size() : 0) {
-  for (Seat& seat : seats) {
-    pages_.push_back(seat.page);
-    processes_.push_back(std::move(seat.process));
-    names_.push_back(std::move(seat.name));
-    pids_.push_back(seat.pid);
+      channel_(channel),
+      peers_(seats.size()) {
+  for (size_t r = 0; r < seats.size(); ++r) {
+    processes_.push_back(seats[r].process);
+    peers_[r].seat = std::move(seats[r]);
   }
 }
 
@@ -74,32 +82,29 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   history_ = extended(history_, operation);
   inline_ = in_users_thread;
   in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
-  if (failed()) throwVerdict();
+  check();
   started_ = now();
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout);
   next_report_ = deadlineIn(options_.stall);
-  // Before a word in the log about who is late.
-  next_ask_ = std::min(started_ + kSecond, next_report_ - kCensus);
+  // Before the log names ranks that are late.
+  next_question_ = std::min(started_ + kSecond, next_report_ - kCensus);
   waits_for_.store(-1, std::memory_order_relaxed);
-  if (outside_) return mirror(rank_, operation.sequence, current_);
+  if (channel_) return recordSignature(rank_, operation.sequence, current_);
   RankPage& own = page(rank_);
   own.announcements[operation.sequence % kAnnouncements] = current_;
   own.announced.publish(operation.sequence + 1);
 }
 
-void Arbiter::check() const {
-  if (failed()) throwVerdict();
+void Arbiter::end() {
+  in_monitored_barrier_ = false;
+  waits_for_.store(-1, std::memory_order_relaxed);
 }
 
-Departure Arbiter::departureOf(int r) const {
-  return static_cast<Departure>(std::atomic_ref(page(r).departed).load(std::memory_order_acquire));
-}
-
-void Arbiter::depart(Departure how) {
+void Arbiter::depart(Declared how) {
   std::atomic_ref(page(rank_).departed)
       .store(static_cast<uint32_t>(how), std::memory_order_release);
-  if (outside_) return outside_->depart(how);
+  if (channel_) return channel_->depart(how);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     ring(page(r), rank_);
@@ -107,234 +112,30 @@ void Arbiter::depart(Departure how) {
   }
 }
 
-std::vector<bool> Arbiter::endedProcesses() const {
-  std::vector<bool> all = ended(processes_);
-  for (size_t r = 0; r < distant_.size(); ++r) {
-    const PeerState fate = distant_[r].fate;
-    if (fate == PeerState::kUnreachable || (fate == PeerState::kEnded && distant_[r].heard_out))
-      all[r] = true;
-  }
-  return all;
+void Arbiter::wakeMessenger(int rank) {
+  uint32_t& bell = page(rank).messenger_bell;
+  if (channel_ && rank != rank_)
+    channel_->wakePeer(rank);
+  else if (channel_ || std::atomic_ref(bell).load(std::memory_order_seq_cst))
+    ringBell(bell);
 }
 
-std::string Arbiter::howLost(int r) const {
-  const std::lock_guard lock(mirror_mutex_);
-  if (!outside_ || distant_[static_cast<size_t>(r)].how.empty()) return kProcessEnded;
-  return distant_[static_cast<size_t>(r)].how;
-}
+// ---- the failure
 
-// The words in which monitored_barrier is known to tell who did not come, and who looked.
-std::string Arbiter::monitored(const std::vector<int>& late) const {
-  const long ms = timeout_ / kMillisecond;
-  std::string text = late.size() > 1 ? "Ranks " : "Rank ";
-  text += joined(options_.shownAs(late), ", ");
-  text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";
-  if (late.size() > 1) text += ", Rank " + options_.shown(late.front()) + " first";
-  return text + ". Rank " + options_.shown(rank_) + " timed out in monitoredBarrier";
-}
-
-// With the root's number as messages name it.
-std::string Arbiter::told(OpSignature operation) const {
-  if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
-  return describe(operation);
-}
-
-std::string Arbiter::who(int r) const {
-  return "rank " + options_.shown(r) + " (" + names_[static_cast<size_t>(r)] + ")";
-}
-
-std::string Arbiter::details(int r) const {
-  std::string text = names_[static_cast<size_t>(r)];
-  if (isStoppedRank(r)) text += ", stopped";
-  const uint64_t done = page(r).announced.observe();
-  if (done == 0) return text + ", no operation so far";
-  OpSignature last;
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    last = page(r).announcements[(done - 1) % kAnnouncements];
-  }
-  return text + ", last seen in " + told(last);
-}
-
-std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {
-  std::string text = rankList(options_.shownAs(ranks)) + " (";
-  for (int r : ranks) {
-    if (r != ranks.front()) text += "; ";
-    text += details(r);
-  }
-  return text + ")";
-}
-
-std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {
-  std::vector<int> stopped;
-  for (int r : ranks)
-    if (isStoppedRank(r)) stopped.push_back(r);
-  return stopped;
-}
-
-bool Arbiter::isStoppedRank(int r) const {
-  const auto at = static_cast<size_t>(r);
-  return (pids_[at] != 0 && isStopped(pids_[at])) || (outside_ && distant_[at].stopped);
-}
-
-void Arbiter::ringMessenger(int r) {
-  if (outside_) {
-    if (r == rank_)
-      ringBell(page(r).messenger_bell);
-    else
-      outside_->stir(r);
-    return;
-  }
-  if (std::atomic_ref(page(r).messenger_bell).load(std::memory_order_seq_cst))
-    ringBell(page(r).messenger_bell);
-}
-
-// ---- while waiting
-
-void Arbiter::poll(int rank, Ready ready) {
-  if (failed()) throwVerdict();
-  if (inline_ && options_.interrupt) options_.interrupt();
-  if (!inline_ && options_.interrupted && options_.interrupted(started_))
-    fail(Failure::kAborted, rank_,
-         who(rank_) + " aborted group '" + options_.name + "': interrupted in " + told(current_));
-  waits_for_.store(rank, std::memory_order_relaxed);
-  if (outside_)
-    pollApart();
-  else
-    pollTogether(rank, ready);
-  const Nanos time = now();
-  if (time >= deadline_ && !ready()) {
-    hearOthers();
-    if (outside_) compareWhereabouts();
-    if (ready()) return;
-    const Laggards late = laggards(rank);
-    std::string text =
-        late.text + ": " + told(current_) + " timed out after a timeout of " + seconds(timeout_);
-    if (current_.kind == Kind::kMonitoredBarrier) text = monitored(late.ranks) + ". " + text;
-    fail(Failure::kTimeout, late.ranks.front(), text);
-  }
-  if (time >= next_report_ && !ready()) {
-    next_report_ = time + std::max(time - started_, kSecond);
-    log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
-        seconds(time - started_) + " in " + told(current_) + ": " + laggards(rank).text);
-  }
-}
-
-void Arbiter::pollTogether(int rank, Ready ready) {
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_ && hasAnnounced(r)) verify(r);
-  const std::vector<bool> gone = endedProcesses();
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || !(gone[static_cast<size_t>(r)] || hasDeparted(r))) continue;
-    // A rank that is gone is missed if it never came to this operation, or if what this wait is for
-    // was its to do.  Whatever it did before it went is in memory by now, so look once more.
-    if ((!hasAnnounced(r) || r == rank) && !ready()) lost(r, gone[static_cast<size_t>(r)]);
-  }
-}
-
-// The rank that is awaited may be well, and wait for one that is lost, or compute for an hour.
-void Arbiter::idle(Ready ready) {
-  for (int r = 0; r < size_ && outside_; ++r) {
-    const Distant& there = distant_[static_cast<size_t>(r)];
-    if (there.fate == PeerState::kHere || now() - there.lost_since < kHearsay || ready()) continue;
-    broken(r, kProcessEnded);
-  }
-}
-
-// Who is gone is told by the mesh, which knows what is still on its way from there.
-void Arbiter::pollApart() {
-  compareWhereabouts();
-  askNowAndThen();
-}
-
-// Ranks that wait for each other in different operations send nothing by which it would show.  Nor
-// does one that waits for a rank that has gone on, as it had nothing to do there.  So each compares
-// the last operation that it has heard of another rank with its own of that number; of two ranks
-// that is the one that has come further.
-void Arbiter::compareWhereabouts() {
-  for (int r = 0; r < size_; ++r) {
-    bool differs = false;
-    uint64_t sequence = 0;
-    {
-      const std::lock_guard lock(mirror_mutex_);
-      const uint64_t announced = page(r).announced.observe();
-      if (announced == 0) continue;
-      const uint64_t at = (announced - 1) % kAnnouncements;
-      const OpSignature& theirs = page(r).announcements[at];
-      const OpSignature& own = page(rank_).announcements[at];
-      differs = theirs.sequence == own.sequence && theirs != own;
-      sequence = own.sequence;
-    }
-    if (differs) mismatch(r, nullptr, sequence);
-  }
-}
-
-// All who wait want to know how far the others are, and what one asks all are told: so the first
-// asks, and the rest, each a little later than the one before it, only where nobody did.
-void Arbiter::askNowAndThen() {
-  const Nanos time = now();
-  if (time < next_ask_) return;
-  const Nanos next = last_answer_ + kSecond + kSecond * rank_ / size_;
-  if (time < next) {
-    next_ask_ = next;
-    return;
-  }
-  next_ask_ = time + kSecond;
-  outside_->ask();
-}
-
-void Arbiter::verify(int rank) {
-  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
-}
-
-void Arbiter::verify(int rank, const OpSignature& theirs) {
-  mirror(rank, theirs.sequence, theirs);
-  if (theirs != current_) mismatch(rank, &theirs);
-}
-
-PeerState Arbiter::stateOf(int rank) const {
-  const Distant& there = distant_[static_cast<size_t>(rank)];
-  if (there.fate != PeerState::kHere) return there.fate;
-  return there.gone || hasDeparted(rank) ? PeerState::kLeft : PeerState::kHere;
-}
-
-void Arbiter::broken(int rank, const std::string& how) {
-  // Whoever knows more of it is about to say so.
-  for (const Nanos until = deadlineIn(kHearsay);
-       !failed() && stateOf(rank) == PeerState::kHere && now() < until;)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (failed()) throwVerdict();
-  std::string told_how = how;
-  if (distant_[static_cast<size_t>(rank)].fate != PeerState::kHere) {
-    const std::lock_guard lock(mirror_mutex_);
-    told_how = distant_[static_cast<size_t>(rank)].how;
-  }
-  fail(Failure::kPeerLost, rank,
-       who(rank) +
-           (stateOf(rank) == PeerState::kLeft ? " has left the group" : " is lost: " + told_how) +
-           " during " + told(current_));
-}
-
-// ---- the verdict
-
-void Arbiter::report(Failure kind, int culprit, const std::string& text) {
+// The first cause wins.
+void Arbiter::decide(const GroupFailure& failure) {
   if (!failed()) {
-    // Only one thread of this rank reports: whoever else finds the word taken.
-    const std::lock_guard lock(mirror_mutex_);
+    // One thread of this rank at a time; the others find the word set.
+    const std::lock_guard lock(mutex_);
     if (!failed()) {
-      decide(kind, culprit, rank_, text);
-      if (outside_) outside_->tell(kind, culprit, text);
+      RankPage& reporters = page(failure.reporter);
+      std::strncpy(reporters.record, failure.text.c_str(), sizeof reporters.record - 1);
+      uint64_t none = 0;
+      failureWord().compare_exchange_strong(none, pack(failure), std::memory_order_acq_rel);
+      if (channel_ && failure.reporter == rank_) channel_->broadcastError(failure);
     }
   }
   wakeAll();
-}
-
-// With the mirror's lock held.
-void Arbiter::decide(Failure kind, int culprit, int reporter, const std::string& text) {
-  RankPage& theirs = page(reporter);
-  std::strncpy(theirs.record, text.c_str(), sizeof theirs.record - 1);
-  uint64_t none = 0;
-  verdict().compare_exchange_strong(none, pack(kind, culprit, reporter), std::memory_order_acq_rel);
 }
 
 void Arbiter::wakeAll() {
@@ -344,17 +145,53 @@ void Arbiter::wakeAll() {
   }
 }
 
+void Arbiter::check() const {
+  if (failed()) throwFailure();
+}
+
 void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
-  report(kind, culprit, text);
-  throwVerdict();
+  decide({.kind = kind, .culprit = culprit, .reporter = rank_, .text = text});
+  throwFailure();
+}
+
+void Arbiter::failLost(int rank, const std::string& when, const std::string& how) {
+  const PeerState state = stateOf(rank);
+  const std::string why = state.isLost() ? howLost(rank) : state.isHere() ? how : "";
+  fail(Failure::kPeerLost, rank,
+       who(rank) + (why.empty() ? " has left the group" : " is lost: " + why) + " " + when);
+}
+
+void Arbiter::failLate(int peer, const std::string& missing, const std::string& doing,
+                       Nanos timeout) {
+  // The other rank may itself wait for a third one in a collective.
+  const int culprit = peer < 0 ? 0 : heldUpBy(peer);
+  std::string text = missing;
+  if (peer >= 0 && culprit != peer)
+    text = whereabouts({culprit}) + " holds up the others; late too: " + missing;
+  fail(Failure::kTimeout, culprit,
+       text + ": to " + doing + " timed out after a timeout of " + seconds(timeout));
+}
+
+Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doing) {
+  const std::string waited = "; rank " + options_.shown(rank_) + " waited to " + doing;
+  for (int r : ranks)
+    if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere)
+      fail(Failure::kPeerLost, r, who(r) + " is lost: " + howLost(r) + waited);
+  return Error(
+      Failure::kPeerLost,
+      (ranks.size() == 1 ? who(ranks[0]) + " has" : rankList(options_.shownAs(ranks)) + " have") +
+          " left group '" + options_.name + "'" + waited);
 }
 
 void Arbiter::abort(const std::string& why) {
-  report(Failure::kAborted, rank_, who(rank_) + " aborted group '" + options_.name + "': " + why);
+  decide({.kind = Failure::kAborted,
+          .culprit = rank_,
+          .reporter = rank_,
+          .text = who(rank_) + " aborted group '" + options_.name + "': " + why});
 }
 
-void Arbiter::throwVerdict() const {
-  const uint64_t word = verdict().load(std::memory_order_acquire);
+void Arbiter::throwFailure() const {
+  const uint64_t word = failureWord().load(std::memory_order_acquire);
   const auto kind = static_cast<Failure>(word >> 48);
   const auto reporter = static_cast<int>(word & 0xffffff);
   std::string text = page(reporter).record;
@@ -371,44 +208,220 @@ void Arbiter::throwVerdict() const {
   throw Error(kind, text);
 }
 
-// ---- blame
-//
-// Who is to blame: how far the others are, who holds up whom, and who is in the minority of a
-// mismatch.
+// ---- the state of ranks
 
-namespace {
+void Arbiter::readProcesses() const {
+  const std::vector<bool> all = ended(processes_);
+  for (int r = 0; r < size_; ++r)
+    if (all[static_cast<size_t>(r)]) recordLost({r}, Observed::kEnded, kProcessEnded);
+}
 
-// As kCensus between hosts, and how often it asks meanwhile: who has just come has more to tell.
-constexpr Nanos kCensusApart = kSecond, kCensusAgain = 50 * kMillisecond;
-// So long it reads what has come already, before it believes that it knows how far the others are.
-constexpr Nanos kMail = 20 * kMillisecond;
+// The order matters: a rank says that it left before its process ends.
+PeerState Arbiter::known(int rank) const {
+  PeerState state;
+  state.observed = peer(rank).observed;
+  state.drained = peer(rank).drained;
+  state.declared =
+      static_cast<Declared>(std::atomic_ref(page(rank).departed).load(std::memory_order_acquire));
+  if (!channel_) state.drained = state.isLost() || state.declared == Declared::kGone;
+  return state;
+}
 
-}  // namespace
+PeerState Arbiter::stateOf(int rank) const {
+  readProcesses();
+  return known(rank);
+}
 
-void Arbiter::hearOthers() const {
-  if (!outside_) return check();
+std::vector<PeerState> Arbiter::states() const {
+  readProcesses();
+  std::vector<PeerState> all;
+  for (int r = 0; r < size_; ++r) all.push_back(known(r));
+  return all;
+}
+
+std::string Arbiter::howLost(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).how;
+}
+
+bool Arbiter::isStopped(int rank) const {
+  const Peer& one = peer(rank);
+  return (one.seat.pid != 0 && ringreduce::isStopped(one.seat.pid)) ||
+         one.observed == Observed::kStopped;
+}
+
+std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {
+  std::vector<int> stopped;
+  for (int r : ranks)
+    if (isStopped(r)) stopped.push_back(r);
+  return stopped;
+}
+
+std::vector<int> Arbiter::stoppedOnHost() {
+  std::vector<int> stopped;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && peer(r).seat.pid != 0 && isStopped(r)) stopped.push_back(r);
+  return stopped;
+}
+
+void Arbiter::recordLost(const std::vector<int>& ranks, Observed observed,
+                         const std::string& how) const {
+  const std::lock_guard lock(mutex_);
+  for (int r : ranks) {
+    Peer& one = peer(r);
+    if (known(r).isLost()) continue;
+    one.how = how;
+    std::vector<int> others = ranks;
+    std::erase(others, r);
+    if (!others.empty())
+      one.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
+    one.lost_since = now();
+    one.observed = observed;
+  }
+}
+
+// ---- polling
+
+void Arbiter::poll(int rank, Ready ready) {
+  check();
+  if (inline_ && options_.interrupt) options_.interrupt();
+  if (!inline_ && options_.interrupted && options_.interrupted(started_)) {
+    abort("interrupted in " + textOf(current_));
+    throwFailure();
+  }
+  waits_for_.store(rank, std::memory_order_relaxed);
+  compareSignatures();
+  if (channel_)
+    askNowAndThen();  // the transport, which knows what is still in flight, reports lost ranks
+  else
+    blameMissing(rank, ready);
+  const Nanos time = now();
+  if (time >= deadline_ && !ready()) {
+    refreshProgress();
+    compareSignatures();
+    if (ready()) return;
+    const Laggards late = laggards(rank);
+    std::string text =
+        late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
+    if (current_.kind == Kind::kMonitoredBarrier)
+      text = monitoredBarrierText(late.ranks) + ". " + text;
+    fail(Failure::kTimeout, late.ranks.front(), text);
+  }
+  if (time >= next_report_ && !ready()) {
+    next_report_ = time + std::max(time - started_, kSecond);
+    log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
+        seconds(time - started_) + " in " + textOf(current_) + ": " + laggards(rank).text);
+  }
+}
+
+// Compares what ranks announced.  Between hosts, ranks that wait for each other in different
+// operations send nothing that shows it, nor does a rank that waits for one that went on, as that
+// had nothing to do there.  So a rank compares the latest operation that it knows of another rank
+// with its own of that number: of two ranks, the one that is further ahead finds the mismatch.
+void Arbiter::compareSignatures() {
+  for (int r = 0; r < size_; ++r) {
+    bool differs = false;
+    uint64_t sequence = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const uint64_t announced = page(r).announced.observe();
+      sequence = channel_ ? announced - 1 : current_.sequence;
+      if (r == rank_ || announced == 0 || announced <= sequence) continue;
+      const OpSignature& theirs = page(r).announcements[sequence % kAnnouncements];
+      const OpSignature& own = page(rank_).announcements[sequence % kAnnouncements];
+      differs = theirs != own && (!channel_ || theirs.sequence == own.sequence);
+    }
+    if (differs) mismatch(r, nullptr, sequence);
+  }
+}
+
+// Where all ranks share memory.  A lost rank or one that left is missing if it never announced this
+// operation, or if this wait is for it.  What it did before is visible by now, so `ready` is asked
+// once more.
+void Arbiter::blameMissing(int rank, Ready ready) {
+  const std::vector<PeerState> all = states();
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || all[static_cast<size_t>(r)].isHere()) continue;
+    if ((!hasAnnounced(r) || r == rank) && !ready())
+      failLost(r, (hasAnnounced(r) ? "during " : "before it came to ") + textOf(current_));
+  }
+}
+
+// All ranks that wait need the progress of the others, and all receive the answers to one question.
+// So the first rank asks, and each other one a little later than the rank before it, if none did.
+void Arbiter::askNowAndThen() {
+  const Nanos time = now();
+  if (time < next_question_) return;
+  const Nanos next = last_answer_ + kSecond + kSecond * rank_ / size_;
+  if (time < next) {
+    next_question_ = next;
+    return;
+  }
+  next_question_ = time + kSecond;
+  channel_->askForProgress();
+}
+
+// The rank that this one waits for may be healthy and wait for a lost rank.
+void Arbiter::idle(Ready ready) {
+  for (int r = 0; r < size_ && channel_; ++r) {
+    if (!known(r).isLost() || now() - peer(r).lost_since < kReasonTime || ready()) continue;
+    broken(r, kProcessEnded);
+  }
+}
+
+void Arbiter::broken(int rank, const std::string& how) {
+  // The control ring is about to say more.
+  for (const Nanos until = deadlineIn(kReasonTime);
+       !failed() && stateOf(rank).isHere() && now() < until;)
+    sleepMillisecond();
+  check();
+  failLost(rank, "during " + textOf(current_), how);
+}
+
+void Arbiter::verify(int rank) {
+  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
+}
+
+void Arbiter::verify(int rank, const OpSignature& theirs) {
+  recordSignature(rank, theirs.sequence, theirs);
+  if (theirs != current_) mismatch(rank, &theirs);
+}
+
+void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
+  const auto elements = [](uint64_t n) {
+    return std::to_string(n) + (n == 1 ? " element" : " elements");
+  };
+  fail(Failure::kMismatch, sender,
+       "ranks disagree on " + textOf(current_) + ": rank " + options_.shown(sender) + " sends " +
+           elements(sent) + " to rank " + options_.shown(receiver) + ", which expects " +
+           elements(expected));
+}
+
+// ---- who is late
+
+void Arbiter::refreshProgress() const {
+  if (!channel_) return check();
   const Nanos asked = now(), until = asked + kCensus;
-  outside_->ask();
-  const auto all_said = [&] {
+  channel_->askForProgress();
+  const auto all_answered = [&] {
     for (int r = 0; r < size_; ++r)
-      if (r != rank_ && distant_[static_cast<size_t>(r)].seen < asked - kSecond / 2) return false;
+      if (r != rank_ && peer(r).last_progress < asked - kSecond / 2) return false;
     return true;
   };
-  while ((now() < asked + kMail || !all_said()) && !failed() && now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while ((now() < asked + kReadTime || !all_answered()) && !failed() && now() < until)
+    sleepMillisecond();
   check();
 }
 
-// Every flag that rank r moves, wherever it lies: how far it has come.
+// The sum of all flags that the rank has moved: how far it has come.
 uint64_t Arbiter::progressOf(int r) const {
   RankPage& own = page(r);
   return own.posted.observe() + own.reduced.observe() + own.done.observe() +
          page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
 }
 
-// Those to blame among ranks that have not come.  This rank may be several operations ahead, and of
-// the others one may be held up by another: by one that is stopped, or by one that has come less
-// far.
+// The ranks to blame of `absent`, which have not arrived: those that are stopped, else those that
+// announced the fewest operations, since the others may wait for them.
 std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
   std::vector<int> last = stoppedOf(absent);
   if (!last.empty()) return last;
@@ -420,21 +433,20 @@ std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
     least = come;
     last.push_back(r);
   }
-  // One of these may have come no further only because it waits for another of them.
+  // One of these may wait for another of them.
   std::vector<int> free = last;
   std::erase_if(free, [&](int r) { return heldUpBy(r) != r; });
   return free.empty() ? last : free;
 }
 
-int Arbiter::heldUpBy(int r) const {
-  // What a stopped rank waited for it may have by now.
-  for (int steps = 0; outside_ && steps < size_ && !isStoppedRank(r); ++steps) {
-    const Distant& there = distant_[static_cast<size_t>(r)];
-    const int next = there.waits_for;
-    if (next < 0 || next == rank_ || now() - there.seen > 3 * kSecond) break;
-    r = next;
+int Arbiter::heldUpBy(int rank) const {
+  // A stopped rank may have received by now what it waited for.
+  for (int steps = 0; channel_ && steps < size_ && !isStopped(rank); ++steps) {
+    const int next = peer(rank).waits_for;
+    if (next < 0 || next == rank_ || now() - peer(rank).last_progress > 3 * kSecond) break;
+    rank = next;
   }
-  return r;
+  return rank;
 }
 
 Arbiter::Laggards Arbiter::laggards(int waited_for) const {
@@ -449,14 +461,14 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
     if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
     return late;
   }
-  // All have come: a stopped process is to blame, else the one that has got least far, or between
-  // hosts the end of the chain in which one waits for another.
+  // All have arrived: blame a stopped process, else the rank that has come least far, or between
+  // hosts the end of the chain in which one rank waits for another.
   int slowest = waited_for;
   bool stopped = false;
   for (int r = 0; r < size_ && !stopped; ++r) {
     if (r == rank_) continue;
-    stopped = isStoppedRank(r);
-    if (stopped || (!outside_ && progressOf(r) < progressOf(slowest))) slowest = r;
+    stopped = isStopped(r);
+    if (stopped || (!channel_ && progressOf(r) < progressOf(slowest))) slowest = r;
   }
   if (!stopped) slowest = heldUpBy(slowest);
   late.ranks = {slowest};
@@ -465,25 +477,10 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   return late;
 }
 
-void Arbiter::lost(int rank, bool process_ended) {
-  fail(Failure::kPeerLost, rank,
-       who(rank) +
-           (process_ended ? std::string(" is lost: ") + kProcessEnded : " has left the group") +
-           (hasAnnounced(rank) ? " during " : " before it came to ") + told(current_));
-}
-
-void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
-  const auto elements = [](uint64_t n) {
-    return std::to_string(n) + (n == 1 ? " element" : " elements");
-  };
-  fail(Failure::kMismatch, sender,
-       "ranks disagree on " + told(current_) + ": rank " + options_.shown(sender) + " sends " +
-           elements(sent) + " to rank " + options_.shown(receiver) + ", which expects " +
-           elements(expected));
-}
+// ---- mismatches
 
 Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* sent) const {
-  const std::lock_guard lock(mirror_mutex_);
+  const std::lock_guard lock(mutex_);
   Census found;
   for (found.sequence = first;; ++found.sequence) {
     const uint64_t sequence = found.sequence;
@@ -492,14 +489,14 @@ Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* se
       const OpSignature* theirs = nullptr;
       if (page(r).announced.observe() > sequence) {
         theirs = &page(r).announcements[sequence % kAnnouncements];
-        // Of an operation a mirror may hold nothing, or nothing any more.
-        if (outside_ && theirs->sequence != sequence) {
+        // A mirror may not hold this operation, or not any more.
+        if (channel_ && theirs->sequence != sequence) {
           const bool over = theirs->sequence != kNoOperation && theirs->sequence > sequence;
-          found.complete = found.complete && (over || stateOf(r) != PeerState::kHere);
+          found.complete = found.complete && (over || !known(r).isHere());
           theirs = nullptr;
         }
       } else {
-        found.complete = found.complete && outside_ && stateOf(r) != PeerState::kHere;
+        found.complete = found.complete && channel_ && !known(r).isHere();
       }
       if (!theirs && sent && r == other && sequence == current_.sequence) theirs = sent;
       if (!theirs) continue;
@@ -514,30 +511,30 @@ Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* se
 }
 
 void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
-  // Let the others tell, so that the majority can be told from the minority.  They may disagree
-  // about this operation, or about one in which this rank did not wait.
-  const Nanos until = deadlineIn(outside_ ? kCensusApart : kCensus);
+  // Ask what the others called, to tell the majority from the minority.  They may disagree about
+  // this operation, or about one in which this rank did not wait.
+  const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
   const uint64_t first = std::min(
       about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));
   Nanos next_ask = 0;
   Census found = census(first, other, sent);
   while (!found.complete && !failed() && now() < until) {
-    if (outside_ && now() >= next_ask) {
-      outside_->ask(first);
-      next_ask = now() + kCensusAgain;
+    if (channel_ && now() >= next_ask) {
+      channel_->askForProgress(first);
+      next_ask = now() + kCensusPeriod;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    // Whoever only gives runs ahead, and what it has announced since covers what was found.
+    sleepMillisecond();
+    // A rank that only sends runs ahead, and its later announcements replace what was found.
     Census again = census(first, other, sent);
     if (again.parties.size() > 1 || found.parties.size() < 2) found = std::move(again);
   }
   auto& [sequence, parties, complete] = found;
-  // All say that they called the same, but this rank's data were of something else.
+  // All announced the same, but the data that came were of another operation.
   if (parties.size() == 1 && sent) {
     std::erase(parties[0].ranks, other);
     parties.push_back({.operation = *sent, .ranks = {other}});
   }
-  // The largest party is right; of equal ones that with the lowest rank, which comes first.
+  // The largest party is right; of equal ones, the first, which has the lowest rank.
   const auto right = std::max_element(
       parties.begin(), parties.end(),
       [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
@@ -546,106 +543,138 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   for (const Party& party : parties) {
     if (party.ranks == right->ranks) continue;
     if (culprit < 0) culprit = party.ranks.front();
-    text += rankList(options_.shownAs(party.ranks)) + " called " + told(party.operation) + ", ";
+    text += rankList(options_.shownAs(party.ranks)) + " called " + textOf(party.operation) + ", ";
   }
-  if (culprit < 0) culprit = rank_;  // cannot be: a mismatch makes two parties at least
-  text += "where " + rankList(options_.shownAs(right->ranks)) + " called " + told(right->operation);
+  if (culprit < 0) culprit = rank_;  // cannot happen: a mismatch makes at least two parties
+  text +=
+      "where " + rankList(options_.shownAs(right->ranks)) + " called " + textOf(right->operation);
   fail(Failure::kMismatch, culprit, text);
 }
 
 // ---- ranks of other hosts
-//
-// What is heard of ranks of other hosts: their pages are mirrored here.
 
-// `theirs` as announcement number `sequence` of that rank's mirror.
-void Arbiter::mirror(int rank, uint64_t sequence, const OpSignature& theirs) {
-  const std::lock_guard lock(mirror_mutex_);
-  RankPage& there = page(rank);
-  OpSignature& known = there.announcements[sequence % kAnnouncements];
-  // What is heard late does not take the place of what came after it.
-  if (known.sequence != kNoOperation && known.sequence > sequence) return;
-  known = theirs;
-  if (there.announced.observe() <= sequence) there.announced.publish(sequence + 1);
+// Stores a signature in that rank's mirror.
+void Arbiter::recordSignature(int rank, uint64_t sequence, const OpSignature& signature) {
+  const std::lock_guard lock(mutex_);
+  RankPage& mirror = page(rank);
+  OpSignature& slot = mirror.announcements[sequence % kAnnouncements];
+  // A late message does not replace what came after it.
+  if (slot.sequence != kNoOperation && slot.sequence > sequence) return;
+  slot = signature;
+  if (mirror.announced.observe() <= sequence) mirror.announced.publish(sequence + 1);
 }
 
-void Arbiter::learn(Failure kind, int culprit, int reporter, const std::string& text) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    if (failed()) return;
-    decide(kind, culprit, reporter, text);
-  }
+void Arbiter::onProcessEnded(int rank) {
+  recordLost({rank}, Observed::kEnded, kProcessEnded);
   wakeAll();
 }
 
-void Arbiter::lose(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    for (int r : ranks) {
-      Distant& there = distant_[static_cast<size_t>(r)];
-      if (there.fate != PeerState::kHere) continue;
-      there.how = how;
-      std::vector<int> others = ranks;
-      std::erase(others, r);
-      if (!others.empty())
-        there.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
-      there.lost_since = now();
-      there.fate = fate;
-    }
-  }
+void Arbiter::onPeersLost(const std::vector<int>& ranks, Observed observed,
+                          const std::string& how) {
+  recordLost(ranks, observed, how);
+  for (int r : ranks) checkDrained(r);
   wakeAll();
 }
 
-void Arbiter::learnDeparture(int rank, Departure how) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    Distant& there = distant_[static_cast<size_t>(rank)];
-    if (how == Departure::kGone) {
-      there.gone = true;
-      if (!there.heard_out) how = Departure::kLeaving;
-    }
-    std::atomic_ref(page(rank).departed)
-        .store(static_cast<uint32_t>(how), std::memory_order_release);
-  }
+void Arbiter::onDeparture(int rank, Declared how) {
+  std::atomic_ref(page(rank).departed).store(static_cast<uint32_t>(how), std::memory_order_release);
+  checkDrained(rank);
   wakeAll();
 }
 
-void Arbiter::hearOut(int rank) {
-  {
-    const std::lock_guard lock(mirror_mutex_);
-    Distant& there = distant_[static_cast<size_t>(rank)];
-    there.heard_out = true;
-    if (there.gone)
-      std::atomic_ref(page(rank).departed)
-          .store(static_cast<uint32_t>(Departure::kGone), std::memory_order_release);
-  }
+void Arbiter::onDisconnect(int rank, const std::string& how, bool damaged) {
+  checkDrained(rank);
   wakeAll();
+  if (std::exchange(peer(rank).disconnected, true)) return;
+  // Both ranks may be healthy, and the network between them broken: no other rank sees that.
+  channel_->callLater(damaged ? 0 : kExplainedTime, [this, rank, how] {
+    if (!known(rank).isHere() || known(rank_).declared == Declared::kGone) return;
+    decide({.kind = Failure::kPeerLost,
+            .culprit = rank,
+            .reporter = rank_,
+            .text = who(rank) + " is lost: " + how});
+  });
 }
 
-void Arbiter::miss(int rank, const std::string& how) {
-  if (stateOf(rank) != PeerState::kHere || departureOf(rank_) == Departure::kGone) return;
-  report(Failure::kPeerLost, rank, who(rank) + " is lost: " + how);
+// An open connection may carry more of what a rank sent before it ended or left.
+void Arbiter::checkDrained(int rank) {
+  const PeerState state = known(rank);
+  const bool sends_no_more =
+      state.declared == Declared::kGone || state.observed == Observed::kEnded;
+  if (sends_no_more && !channel_->mayReceiveFrom(rank)) peer(rank).drained = true;
 }
 
-void Arbiter::see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
-                  bool stopped, const std::vector<OpSignature>& earlier) {
-  for (const OpSignature& one : earlier) mirror(rank, one.sequence, one);
-  if (announced > 0) mirror(rank, announced - 1, last);
-  Distant& there = distant_[static_cast<size_t>(rank)];
-  there.waits_for = waits_for;
-  there.stopped = stopped;
-  last_answer_ = there.seen = now();
+void Arbiter::onRemoteError(const GroupFailure& failure) {
+  decide(failure);
 }
 
-void Arbiter::here(uint64_t& announced, OpSignature& last, uint64_t since,
-                   std::vector<OpSignature>& earlier) const {
-  const std::lock_guard lock(mirror_mutex_);
+void Arbiter::onProgress(int rank, const net::Progress& progress) {
+  for (const OpSignature& one : progress.earlier) recordSignature(rank, one.sequence, one);
+  if (progress.announced > 0) recordSignature(rank, progress.announced - 1, progress.last);
+  const std::lock_guard lock(mutex_);
+  Peer& one = peer(rank);
+  one.waits_for = progress.waits_for;
+  if (!known(rank).isLost()) one.observed = progress.stopped ? Observed::kStopped : Observed::kHere;
+  last_answer_ = one.last_progress = now();
+}
+
+net::Progress Arbiter::ownProgress(uint64_t since) {
+  const std::lock_guard lock(mutex_);
   RankPage& own = page(rank_);
-  announced = own.announced.observe();
-  if (announced == 0) return;
-  last = own.announcements[(announced - 1) % kAnnouncements];
+  net::Progress progress;
+  progress.waits_for = waits_for_.load(std::memory_order_relaxed);
+  progress.announced = own.announced.observe();
+  const uint64_t announced = progress.announced;
+  if (announced == 0) return progress;
+  progress.last = own.announcements[(announced - 1) % kAnnouncements];
   since = std::max(since, announced - std::min(announced, kAnnouncements));
   for (; since < announced - 1; ++since)
-    earlier.push_back(own.announcements[since % kAnnouncements]);
+    progress.earlier.push_back(own.announcements[since % kAnnouncements]);
+  return progress;
+}
+
+// ---- texts
+
+// PyTorch's words for monitored_barrier: the ranks that did not arrive, and the one that waited.
+std::string Arbiter::monitoredBarrierText(const std::vector<int>& late) const {
+  const long ms = timeout_ / kMillisecond;
+  std::string text = late.size() > 1 ? "Ranks " : "Rank ";
+  text += joined(options_.shownAs(late), ", ");
+  text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";
+  if (late.size() > 1) text += ", Rank " + options_.shown(late.front()) + " first";
+  return text + ". Rank " + options_.shown(rank_) + " timed out in monitoredBarrier";
+}
+
+// With the root's rank as users know it.
+std::string Arbiter::textOf(OpSignature operation) const {
+  if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
+  return describe(operation);
+}
+
+std::string Arbiter::who(int r) const {
+  return "rank " + options_.shown(r) + " (" + peer(r).seat.name + ")";
+}
+
+std::string Arbiter::details(int r) const {
+  std::string text = peer(r).seat.name;
+  if (isStopped(r)) text += ", stopped";
+  const uint64_t done = page(r).announced.observe();
+  if (done == 0) return text + ", no operation so far";
+  OpSignature last;
+  {
+    const std::lock_guard lock(mutex_);
+    last = page(r).announcements[(done - 1) % kAnnouncements];
+  }
+  return text + ", last seen in " + textOf(last);
+}
+
+std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {
+  std::string text = rankList(options_.shownAs(ranks)) + " (";
+  for (int r : ranks) {
+    if (r != ranks.front()) text += "; ";
+    text += details(r);
+  }
+  return text + ")";
 }
 
 }  // namespace ringreduce

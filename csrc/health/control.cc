@@ -52,9 +52,9 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool isOver() const { return over_; }
   void stopDialling() { dialler_.stop(); }
   void add(int peer, Socket socket, bool proven, bool dialled);
-  void tell(const Verdict& verdict);
-  void depart(Departure how);
-  void ask(uint64_t since);
+  void broadcastError(const GroupFailure& failure);
+  void depart(Declared how);
+  void askForProgress(uint64_t since);
   bool isFlushed();
 
  private:
@@ -92,18 +92,18 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool isLinked(int rank) const;
   // what comes
   void take(const Link& link, const ControlFrame& frame);
-  void takeBroken(const Broken& broken, Connection* from);
-  void takeAnswer(const Answer& answer, Connection* from);
+  void onBroken(const Broken& broken, Connection* from);
+  void onAnswer(const Answer& answer, Connection* from);
   void answer(uint64_t since);
-  bool isNews(const Whereabouts& own) const;
+  bool isNews(const Progress& own) const;
   void spread(Outbox::Item item, const Connection* from);
   // what follows from it
   void mend();
   void dialNext();
   void notReached(int rank);
   void judge();
-  void tellLost(std::vector<int> ranks, PeerState fate, const std::string& how);
-  bool listens() const { return !state_.verdict && state_.departure(me_) != Departure::kGone; }
+  void reportLost(std::vector<int> ranks, Observed observed, const std::string& how);
+  bool listens() const { return !state_.failure && state_.departure(me_) != Declared::kGone; }
   std::string noPacket(size_t ranks) const;
 
   const std::shared_ptr<Reactor> reactor_;
@@ -118,7 +118,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   Reactor::Timer heart_ = 0, settling_ = 0, again_ = 0;
   Nanos next_question_ = 0, next_answer_ = 0;
   ControlRing::Cuts cuts_;
-  std::set<int> told_lost_;
+  std::set<int> reported_lost_;
   bool dialling_ = false;
   std::set<int> not_reached_;  // of those to whom a gap could not be closed
   std::map<int, Nanos> silent_since_;
@@ -285,7 +285,7 @@ void ControlNode::beat() {
 bool ControlNode::isFlushed() {
   if (over_) return true;
   sendAll();
-  const bool gone = state_.departure(me_) == Departure::kGone && !state_.verdict;
+  const bool gone = state_.departure(me_) == Declared::kGone && !state_.failure;
   return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
     if (link->error != 0) return true;
     if (gone && link->needed && ring_.has(link->peer)) return false;
@@ -310,8 +310,8 @@ void ControlNode::lose(const Link& link, int error, bool nonsense) {
   link->socket.reset();
   if (meansUnreachable(link->error)) error = link->error;
   const int peer = link->peer;
-  // A departed rank ends its connections; after a verdict everybody does.
-  if (!ring_.has(peer) || state_.verdict) return mend();
+  // A departed rank ends its connections; after a failure all ranks do.
+  if (!ring_.has(peer) || state_.failure) return mend();
   if (!link->proven) {
     if (link->dialled) notReached(peer);
     return mend();
@@ -320,7 +320,7 @@ void ControlNode::lose(const Link& link, int error, bool nonsense) {
   const auto how = nonsense                  ? Broken::How::kNonsense
                    : meansUnreachable(error) ? Broken::How::kUnreachable
                                              : Broken::How::kEnded;
-  takeBroken({me_, peer, how}, nullptr);
+  onBroken({me_, peer, how}, nullptr);
 }
 
 // ---- news
@@ -345,19 +345,19 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
   Connection* from = link.get();
   if (const auto* departed = std::get_if<Departed>(&frame)) {
     if (departed->rank == me_ || !state_.depart(departed->rank, departed->how)) return;
-    if (departed->how == Departure::kGone) ring_.remove(departed->rank);
+    if (departed->how == Declared::kGone) ring_.remove(departed->rank);
     spread({Outbox::Kind::kDeparture, departed->rank}, from);
-    listener_.departed(departed->rank, departed->how);
+    listener_.onDeparture(departed->rank, departed->how);
     mend();
-  } else if (const auto* verdict = std::get_if<Verdict>(&frame)) {
-    if (state_.verdict) return;
-    reactor_->cancel(std::exchange(settling_, 0));  // the verdict names the culprit
-    state_.verdict = *verdict;
-    spread({Outbox::Kind::kVerdict, 0}, from);
-    if (state_.departure(me_) != Departure::kGone) listener_.ended(*verdict);
+  } else if (const auto* failure = std::get_if<GroupFailure>(&frame)) {
+    if (state_.failure) return;
+    reactor_->cancel(std::exchange(settling_, 0));  // the failure names the culprit
+    state_.failure = *failure;
+    spread({Outbox::Kind::kFailure, 0}, from);
+    if (state_.departure(me_) != Declared::kGone) listener_.onRemoteError(*failure);
     mend();
   } else if (const auto* broken = std::get_if<Broken>(&frame)) {
-    takeBroken(*broken, from);
+    onBroken(*broken, from);
   } else if (const auto* question = std::get_if<Question>(&frame)) {
     if (question->asker == me_ || !state_.asked(*question)) return;
     spread({Outbox::Kind::kQuestion, question->asker}, from);
@@ -365,15 +365,15 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     next_question_ = std::max(next_question_, now() + options_.heartbeat / 2);
     answer(question->since);
   } else if (const auto* answer = std::get_if<Answer>(&frame)) {
-    takeAnswer(*answer, from);
+    onAnswer(*answer, from);
   } else if (std::holds_alternative<Bridged>(frame)) {
     from->needed = false;
   }
 }
 
-void ControlNode::takeBroken(const Broken& broken, Connection* from) {
+void ControlNode::onBroken(const Broken& broken, Connection* from) {
   if (broken.rank == me_ && broken.reporter != me_ && broken.how != Broken::How::kUnreachable)
-    return;  // it is here, whatever became of that connection: the others' verdict will come
+    return;  // it is here, whatever became of that connection: the others' failure will come
   const std::optional<int> number = state_.broke(broken);
   if (!number) return;
   spread({Outbox::Kind::kBroken, *number}, from);
@@ -386,29 +386,29 @@ void ControlNode::takeBroken(const Broken& broken, Connection* from) {
   }
   if (!ring_.has(broken.rank)) return;
   ring_.remove(broken.rank);
-  tellLost({broken.rank},
-           broken.how == Broken::How::kEnded ? PeerState::kEnded : PeerState::kUnreachable,
-           howEnded(broken.how));
+  reportLost({broken.rank},
+             broken.how == Broken::How::kEnded ? Observed::kEnded : Observed::kUnreachable,
+             howEnded(broken.how));
   mend();
 }
 
-void ControlNode::takeAnswer(const Answer& answer, Connection* from) {
+void ControlNode::onAnswer(const Answer& answer, Connection* from) {
   if (answer.rank == me_ || !state_.answered(answer)) return;
   spread({Outbox::Kind::kAnswer, answer.rank}, from);
   if (!listens()) return;
-  listener_.seen(answer.rank, answer.there);
+  listener_.onProgress(answer.rank, answer.there);
   for (int rank : answer.stopped) {
     if (rank == me_) continue;
-    Whereabouts there = state_.lastSeen(rank);
+    Progress there = state_.lastSeen(rank);
     there.stopped = true;
-    listener_.seen(rank, there);
+    listener_.onProgress(rank, there);
   }
 }
 
 // Whether it is more than this rank last said.
-bool ControlNode::isNews(const Whereabouts& own) const {
-  const Whereabouts said = state_.lastSeen(me_);
-  const auto first = [](const Whereabouts& there) {
+bool ControlNode::isNews(const Progress& own) const {
+  const Progress said = state_.lastSeen(me_);
+  const auto first = [](const Progress& there) {
     return there.announced - std::min<uint64_t>(there.announced, 1 + there.earlier.size());
   };
   return own.announced != said.announced || first(own) < first(said);
@@ -418,13 +418,13 @@ void ControlNode::answer(uint64_t since) {
   const Nanos time = now();
   const bool soon = time < next_answer_;
   if (!listens() || (soon && since == kNoOperation)) return;
-  Whereabouts own = listener_.own(since);
+  Progress own = listener_.ownProgress(since);
   if (soon && !isNews(own)) return;
   next_answer_ = time + options_.heartbeat / 2;
   state_.answered({.rank = me_,
                    .number = state_.answersOf(me_) + 1,
                    .there = std::move(own),
-                   .stopped = listener_.stopped()});
+                   .stopped = listener_.stoppedOnHost()});
   spread({Outbox::Kind::kAnswer, me_}, nullptr);
 }
 
@@ -438,21 +438,21 @@ void ControlNode::spread(Outbox::Item item, const Connection* from) {
 
 // ---- news of this rank
 
-void ControlNode::tell(const Verdict& verdict) {
-  if (state_.verdict) return;
+void ControlNode::broadcastError(const GroupFailure& failure) {
+  if (state_.failure) return;
   reactor_->cancel(std::exchange(settling_, 0));
-  state_.verdict = verdict;
-  spread({Outbox::Kind::kVerdict, 0}, nullptr);
+  state_.failure = failure;
+  spread({Outbox::Kind::kFailure, 0}, nullptr);
   mend();
 }
 
-void ControlNode::depart(Departure how) {
-  if (how == Departure::kHere || !state_.depart(me_, how)) return;
+void ControlNode::depart(Declared how) {
+  if (how == Declared::kHere || !state_.depart(me_, how)) return;
   spread({Outbox::Kind::kDeparture, me_}, nullptr);
   mend();
 }
 
-void ControlNode::ask(uint64_t since) {
+void ControlNode::askForProgress(uint64_t since) {
   const Nanos time = now();
   if (time < next_question_ && since == kNoOperation) return;
   next_question_ = time + options_.heartbeat;
@@ -466,13 +466,13 @@ void ControlNode::ask(uint64_t since) {
 // Keeps this rank connected to both that stand beside it, and lets go those that left.
 void ControlNode::mend() {
   if (over_) return;
-  const bool gone = state_.departure(me_) == Departure::kGone;
-  if (!gone && !state_.verdict) dialNext();
+  const bool gone = state_.departure(me_) == Declared::kGone;
+  if (!gone && !state_.failure) dialNext();
   const bool bridged =
-      gone || state_.verdict || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
+      gone || state_.failure || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
   if (!bridged) return;
   for (const Link& link : std::vector<Link>(links_)) {
-    if (link->told_not_needed || state_.departure(link->peer) != Departure::kGone) continue;
+    if (link->told_not_needed || state_.departure(link->peer) != Declared::kGone) continue;
     link->told_not_needed = true;
     link->out += encode(Bridged{});
     send(*link);
@@ -506,7 +506,7 @@ void ControlNode::notReached(int rank) {
   not_reached_.insert(rank);
   const Nanos since = silent_since_.try_emplace(rank, now()).first->second;
   if (now() - since >= options_.lost_after)
-    return takeBroken({me_, rank, Broken::How::kSilent}, nullptr);
+    return onBroken({me_, rank, Broken::How::kSilent}, nullptr);
   if (again_ != 0) return;
   again_ = reactor_->at(now() + options_.heartbeat / 2, later([](ControlNode& node) {
                           node.again_ = 0;
@@ -531,7 +531,7 @@ void ControlNode::judge() {
           ranks.push_back(r);
   }
   const std::string how = noPacket(ranks.size());
-  tellLost(std::move(ranks), PeerState::kUnreachable, how);
+  reportLost(std::move(ranks), Observed::kUnreachable, how);
 }
 
 std::string ControlNode::noPacket(size_t ranks) const {
@@ -539,10 +539,10 @@ std::string ControlNode::noPacket(size_t ranks) const {
          seconds(options_.lost_after);
 }
 
-void ControlNode::tellLost(std::vector<int> ranks, PeerState fate, const std::string& how) {
-  std::erase_if(ranks, [&](int rank) { return !told_lost_.insert(rank).second; });
+void ControlNode::reportLost(std::vector<int> ranks, Observed observed, const std::string& how) {
+  std::erase_if(ranks, [&](int rank) { return !reported_lost_.insert(rank).second; });
   std::sort(ranks.begin(), ranks.end());
-  if (!ranks.empty() && listens()) listener_.lost(ranks, fate, how);
+  if (!ranks.empty() && listens()) listener_.onPeersLost(ranks, observed, how);
 }
 
 // ---- the calls of control.h, from any thread
@@ -565,14 +565,14 @@ class RingControl final : public Control {
       node.add(from, std::move(*socket), false, false);
     });
   }
-  void tell(const Verdict& verdict) override {
-    soon([verdict](ControlNode& node) { node.tell(verdict); });
+  void broadcastError(const GroupFailure& failure) override {
+    soon([failure](ControlNode& node) { node.broadcastError(failure); });
   }
-  void depart(Departure how) override {
+  void depart(Declared how) override {
     soon([how](ControlNode& node) { node.depart(how); });
   }
-  void ask(uint64_t since) override {
-    soon([since](ControlNode& node) { node.ask(since); });
+  void askForProgress(uint64_t since) override {
+    soon([since](ControlNode& node) { node.askForProgress(since); });
   }
   bool flush(Nanos longest) override {
     const Nanos limit = deadlineIn(longest);

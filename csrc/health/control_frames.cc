@@ -39,7 +39,7 @@ void write(Writer&, const Bridged&) {}
 void write(Writer& out, const Departed& f) {
   out.put(f.rank).put(static_cast<uint32_t>(f.how));
 }
-void write(Writer& out, const Verdict& f) {
+void write(Writer& out, const GroupFailure& f) {
   out.put(static_cast<uint8_t>(f.kind)).put(f.culprit).put(f.reporter).text(f.text);
 }
 void write(Writer& out, const Broken& f) {
@@ -126,9 +126,9 @@ void read(Reader&, Heartbeat&) {}
 void read(Reader&, Bridged&) {}
 void read(Reader& in, Departed& f) {
   f.rank = in.rank();
-  f.how = in.get(Departure::kLeaving, Departure::kGone);
+  f.how = in.get(Declared::kLeaving, Declared::kGone);
 }
-void read(Reader& in, Verdict& f) {
+void read(Reader& in, GroupFailure& f) {
   f.kind = in.get(Failure::kPeerLost, Failure::kArgument);
   f.culprit = in.rank();
   f.reporter = in.rank();

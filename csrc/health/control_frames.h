@@ -16,7 +16,7 @@
 
 namespace ringreduce::net {
 
-inline constexpr size_t kMostText = 8 << 10;      // bytes of a verdict's
+inline constexpr size_t kMostText = 8 << 10;      // bytes of a failure's text
 inline constexpr size_t kMostFrame = 68 << 10;    // bytes after the head
 inline constexpr int kMostControlRanks = 16'000;  // a list of all of them fits a frame
 
@@ -25,7 +25,7 @@ struct Heartbeat {
 };
 struct Departed {
   int rank = 0;
-  Departure how = Departure::kHere;
+  Declared how = Declared::kHere;
   bool operator==(const Departed&) const = default;
 };
 // A connection between two ranks that had one, and neither left.
@@ -49,7 +49,7 @@ struct Question {
 struct Answer {
   int rank = 0;
   uint64_t number = 0;  // of this rank's
-  Whereabouts there;
+  Progress there;
   std::vector<int> stopped;  // other ranks of its host
   bool operator==(const Answer&) const = default;
 };
@@ -58,7 +58,8 @@ struct Bridged {
   bool operator==(const Bridged&) const = default;
 };
 
-using ControlFrame = std::variant<Heartbeat, Departed, Verdict, Broken, Question, Answer, Bridged>;
+using ControlFrame =
+    std::variant<Heartbeat, Departed, GroupFailure, Broken, Question, Answer, Bridged>;
 
 std::string encode(const ControlFrame& frame);
 

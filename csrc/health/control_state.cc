@@ -12,7 +12,7 @@ constexpr size_t kAtATime = 16 << 10;  // bytes
 
 ControlState::ControlState(int size) : ranks_(static_cast<size_t>(size)) {}
 
-bool ControlState::depart(int rank, Departure how) {
+bool ControlState::depart(int rank, Declared how) {
   if (how <= at(rank).departure) return false;
   at(rank).departure = how;
   return true;
@@ -42,9 +42,9 @@ std::optional<int> ControlState::broke(const Broken& broken) {
 
 Outbox ControlState::all() const {
   Outbox all;
-  if (verdict) all.add({Outbox::Kind::kVerdict, 0});
+  if (failure) all.add({Outbox::Kind::kFailure, 0});
   for (int r = 0; r < size(); ++r)
-    if (departure(r) != Departure::kHere) all.add({Outbox::Kind::kDeparture, r});
+    if (departure(r) != Declared::kHere) all.add({Outbox::Kind::kDeparture, r});
   for (size_t i = 0; i < broken_.size(); ++i) all.add({Outbox::Kind::kBroken, static_cast<int>(i)});
   return all;
 }
@@ -52,8 +52,8 @@ Outbox ControlState::all() const {
 ControlFrame ControlState::frame(Outbox::Item item) const {
   const int i = item.second;
   switch (item.first) {
-    case Outbox::Kind::kVerdict:
-      return *verdict;
+    case Outbox::Kind::kFailure:
+      return *failure;
     case Outbox::Kind::kDeparture:
       return Departed{i, departure(i)};
     case Outbox::Kind::kBroken:

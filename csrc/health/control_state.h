@@ -22,7 +22,7 @@ class Outbox {
  public:
   // In the order in which they are sent: why the group ended comes before who went then, and a
   // departure before the end of a connection.
-  enum class Kind : uint8_t { kVerdict, kDeparture, kBroken, kQuestion, kAnswer };
+  enum class Kind : uint8_t { kFailure, kDeparture, kBroken, kQuestion, kAnswer };
   using Item = std::pair<Kind, int>;  // and whose, or which
 
   void add(Item item) { items_.insert(item); }
@@ -40,15 +40,15 @@ class ControlState {
   int size() const { return static_cast<int>(ranks_.size()); }
 
   // Each is true if it is news.
-  bool depart(int rank, Departure how);
+  bool depart(int rank, Declared how);
   bool asked(const Question& question);
   bool answered(const Answer& answer);
   // Its number, or none if it is no news.
   std::optional<int> broke(const Broken& broken);
-  std::optional<Verdict> verdict;  // set it once
+  std::optional<GroupFailure> failure;  // set it once
 
-  Departure departure(int rank) const { return at(rank).departure; }
-  Whereabouts lastSeen(int rank) const { return at(rank).answer.there; }
+  Declared departure(int rank) const { return at(rank).departure; }
+  Progress lastSeen(int rank) const { return at(rank).answer.there; }
   uint64_t questionsOf(int rank) const { return at(rank).questions; }
   uint64_t answersOf(int rank) const { return at(rank).answer.number; }
 
@@ -60,7 +60,7 @@ class ControlState {
 
  private:
   struct Rank {
-    Departure departure = Departure::kHere;
+    Declared departure = Declared::kHere;
     uint64_t questions = 0, since = kNoOperation;  // asked by it; what the last one was for
     Answer answer;
   };

@@ -41,6 +41,13 @@ std::vector<Engine::Wire> messageRings(const Membership& m, int rank) {
 
 namespace {
 
+// The rank that a transfer is with, or kAnySource if that is not known yet.
+int peerOf(const Transfer& transfer) {
+  return transfer.source != kAnySource ? transfer.source : transfer.message.peer;
+}
+
+static_assert(kAnySource < 0);  // Arbiter::failLate
+
 constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
 // While messages come and go the thread looks by itself that often whether it is needed, and only
 // after so many looks for nothing sleeps until it is called: calling it costs more than a small
@@ -102,7 +109,7 @@ bool Messenger::pass() {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if (r != rank_ || others_wait) arbiter_.ringMessenger(r);
+    if (r != rank_ || others_wait) arbiter_.wakeMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
   // The driver may sleep, and wait for what this thread has just finished.
@@ -386,7 +393,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
                                    "' before a message that it was to receive had come"));
   fail(std::move(given_up), left);
-  if (first) arbiter_.depart(Departure::kLeaving);
+  if (first) arbiter_.depart(Declared::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();
@@ -440,24 +447,16 @@ void Messenger::checkMismatch(const Transfer& transfer) {
                     std::to_string(m.count) + " of " + name(m.dtype));
 }
 
-// Ends what can no longer happen: messages to and from ranks that are gone.
+// Ends messages to and from ranks that are gone.
 void Messenger::lookAfterPeers() {
-  const std::vector<bool> dead = arbiter_.endedProcesses();
-  std::vector<bool> leaving(dead.size()), gone(dead.size());
-  bool any = false;
-  for (int r = 0; r < size_; ++r) {
-    const auto i = static_cast<size_t>(r);
-    const Departure departure = arbiter_.departureOf(r);
-    leaving[i] = r != rank_ && (dead[i] || departure != Departure::kHere);
-    gone[i] = r != rank_ && (dead[i] || departure == Departure::kGone);
-    any = any || leaving[i];
-  }
-  if (!any) return;
-  // What they did before they went is in memory by now.
+  std::vector<PeerState> peers = arbiter_.states();
+  peers[static_cast<size_t>(rank_)] = {};  // this rank may be leaving itself
+  if (std::ranges::all_of(peers, &PeerState::isHere)) return;
+  // All that a gone rank has sent is in memory by now: take it first.
   const auto hasNews = [&] {
     const std::lock_guard lock(mutex_);
     for (int r = 0; r < size_; ++r)
-      if (gone[static_cast<size_t>(r)] && engine_.hasNews(r)) return true;
+      if (peers[static_cast<size_t>(r)].isGone() && engine_.hasNews(r)) return true;
     return false;
   };
   do pass();
@@ -465,36 +464,30 @@ void Messenger::lookAfterPeers() {
   std::vector<Engine::Handle> hopeless;
   {
     const std::lock_guard lock(mutex_);
-    for (const Engine::Handle& handle : engine_.pending()) {
-      const Message& m = handle->message;
-      const int peer = handle->source != kAnySource ? handle->source : m.peer;
-      const auto nobody = [&] {
-        for (int r = 0; r < size_; ++r)
-          if (r != rank_ && !gone[static_cast<size_t>(r)]) return false;
-        return size_ > 1;
-      };
-      const auto i = static_cast<size_t>(peer);
-      if (m.way == Message::Way::kSend ? gone[i] || (leaving[i] && !handle->matched)
-          : peer == kAnySource         ? nobody()
-                                       : gone[i])
-        hopeless.push_back(handle);
-    }
+    for (const Engine::Handle& handle : engine_.pending())
+      if (isHopeless(*handle, peers)) hopeless.push_back(handle);
   }
   for (const Engine::Handle& handle : hopeless) {
-    const int peer = handle->source != kAnySource ? handle->source : handle->message.peer;
+    const int peer = peerOf(*handle);
     const std::vector<int> awaited = peer == kAnySource ? others() : std::vector<int>{peer};
-    for (int r : awaited)
-      if (dead[static_cast<size_t>(r)] && arbiter_.departureOf(r) == Departure::kHere)
-        arbiter_.fail(Failure::kPeerLost, r,
-                      arbiter_.who(r) + " is lost: " + arbiter_.howLost(r) + "; rank " +
-                          options_.shown(rank_) + " waited to " + describe(*handle));
-    fail({handle}, std::make_exception_ptr(
-                       Error(Failure::kPeerLost,
-                             (awaited.size() == 1 ? arbiter_.who(awaited[0]) + " has"
-                                                  : rankList(options_.shownAs(awaited)) + " have") +
-                                 " left group '" + options_.name + "'; rank " +
-                                 options_.shown(rank_) + " waited to " + describe(*handle))));
+    const Error error = arbiter_.errorOfGone(awaited, describe(*handle));
+    fail({handle}, std::make_exception_ptr(error));
   }
+}
+
+// Whether no message can complete this transfer any more.
+bool Messenger::isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const {
+  const int peer = peerOf(transfer);
+  if (peer == kAnySource) {
+    const std::vector<int> all = others();
+    const auto is_gone = [&](int r) { return peers[static_cast<size_t>(r)].isGone(); };
+    return !all.empty() && std::ranges::all_of(all, is_gone);
+  }
+  const PeerState& state = peers[static_cast<size_t>(peer)];
+  if (state.isGone()) return true;
+  // A rank that leaves takes only the messages that it has matched already.
+  const bool leaving = state.declared != Declared::kHere;
+  return leaving && transfer.message.way == Message::Way::kSend && !transfer.matched;
 }
 
 void Messenger::expect(Delivery& delivery, Nanos timeout) {
@@ -522,27 +515,19 @@ void Messenger::lookAfterExpected() {
   }
   if (!late) return;
   const auto& delivery = static_cast<const Delivery&>(*late);
-  if (interrupted)
-    arbiter_.fail(Failure::kAborted, rank_,
-                  arbiter_.who(rank_) + " aborted group '" + options_.name +
-                      "': interrupted while it waited to " + describe(delivery));
+  if (interrupted) {
+    arbiter_.abort("interrupted while it waited to " + describe(delivery));
+    arbiter_.check();
+  }
   timedOut(delivery, delivery.timeout);
 }
 
 void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
-  // It may have been this rank that was away, and the others have long said so.
-  arbiter_.hearOthers();
+  // This rank may have been the late one, and all it waits for have arrived.
+  arbiter_.refreshProgress();
   pass();
   if (delivery.isDone()) return;
-  const Message& m = delivery.message;
-  // The other one may itself wait for a third in a collective.
-  const int late = m.peer == kAnySource ? 0 : arbiter_.heldUpBy(m.peer);
-  std::string text;
-  if (m.peer != kAnySource && late != m.peer)
-    text = arbiter_.whereabouts({late}) + " holds up the others; late too: ";
-  arbiter_.fail(Failure::kTimeout, late,
-                text + missing(delivery) + ": to " + describe(delivery) +
-                    " timed out after a timeout of " + seconds(timeout));
+  arbiter_.failLate(delivery.message.peer, missing(delivery), describe(delivery), timeout);
 }
 
 // ---- words
@@ -579,7 +564,7 @@ std::string Messenger::missing(const Transfer& transfer) {
   int matched = kAnySource;
   {
     const std::lock_guard lock(mutex_);
-    if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
+    if (transfer.matched) matched = peerOf(transfer);
   }
   if (matched != kAnySource) return arbiter_.whereabouts({matched}) + " stopped moving data";
   if (m.way == Message::Way::kSend) return arbiter_.whereabouts({m.peer}) + " did not receive it";

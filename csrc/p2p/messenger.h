@@ -75,6 +75,7 @@ class Messenger {
   void lookAfter(const Delivery& delivery, Clock& clock);
   void sleep(const Delivery* waited_for);
   void lookAfterPeers();
+  bool isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const;
   void lookAfterExpected();
   void timedOut(const Delivery& delivery, Nanos timeout);
   void tellUsers();
