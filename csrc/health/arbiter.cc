@@ -107,17 +107,17 @@ void Arbiter::depart(Declared how) {
   if (channel_) return channel_->depart(how);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    ring(page(r), rank_);
-    ringBell(page(r).messenger_bell);
+    wakeIfWaiting(page(r), rank_);
+    wakeSleeper(page(r).messenger_wake_word);
   }
 }
 
 void Arbiter::wakeMessenger(int rank) {
-  uint32_t& bell = page(rank).messenger_bell;
+  uint32_t& word = page(rank).messenger_wake_word;
   if (channel_ && rank != rank_)
     channel_->wakePeer(rank);
-  else if (channel_ || std::atomic_ref(bell).load(std::memory_order_seq_cst))
-    ringBell(bell);
+  else if (channel_ || std::atomic_ref(word).load(std::memory_order_seq_cst))
+    wakeSleeper(word);
 }
 
 // ---- the failure
@@ -141,7 +141,7 @@ void Arbiter::decide(const GroupFailure& failure) {
 void Arbiter::wakeAll() {
   for (int r = 0; r < size_; ++r) {
     wake(page(r));
-    ringBell(page(r).messenger_bell);
+    wakeSleeper(page(r).messenger_wake_word);
   }
 }
 

@@ -49,9 +49,8 @@ int peerOf(const Transfer& transfer) {
 static_assert(kAnySource < 0);  // Arbiter::failLate
 
 constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
-// While messages come and go the thread looks by itself that often whether it is needed, and only
-// after so many looks for nothing sleeps until it is called: calling it costs more than a small
-// message does.
+// How often the thread looks whether it is needed, and after how many looks in vain it sleeps until
+// it is notified: a notification costs more than a small message.
 constexpr auto kDoze = std::chrono::milliseconds(1);
 constexpr int kDozes = 50;
 
@@ -97,8 +96,8 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
 
 // ---- moving on
 
-// One look at all ranks.  Whatever is over is told outside of the lock: what hangs on it (tensors,
-// callbacks) may want other locks.
+// Moves messages of all ranks once.  Completions run without the lock: tensors and callbacks may
+// take other locks.
 bool Messenger::pass() {
   std::vector<Engine::Handle> over;
   std::vector<int> touched;
@@ -112,8 +111,8 @@ bool Messenger::pass() {
     if (r != rank_ || others_wait) arbiter_.wakeMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
-  // The driver may sleep, and wait for what this thread has just finished.
-  if (others_wait) ringBell(arbiter_.page(rank_).messenger_bell);
+  // The driver may sleep and wait for a message that this thread has just finished.
+  if (others_wait) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
   tellUsers();
   return true;
 }
@@ -158,7 +157,7 @@ void Messenger::failAll(const std::exception_ptr& error) {
   tellUsers();
 }
 
-// Through the lock: nobody is between a look at a message and the wait for it.
+// Takes the lock, so that no thread is between its check of a message and its wait.
 void Messenger::tellUsers() {
   {
     const std::lock_guard lock(mutex_);
@@ -168,7 +167,7 @@ void Messenger::tellUsers() {
 
 // ---- waiting
 
-// Who drives, for as long as this lives.  A signal handler may drive inside its own thread's wait.
+// Makes this thread the driver.  A signal handler may drive inside its own thread's wait.
 struct Messenger::Driving {
   explicit Driving(Messenger& m) : messenger(m), nested(m.driven_), before(m.driver_) {
     m.driven_ = true;
@@ -188,7 +187,7 @@ struct Messenger::Driving {
   const std::thread::id before;
 };
 
-// The times of a wait: when to look again, when its deadline is, when to say that it still goes on.
+// The times of a wait: the next look, the deadline, the next report in the log.
 class Messenger::Clock {
  public:
   Clock(const Messenger& m, Nanos timeout)
@@ -209,7 +208,7 @@ class Messenger::Clock {
   bool isLate() const { return time_ >= deadline_; }
   Nanos timeout() const { return timeout_; }
 
-  // A word in the log, if it is time for one.
+  // Logs that the wait goes on, if a report is due.
   template <class What>
   void report(const What& what) {
     if (time_ < next_report_) return;
@@ -225,13 +224,13 @@ class Messenger::Clock {
   Nanos next_report_, next_ = 0, time_ = 0;
 };
 
-// Throws what Ctrl-C throws.  Everything else ends the delivery.
+// Throws the exception of Ctrl-C.  All other errors end the delivery.
 void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
   if (!clock.isDue()) return;
   try {
     if (options_.interrupt) options_.interrupt();
   } catch (...) {
-    // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
+    // The caller may free the buffer, and a message that is half sent cannot be taken back.
     arbiter_.abort("interrupted while it waited to " + describe(delivery));
     failAll(std::current_exception());
     throw;
@@ -267,7 +266,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     Messenger& messenger;
     bool thread_drives;
   } const user(*this);
-  if (user.thread_drives) ringBell(arbiter_.page(rank_).messenger_bell);  // it makes way
+  if (user.thread_drives) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
@@ -289,7 +288,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       if (moved) moved_at = time;
       const Nanos idle = time - moved_at;
       const bool tired = idle >= patience_.spin + patience_.yield || arbiter_.failed();
-      // Now and then however much comes for others.
+      // Also while messages of others keep moving.
       if (tired || time - began >= kLook) lookAfter(delivery, clock);
       if (time >= limit) return delivery.isDone();
       if (moved) continue;
@@ -304,14 +303,14 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   return true;
 }
 
-// Until a peer has done something, or for a few milliseconds.
+// Until a peer wakes this rank, or for a few milliseconds.
 void Messenger::sleep(const Delivery* waited_for) {
-  uint32_t& bell = arbiter_.page(rank_).messenger_bell;
-  std::atomic_ref(bell).store(1, std::memory_order_seq_cst);
+  uint32_t& word = arbiter_.page(rank_).messenger_wake_word;
+  std::atomic_ref(word).store(1, std::memory_order_seq_cst);
   const bool moved = pass();
   const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
-  if (!moved && !done && !arbiter_.failed()) sleepOn(bell, 1, kLongestSleep);
-  std::atomic_ref(bell).store(0, std::memory_order_relaxed);
+  if (!moved && !done && !arbiter_.failed()) sleepOn(word, 1, kLongestSleep);
+  std::atomic_ref(word).store(0, std::memory_order_relaxed);
 }
 
 bool Messenger::wantedByUsers() {
@@ -325,7 +324,7 @@ bool Messenger::wantsThread() const {
   return !engine_.pending().empty() && !driven_ && users_ == 0;
 }
 
-// With the lock held, wherever wantsThread may have become true.
+// With the lock held, after each change that may make wantsThread true.
 void Messenger::callThread() {
   if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
 }
@@ -380,8 +379,8 @@ void Messenger::run() {
 }
 
 void Messenger::stop(void (*turn)(), Nanos timeout) {
-  std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
-  bool first = false;                    // else an earlier call was interrupted, or has done it all
+  std::vector<Engine::Handle> given_up;  // receives, and messages to this rank itself
+  bool first = false;                    // no earlier call was interrupted or is complete
   {
     const std::lock_guard lock(mutex_);
     first = !std::exchange(closed_, true);
@@ -425,17 +424,14 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     for_thread_.notify_all();
-    // What runs in the thread itself leaves it to a later call, from another one.
+    // The thread cannot join itself: a later call from another thread does.
     if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
-  ringBell(arbiter_.page(rank_).messenger_bell);
+  wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
   if (thread.joinable()) thread.join();
 }
 
-// ---- ends
-//
-// What ends a message other than its arrival: a mismatch, a rank that is gone, a deadline.  And the
-// words in which that is told.
+// ---- errors of messages: a mismatch, a lost rank, a deadline
 
 void Messenger::checkMismatch(const Transfer& transfer) {
   const Message& m = transfer.message;
@@ -497,7 +493,7 @@ void Messenger::expect(Delivery& delivery, Nanos timeout) {
   delivery.timeout = timeout;
 }
 
-// What a wait inside torch (Future.wait) cannot look after itself: its deadline and Ctrl-C.
+// The deadline and Ctrl-C of a wait inside torch (Future.wait).
 void Messenger::lookAfterExpected() {
   const Nanos time = now();
   Engine::Handle late;
@@ -530,9 +526,9 @@ void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
   arbiter_.failLate(delivery.message.peer, missing(delivery), describe(delivery), timeout);
 }
 
-// ---- words
+// ---- texts
 
-// The first message that is still to be sent, and who does not receive it.
+// The first message that is still to be sent, and the rank that does not receive it.
 std::string Messenger::stillSending() {
   Engine::Handle first;
   {

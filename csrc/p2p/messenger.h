@@ -2,10 +2,10 @@
 //
 // The engine (p2p/engine.h) matches messages and copies bytes, and never waits.  The messenger has
 // the threads.  A thread that waits for a message drives the engine: it spins, then yields, then
-// sleeps on a bell that peers ring.  One thread drives at a time; the others wait for it.  If
+// sleeps until a peer wakes it.  One thread drives at a time; the others wait for it.  If
 // messages are in flight and no thread waits, a thread of this group drives, so that they arrive
-// while the rank computes.  Collectives have their own thread and bell: neither kind waits for the
-// other.
+// while the rank computes.  Collectives have their own thread and wake word: neither kind waits for
+// the other.
 //
 // A message has no deadline until a thread waits for it: a server may keep receives open for hours.
 // A process that ended, a deadline and messages that do not match fail the group
@@ -29,7 +29,7 @@
 
 namespace ringreduce {
 
-// A message's end.
+// A posted message, to wait for.
 class Delivery final : public OperationHandle, public Transfer {
  public:
   explicit Delivery(Message m) : Transfer(std::move(m)) {}
@@ -56,7 +56,7 @@ class Messenger {
   // Ctrl-C aborts the group and throws.  Does not throw the message's error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);
 
-  // The message is waited for elsewhere: it must complete within `timeout`, and Ctrl-C ends it.
+  // A Future of torch waits for the message: it must complete within `timeout`, and Ctrl-C ends it.
   void expect(Delivery& delivery, Nanos timeout);
 
   // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
