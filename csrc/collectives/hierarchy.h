@@ -21,7 +21,7 @@
 // It is for hosts that hold as many ranks as each other; elsewhere the ring goes through all ranks.
 //
 // Failure.  Waits inside the host are watched by the whole group's arbiter: deadlines, Ctrl-C and
-// verdicts end them as they end those for sockets, and what goes wrong there is the whole group's.
+// failures end them as they end those for sockets, and errors there fail the whole group.
 #pragma once
 
 #include <memory>

@@ -26,14 +26,10 @@
 #include "base/text.h"
 #include "health/control_frames.h"
 #include "health/control_ring.h"
-#include "health/control_state.h"
 
 namespace ringreduce::net {
 
-// ---- a rank, in the thread of the reactor
-//
-// A rank in the control ring: its connections, what it makes of what comes over them, and how it
-// closes gaps.  What control.h promises is kept here; all of it runs in the reactor's thread.
+// ---- one rank; all of it runs in the reactor's thread
 
 class ControlNode : public std::enable_shared_from_this<ControlNode> {
  public:
@@ -63,14 +59,14 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
     const int peer;
     Socket socket;
     ControlReader in;
-    Outbox outbox;         // what is new to it
-    std::string out;       // bytes on their way
-    bool proven = false;   // it has carried something: its end means something
+    Outbox outbox;         // frames still to be sent
+    std::string out;       // bytes still to be written
+    bool proven = false;   // bytes have come over it, so its end is a failure
     bool dialled = false;  // by this rank, to close a gap
     bool writable = true, needed = true, told_not_needed = false;
-    int unheard = 0;                   // heartbeats sent since something came
+    int unheard = 0;                   // heartbeats sent since bytes came
     int error = 0;                     // of writing
-    uint64_t sent = 0, last_news = 0;  // bytes written, and those up to what was told last
+    uint64_t sent = 0, last_news = 0;  // bytes written, and the end of the latest news in them
   };
   using Link = std::shared_ptr<Connection>;
 
@@ -90,14 +86,14 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void lose(const Link& link, int error, bool nonsense);
   void beat();
   bool isLinked(int rank) const;
-  // what comes
+  // received frames
   void take(const Link& link, const ControlFrame& frame);
   void onBroken(const Broken& broken, Connection* from);
   void onAnswer(const Answer& answer, Connection* from);
   void answer(uint64_t since);
   bool isNews(const Progress& own) const;
   void spread(Outbox::Item item, const Connection* from);
-  // what follows from it
+  // gaps, cuts and lost ranks
   void mend();
   void dialNext();
   void notReached(int rank);
@@ -120,14 +116,12 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   ControlRing::Cuts cuts_;
   std::set<int> reported_lost_;
   bool dialling_ = false;
-  std::set<int> not_reached_;  // of those to whom a gap could not be closed
+  std::set<int> not_reached_;  // ranks that could not be connected across a gap
   std::map<int, Nanos> silent_since_;
   Connector dialler_;
 };
 
 // ---- connections
-//
-// The connections: bytes in, bytes out, heartbeats, and their ends.
 
 namespace {
 
@@ -142,12 +136,12 @@ bool meansUnreachable(int error) {
          error == EHOSTDOWN || error == ENETDOWN;
 }
 
-// What watches over a connection whose other end may vanish without a word.
+// Makes the kernel end a connection whose other host is lost.
 void watchOver(int socket, const Control::Options& options) {
   const auto set = [socket](int level, int name, int value) {
     setsockopt(socket, level, name, &value, sizeof value);  // a socket that is not TCP has none
   };
-  // Counted from the first heartbeat that is not acknowledged, which may be one late.
+  // Counted from the first unacknowledged heartbeat, which may be sent one period late.
   const Nanos silence = std::max(options.heartbeat, options.lost_after - options.heartbeat);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(silence / kMillisecond));
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -186,21 +180,21 @@ void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
                       if (const Link there = link.lock()) ring.ready(there, events);
                     }));
   } catch (const Error& error) {
-    // As if it had not been made: what cannot be watched would neither be read nor missed.
+    // As if it had not been made: its end would not be noticed.
     if (proven) throw;
     log("lost a control connection with rank " + std::to_string(peer) + ": " + error.what());
     if (dialled) notReached(peer);
     return mend();
   }
   links_.push_back(link);
-  // At once, also if there is no news: a connection counts once something has come over it.
+  // At once, also without news: a connection counts as proven once bytes have come over it.
   link->out += encode(Heartbeat{});
   send(*link);
   if (link->socket.holdsBytes()) goOn(link);
   mend();
 }
 
-// Receives what its system has given already, and so will not tell of again.
+// Receives bytes that the socket holds already, for which epoll reports nothing.
 void ControlNode::goOn(const Link& link) {
   reactor_->soon(later([link = std::weak_ptr(link)](ControlNode& ring) {
     const Link there = link.lock();
@@ -243,11 +237,11 @@ void ControlNode::receive(const Link& link) {
   if (link->socket.holdsBytes()) goOn(link);
 }
 
-// Writes what is new to it, as far as its system takes it.
+// Writes news, as far as the kernel takes it.
 void ControlNode::send(Connection& link) {
   while (link.writable && link.error == 0) {
     if (link.out.empty()) {
-      // A stopped process does not read; only what it must know waits for it there.
+      // A stopped process does not read: send it no questions and answers.
       state_.take(link.outbox, link.unheard < kUnheard, link.out);
       if (link.out.empty()) return;
       link.last_news = link.sent + link.out.size();
@@ -260,7 +254,7 @@ void ControlNode::send(Connection& link) {
       link.writable = false;
       reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
     } else if (errno != EINTR) {
-      // What its end said before is still to be read; the reader finds the end.
+      // Bytes that came before are still to be read; receive() finds the end.
       link.error = errno;
       reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
     }
@@ -289,7 +283,7 @@ bool ControlNode::isFlushed() {
   return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
     if (link->error != 0) return true;
     if (gone && link->needed && ring_.has(link->peer)) return false;
-    // Heartbeats are always on their way: what counts is whether the last news has arrived.
+    // Heartbeats are always in flight: check only that the last news has arrived.
     int under_way = 0;
     if (ioctl(link->socket.get(), SIOCOUTQ, &under_way) != 0) under_way = 0;
     return link->out.empty() && link->outbox.empty() &&
@@ -324,13 +318,10 @@ void ControlNode::lose(const Link& link, int error, bool nonsense) {
 }
 
 // ---- news
-//
-// What comes over connections, what is told here, and what follows from it: gaps that are closed,
-// ranks that are lost.
 
 namespace {
 
-// How much later than a first cut a second one may be known, beside the time between heartbeats.
+// How long after the first cut a second one may become known, in addition to a heartbeat.
 constexpr Nanos kSettle = 200 * kMillisecond;
 
 std::string howEnded(Broken::How how) {
@@ -373,7 +364,7 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
 
 void ControlNode::onBroken(const Broken& broken, Connection* from) {
   if (broken.rank == me_ && broken.reporter != me_ && broken.how != Broken::How::kUnreachable)
-    return;  // it is here, whatever became of that connection: the others' failure will come
+    return;  // this rank lives: the other ranks will report the failure
   const std::optional<int> number = state_.broke(broken);
   if (!number) return;
   spread({Outbox::Kind::kBroken, *number}, from);
@@ -405,7 +396,7 @@ void ControlNode::onAnswer(const Answer& answer, Connection* from) {
   }
 }
 
-// Whether it is more than this rank last said.
+// Whether it is more than this rank answered last.
 bool ControlNode::isNews(const Progress& own) const {
   const Progress said = state_.lastSeen(me_);
   const auto first = [](const Progress& there) {
@@ -458,12 +449,12 @@ void ControlNode::askForProgress(uint64_t since) {
   next_question_ = time + options_.heartbeat;
   state_.asked({me_, state_.questionsOf(me_) + 1, since});
   spread({Outbox::Kind::kQuestion, me_}, nullptr);
-  answer(since);  // the others, who need not ask now, want to know it of this rank too
+  answer(since);  // the other ranks, which need not ask now, need this rank's progress too
 }
 
 // ---- gaps, cuts and lost ranks
 
-// Keeps this rank connected to both that stand beside it, and lets go those that left.
+// Keeps this rank connected to both neighbours, and releases ranks that left.
 void ControlNode::mend() {
   if (over_) return;
   const bool gone = state_.departure(me_) == Declared::kGone;
@@ -479,7 +470,7 @@ void ControlNode::mend() {
   }
 }
 
-// Where a rank that stood here has gone: connects to the one that is now next.
+// After the next rank has gone: connects to the one that is next now.
 void ControlNode::dialNext() {
   if (dialling_ || cuts_.contains(std::minmax(me_, ring_.next(me_)))) return;
   int target = ring_.next(me_);
@@ -524,7 +515,7 @@ void ControlNode::judge() {
     if (link->proven) linked.push_back(link->peer);
   std::vector<int> ranks = ring_.beyond(me_, cuts_, linked);
   if (ranks.empty()) {
-    // One connection alone is cut: its ends speak.
+    // Only one connection is cut: its two ends report each other.
     for (const auto& [one, other] : cuts_)
       for (int r : {one, other})
         if ((one == me_ || other == me_) && r != me_ && ring_.has(r) && !isLinked(r))
@@ -546,8 +537,6 @@ void ControlNode::reportLost(std::vector<int> ranks, Observed observed, const st
 }
 
 // ---- the calls of control.h, from any thread
-//
-// A rank in the control ring, as its users have it: from any thread.
 
 namespace {
 

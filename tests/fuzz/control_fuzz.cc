@@ -13,7 +13,6 @@
 
 #include "fuzz.h"
 #include "health/control_frames.h"
-#include "health/control_state.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;
