@@ -86,9 +86,9 @@ struct Heard : Control::Listener {
     twice = twice || departures[rank] >= how;
     departures[rank] = how;
   }
-  void onRemoteError(const GroupFailure& verdict) override {
+  void onRemoteError(const GroupFailure& failure) override {
     const std::lock_guard lock(mutex);
-    verdicts.push_back(verdict);
+    failures.push_back(failure);
   }
   void onProgress(int rank, const Progress& there) override {
     const std::lock_guard lock(mutex);
@@ -130,7 +130,7 @@ struct Heard : Control::Listener {
   std::map<int, std::string> lost_ranks;
   int lost_calls = 0;
   std::map<int, Declared> departures;
-  std::vector<GroupFailure> verdicts;
+  std::vector<GroupFailure> failures;
   std::map<int, Progress> whereabouts;
   std::set<int> seen_stopped;  // also if it answers, as no stopped rank does
   Progress mine;
@@ -242,7 +242,7 @@ inline void sleepFor(int microseconds) {
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
-inline GroupFailure verdict(int reporter, std::string text = "because") {
+inline GroupFailure failure(int reporter, std::string text = "because") {
   return {Failure::kTimeout, reporter, reporter, std::move(text)};
 }
 
