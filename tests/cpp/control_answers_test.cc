@@ -116,12 +116,8 @@ TEST(what_no_rank_sends_ends_a_connection_and_nothing_else) {
   Heard heard;
   auto [next, next_end] = sockets::pair(Over::kIpv4);
   auto [previous, previous_end] = sockets::pair(Over::kIpv4);
-  const auto control = Control::start(
-      Reactor::shared(), 0, 3, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  const auto control = Control::start(Reactor::shared(), 0, 3, std::move(next), std::move(previous),
+                                      dialNobody, heard, Ranks::quick());
   const char nonsense[] = "GET / HTTP/1.1\r\n\r\n";
   CHECK(::send(next_end.get(), nonsense, sizeof nonsense, 0) > 0);
   until([&] { return heard.lostRanks() == std::vector<int>{1}; }, "a rank that talks nonsense");

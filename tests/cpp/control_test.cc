@@ -305,12 +305,8 @@ TEST(a_stopped_process_is_not_lost_and_a_killed_one_is) {
   previous_end.reset();
   kill(child, SIGSTOP);
   Heard heard;
-  const auto control = Control::start(
-      Reactor::shared(), 0, 2, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  const auto control = Control::start(Reactor::shared(), 0, 2, std::move(next), std::move(previous),
+                                      dialNobody, heard, Ranks::quick());
   // Longer than lost_after, and than heartbeats go on.
   sleepFor(1'600'000);
   control->askForProgress();
@@ -336,12 +332,8 @@ TEST(whoever_listens_may_end_it_within_a_call) {
   auto [next, next_end] = sockets::pair(Over::kUnix);
   auto [previous, previous_end] = sockets::pair(Over::kUnix);
   auto reactor = Reactor::shared();
-  heard.control = Control::start(
-      reactor, 0, 3, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  heard.control = Control::start(reactor, 0, 3, std::move(next), std::move(previous), dialNobody,
+                                 heard, Ranks::quick());
   reactor.reset();  // the group's is the last
   next_end.reset();
   until([&] { return heard.done.load(); }, "the end of a group within a call");

@@ -70,6 +70,10 @@ namespace control_world {
 
 constexpr const char* kEnded = kProcessEnded;
 
+inline Fd dialNobody(int, int, const std::function<void()>&) {
+  throw std::runtime_error("nobody is there");
+}
+
 struct Heard : Control::Listener {
   void onPeersLost(const std::vector<int>& ranks, Observed observed,
                    const std::string& how) override {
