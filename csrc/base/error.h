@@ -1,9 +1,8 @@
 // What can go wrong, as types: four failures of a group, one of its set-up, one of a call's
 // arguments.
 //
-// A group that has failed stays failed: every later operation on it raises the same error.  The
-// text of each names ranks, hosts and the operation, and is made where these are known
-// (health/session.cc).
+// A group that has failed stays failed: every later operation on it raises the same error, whose
+// text names ranks, hosts and the operation (health/arbiter.cc).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +19,15 @@ enum class Failure : uint8_t {
   kAborted,   // a rank gave up: abort(), Ctrl-C, an error of its own
   kSetup,     // the group could not be made
   kArgument,  // refused before anything was sent; the group stays usable
+};
+
+// Why a group failed, as reported by the rank that found the cause first.
+struct GroupFailure {
+  Failure kind = Failure::kNone;
+  int culprit = 0, reporter = 0;
+  std::string text;
+
+  bool operator==(const GroupFailure&) const = default;
 };
 
 class Error : public std::runtime_error {

@@ -20,8 +20,8 @@
 //
 // It is for hosts that hold as many ranks as each other; elsewhere the ring goes through all ranks.
 //
-// Failure.  Waits inside the host are watched by the whole group's session: deadlines, Ctrl-C and
-// verdicts end them as they end those for sockets, and what goes wrong there is the whole group's.
+// Failure.  Waits inside the host are watched by the whole group's arbiter: deadlines, Ctrl-C and
+// failures end them as they end those for sockets, and errors there fail the whole group.
 #pragma once
 
 #include <memory>
@@ -30,7 +30,7 @@
 #include "bootstrap/hosts.h"
 #include "bootstrap/membership.h"
 #include "collectives/collectives.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
@@ -42,11 +42,11 @@ class Hierarchy {
   // Whether hosts are several, and even, and hold several ranks each, which may share memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
   // Null where they are not.  The rings between hosts, and the mesh's ranks, are in the order of
-  // `ring`.  `neighbours`: what Hosts::joinNeighbours gave.  These, the hosts and the session must
+  // `ring`.  `neighbours`: what Hosts::joinNeighbours gave.  These, the hosts and the arbiter must
   // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
                                            const HostRing& ring, const Membership& neighbours,
-                                           Session& session);
+                                           Arbiter& arbiter);
   ~Hierarchy();
 
   void setPatience(Patience patience);
@@ -61,10 +61,10 @@ class Hierarchy {
  private:
   class Neighbours;
   Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
-            Session& session);
+            Arbiter& arbiter);
 
   const Hosts& hosts_;
-  Session& session_;
+  Arbiter& arbiter_;
   std::unique_ptr<Neighbours> neighbours_;
   std::vector<int> ring_;  // the ranks of this one's place, host by host, as the mesh knows them
 };

@@ -129,16 +129,17 @@ std::optional<FarTrouble> Spanning::State::probe() {
   } catch (const Error& error) {
     return FarTrouble{error.kind(), causeOf(error.what())};
   }
-  const std::vector<Presence> presence = group->presence();
-  const auto gone = std::find(presence.begin(), presence.end(), Presence::kEnded);
-  if (gone == presence.end()) {
+  const std::vector<PeerState> states = group->states();
+  const auto gone = std::find_if(states.begin(), states.end(),
+                                 [](const PeerState& state) { return state.isLost(); });
+  if (gone == states.end()) {
     gone_since = 0;
   } else {
     if (gone_since == 0) gone_since = now();
     if (now() - gone_since >= kGrace)
       return FarTrouble{Failure::kPeerLost,
-                        group->who(static_cast<int>(gone - presence.begin())) + " is lost: " +
-                            group->howLost(static_cast<int>(gone - presence.begin())) +
+                        group->who(static_cast<int>(gone - states.begin())) +
+                            " is lost: " + group->howLost(static_cast<int>(gone - states.begin())) +
                             " during a GPU operation of group '" + options.name + "'"};
   }
   try {

@@ -132,7 +132,7 @@ bool Watcher::settle(Nanos longest) {
       return theirs.finished.observe() >=
              (group_.failed() ? theirs.announced.observe() : announced_);
     };
-    while (!is_done() && group_.presence()[static_cast<size_t>(r)] != Presence::kEnded)
+    while (!is_done() && !group_.states()[static_cast<size_t>(r)].isLost())
       if (!pauseUntil(lock, deadline)) return false;
   }
   return true;
@@ -330,13 +330,13 @@ void Watcher::blameAbsent() {
   if (time < next_roll_call_) return;
   next_roll_call_ = time + kRollCall;
   if (under_way_.empty() && !awake_) return;
-  const std::vector<Presence> presence = group_.presence();
-  const auto is_gone = [](Presence p) { return p != Presence::kHere; };
-  const auto gone = std::find_if(presence.begin(), presence.end(), is_gone);
-  if (gone == presence.end()) {
+  const std::vector<PeerState> states = group_.states();
+  const auto is_absent = [](const PeerState& state) { return !state.isHere(); };
+  const auto gone = std::find_if(states.begin(), states.end(), is_absent);
+  if (gone == states.end()) {
     missed_since_ = 0;
-  } else if (!under_way_.empty() || *gone == Presence::kEnded) {
-    const int r = static_cast<int>(gone - presence.begin());
+  } else if (!under_way_.empty() || gone->isLost()) {
+    const int r = static_cast<int>(gone - states.begin());
     const bool came = under_way_.empty() || hasAnnounced(r, under_way_.front().number);
     if (missed_since_ == 0) missed_since_ = time;
     if (!came || time - missed_since_ >= kGrace)

@@ -18,7 +18,7 @@
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
 #include "group/operation.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "p2p/messenger.h"
 
 namespace ringreduce {
@@ -79,11 +79,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void checkHealth() const;
   // The state of each rank.  Data of a rank that ended is in memory by now, so look for it once
   // more before you report that rank as lost.
-  std::vector<Presence> presence() const;
+  std::vector<PeerState> states() const;
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
-  // Why a rank is kEnded: "its process ended".
+  // Why a rank is lost: "its process ended".
   std::string howLost(int rank) const;
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".
@@ -113,10 +113,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // How each rank on another host is reached, one line each.
   std::vector<std::string> routes() const;
 
-  bool failed() const { return session_->failed(); }
+  bool failed() const { return arbiter_->failed(); }
   // Whether an operation has ended with an Error.  Set before the operation completes.
   bool hasRaised() const { return raised_; }
-  Failure failure() const { return session_->failure(); }  // kNone if it has not failed
+  Failure failure() const { return arbiter_->failure(); }  // kNone if it has not failed
   uint64_t operations() const { return submitted_; }       // the sequence number of the next one
   size_t stagingBytes() const;
   // Bytes that collectives have written to sockets; 0 inside a host.
@@ -147,9 +147,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Hosts> hosts_;
   std::unique_ptr<Network> network_;  // to the other ranks
   std::shared_ptr<Group> local_;
-  std::unique_ptr<Session> session_;
+  std::unique_ptr<Arbiter> arbiter_;
   std::unique_ptr<Wires> wires_;
-  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the session and the wires
+  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the arbiter and the wires
   std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
   uint64_t sequence_ = 0;  // of the running operation; guarded by the executor's token

@@ -1,4 +1,4 @@
-// Routes connections, and passes on what is heard.
+// Opening, routing connections, and passing on what is heard.
 #include "group/network.h"
 
 #include <algorithm>
@@ -18,24 +18,17 @@ namespace {
 
 // How long a rank that leaves waits until the others know.
 constexpr Nanos kFlushTime = 5 * kSecond;
-// A connection for messages ends when its rank leaves or fails, which goes round the ring
-// meanwhile. How long it may take to come.
-constexpr Nanos kExplained = 2 * kSecond;
 
 }  // namespace
 
-Network::Network(std::unique_ptr<HostLinks> links, const Hosts& hosts)
+Network::Network(std::unique_ptr<HostLinks> links)
     : links_(std::move(links)),
       options_(links_->options()),
       rank_(links_->rank()),
       size_(links_->size()),
       pages_(std::make_unique<RankPage[]>(static_cast<size_t>(size_))),
-      reactor_(links_->reactor()),
-      over_(static_cast<size_t>(size_)),
-      unexplained_(static_cast<size_t>(size_)) {
+      reactor_(links_->reactor()) {
   if (!links_->ring().ranks.empty()) places_ = placesOf(links_->ring().ranks);
-  for (int r : hosts.neighbours())
-    if (r != rank_) neighbours_.push_back(r);
   for (int r = 0; r < size_; ++r)
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
@@ -59,8 +52,7 @@ void Network::close() {
     pump.swap(pump_);
   }
   pump.reset();
-  for (net::Reactor::Timer& timer : unexplained_)
-    if (timer != 0) reactor_->cancel(std::exchange(timer, 0));
+  for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
 std::vector<Seat> Network::seats(const Hosts& hosts) {
@@ -73,13 +65,13 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
+std::unique_ptr<Mesh> Network::makeMesh(Arbiter& arbiter) {
   Mesh::Options options{.algorithm = links_->sharedOptions().algorithm};
   options.cost = links_->cost();
   const std::vector<int>& ranks = links_->ring().ranks;
   options.shown = ranks;
-  WaitGuard* watch = &session;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
+  WaitGuard* watch = &arbiter;
+  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
   options.least_lanes =
       std::max(net::lanesAtFirst(static_cast<Nanos>(options.cost.roundTrip() * kSecond)),
@@ -95,8 +87,8 @@ std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
       options);
 }
 
-std::unique_ptr<Mesh> Network::start(Session& session) {
-  std::unique_ptr<Mesh> mesh = makeMesh(session);
+std::unique_ptr<Mesh> Network::start(Arbiter& arbiter) {
+  std::unique_ptr<Mesh> mesh = makeMesh(arbiter);
   try {
     pump_ = net::Pump::start(
         reactor_, rank_, size_,
@@ -108,13 +100,13 @@ std::unique_ptr<Mesh> Network::start(Session& session) {
     net::Control::Options control;
     control.ring = links_->controlRing();
     control.lost_after = links_->lostAfter();
-    session_ = &session;
+    arbiter_ = &arbiter;
     auto ring = net::Control::start(
         reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),
         [this](int to, int, const std::function<void()>& turn) {
           return links_->dial(to, net::Purpose::kControl, 0, turn);
         },
-        *this, control);
+        arbiter, control);
     {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
@@ -168,16 +160,16 @@ std::vector<Engine::Wire> Network::channels() {
 void Network::handOver(void (*turn)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
   if (!pump_) return;
-  const Session& session = *session_.load();
+  const Arbiter& arbiter = *arbiter_.load();
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
     std::vector<int> late = pump_->unsent();
-    std::erase_if(late, [&](int r) { return session.stateOf(r) != PeerState::kHere; });
-    if (late.empty() || session.failed()) return;
+    std::erase_if(late, [&](int r) { return !arbiter.stateOf(r).isHere(); });
+    if (late.empty() || arbiter.failed()) return;
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
                  "' with messages that had not been sent after " + seconds(timeout) + ": " +
-                 session.whereabouts(late) + " did not take them");
+                 arbiter.whereabouts(late) + " did not take them");
     if (turn) turn();
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   }
@@ -186,88 +178,50 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!session_.load()->failed()) pump_->flush(kFlushTime);
+  if (!arbiter_.load()->failed()) pump_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
 }
 
-// ---- what the session says
+// ---- PeerChannel
 
-void Network::tell(Failure kind, int culprit, const std::string& text) {
+void Network::broadcastError(const GroupFailure& failure) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->tell({.kind = kind, .culprit = culprit, .reporter = rank_, .text = text});
+  if (control_) control_->broadcastError(failure);
 }
 
-void Network::depart(Departure how) {
-  // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFlushTime);
+void Network::depart(Declared how) {
+  // Before the others know that this rank is gone, and count how long it is quiet.
+  if (how == Declared::kGone && mesh_ && !arbiter_.load()->failed()) mesh_->leave(kFlushTime);
   control_->depart(how);
 }
 
-void Network::ask(uint64_t since) {
+void Network::askForProgress(uint64_t since) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->ask(since);
+  if (control_) control_->askForProgress(since);
 }
 
-void Network::stir(int rank) {
+void Network::wakePeer(int rank) {
   const std::lock_guard lock(calls_mutex_);
   if (pump_) pump_->stir(rank);
 }
 
-// ---- what the others say
-
-void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
-  session_.load()->lose(ranks, fate, how);
-  if (fate != PeerState::kEnded) return;
-  for (int r : ranks) {
-    over_[static_cast<size_t>(r)] = true;
-    hearOut(r);
-  }
+bool Network::mayReceiveFrom(int rank) {
+  return carrier_->hears(rank);
 }
 
-void Network::departed(int rank, Departure how) {
-  session_.load()->learnDeparture(rank, how);
-  if (how != Departure::kGone) return;
-  over_[static_cast<size_t>(rank)] = true;
-  hearOut(rank);
+void Network::callLater(Nanos delay, std::function<void()> then) {
+  timers_.push_back(reactor_->at(now() + delay, std::move(then)));
+}
+
+// ---- what the message forwarder reports
+
+void Network::stirred(int) {
+  if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);
 }
 
 void Network::broken(int rank, const std::string& how, bool damaged) {
-  hearOut(rank);
-  // Both may be well, and the way between them not: messages are missing, and nobody else saw it.
-  net::Reactor::Timer& timer = unexplained_[static_cast<size_t>(rank)];
-  if (timer == 0)
-    timer = reactor_->at(now() + (damaged ? 0 : kExplained),
-                         [this, rank, how] { session_.load()->miss(rank, how); });
-}
-
-// A connection that is still open may carry more of what a rank has sent before it went.
-void Network::hearOut(int rank) {
-  if (over_[static_cast<size_t>(rank)] && !carrier_->hears(rank)) session_.load()->hearOut(rank);
-}
-
-void Network::stirred(int) {
-  if (Session* session = session_.load()) session->ringMessenger(rank_);
-}
-
-void Network::ended(const net::Verdict& verdict) {
-  session_.load()->learn(verdict.kind, verdict.culprit, verdict.reporter, verdict.text);
-}
-
-void Network::seen(int rank, const net::Whereabouts& there) {
-  session_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
-                       there.earlier);
-}
-
-net::Whereabouts Network::own(uint64_t since) {
-  net::Whereabouts here;
-  here.waits_for = session_.load()->waitsFor();
-  session_.load()->here(here.announced, here.last, since, here.earlier);
-  return here;
-}
-
-std::vector<int> Network::stopped() {
-  return session_.load()->stoppedOf(neighbours_);
+  arbiter_.load()->onDisconnect(rank, how, damaged);
 }
 
 }  // namespace ringreduce

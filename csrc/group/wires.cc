@@ -17,8 +17,8 @@ namespace {
 // Those of ranks that share memory.
 class SharedWires final : public Wires {
  public:
-  SharedWires(int rank, const Membership& membership, Session& session)
-      : memory_(rank, membership, session) {}
+  SharedWires(int rank, const Membership& membership, Arbiter& arbiter)
+      : memory_(rank, membership, arbiter) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void run(const Operation& operation, const OpSignature&) override {
@@ -89,15 +89,15 @@ class MeshWires final : public Wires {
 
 }  // namespace
 
-std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Session& session) {
-  return std::make_unique<SharedWires>(rank, membership, session);
+std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter) {
+  return std::make_unique<SharedWires>(rank, membership, arbiter);
 }
 
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const Membership& neighbours,
-                                    Session& session) {
-  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, session);
-  std::unique_ptr<Mesh> mesh = network.start(session);
+                                    Arbiter& arbiter) {
+  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
+  std::unique_ptr<Mesh> mesh = network.start(arbiter);
   try {
     return std::make_unique<MeshWires>(std::move(mesh), std::move(hierarchy), network.ring().ranks,
                                        static_cast<size_t>(hosts.size()) * sizeof(RankPage));

@@ -1,5 +1,5 @@
 // How long a wait spins before it sleeps, and what it looks after meanwhile: a WaitGuard, which the
-// group implements (health/session.h).
+// group implements (health/arbiter.h).
 #pragma once
 
 #include <cstdint>

@@ -94,7 +94,7 @@ void expectAll(Alone& alone, size_t bytes) {
 TEST(the_last_bytes_of_a_rank_that_has_left_are_awaited_while_they_come) {
   Alone alone({.lost_after = 150 * kMillisecond});
   const Fd other = alone.heard();
-  alone.me.watch().fate = PeerState::kLeft;
+  alone.me.watch().state = PeerState{.declared = Declared::kGone};
   // For much longer than it may be quiet.
   std::jthread slow([&] { saySlowly(other, operationAnd(1200), 50, 60 * kMillisecond); });
   expectAll(alone, 1200);
@@ -224,7 +224,8 @@ TEST(a_rank_has_no_more_connections_here_than_any_makes) {
     for (int i = 0; !at_once && i <= Mesh::kMostLanes; ++i) others.push_back(alone.heard());
     CHECK(ranks::failureOf(
               [&] {
-                alone.me.watch().fate = PeerState::kUnreachable;  // looks at what has come
+                alone.me.watch().state =
+                    PeerState{.observed = Observed::kUnreachable};  // looks at what has come
                 expectAll(alone, 1);
               },
               "it is gone") == Failure::kPeerLost);

@@ -76,7 +76,7 @@ class TestWatch final : public WaitGuard {
   void idle(Ready ready) override {
     if (hopeless && !ready()) throw Error(Failure::kPeerLost, "a third rank is lost");
   }
-  PeerState stateOf(int) const override { return fate; }
+  PeerState stateOf(int) const override { return state; }
   void broken(int rank, const std::string& how) override {
     throw Error(Failure::kPeerLost, "rank " + std::to_string(rank) + ": " + how);
   }
@@ -87,8 +87,8 @@ class TestWatch final : public WaitGuard {
   }
 
   OpSignature own;
-  std::atomic<PeerState> fate = PeerState::kHere;  // of all the others
-  std::atomic<bool> hopeless = false;              // a wait in which nothing moves is to end
+  std::atomic<PeerState> state = PeerState{};  // of all the others
+  std::atomic<bool> hopeless = false;          // a wait in which nothing moves is to end
 
  private:
   const std::atomic<bool>& failed_;

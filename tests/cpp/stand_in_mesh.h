@@ -200,7 +200,7 @@ class NoGuard final : public WaitGuard {
   void poll(int, Ready) override {}
   void verify(int) override {}
   void verify(int, const OpSignature&) override {}
-  PeerState stateOf(int) const override { return PeerState::kHere; }
+  PeerState stateOf(int) const override { return {}; }
   [[noreturn]] void broken(int, const std::string& how) override {
     throw Error(Failure::kPeerLost, how);
   }

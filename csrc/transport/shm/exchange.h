@@ -112,7 +112,7 @@ class BasicExchange {
   void publish(Flag& flag, uint64_t step) {
     flag.publish<Rules>(step + 1);
     for (int r = 0; r < size(); ++r)
-      if (r != rank_) ring<Rules>(page(r), rank_);
+      if (r != rank_) wakeIfWaiting<Rules>(page(r), rank_);
   }
 
   void await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {

@@ -20,7 +20,7 @@ inline constexpr uint64_t kAnnouncements = 64;
 inline constexpr int kMaxSlots = 32;
 static_assert(kAnnouncements >= 2 * kMaxSlots);
 
-constexpr uint32_t bellFor(int rank) {
+constexpr uint32_t wakeWordFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
@@ -34,14 +34,15 @@ struct RankPage {
   Flag announced;  // operations announced
   OpSignature announcements[kAnnouncements];
 
-  alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
-  alignas(kLine) uint32_t messenger_bell;  // 1 while the owner sleeps and waits for messages
-  alignas(kLine) uint32_t departed;        // a Departure of the owner
+  alignas(kLine)
+      uint32_t wake_word;  // wakeWordFor(r) while the owner sleeps and waits for rank r, else 0
+  alignas(kLine) uint32_t messenger_wake_word;  // 1 while the owner sleeps and waits for messages
+  alignas(kLine) uint32_t departed;             // a Declared of the owner
 
-  // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of
-  // the host's first rank counts.  `record` is the text of a verdict that this page's owner
+  // Why the group has failed, or 0: written once, by the first rank that found a cause.  Only the
+  // page of the host's first rank counts.  `record` is the text of a failure that this page's owner
   // reported.
-  alignas(kLine) uint64_t verdict;
+  alignas(kLine) uint64_t failure;
   alignas(kLine) char record[2048];
 };
 

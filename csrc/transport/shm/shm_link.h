@@ -39,7 +39,7 @@ class BasicShmSendLink final : public SendLink {
 
   void post() override {
     sender_.post();
-    ring<Rules>(*pipe_.receiver_page, pipe_.sender);
+    wakeIfWaiting<Rules>(*pipe_.receiver_page, pipe_.sender);
   }
 
  private:
@@ -65,7 +65,7 @@ class BasicShmRecvLink final : public RecvLink {
 
   void release() override {
     receiver_.release();
-    ring<Rules>(*pipe_.sender_page, pipe_.receiver);
+    wakeIfWaiting<Rules>(*pipe_.sender_page, pipe_.receiver);
   }
 
  private:

@@ -398,7 +398,7 @@ void Mesh::State::lookForSilence() {
     for (int i = 0; one && i < one->stream.lanes(); ++i) {
       Connection& lane = one->stream.lane(i);
       const Nanos silent = lane.silence.look(lane.socket);
-      if (silent <= longestSilence() || watch.stateOf(r) != PeerState::kHere) continue;
+      if (silent <= longestSilence() || !watch.stateOf(r).isHere()) continue;
       watch.broken(r, "nothing that was sent " + net::wayOf(lane.socket) + " has arrived for " +
                           std::to_string(silent / kSecond) +
                           " s, while its control connection lives: something between these two "
@@ -409,8 +409,8 @@ void Mesh::State::lookForSilence() {
 
 // Its system goes on sending what is left, for as long as it takes.
 void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
-  const PeerState fate = watch.stateOf(r);
-  if (fate == PeerState::kHere) return;
+  const PeerState state = watch.stateOf(r);
+  if (state.isHere()) return;
   collect();
   while (progress()) {
   }
@@ -418,7 +418,7 @@ void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
   const net::RecvStream& stream = in(r).stream;
   if (gone.quiet_since == 0 || gone.received != stream.received())
     gone = {.quiet_since = now(), .received = stream.received()};
-  if (fate == PeerState::kUnreachable || !stream.isOpen() ||
+  if (state.observed == Observed::kUnreachable || !stream.isOpen() ||
       now() - gone.quiet_since > 2 * options.lost_after)
     watch.broken(r, "it is gone");
 }
@@ -555,7 +555,7 @@ void Mesh::leave(Nanos longest) {
     bool under_way = false;
     everyLane([&](int r, int socket) {
       int bytes = 0;
-      under_way = under_way || (state_->watch.stateOf(r) == PeerState::kHere &&
+      under_way = under_way || (state_->watch.stateOf(r).isHere() &&
                                 ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0);
     });
     return under_way;

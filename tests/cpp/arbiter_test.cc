@@ -1,6 +1,5 @@
-// What a session makes of what comes from other hosts: mirrors of how far the others are, and when
-// it asks them.
-#include "health/session.h"
+// What an arbiter makes of news from other hosts, and when it asks them for their progress.
+#include "health/arbiter.h"
 
 #include <chrono>
 #include <functional>
@@ -16,19 +15,23 @@ using namespace ringreduce;
 
 namespace {
 
-struct Others final : Outside {
-  void tell(Failure, int, const std::string&) override {}
-  void depart(Departure) override {}
-  void ask(uint64_t since) override {
+struct Others final : PeerChannel {
+  void broadcastError(const GroupFailure&) override {}
+  void depart(Declared) override {}
+  void askForProgress(uint64_t since) override {
     ++asked;
     if (since != kNoOperation && answer) answer(since);
   }
-  void stir(int) override {}
+  void wakePeer(int) override {}
+  bool mayReceiveFrom(int) override { return connected; }
+  void callLater(Nanos, std::function<void()> then) override { later = std::move(then); }
   int asked = 0;
+  bool connected = false;
+  std::function<void()> later;
   std::function<void(uint64_t since)> answer;
 };
 
-// One rank's session, with mirrors of all.
+// One rank's arbiter, with mirrors of all.
 struct One {
   One(int rank, int size) : pages(std::make_unique<RankPage[]>(static_cast<size_t>(size))) {
     std::vector<Seat> seats;
@@ -37,18 +40,22 @@ struct One {
       for (OpSignature& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = nullptr, .name = "a process", .pid = 0});
     }
-    session = std::make_unique<Session>(rank, std::move(seats), options, &others);
+    arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options, &others);
+  }
+  void see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
+           const std::vector<OpSignature>& earlier = {}) const {
+    arbiter->onProgress(rank, {announced, last, earlier, waits_for, false});
   }
   // Waits for a rank that does not come.
   void poll(int rank) const {
     auto never = [] { return false; };
-    session->poll(rank, Ready(never));
+    arbiter->poll(rank, Ready(never));
   }
 
   const GroupOptions options{.name = "test", .stall = kNever};
   Others others;
   const std::unique_ptr<RankPage[]> pages;
-  std::unique_ptr<Session> session;
+  std::unique_ptr<Arbiter> arbiter;
 };
 
 OpSignature barrier(uint64_t sequence) {
@@ -61,23 +68,23 @@ TEST(what_is_heard_late_is_no_mismatch) {
   One one(0, 2);
   const uint64_t ahead = 6 + kAnnouncements;
   // Rank 1 is where this rank is too; of an earlier operation it is heard only now.
-  one.session->see(1, ahead + 1, barrier(ahead), -1, false);
-  one.session->see(1, 7, barrier(6), -1, false);
-  one.session->begin(barrier(ahead), kNever, false);
+  one.see(1, ahead + 1, barrier(ahead), -1);
+  one.see(1, 7, barrier(6), -1);
+  one.arbiter->begin(barrier(ahead), kNever, false);
   one.poll(1);
   CHECK_EQ(one.pages[1].announcements[ahead % kAnnouncements].sequence, ahead);
   // The same where this rank is told by the data itself.
-  one.session->verify(1, one.session->current());
-  one.session->see(1, 7, barrier(6), -1, false);
+  one.arbiter->verify(1, one.arbiter->current());
+  one.see(1, 7, barrier(6), -1);
   one.poll(1);
 }
 
 TEST(what_stands_there_of_an_earlier_operation_is_not_compared) {
   One one(0, 2);
-  one.session->see(1, 7, barrier(6), -1, false);
+  one.see(1, 7, barrier(6), -1);
   const uint64_t ahead = 6 + kAnnouncements;
   one.pages[1].announced.publish(ahead + 1);
-  one.session->begin(barrier(ahead), kNever, false);
+  one.arbiter->begin(barrier(ahead), kNever, false);
   one.poll(1);
 }
 
@@ -86,11 +93,11 @@ TEST(another_operation_is_a_mismatch_however_it_is_heard) {
   other.count = 7;
   for (const bool by_data : {false, true}) {
     One one(0, 2);
-    one.session->begin(barrier(3), kNever, false);
+    one.arbiter->begin(barrier(3), kNever, false);
     const auto kind = ranks::failureOf(
         [&] {
-          if (by_data) one.session->verify(1, other);
-          one.session->see(1, 4, other, -1, false);
+          if (by_data) one.arbiter->verify(1, other);
+          one.see(1, 4, other, -1);
           one.poll(1);
         },
         "ranks disagree on operation #3");
@@ -98,17 +105,17 @@ TEST(another_operation_is_a_mismatch_however_it_is_heard) {
   }
   // And where it is of a much later one, of the same place in the mirror.
   One one(0, 2);
-  one.session->begin(barrier(3), kNever, false);
+  one.arbiter->begin(barrier(3), kNever, false);
   other.sequence = 3 + kAnnouncements;
-  CHECK(ranks::failureOf([&] { one.session->verify(1, other); },
+  CHECK(ranks::failureOf([&] { one.arbiter->verify(1, other); },
                          "ranks disagree on operation #3") == Failure::kMismatch);
 }
 
 TEST(what_another_has_asked_is_not_asked_again) {
   One heard(1, 4), unheard(1, 4);
-  for (One* one : {&heard, &unheard}) one->session->begin(barrier(0), kNever, false);
+  for (One* one : {&heard, &unheard}) one->arbiter->begin(barrier(0), kNever, false);
   for (const Nanos end = now() + 2500 * kMillisecond; now() < end;) {
-    heard.session->see(3, 1, barrier(0), -1, false);
+    heard.see(3, 1, barrier(0), -1);
     heard.poll(2);
     unheard.poll(2);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -124,22 +131,22 @@ TEST(who_called_what_is_asked_of_all) {
   for (uint64_t sequence = 0; sequence < 3; ++sequence) {
     OpSignature call = barrier(sequence);
     call.count = sequence;
-    one.session->begin(call, kNever, false);
-    one.session->end();
-    calls.push_back(one.session->current());
+    one.arbiter->begin(call, kNever, false);
+    one.arbiter->end();
+    calls.push_back(one.arbiter->current());
   }
   OpSignature others_call = calls[1];
   others_call.count = 100;
   one.others.answer = [&](uint64_t since) {
     CHECK_EQ(since, uint64_t{0});
-    one.session->see(0, 2, calls[1], -1, false, {calls[0]});
-    one.session->see(1, 2, others_call, -1, false, {calls[0]});
+    one.see(0, 2, calls[1], -1, {calls[0]});
+    one.see(1, 2, others_call, -1, {calls[0]});
   };
   for (const bool by_data : {true, false}) {
     const auto kind = ranks::failureOf(
         [&] {
-          if (by_data) one.session->verify(1, others_call);
-          one.session->check();
+          if (by_data) one.arbiter->verify(1, others_call);
+          one.arbiter->check();
         },
         "ranks disagree on operation #1: rank 1 called barrier #1, where ranks 0 and 2 called");
     CHECK(kind == Failure::kMismatch);
@@ -150,15 +157,15 @@ TEST(a_rank_that_went_on_is_held_to_what_it_called) {
   // Rank 1 has not waited in operation #0, which it called otherwise than rank 0, and its next data
   // are of #1.
   One one(0, 3);
-  one.session->begin(barrier(0), kNever, false);
-  const OpSignature own = one.session->current();
+  one.arbiter->begin(barrier(0), kNever, false);
+  const OpSignature own = one.arbiter->current();
   OpSignature theirs = own, next = barrier(1);
   theirs.count = 3;
   one.others.answer = [&](uint64_t) {
-    one.session->see(1, 2, next, -1, false, {theirs});
-    one.session->see(2, 1, own, -1, false);
+    one.see(1, 2, next, -1, {theirs});
+    one.see(2, 1, own, -1);
   };
-  CHECK(ranks::failureOf([&] { one.session->verify(1, next); },
+  CHECK(ranks::failureOf([&] { one.arbiter->verify(1, next); },
                          "ranks disagree on operation #0: rank 1 called barrier #0, where ranks 0 "
                          "and 2 called barrier #0") == Failure::kMismatch);
 }
@@ -167,70 +174,70 @@ TEST(a_rank_that_was_left_behind_is_held_to_what_it_called) {
   // In operation #0 rank 1 waits for rank 2, which had nothing to do for it there: the others, who
   // called another one, are in the next by now and wait for rank 1.
   One one(0, 3);
-  one.session->begin(barrier(0), kNever, false);
-  one.session->end();
-  const OpSignature own = one.session->current();
+  one.arbiter->begin(barrier(0), kNever, false);
+  one.arbiter->end();
+  const OpSignature own = one.arbiter->current();
   OpSignature theirs = own;
   theirs.root = 2;
-  one.session->begin(barrier(1), kNever, false);
-  one.session->see(2, 2, one.session->current(), 1, false);
-  one.session->see(1, 1, own, 2, false);
+  one.arbiter->begin(barrier(1), kNever, false);
+  one.see(2, 2, one.arbiter->current(), 1);
+  one.see(1, 1, own, 2);
   one.poll(1);  // one that is only late is waited for
   One again(0, 3);
-  again.session->begin(barrier(0), kNever, false);
-  again.session->end();
-  again.session->begin(barrier(1), kNever, false);
-  again.others.answer = [&](uint64_t) {
-    again.session->see(2, 2, again.session->current(), 1, false, {own});
-  };
-  again.session->see(1, 1, theirs, 2, false);
+  again.arbiter->begin(barrier(0), kNever, false);
+  again.arbiter->end();
+  again.arbiter->begin(barrier(1), kNever, false);
+  again.others.answer = [&](uint64_t) { again.see(2, 2, again.arbiter->current(), 1, {own}); };
+  again.see(1, 1, theirs, 2);
   CHECK(ranks::failureOf([&] { again.poll(1); },
                          "ranks disagree on operation #0: rank 1 called barrier #0") ==
         Failure::kMismatch);
 }
 
-TEST(the_end_of_a_rank_is_known_to_messages_once_they_have_come) {
+TEST(a_rank_is_gone_once_all_its_messages_have_arrived) {
   One one(0, 4);
-  Session& session = *one.session;
-  session.lose({1}, PeerState::kEnded, "its process ended");
-  CHECK(session.stateOf(1) == PeerState::kEnded && !session.endedProcesses()[1]);
-  session.hearOut(1);
-  CHECK(session.endedProcesses()[1]);
-  session.learnDeparture(2, Departure::kLeaving);
-  CHECK(session.stateOf(2) == PeerState::kLeft && session.departureOf(2) == Departure::kLeaving);
-  session.learnDeparture(2, Departure::kGone);
-  CHECK(session.stateOf(2) == PeerState::kLeft && session.departureOf(2) == Departure::kLeaving);
-  session.hearOut(2);
-  CHECK(session.departureOf(2) == Departure::kGone);
-  // Of one that cannot be reached nothing will come.
-  session.lose({3}, PeerState::kUnreachable, "no packet from its host came for 3 s");
-  CHECK(session.stateOf(3) == PeerState::kUnreachable && session.endedProcesses()[3]);
-  CHECK_EQ(session.howLost(3), std::string("no packet from its host came for 3 s"));
-  CHECK_EQ(session.howLost(1), std::string("its process ended"));
-  // None of these is missed for a connection that ended.
-  for (int r = 1; r < 4; ++r) session.miss(r, "nobody knows why");
-  CHECK(!session.failed());
+  Arbiter& arbiter = *one.arbiter;
+  one.others.connected = true;
+  arbiter.onPeersLost({1}, Observed::kEnded, "its process ended");
+  CHECK(arbiter.stateOf(1).isLost() && !arbiter.stateOf(1).isGone());
+  arbiter.onDeparture(2, Declared::kLeaving);
+  CHECK(!arbiter.stateOf(2).isHere() && !arbiter.stateOf(2).isLost());
+  arbiter.onDeparture(2, Declared::kGone);
+  CHECK(arbiter.stateOf(2).mayStillSend() && !arbiter.stateOf(2).isGone());
+  // A rank that cannot be reached sends nothing more.
+  arbiter.onPeersLost({3}, Observed::kUnreachable, "no packet from its host came for 3 s");
+  CHECK(arbiter.stateOf(3).isGone());
+  one.others.connected = false;
+  for (int r : {1, 2, 3}) {
+    arbiter.onDisconnect(r, "nobody knows why", false);
+    CHECK(arbiter.stateOf(r).isGone());
+    one.others.later();
+  }
+  CHECK_EQ(arbiter.howLost(3), std::string("no packet from its host came for 3 s"));
+  CHECK_EQ(arbiter.howLost(1), std::string("its process ended"));
+  CHECK(!arbiter.failed());
 }
 
 TEST(a_connection_that_ended_unexplained_ends_the_group) {
   One one(0, 2);
-  one.session->miss(1, "nobody knows why");
-  CHECK(ranks::failureOf([&] { one.session->check(); },
+  one.arbiter->onDisconnect(1, "nobody knows why", false);
+  one.others.later();
+  CHECK(ranks::failureOf([&] { one.arbiter->check(); },
                          "rank 1 (a process) is lost: nobody knows") == Failure::kPeerLost);
 }
 
 TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   One one(0, 3);
-  Session& session = *one.session;
-  session.begin(barrier(0), kNever, false);
+  Arbiter& arbiter = *one.arbiter;
+  arbiter.begin(barrier(0), kNever, false);
   bool come = false;
   auto ready = [&] { return come; };
-  session.idle(Ready(ready));
-  session.learnDeparture(1, Departure::kGone);  // it may have left after this operation
-  session.lose({2}, PeerState::kEnded, "its process ended");
+  arbiter.idle(Ready(ready));
+  arbiter.onDeparture(1, Declared::kGone);  // it may have left after this operation
+  arbiter.onPeersLost({2}, Observed::kEnded, "its process ended");
   const Nanos heard = now();
   const auto wait = [&] {
-    for (const Nanos end = heard + 10 * kSecond; now() < end;) session.idle(Ready(ready));
+    for (const Nanos end = heard + 10 * kSecond; now() < end;) arbiter.idle(Ready(ready));
   };
   CHECK(ranks::failureOf(wait, "rank 2 (a process) is lost: its process ended during barrier #0") ==
         Failure::kPeerLost);
@@ -240,35 +247,35 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
 
 TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
   One one(0, 2);
-  one.session->begin(barrier(0), kNever, false);
-  one.session->lose({1}, PeerState::kUnreachable, "no packet from its host came for 3 s");
+  one.arbiter->begin(barrier(0), kNever, false);
+  one.arbiter->onPeersLost({1}, Observed::kUnreachable, "no packet from its host came for 3 s");
   auto over = [] { return true; };
-  for (const Nanos end = now() + kSecond; now() < end;) one.session->idle(Ready(over));
-  CHECK(!one.session->failed());
+  for (const Nanos end = now() + kSecond; now() < end;) one.arbiter->idle(Ready(over));
+  CHECK(!one.arbiter->failed());
 }
 
 TEST(who_holds_up_another_is_found_along_the_chain) {
   One one(0, 4);
-  Session& session = *one.session;
-  CHECK_EQ(session.heldUpBy(3), 3);
+  Arbiter& arbiter = *one.arbiter;
+  CHECK_EQ(arbiter.heldUpBy(3), 3);
   // Rank 3 waits for rank 2, and that for rank 1, which says nothing.
-  session.see(3, 1, barrier(0), 2, false);
-  session.see(2, 1, barrier(0), 1, false);
-  CHECK_EQ(session.heldUpBy(3), 1);
+  one.see(3, 1, barrier(0), 2);
+  one.see(2, 1, barrier(0), 1);
+  CHECK_EQ(arbiter.heldUpBy(3), 1);
   // A chain that comes back here ends before.
-  session.see(1, 1, barrier(0), 0, false);
-  CHECK_EQ(session.heldUpBy(3), 1);
+  one.see(1, 1, barrier(0), 0);
+  CHECK_EQ(arbiter.heldUpBy(3), 1);
   // Nor is one without an end followed for ever.
-  session.see(1, 1, barrier(0), 3, false);
-  CHECK(session.heldUpBy(3) > 0);
+  one.see(1, 1, barrier(0), 3);
+  CHECK(arbiter.heldUpBy(3) > 0);
 }
 
 TEST(who_waits_for_a_late_one_is_not_blamed_with_it) {
   One one(1, 4);
-  one.session->begin(barrier(5), kMillisecond, false);
-  one.session->see(0, 5, barrier(4), -1, false);
-  one.session->see(2, 5, barrier(4), 0, false);
-  one.session->see(3, 6, barrier(5), -1, false);
+  one.arbiter->begin(barrier(5), kMillisecond, false);
+  one.see(0, 5, barrier(4), -1);
+  one.see(2, 5, barrier(4), 0);
+  one.see(3, 6, barrier(5), -1);
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(ranks::failureOf([&] { one.poll(0); }, "rank 0 (a process, last seen in barrier #4) did") ==
         Failure::kTimeout);
