@@ -1,6 +1,6 @@
 """The layers of csrc/: each may include itself and those before it, only the last one torch, and
 only the one for GPUs what comes with CUDA.  Shared memory and sockets do not know each other, nor
-do collectives and messages."""
+do collectives and messages; collectives reach other hosts through transport/transport.h only."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,8 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transport/tcp",
           "bootstrap", "health", "collectives", "p2p", "group", "cuda", "torch"]  # fmt: skip
-APART = {("transport/tcp", "transport/shm"), ("p2p", "collectives")}
+APART = {("transport/tcp", "transport/shm"), ("p2p", "collectives"),
+         ("collectives", "transport/tcp")}  # fmt: skip
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 CUDA_HEADERS = ("cuda", "cooperative_groups", "nccl", "cub/", "thrust/")

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -22,9 +22,9 @@ struct Blocks {
 // all-to-all communications in multiport message-passing systems" (1997).  A rank that has the
 // blocks 0 ... n-1 sends them to the ranks n, 2n, ... (radix-1) n before it, and gets as many from
 // those after it: so it has radix times as many.
-void gatherByBruck(Mesh& mesh, const Blocks& blocks, int radix);
+void gatherByBruck(Transport& transport, const Blocks& blocks, int radix);
 
 // Slice by slice to the next rank; what comes from the one before goes on, but for the last.
-void gatherByRing(Mesh& mesh, const Blocks& blocks);
+void gatherByRing(Transport& transport, const Blocks& blocks);
 
 }  // namespace ringreduce

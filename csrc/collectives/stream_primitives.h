@@ -1,4 +1,4 @@
-// The five ring primitives (algorithm/ring.h) for a mesh.  The ring is run twice: once by
+// The five ring primitives (algorithm/ring.h) for a transport.  The ring is run twice: once by
 // primitives that only say where everything goes that will come (ExpectRing), and once by those
 // that move and add (MoveRing).
 //
@@ -9,7 +9,7 @@
 // a chunk's number is its owner's place in the list.
 //
 // What travels.  A rank's own addends leave as they are, in their own type.  Partial sums of halves
-// are float32, in buffers of the mesh's.  Those of other types are added up in place where the
+// are float32, in buffers of the transport's.  Those of other types are added up in place where the
 // memory is to be written anyway, and sent from there.  That is safe although the finished value is
 // awaited in the same place from the start: it is made of the very partial sum, so nothing of it
 // can come back before all of that has arrived at the next rank.  The same holds for addends that
@@ -28,7 +28,7 @@
 #include "base/dtype.h"
 #include "collectives/stream_slices.h"
 #include "kernels/reduce.h"
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -85,21 +85,23 @@ struct RingCall {
 class RingPass {
  public:
   // The ring as runRing sees it, but for the window.
-  static RingShape shapeOf(const Mesh& mesh, const RingCall& call) {
-    RingShape shape{
-        .rank = mesh.rank(), .world_size = mesh.size(), .slices = call.slices, .window = 1};
+  static RingShape shapeOf(const Transport& transport, const RingCall& call) {
+    RingShape shape{.rank = transport.rank(),
+                    .world_size = transport.size(),
+                    .slices = call.slices,
+                    .window = 1};
     if (call.ranks.empty()) return shape;
-    shape.rank = static_cast<int>(std::find(call.ranks.begin(), call.ranks.end(), mesh.rank()) -
-                                  call.ranks.begin());
+    shape.rank = static_cast<int>(
+        std::find(call.ranks.begin(), call.ranks.end(), transport.rank()) - call.ranks.begin());
     shape.world_size = static_cast<int>(call.ranks.size());
     return shape;
   }
 
  protected:
-  RingPass(Mesh& mesh, const RingCall& call)
-      : mesh_(mesh),
+  RingPass(Transport& transport, const RingCall& call)
+      : transport_(transport),
         call_(call),
-        shape_(shapeOf(mesh, call)),
+        shape_(shapeOf(transport, call)),
         P_(shape_.world_size),
         me_(shape_.rank),
         next_(rankAt((me_ + 1) % P_)),
@@ -116,7 +118,7 @@ class RingPass {
   Span span(int c, size_t j) const { return piece(chunk(c).count, call_.slice, j); }
   const std::byte* input(int c, Span s) const { return chunk(c).input + s.begin * input_width_; }
   std::byte* output(int c, Span s) const { return chunk(c).output + s.begin * width_; }
-  // Where to add up partial sums; null: in a buffer of the mesh's.
+  // Where to add up partial sums; null: in a buffer of the transport's.
   std::byte* sums(int c, Span s) const {
     if (chunk(c).sums) return chunk(c).sums + s.begin * sizeOf(call_.kernels.partial);
     return !widens() && call_.ending == Ending::kEverybody ? output(c, s) : nullptr;
@@ -129,7 +131,7 @@ class RingPass {
     return arrivesUnadded(c) ? input_width_ : sizeOf(call_.kernels.partial);
   }
 
-  Mesh& mesh_;
+  Transport& transport_;
   const RingCall& call_;
   const RingShape shape_;
   const int P_, me_;  // ranks of the ring, and this one's place
@@ -139,58 +141,58 @@ class RingPass {
 
 class ExpectRing : RingPass {
  public:
-  ExpectRing(Mesh& mesh, const RingCall& call) : RingPass(mesh, call) {}
+  ExpectRing(Transport& transport, const RingCall& call) : RingPass(transport, call) {}
 
   void send(int, size_t) {}
   void recvReduceSend(int c, size_t j) {
-    mesh_.expect(previous_, span(c, j).size * arrivingWidth(c));
+    transport_.expect(previous_, span(c, j).size * arrivingWidth(c));
   }
   void recvReduceCopySend(int c, size_t j) { recvReduceSend(c, j); }
   void recvCopySend(int c, size_t j) {
     const Span s = span(c, j);
     if (call_.ending == Ending::kEverybody)
-      mesh_.expect(previous_, output(c, s), s.size * width_);
-    else if (call_.ending == Ending::kRoot && mesh_.rank() == call_.root)
-      mesh_.expect(rankAt(c), output(c, s), s.size * width_);
+      transport_.expect(previous_, output(c, s), s.size * width_);
+    else if (call_.ending == Ending::kRoot && transport_.rank() == call_.root)
+      transport_.expect(rankAt(c), output(c, s), s.size * width_);
   }
   void recv(int c, size_t j) { recvCopySend(c, j); }
 };
 
 class MoveRing : RingPass {
  public:
-  MoveRing(Mesh& mesh, const RingCall& call) : RingPass(mesh, call) {}
+  MoveRing(Transport& transport, const RingCall& call) : RingPass(transport, call) {}
 
   void send(int c, size_t j) {
     const Span s = span(c, j);
-    mesh_.send(next_, input(c, s), s.size * input_width_);
+    transport_.send(next_, input(c, s), s.size * input_width_);
   }
 
   void recvReduceSend(int c, size_t j) {
     const Span s = span(c, j);
-    const std::byte* in = mesh_.peek(previous_);
+    const std::byte* in = transport_.peek(previous_);
     const size_t width = sizeOf(call_.kernels.partial);
     if (std::byte* sum = sums(c, s)) {
       call_.hop->finish(sum, in, input(c, s), s.size, 1);
-      mesh_.release(previous_);
-      mesh_.send(next_, sum, s.size * width);
+      transport_.release(previous_);
+      transport_.send(next_, sum, s.size * width);
       return;
     }
-    std::byte* sum = mesh_.acquire(next_);
+    std::byte* sum = transport_.acquire(next_);
     if (widens() && arrivesUnadded(c)) {
       call_.kernels.widen(sum, in, s.size);
       in = sum;
     }
     call_.kernels.combine(sum, in, input(c, s), s.size);
-    mesh_.release(previous_);
-    mesh_.post(next_, sum, s.size * width);
+    transport_.release(previous_);
+    transport_.post(next_, sum, s.size * width);
   }
 
   void recvReduceCopySend(int c, size_t j) {
     const Span s = span(c, j);
-    const std::byte* in = mesh_.peek(previous_);
+    const std::byte* in = transport_.peek(previous_);
     const int world_size = call_.world_size > 0 ? call_.world_size : P_;
-    const bool leaves = call_.ending == Ending::kRoot && mesh_.rank() != call_.root;
-    std::byte* result = leaves ? mesh_.acquire(call_.root) : output(c, s);
+    const bool leaves = call_.ending == Ending::kRoot && transport_.rank() != call_.root;
+    std::byte* result = leaves ? transport_.acquire(call_.root) : output(c, s);
     if (call_.sums) {
       call_.kernels.finishSums(result, in, input(c, s), s.size, world_size);
     } else if (arrivesUnadded(c)) {
@@ -199,24 +201,24 @@ class MoveRing : RingPass {
     } else {
       call_.kernels.finish(result, in, input(c, s), s.size, world_size);
     }
-    mesh_.release(previous_);
-    if (leaves) mesh_.post(call_.root, result, s.size * width_);
-    if (call_.ending == Ending::kEverybody) mesh_.send(next_, result, s.size * width_);
+    transport_.release(previous_);
+    if (leaves) transport_.post(call_.root, result, s.size * width_);
+    if (call_.ending == Ending::kEverybody) transport_.send(next_, result, s.size * width_);
   }
 
   void recvCopySend(int c, size_t j) {
     recv(c, j);
     if (call_.ending != Ending::kEverybody) return;
     const Span s = span(c, j);
-    mesh_.send(next_, output(c, s), s.size * width_);
+    transport_.send(next_, output(c, s), s.size * width_);
   }
 
   void recv(int c, size_t) {
     if (call_.ending == Ending::kOwner) return;
-    if (call_.ending == Ending::kRoot && mesh_.rank() != call_.root) return;
+    if (call_.ending == Ending::kRoot && transport_.rank() != call_.root) return;
     const int from = call_.ending == Ending::kRoot ? rankAt(c) : previous_;
-    mesh_.peek(from);
-    mesh_.release(from);
+    transport_.peek(from);
+    transport_.release(from);
   }
 };
 
@@ -227,17 +229,18 @@ inline constexpr size_t kMostUnderWay = 256 << 20;
 // How many slices of each chunk are under way.  It leaves a rank twice as many buffers as it has
 // partial sums under way, since on the way to a root that is the next rank there are as many
 // results: so no rank waits for a buffer while all the others do.
-constexpr size_t meshWindow(size_t slices, int ranks, size_t buffers) {
-  const size_t of_each_chunk = kMostUnderWay / net::kPieceBytes / static_cast<size_t>(ranks);
+constexpr size_t streamWindow(size_t slices, int ranks, size_t buffers) {
+  const size_t of_each_chunk = kMostUnderWay / kPieceBytes / static_cast<size_t>(ranks);
   return std::min({slices, buffers / 2 - 1, std::max<size_t>(1, of_each_chunk)});
 }
 
-inline void runMeshRing(Mesh& mesh, const RingCall& call, size_t buffers = Mesh::window()) {
-  RingShape shape = RingPass::shapeOf(mesh, call);
-  shape.window = meshWindow(call.slices, shape.world_size, buffers);
-  ExpectRing expect(mesh, call);
+inline void runStreamRing(Transport& transport, const RingCall& call,
+                          size_t buffers = Transport::kWindow) {
+  RingShape shape = RingPass::shapeOf(transport, call);
+  shape.window = streamWindow(call.slices, shape.world_size, buffers);
+  ExpectRing expect(transport, call);
   runRing(expect, shape);
-  MoveRing move(mesh, call);
+  MoveRing move(transport, call);
   runRing(move, shape);
 }
 

@@ -1,12 +1,12 @@
 // How a message is cut for the way: fine enough that ranks send while they add, coarse enough that
-// a slice costs little, and never more than a buffer of the mesh's.
+// a slice costs little, and never more than a buffer of the transport's.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 
 #include "algorithm/cut.h"
-#include "transport/tcp/stream.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -16,8 +16,7 @@ inline constexpr size_t kSlicesWanted = 16;
 // Elements of `width` bytes, of which `count` travel one after the other.  A multiple of
 // kChunkElements.
 constexpr size_t sliceElements(size_t count, size_t width) {
-  const size_t bytes =
-      std::clamp(ceilDiv(count * width, kSlicesWanted), kLeastSlice, net::kPieceBytes);
+  const size_t bytes = std::clamp(ceilDiv(count * width, kSlicesWanted), kLeastSlice, kPieceBytes);
   return bytes / width / kChunkElements * kChunkElements;
 }
 static_assert(sliceElements(0, 16) > 0);

@@ -85,7 +85,7 @@ std::string Network::open(const Hosts& hosts) {
   unexplained_.assign(static_cast<size_t>(size_), 0);
   // Here, where the others are told.
   net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
+  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, kMaxConnections));
   lost_after_ = lostAfter();
   checkLogLevel();
   reactor_ = net::Reactor::shared();
@@ -135,32 +135,29 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
-  Mesh::Options options{.algorithm = shared_.algorithm};
-  options.cost = cost_;
-  const std::vector<int>& ranks = host_ring_.ranks;
-  options.shown = ranks;
-  WaitGuard* watch = &session;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
-  options.least_lanes = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
+std::unique_ptr<TcpTransport> Network::makeTransport(Session& session) {
+  TcpOptions tcp{.shown = host_ring_.ranks, .lost_after = lost_after_};
+  WaitGuard* guard = &session;
+  if (!host_ring_.ranks.empty())
+    guard = (placed_ = std::make_unique<PlacesGuard>(session, host_ring_.ranks)).get();
+  tcp.min_connections = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
   // Each path is an interface's, and each gets its share.
   for (const net::Endpoint& endpoint : endpoints_)
-    options.least_lanes =
-        std::max(options.least_lanes,
+    tcp.min_connections =
+        std::max(tcp.min_connections,
                  static_cast<int>(std::min<size_t>(kMostPaths, pathsOf(endpoint).size())));
-  if (lanes_ > 0) options.least_lanes = options.most_lanes = lanes_;
-  options.lost_after = lost_after_;
-  return std::make_unique<Mesh>(
-      placeOf(rank_), size_, *watch,
+  if (lanes_ > 0) tcp.min_connections = tcp.max_connections = lanes_;
+  return std::make_unique<TcpTransport>(
+      placeOf(rank_), size_, *guard,
       [this](int to, int lane, const std::function<void()>& turn) {
         const int rank = places_.empty() ? to : host_ring_.ranks[static_cast<size_t>(to)];
         return dial(rank, net::Purpose::kData, lane, turn);
       },
-      options);
+      TransportOptions{.algorithm = shared_.algorithm, .cost = cost_}, tcp);
 }
 
-std::unique_ptr<Mesh> Network::start(Session& session) {
-  std::unique_ptr<Mesh> mesh = makeMesh(session);
+std::unique_ptr<TcpTransport> Network::start(Session& session) {
+  std::unique_ptr<TcpTransport> transport = makeTransport(session);
   try {
     net::Control::Options control;
     control.ring = ring_;
@@ -178,14 +175,14 @@ std::unique_ptr<Mesh> Network::start(Session& session) {
     }
     // Not before: the reactor's thread, which waits for this lock, has had to start the ring.
     const std::lock_guard lock(mutex_);
-    mesh_ = mesh.get();
+    transport_ = transport.get();
     for (Early& early : early_) route(std::move(early.socket), early.caller);
     early_.clear();
   } catch (...) {
-    close();  // before the mesh goes
+    close();  // before the transport goes
     throw;
   }
-  return mesh;
+  return transport;
 }
 
 // Makes a connection and proves it.
@@ -215,7 +212,7 @@ net::Socket Network::dial(int to, net::Purpose purpose, int lane,
 void Network::take(net::Socket socket, const net::PeerHello& caller) {
   if (caller.from < 0 || caller.from >= size_ || caller.from == rank_) return;
   const std::lock_guard lock(mutex_);
-  if (mesh_)
+  if (transport_)
     route(std::move(socket), caller);
   else
     early_.push_back({std::move(socket), caller});
@@ -228,7 +225,7 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kMessages:
       return pump_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
-      return mesh_->accept(placeOf(caller.from), std::move(socket));
+      return transport_->accept(placeOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // is awaited, or nobody's any more
       return;
   }
@@ -290,7 +287,8 @@ void Network::tell(Failure kind, int culprit, const std::string& text) {
 
 void Network::depart(Departure how) {
   // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFlushTime);
+  if (how == Departure::kGone && transport_ && !session_.load()->failed())
+    transport_->leave(kFlushTime);
   control_->depart(how);
 }
 

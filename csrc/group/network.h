@@ -1,7 +1,7 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
 //     control ring   liveness, departures, verdicts, progress (health/control.h)
-//     mesh           data of collectives (transport/tcp/mesh.h), moved by the thread that waits
+//     transport      data of collectives (transport/transport.h), moved by the thread that waits
 //     pump           messages (p2p/pump.h), moved by the reactor's thread
 //
 // Ranks exchange endpoints when the hosts meet (bootstrap/hosts.h).  The control connections are
@@ -26,7 +26,7 @@
 #include "p2p/engine.h"
 #include "p2p/pump.h"
 #include "transport/tcp/acceptor.h"
-#include "transport/tcp/mesh.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace ringreduce {
 
@@ -46,10 +46,10 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   // The ranks, with pages in this process's own memory.
   std::vector<Seat> seats(const Hosts& hosts);
-  // Starts to report news to `session`.  The ranks of the mesh are in the order of `ring`.  The
-  // mesh must not outlive this object.  Call `leave` or `close` before the mesh or the session is
-  // destroyed.
-  std::unique_ptr<Mesh> start(Session& session);
+  // Starts to report news to `session`.  The ranks of the transport are in the order of `ring`. The
+  // transport must not outlive this object.  Call `leave` or `close` before the transport or the
+  // session is destroyed.
+  std::unique_ptr<TcpTransport> start(Session& session);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return shared_; }
@@ -60,10 +60,10 @@ class Network final : public Outside, private net::Control::Listener, private ne
   // or until the group fails.  `turn`, if not null, is called now and then and may throw.
   void handOver(void (*turn)(), Nanos timeout);
   // After the session has departed: waits briefly until the other ranks know, and closes all
-  // sockets except those of the mesh.
+  // sockets except those of the transport.
   void leave();
 
-  // The same without waiting.  After it returns no thread calls the session or the mesh.
+  // The same without waiting.  After it returns no thread calls the session or the transport.
   void close();
 
   // ---- Outside
@@ -110,7 +110,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   void lookAtNext(const std::function<void()>& turn) const;
   [[noreturn]] void gaveUp(int rank, const std::function<void()>& turn) const;
   void route(net::Socket socket, const net::PeerHello& caller);
-  std::unique_ptr<Mesh> makeMesh(Session& session);
+  std::unique_ptr<TcpTransport> makeTransport(Session& session);
 
   const GroupOptions options_;
   int rank_ = 0, size_ = 0;
@@ -126,7 +126,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   Slowness slowest_;  // of all wires that were looked at
   WireCost cost_;
   std::unique_ptr<WaitGuard>
-      placed_;               // the session, for the mesh, where ranks stand in another order
+      placed_;               // the session, for the transport, where ranks stand in another order
   std::vector<int> places_;  // by rank; empty where that is its number
   std::vector<std::string> who_;
   std::vector<int> neighbours_;  // other ranks of this host
@@ -142,7 +142,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   std::mutex mutex_;         // of the next two
   std::deque<Early> early_;  // came before there was anybody to take them
-  Mesh* mesh_ = nullptr;
+  TcpTransport* transport_ = nullptr;
   std::atomic<Session*> session_ = nullptr;
   // Ranks that have left, or whose processes have ended; messages may still come from them.  In the
   // reactor's thread.

@@ -241,7 +241,7 @@ void Session::idle(Ready ready) {
   }
 }
 
-// Who is gone is told by the mesh, which knows what is still on its way from there.
+// Who is gone is told by the transport, which knows what is still on its way from there.
 void Session::pollApart() {
   compareWhereabouts();
   askNowAndThen();

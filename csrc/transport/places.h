@@ -1,6 +1,6 @@
-// Ranks that stand in another order than that of their numbers: a mesh knows them by their places
-// in the ring of hosts (bootstrap/host_ring.h), and so do the collectives on it.  What the mesh
-// reports of a place is reported of the rank.
+// Ranks that stand in another order than that of their numbers: a transport knows them by their
+// places in the ring of hosts (bootstrap/host_ring.h), and so do the collectives on it.  What the
+// transport reports of a place is reported of the rank.
 #pragma once
 
 #include <cstddef>

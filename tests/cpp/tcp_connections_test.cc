@@ -1,5 +1,5 @@
-// A mesh and its connections: how many there are, which of them are dead, and what becomes of those
-// of ranks that are gone.
+// A transport and its connections: how many there are, which of them are dead, and what becomes of
+// those of ranks that are gone.
 #include <linux/filter.h>
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
@@ -12,19 +12,19 @@
 #include <thread>
 
 #include "check.h"
-#include "mesh_world.h"
+#include "tcp_world.h"
 #include "transport/tcp/lane_budget.h"
 #include "transport/tcp/lane_count.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;
-using namespace mesh_world;
+using namespace tcp_world;
 
 namespace {
 
 // Rank 0 of two, whose other is a socket of the test's.
 struct Alone {
-  explicit Alone(const Mesh::Options& options)
+  explicit Alone(const TcpOptions& options)
       : me(
             0, 2, failed, [this](int, int, const std::function<void()>&) { return dialled(); },
             options, 20 * kSecond) {}
@@ -40,7 +40,7 @@ struct Alone {
   // A connection from the other.
   Fd heard() {
     TcpPair pair = tcpPair();
-    me.mesh().accept(1, std::move(pair.accepted));
+    me.transport().accept(1, std::move(pair.accepted));
     return std::move(pair.dialled);
   }
 
@@ -81,10 +81,10 @@ void saySlowly(const Fd& socket, const std::string& text, size_t bytes, Nanos pa
 
 void expectAll(Alone& alone, size_t bytes) {
   std::vector<unsigned char> data(bytes);
-  alone.me.operation([&](Mesh& mesh) {
-    mesh.expect(1, data.data(), bytes);
-    mesh.peek(1);
-    mesh.release(1);
+  alone.me.operation([&](Transport& transport) {
+    transport.expect(1, data.data(), bytes);
+    transport.peek(1);
+    transport.release(1);
   });
   CHECK(data == std::vector<unsigned char>(bytes, 7));
 }
@@ -137,8 +137,8 @@ TEST(who_leaves_waits_until_all_is_there_and_closes) {
     for (ssize_t n; (n = recv(there(), buffer.data(), buffer.size(), 0)) > 0;)
       read += static_cast<size_t>(n);
   });
-  alone.me.operation([&](Mesh& mesh) { mesh.send(1, data.data(), data.size()); });
-  alone.me.mesh().leave(20 * kSecond);
+  alone.me.operation([&](Transport& transport) { transport.send(1, data.data(), data.size()); });
+  alone.me.transport().leave(20 * kSecond);
   int under_way = -1;
   CHECK(ioctl(alone.ours[0].get(), SIOCOUTQ, &under_way) == 0);
   CHECK(under_way <= 1);  // its end
@@ -148,7 +148,7 @@ TEST(who_leaves_waits_until_all_is_there_and_closes) {
 
 TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
   for (const int lanes : {1, 2, 5}) {
-    Alone alone({.least_lanes = lanes});
+    Alone alone({.min_connections = lanes});
     const Fd other = alone.heard();
     std::jthread answer([&] {
       const auto made = [&] {
@@ -161,11 +161,11 @@ TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
       say(other, operationAnd(1));
     });
     char byte = 0;
-    alone.me.operation([&](Mesh& mesh) {
-      mesh.send(1, nullptr, 0);
-      mesh.expect(1, &byte, 1);
-      mesh.peek(1);
-      mesh.release(1);
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
     });
     answer.join();
     const std::lock_guard lock(alone.mutex);
@@ -192,15 +192,15 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
     CHECK(!other.take());
     CHECK_EQ(taken, 20);
     // Even so each rank has one.
-    Alone alone({.least_lanes = 8});
+    Alone alone({.min_connections = 8});
     const Fd other_rank = alone.heard();
     say(other_rank, operationAnd(1));
     char byte = 0;
-    alone.me.operation([&](Mesh& mesh) {
-      mesh.send(1, nullptr, 0);
-      mesh.expect(1, &byte, 1);
-      mesh.peek(1);
-      mesh.release(1);
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     const std::lock_guard lock(alone.mutex);
@@ -216,12 +216,12 @@ TEST(a_rank_has_no_more_connections_here_than_any_makes) {
     Alone alone({});
     std::vector<Fd> others;
     others.push_back(alone.heard());
-    for (int i = 0; at_once && i <= Mesh::kMostLanes; ++i) others.push_back(alone.heard());
+    for (int i = 0; at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
     char byte = 0;
     if (at_once) CHECK(recv(others.back().get(), &byte, 1, MSG_DONTWAIT) == 0);
     say(others[0], operationAnd(1));
     expectAll(alone, 1);
-    for (int i = 0; !at_once && i <= Mesh::kMostLanes; ++i) others.push_back(alone.heard());
+    for (int i = 0; !at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
     CHECK(ranks::failureOf(
               [&] {
                 alone.me.watch().fate = PeerState::kUnreachable;  // looks at what has come
@@ -254,10 +254,10 @@ TEST(a_connection_that_nothing_gets_through_is_found_by_who_sends) {
   char byte = 0;
   const auto kind = ranks::failureOf(
       [&] {
-        alone.me.operation([&](Mesh& mesh) {
-          mesh.send(1, &byte, 1);
-          mesh.expect(1, &byte, 1);
-          mesh.peek(1);
+        alone.me.operation([&](Transport& transport) {
+          transport.send(1, &byte, 1);
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
         });
       },
       "rank 1: nothing that was sent from 127.0.0.1:");
@@ -271,9 +271,9 @@ TEST(a_connection_that_nothing_gets_through_is_found_by_who_receives) {
   char byte = 0;
   const auto kind = ranks::failureOf(
       [&] {
-        alone.me.operation([&](Mesh& mesh) {
-          mesh.expect(1, &byte, 1);
-          mesh.peek(1);
+        alone.me.operation([&](Transport& transport) {
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
         });
       },
       "rank 1: Connection timed out (connection from 127.0.0.1:");
@@ -294,11 +294,11 @@ TEST(who_is_slow_or_was_idle_is_not_taken_for_dead) {
   char byte = 0;
   CHECK(ranks::failureOf(
             [&] {
-              alone.me.operation([&](Mesh& mesh) {
-                mesh.send(1, data.data(), data.size());
-                mesh.expect(1, &byte, 1);
-                mesh.peek(1);
-                mesh.release(1);
+              alone.me.operation([&](Transport& transport) {
+                transport.send(1, data.data(), data.size());
+                transport.expect(1, &byte, 1);
+                transport.peek(1);
+                transport.release(1);
               });
             },
             "rank 1: ") == Failure::kPeerLost);  // its end
@@ -321,48 +321,48 @@ TEST(buffers_that_are_not_used_are_given_back) {
   std::vector<std::byte*> taken;
   for (int i = 0; i < 10; ++i) taken.push_back(pool.take());
   pool.trim(0);
-  CHECK_EQ(pool.bytes(), 10 * net::kPieceBytes);  // all of them are in use
+  CHECK_EQ(pool.bytes(), 10 * kPieceBytes);  // all of them are in use
   for (int i = 0; i < 7; ++i) {
     pool.give(taken.back());
     taken.pop_back();
   }
-  pool.trim(5 * net::kPieceBytes);
-  CHECK_EQ(pool.bytes(), 5 * net::kPieceBytes);
-  for (std::byte* buffer : taken) std::memset(buffer, 1, net::kPieceBytes);
+  pool.trim(5 * kPieceBytes);
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  for (std::byte* buffer : taken) std::memset(buffer, 1, kPieceBytes);
   for (int i = 0; i < 2; ++i) taken.push_back(pool.take());
-  CHECK_EQ(pool.bytes(), 5 * net::kPieceBytes);
-  std::memset(pool.take(), 1, net::kPieceBytes);
-  CHECK_EQ(pool.bytes(), 6 * net::kPieceBytes);
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  std::memset(pool.take(), 1, kPieceBytes);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
   pool.trim(0);
-  CHECK_EQ(pool.bytes(), 6 * net::kPieceBytes);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
 
   // What comes before it is looked at takes many buffers, and they do not stay.
-  inMesh(3, [](OneRank& me) {
+  overTcp(3, [](OneRank& me) {
     const size_t pieces = 400;
-    std::vector<std::byte> data(net::kPieceBytes);
+    std::vector<std::byte> data(kPieceBytes);
     std::byte byte{};
-    me.operation([&](Mesh& mesh) {
+    me.operation([&](Transport& transport) {
       const auto await = [&](int from) {
-        mesh.peek(from);
-        mesh.release(from);
+        transport.peek(from);
+        transport.release(from);
       };
       if (me.rank() == 1) {
-        for (size_t i = 0; i < pieces; ++i) mesh.send(0, data.data(), data.size());
-        mesh.finish();
-        mesh.send(2, &byte, 1);
+        for (size_t i = 0; i < pieces; ++i) transport.send(0, data.data(), data.size());
+        transport.finish();
+        transport.send(2, &byte, 1);
       } else if (me.rank() == 2) {
-        mesh.expect(1, &byte, 1);
+        transport.expect(1, &byte, 1);
         await(1);
-        mesh.send(0, &byte, 1);
+        transport.send(0, &byte, 1);
       } else {
-        for (size_t i = 0; i < pieces; ++i) mesh.expect(1, data.size());
-        mesh.expect(2, &byte, 1);
+        for (size_t i = 0; i < pieces; ++i) transport.expect(1, data.size());
+        transport.expect(2, &byte, 1);
         await(2);
-        CHECK(mesh.stagingBytes() > 64 << 20);
+        CHECK(transport.stagingBytes() > 64 << 20);
         for (size_t i = 0; i < pieces; ++i) await(1);
       }
     });
-    CHECK(me.mesh().stagingBytes() <= 64 << 20);
+    CHECK(me.transport().stagingBytes() <= 64 << 20);
   });
 }
 

@@ -1,5 +1,5 @@
-// How many connections the meshes of a process may have beyond the one that each rank needs: what a
-// fast stream is given more for speed must not leave the program without descriptors.
+// How many connections the transports of a process may have beyond the one that each rank needs:
+// what a fast stream is given more for speed must not leave the program without descriptors.
 #pragma once
 
 #include <sys/resource.h>
@@ -9,7 +9,7 @@
 
 namespace ringreduce::net {
 
-// A mesh's part of it.
+// A transport's part of it.
 class LaneBudget {
  public:
   LaneBudget() = default;

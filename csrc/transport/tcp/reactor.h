@@ -1,6 +1,6 @@
 // The thread in which a process looks after its sockets while its ranks compute: who connects,
 // heartbeats, departures, messages.  Never the data of collectives: whoever waits for that moves it
-// (transport/tcp/mesh.h).
+// (transport/transport.h).
 //
 // One thread serves all groups of a process.  It starts with the first user, sleeps in epoll, and
 // ends with the last; a user dropped by a callback may be the last.  A callback must not block, and

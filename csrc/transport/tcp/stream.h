@@ -24,10 +24,9 @@
 #include "transport/tcp/frame.h"
 #include "transport/tcp/silence.h"
 #include "transport/tcp/socket.h"
+#include "transport/transport.h"
 
 namespace ringreduce::net {
-
-inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of the pool
 
 // Buffers of kPieceBytes.  The one returned last is taken first, since it is still in cache.
 class Pool {

@@ -1,5 +1,5 @@
 // Streams to and from all ranks, moved by whoever waits.
-#include "transport/tcp/mesh.h"
+#include "transport/tcp/tcp_transport.h"
 
 #include <linux/sockios.h>
 #include <linux/tcp.h>
@@ -29,18 +29,18 @@
 #include "base/error.h"
 #include "transport/tcp/lane_budget.h"
 #include "transport/tcp/lane_count.h"
+#include "transport/tcp/stream.h"
 
 namespace ringreduce {
 
 // ---- state
 //
-// A mesh from within: the streams to and from all ranks, what other threads leave for whoever
-// waits, and how waiting moves it all.
+// The streams to and from all ranks, connections that other threads pass in, and waiting.
 
-struct Mesh::State {
+struct TcpTransport::State {
   struct Out {
-    Out(net::Pool& pool, const Options& options)
-        : stream(pool), count(options.least_lanes, options.most_lanes) {}
+    Out(net::Pool& pool, const TcpOptions& options)
+        : stream(pool), count(options.min_connections, options.max_connections) {}
     net::SendStream stream;
     net::LaneCount count;
     int requested = 0;  // connections, ever
@@ -68,7 +68,7 @@ struct Mesh::State {
     net::NotMade error;
   };
 
-  State(int rank, int size, WaitGuard& watch, Dial dial, const Options& options);
+  State(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options);
 
   void ringBell() const {
     const uint64_t one = 1;
@@ -158,17 +158,17 @@ struct Mesh::State {
       const Nanos time = now();
       if (moved) idle_since = 0;
       if (!moved && idle_since == 0) idle_since = time;
-      if (time >= next_poll || watch.failed()) {
+      if (time >= next_poll || guard.failed()) {
         // A rank that was stopped itself may have all that it waits for in its sockets.
         auto drained = [&] {
           while (progress()) {
           }
           return ready();
         };
-        watch.poll(r, Ready(drained));
+        guard.poll(r, Ready(drained));
         lookAfter(r, Ready(ready), gone);
         lookForSilence();
-        if (idle_since != 0 && time - idle_since >= kIdle) watch.idle(Ready(ready));
+        if (idle_since != 0 && time - idle_since >= kIdle) guard.idle(Ready(ready));
         next_poll = now() + kLongestSleep / 2;
       }
       if (moved) {
@@ -187,8 +187,8 @@ struct Mesh::State {
   }
 
   const int rank, size;
-  WaitGuard& watch;
-  const Options options;
+  WaitGuard& guard;
+  const TcpOptions options;
   Patience patience;
   net::Pool pool;
   Fd epoll, bell;
@@ -249,10 +249,11 @@ net::LaneCount::Sample sampleOf(net::SendStream& stream) {
 
 }  // namespace
 
-Mesh::State::State(int rank_, int size_, WaitGuard& watch_, Dial dial, const Options& options_)
+TcpTransport::State::State(int rank_, int size_, WaitGuard& guard_, net::Dial dial,
+                           const TcpOptions& options_)
     : rank(rank_),
       size(size_),
-      watch(watch_),
+      guard(guard_),
       options(options_),
       epoll(epoll_create1(EPOLL_CLOEXEC)),
       bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -264,14 +265,14 @@ Mesh::State::State(int rank_, int size_, WaitGuard& watch_, Dial dial, const Opt
   epoll_ctl(epoll.get(), EPOLL_CTL_ADD, bell.get(), &event);
 }
 
-void Mesh::State::add(Connection& connection) const {
+void TcpTransport::State::add(Connection& connection) const {
   epoll_event event{.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                     .data = {.ptr = &connection}};
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0)
     throwErrno(Failure::kSetup, "a connection cannot be watched");
 }
 
-void Mesh::State::collect() {
+void TcpTransport::State::collect() {
   uint64_t rings = 0;
   [[maybe_unused]] const ssize_t n = ::read(bell.get(), &rings, sizeof rings);
   std::vector<Arrived> new_arrived;
@@ -283,7 +284,7 @@ void Mesh::State::collect() {
   }
   for (Arrived& one : new_arrived) {
     net::RecvStream& stream = in(one.from).stream;
-    if (stream.openLanes() >= kMostLanes) continue;  // no rank makes as many
+    if (stream.openLanes() >= kMaxConnections) continue;  // no rank makes as many
     net::askNowAndThen(one.socket, longestSilence());
     stream.add(std::move(one.socket));
     add(stream.lane(stream.lanes() - 1));
@@ -299,7 +300,7 @@ void Mesh::State::collect() {
 
 // So that bytes wait here, where any connection may take them, and not in one that is slow.  One
 // that is alone is to have enough for as long as this thread is away.
-void Mesh::State::limitUnsent(Out& o) {
+void TcpTransport::State::limitUnsent(Out& o) {
   net::SendStream& stream = o.stream;
   const int bytes = stream.used() == 1    ? -1
                     : o.count.isLongWay() ? kMostUnsentFar
@@ -308,14 +309,14 @@ void Mesh::State::limitUnsent(Out& o) {
     setsockopt(stream.lane(i).socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof bytes);
 }
 
-void Mesh::State::failedToDial(int to, const net::NotMade& error) {
+void TcpTransport::State::failedToDial(int to, const net::NotMade& error) {
   // One more connection is not to be had: those that there are do.
   Out& o = out(to);
   if (o.stream.lanes() > 0) return o.count.limit(o.stream.lanes());
-  watch.broken(error.own ? rank : to, error.why);
+  guard.broken(error.own ? rank : to, error.why);
 }
 
-bool Mesh::State::look(int longest_ms) {
+bool TcpTransport::State::look(int longest_ms) {
   std::array<epoll_event, 64> events;
   const int n = epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), longest_ms);
   bool rung = false;
@@ -334,12 +335,12 @@ bool Mesh::State::look(int longest_ms) {
 }
 
 // One in any case, more where the process may have them.
-void Mesh::State::request(int to, Out& o, int wanted) {
+void TcpTransport::State::request(int to, Out& o, int wanted) {
   while (o.requested < wanted && (o.requested == 0 || budget.take())) request(to, o);
   if (o.requested < wanted) o.count.limit(o.requested);
 }
 
-void Mesh::State::request(int to, Out& o) {
+void TcpTransport::State::request(int to, Out& o) {
   const int lane = o.requested++;
   dialler.call(to, lane, [this, to, lane](net::Socket socket, const net::NotMade& error) {
     const std::lock_guard lock(mutex);
@@ -348,8 +349,8 @@ void Mesh::State::request(int to, Out& o) {
   });
 }
 
-void Mesh::State::consider(int to, Out& o) {
-  if (o.requested == 0) return request(to, o, options.least_lanes);
+void TcpTransport::State::consider(int to, Out& o) {
+  if (o.requested == 0) return request(to, o, options.min_connections);
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.lanes() == 0 || now() < o.next_look) return;
   o.next_look = now() + kLookEvery;
@@ -360,13 +361,13 @@ void Mesh::State::consider(int to, Out& o) {
     limitUnsent(o);
 }
 
-bool Mesh::State::progress() {
+bool TcpTransport::State::progress() {
   bool moved = false;
   for (size_t i = 0; i < receiving.size(); ++i) {
     const int from = receiving[i];
     net::RecvStream& stream = in(from).stream;
     const Moved what = stream.progress();
-    if (what == Moved::kBroken) watch.broken(from, stream.why());
+    if (what == Moved::kBroken) guard.broken(from, stream.why());
     moved = moved || what == Moved::kSome;
   }
   for (size_t i = 0; i < sending.size();) {
@@ -374,7 +375,7 @@ bool Mesh::State::progress() {
     Out& o = out(to);
     consider(to, o);
     const Moved what = o.stream.progress();
-    if (what == Moved::kBroken) watch.broken(to, o.stream.why());
+    if (what == Moved::kBroken) guard.broken(to, o.stream.why());
     moved = moved || what == Moved::kSome;
     if (o.stream.idle()) {
       o.active = false;
@@ -389,7 +390,7 @@ bool Mesh::State::progress() {
 
 // Looks for connections that nothing gets through any more, of all ranks: what one of them misses
 // may be what another waits for.
-void Mesh::State::lookForSilence() {
+void TcpTransport::State::lookForSilence() {
   const Nanos time = now();
   if (time < next_silence_look) return;
   next_silence_look = time + longestSilence() / 8;
@@ -398,8 +399,8 @@ void Mesh::State::lookForSilence() {
     for (int i = 0; one && i < one->stream.lanes(); ++i) {
       Connection& lane = one->stream.lane(i);
       const Nanos silent = lane.silence.look(lane.socket);
-      if (silent <= longestSilence() || watch.stateOf(r) != PeerState::kHere) continue;
-      watch.broken(r, "nothing that was sent " + net::wayOf(lane.socket) + " has arrived for " +
+      if (silent <= longestSilence() || guard.stateOf(r) != PeerState::kHere) continue;
+      guard.broken(r, "nothing that was sent " + net::wayOf(lane.socket) + " has arrived for " +
                           std::to_string(silent / kSecond) +
                           " s, while its control connection lives: something between these two "
                           "addresses drops packets");
@@ -408,8 +409,8 @@ void Mesh::State::lookForSilence() {
 }
 
 // Its system goes on sending what is left, for as long as it takes.
-void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
-  const PeerState fate = watch.stateOf(r);
+void TcpTransport::State::lookAfter(int r, Ready ready, Gone& gone) {
+  const PeerState fate = guard.stateOf(r);
   if (fate == PeerState::kHere) return;
   collect();
   while (progress()) {
@@ -420,12 +421,12 @@ void Mesh::State::lookAfter(int r, Ready ready, Gone& gone) {
     gone = {.quiet_since = now(), .received = stream.received()};
   if (fate == PeerState::kUnreachable || !stream.isOpen() ||
       now() - gone.quiet_since > 2 * options.lost_after)
-    watch.broken(r, "it is gone");
+    guard.broken(r, "it is gone");
 }
 
 // ---- what users call
 //
-// What a mesh's users call.
+// What a transport's users call.
 
 namespace {
 
@@ -434,36 +435,26 @@ constexpr size_t kKeptBuffers = 64 << 20;
 
 }  // namespace
 
-Mesh::Mesh(int rank, int size, WaitGuard& watch, Dial dial, const Options& options)
-    : state_(std::make_unique<State>(rank, size, watch, std::move(dial), options)) {}
+TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
+                           const TransportOptions& options, const TcpOptions& tcp)
+    : Transport(rank, size, guard, options),
+      state_(std::make_unique<State>(rank, size, guard, std::move(dial), tcp)) {}
 
-Mesh::~Mesh() = default;
+TcpTransport::~TcpTransport() = default;
 
-int Mesh::rank() const {
-  return state_->rank;
-}
-int Mesh::size() const {
-  return state_->size;
-}
-WaitGuard& Mesh::watch() const {
-  return state_->watch;
-}
-const Mesh::Options& Mesh::options() const {
-  return state_->options;
-}
-void Mesh::setPatience(Patience patience) {
+void TcpTransport::setPatience(Patience patience) {
   state_->patience = patience;
 }
 
-void Mesh::accept(int from, net::Socket socket) {
+void TcpTransport::accept(int from, net::Socket socket) {
   const std::lock_guard lock(state_->mutex);
   std::vector<State::Arrived>& arrived = state_->arrived;
-  if (std::ranges::count(arrived, from, &State::Arrived::from) >= kMostLanes) return;
+  if (std::ranges::count(arrived, from, &State::Arrived::from) >= kMaxConnections) return;
   arrived.push_back({from, std::move(socket)});
   state_->ringBell();
 }
 
-void Mesh::begin(const OpSignature& operation) {
+void TcpTransport::begin(const OpSignature& operation) {
   scratch_.reset();
   ++state_->operations;
   // It travels as it lies in memory, with no stray bytes between its fields.
@@ -479,12 +470,12 @@ void Mesh::begin(const OpSignature& operation) {
   own.parts = operation.parts;
 }
 
-void Mesh::advance() {
+void TcpTransport::advance() {
   state_->look(0);
   state_->progress();
 }
 
-void Mesh::finish() {
+void TcpTransport::finish() {
   while (!state_->sending.empty()) {
     const int to = state_->sending.front();
     state_->until(to, [&] { return state_->out(to).stream.idle(); });
@@ -497,47 +488,47 @@ void Mesh::finish() {
   state_->taken.store(taken, std::memory_order_relaxed);
 }
 
-uint64_t Mesh::bytesSent() const {
+uint64_t TcpTransport::bytesSent() const {
   return state_->taken.load(std::memory_order_relaxed);
 }
 
-void Mesh::send(int to, const void* data, size_t bytes) {
+void TcpTransport::send(int to, const void* data, size_t bytes) {
   state_->announced(to).stream.send(data, bytes);
 }
 
-std::byte* Mesh::acquire(int to) {
-  if (auto& out = state_->out(to); out.stream.buffersUnderWay() >= window())
-    state_->until(to, [&] { return out.stream.buffersUnderWay() < window(); });
+std::byte* TcpTransport::acquire(int to) {
+  if (auto& out = state_->out(to); out.stream.buffersUnderWay() >= kWindow)
+    state_->until(to, [&] { return out.stream.buffersUnderWay() < kWindow; });
   return state_->pool.take();
 }
 
-void Mesh::post(int to, std::byte* buffer, size_t bytes) {
+void TcpTransport::post(int to, std::byte* buffer, size_t bytes) {
   state_->announced(to).stream.sendBuffer(buffer, bytes);
 }
 
-void Mesh::expect(int from, void* data, size_t bytes) {
+void TcpTransport::expect(int from, void* data, size_t bytes) {
   state_->expecting(from).stream.expect(data, bytes);
 }
 
-void Mesh::expect(int from, size_t bytes) {
+void TcpTransport::expect(int from, size_t bytes) {
   state_->expecting(from).stream.expect(nullptr, bytes);
 }
 
-const std::byte* Mesh::peek(int from) {
+const std::byte* TcpTransport::peek(int from) {
   State::In& in = state_->in(from);
   if (!in.verified) {
     state_->until(from, [&] { return in.stream.ready(); });
     in.stream.pop();
     if (!isSound(in.theirs, state_->size))
-      state_->watch.broken(from, "it announced what no rank would");
+      state_->guard.broken(from, "it announced what no rank would");
     in.verified = true;
-    state_->watch.verify(from, in.theirs);
+    state_->guard.verify(from, in.theirs);
   }
   state_->until(from, [&] { return in.stream.ready(); });
   return in.stream.front();
 }
 
-void Mesh::release(int from) {
+void TcpTransport::release(int from) {
   State::In& in = state_->in(from);
   in.stream.pop();
   if (--in.expected > 0) return;
@@ -545,7 +536,7 @@ void Mesh::release(int from) {
   std::erase(state_->receiving, from);
 }
 
-void Mesh::leave(Nanos longest) {
+void TcpTransport::leave(Nanos longest) {
   const auto everyLane = [&](const auto& body) {
     for (int r = 0; r < state_->size; ++r)
       if (const auto& out = state_->outs[static_cast<size_t>(r)])
@@ -555,24 +546,24 @@ void Mesh::leave(Nanos longest) {
     bool under_way = false;
     everyLane([&](int r, int socket) {
       int bytes = 0;
-      under_way = under_way || (state_->watch.stateOf(r) == PeerState::kHere &&
+      under_way = under_way || (state_->guard.stateOf(r) == PeerState::kHere &&
                                 ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0);
     });
     return under_way;
   };
   Nanos nap = 100 * kMicrosecond;
   for (const Nanos limit = deadlineIn(longest);
-       now() < limit && !state_->watch.failed() && isUnderWay();
+       now() < limit && !state_->guard.failed() && isUnderWay();
        nap = std::min(2 * nap, 5 * kMillisecond))
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   everyLane([](int, int socket) { shutdown(socket, SHUT_WR); });
 }
 
-size_t Mesh::stagingBytes() const {
+size_t TcpTransport::stagingBytes() const {
   return state_->pool.bytes();
 }
 
-std::vector<std::string> Mesh::lanes() const {
+std::vector<std::string> TcpTransport::routes() const {
   std::vector<std::string> all;
   for (int r = 0; r < state_->size; ++r)
     if (const auto& out = state_->outs[static_cast<size_t>(r)]; out && out->requested > 0)
