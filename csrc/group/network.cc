@@ -13,8 +13,8 @@
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "transport/places.h"
+#include "transport/tcp/connection_count.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/lane_count.h"
 
 namespace ringreduce {
 namespace {
@@ -85,7 +85,7 @@ std::string Network::open(const Hosts& hosts) {
   unexplained_.assign(static_cast<size_t>(size_), 0);
   // Here, where the others are told.
   net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, kMaxConnections));
+  connections_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, kMaxConnections));
   lost_after_ = lostAfter();
   checkLogLevel();
   reactor_ = net::Reactor::shared();
@@ -140,18 +140,18 @@ std::unique_ptr<TcpTransport> Network::makeTransport(Session& session) {
   WaitGuard* guard = &session;
   if (!host_ring_.ranks.empty())
     guard = (placed_ = std::make_unique<PlacesGuard>(session, host_ring_.ranks)).get();
-  tcp.min_connections = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
+  tcp.min_connections = net::initialConnections(static_cast<Nanos>(cost_.roundTrip() * kSecond));
   // Each path is an interface's, and each gets its share.
   for (const net::Endpoint& endpoint : endpoints_)
     tcp.min_connections =
         std::max(tcp.min_connections,
                  static_cast<int>(std::min<size_t>(kMostPaths, pathsOf(endpoint).size())));
-  if (lanes_ > 0) tcp.min_connections = tcp.max_connections = lanes_;
+  if (connections_ > 0) tcp.min_connections = tcp.max_connections = connections_;
   return std::make_unique<TcpTransport>(
       placeOf(rank_), size_, *guard,
-      [this](int to, int lane, const std::function<void()>& turn) {
+      [this](int to, int number, const std::function<void()>& turn) {
         const int rank = places_.empty() ? to : host_ring_.ranks[static_cast<size_t>(to)];
-        return dial(rank, net::Purpose::kData, lane, turn);
+        return dial(rank, net::Purpose::kData, number, turn);
       },
       TransportOptions{.algorithm = shared_.algorithm, .cost = cost_}, tcp);
 }
@@ -186,7 +186,7 @@ std::unique_ptr<TcpTransport> Network::start(Session& session) {
 }
 
 // Makes a connection and proves it.
-net::Socket Network::dial(int to, net::Purpose purpose, int lane,
+net::Socket Network::dial(int to, net::Purpose purpose, int number,
                           const std::function<void()>& turn) const {
   const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
   const net::DialOptions options{
@@ -196,14 +196,14 @@ net::Socket Network::dial(int to, net::Purpose purpose, int lane,
       .deaf = kDialTime,
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
-      .address = paths[static_cast<size_t>(lane) % paths.size()],
+      .address = paths[static_cast<size_t>(number) % paths.size()],
       .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
       .context = const_cast<std::function<void()>*>(&turn)};
   const net::PeerHello self{.group = word_,
                             .from = rank_,
                             .to = to,
                             .purpose = purpose,
-                            .lane = lane,
+                            .connection = number,
                             .encrypted = shared_.encrypted};
   return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options,
                    who_[static_cast<size_t>(to)]);

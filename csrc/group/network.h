@@ -94,7 +94,8 @@ class Network final : public Outside, private net::Control::Listener, private ne
     return places_.empty() ? rank : places_[static_cast<size_t>(rank)];
   }
 
-  net::Socket dial(int to, net::Purpose purpose, int lane, const std::function<void()>& turn) const;
+  net::Socket dial(int to, net::Purpose purpose, int number,
+                   const std::function<void()>& turn) const;
   void readOptions(const Hosts& hosts);
   void connect(const Hosts& hosts, const std::function<void()>& turn);
   void agree(const std::function<void()>& turn);
@@ -115,7 +116,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   const GroupOptions options_;
   int rank_ = 0, size_ = 0;
   int ranks_on_host_ = 1;  // the most
-  int lanes_ = 0;          // RINGREDUCE_LANES; 0: as many as help
+  int connections_ = 0;    // RINGREDUCE_LANES; 0: as many as help
   Nanos lost_after_ = 0;   // RINGREDUCE_LOST_SECONDS
   std::string word_;
   net::Secret secret_{};

@@ -8,8 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/tcp/crc32c.h"
-#include "transport/tcp/silence.h"
+#include "transport/tcp/frame.h"
 
 namespace ringreduce::net {
 namespace {
@@ -29,7 +28,7 @@ int pieces(std::byte* ring, uint64_t position, size_t bytes, iovec* out) {
 }
 
 std::string way(const Socket& socket) {
-  return " (connection " + wayOf(socket) + ")";
+  return " (connection " + routeOf(socket) + ")";
 }
 
 }  // namespace

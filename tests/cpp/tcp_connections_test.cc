@@ -13,8 +13,7 @@
 
 #include "check.h"
 #include "tcp_world.h"
-#include "transport/tcp/lane_budget.h"
-#include "transport/tcp/lane_count.h"
+#include "transport/tcp/connection_count.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;
@@ -147,15 +146,15 @@ TEST(who_leaves_waits_until_all_is_there_and_closes) {
 }
 
 TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
-  for (const int lanes : {1, 2, 5}) {
-    Alone alone({.min_connections = lanes});
+  for (const int connections : {1, 2, 5}) {
+    Alone alone({.min_connections = connections});
     const Fd other = alone.heard();
     std::jthread answer([&] {
       const auto made = [&] {
         const std::lock_guard lock(alone.mutex);
         return alone.ours.size();
       };
-      while (made() < static_cast<size_t>(lanes))
+      while (made() < static_cast<size_t>(connections))
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       say(other, operationAnd(1));
@@ -169,12 +168,12 @@ TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
     });
     answer.join();
     const std::lock_guard lock(alone.mutex);
-    CHECK_EQ(alone.ours.size(), static_cast<size_t>(lanes));
+    CHECK_EQ(alone.ours.size(), static_cast<size_t>(connections));
     for (const Fd& socket : alone.ours) {
       unsigned limit = 0;
       socklen_t size = sizeof limit;
       CHECK(getsockopt(socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &limit, &size) == 0);
-      CHECK_EQ(limit > 0 && limit < (1u << 20), lanes > 1);
+      CHECK_EQ(limit > 0 && limit < (1u << 20), connections > 1);
     }
   }
 }
@@ -185,7 +184,7 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
   few = before;
   few.rlim_cur = 80;  // of which a fourth may be more connections than one to each rank
   {
-    net::LaneBudget one, other;
+    net::ConnectionBudget one, other;
     int taken = 0;
     CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
     while (one.take()) ++taken;
@@ -206,7 +205,7 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
     const std::lock_guard lock(alone.mutex);
     CHECK_EQ(alone.ours.size(), 1u);
   }
-  net::LaneBudget again;
+  net::ConnectionBudget again;
   CHECK(again.take());
   CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
@@ -367,49 +366,51 @@ TEST(buffers_that_are_not_used_are_given_back) {
 }
 
 TEST(connections_are_added_where_they_help) {
-  const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int lanes) {
-    return net::LaneCount::Sample{.time = 1 + ms * kMillisecond,
-                                  .sent = sent,
-                                  .round_trip = static_cast<Nanos>(rtt_ms * kMillisecond),
-                                  .retransmits = lost,
-                                  .lanes = lanes};
+  const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int connections) {
+    return net::ConnectionCount::Sample{.time = 1 + ms * kMillisecond,
+                                        .sent = sent,
+                                        .round_trip = static_cast<Nanos>(rtt_ms * kMillisecond),
+                                        .retransmits = lost,
+                                        .connections = connections};
   };
-  CHECK_EQ(net::lanesAtFirst(200 * kMicrosecond), 1);
-  CHECK_EQ(net::lanesAtFirst(50 * kMillisecond), 4);
-  net::LaneCount near(1, 64);  // a short way without loss stays as it is
+  CHECK_EQ(net::initialConnections(200 * kMicrosecond), 1);
+  CHECK_EQ(net::initialConnections(50 * kMillisecond), 4);
+  net::ConnectionCount near(1, 64);  // a short way without loss stays as it is
   for (int i = 0; i < 50; ++i)
     CHECK_EQ(near.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 0.2, 0, 1), true), 1);
   // A long one has several, more while that helps, and then no more.
-  net::LaneCount far(1, 64);
+  net::ConnectionCount far(1, 64);
   CHECK_EQ(far.look(sample(0, 0, 50, 0, 1), true), 1);
   CHECK_EQ(far.look(sample(10, 100'000, 50, 0, 1), true), 8);
   CHECK_EQ(far.look(sample(100, 200'000, 50, 0, 3), true), 8);  // not all there yet
   Nanos ms = 200;
   uint64_t sent = 300'000;
-  const auto measure = [&](net::LaneCount& count, double rtt, int lanes, uint64_t bytes) {
-    count.look(sample(ms, sent, rtt, 1, lanes), true);  // the measurement starts, or goes on
-    return count.look(sample(ms += 200, sent += bytes, rtt, 2, lanes), true);
+  const auto measure = [&](net::ConnectionCount& count, double rtt, int connections,
+                           uint64_t bytes) {
+    count.look(sample(ms, sent, rtt, 1, connections), true);  // the measurement starts, or goes on
+    return count.look(sample(ms += 200, sent += bytes, rtt, 2, connections), true);
   };
   CHECK_EQ(measure(far, 50, 8, 10'000'000), 16);
   CHECK_EQ(measure(far, 50, 16, 5'100'000), 16);
   for (int i = 0; i < 10; ++i) CHECK_EQ(measure(far, 50, 16, 50'000'000), 16);
   CHECK(far.why().find("16: round trip 50.0 ms") == 0);
   // Nearby, where packets are lost, it tries more, and goes back to the fewer for good.
-  net::LaneCount lossy(1, 64);
+  net::ConnectionCount lossy(1, 64);
   CHECK_EQ(measure(lossy, 0.2, 1, 5'000'000), 2);
   CHECK_EQ(measure(lossy, 0.2, 2, 8'000'000), 4);
   CHECK_EQ(measure(lossy, 0.2, 4, 8'100'000), 2);
   for (int i = 0; i < 10; ++i) CHECK_EQ(measure(lossy, 0.2, 4, 50'000'000), 2);
   CHECK(lossy.why().find("; 4 were no faster") != std::string::npos);
-  net::LaneCount fills(1, 64);  // BBR on a long way needs but those
+  net::ConnectionCount bbr(1, 64);  // BBR on a long way needs but those
   for (int i = 0; i < 50; ++i) {
-    net::LaneCount::Sample one = sample(250 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 4);
-    one.fills = true;
-    CHECK_EQ(fills.look(one, true), i == 0 ? 1 : 4);
+    net::ConnectionCount::Sample one =
+        sample(250 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 4);
+    one.bbr = true;
+    CHECK_EQ(bbr.look(one, true), i == 0 ? 1 : 4);
   }
-  net::LaneCount fixed(6, 6);
+  net::ConnectionCount fixed(6, 6);
   for (int i = 0; i < 50; ++i)
     CHECK_EQ(fixed.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 6), true), 6);
-  net::LaneCount idle(2, 64);  // what has nothing to send learns nothing
+  net::ConnectionCount idle(2, 64);  // what has nothing to send learns nothing
   for (int i = 0; i < 50; ++i) CHECK_EQ(idle.look(sample(100 * i, 0, 50, 9, 2), false), 2);
 }

@@ -97,12 +97,12 @@ TEST(bytes_arrive_in_order_whatever_the_pieces) {
 }
 
 TEST(the_same_over_many_connections) {
-  for (const int lanes : {2, 7})
+  for (const int connections : {2, 7})
     overTcp(3,
             [](OneRank& me) {
               for (uint32_t seed = 20; seed < 28; ++seed) exchangeAll(me, seed);
             },
-            {.min_connections = lanes});
+            {.min_connections = connections});
 }
 
 TEST(another_operation_is_told_before_anything_is_returned) {
@@ -181,7 +181,7 @@ std::string brokenBy(const std::vector<unsigned char>& raw, size_t bytes) {
   CHECK(send(pair.dialled.get(), raw.data(), raw.size(), 0) == static_cast<ssize_t>(raw.size()));
   pair.dialled.reset();
   for (const Nanos end = deadlineIn(10 * kSecond); now() < end;) {
-    stream.lane(0).ready = true;
+    stream.connection(0).ready = true;
     if (stream.progress() == net::Moved::kBroken) return stream.why();
     if (stream.ready()) return "";
   }

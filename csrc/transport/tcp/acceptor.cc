@@ -30,7 +30,6 @@
 #include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/tls.h"
 

@@ -1,6 +1,6 @@
 // The messages as bytes, and the two machines.
 //
-//     Hello      build 32 | group 16 | from 4 | to 4 | lane 4 | purpose 1 | encrypted 1 | 0 0
+//     Hello      build 32 | group 16 | from 4 | to 4 | connection 4 | purpose 1 | encrypted 1 | 0 0
 //                | nonce 32
 //     Challenge  build 32 | nonce 32 | proof 32
 //     Proof      proof 32
@@ -110,14 +110,15 @@ Secret secretFromText(const std::string& text) {
 }
 
 Handshake Handshake::dialler(const PeerHello& self, const Secret& secret, const Nonce& nonce) {
-  if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.lane < 0)
+  if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.connection < 0)
     throw Error(Failure::kArgument, "a caller names a group by 16 hexadecimal digits (not '" +
-                                        self.group + "') and ranks and a lane from 0 on");
+                                        self.group +
+                                        "') and ranks and a connection number from 0 on");
   Handshake machine;
   machine.caller_ = self;
   machine.secret_ = secret;
   std::string hello = build() + self.group;
-  for (int number : {self.from, self.to, self.lane})
+  for (int number : {self.from, self.to, self.connection})
     putNumber(hello, static_cast<uint32_t>(number));
   hello += static_cast<char>(self.purpose);
   hello += static_cast<char>(self.encrypted);
@@ -226,11 +227,11 @@ void Handshake::takeHello() {
   hello.remove_prefix(kGroupBytes);
   caller_.from = takeNumber(hello);
   caller_.to = takeNumber(hello);
-  caller_.lane = takeNumber(hello);
+  caller_.connection = takeNumber(hello);
   const auto purpose = static_cast<unsigned char>(hello[0]);
   const auto encrypted = static_cast<unsigned char>(hello[1]);
   const bool zeros = hello.substr(2, 2) == std::string_view("\0\0", 2);
-  if (!isGroup(caller_.group) || caller_.from < 0 || caller_.to < 0 || caller_.lane < 0 ||
+  if (!isGroup(caller_.group) || caller_.from < 0 || caller_.to < 0 || caller_.connection < 0 ||
       purpose >= kPurposes || encrypted > 1 || !zeros)
     return refuse("its hello is wrong: bytes were changed");
   caller_.purpose = static_cast<Purpose>(purpose);

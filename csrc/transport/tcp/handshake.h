@@ -45,7 +45,7 @@ struct PeerHello {
       group;  // its random word, by which an acceptor finds the secret: 16 hexadecimal digits
   int from = 0, to = 0;
   Purpose purpose = Purpose::kData;
-  int lane = 0;            // which of several connections for that purpose
+  int connection = 0;      // which of several connections for that purpose
   bool encrypted = false;  // from the end of the handshake on
 };
 
