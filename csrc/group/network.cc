@@ -114,13 +114,13 @@ void Network::close() {
     const std::lock_guard lock(calls_mutex_);
     control.swap(control_);
   }
-  control.reset();  // what it tells looks at the pump
-  std::unique_ptr<net::Pump> pump;
+  control.reset();  // what it tells looks at the forwarder
+  std::unique_ptr<net::MessageForwarder> forwarder;
   {
     const std::lock_guard lock(calls_mutex_);
-    pump.swap(pump_);
+    forwarder.swap(forwarder_);
   }
-  pump.reset();
+  forwarder.reset();
   for (net::Reactor::Timer& timer : unexplained_)
     if (timer != 0) reactor_->cancel(std::exchange(timer, 0));
 }
@@ -223,7 +223,7 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kControl:
       return control_->accept(caller.from, std::move(socket));
     case net::Purpose::kMessages:
-      return pump_->accept(caller.from, std::move(socket));
+      return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
       return transport_->accept(placeOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // is awaited, or nobody's any more
@@ -243,7 +243,7 @@ std::vector<Engine::Wire> Network::channels() {
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const net::Pump::Ends ends = pump_->ends(r);
+    const net::MessageForwarder::Ends ends = forwarder_->ends(r);
     wires.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
                      .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
                      .consumed = ends.consumed,
@@ -254,11 +254,11 @@ std::vector<Engine::Wire> Network::channels() {
 
 void Network::handOver(void (*turn)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
-  if (!pump_) return;
+  if (!forwarder_) return;
   const Session& session = *session_.load();
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
-    std::vector<int> late = pump_->unsent();
+    std::vector<int> late = forwarder_->unsent();
     std::erase_if(late, [&](int r) { return session.stateOf(r) != PeerState::kHere; });
     if (late.empty() || session.failed()) return;
     if (now() >= limit)
@@ -273,7 +273,7 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!session_.load()->failed()) pump_->flush(kFlushTime);
+  if (!session_.load()->failed()) forwarder_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
 }
@@ -299,7 +299,7 @@ void Network::ask(uint64_t since) {
 
 void Network::stir(int rank) {
   const std::lock_guard lock(calls_mutex_);
-  if (pump_) pump_->stir(rank);
+  if (forwarder_) forwarder_->stir(rank);
 }
 
 // ---- what the others say

@@ -2,7 +2,7 @@
 //
 //     control ring   liveness, departures, verdicts, progress (health/control.h)
 //     transport      data of collectives (transport/transport.h), moved by the thread that waits
-//     pump           messages (p2p/pump.h), moved by the reactor's thread
+//     forwarder           messages (p2p/message_forwarder.h), moved by the reactor's thread
 //
 // Ranks exchange endpoints when the hosts meet (bootstrap/hosts.h).  The control connections are
 // made at once, all others when they are first used.
@@ -24,13 +24,15 @@
 #include "health/control.h"
 #include "health/session.h"
 #include "p2p/engine.h"
-#include "p2p/pump.h"
+#include "p2p/message_forwarder.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace ringreduce {
 
-class Network final : public Outside, private net::Control::Listener, private net::Pump::Listener {
+class Network final : public Outside,
+                      private net::Control::Listener,
+                      private net::MessageForwarder::Listener {
  public:
   // Opens this process's port and admits the ranks of the group.  Returns the text that Hosts::meet
   // sends to them.
@@ -153,8 +155,9 @@ class Network final : public Outside, private net::Control::Listener, private ne
 
   std::mutex leaving_;      // which several threads may want at the same time
   std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it
-  std::unique_ptr<net::Pump> pump_;
-  net::Pump* carrier_ = nullptr;  // the same for the reactor's thread, which may call while it ends
+  std::unique_ptr<net::MessageForwarder> forwarder_;
+  net::MessageForwarder* carrier_ =
+      nullptr;  // the same for the reactor's thread, which may call while it ends
   std::unique_ptr<net::Control> control_;
   std::shared_ptr<void> admitted_;  // the first to go: nobody is let in any more
 };

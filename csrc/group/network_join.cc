@@ -136,13 +136,13 @@ void Network::connect(const Hosts& hosts, const std::function<void()>& turn) {
     ring_.insert(ring_.end(), ranks.begin(), ranks.end());
     ranks_on_host_ = std::max(ranks_on_host_, static_cast<int>(ranks.size()));
   }
-  pump_ = net::Pump::start(
+  forwarder_ = net::MessageForwarder::start(
       reactor_, rank_, size_,
       [this](int to, int, const std::function<void()>& each_turn) {
         return dial(to, net::Purpose::kMessages, 0, each_turn);
       },
       *this);
-  carrier_ = pump_.get();
+  carrier_ = forwarder_.get();
 
   const auto place = static_cast<size_t>(std::ranges::find(ring_, rank_) - ring_.begin());
   const size_t P = ring_.size();
