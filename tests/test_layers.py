@@ -57,6 +57,8 @@ def test_a_wrong_include_is_seen() -> None:
     text = '#include "transport/wait_guard.h"\n#include "transport/shm/page.h"\n'
     assert violations("transport/tcp", text) == ['"transport/shm/page.h"']
     assert violations("p2p", '#include "collectives/parts.h"\n') == ['"collectives/parts.h"']
+    text = '#include "transport/transport.h"\n#include "transport/tcp/stream.h"\n'
+    assert violations("collectives", text) == ['"transport/tcp/stream.h"']
     assert violations("torch", '#include <torch/torch.h>\n#include "group/group.h"\n') == []
     assert violations("torch", "#include <cuda_runtime_api.h>\n") == ["<cuda_runtime_api.h>"]
     assert violations("cuda", '#include <cuda.h>\n#include "group/group.h"\n') == []

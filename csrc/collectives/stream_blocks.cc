@@ -1,4 +1,4 @@
-// Bruck's all-gather and the ring's.
+// All-gather by Bruck and by the ring.
 #include "collectives/stream_blocks.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace ringreduce {
 namespace {
 
-// Calls visit(data, bytes) for the blocks first ... end-1, block x at `at(x)`: for those that lie
-// one after the other in memory once.
+// Calls visit(data, bytes) for the blocks first ... end-1, block x at `at(x)`: once for blocks that
+// are contiguous in memory.
 template <class At, class Visit>
 void forEachRun(const std::vector<size_t>& sizes, size_t first, size_t end, At at, Visit visit) {
   for (size_t x = first; x < end;) {
@@ -21,7 +21,7 @@ void forEachRun(const std::vector<size_t>& sizes, size_t first, size_t end, At a
   }
 }
 
-// Calls visit(offset, count) for the messages of hop `near`: `count` blocks to the rank `offset`
+// Calls visit(offset, count) for the messages of step `near`: `count` blocks to the rank `offset`
 // before this one.
 template <class Visit>
 void forEachMessage(size_t P, size_t near, size_t radix, Visit visit) {

@@ -1,5 +1,5 @@
-// A sum that one rank makes of what all the others send it, slice by slice, in the canonical order:
-// the small reduce, reduce-scatter and the first half of two-shot.
+// One rank adds what all others send it, slice by slice, in the canonical order: the small reduce
+// and reduce-scatter, and the first half of two-shot.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace ringreduce {
 
 class DirectSum {
  public:
-  // Of `count` elements.  `owned_by`: the rank whose order of addition holds, or nobody's: each
-  // chunk of the message's own.
+  // Of `count` elements.  `owned_by`: the rank whose order of addition applies, or kByChunk: each
+  // chunk has its owner's order.
   static constexpr int kByChunk = -1;
   DirectSum(Transport& transport, DType dtype, ReduceOp op, size_t count, int owned_by)
       : transport_(transport),
@@ -26,14 +26,14 @@ class DirectSum {
         slices_(slicesOf(count, slice_)),
         owned_by_(owned_by) {}
 
-  // Once, before all else that this rank expects.
+  // Call it once, before any other expectation of this rank.
   void expect() {
     for (; expected_ < slices_ && expected_ < kAhead; ++expected_) expectSlice(expected_);
   }
-  // Whether all is expected that will come.
+  // Whether all slices are expected.
   bool expectsAll() const { return expected_ == slices_; }
 
-  // Adds everything; `output` may be `own`.  Calls visit(span) for each slice that is done.
+  // Adds all slices; `output` may be `own`.  Calls visit(span) after each slice.
   template <class Visit>
   void run(const std::byte* own, std::byte* output, Visit visit) {
     const auto P = static_cast<size_t>(transport_.size());
@@ -63,8 +63,8 @@ class DirectSum {
   }
 
  private:
-  // The slices expected of a rank: a fast one shall not fill the memory while a slow one is waited
-  // for.
+  // Slices expected from a rank in advance: bounds the memory that a fast rank fills while this one
+  // waits for a slow rank.
   static constexpr size_t kAhead = 32;
 
   template <class Visit>

@@ -1,22 +1,22 @@
-// The five ring primitives (algorithm/ring.h) for a transport.  The ring is run twice: once by
-// primitives that only say where everything goes that will come (ExpectRing), and once by those
-// that move and add (MoveRing).
+// The five ring primitives (algorithm/ring.h) over a transport.  The ring runs twice: once to name
+// the destinations of everything that will arrive (ExpectRing), and once to send and add
+// (MoveRing).
 //
-// The same ring serves three calls, which differ in what becomes of a chunk that is complete at its
+// The same ring serves three calls, which differ in what happens to a chunk that is complete at its
 // owner (Ending): it goes round once more as a copy, stays there, or goes to a root.
 //
-// A ring is of all ranks in order, unless it is of the ranks that a list names, in that order: then
-// a chunk's number is its owner's place in the list.
+// A ring is of all ranks in order, or of the ranks in a list, in that order; then a chunk's number
+// is its owner's position in the list.
 //
-// What travels.  A rank's own addends leave as they are, in their own type.  Partial sums of halves
-// are float32, in buffers of the transport's.  Those of other types are added up in place where the
-// memory is to be written anyway, and sent from there.  That is safe although the finished value is
-// awaited in the same place from the start: it is made of the very partial sum, so nothing of it
-// can come back before all of that has arrived at the next rank.  The same holds for addends that
-// are still lent.
+// Inputs are sent as they are, in their own type.  Partial sums of 16-bit floats are float32, in
+// buffers of the transport.  Partial sums of other types are made in place, if that memory is to be
+// written anyway, and sent from there.  That is safe although the final value is expected in the
+// same place from the start: the final value is computed from this partial sum, so no byte of it
+// can arrive before the next rank has received all of the partial sum.  The same holds for inputs
+// that are still lent.
 //
-// Where the addends are sums themselves (RingCall::ofSums), of ranks that share a host, they are of
-// the partial type from the start, and sums are added up where they are.
+// If the inputs are sums of ranks of a host (RingCall::ofSums), they are of the partial type, and
+// are added in place.
 #pragma once
 
 #include <algorithm>
@@ -36,9 +36,9 @@ enum class Ending { kEverybody, kOwner, kRoot };
 
 struct RingChunk {
   const std::byte* input;  // this rank's addends
-  std::byte* output;       // where the result goes; null where it is not wanted
+  std::byte* output;       // of the result; null if it is not wanted
   size_t count;
-  std::byte* sums = nullptr;  // where partial sums may go, which may be `input`
+  std::byte* sums = nullptr;  // memory for partial sums; may be `input`
 };
 
 struct RingCall {
@@ -56,7 +56,7 @@ struct RingCall {
     slices = slicesOf(most, slice);
   }
 
-  // Everybody gets the result.  The ranks' inputs are partial sums, of `world_size` ranks in all.
+  // All ranks get the result.  Inputs are partial sums, of `world_size` ranks in total.
   static RingCall ofSums(std::vector<RingChunk> chunks, DType dtype, ReduceOp op,
                          std::vector<int> ranks, int world_size) {
     const DType partial = reduceKernels(dtype, op).partial;
@@ -81,10 +81,10 @@ struct RingCall {
   size_t slice, slices;         // elements a slice, slices a chunk
 };
 
-// What both passes have in common.
+// Common to both passes.
 class RingPass {
  public:
-  // The ring as runRing sees it, but for the window.
+  // The shape of the ring, except for the window.
   static RingShape shapeOf(const Transport& transport, const RingCall& call) {
     RingShape shape{.rank = transport.rank(),
                     .world_size = transport.size(),
@@ -118,12 +118,12 @@ class RingPass {
   Span span(int c, size_t j) const { return piece(chunk(c).count, call_.slice, j); }
   const std::byte* input(int c, Span s) const { return chunk(c).input + s.begin * input_width_; }
   std::byte* output(int c, Span s) const { return chunk(c).output + s.begin * width_; }
-  // Where to add up partial sums; null: in a buffer of the transport's.
+  // Memory for partial sums; null: a buffer of the transport.
   std::byte* sums(int c, Span s) const {
     if (chunk(c).sums) return chunk(c).sums + s.begin * sizeOf(call_.kernels.partial);
     return !widens() && call_.ending == Ending::kEverybody ? output(c, s) : nullptr;
   }
-  // Whether what comes of a chunk is the addends of one rank, and not yet a sum.
+  // Whether a chunk arrives as the input of one rank, not as a sum.
   bool arrivesUnadded(int c) const { return c == (me_ + P_ - 2) % P_; }
   bool widens() const { return call_.kernels.partial != call_.addend; }
   // Bytes of an element of a chunk as it arrives.
@@ -222,13 +222,13 @@ class MoveRing : RingPass {
   }
 };
 
-// What all the ranks of a ring together have under way.  A rank that is slow holds what the others,
-// who wait for its sums, have sent it meanwhile: nearly all of a window.
+// Bound of the bytes in flight on all ranks of a ring together.  A slow rank may hold nearly all of
+// them: the other ranks send theirs and wait for its sums.
 inline constexpr size_t kMostUnderWay = 256 << 20;
 
-// How many slices of each chunk are under way.  It leaves a rank twice as many buffers as it has
-// partial sums under way, since on the way to a root that is the next rank there are as many
-// results: so no rank waits for a buffer while all the others do.
+// How many slices of each chunk are in flight.  A rank has twice as many buffers as partial sums in
+// flight, since as many results may be in flight to a root that is the next rank.  So the ranks
+// never all wait for a buffer.
 constexpr size_t streamWindow(size_t slices, int ranks, size_t buffers) {
   const size_t of_each_chunk = kMostUnderWay / kPieceBytes / static_cast<size_t>(ranks);
   return std::min({slices, buffers / 2 - 1, std::max<size_t>(1, of_each_chunk)});

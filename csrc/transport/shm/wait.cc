@@ -10,14 +10,14 @@
 
 namespace ringreduce {
 
-// Not FUTEX_PRIVATE: the word is shared between processes.
+// Not FUTEX_PRIVATE: processes share the word.
 void sleepOn(uint32_t& bell, uint32_t value, Nanos longest) {
   const timespec limit{.tv_sec = longest / kSecond, .tv_nsec = longest % kSecond};
   syscall(SYS_futex, &bell, FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
 void ringBell(uint32_t& bell) {
-  // The exchange leaves the system call to one of several that ring.
+  // After the exchange only one of several threads makes the system call.
   if (std::atomic_ref(bell).exchange(0, std::memory_order_seq_cst))
     syscall(SYS_futex, &bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
@@ -38,7 +38,7 @@ void Waiter::waitFor(int rank, Ready ready) {
     sched_yield();
   }
   std::atomic_ref bell(own_.bell);
-  Nanos next_poll = 0;  // at once: this wait is long already
+  Nanos next_poll = 0;  // at once: this wait is already long
   for (;;) {
     bell.store(bellFor(rank), std::memory_order_seq_cst);
     if (!ready() && !watch_.failed()) sleepOn(own_.bell, bellFor(rank), patience_.sleep);
