@@ -317,7 +317,7 @@ class Dialling {
   const Secret& secret_;
   const DialOptions& options_;
   const Nanos deadline_ = deadlineIn(options_.timeout), deaf_ = deadlineIn(options_.deaf);
-  bool heard_ = false;  // an address has taken a connection
+  bool heard_ = false;  // an address has accepted a connection
 };
 
 struct Attempt {

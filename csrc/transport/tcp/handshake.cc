@@ -206,8 +206,8 @@ void Handshake::take() {
   }
 }
 
-// Whether in_ is our own build.  If it is another's, the acceptor says what it is itself: a caller
-// cannot know otherwise why it is not let in.
+// Whether in_ is our own build.  If not, the acceptor sends its own: otherwise the dialling rank
+// could not know why it is refused.
 bool Handshake::isBuildOurs(const char* who) {
   all_ += in_;
   if (in_ == build()) return true;
