@@ -2,7 +2,7 @@
 //
 //     control ring   liveness, departures, verdicts, progress (health/control.h)
 //     transport      data of collectives (transport/transport.h), moved by the thread that waits
-//     forwarder           messages (p2p/message_forwarder.h), moved by the reactor's thread
+//     forwarder      messages (p2p/message_forwarder.h), moved by the reactor's thread
 //
 // Ranks exchange endpoints when the hosts meet (bootstrap/hosts.h).  The control connections are
 // made at once, all others when they are first used.
