@@ -117,8 +117,8 @@ constexpr int bruckRadix(int world_size, const WireCost& cost) {
 }
 
 // How long an all-reduce takes by each way.  `partial_bytes`: the message's, as partial sums.
-struct MeshTimes {
-  constexpr MeshTimes(size_t bytes, size_t partial_bytes, int world_size, const WireCost& cost)
+struct StreamTimes {
+  constexpr StreamTimes(size_t bytes, size_t partial_bytes, int world_size, const WireCost& cost)
       : P(world_size),
         S(static_cast<double>(bytes)),
         partial(static_cast<double>(partial_bytes)),
@@ -155,9 +155,9 @@ struct MeshTimes {
 };
 
 // Of ranks that see no hosts: one of direct, twoshot, ring and bruck.
-constexpr Algorithm chooseMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                        Algorithm wanted, const WireCost& cost) {
-  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                          Algorithm wanted, const WireCost& cost) {
+  const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double everything = times.P * times.S;
   const bool gathers = wanted == Algorithm::kBruck || wanted == Algorithm::kDirect;
   if (wanted != Algorithm::kAuto && wanted != Algorithm::kHierarchical &&
@@ -214,9 +214,9 @@ constexpr CodedSchedule chooseCoded(size_t bytes, size_t coded_bytes, int world_
 constexpr bool reducesByHosts(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
                               Algorithm wanted, const WireCost& cost) {
   if (wanted != Algorithm::kAuto) return wanted == Algorithm::kHierarchical;
-  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+  const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double other =
-      chooseMeshAllReduce(bytes, partial_bytes, world_size, wanted, cost) == Algorithm::kBruck
+      chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost) == Algorithm::kBruck
           ? times.bruck()
           : std::min(times.twoShot(), times.ring());
   // What a rank puts through sockets is copied into the system there and out of it here.

@@ -23,7 +23,7 @@ struct Explanation {
 };
 
 // Of `world_size` ranks, as many on each of several hosts.
-Explanation explainMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                 int ranks_on_host, Algorithm wanted, const WireCost& cost);
+Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost);
 
 }  // namespace ringreduce

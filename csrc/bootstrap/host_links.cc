@@ -19,8 +19,8 @@
 #include "bootstrap/meeting.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/mesh.h"
 #include "transport/tcp/survey.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace ringreduce {
 namespace {
@@ -165,7 +165,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   shared_.validate();
   // Errors in this rank's settings are thrown here, where the other ranks are told.
   net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
+  connections_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, kMaxConnections));
   lost_after_ = readLostAfter();
   checkLogLevel();
   reactor_ = net::Reactor::shared();
@@ -343,7 +343,7 @@ void HostLinks::gaveUp(int rank, const Turn& turn) const {
                                    "word why: look whether its process has ended");
 }
 // Makes a connection and proves it.
-net::Socket HostLinks::dial(int to, net::Purpose purpose, int lane, const Turn& turn) const {
+net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn& turn) const {
   const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
   const net::DialOptions options{
       // A rank that is stopped is not lost: it is waited for until it is seen to be, or nobody
@@ -352,14 +352,14 @@ net::Socket HostLinks::dial(int to, net::Purpose purpose, int lane, const Turn& 
       .deaf = kDialTime,
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
-      .address = paths[static_cast<size_t>(lane) % paths.size()],
+      .address = paths[static_cast<size_t>(number) % paths.size()],
       .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
       .context = const_cast<std::function<void()>*>(&turn)};
   const net::PeerHello self{.group = word_,
                             .from = rank_,
                             .to = to,
                             .purpose = purpose,
-                            .lane = lane,
+                            .connection = number,
                             .encrypted = shared_.encrypted};
   return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options, who(to));
 }

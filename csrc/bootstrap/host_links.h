@@ -42,7 +42,7 @@ class HostLinks {
   void join(const Hosts& hosts, Store& store, const std::function<void(const Turn&)>& local);
 
   // Makes a connection to a rank and proves it.  Waits.
-  net::Socket dial(int to, net::Purpose purpose, int lane, const Turn& turn) const;
+  net::Socket dial(int to, net::Purpose purpose, int number, const Turn& turn) const;
   // From now on `handler` gets the connections that other ranks make, first those that are here
   // already, until close().  Called in the reactor's thread.
   using Handler = std::function<void(net::Socket, const net::PeerHello&)>;
@@ -64,8 +64,8 @@ class HostLinks {
   const std::shared_ptr<net::Reactor>& reactor() const { return reactor_; }
   // The most addresses of one rank that data is shared out to.
   size_t mostPaths() const;
-  int lanes() const { return lanes_; }             // RINGREDUCE_LANES; 0: as many as help
-  Nanos lostAfter() const { return lost_after_; }  // RINGREDUCE_LOST_SECONDS
+  int connections() const { return connections_; }  // RINGREDUCE_LANES; 0: as many as help
+  Nanos lostAfter() const { return lost_after_; }   // RINGREDUCE_LOST_SECONDS
 
  private:
   struct Early {
@@ -90,7 +90,7 @@ class HostLinks {
   const GroupOptions options_;
   int rank_ = 0, size_ = 0;
   int ranks_on_host_ = 1;  // the most
-  int lanes_ = 0;
+  int connections_ = 0;
   Nanos lost_after_ = 0;
   std::string word_;
   net::Secret secret_{};

@@ -10,7 +10,7 @@
 #include "collectives/stream_calls.h"
 #include "kernels/reduce.h"
 #include "transport/places.h"
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -108,15 +108,15 @@ size_t Hierarchy::stagingBytes() const {
   return neighbours_->memory().bytes();
 }
 
-bool Hierarchy::takes(const Mesh& mesh, const AllReduce& a) const {
+bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
   return reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
-                        static_cast<int>(hosts_.neighbours().size()), mesh.options().algorithm,
-                        mesh.options().cost);
+                        static_cast<int>(hosts_.neighbours().size()), transport.options().algorithm,
+                        transport.options().cost);
 }
 
-void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
-  mesh.begin(arbiter_.current());
+void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
+  transport.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
@@ -137,31 +137,31 @@ void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
   }
   auto* const mine = static_cast<std::byte*>(spread.outputs[me]);
   const size_t count = spread.counts[me];
-  std::byte* const sums = partial == a.dtype ? mine : mesh.scratch(count * sizeOf(partial));
+  std::byte* const sums = partial == a.dtype ? mine : transport.scratch(count * sizeOf(partial));
   inside.output = sums;
   spread.input = mine;
 
   Communicator& host = neighbours_->begin();
   reduceScatterSums(host, inside);
-  allReduceSums(mesh, {.sums = sums,
-                       .output = mine,
-                       .count = count,
-                       .dtype = a.dtype,
-                       .op = op,
-                       .ranks = ring_,
-                       .world_size = hosts_.size()});
-  mesh.finish();  // nothing is sent while this rank waits inside its host
+  allReduceSums(transport, {.sums = sums,
+                            .output = mine,
+                            .count = count,
+                            .dtype = a.dtype,
+                            .op = op,
+                            .ranks = ring_,
+                            .world_size = hosts_.size()});
+  transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 
-bool Hierarchy::takes(const Mesh& mesh, const CompressedAllReduce&) const {
+bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) const {
   // Whoever compresses has a slow wire: there each part is to be coded, and to travel, once a host.
-  const Algorithm wanted = mesh.options().algorithm;
+  const Algorithm wanted = transport.options().algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
-void Hierarchy::compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
-  mesh.begin(arbiter_.current());
+void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
+  transport.begin(arbiter_.current());
   const auto places = hosts_.neighbours().size();
   const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
   const Cut cut{a.count, static_cast<int>(places)};
@@ -195,8 +195,8 @@ void Hierarchy::compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
   between.coding.seed = mixedSeed(a.coding.seed, me);
   between.error = a.error ? a.error + part.begin : nullptr;
   ringreduce::compressedAllReduce(
-      mesh, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
-  mesh.finish();  // nothing is sent while this rank waits inside its host
+      transport, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
+  transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 

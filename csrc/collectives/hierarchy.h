@@ -35,15 +35,15 @@
 
 namespace ringreduce {
 
-class Mesh;
+class Transport;
 
 class Hierarchy {
  public:
   // Whether hosts are several, and even, and hold several ranks each, which may share memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
-  // Null where they are not.  The rings between hosts, and the mesh's ranks, are in the order of
-  // `ring`.  `neighbours`: what Hosts::joinNeighbours gave.  These, the hosts and the arbiter must
-  // live as long.
+  // Null where they are not.  The rings between hosts, and the transport's ranks, are in the order
+  // of `ring`.  `neighbours`: what shareMemory gave.  These, the hosts and the arbiter must live as
+  // long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
                                            const HostRing& ring, const Membership& neighbours,
                                            Arbiter& arbiter);
@@ -51,11 +51,11 @@ class Hierarchy {
 
   void setPatience(Patience patience);
   // Whether this is its to do.  The same on all ranks.
-  bool takes(const Mesh& mesh, const AllReduce& call) const;
-  // Begins and finishes the mesh's operation.
-  void allReduce(Mesh& mesh, const AllReduce& call);
-  bool takes(const Mesh& mesh, const CompressedAllReduce& call) const;
-  void compressedAllReduce(Mesh& mesh, const CompressedAllReduce& call);
+  bool takes(const Transport& transport, const AllReduce& call) const;
+  // Begins and finishes the transport's operation.
+  void allReduce(Transport& transport, const AllReduce& call);
+  bool takes(const Transport& transport, const CompressedAllReduce& call) const;
+  void compressedAllReduce(Transport& transport, const CompressedAllReduce& call);
   size_t stagingBytes() const;
 
  private:
@@ -66,7 +66,8 @@ class Hierarchy {
   const Hosts& hosts_;
   Arbiter& arbiter_;
   std::unique_ptr<Neighbours> neighbours_;
-  std::vector<int> ring_;  // the ranks of this one's place, host by host, as the mesh knows them
+  std::vector<int>
+      ring_;  // the ranks of this one's place, host by host, as the transport knows them
 };
 
 }  // namespace ringreduce

@@ -10,8 +10,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "transport/places.h"
+#include "transport/tcp/connection_count.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/lane_count.h"
 
 namespace ringreduce {
 namespace {
@@ -45,13 +45,13 @@ void Network::close() {
     const std::lock_guard lock(calls_mutex_);
     control.swap(control_);
   }
-  control.reset();  // what it tells looks at the pump
-  std::unique_ptr<net::Pump> pump;
+  control.reset();  // what it tells looks at the forwarder
+  std::unique_ptr<net::MessageForwarder> forwarder;
   {
     const std::lock_guard lock(calls_mutex_);
-    pump.swap(pump_);
+    forwarder.swap(forwarder_);
   }
-  pump.reset();
+  forwarder.reset();
   for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
@@ -65,38 +65,36 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<Mesh> Network::makeMesh(Arbiter& arbiter) {
-  Mesh::Options options{.algorithm = links_->sharedOptions().algorithm};
-  options.cost = links_->cost();
+std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
   const std::vector<int>& ranks = links_->ring().ranks;
-  options.shown = ranks;
-  WaitGuard* watch = &arbiter;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
+  const WireCost& cost = links_->cost();
+  TcpOptions tcp{.shown = ranks, .lost_after = links_->lostAfter()};
+  WaitGuard* guard = &arbiter;
+  if (!ranks.empty()) guard = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
-  options.least_lanes =
-      std::max(net::lanesAtFirst(static_cast<Nanos>(options.cost.roundTrip() * kSecond)),
+  tcp.min_connections =
+      std::max(net::initialConnections(static_cast<Nanos>(cost.roundTrip() * kSecond)),
                static_cast<int>(links_->mostPaths()));
-  if (links_->lanes() > 0) options.least_lanes = options.most_lanes = links_->lanes();
-  options.lost_after = links_->lostAfter();
-  return std::make_unique<Mesh>(
-      placeOf(rank_), size_, *watch,
-      [this](int to, int lane, const std::function<void()>& turn) {
+  if (links_->connections() > 0) tcp.min_connections = tcp.max_connections = links_->connections();
+  return std::make_unique<TcpTransport>(
+      placeOf(rank_), size_, *guard,
+      [this](int to, int number, const std::function<void()>& turn) {
         const int rank = places_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
-        return links_->dial(rank, net::Purpose::kData, lane, turn);
+        return links_->dial(rank, net::Purpose::kData, number, turn);
       },
-      options);
+      TransportOptions{.algorithm = links_->sharedOptions().algorithm, .cost = cost}, tcp);
 }
 
-std::unique_ptr<Mesh> Network::start(Arbiter& arbiter) {
-  std::unique_ptr<Mesh> mesh = makeMesh(arbiter);
+std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
+  std::unique_ptr<TcpTransport> transport = makeTransport(arbiter);
   try {
-    pump_ = net::Pump::start(
+    forwarder_ = net::MessageForwarder::start(
         reactor_, rank_, size_,
         [this](int to, int, const std::function<void()>& turn) {
           return links_->dial(to, net::Purpose::kMessages, 0, turn);
         },
         *this);
-    carrier_ = pump_.get();
+    carrier_ = forwarder_.get();
     net::Control::Options control;
     control.ring = links_->controlRing();
     control.lost_after = links_->lostAfter();
@@ -111,16 +109,16 @@ std::unique_ptr<Mesh> Network::start(Arbiter& arbiter) {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
     }
-    mesh_ = mesh.get();
+    transport_ = transport.get();
     // Not before: the reactor's thread, which waits for its lock, has had to start the ring.
     links_->deliverTo([this](net::Socket socket, const net::PeerHello& caller) {
       route(std::move(socket), caller);
     });
   } catch (...) {
-    close();  // before the mesh goes
+    close();  // before the transport goes
     throw;
   }
-  return mesh;
+  return transport;
 }
 
 void Network::route(net::Socket socket, const net::PeerHello& caller) {
@@ -128,9 +126,9 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kControl:
       return control_->accept(caller.from, std::move(socket));
     case net::Purpose::kMessages:
-      return pump_->accept(caller.from, std::move(socket));
+      return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
-      return mesh_->accept(placeOf(caller.from), std::move(socket));
+      return transport_->accept(placeOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // is awaited, or nobody's any more
       return;
   }
@@ -148,7 +146,7 @@ std::vector<Engine::Wire> Network::channels() {
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const net::Pump::Ends ends = pump_->ends(r);
+    const net::MessageForwarder::Ends ends = forwarder_->ends(r);
     wires.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
                      .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
                      .consumed = ends.consumed,
@@ -159,11 +157,11 @@ std::vector<Engine::Wire> Network::channels() {
 
 void Network::handOver(void (*turn)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
-  if (!pump_) return;
+  if (!forwarder_) return;
   const Arbiter& arbiter = *arbiter_.load();
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
-    std::vector<int> late = pump_->unsent();
+    std::vector<int> late = forwarder_->unsent();
     std::erase_if(late, [&](int r) { return !arbiter.stateOf(r).isHere(); });
     if (late.empty() || arbiter.failed()) return;
     if (now() >= limit)
@@ -178,7 +176,7 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!arbiter_.load()->failed()) pump_->flush(kFlushTime);
+  if (!arbiter_.load()->failed()) forwarder_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
 }
@@ -192,7 +190,8 @@ void Network::broadcastError(const GroupFailure& failure) {
 
 void Network::depart(Declared how) {
   // Before the others know that this rank is gone, and count how long it is quiet.
-  if (how == Declared::kGone && mesh_ && !arbiter_.load()->failed()) mesh_->leave(kFlushTime);
+  if (how == Declared::kGone && transport_ && !arbiter_.load()->failed())
+    transport_->leave(kFlushTime);
   control_->depart(how);
 }
 
@@ -203,7 +202,7 @@ void Network::askForProgress(uint64_t since) {
 
 void Network::wakePeer(int rank) {
   const std::lock_guard lock(calls_mutex_);
-  if (pump_) pump_->stir(rank);
+  if (forwarder_) forwarder_->stir(rank);
 }
 
 bool Network::mayReceiveFrom(int rank) {

@@ -1,8 +1,8 @@
 // The sockets of a group whose ranks do not share memory.  They replace shared pages:
 //
 //     control ring   liveness, departures, failures, progress (health/control.h)
-//     mesh           data of collectives (transport/tcp/mesh.h), moved by the thread that waits
-//     pump           messages (p2p/pump.h), moved by the reactor's thread
+//     transport      data of collectives (transport/transport.h), moved by the thread that waits
+//     forwarder      messages (p2p/message_forwarder.h), moved by the reactor's thread
 //
 // The bootstrap made the control connections (bootstrap/host_links.h); all others are made when
 // they are first used.
@@ -20,12 +20,12 @@
 #include "health/arbiter.h"
 #include "health/control.h"
 #include "p2p/engine.h"
-#include "p2p/pump.h"
-#include "transport/tcp/mesh.h"
+#include "p2p/message_forwarder.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace ringreduce {
 
-class Network final : public PeerChannel, private net::Pump::Listener {
+class Network final : public PeerChannel, private net::MessageForwarder::Listener {
  public:
   // `links` have joined.
   explicit Network(std::unique_ptr<HostLinks> links);
@@ -33,10 +33,10 @@ class Network final : public PeerChannel, private net::Pump::Listener {
 
   // The ranks, with pages in this process's own memory.
   std::vector<Seat> seats(const Hosts& hosts);
-  // Starts to report news to `arbiter`.  The ranks of the mesh are in the order of `ring`.  The
-  // mesh must not outlive this object.  Call `leave` or `close` before the mesh or the arbiter is
-  // destroyed.
-  std::unique_ptr<Mesh> start(Arbiter& arbiter);
+  // Starts to report news to `arbiter`.  The ranks of the transport are in the order of `ring`. The
+  // transport must not outlive this object.  Call `leave` or `close` before the transport or the arbiter
+  // is destroyed.
+  std::unique_ptr<TcpTransport> start(Arbiter& arbiter);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
@@ -47,10 +47,10 @@ class Network final : public PeerChannel, private net::Pump::Listener {
   // or until the group fails.  `turn`, if not null, is called now and then and may throw.
   void handOver(void (*turn)(), Nanos timeout);
   // After the arbiter has departed: waits briefly until the other ranks know, and closes all
-  // sockets except those of the mesh.
+  // sockets except those of the transport.
   void leave();
 
-  // The same without waiting.  After it returns no thread calls the arbiter or the mesh.
+  // The same without waiting.  After it returns no thread calls the arbiter or the transport.
   void close();
 
   // ---- PeerChannel
@@ -71,13 +71,13 @@ class Network final : public PeerChannel, private net::Pump::Listener {
   }
 
   void route(net::Socket socket, const net::PeerHello& caller);
-  std::unique_ptr<Mesh> makeMesh(Arbiter& arbiter);
+  std::unique_ptr<TcpTransport> makeTransport(Arbiter& arbiter);
 
   const std::unique_ptr<HostLinks> links_;
   const GroupOptions& options_;
   const int rank_, size_;
   std::unique_ptr<WaitGuard>
-      placed_;               // the arbiter, for the mesh, where ranks stand in another order
+      placed_;               // the arbiter, for the transport, where ranks stand in another order
   std::vector<int> places_;  // by rank; empty where that is its number
 
   std::unique_ptr<RankPage[]> pages_;
@@ -85,14 +85,15 @@ class Network final : public PeerChannel, private net::Pump::Listener {
   std::unique_ptr<Box> own_box_;
 
   const std::shared_ptr<net::Reactor> reactor_;
-  Mesh* mesh_ = nullptr;
+  TcpTransport* transport_ = nullptr;
   std::atomic<Arbiter*> arbiter_ = nullptr;
   std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread
 
   std::mutex leaving_;      // which several threads may want at the same time
   std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it
-  std::unique_ptr<net::Pump> pump_;
-  net::Pump* carrier_ = nullptr;  // the same for the reactor's thread, which may call while it ends
+  std::unique_ptr<net::MessageForwarder> forwarder_;
+  net::MessageForwarder* carrier_ =
+      nullptr;  // the same for the reactor's thread, which may call while it ends
   std::unique_ptr<net::Control> control_;
 };
 

@@ -174,7 +174,7 @@ OpSignature announce(const Operation& operation, uint64_t sequence) {
 
 namespace {
 
-// Wires: a Communicator or a Mesh.
+// Wires: a Communicator or a Transport.
 template <class Wires>
 void runOver(Wires& wires, const Operation& operation) {
   std::visit(Overloaded{
@@ -218,8 +218,8 @@ void run(Communicator& c, const Operation& operation) {
   runOver(c, operation);
 }
 
-void run(Mesh& mesh, const Operation& operation) {
-  runOver(mesh, operation);
+void run(Transport& transport, const Operation& operation) {
+  runOver(transport, operation);
 }
 
 }  // namespace ringreduce

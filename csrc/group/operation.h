@@ -12,7 +12,7 @@
 
 namespace ringreduce {
 
-class Mesh;
+class Transport;
 
 // An all-gather of what ranks have of a sparse tensor: of `count` elements were it dense, and of a
 // shape that `shape` is a hash of.
@@ -45,11 +45,11 @@ void validate(const Operation& operation, int rank, int world_size);
 // What the ranks compare with each other.
 OpSignature announce(const Operation& operation, uint64_t sequence);
 
-// The same call as a mesh sees it whose ranks stand in another order (transport/places.h).  What
-// `operation` holds must live as long.
+// The same call as a transport sees it whose ranks stand in another order (transport/places.h).
+// What `operation` holds must live as long.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
 void run(Communicator& c, const Operation& operation);
-void run(Mesh& mesh, const Operation& operation);
+void run(Transport& transport, const Operation& operation);
 
 }  // namespace ringreduce

@@ -157,7 +157,7 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
   WireCost cost = costFrom(given);
   cost.ranks_on_host = ranks_on_host;
   const Explanation found =
-      explainMeshAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
+      explainStreamAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
   py::list candidates;
   for (const Candidate& one : found.candidates)
     candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],

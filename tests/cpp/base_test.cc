@@ -70,7 +70,7 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
   for (int P : {2, 3, 8, 64})
     for (const WireCost& wire : {cost, crowded}) {
       const auto choice = [&](size_t bytes, size_t partial) {
-        return chooseMeshAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
+        return chooseStreamAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
       };
       CHECK(choice(0, 0) == Algorithm::kBruck);
       CHECK(choice(1024, 1024) == Algorithm::kBruck);
@@ -83,11 +83,12 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
         bruck = now == Algorithm::kBruck;
         ring = now == Algorithm::kRing;
       }
-      CHECK(chooseMeshAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
-      CHECK(chooseMeshAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) == Algorithm::kRing);
+      CHECK(chooseStreamAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
+      CHECK(chooseStreamAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) ==
+            Algorithm::kRing);
     }
   // Halves, whose partial sums are twice as long.
-  CHECK(chooseMeshAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
+  CHECK(chooseStreamAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
         Algorithm::kTwoShot);
 }
 
@@ -110,8 +111,8 @@ TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
         before = taken(bytes, bytes);
       }
       // Where there is no hierarchy, one of the others.
-      CHECK(chooseMeshAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
-            chooseMeshAllReduce(much, much, P, Algorithm::kAuto, cost));
+      CHECK(chooseStreamAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
+            chooseStreamAllReduce(much, much, P, Algorithm::kAuto, cost));
     }
 }
 

@@ -103,11 +103,12 @@ TEST(a_choice_is_explained_as_it_is_made) {
         cost.hop = hop;
         cost.ranks_on_host = ranks_on_host;
         const Explanation found =
-            explainMeshAllReduce(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost);
-        const Algorithm taken = ranks_on_host > 1 && reducesByHosts(bytes, bytes, 8, ranks_on_host,
-                                                                    Algorithm::kAuto, cost)
-                                    ? Algorithm::kHierarchical
-                                    : chooseMeshAllReduce(bytes, bytes, 8, Algorithm::kAuto, cost);
+            explainStreamAllReduce(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost);
+        const Algorithm taken =
+            ranks_on_host > 1 &&
+                    reducesByHosts(bytes, bytes, 8, ranks_on_host, Algorithm::kAuto, cost)
+                ? Algorithm::kHierarchical
+                : chooseStreamAllReduce(bytes, bytes, 8, Algorithm::kAuto, cost);
         CHECK(found.choice == taken);
         CHECK(!found.why.empty());
         CHECK_EQ(found.candidates.size(), ranks_on_host > 1 ? 4u : 3u);

@@ -1,7 +1,6 @@
-// What lies at the start of each rank's shared segment: its flags, its announcements, its last
-// words.
+// The start of each rank's shared segment: its flags, its operations' signatures, its departure.
 //
-// Every rank of a host maps every other's page.  Unless a line says otherwise, only the page's
+// Every rank of a host maps the pages of all others.  Unless a line says otherwise, only the page's
 // owner writes to it.
 #pragma once
 
@@ -14,8 +13,8 @@
 
 namespace ringreduce {
 
-// How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots
-// operations), so an announcement is still there when a slower rank compares it with its own.
+// A rank can be ahead of another by as many operations as it has slots (kMaxSlots), so a signature
+// is still there when a slower rank compares it with its own.
 inline constexpr uint64_t kAnnouncements = 64;
 inline constexpr int kMaxSlots = 32;
 static_assert(kAnnouncements >= 2 * kMaxSlots);

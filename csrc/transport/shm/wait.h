@@ -38,13 +38,12 @@ void wakeSleeper(uint32_t& word);
 
 class Waiter {
  public:
-  // `own` is the page of the rank that waits; one thread at a time may wait on it.
+  // `own` is the page of the waiting rank; one thread at a time may wait on it.
   Waiter(RankPage& own, WaitGuard& watch) : own_(own), watch_(watch) {}
 
   void setPatience(Patience patience) { patience_ = patience; }
 
-  // Returns once ready() is true.  `rank` is who must make it so.  Throws what the WaitGuard
-  // throws.
+  // Waits until ready() is true; `rank` must make it so.  Throws what the WaitGuard throws.
   template <class F>
   void until(int rank, F&& ready) {
     if (!ready()) waitFor(rank, Ready(ready));

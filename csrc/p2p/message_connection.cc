@@ -1,5 +1,5 @@
-// Between rings and sockets, and what is believed of what comes.
-#include "p2p/pump_lanes.h"
+// Moving bytes between rings and sockets, and checking what arrives.
+#include "p2p/message_connection.h"
 
 #include <sys/uio.h>
 
@@ -8,18 +8,16 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/tcp/crc32c.h"
-#include "transport/tcp/silence.h"
+#include "transport/tcp/frame.h"
 
 namespace ringreduce::net {
 namespace {
 
-// What a rank says of eager bytes that have arrived goes with records, or by itself once it is
-// worth a packet.
-constexpr uint64_t kWorthTelling = 64 << 10;
-constexpr size_t kATurn = 1 << 20;  // bytes
+// The count of eager bytes that have arrived is sent with records, or alone after so many bytes.
+constexpr uint64_t kAcknowledgeEvery = 64 << 10;
+constexpr size_t kBytesPerTurn = 1 << 20;
 
-// The pieces of a ring from this position on: two, if they go around its end.
+// The pieces of a ring from this position on: two if they wrap around its end.
 int pieces(std::byte* ring, uint64_t position, size_t bytes, iovec* out) {
   const size_t at = position % kRingBytes, first = std::min(bytes, kRingBytes - at);
   int n = 0;
@@ -28,29 +26,29 @@ int pieces(std::byte* ring, uint64_t position, size_t bytes, iovec* out) {
   return n;
 }
 
-std::string way(const Socket& socket) {
-  return " (connection " + wayOf(socket) + ")";
+std::string route(const Socket& socket) {
+  return " (connection " + routeOf(socket) + ")";
 }
 
 }  // namespace
 
-PumpHead sealed(PumpHead head) {
-  head.header = crc32c(&head, offsetof(PumpHead, header));
+MessageFrame sealed(MessageFrame head) {
+  head.header = crc32c(&head, offsetof(MessageFrame, header));
   return head;
 }
 
 // ---- sending
 
-bool PumpSender::hasNews() const {
+bool MessageSender::hasNews() const {
   return ends_.out_filled->observe() != framed_.load(std::memory_order_relaxed) ||
-         ends_.consumed->observe() - told_.load(std::memory_order_relaxed) >= kWorthTelling;
+         ends_.consumed->observe() - told_.load(std::memory_order_relaxed) >= kAcknowledgeEvery;
 }
 
-bool PumpSender::hasRecords() const {
+bool MessageSender::hasRecords() const {
   return head_left_ + bytes_left_ > 0 || ends_.out_filled->observe() != sent_;
 }
 
-void PumpSender::discard() {
+void MessageSender::discard() {
   head_left_ = bytes_left_ = 0;
   sent_ = ends_.out_filled->observe();
   framed_ = sent_;
@@ -58,8 +56,8 @@ void PumpSender::discard() {
   ends_.out_emptied->publish(sent_);
 }
 
-// The next frame, of what there is.
-void PumpSender::cut() {
+// Cuts the next frame from what there is.
+void MessageSender::cutFrame() {
   const uint64_t filled = ends_.out_filled->observe();
   const size_t bytes = filled - sent_;
   head_ = sealed({.bytes = static_cast<uint32_t>(bytes), .consumed = ends_.consumed->observe()});
@@ -69,11 +67,11 @@ void PumpSender::cut() {
   told_ = head_.consumed;
 }
 
-Lane PumpSender::carry(Socket& socket, bool& moved) {
-  for (size_t turn = 0; turn < kATurn;) {
+Carried MessageSender::carry(Socket& socket, bool& moved) {
+  for (size_t turn = 0; turn < kBytesPerTurn;) {
     if (head_left_ + bytes_left_ == 0) {
-      if (!hasNews()) return Lane::kIdle;
-      cut();
+      if (!hasNews()) return Carried::kIdle;
+      cutFrame();
     }
     iovec parts[3];
     int n = 0;
@@ -83,9 +81,9 @@ Lane PumpSender::carry(Socket& socket, bool& moved) {
     const ssize_t written = socket.send(parts, static_cast<size_t>(n));
     if (written < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return Lane::kBlocked;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return Carried::kBlocked;
       error_ = errno;
-      return Lane::kEnded;
+      return Carried::kEnded;
     }
     const size_t of_head = std::min(static_cast<size_t>(written), head_left_);
     const size_t of_ring = static_cast<size_t>(written) - of_head;
@@ -97,7 +95,7 @@ Lane PumpSender::carry(Socket& socket, bool& moved) {
     moved = true;
     ends_.out_emptied->publish(sent_);
   }
-  return Lane::kMore;
+  return Carried::kMore;
 }
 
 // ---- receiving
@@ -121,31 +119,31 @@ bool isSound(const Record& record, size_t left) {
   return false;
 }
 
-bool PumpReceiver::canGoOn() const {
+bool MessageReceiver::canGoOn() const {
   const uint64_t then = full_at_.load();
   return then != kNotFull && ends_.in_emptied->observe() != then;
 }
 
-Lane PumpReceiver::endsWith(std::string how, bool damaged) {
+Carried MessageReceiver::endsWith(std::string how, bool damaged) {
   end_ = std::move(how);
   damaged_ = damaged;
-  return Lane::kEnded;
+  return Carried::kEnded;
 }
 
-Lane PumpReceiver::carry(Socket& socket, bool& moved) {
+Carried MessageReceiver::carry(Socket& socket, bool& moved) {
   full_at_ = kNotFull;
-  for (size_t turn = 0; turn < kATurn;) {
+  for (size_t turn = 0; turn < kBytesPerTurn;) {
     const auto roomAfter = [&](uint64_t emptied) { return kRingBytes - (got_ - emptied); };
     uint64_t emptied = ends_.in_emptied->observe();
     if (bytes_left_ > 0 && roomAfter(emptied) == 0) {
-      // Whoever makes room looks at this after: one of the two sees the other.
+      // The reader makes room and then looks at full_at_, so one of the two sees the other.
       full_at_ = emptied;
       emptied = ends_.in_emptied->observe();
-      if (roomAfter(emptied) == 0) return Lane::kBlocked;
+      if (roomAfter(emptied) == 0) return Carried::kBlocked;
       full_at_ = kNotFull;
     }
     const size_t room = roomAfter(emptied);
-    // The rest of this frame, and with it the head of the next.
+    // The rest of this frame, and the header of the next one with it.
     const size_t wanted = std::min(bytes_left_, room);
     iovec parts[3];
     int n = pieces(ends_.in_ring, got_, wanted, parts);
@@ -154,13 +152,13 @@ Lane PumpReceiver::carry(Socket& socket, bool& moved) {
     const ssize_t read = socket.receive(parts, static_cast<size_t>(n));
     if (read < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return Lane::kIdle;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return Carried::kIdle;
       const int error = errno;
-      return endsWith("its connection for messages broke: " + textOfError(error) + way(socket),
+      return endsWith("its connection for messages broke: " + textOfError(error) + route(socket),
                       error == EBADMSG);
     }
     if (read == 0)
-      return endsWith(bytes_left_ + head_got_ == 0 && got_ == shown_
+      return endsWith(bytes_left_ + head_got_ == 0 && got_ == published_
                           ? "it closed its connection for messages"
                           : "its connection for messages ended within a message",
                       false);
@@ -169,14 +167,15 @@ Lane PumpReceiver::carry(Socket& socket, bool& moved) {
     bytes_left_ -= of_ring;
     head_got_ += static_cast<size_t>(read) - of_ring;
     turn += static_cast<size_t>(read);
-    if (!showRecords(moved) || (head_got_ == sizeof head_ && !takeHead(moved)))
-      return endsWith("its connection for messages carried what no rank sends" + way(socket), true);
+    if (!publishRecords(moved) || (head_got_ == sizeof head_ && !takeHeader(moved)))
+      return endsWith("its connection for messages carried what no rank sends" + route(socket),
+                      true);
   }
-  return Lane::kMore;
+  return Carried::kMore;
 }
 
-bool PumpReceiver::takeHead(bool& moved) {
-  const bool fits = head_.magic == PumpHead::kMagic && head_.bytes <= kRingBytes &&
+bool MessageReceiver::takeHeader(bool& moved) {
+  const bool fits = head_.magic == MessageFrame::kMagic && head_.bytes <= kRingBytes &&
                     head_.header == sealed(head_).header && reached(head_.consumed, acknowledged_);
   if (!fits) return false;
   head_got_ = 0;
@@ -188,20 +187,20 @@ bool PumpReceiver::takeHead(bool& moved) {
   return true;
 }
 
-// Lets the reader see the records that have come whole.
-bool PumpReceiver::showRecords(bool& moved) {
-  const uint64_t before = shown_;
-  while (got_ - shown_ >= sizeof(Record)) {
-    const size_t at = shown_ % kRingBytes;
+// Publishes the records that are complete.
+bool MessageReceiver::publishRecords(bool& moved) {
+  const uint64_t before = published_;
+  while (got_ - published_ >= sizeof(Record)) {
+    const size_t at = published_ % kRingBytes;
     Record record;
     std::memcpy(&record, ends_.in_ring + at, sizeof record);
     if (!isSound(record, kRingBytes - at)) return false;
     const size_t bytes = recordBytes(record.payload);
-    if (got_ - shown_ < bytes) break;
-    shown_ += bytes;
+    if (got_ - published_ < bytes) break;
+    published_ += bytes;
   }
-  if (shown_ == before) return true;
-  ends_.in_filled->publish(shown_);
+  if (published_ == before) return true;
+  ends_.in_filled->publish(published_);
   moved = true;
   return true;
 }

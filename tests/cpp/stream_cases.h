@@ -1,5 +1,5 @@
-// What reductions over a mesh are given, by tests over sockets and over what stands in for them,
-// and what must come of it.
+// What reductions over a transport are given, by tests over sockets and over what stands in for
+// them, and what must come of it.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "group/operation.h"
 #include "ring_oracle.h"
 
-namespace mesh_cases {
+namespace stream_cases {
 
 using namespace ringreduce;
 using Bytes = std::vector<unsigned char>;  // compared by memcmp, as std::byte is not
@@ -34,49 +34,50 @@ inline size_t at(int i) {
 // operation as announced, runs what it is given, and finishes.
 class Caller {
  public:
-  using Operate = std::function<void(const OpSignature&, const std::function<void(Mesh&)>&)>;
-  Caller(Mesh& mesh, Operate operate) : mesh(mesh), operate_(std::move(operate)) {}
+  using Operate = std::function<void(const OpSignature&, const std::function<void(Transport&)>&)>;
+  Caller(Transport& transport, Operate operate)
+      : transport(transport), operate_(std::move(operate)) {}
 
   template <class Call>
   void operator()(const Call& call) {
-    operate_(announce({call}, sequence_++), [&](Mesh& m) { run(m, call); });
+    operate_(announce({call}, sequence_++), [&](Transport& m) { run(m, call); });
   }
   // The same, announced as something else.
   template <class Call>
   void lying(const Call& call) {
     OpSignature a = announce({call}, sequence_++);
     a.count += 1;
-    operate_(a, [&](Mesh& m) { run(m, call); });
+    operate_(a, [&](Transport& m) { run(m, call); });
   }
   // An operation that is no call.
-  void perform(const std::function<void(Mesh&)>& body) {
+  void perform(const std::function<void(Transport&)>& body) {
     operate_({.sequence = sequence_++}, body);
   }
 
-  Mesh& mesh;
+  Transport& transport;
 
  private:
-  static void run(Mesh& m, const AllReduce& a) { allReduce(m, a); }
-  static void run(Mesh& m, const Reduce& r) { reduce(m, r); }
-  static void run(Mesh& m, const ReduceScatter& r) { reduceScatter(m, r); }
-  static void run(Mesh& m, const Broadcast& b) { broadcast(m, b); }
-  static void run(Mesh& m, const AllGather& a) { allGather(m, a); }
-  static void run(Mesh& m, const SparseAllReduce& s) { allGatherUnknown(m, s.gather); }
-  static void run(Mesh& m, const Gather& g) { gather(m, g); }
-  static void run(Mesh& m, const Scatter& s) { scatter(m, s); }
-  static void run(Mesh& m, const AllToAll& a) { allToAll(m, a); }
-  static void run(Mesh& m, const Barrier& b) { barrier(m, b); }
-  static void run(Mesh& m, const CompressedAllReduce& a) { compressedAllReduce(m, a); }
+  static void run(Transport& m, const AllReduce& a) { allReduce(m, a); }
+  static void run(Transport& m, const Reduce& r) { reduce(m, r); }
+  static void run(Transport& m, const ReduceScatter& r) { reduceScatter(m, r); }
+  static void run(Transport& m, const Broadcast& b) { broadcast(m, b); }
+  static void run(Transport& m, const AllGather& a) { allGather(m, a); }
+  static void run(Transport& m, const SparseAllReduce& s) { allGatherUnknown(m, s.gather); }
+  static void run(Transport& m, const Gather& g) { gather(m, g); }
+  static void run(Transport& m, const Scatter& s) { scatter(m, s); }
+  static void run(Transport& m, const AllToAll& a) { allToAll(m, a); }
+  static void run(Transport& m, const Barrier& b) { barrier(m, b); }
+  static void run(Transport& m, const CompressedAllReduce& a) { compressedAllReduce(m, a); }
 
   const Operate operate_;
   uint64_t sequence_ = 0;
 };
 
-using InMesh =
-    std::function<void(int size, const Mesh::Options&, const std::function<void(Caller&)>&)>;
+using Over =
+    std::function<void(int size, const TransportOptions&, const std::function<void(Caller&)>&)>;
 
 // Settings under which each algorithm is taken for some size.
-inline std::vector<Mesh::Options> everyChoice() {
+inline std::vector<TransportOptions> everyChoice() {
   const WireCost ring{.hop = 0, .message = 0, .byte = 1, .memory = 1, .crowd = 1};
   const WireCost one_hop{.hop = 1, .message = 0, .byte = 0, .memory = 0};
   const WireCost few_messages{.hop = 0, .message = 1, .byte = 0, .memory = 0};
@@ -145,7 +146,7 @@ struct Reducing {
   }
 
   void run(Caller& call) const {
-    const int me = call.mesh.rank();
+    const int me = call.transport.rank();
     Bytes data = addends[at(me)];
     call(AllReduce{data.data(), count, dtype, op, factor(me)});
     expect(data.data(), reduced.data(), count, "all_reduce");
@@ -214,16 +215,16 @@ inline std::vector<Reducing> reductions(int P, uint32_t seed, size_t most_bytes)
   return cases;
 }
 
-inline void checkReductions(const InMesh& in_mesh, int most_ranks, size_t most_bytes) {
-  const std::vector<Mesh::Options> choices = everyChoice();
+inline void checkReductions(const Over& over, int most_ranks, size_t most_bytes) {
+  const std::vector<TransportOptions> choices = everyChoice();
   for (int P = 1; P <= most_ranks; ++P) {
     const std::vector<Reducing> cases = reductions(P, static_cast<uint32_t>(P), most_bytes);
     for (size_t i = 0; i < choices.size(); ++i)
-      in_mesh(P, choices[i], [&](Caller& call) {
+      over(P, choices[i], [&](Caller& call) {
         for (size_t k = 0; k < cases.size(); ++k)
           if (P <= 2 || (k + i) % 3 == 0) cases[k].run(call);
       });
   }
 }
 
-}  // namespace mesh_cases
+}  // namespace stream_cases

@@ -1,5 +1,5 @@
-// What receives messages (p2p/pump_lanes.h), over real sockets, from a rank with somebody on the
-// way, who cuts, drops, changes and adds bytes, and forges heads.
+// What receives messages (p2p/message_connection.h), over real sockets, from a rank with somebody
+// on the way, who cuts, drops, changes and adds bytes, and forges heads.
 //
 // Whatever comes: what the reader is shown are sound records within the ring, and counters go
 // forwards.  As long as only heads of frames were changed, and nothing was added or dropped, the
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "p2p/pump_lanes.h"
+#include "p2p/message_connection.h"
 #include "seals.h"
 #include "transport/shm/channel.h"
 
@@ -97,8 +97,8 @@ class Play {
         return;
       case 6: {
         forged_ = true;
-        PumpHead head{.bytes = input.byte() * uint32_t{1 + what / 8u} * 64,
-                      .consumed = input.byte() * uint64_t{64}};
+        MessageFrame head{.bytes = input.byte() * uint32_t{1 + what / 8u} * 64,
+                          .consumed = input.byte() * uint64_t{64}};
         head = sealed(head);
         wire_.insert(0, reinterpret_cast<const char*>(&head), sizeof head);
         return;
@@ -123,7 +123,7 @@ class Play {
 
   void carry() {
     bool moved = false;
-    if (sender_.carry(out_.one, moved) == net::Lane::kEnded) wrong_ = "cannot send";
+    if (sender_.carry(out_.one, moved) == net::Carried::kEnded) wrong_ = "cannot send";
     std::array<char, 64 << 10> bytes;
     for (ssize_t n; (n = out_.other.receive(bytes.data(), bytes.size())) > 0;)
       wire_.append(bytes.data(), static_cast<size_t>(n));
@@ -135,9 +135,9 @@ class Play {
     if (forged_) return;
     while (next_head_ >= passed_) {
       const size_t at = next_head_ - passed_;
-      if (at + sizeof(PumpHead) > wire_.size()) return;
+      if (at + sizeof(MessageFrame) > wire_.size()) return;
       heads_.push_back(next_head_);
-      PumpHead head;
+      MessageFrame head;
       std::memcpy(&head, wire_.data() + at, sizeof head);
       next_head_ += sizeof head + head.bytes;
     }
@@ -146,13 +146,14 @@ class Play {
   // Changes a bit of what is on the way.
   void change(size_t bit) {
     wire_[bit / 8] = static_cast<char>(wire_[bit / 8] ^ 1 << bit % 8);
-    const auto begin = std::ranges::find_if(
-        heads_, [at = passed_ + bit / 8](uint64_t head) { return at - head < sizeof(PumpHead); });
+    const auto begin = std::ranges::find_if(heads_, [at = passed_ + bit / 8](uint64_t head) {
+      return at - head < sizeof(MessageFrame);
+    });
     if (forged_ || begin == heads_.end()) {
       forged_ = true;
     } else if (reseals_ && *begin >= passed_) {
       char* at = wire_.data() + (*begin - passed_);
-      PumpHead head;
+      MessageFrame head;
       std::memcpy(&head, at, sizeof head);
       head = sealed(head);
       std::memcpy(at, &head, sizeof head);
@@ -169,7 +170,7 @@ class Play {
   void receive() {
     bool moved = false;
     const uint64_t filled = flags_[2].observe(), acknowledged = flags_[5].observe();
-    const net::Lane lane = receiver_.carry(in_.other, moved);
+    const net::Carried result = receiver_.carry(in_.other, moved);
     if (flags_[2].observe() < filled || flags_[5].observe() < acknowledged)
       wrong_ = "went backwards";
     if (!forged_ && flags_[5].observe() > consumed_) wrong_ = "acknowledged what never came";
@@ -177,7 +178,7 @@ class Play {
     for (size_t i = 0; i < kRecordAlign; ++i)
       if (rings.in[kRingBytes + i] != std::byte{0x5a}) wrong_ = "wrote beyond the ring";
     while (const Record* record = reader_.front()) look(*record);
-    if (lane != net::Lane::kEnded) return;
+    if (result != net::Carried::kEnded) return;
     over_ = true;
     if (receiver_.end().empty()) wrong_ = "ended without a word why";
   }
@@ -199,10 +200,10 @@ class Play {
   }
 
   Flag flags_[6]{};
-  const Pump::Ends ends_;
+  const MessageForwarder::Ends ends_;
   const bool reseals_;
-  PumpSender sender_;
-  PumpReceiver receiver_;
+  MessageSender sender_;
+  MessageReceiver receiver_;
   ChannelWriter writer_{rings.out, flags_[0], flags_[1]};
   ChannelReader reader_{rings.in, flags_[2], flags_[3]};
   Pair out_, in_;

@@ -1,5 +1,5 @@
-// Who hears from whom over a mesh: barriers, ranks that disagree, and a ring of more slices than it
-// may have under way.
+// Who hears from whom over a transport: barriers, ranks that disagree, and a ring of more slices
+// than it may have under way.
 #pragma once
 
 #include <atomic>
@@ -11,16 +11,16 @@
 #include "base/error.h"
 #include "check.h"
 #include "collectives/stream_primitives.h"
-#include "mesh_cases.h"
-#include "mesh_moves.h"
+#include "stream_cases.h"
+#include "stream_moves.h"
 
-namespace mesh_cases {
+namespace stream_cases {
 
 // Nobody returns from a barrier before all have come to it.
-inline void checkBarrier(const InMesh& in_mesh, int most_ranks) {
+inline void checkBarrier(const Over& over, int most_ranks) {
   for (int P = 1; P <= most_ranks; ++P) {
     std::atomic<int> came = 0;
-    in_mesh(P, {}, [&](Caller& call) {
+    over(P, {}, [&](Caller& call) {
       for (int round = 1; round <= 20; ++round) {
         came.fetch_add(1, std::memory_order_relaxed);
         call(Barrier{});
@@ -31,11 +31,11 @@ inline void checkBarrier(const InMesh& in_mesh, int most_ranks) {
 }
 
 // Runs what must end in a mismatch; others may throw for other reasons in consequence.
-inline void checkMismatch(const InMesh& in_mesh, int P, const Mesh::Options& options,
+inline void checkMismatch(const Over& over, int P, const TransportOptions& options,
                           const std::function<void(Caller&)>& body, const std::string& what) {
   std::atomic<int> found = 0;
   try {
-    in_mesh(P, options, [&](Caller& caller) {
+    over(P, options, [&](Caller& caller) {
       try {
         body(caller);
       } catch (const Error& error) {
@@ -51,14 +51,14 @@ inline void checkMismatch(const InMesh& in_mesh, int P, const Mesh::Options& opt
 }
 
 // Ranks that disagree find out, also where nothing is to be moved.
-inline void checkMeetings(const InMesh& in_mesh, int most_ranks) {
+inline void checkMeetings(const Over& over, int most_ranks) {
   for (int P = 2; P <= most_ranks; ++P) {
     const auto disagree = [&]<class Call>(const Call& call) {
-      for (const Mesh::Options& options : everyChoice())
+      for (const TransportOptions& options : everyChoice())
         checkMismatch(
-            in_mesh, P, options,
+            over, P, options,
             [&](Caller& caller) {
-              if (caller.mesh.rank() == P - 1)
+              if (caller.transport.rank() == P - 1)
                 caller.lying(call);
               else
                 caller(call);
@@ -82,15 +82,15 @@ inline void checkMeetings(const InMesh& in_mesh, int most_ranks) {
 }
 
 // A rank that is sent more, or less, than it expects.
-inline void checkUnequalCounts(const InMesh& in_mesh, int most_ranks) {
+inline void checkUnequalCounts(const Over& over, int most_ranks) {
   for (int P = 2; P <= most_ranks; ++P)
     for (size_t expected : {0, 1, 1000})
       checkMismatch(
-          in_mesh, P, {},
+          over, P, {},
           [&](Caller& call) {
             std::vector<Bytes> inputs(at(P), Bytes(3)), outputs(at(P), Bytes(1000));
             std::vector<size_t> sent(at(P), 3), received(at(P), 3);
-            if (call.mesh.rank() == P - 1) received[0] = expected;
+            if (call.transport.rank() == P - 1) received[0] = expected;
             call(AllToAll{pointers<const void*>(inputs), pointers<void*>(outputs), sent, received,
                           false, DType::kUInt8});
           },
@@ -98,7 +98,7 @@ inline void checkUnequalCounts(const InMesh& in_mesh, int most_ranks) {
 }
 
 // The ring with more slices than its window holds, and `buffers` to send from.
-inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, size_t slices) {
+inline void checkWindow(const Over& over, int most_ranks, size_t buffers, size_t slices) {
   constexpr size_t kSlice = kChunkElements;
   for (int P = 2; P <= most_ranks; ++P)
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
@@ -108,8 +108,8 @@ inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, s
         const Cut cut{c.count, P};
         for (int p = 0; p < P; ++p) c.parts.push_back(cut.chunk(p).size);
         c.compute();
-        in_mesh(P, {}, [&](Caller& call) {
-          const int me = call.mesh.rank();
+        over(P, {}, [&](Caller& call) {
+          const int me = call.transport.rank();
           Bytes input = c.addends[at(me)], output(input.size(), kUntouched);
           auto* const from = reinterpret_cast<std::byte*>(input.data());
           auto* const to =
@@ -119,11 +119,11 @@ inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, s
             const size_t begin = cut.chunk(p).begin * c.width();
             chunks.push_back({from + begin, to + begin, cut.chunk(p).size});
           }
-          call.perform([&](Mesh& mesh) {
+          call.perform([&](Transport& transport) {
             RingCall ring(chunks, dtype, c.op, ending, c.root);
             ring.slice = kSlice;
             ring.slices = slices;
-            runMeshRing(mesh, ring, buffers);
+            runStreamRing(transport, ring, buffers);
           });
           const Span mine = cut.chunk(me);
           if (ending == Ending::kOwner)
@@ -135,4 +135,4 @@ inline void checkWindow(const InMesh& in_mesh, int most_ranks, size_t buffers, s
       }
 }
 
-}  // namespace mesh_cases
+}  // namespace stream_cases

@@ -1,12 +1,10 @@
-// A mesh of threads, in place of transport/tcp/mesh.cc: bytes are copied from memory to memory.  It
-// keeps to transport/tcp/mesh.h and is as hard on collectives as that allows:
+// A transport between threads of one process: bytes are copied from memory to memory.  It keeps the
+// contract of transport/transport.h and is as hard on collectives as that allows:
 //
-//   - what is lent is read late, and must not have changed since
-//   - what arrives is written as soon as there is a place for it, by any thread
+//   - lent memory is read late, and must not have changed since
+//   - arriving bytes are written as soon as they have a destination, by any thread
 //   - buffers are few, on both sides; small pieces move, in any order between ranks
 //   - where no rank can go on, all throw "deadlock"; what was expected must have been taken
-//
-// One file of a program may include this; the linker then leaves the other out.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +20,15 @@
 
 #include "check.h"
 #include "ranks.h"
-#include "transport/tcp/mesh.h"
+#include "stream_cases.h"
+#include "transport/transport.h"
 
 namespace stand_in {
 
 using namespace ringreduce;
 
 struct Hardness {
-  size_t buffers_out = Mesh::window();  // of each rank, for each other
+  size_t buffers_out = Transport::kWindow;  // of each rank, for each other
   size_t buffers_in = 2;
   uint32_t seed = 1;
 };
@@ -192,8 +191,6 @@ class Net {
   std::exception_ptr first_;
 };
 
-inline Net* net = nullptr;  // of the meshes that are made next
-
 class NoGuard final : public WaitGuard {
  public:
   bool failed() const override { return false; }
@@ -209,57 +206,114 @@ class NoGuard final : public WaitGuard {
   }
 };
 
-// What a group does around an operation.
-inline void operate(Mesh& mesh, Net& of, const OpSignature& announcement,
-                    const std::function<void(Mesh&)>& body) {
-  try {
-    mesh.begin(announcement);
-    body(mesh);
-    mesh.finish();
-  } catch (...) {
-    of.giveUp();
-    throw;
-  }
-}
+class StandIn final : public Transport {
+ public:
+  StandIn(int rank, WaitGuard& guard, Net& net, const TransportOptions& options)
+      : Transport(rank, net.size(), guard, options), net_(net) {}
+  ~StandIn() override { net_.gone(rank()); }
 
-inline void inMesh(int size, const Mesh::Options& options,
-                   const std::function<void(Mesh&, Net&)>& body, Hardness hardness = {}) {
-  Net shared(size, hardness);
-  net = &shared;
-  ranks::inThreads(size, [&](int r) {
-    NoGuard watch;
-    Mesh mesh(r, size, watch, {}, options);
-    try {
-      body(mesh, shared);
-    } catch (const std::exception&) {
-      shared.giveUp();
+  void begin(const OpSignature& operation) override {
+    const std::lock_guard lock(net_.mutex);
+    scratch_.reset();
+    operation_ = operation;
+    for (int r = 0; r < size(); ++r) {
+      net_.stream(rank(), r).sender_announced = false;
+      net_.stream(r, rank()).receiver_expects = false;
     }
-  });
-  shared.rethrowFirst();
-}
+  }
 
-}  // namespace stand_in
+  void finish() override {
+    std::unique_lock lock(net_.mutex);
+    for (int r = 0; r < size(); ++r) {
+      for (const auto& place : net_.stream(r, rank()).in)
+        if (!place.announces) net_.fail("something was expected and not taken");
+      net_.until(lock, rank(), [&] { return net_.stream(rank(), r).out.empty(); });
+    }
+  }
 
-namespace ringreduce {
+  void advance() override {
+    const std::lock_guard lock(net_.mutex);
+    net_.moveAnything();
+  }
 
-struct Mesh::State {
-  int rank, size;
-  WaitGuard& watch;
-  Options options;
-  stand_in::Net& net;
-  OpSignature operation = {};
-  std::vector<std::unique_ptr<std::byte[]>> filling = {};  // buffers acquired and not posted
+  void send(int to, const void* data, size_t bytes) override {
+    const std::lock_guard lock(net_.mutex);
+    const auto* begin = static_cast<const std::byte*>(data);
+    streamTo(to).out.push_back({.data = begin, .copy = {begin, begin + bytes}});
+    touched(to);
+  }
 
-  stand_in::Net::Stream& to(int r) {
-    stand_in::Net::Stream& s = net.stream(rank, r);
+  std::byte* acquire(int to) override {
+    std::unique_lock lock(net_.mutex);
+    auto& s = streamTo(to);
+    net_.until(lock, rank(), [&] {
+      size_t on_the_way = 0;
+      for (const auto& out : s.out) on_the_way += out.buffer;
+      return on_the_way < net_.buffersOut();
+    });
+    return filling_.emplace_back(std::make_unique_for_overwrite<std::byte[]>(kPieceBytes)).get();
+  }
+
+  void post(int to, std::byte* buffer, size_t bytes) override {
+    const std::lock_guard lock(net_.mutex);
+    auto& s = streamTo(to);
+    std::erase_if(filling_, [&](const auto& filled) {
+      if (filled.get() != buffer) return false;
+      s.out.push_back({.data = nullptr, .copy = {buffer, buffer + bytes}, .buffer = true});
+      s.out.back().data = s.out.back().copy.data();
+      return true;
+    });
+    touched(to);
+  }
+
+  void expect(int from, void* data, size_t bytes) override {
+    const std::lock_guard lock(net_.mutex);
+    streamFrom(from).in.push_back(
+        {.data = static_cast<std::byte*>(data), .own = {}, .bytes = bytes});
+    touched(from);
+  }
+
+  void expect(int from, size_t bytes) override {
+    CHECK(bytes <= kPieceBytes);
+    const std::lock_guard lock(net_.mutex);
+    auto& s = streamFrom(from);
+    s.in.push_back({.data = nullptr, .own = std::vector<std::byte>(bytes), .bytes = bytes});
+    s.in.back().data = s.in.back().own.data();
+    touched(from);
+  }
+
+  const std::byte* peek(int from) override {
+    std::unique_lock lock(net_.mutex);
+    auto& s = net_.stream(from, rank());
+    if (!s.in.empty() && s.in.front().announces) {
+      net_.until(lock, rank(), [&] { return !s.announced.empty(); });
+      const bool agree = s.announced.front() == operation_;
+      s.announced.pop_front();
+      s.in.pop_front();
+      if (!agree) throw Error(Failure::kMismatch, "ranks disagree on what this is");
+    }
+    if (s.in.empty()) net_.fail("a peek at what was not expected");
+    net_.until(lock, rank(), [&] { return s.in.front().there; });
+    return s.in.front().data;
+  }
+
+  void release(int from) override {
+    const std::lock_guard lock(net_.mutex);
+    net_.stream(from, rank()).in.pop_front();
+    touched(from);
+  }
+
+ private:
+  Net::Stream& streamTo(int r) {
+    Net::Stream& s = net_.stream(rank(), r);
     if (!s.sender_announced) {
       s.sender_announced = true;
-      s.out.push_back({.data = nullptr, .copy = {}, .announces = true, .announcement = operation});
+      s.out.push_back({.data = nullptr, .copy = {}, .announces = true, .announcement = operation_});
     }
     return s;
   }
-  stand_in::Net::Stream& from(int r) {
-    stand_in::Net::Stream& s = net.stream(r, rank);
+  Net::Stream& streamFrom(int r) {
+    Net::Stream& s = net_.stream(r, rank());
     if (!s.receiver_expects) {
       s.receiver_expects = true;
       s.in.push_back({.data = nullptr, .own = {}, .bytes = 0, .announces = true});
@@ -267,119 +321,43 @@ struct Mesh::State {
     return s;
   }
   void touched(int other) {
-    net.changed(other);
-    if (net.chance(4)) net.moveAnything();
+    net_.changed(other);
+    if (net_.chance(4)) net_.moveAnything();
   }
+
+  Net& net_;
+  OpSignature operation_ = {};
+  std::vector<std::unique_ptr<std::byte[]>> filling_;  // buffers acquired and not posted
 };
 
-Mesh::Mesh(int rank, int size, WaitGuard& watch, Dial, const Options& options)
-    : state_(new State{rank, size, watch, options, *stand_in::net}) {}
-Mesh::~Mesh() {
-  state_->net.gone(state_->rank);
-}
-int Mesh::rank() const {
-  return state_->rank;
-}
-int Mesh::size() const {
-  return state_->size;
-}
-WaitGuard& Mesh::watch() const {
-  return state_->watch;
-}
-const Mesh::Options& Mesh::options() const {
-  return state_->options;
-}
-
-void Mesh::begin(const OpSignature& operation) {
-  const std::lock_guard lock(state_->net.mutex);
-  scratch_.reset();
-  state_->operation = operation;
-  for (int r = 0; r < size(); ++r) {
-    state_->net.stream(rank(), r).sender_announced = false;
-    state_->net.stream(r, rank()).receiver_expects = false;
-  }
-}
-
-void Mesh::finish() {
-  std::unique_lock lock(state_->net.mutex);
-  for (int r = 0; r < size(); ++r) {
-    for (const auto& place : state_->net.stream(r, rank()).in)
-      if (!place.announces) state_->net.fail("something was expected and not taken");
-    state_->net.until(lock, rank(), [&] { return state_->net.stream(rank(), r).out.empty(); });
-  }
-}
-
-void Mesh::advance() {
-  const std::lock_guard lock(state_->net.mutex);
-  state_->net.moveAnything();
-}
-
-void Mesh::send(int to, const void* data, size_t bytes) {
-  const std::lock_guard lock(state_->net.mutex);
-  const auto* begin = static_cast<const std::byte*>(data);
-  state_->to(to).out.push_back({.data = begin, .copy = {begin, begin + bytes}});
-  state_->touched(to);
-}
-
-std::byte* Mesh::acquire(int to) {
-  std::unique_lock lock(state_->net.mutex);
-  auto& s = state_->to(to);
-  state_->net.until(lock, rank(), [&] {
-    size_t on_the_way = 0;
-    for (const auto& out : s.out) on_the_way += out.buffer;
-    return on_the_way < state_->net.buffersOut();
+// Runs body in a thread for each rank, each time with another seed; throws the first error.
+inline void overStandIn(int size, const TransportOptions& options,
+                        const std::function<void(stream_cases::Caller&, Net&)>& body,
+                        Hardness hardness = {}) {
+  static uint32_t seed = 0;
+  hardness.seed = ++seed;
+  Net net(size, hardness);
+  ranks::inThreads(size, [&](int r) {
+    NoGuard guard;
+    StandIn transport(r, guard, net, options);
+    stream_cases::Caller call(
+        transport, [&](const OpSignature& announced, const std::function<void(Transport&)>& run) {
+          try {
+            transport.begin(announced);
+            run(transport);
+            transport.finish();
+          } catch (...) {
+            net.giveUp();
+            throw;
+          }
+        });
+    try {
+      body(call, net);
+    } catch (const std::exception&) {
+      net.giveUp();
+    }
   });
-  return state_->filling.emplace_back(std::make_unique_for_overwrite<std::byte[]>(net::kPieceBytes))
-      .get();
+  net.rethrowFirst();
 }
 
-void Mesh::post(int to, std::byte* buffer, size_t bytes) {
-  const std::lock_guard lock(state_->net.mutex);
-  auto& s = state_->to(to);
-  std::erase_if(state_->filling, [&](const auto& filled) {
-    if (filled.get() != buffer) return false;
-    s.out.push_back({.data = nullptr, .copy = {buffer, buffer + bytes}, .buffer = true});
-    s.out.back().data = s.out.back().copy.data();
-    return true;
-  });
-  state_->touched(to);
-}
-
-void Mesh::expect(int from, void* data, size_t bytes) {
-  const std::lock_guard lock(state_->net.mutex);
-  state_->from(from).in.push_back(
-      {.data = static_cast<std::byte*>(data), .own = {}, .bytes = bytes});
-  state_->touched(from);
-}
-
-void Mesh::expect(int from, size_t bytes) {
-  CHECK(bytes <= net::kPieceBytes);
-  const std::lock_guard lock(state_->net.mutex);
-  auto& s = state_->from(from);
-  s.in.push_back({.data = nullptr, .own = std::vector<std::byte>(bytes), .bytes = bytes});
-  s.in.back().data = s.in.back().own.data();
-  state_->touched(from);
-}
-
-const std::byte* Mesh::peek(int from) {
-  std::unique_lock lock(state_->net.mutex);
-  auto& s = state_->net.stream(from, rank());
-  if (!s.in.empty() && s.in.front().announces) {
-    state_->net.until(lock, rank(), [&] { return !s.announced.empty(); });
-    const bool agree = s.announced.front() == state_->operation;
-    s.announced.pop_front();
-    s.in.pop_front();
-    if (!agree) throw Error(Failure::kMismatch, "ranks disagree on what this is");
-  }
-  if (s.in.empty()) state_->net.fail("a peek at what was not expected");
-  state_->net.until(lock, rank(), [&] { return s.in.front().there; });
-  return s.in.front().data;
-}
-
-void Mesh::release(int from) {
-  const std::lock_guard lock(state_->net.mutex);
-  state_->net.stream(from, rank()).in.pop_front();
-  state_->touched(from);
-}
-
-}  // namespace ringreduce
+}  // namespace stand_in

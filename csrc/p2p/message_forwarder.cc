@@ -1,5 +1,5 @@
-// Who is connected, who is to be, and whose turn it is.
-#include "p2p/pump.h"
+// The connections to and from each rank, and when each one is served.
+#include "p2p/message_forwarder.h"
 
 #include <linux/sockios.h>
 #include <sys/epoll.h>
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "p2p/pump_lanes.h"
+#include "p2p/message_connection.h"
 
 namespace ringreduce::net {
 namespace {
@@ -41,22 +41,26 @@ struct Peer {
   const int rank;
   Flag flags[6]{};
   const std::unique_ptr<ByteRing> out_ring, in_ring;
-  const Pump::Ends ends;
-  PumpSender sender;
-  PumpReceiver receiver;
+  const MessageForwarder::Ends ends;
+  MessageSender sender;
+  MessageReceiver receiver;
 
   Socket out, in;
-  bool dialling = false, closed = false;       // closed: nothing can be sent any more
-  bool watches_in = false, heard_out = false;  // heard out: `in` has ended
-  std::atomic<bool> blocked = false;           // its socket takes no more for now
-  std::atomic<bool> scheduled = false;         // it is looked at soon
+  bool dialling = false, closed = false;       // closed: nothing more can be sent
+  bool watches_in = false, heard_out = false;  // heard_out: `in` has ended
+  std::atomic<bool> blocked = false;           // its socket is full
+  std::atomic<bool> scheduled = false;         // serve() will run soon
 };
 
-// Used in the reactor's thread, but for what says otherwise.
+// Used in the reactor's thread, unless a function says otherwise.
 class Carrier : public std::enable_shared_from_this<Carrier> {
  public:
-  Carrier(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial, Pump::Listener& listener)
-      : reactor_(std::move(reactor)), listener_(listener), rank_(rank), dialler_(std::move(dial)) {
+  Carrier(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial,
+          MessageForwarder::Listener& listener)
+      : reactor_(std::move(reactor)),
+        listener_(listener),
+        rank_(rank),
+        connector_(std::move(dial)) {
     for (int r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(r));
     at(rank).closed = true;  // it has no connection to itself
   }
@@ -67,10 +71,10 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   std::vector<int> unsent();
   bool isFlushed();
   void end();
-  void stopDialling() { dialler_.stop(); }  // from any thread
+  void stopConnecting() { connector_.stop(); }  // from any thread
 
  private:
-  void look(Peer& peer);
+  void serve(Peer& peer);
   void send(Peer& peer);
   void hear(Peer& peer);
   void receive(Peer& peer);
@@ -86,11 +90,11 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   }
 
   const std::shared_ptr<Reactor> reactor_;
-  Pump::Listener& listener_;
+  MessageForwarder::Listener& listener_;
   const int rank_;
   std::vector<std::unique_ptr<Peer>> peers_;
   bool over_ = false;
-  Connector dialler_;
+  Connector connector_;
 };
 
 void Carrier::stir(int rank) {
@@ -101,12 +105,12 @@ void Carrier::stir(int rank) {
 void Carrier::schedule(Peer& peer) {
   if (peer.scheduled.exchange(true)) return;
   reactor_->soon([self = shared_from_this(), &peer] {
-    peer.scheduled = false;  // before it is looked at: what comes after is looked at again
-    if (!self->over_) self->look(peer);
+    peer.scheduled = false;  // before serve(), so that later news schedule it again
+    if (!self->over_) self->serve(peer);
   });
 }
 
-void Carrier::look(Peer& peer) {
+void Carrier::serve(Peer& peer) {
   if (peer.in && (peer.watches_in ? peer.in.holdsBytes() : peer.receiver.canGoOn())) receive(peer);
   if (!over_) send(peer);
 }
@@ -122,19 +126,19 @@ void Carrier::send(Peer& peer) {
   }
   if (peer.blocked) return;
   if (!peer.out) {
-    // A rank that has closed its own does not care which eager bytes have arrived.
+    // A rank that has closed its connection needs no count of eager bytes.
     if (peer.heard_out && !peer.sender.hasRecords()) return peer.sender.keepQuiet();
     if (peer.sender.hasNews()) connect(peer);
     return;
   }
   bool moved = false;
-  const Lane lane = peer.sender.carry(peer.out, moved);
-  if (lane == Lane::kBlocked) {
+  const Carried result = peer.sender.carry(peer.out, moved);
+  if (result == Carried::kBlocked) {
     peer.blocked = true;
     reactor_->change(peer.out.get(), EPOLLIN | EPOLLOUT);
-  } else if (lane == Lane::kMore) {
+  } else if (result == Carried::kMore) {
     schedule(peer);
-  } else if (lane == Lane::kEnded) {
+  } else if (result == Carried::kEnded) {
     closeOut(peer, "cannot send messages to it any more: " + textOfError(peer.sender.error()));
   }
   if (moved && !over_) listener_.stirred(peer.rank);
@@ -142,7 +146,7 @@ void Carrier::send(Peer& peer) {
 
 void Carrier::connect(Peer& peer) {
   if (std::exchange(peer.dialling, true)) return;
-  dialler_.call(
+  connector_.call(
       peer.rank, 0,
       [self = weak_from_this(), reactor = reactor_, &peer](Socket socket, const NotMade& error) {
         reactor->soon([self, &peer, fd = std::make_shared<Socket>(std::move(socket)), error] {
@@ -155,7 +159,7 @@ void Carrier::connect(Peer& peer) {
 void Carrier::connected(Peer& peer, Socket socket, const NotMade& error) {
   peer.dialling = false;
   if (!socket) {
-    // Only what was to be told of eager bytes is lost, and its receiver may have left since.
+    // Only a count of eager bytes is lost, and its receiver may have left.
     if (!peer.sender.hasRecords()) return peer.sender.keepQuiet();
     closeOut(peer, error.why);
     if (error.own) listener_.broken(rank_, error.why, true);
@@ -164,7 +168,7 @@ void Carrier::connected(Peer& peer, Socket socket, const NotMade& error) {
   peer.out = std::move(socket);
   reactor_->watch(peer.out.get(), EPOLLIN,
                   onEvent(peer, [](Carrier& self, Peer& p, uint32_t events) {
-                    // Nothing is ever said back, so this is its end.
+                    // Nothing is ever sent back, so this is the end of the connection.
                     if (events & ~static_cast<uint32_t>(EPOLLOUT))
                       return self.closeOut(p, "it has closed its connection for messages");
                     p.blocked = false;
@@ -203,21 +207,21 @@ void Carrier::hear(Peer& peer) {
 
 void Carrier::receive(Peer& peer) {
   bool moved = false;
-  const Lane lane = peer.receiver.carry(peer.in, moved);
-  if (lane == Lane::kBlocked || lane == Lane::kEnded) {
-    // What finds no room stays in the socket until it is stirred.
+  const Carried result = peer.receiver.carry(peer.in, moved);
+  if (result == Carried::kBlocked || result == Carried::kEnded) {
+    // Bytes without room stay in the socket until stir().
     if (std::exchange(peer.watches_in, false)) reactor_->forget(peer.in.get());
   } else if (!peer.watches_in) {
     hear(peer);
   }
-  if (lane == Lane::kEnded) {
+  if (result == Carried::kEnded) {
     peer.in.reset();
     peer.heard_out = true;
   }
-  // What its system has given already it will not tell of again.
-  if (lane == Lane::kMore && peer.in.holdsBytes()) schedule(peer);
+  // The kernel does not report bytes that the socket object holds.
+  if (result == Carried::kMore && peer.in.holdsBytes()) schedule(peer);
   if (moved) listener_.stirred(peer.rank);
-  if (lane == Lane::kEnded && !over_)
+  if (result == Carried::kEnded && !over_)
     listener_.broken(peer.rank, peer.receiver.end(), peer.receiver.isDamaged());
 }
 
@@ -258,13 +262,13 @@ void Carrier::end() {
       }
 }
 
-class SocketPump final : public Pump {
+class SocketForwarder final : public MessageForwarder {
  public:
-  SocketPump(std::shared_ptr<Reactor> reactor, std::shared_ptr<Carrier> carrier)
+  SocketForwarder(std::shared_ptr<Reactor> reactor, std::shared_ptr<Carrier> carrier)
       : reactor_(std::move(reactor)), carrier_(std::move(carrier)) {}
-  ~SocketPump() override {
+  ~SocketForwarder() override {
     reactor_->run([&] { carrier_->end(); });
-    carrier_->stopDialling();
+    carrier_->stopConnecting();
   }
 
   Ends ends(int rank) override { return carrier_->at(rank).ends; }
@@ -301,10 +305,11 @@ class SocketPump final : public Pump {
 
 }  // namespace
 
-std::unique_ptr<Pump> Pump::start(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial,
-                                  Listener& listener) {
+std::unique_ptr<MessageForwarder> MessageForwarder::start(std::shared_ptr<Reactor> reactor,
+                                                          int rank, int size, Dial dial,
+                                                          Listener& listener) {
   auto carrier = std::make_shared<Carrier>(reactor, rank, size, std::move(dial), listener);
-  return std::make_unique<SocketPump>(std::move(reactor), std::move(carrier));
+  return std::make_unique<SocketForwarder>(std::move(reactor), std::move(carrier));
 }
 
 }  // namespace ringreduce::net

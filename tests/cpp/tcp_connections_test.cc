@@ -1,5 +1,5 @@
-// A mesh and its connections: how many there are, which of them are dead, and what becomes of those
-// of ranks that are gone.
+// A transport and its connections: how many there are, which of them are dead, and what becomes of
+// those of ranks that are gone.
 #include <linux/filter.h>
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
@@ -12,19 +12,18 @@
 #include <thread>
 
 #include "check.h"
-#include "mesh_world.h"
-#include "transport/tcp/lane_budget.h"
-#include "transport/tcp/lane_count.h"
+#include "tcp_world.h"
+#include "transport/tcp/connection_count.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;
-using namespace mesh_world;
+using namespace tcp_world;
 
 namespace {
 
 // Rank 0 of two, whose other is a socket of the test's.
 struct Alone {
-  explicit Alone(const Mesh::Options& options)
+  explicit Alone(const TcpOptions& options)
       : me(
             0, 2, failed, [this](int, int, const std::function<void()>&) { return dialled(); },
             options, 20 * kSecond) {}
@@ -40,7 +39,7 @@ struct Alone {
   // A connection from the other.
   Fd heard() {
     TcpPair pair = tcpPair();
-    me.mesh().accept(1, std::move(pair.accepted));
+    me.transport().accept(1, std::move(pair.accepted));
     return std::move(pair.dialled);
   }
 
@@ -81,10 +80,10 @@ void saySlowly(const Fd& socket, const std::string& text, size_t bytes, Nanos pa
 
 void expectAll(Alone& alone, size_t bytes) {
   std::vector<unsigned char> data(bytes);
-  alone.me.operation([&](Mesh& mesh) {
-    mesh.expect(1, data.data(), bytes);
-    mesh.peek(1);
-    mesh.release(1);
+  alone.me.operation([&](Transport& transport) {
+    transport.expect(1, data.data(), bytes);
+    transport.peek(1);
+    transport.release(1);
   });
   CHECK(data == std::vector<unsigned char>(bytes, 7));
 }
@@ -137,8 +136,8 @@ TEST(who_leaves_waits_until_all_is_there_and_closes) {
     for (ssize_t n; (n = recv(there(), buffer.data(), buffer.size(), 0)) > 0;)
       read += static_cast<size_t>(n);
   });
-  alone.me.operation([&](Mesh& mesh) { mesh.send(1, data.data(), data.size()); });
-  alone.me.mesh().leave(20 * kSecond);
+  alone.me.operation([&](Transport& transport) { transport.send(1, data.data(), data.size()); });
+  alone.me.transport().leave(20 * kSecond);
   int under_way = -1;
   CHECK(ioctl(alone.ours[0].get(), SIOCOUTQ, &under_way) == 0);
   CHECK(under_way <= 1);  // its end
@@ -147,34 +146,34 @@ TEST(who_leaves_waits_until_all_is_there_and_closes) {
 }
 
 TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
-  for (const int lanes : {1, 2, 5}) {
-    Alone alone({.least_lanes = lanes});
+  for (const int connections : {1, 2, 5}) {
+    Alone alone({.min_connections = connections});
     const Fd other = alone.heard();
     std::jthread answer([&] {
       const auto made = [&] {
         const std::lock_guard lock(alone.mutex);
         return alone.ours.size();
       };
-      while (made() < static_cast<size_t>(lanes))
+      while (made() < static_cast<size_t>(connections))
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       say(other, operationAnd(1));
     });
     char byte = 0;
-    alone.me.operation([&](Mesh& mesh) {
-      mesh.send(1, nullptr, 0);
-      mesh.expect(1, &byte, 1);
-      mesh.peek(1);
-      mesh.release(1);
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
     });
     answer.join();
     const std::lock_guard lock(alone.mutex);
-    CHECK_EQ(alone.ours.size(), static_cast<size_t>(lanes));
+    CHECK_EQ(alone.ours.size(), static_cast<size_t>(connections));
     for (const Fd& socket : alone.ours) {
       unsigned limit = 0;
       socklen_t size = sizeof limit;
       CHECK(getsockopt(socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &limit, &size) == 0);
-      CHECK_EQ(limit > 0 && limit < (1u << 20), lanes > 1);
+      CHECK_EQ(limit > 0 && limit < (1u << 20), connections > 1);
     }
   }
 }
@@ -185,28 +184,28 @@ TEST(connections_are_no_more_than_there_are_descriptors_for) {
   few = before;
   few.rlim_cur = 80;  // of which a fourth may be more connections than one to each rank
   {
-    net::LaneBudget one, other;
+    net::ConnectionBudget one, other;
     int taken = 0;
     CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
     while (one.take()) ++taken;
     CHECK(!other.take());
     CHECK_EQ(taken, 20);
     // Even so each rank has one.
-    Alone alone({.least_lanes = 8});
+    Alone alone({.min_connections = 8});
     const Fd other_rank = alone.heard();
     say(other_rank, operationAnd(1));
     char byte = 0;
-    alone.me.operation([&](Mesh& mesh) {
-      mesh.send(1, nullptr, 0);
-      mesh.expect(1, &byte, 1);
-      mesh.peek(1);
-      mesh.release(1);
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     const std::lock_guard lock(alone.mutex);
     CHECK_EQ(alone.ours.size(), 1u);
   }
-  net::LaneBudget again;
+  net::ConnectionBudget again;
   CHECK(again.take());
   CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
@@ -216,12 +215,12 @@ TEST(a_rank_has_no_more_connections_here_than_any_makes) {
     Alone alone({});
     std::vector<Fd> others;
     others.push_back(alone.heard());
-    for (int i = 0; at_once && i <= Mesh::kMostLanes; ++i) others.push_back(alone.heard());
+    for (int i = 0; at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
     char byte = 0;
     if (at_once) CHECK(recv(others.back().get(), &byte, 1, MSG_DONTWAIT) == 0);
     say(others[0], operationAnd(1));
     expectAll(alone, 1);
-    for (int i = 0; !at_once && i <= Mesh::kMostLanes; ++i) others.push_back(alone.heard());
+    for (int i = 0; !at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
     CHECK(ranks::failureOf(
               [&] {
                 alone.me.watch().state =
@@ -255,10 +254,10 @@ TEST(a_connection_that_nothing_gets_through_is_found_by_who_sends) {
   char byte = 0;
   const auto kind = ranks::failureOf(
       [&] {
-        alone.me.operation([&](Mesh& mesh) {
-          mesh.send(1, &byte, 1);
-          mesh.expect(1, &byte, 1);
-          mesh.peek(1);
+        alone.me.operation([&](Transport& transport) {
+          transport.send(1, &byte, 1);
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
         });
       },
       "rank 1: nothing that was sent from 127.0.0.1:");
@@ -272,9 +271,9 @@ TEST(a_connection_that_nothing_gets_through_is_found_by_who_receives) {
   char byte = 0;
   const auto kind = ranks::failureOf(
       [&] {
-        alone.me.operation([&](Mesh& mesh) {
-          mesh.expect(1, &byte, 1);
-          mesh.peek(1);
+        alone.me.operation([&](Transport& transport) {
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
         });
       },
       "rank 1: Connection timed out (connection from 127.0.0.1:");
@@ -295,11 +294,11 @@ TEST(who_is_slow_or_was_idle_is_not_taken_for_dead) {
   char byte = 0;
   CHECK(ranks::failureOf(
             [&] {
-              alone.me.operation([&](Mesh& mesh) {
-                mesh.send(1, data.data(), data.size());
-                mesh.expect(1, &byte, 1);
-                mesh.peek(1);
-                mesh.release(1);
+              alone.me.operation([&](Transport& transport) {
+                transport.send(1, data.data(), data.size());
+                transport.expect(1, &byte, 1);
+                transport.peek(1);
+                transport.release(1);
               });
             },
             "rank 1: ") == Failure::kPeerLost);  // its end
@@ -322,95 +321,97 @@ TEST(buffers_that_are_not_used_are_given_back) {
   std::vector<std::byte*> taken;
   for (int i = 0; i < 10; ++i) taken.push_back(pool.take());
   pool.trim(0);
-  CHECK_EQ(pool.bytes(), 10 * net::kPieceBytes);  // all of them are in use
+  CHECK_EQ(pool.bytes(), 10 * kPieceBytes);  // all of them are in use
   for (int i = 0; i < 7; ++i) {
     pool.give(taken.back());
     taken.pop_back();
   }
-  pool.trim(5 * net::kPieceBytes);
-  CHECK_EQ(pool.bytes(), 5 * net::kPieceBytes);
-  for (std::byte* buffer : taken) std::memset(buffer, 1, net::kPieceBytes);
+  pool.trim(5 * kPieceBytes);
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  for (std::byte* buffer : taken) std::memset(buffer, 1, kPieceBytes);
   for (int i = 0; i < 2; ++i) taken.push_back(pool.take());
-  CHECK_EQ(pool.bytes(), 5 * net::kPieceBytes);
-  std::memset(pool.take(), 1, net::kPieceBytes);
-  CHECK_EQ(pool.bytes(), 6 * net::kPieceBytes);
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  std::memset(pool.take(), 1, kPieceBytes);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
   pool.trim(0);
-  CHECK_EQ(pool.bytes(), 6 * net::kPieceBytes);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
 
   // What comes before it is looked at takes many buffers, and they do not stay.
-  inMesh(3, [](OneRank& me) {
+  overTcp(3, [](OneRank& me) {
     const size_t pieces = 400;
-    std::vector<std::byte> data(net::kPieceBytes);
+    std::vector<std::byte> data(kPieceBytes);
     std::byte byte{};
-    me.operation([&](Mesh& mesh) {
+    me.operation([&](Transport& transport) {
       const auto await = [&](int from) {
-        mesh.peek(from);
-        mesh.release(from);
+        transport.peek(from);
+        transport.release(from);
       };
       if (me.rank() == 1) {
-        for (size_t i = 0; i < pieces; ++i) mesh.send(0, data.data(), data.size());
-        mesh.finish();
-        mesh.send(2, &byte, 1);
+        for (size_t i = 0; i < pieces; ++i) transport.send(0, data.data(), data.size());
+        transport.finish();
+        transport.send(2, &byte, 1);
       } else if (me.rank() == 2) {
-        mesh.expect(1, &byte, 1);
+        transport.expect(1, &byte, 1);
         await(1);
-        mesh.send(0, &byte, 1);
+        transport.send(0, &byte, 1);
       } else {
-        for (size_t i = 0; i < pieces; ++i) mesh.expect(1, data.size());
-        mesh.expect(2, &byte, 1);
+        for (size_t i = 0; i < pieces; ++i) transport.expect(1, data.size());
+        transport.expect(2, &byte, 1);
         await(2);
-        CHECK(mesh.stagingBytes() > 64 << 20);
+        CHECK(transport.stagingBytes() > 64 << 20);
         for (size_t i = 0; i < pieces; ++i) await(1);
       }
     });
-    CHECK(me.mesh().stagingBytes() <= 64 << 20);
+    CHECK(me.transport().stagingBytes() <= 64 << 20);
   });
 }
 
 TEST(connections_are_added_where_they_help) {
-  const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int lanes) {
-    return net::LaneCount::Sample{.time = 1 + ms * kMillisecond,
-                                  .sent = sent,
-                                  .round_trip = static_cast<Nanos>(rtt_ms * kMillisecond),
-                                  .retransmits = lost,
-                                  .lanes = lanes};
+  const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int connections) {
+    return net::ConnectionCount::Sample{.time = 1 + ms * kMillisecond,
+                                        .sent = sent,
+                                        .round_trip = static_cast<Nanos>(rtt_ms * kMillisecond),
+                                        .retransmits = lost,
+                                        .connections = connections};
   };
-  CHECK_EQ(net::lanesAtFirst(200 * kMicrosecond), 1);
-  CHECK_EQ(net::lanesAtFirst(50 * kMillisecond), 4);
-  net::LaneCount near(1, 64);  // a short way without loss stays as it is
+  CHECK_EQ(net::initialConnections(200 * kMicrosecond), 1);
+  CHECK_EQ(net::initialConnections(50 * kMillisecond), 4);
+  net::ConnectionCount near(1, 64);  // a short way without loss stays as it is
   for (int i = 0; i < 50; ++i)
     CHECK_EQ(near.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 0.2, 0, 1), true), 1);
   // A long one has several, more while that helps, and then no more.
-  net::LaneCount far(1, 64);
+  net::ConnectionCount far(1, 64);
   CHECK_EQ(far.look(sample(0, 0, 50, 0, 1), true), 1);
   CHECK_EQ(far.look(sample(10, 100'000, 50, 0, 1), true), 8);
   CHECK_EQ(far.look(sample(100, 200'000, 50, 0, 3), true), 8);  // not all there yet
   Nanos ms = 200;
   uint64_t sent = 300'000;
-  const auto measure = [&](net::LaneCount& count, double rtt, int lanes, uint64_t bytes) {
-    count.look(sample(ms, sent, rtt, 1, lanes), true);  // the measurement starts, or goes on
-    return count.look(sample(ms += 200, sent += bytes, rtt, 2, lanes), true);
+  const auto measure = [&](net::ConnectionCount& count, double rtt, int connections,
+                           uint64_t bytes) {
+    count.look(sample(ms, sent, rtt, 1, connections), true);  // the measurement starts, or goes on
+    return count.look(sample(ms += 200, sent += bytes, rtt, 2, connections), true);
   };
   CHECK_EQ(measure(far, 50, 8, 10'000'000), 16);
   CHECK_EQ(measure(far, 50, 16, 5'100'000), 16);
   for (int i = 0; i < 10; ++i) CHECK_EQ(measure(far, 50, 16, 50'000'000), 16);
   CHECK(far.why().find("16: round trip 50.0 ms") == 0);
   // Nearby, where packets are lost, it tries more, and goes back to the fewer for good.
-  net::LaneCount lossy(1, 64);
+  net::ConnectionCount lossy(1, 64);
   CHECK_EQ(measure(lossy, 0.2, 1, 5'000'000), 2);
   CHECK_EQ(measure(lossy, 0.2, 2, 8'000'000), 4);
   CHECK_EQ(measure(lossy, 0.2, 4, 8'100'000), 2);
   for (int i = 0; i < 10; ++i) CHECK_EQ(measure(lossy, 0.2, 4, 50'000'000), 2);
   CHECK(lossy.why().find("; 4 were no faster") != std::string::npos);
-  net::LaneCount fills(1, 64);  // BBR on a long way needs but those
+  net::ConnectionCount bbr(1, 64);  // BBR on a long way needs but those
   for (int i = 0; i < 50; ++i) {
-    net::LaneCount::Sample one = sample(250 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 4);
-    one.fills = true;
-    CHECK_EQ(fills.look(one, true), i == 0 ? 1 : 4);
+    net::ConnectionCount::Sample one =
+        sample(250 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 4);
+    one.bbr = true;
+    CHECK_EQ(bbr.look(one, true), i == 0 ? 1 : 4);
   }
-  net::LaneCount fixed(6, 6);
+  net::ConnectionCount fixed(6, 6);
   for (int i = 0; i < 50; ++i)
     CHECK_EQ(fixed.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 6), true), 6);
-  net::LaneCount idle(2, 64);  // what has nothing to send learns nothing
+  net::ConnectionCount idle(2, 64);  // what has nothing to send learns nothing
   for (int i = 0; i < 50; ++i) CHECK_EQ(idle.look(sample(100 * i, 0, 50, 9, 2), false), 2);
 }

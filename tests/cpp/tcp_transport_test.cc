@@ -1,16 +1,16 @@
-// The mesh: bytes arrive in order and at their places, however they are cut, over any number of
-// connections; and what is wrong is told.
+// The transport: bytes arrive in order and at their places, however they are cut, over any number
+// of connections; and what is wrong is told.
 #include <sys/socket.h>
 
 #include <cstring>
 #include <random>
 
 #include "check.h"
-#include "mesh_world.h"
+#include "tcp_world.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;
-using namespace mesh_world;
+using namespace tcp_world;
 
 namespace {
 
@@ -29,7 +29,7 @@ void exchangeAll(OneRank& me, uint32_t seed) {
   std::mt19937 random(seed);
   const size_t total = random() % 3 == 0 ? random() % 200 : random() % 3'000'000;
   std::vector<std::vector<unsigned char>> sent, received;
-  me.operation([&](Mesh& mesh) {
+  me.operation([&](Transport& transport) {
     for (int r = 0; r < me.size(); ++r) {
       sent.push_back(r == me.rank() ? std::vector<unsigned char>{}
                                     : pattern(me.rank(), r, seed, total));
@@ -45,12 +45,12 @@ void exchangeAll(OneRank& me, uint32_t seed) {
       const int from = (me.rank() + k) % me.size();
       for (size_t at = 0; at < total || at == 0;) {
         const bool pooled = random() % 2;
-        size_t n = std::min<size_t>(total - at, random() % (2 * net::kPieceBytes));
-        if (pooled) n = std::min(n, net::kPieceBytes);
+        size_t n = std::min<size_t>(total - at, random() % (2 * kPieceBytes));
+        if (pooled) n = std::min(n, kPieceBytes);
         if (pooled)
-          mesh.expect(from, n);
+          transport.expect(from, n);
         else
-          mesh.expect(from, received[static_cast<size_t>(from)].data() + at, n);
+          transport.expect(from, received[static_cast<size_t>(from)].data() + at, n);
         pieces.push_back({from, at, n, pooled});
         at += n;
         if (total == 0) break;
@@ -60,26 +60,26 @@ void exchangeAll(OneRank& me, uint32_t seed) {
     for (int k = 1; k < me.size(); ++k) {
       const int to = (me.rank() + k) % me.size();
       const auto& data = sent[static_cast<size_t>(to)];
-      if (total == 0) mesh.send(to, nullptr, 0);
+      if (total == 0) transport.send(to, nullptr, 0);
       for (size_t at = 0; at < total;) {
-        size_t n = std::min<size_t>(total - at, 1 + cuts() % (2 * net::kPieceBytes));
+        size_t n = std::min<size_t>(total - at, 1 + cuts() % (2 * kPieceBytes));
         if (cuts() % 2) {
-          n = std::min(n, net::kPieceBytes);
-          std::byte* buffer = mesh.acquire(to);
+          n = std::min(n, kPieceBytes);
+          std::byte* buffer = transport.acquire(to);
           std::memcpy(buffer, data.data() + at, n);
-          mesh.post(to, buffer, n);
+          transport.post(to, buffer, n);
         } else {
-          mesh.send(to, data.data() + at, n);
+          transport.send(to, data.data() + at, n);
         }
         at += n;
       }
     }
     for (const Piece& piece : pieces) {
-      const std::byte* there = mesh.peek(piece.from);
+      const std::byte* there = transport.peek(piece.from);
       if (piece.pooled && piece.bytes > 0)
         std::memcpy(received[static_cast<size_t>(piece.from)].data() + piece.at, there,
                     piece.bytes);
-      mesh.release(piece.from);
+      transport.release(piece.from);
     }
   });
   for (int r = 0; r < me.size(); ++r)
@@ -91,31 +91,31 @@ void exchangeAll(OneRank& me, uint32_t seed) {
 
 TEST(bytes_arrive_in_order_whatever_the_pieces) {
   for (const int size : {2, 3, 5})
-    inMesh(size, [](OneRank& me) {
+    overTcp(size, [](OneRank& me) {
       for (uint32_t seed = 0; seed < 12; ++seed) exchangeAll(me, seed);
     });
 }
 
 TEST(the_same_over_many_connections) {
-  for (const int lanes : {2, 7})
-    inMesh(3,
-           [](OneRank& me) {
-             for (uint32_t seed = 20; seed < 28; ++seed) exchangeAll(me, seed);
-           },
-           {.least_lanes = lanes});
+  for (const int connections : {2, 7})
+    overTcp(3,
+            [](OneRank& me) {
+              for (uint32_t seed = 20; seed < 28; ++seed) exchangeAll(me, seed);
+            },
+            {.min_connections = connections});
 }
 
 TEST(another_operation_is_told_before_anything_is_returned) {
   const auto kind = ranks::failureOf(
       [] {
-        inMesh(2, [](OneRank& me) {
+        overTcp(2, [](OneRank& me) {
           int mine = me.rank(), theirs = 0;
           me.operation(
-              [&](Mesh& mesh) {
-                mesh.expect(1 - me.rank(), &theirs, sizeof theirs);
-                mesh.send(1 - me.rank(), &mine, sizeof mine);
-                mesh.peek(1 - me.rank());
-                mesh.release(1 - me.rank());
+              [&](Transport& transport) {
+                transport.expect(1 - me.rank(), &theirs, sizeof theirs);
+                transport.send(1 - me.rank(), &mine, sizeof mine);
+                transport.peek(1 - me.rank());
+                transport.release(1 - me.rank());
               },
               Kind::kAllReduce, static_cast<uint64_t>(me.rank()));
         });
@@ -128,13 +128,13 @@ TEST(an_operation_that_no_rank_would_announce_is_not_believed) {
   for (const bool kind : {false, true})
     CHECK(ranks::failureOf(
               [&] {
-                inMesh(2, [&](OneRank& me) {
+                overTcp(2, [&](OneRank& me) {
                   char byte = 0;
-                  const auto body = [&](Mesh& mesh) {
-                    if (me.rank() == 1) return mesh.send(0, &byte, 1);
-                    mesh.expect(1, &byte, 1);
-                    mesh.peek(1);
-                    mesh.release(1);
+                  const auto body = [&](Transport& transport) {
+                    if (me.rank() == 1) return transport.send(0, &byte, 1);
+                    transport.expect(1, &byte, 1);
+                    transport.peek(1);
+                    transport.release(1);
                   };
                   if (me.rank() == 0)
                     me.operation(body);
@@ -150,16 +150,16 @@ TEST(an_operation_that_no_rank_would_announce_is_not_believed) {
 TEST(who_does_not_send_is_named) {
   const auto kind = ranks::failureOf(
       [] {
-        inMesh(
+        overTcp(
             3,
             [](OneRank& me) {
               char byte = 0;
-              me.operation([&](Mesh& mesh) {
+              me.operation([&](Transport& transport) {
                 const int next = (me.rank() + 1) % 3, previous = (me.rank() + 2) % 3;
-                mesh.expect(previous, &byte, 1);
-                if (me.rank() != 1) mesh.send(next, &byte, 1);
-                mesh.peek(previous);
-                mesh.release(previous);
+                transport.expect(previous, &byte, 1);
+                if (me.rank() != 1) transport.send(next, &byte, 1);
+                transport.peek(previous);
+                transport.release(previous);
               });
             },
             {}, 300 * kMillisecond);
@@ -181,7 +181,7 @@ std::string brokenBy(const std::vector<unsigned char>& raw, size_t bytes) {
   CHECK(send(pair.dialled.get(), raw.data(), raw.size(), 0) == static_cast<ssize_t>(raw.size()));
   pair.dialled.reset();
   for (const Nanos end = deadlineIn(10 * kSecond); now() < end;) {
-    stream.lane(0).ready = true;
+    stream.connection(0).ready = true;
     if (stream.progress() == net::Moved::kBroken) return stream.why();
     if (stream.ready()) return "";
   }

@@ -1,4 +1,4 @@
-// The calls that only move, over a mesh: what they are given, and what must come of it.
+// The calls that only move, over a transport: what they are given, and what must come of it.
 #pragma once
 
 #include <algorithm>
@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "check.h"
-#include "mesh_cases.h"
+#include "stream_cases.h"
 
-namespace mesh_cases {
+namespace stream_cases {
 
 // `n` bytes that tell who sent them to whom.
 inline Bytes letter(int from, int to, size_t n) {
@@ -28,14 +28,14 @@ std::vector<Pointer> pointers(std::vector<Bytes>& parts) {
 
 inline void checkBroadcast(Caller& call, DType dtype, size_t n, int root) {
   const Bytes wanted = letter(root, 0, n * sizeOf(dtype));
-  Bytes data = call.mesh.rank() == root ? wanted : Bytes(wanted.size(), kUntouched);
+  Bytes data = call.transport.rank() == root ? wanted : Bytes(wanted.size(), kUntouched);
   call(Broadcast{data.data(), n, dtype, root});
   CHECK(data == wanted);
 }
 
 inline void checkAllGather(Caller& call, DType dtype, const std::vector<size_t>& counts,
                            bool in_place, bool flat) {
-  const int P = call.mesh.size(), me = call.mesh.rank();
+  const int P = call.transport.size(), me = call.transport.rank();
   std::vector<Bytes> outputs, wanted;
   size_t total = 0;
   for (int r = 0; r < P; ++r) {
@@ -78,7 +78,7 @@ inline void checkAllGather(Caller& call, DType dtype, const std::vector<size_t>&
 }
 
 inline void checkGatherAndScatter(Caller& call, DType dtype, size_t n, int root, bool in_place) {
-  const int P = call.mesh.size(), me = call.mesh.rank();
+  const int P = call.transport.size(), me = call.transport.rank();
   const size_t bytes = n * sizeOf(dtype);
   std::vector<Bytes> to_root, from_root;
   for (int r = 0; r < P; ++r) {
@@ -106,7 +106,7 @@ inline void checkGatherAndScatter(Caller& call, DType dtype, size_t n, int root,
 }
 
 inline void checkAllToAll(Caller& call, DType dtype, size_t n, bool even, bool in_place) {
-  const int P = call.mesh.size(), me = call.mesh.rank();
+  const int P = call.transport.size(), me = call.transport.rank();
   const auto count = [&](int from, int to) {
     const int kind = (from * 3 + to) % 4;
     return even ? n : kind == 0 ? 0 : at(kind) * n + at(from);
@@ -131,12 +131,12 @@ inline void checkAllToAll(Caller& call, DType dtype, size_t n, bool even, bool i
 }
 
 // Every call that only moves, of sizes from nothing to some slices.
-inline void checkMoves(const InMesh& in_mesh, int most_ranks, size_t most_bytes) {
+inline void checkMoves(const Over& over, int most_ranks, size_t most_bytes) {
   constexpr DType kTypes[] = {DType::kUInt8, DType::kFloat32, DType::kComplex128,
                               DType::kFloat8E5M2, DType::kInt64};
   for (int P = 1; P <= most_ranks; ++P)
-    for (const Mesh::Options& options : everyChoice())
-      in_mesh(P, options, [&](Caller& call) {
+    for (const TransportOptions& options : everyChoice())
+      over(P, options, [&](Caller& call) {
         std::minstd_rand random(static_cast<uint32_t>(P));
         const auto below = [&](size_t n) { return static_cast<size_t>(random()) % n; };
         for (size_t most : {size_t{1}, size_t{2}, size_t{300}, most_bytes}) {
@@ -157,4 +157,4 @@ inline void checkMoves(const InMesh& in_mesh, int most_ranks, size_t most_bytes)
       });
 }
 
-}  // namespace mesh_cases
+}  // namespace stream_cases

@@ -1,6 +1,6 @@
-// Messages over sockets: the engine of point-to-point over pumps, and what a pump makes of rings
-// that are full, ranks that leave and bytes that no rank sends.
-#include "p2p/pump.h"
+// Messages over sockets: the engine of point-to-point over forwarders, and what a forwarder does
+// with rings that are full, ranks that leave and bytes that no rank sends.
+#include "p2p/message_forwarder.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -22,11 +22,11 @@
 
 #include "check.h"
 #include "p2p/engine.h"
-#include "p2p/pump_lanes.h"
+#include "p2p/message_connection.h"
 #include "sockets.h"
 
 using namespace ringreduce;
-using net::Pump;
+using net::MessageForwarder;
 using net::Reactor;
 using sockets::Over;
 using sockets::until;
@@ -46,12 +46,13 @@ Letter letter(int from, int number, size_t n) {
 
 class Ranks;
 
-// A rank that is a thread: an engine over a pump, which it drives until all of its own is over.
-class Rank final : Pump::Listener {
+// A rank that is a thread: an engine over a forwarder, which it drives until all of its own is
+// over.
+class Rank final : MessageForwarder::Listener {
  public:
   Rank(Ranks& ranks, int rank, int size);
   // No thread calls its listener any more once this has returned.
-  ~Rank() override { pump.reset(); }
+  ~Rank() override { forwarder.reset(); }
 
   Engine::Handle send(int to, int tag, const Letter& data) {
     return post(Message::Way::kSend, to, tag, const_cast<uint8_t*>(data.data()), data.size());
@@ -78,7 +79,7 @@ class Rank final : Pump::Listener {
   bool turn(std::vector<Engine::Handle>& finished) {
     std::vector<int> touched;
     const bool moved = engine->progress(finished, touched);
-    for (int r : touched) pump->stir(r);
+    for (int r : touched) forwarder->stir(r);
     return moved;
   }
   std::vector<std::string> endsOf(int rank) {
@@ -86,7 +87,7 @@ class Rank final : Pump::Listener {
     return ends[rank];
   }
 
-  std::unique_ptr<Pump> pump;
+  std::unique_ptr<MessageForwarder> forwarder;
   std::unique_ptr<Engine> engine;
   std::mutex mutex;
   std::condition_variable changed;
@@ -127,14 +128,14 @@ class Ranks {
   }
   Rank& operator[](int r) { return *ranks[static_cast<size_t>(r)]; }
   void leave(int r) {
-    CHECK((*this)[r].pump->flush(20 * kSecond));
+    CHECK((*this)[r].forwarder->flush(20 * kSecond));
     end(r);
   }
   void end(int r) {
     std::unique_ptr<Rank> rank;
     const std::lock_guard lock(mutex);
     rank = std::move(ranks[static_cast<size_t>(r)]);
-    rank->pump.reset();
+    rank->forwarder.reset();
     gone.push_back(std::move(rank));
   }
   Fd dial(int from, int to, const std::function<void()>& turn) {
@@ -145,7 +146,7 @@ class Ranks {
     auto [one, other] = sockets::pair(over);
     const std::lock_guard lock(mutex);
     if (!ranks[static_cast<size_t>(to)]) throw std::runtime_error("connection refused");
-    ranks[static_cast<size_t>(to)]->pump->accept(from, std::move(other));
+    ranks[static_cast<size_t>(to)]->forwarder->accept(from, std::move(other));
     return std::move(one);
   }
 
@@ -157,7 +158,7 @@ class Ranks {
 };
 
 Rank::Rank(Ranks& ranks, int rank, int size)
-    : pump(Pump::start(
+    : forwarder(MessageForwarder::start(
           ranks.reactor, rank, size,
           [&ranks, rank](int to, int, const std::function<void()>& turn) {
             return ranks.dial(rank, to, turn);
@@ -172,7 +173,7 @@ Rank::Rank(Ranks& ranks, int rank, int size)
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const Pump::Ends e = pump->ends(r);
+    const MessageForwarder::Ends e = forwarder->ends(r);
     wires.push_back({.out = {e.out_ring, *e.out_filled, *e.out_emptied},
                      .in = {e.in_ring, *e.in_filled, *e.in_emptied},
                      .consumed = e.consumed,
@@ -323,9 +324,9 @@ TEST(one_way_only_all_eager_bytes_are_acknowledged) {
       CHECK(letters[static_cast<size_t>(i)] == letter(0, i, kEagerBytes));
   });
   // The budget was used up at least once; what is left untold is not worth a packet.
-  const uint64_t consumed = ranks[1].pump->ends(0).consumed->observe();
+  const uint64_t consumed = ranks[1].forwarder->ends(0).consumed->observe();
   CHECK(consumed >= kEagerBudget);
-  until([&] { return ranks[0].pump->ends(1).acknowledged->observe() + (64 << 10) > consumed; },
+  until([&] { return ranks[0].forwarder->ends(1).acknowledged->observe() + (64 << 10) > consumed; },
         "acknowledgements");
 }
 
@@ -342,7 +343,8 @@ TEST(nothing_is_lost_of_a_rank_that_has_left) {
     ranks[0].drive();
     ranks[2].drive();
     ranks.leave(0);
-    until([&] { return ranks[1].pump->ends(0).in_filled->observe() > 8 * kEagerBytes; }, "bytes");
+    until([&] { return ranks[1].forwarder->ends(0).in_filled->observe() > 8 * kEagerBytes; },
+          "bytes");
     until([&] { return !ranks[1].endsOf(0).empty(); }, "the end of a connection");
     CHECK_EQ(ranks[1].endsOf(0).back(), std::string("it closed its connection for messages"));
     for (int i = 0; i < 8; ++i) {
@@ -357,7 +359,7 @@ TEST(nothing_is_lost_of_a_rank_that_has_left) {
 TEST(a_full_ring_waits_and_goes_on) {
   Ranks ranks(2, Over::kIpv4);
   // Records straight into the ring, more than ring, sockets and ring there hold.
-  const Pump::Ends out = ranks[0].pump->ends(1), in = ranks[1].pump->ends(0);
+  const MessageForwarder::Ends out = ranks[0].forwarder->ends(1), in = ranks[1].forwarder->ends(0);
   ChannelWriter writer(out.out_ring, *out.out_filled, *out.out_emptied);
   ChannelReader reader(in.in_ring, *in.in_filled, *in.in_emptied);
   constexpr size_t kBytes = 5000;
@@ -369,7 +371,7 @@ TEST(a_full_ring_waits_and_goes_on) {
       std::memcpy(payload, data.data(), kBytes);
       writer.commit(
           {.id = written++, .count = kBytes, .payload = kBytes, .type = Record::Type::kEager});
-      ranks[0].pump->stir(1);
+      ranks[0].forwarder->stir(1);
       idle = 0;
     }
   };
@@ -378,8 +380,8 @@ TEST(a_full_ring_waits_and_goes_on) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   CHECK(written * kBytes > 2 * kRingBytes);
-  CHECK(!ranks[0].pump->flush(5 * kMillisecond));
-  CHECK(ranks[0].pump->unsent() == std::vector<int>{1});
+  CHECK(!ranks[0].forwarder->flush(5 * kMillisecond));
+  CHECK(ranks[0].forwarder->unsent() == std::vector<int>{1});
   const uint64_t stuck = written;
   until(
       [&] {
@@ -390,7 +392,7 @@ TEST(a_full_ring_waits_and_goes_on) {
                 0);
           ++read;
           reader.pop(kBytes);
-          ranks[1].pump->stir(0);
+          ranks[1].forwarder->stir(0);
         }
         return read > 2 * stuck;
       },
@@ -408,12 +410,12 @@ TEST(a_rank_that_cannot_be_reached_is_told_of_and_holds_up_nobody) {
   CHECK_EQ(ranks[0].endsOf(1)[0], std::string("connection refused"));
   for (int i = 0; i < 10'000; ++i) ranks[0].send(1, 0, out);  // more than the ring holds
   ranks[0].drive();
-  CHECK(ranks[0].pump->flush(20 * kSecond));
-  CHECK(ranks[0].pump->unsent().empty());
+  CHECK(ranks[0].forwarder->flush(20 * kSecond));
+  CHECK(ranks[0].forwarder->unsent().empty());
   // One that ends while there is a connection.
   ranks[0].send(2, 0, large);
   ranks[0].turn(finished);
-  until([&] { return ranks[2].pump->ends(0).in_filled->observe() > 0; }, "a request");
+  until([&] { return ranks[2].forwarder->ends(0).in_filled->observe() > 0; }, "a request");
   ranks.end(2);
   until([&] { return ranks[0].endsOf(2).size() == 1; }, "a rank that ended");
   CHECK_EQ(ranks[0].endsOf(1).size(), size_t{1});
@@ -426,8 +428,8 @@ TEST(whoever_leaves_while_it_dials_does_not_wait_for_that) {
   std::vector<Engine::Handle> finished;
   ranks[0].turn(finished);
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  CHECK(!ranks[0].pump->flush(kMillisecond));
-  CHECK(ranks[0].pump->unsent() == std::vector<int>{1});
+  CHECK(!ranks[0].forwarder->flush(kMillisecond));
+  CHECK(ranks[0].forwarder->unsent() == std::vector<int>{1});
   ranks.end(0);
 }
 
@@ -455,7 +457,7 @@ TEST(nonsense_ends_its_connection_alone) {
     std::vector<std::byte> stream;
     {
       Ranks honest(2, Over::kUnix);
-      const Pump::Ends ends = honest[0].pump->ends(1);
+      const MessageForwarder::Ends ends = honest[0].forwarder->ends(1);
       ChannelWriter writer(ends.out_ring, *ends.out_filled, *ends.out_emptied);
       for (unsigned i = 0; i < 4; ++i) {
         const auto n = static_cast<uint32_t>(random() % 300);
@@ -463,10 +465,10 @@ TEST(nonsense_ends_its_connection_alone) {
         writer.commit({.id = i, .count = n, .payload = n, .type = Record::Type::kEager});
       }
       auto [one, other] = sockets::pair(Over::kUnix);
-      net::PumpSender sender(ends);
+      net::MessageSender sender(ends);
       net::Socket to(std::move(one));
       bool moved = false;
-      CHECK(sender.carry(to, moved) == net::Lane::kIdle && moved);
+      CHECK(sender.carry(to, moved) == net::Carried::kIdle && moved);
       stream.resize(1 << 16);
       stream.resize(static_cast<size_t>(read(other.get(), stream.data(), stream.size())));
     }
@@ -479,10 +481,10 @@ TEST(nonsense_ends_its_connection_alone) {
     const auto whole = static_cast<ssize_t>(stream.size());
     CHECK_EQ(write(one.get(), stream.data(), stream.size()), whole);
     one.reset();
-    ranks[1].pump->accept(0, std::move(other));
+    ranks[1].forwarder->accept(0, std::move(other));
     until([&] { return ranks[1].endsOf(0).size() == 1; }, "the end of a connection");
     // Whatever was spoilt, what the reader is shown is whole records.
-    const Pump::Ends in = ranks[1].pump->ends(0);
+    const MessageForwarder::Ends in = ranks[1].forwarder->ends(0);
     ChannelReader reader(in.in_ring, *in.in_filled, *in.in_emptied);
     int records = 0;
     while (const Record* record = reader.front()) {

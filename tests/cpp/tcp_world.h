@@ -1,5 +1,5 @@
-// Meshes of ranks that are threads of this process, over TCP on loopback: no handshake, and a watch
-// that knows only a deadline and disagreement.
+// Ranks that are threads of this process, over TCP on loopback: no handshake, and a WaitGuard that
+// knows only a deadline and disagreement.
 #pragma once
 
 #include <arpa/inet.h>
@@ -21,9 +21,9 @@
 #include "check.h"
 #include "ranks.h"
 #include "transport/tcp/frame.h"
-#include "transport/tcp/mesh.h"
+#include "transport/tcp/tcp_transport.h"
 
-namespace mesh_world {
+namespace tcp_world {
 
 using namespace ringreduce;
 
@@ -98,17 +98,18 @@ class TestWatch final : public WaitGuard {
 // One rank: what an operation needs around it.
 class OneRank {
  public:
-  OneRank(int rank, int size, const std::atomic<bool>& failed, Mesh::Dial dial,
-          const Mesh::Options& options, Nanos timeout)
-      : watch_(failed, deadlineIn(timeout)), mesh_(rank, size, watch_, std::move(dial), options) {}
+  OneRank(int rank, int size, const std::atomic<bool>& failed, net::Dial dial,
+          const TcpOptions& tcp, Nanos timeout, const TransportOptions& options = {})
+      : watch_(failed, deadlineIn(timeout)),
+        transport_(rank, size, watch_, std::move(dial), options, tcp) {}
 
-  Mesh& mesh() { return mesh_; }
+  TcpTransport& transport() { return transport_; }
   TestWatch& watch() { return watch_; }
-  int rank() const { return mesh_.rank(); }
-  int size() const { return mesh_.size(); }
+  int rank() const { return transport_.rank(); }
+  int size() const { return transport_.size(); }
 
   // Runs one operation, announced as `kind` of `count` elements.
-  void operation(const std::function<void(Mesh&)>& body, Kind kind = Kind::kAllReduce,
+  void operation(const std::function<void(Transport&)>& body, Kind kind = Kind::kAllReduce,
                  uint64_t count = 0) {
     OpSignature own = watch_.own;
     own.kind = kind;
@@ -116,22 +117,22 @@ class OneRank {
     announce(own, body);
   }
   // The same, announced as this.
-  void announce(const OpSignature& own, const std::function<void(Mesh&)>& body) {
+  void announce(const OpSignature& own, const std::function<void(Transport&)>& body) {
     watch_.own = own;
-    mesh_.begin(watch_.own);
-    body(mesh_);
-    mesh_.finish();
+    transport_.begin(watch_.own);
+    body(transport_);
+    transport_.finish();
     ++watch_.own.sequence;
   }
 
  private:
   TestWatch watch_;
-  Mesh mesh_;
+  TcpTransport transport_;
 };
 
 // Runs body in a thread for each of `size` ranks; throws the first error.
-inline void inMesh(int size, const std::function<void(OneRank&)>& body, Mesh::Options options = {},
-                   Nanos timeout = 60 * kSecond) {
+inline void overTcp(int size, const std::function<void(OneRank&)>& body, const TcpOptions& tcp = {},
+                    Nanos timeout = 60 * kSecond, const TransportOptions& options = {}) {
   std::atomic<bool> failed = false;
   // After a failure connections may still be under way to ranks that are no more.
   std::mutex door;
@@ -152,10 +153,10 @@ inline void inMesh(int size, const std::function<void(OneRank&)>& body, Mesh::Op
           TcpPair pair = tcpPair();
           const std::lock_guard lock(door);
           if (closed) throw Error(Failure::kAborted, "the test is over");
-          members[static_cast<size_t>(to)]->mesh().accept(r, std::move(pair.accepted));
+          members[static_cast<size_t>(to)]->transport().accept(r, std::move(pair.accepted));
           return std::move(pair.dialled);
         },
-        options, timeout);
+        tcp, timeout, options);
   std::mutex mutex;
   std::exception_ptr first;  // the others' errors may be its consequences
   ranks::inThreads(size, [&](int r) {
@@ -170,4 +171,4 @@ inline void inMesh(int size, const std::function<void(OneRank&)>& body, Mesh::Op
   if (first) std::rethrow_exception(first);
 }
 
-}  // namespace mesh_world
+}  // namespace tcp_world

@@ -1,5 +1,5 @@
-// Measuring, doubling, going back, settling.
-#include "transport/tcp/lane_count.h"
+// The rule: measure, double, go back, settle.
+#include "transport/tcp/connection_count.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -7,27 +7,27 @@
 namespace ringreduce::net {
 namespace {
 
-// A shorter way than this, without loss, fills with one connection.
-constexpr Nanos kLongWay = 2 * kMillisecond;
-// On a long way several from the start: slow start takes a round trip a doubling.  BBR needs fewer.
-constexpr int kLongWayLanes = 8, kLongWayLanesOfBbr = 4;
+// One connection fills a path with a shorter round trip, if nothing is lost.
+constexpr Nanos kLongPath = 2 * kMillisecond;
+// Connections on a long path: slow start needs a round trip for each doubling.  BBR needs fewer.
+constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
 constexpr double kWorthwhile = 1.15;
 
 }  // namespace
 
-int lanesAtFirst(Nanos round_trip) {
-  return round_trip > kLongWay ? kLongWayLanesOfBbr : 1;
+int initialConnections(Nanos round_trip) {
+  return round_trip > kLongPath ? kAtFirstWithBbr : 1;
 }
 
-int LaneCount::look(const Sample& sample, bool busy) {
-  if (!busy || sample.lanes < wanted_ || since_.time == 0) {
+int ConnectionCount::look(const Sample& sample, bool busy) {
+  if (!busy || sample.connections < wanted_ || since_.time == 0) {
     since_ = sample;
     return wanted_;
   }
   const Nanos measured = sample.time - since_.time;
   round_trip_ = sample.round_trip;
-  const int first = std::min(sample.fills ? kLongWayLanesOfBbr : kLongWayLanes, most_);
-  if (isLongWay() && wanted_ < first) {
+  const int first = std::min(sample.bbr ? kAtFirstWithBbr : kAtFirst, most_);
+  if (isLongPath() && wanted_ < first) {
     since_ = sample;
     return wanted_ = first;
   }
@@ -35,12 +35,12 @@ int LaneCount::look(const Sample& sample, bool busy) {
   rate_ = static_cast<double>(sample.sent - since_.sent) / static_cast<double>(measured) * 1e9;
   lost_ += sample.retransmits - since_.retransmits;
   since_ = sample;
-  if (settled_ || wanted_ == most_ || sample.fills || (!isLongWay() && lost_ == 0)) return wanted_;
+  if (settled_ || wanted_ == most_ || sample.bbr || (!isLongPath() && lost_ == 0)) return wanted_;
   if (rate_ < before_ * kWorthwhile) {
     settled_ = true;
-    // Nearby more of them only cost system calls.  On a long way, where one measurement says little
-    // while windows open and close, they do no harm.
-    if (isLongWay()) return wanted_;
+    // On a short path surplus connections only cost system calls.  On a long path they do no harm,
+    // and one measurement says little while windows open and close.
+    if (isLongPath()) return wanted_;
     no_faster_ = wanted_;
     rate_ = before_;
     return wanted_ = fewer_;
@@ -50,11 +50,11 @@ int LaneCount::look(const Sample& sample, bool busy) {
   return wanted_ = std::min(2 * wanted_, most_);
 }
 
-bool LaneCount::isLongWay() const {
-  return round_trip_ > kLongWay;
+bool ConnectionCount::isLongPath() const {
+  return round_trip_ > kLongPath;
 }
 
-std::string LaneCount::why() const {
+std::string ConnectionCount::why() const {
   char text[160];
   int length =
       std::snprintf(text, sizeof text, "%d: round trip %.1f ms, %llu packets lost, %.0f Mbit/s",
