@@ -1,11 +1,9 @@
-// Lines for the person who watches a run: on standard error, one write each, marked as ours.
+// Log lines on standard error, one write each, with a mark of ours.
 //
-// What goes wrong is always told; what is merely good to know, with RINGREDUCE_LOG=info.
+// Errors and stalls are always logged, the rest if logsInfo() (base/config.h).
 #pragma once
 
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 namespace ringreduce {
@@ -13,11 +11,6 @@ namespace ringreduce {
 inline void log(const std::string& text) {
   const std::string line = "[ringreduce] " + text + "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);
-}
-
-inline bool logsInfo() {
-  const char* level = std::getenv("RINGREDUCE_LOG");
-  return level && std::strcmp(level, "info") == 0;
 }
 
 }  // namespace ringreduce

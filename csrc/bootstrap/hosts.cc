@@ -9,7 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"

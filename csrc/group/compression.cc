@@ -11,6 +11,7 @@
 
 #include "base/align.h"
 #include "base/clock.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/log.h"

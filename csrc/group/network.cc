@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
@@ -29,21 +29,7 @@ constexpr Nanos kFlushTime = 5 * kSecond;
 // meanwhile. How long it may take to come.
 constexpr Nanos kExplained = 2 * kSecond;
 
-std::string congestion() {
-  return env("RINGREDUCE_CONGESTION").value_or("");
-}
-
-Nanos lostAfter() {
-  return static_cast<Nanos>(envSeconds("RINGREDUCE_LOST_SECONDS", 3, 0.5, 3600) *
-                            static_cast<double>(kSecond));
-}
-
-void checkLogLevel() {
-  const std::string level = env("RINGREDUCE_LOG").value_or("");
-  if (!level.empty() && level != "info")
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_LOG=" + level + " can be 'info' only; correct or unset it");
-}
+static_assert(Config::kMostLanes == Mesh::kMostLanes);
 
 // Which of a rank's addresses to share the data out to: those of the best one's family, since an
 // interface may have an address of each.
@@ -84,10 +70,12 @@ std::string Network::open(const Hosts& hosts) {
   over_.assign(static_cast<size_t>(size_), false);
   unexplained_.assign(static_cast<size_t>(size_), 0);
   // Here, where the others are told.
-  net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
-  lost_after_ = lostAfter();
-  checkLogLevel();
+  const Config config = Config::read();
+  congestion_ = config.congestion.get();
+  net::checkCongestion(congestion_);
+  lanes_ = static_cast<int>(config.lanes.get());
+  lost_after_ = static_cast<Nanos>(config.lost_seconds.get() * static_cast<double>(kSecond));
+  config.log.get();
   reactor_ = net::Reactor::shared();
   acceptor_ = net::Acceptor::shared(options_.store_host);
   if (logsInfo())
@@ -97,7 +85,7 @@ std::string Network::open(const Hosts& hosts) {
       word_, rank_, secret_,
       [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
       shared_.encrypted);
-  wish_ = env("RINGREDUCE_RING").value_or("");
+  wish_ = config.ring.get();
   RingWish::fromText(wish_);  // likewise
   slowest_ = Slowness::fromEnvironment();
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_;
@@ -198,7 +186,7 @@ net::Socket Network::dial(int to, net::Purpose purpose, int lane,
       .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
       .deaf = kDialTime,
       .congestion =
-          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
+          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
       .address = paths[static_cast<size_t>(lane) % paths.size()],
       .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
       .context = const_cast<std::function<void()>*>(&turn)};

@@ -117,6 +117,7 @@ class Network final : public Outside, private net::Control::Listener, private ne
   int ranks_on_host_ = 1;  // the most
   int lanes_ = 0;          // RINGREDUCE_LANES; 0: as many as help
   Nanos lost_after_ = 0;   // RINGREDUCE_LOST_SECONDS
+  std::string congestion_;
   std::string word_;
   net::Secret secret_{};
   SharedOptions shared_;

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/config.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "group/network.h"

@@ -4,11 +4,10 @@
 
 #include <array>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <span>
 #include <string>
 
+#include "base/config.h"
 #include "base/error.h"
 #include "kernels/reduce_kernels.h"
 
@@ -72,14 +71,14 @@ const KernelSet& choose() {
   }
   if (!widest)
     throw Error(Failure::kSetup, "this CPU lacks SSE4.2 (x86-64-v2), the least that is needed");
-  const char* wish = std::getenv("RINGREDUCE_ISA");
-  if (!wish || !*wish) return *widest;
+  const std::string wish = Config::read().instruction_set.get();
+  if (wish.empty()) return *widest;
   for (const KernelSet& set : sets) {
-    if (set.runs && std::strcmp(set.choice, wish) == 0) return set;
+    if (set.runs && set.choice == wish) return set;
   }
   std::fprintf(stderr,
-               "ringreduce: RINGREDUCE_ISA=%s is no instruction set of this CPU; using %s\n", wish,
-               widest->choice);
+               "ringreduce: RINGREDUCE_ISA=%s is no instruction set of this CPU; using %s\n",
+               wish.c_str(), widest->choice);
   return *widest;
 }
 

@@ -10,7 +10,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
 #include "base/op_signature.h"
@@ -132,22 +132,29 @@ TEST(bruck_reaches_all_in_few_hops) {
 }
 
 TEST(the_environment_is_read_with_care) {
-  const char* name = "RINGREDUCE_TEST_VALUE";
-  unsetenv(name);
-  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
-  setenv(name, "", 1);
-  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
-  setenv(name, "64K", 1);
-  CHECK_EQ(envInteger(name, 5, 0, 1 << 20), 65536);
-  for (const char* bad : {"11", "-1", "x", "3x", "1.5", "nan", "1e99"}) {
-    setenv(name, bad, 1);
-    CHECK_THROWS(Error, envInteger(name, 5, 0, 10));
+  const auto slots = [](const char* text) {
+    setenv("RINGREDUCE_SLOT_BYTES", text, 1);
+    return Config::read().slot_bytes.get();
+  };
+  CHECK_EQ(slots(""), 0);
+  CHECK_EQ(slots("64K"), 65536);
+  for (const char* bad : {"65M", "-1", "x", "8192x", "8192.5", "nan", "1e99"})
+    CHECK_THROWS(Error, slots(bad));
+  unsetenv("RINGREDUCE_SLOT_BYTES");
+  const auto stall = [](const char* text) {
+    setenv("RINGREDUCE_STALL_SECONDS", text, 1);
+    return Config::read().stall_seconds.get();
+  };
+  CHECK_EQ(stall(""), 10.0);
+  CHECK_EQ(stall("0.25"), 0.25);
+  CHECK_THROWS(Error, stall("soon"));
+  unsetenv("RINGREDUCE_STALL_SECONDS");
+  // Every word that can be read has a meaning to the layer above.
+  for (const char* name : kAlgorithmNames) {
+    setenv("RINGREDUCE_ALGORITHM", name, 1);
+    CHECK(SharedOptions::fromEnvironment(2).algorithm == algorithmNamed(name));
   }
-  setenv(name, "0.25", 1);
-  CHECK_EQ(envSeconds(name, 1, 0, 10), 0.25);
-  setenv(name, "soon", 1);
-  CHECK_THROWS(Error, envSeconds(name, 1, 0, 10));
-  unsetenv(name);
+  unsetenv("RINGREDUCE_ALGORITHM");
 }
 
 TEST(shared_options_travel_as_text) {
