@@ -35,7 +35,7 @@
 #include <optional>
 #include <string_view>
 
-#include "base/coding.h"
+#include "base/op_signature.h"
 
 namespace ringreduce {
 

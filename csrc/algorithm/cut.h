@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "base/align.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 

@@ -12,7 +12,6 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/log.h"
 
 namespace ringreduce {
 namespace {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/process.h"

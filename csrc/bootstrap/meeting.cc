@@ -12,7 +12,6 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 
 namespace ringreduce {

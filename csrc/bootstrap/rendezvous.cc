@@ -1,7 +1,7 @@
 // Which side of the rendezvous a rank is on.
 #include "bootstrap/rendezvous.h"
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "bootstrap/meeting.h"
 #include "transport/shm/channel.h"
 #include "transport/shm/page.h"

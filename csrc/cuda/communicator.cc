@@ -10,7 +10,6 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/log.h"
 #include "cuda/communicator_state.h"
 #include "group/gather.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "bootstrap/hosts.h"
 #include "bootstrap/named_store.h"

@@ -9,7 +9,6 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "transport/places.h"

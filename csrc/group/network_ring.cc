@@ -7,7 +7,6 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "group/network.h"
 #include "transport/tcp/survey.h"
 

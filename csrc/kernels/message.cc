@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {

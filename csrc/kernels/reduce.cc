@@ -9,7 +9,6 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "kernels/reduce_kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

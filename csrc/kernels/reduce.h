@@ -16,6 +16,8 @@
 // a pair that isSupported denies, and where this CPU can run none.
 #pragma once
 
+#include <span>
+
 #include "base/dtype.h"
 
 namespace ringreduce {
@@ -54,5 +56,19 @@ void scale(DType dtype, void* dst, const void* src, size_t n, double factor);
 
 // The instruction set in use: "x86-64-v2", "x86-64-v3", "x86-64-v4" or "aarch64".
 const char* instructionSet();
+
+// One of the kernel sets of this build; tests and benchmarks compare them.
+struct KernelSet {
+  const char* name;    // "x86-64-v3"
+  const char* choice;  // "v3", the value of RINGREDUCE_ISA that asks for it
+  bool runs;           // this CPU (and its operating system) can execute it
+
+  // The kernels of a pair, or null for one that isSupported (base/dtype.h) denies.
+  const ReduceKernels* (*table)(DType dtype, ReduceOp op);
+  void (*scale)(DType dtype, void* dst, const void* src, size_t n, double factor);
+};
+
+// From the narrowest vectors to the widest.  Whether `runs` holds is found out at the first call.
+std::span<const KernelSet> kernelSets();
 
 }  // namespace ringreduce

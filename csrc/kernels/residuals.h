@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/layout.h"
+#include "kernels/message.h"
 
 namespace ringreduce {
 

@@ -14,7 +14,6 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "torch/arguments.h"
 #include "torch/cuda_build.h"
 #include "torch/errors.h"

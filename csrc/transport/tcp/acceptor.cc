@@ -26,7 +26,6 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/per_process.h"
 #include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/handshake.h"

@@ -3,8 +3,8 @@
 
 #include <utility>
 
+#include "base/error.h"
 #include "base/fd.h"
-#include "base/log.h"
 
 namespace ringreduce::net {
 

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/align.h"
+#include "base/bytes.h"
 
 namespace ringreduce::net {
 
