@@ -120,7 +120,7 @@ const Row kRows[] = {
     {"RINGREDUCE_STALL_SECONDS", "10", "0.01 to 1e9 seconds", "waits longer than this are logged",
      kOwn, [](C& c, Given& g) { c.stall_seconds = g.number("seconds", 0.01, 1e9); }},
     {"RINGREDUCE_LOG", "errors and stalls only", "info",
-     "info: also logs the interface, the ring order and what compression chose", kOwn,
+     "info: also logs the interface, the ring order and the choice of compression", kOwn,
      [](C& c, Given& g) {
        if (g.text == "info")
          c.log = g.text;
@@ -167,7 +167,7 @@ const Row kRows[] = {
      "how GPUs reach each other's memory", kSame,
      [](C& c, Given& g) { c.cuda_way = g.gpuWord({"pointer", "descriptor", "ipc", "host"}); }},
     {"RINGREDUCE_CUDA_OTHER", "auto", "auto, nccl, host",
-     "what takes the calls on CUDA tensors that have no kernels here", kRank0,
+     "the backend of calls on CUDA tensors that have no kernels here", kRank0,
      [](C&, Given& g) { g.gpuWord({"auto", "nccl", "host"}); }, true},
     {"RINGREDUCE_NCCL", "torch's, else the system's", "a path of a libnccl.so.2",
      "the NCCL library between hosts with GPUs", kOwn, [](C& c, Given& g) { c.nccl = g.text; }},

@@ -28,7 +28,7 @@ class EnvValue {
     if (error_) throw Error(*error_);
     return value_;
   }
-  // For those who need not report a bad value.
+  // The default instead of an error, where another place reports it.
   const T& orDefault() const { return value_; }
 
  private:

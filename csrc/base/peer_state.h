@@ -1,4 +1,4 @@
-// What one rank knows of another: what that rank said of itself, and what was observed.
+// The state of a rank as another knows it: declared by the rank itself, or observed.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The loops over a message's blocks.  This file is compiled once for each instruction set, with
-// RINGREDUCE_ISA set to the end of the namespace that its table goes to.
+// RINGREDUCE_ISA set to the end of the namespace of its table.
 #include "kernels/codec.h"
 #include "kernels/halves.h"
 #include "kernels/integers.h"

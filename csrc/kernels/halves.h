@@ -113,7 +113,7 @@ struct Halves {
       store16(reinterpret_cast<char*>(out) + k * kVectorBytes / 2, {codes[k], codes[k + 1]});
   }
 
-  // What is wrong is gathered, and looked at once at the end.
+  // Errors are collected, and checked once at the end.
   struct Wrong {
     Ints codes{};
     bool any() const {

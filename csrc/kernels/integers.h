@@ -44,7 +44,7 @@ constexpr uint16_t kGreatestInt4Scale = 0x7dff;  // 8 times it is below 2^128
 
 // `up`, `down`: the bits of the greatest and of minus the least value, 0 where there is none above
 // or below 0.  The lesser of the two becomes less than 7.5, also if the scale is rounded down: so
-// nothing is further than half a step from its code, except at the end of what float32 holds.
+// no value is further than half a step from its code, except at the end of the range of float32.
 // Where the mean is to be right it becomes 7.
 template <bool kStochastic>
 RINGREDUCE_CODING uint16_t int4Scale(uint32_t up, uint32_t down) {

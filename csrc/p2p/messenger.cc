@@ -124,7 +124,7 @@ void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_p
     }
     delivery.message.after = nullptr;
     if (OperationHandle::Completion completion = delivery.finish(why))
-      executor_.tell(std::move(completion), why);
+      executor_.callLater(std::move(completion), why);
   }
 }
 
