@@ -10,7 +10,7 @@ Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world
   const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double P = world_size, S = static_cast<double>(bytes), p = ranks_on_host;
   const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
-  // By how many ranks a host's wire is shared where all send to all, those of the host excepted.
+  // How many flows share a host's wire where all ranks send to all ranks of other hosts.
   const double shared = p * (P - p) / (P - 1);
   Explanation found{
       .choice = chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost),

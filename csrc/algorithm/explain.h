@@ -1,5 +1,5 @@
-// What the chooser (choose.h) would take for an all-reduce between hosts, and what it holds of each
-// of the others: for people.
+// Explains the choice of an all-reduce between hosts (choose.h): each candidate with its modelled
+// time.
 #pragma once
 
 #include <string>

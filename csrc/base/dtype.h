@@ -1,4 +1,4 @@
-// The element types and reduce operations that the core knows, their sizes and their names.
+// Element types and reduce operations: sizes, names, which pairs are supported.
 #pragma once
 
 #include <array>
@@ -7,8 +7,8 @@
 
 namespace ringreduce {
 
-// The first ten can be reduced; the rest are only moved.  The values are part of what ranks compare
-// with each other before an operation, so they never change meaning.
+// The first ten can be reduced; the rest are only moved.  Ranks compare these numbers before an
+// operation, so they never change meaning.
 enum class DType : uint8_t {
   kFloat32,
   kFloat64,

@@ -12,9 +12,8 @@
 #include <thread>
 #include <utility>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "transport/tcp/connector.h"
@@ -34,21 +33,7 @@ constexpr Nanos kReasonDelay = kSecond;
 // The period of polling the store for what another rank will put there.
 constexpr Nanos kStorePoll = 10 * kMillisecond;
 
-std::string congestion() {
-  return env("RINGREDUCE_CONGESTION").value_or("");
-}
-
-Nanos readLostAfter() {
-  return static_cast<Nanos>(envSeconds("RINGREDUCE_LOST_SECONDS", 3, 0.5, 3600) *
-                            static_cast<double>(kSecond));
-}
-
-void checkLogLevel() {
-  const std::string level = env("RINGREDUCE_LOG").value_or("");
-  if (!level.empty() && level != "info")
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_LOG=" + level + " can be 'info' only; correct or unset it");
-}
+static_assert(Config::kMostLanes == kMaxConnections);
 
 // Which of a rank's addresses to share the data out to: those of the best one's family, since an
 // interface may have an address of each.
@@ -164,10 +149,12 @@ std::string HostLinks::open(const Hosts& hosts) {
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
   shared_.validate();
   // Errors in this rank's settings are thrown here, where the other ranks are told.
-  net::checkCongestion(congestion());
-  connections_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, kMaxConnections));
-  lost_after_ = readLostAfter();
-  checkLogLevel();
+  const Config config = Config::read();
+  congestion_ = config.congestion.get();
+  net::checkCongestion(congestion_);
+  connections_ = static_cast<int>(config.lanes.get());
+  lost_after_ = static_cast<Nanos>(config.lost_seconds.get() * static_cast<double>(kSecond));
+  config.log.get();
   reactor_ = net::Reactor::shared();
   acceptor_ = net::Acceptor::shared(options_.store_host);
   if (logsInfo())
@@ -176,7 +163,7 @@ std::string HostLinks::open(const Hosts& hosts) {
       word_, rank_, secret_,
       [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
       shared_.encrypted);
-  wish_ = env("RINGREDUCE_RING").value_or("");
+  wish_ = config.ring.get();
   RingWish::fromText(wish_);
   slowest_ = Slowness::fromEnvironment();
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_ + "|" +
@@ -351,7 +338,7 @@ net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn
       .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
       .deaf = kDialTime,
       .congestion =
-          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
+          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
       .address = paths[static_cast<size_t>(number) % paths.size()],
       .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
       .context = const_cast<std::function<void()>*>(&turn)};

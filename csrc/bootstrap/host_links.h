@@ -96,6 +96,7 @@ class HostLinks {
   net::Secret secret_{};
   SharedOptions shared_;
   std::vector<net::Endpoint> endpoints_;
+  std::string congestion_;  // RINGREDUCE_CONGESTION
   std::string wish_;  // RINGREDUCE_RING, as this rank has it
   HostRing host_ring_;
   Slowness slowest_;  // of all wires that were looked at

@@ -10,9 +10,8 @@
 #include <fstream>
 #include <sstream>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 
 namespace ringreduce {
@@ -70,7 +69,7 @@ std::string hostName() {
 }
 
 std::string hostId() {
-  if (const auto posed = env("RINGREDUCE_HOSTID"); posed && !posed->empty()) return *posed;
+  if (const std::string posed = Config::read().host_id.get(); !posed.empty()) return posed;
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   char ns[64] = {};

@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
-#include "base/align.h"
-#include "base/log.h"
+#include "base/bytes.h"
+#include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/process.h"
 #include "transport/shm/channel.h"

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/process.h"

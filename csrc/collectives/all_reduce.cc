@@ -3,7 +3,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/host_primitives.h"
 #include "collectives/reduction.h"

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/parts.h"
 #include "collectives/pipeline.h"

@@ -4,7 +4,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/ring.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "collectives/coded.h"
 #include "collectives/pipeline.h"

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "algorithm/choose.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/reduction.h"
 #include "collectives/stream_calls.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/parts.h"
 #include "collectives/stream_calls.h"

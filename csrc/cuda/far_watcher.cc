@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <chrono>
 
-#include "base/hash.h"
-#include "base/log.h"
+#include "base/bytes.h"
+#include "base/error.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "cuda/device.h"
 #include "cuda/errors.h"
 #include "cuda/peer_trial.h"

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "cuda/spanning_state.h"

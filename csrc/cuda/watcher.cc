@@ -7,9 +7,8 @@
 #include <atomic>
 #include <chrono>
 
+#include "base/bytes.h"
 #include "base/error.h"
-#include "base/hash.h"
-#include "base/log.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 #include "cuda/ordering.h"

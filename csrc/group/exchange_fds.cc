@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/unix_socket.h"

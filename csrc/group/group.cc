@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "bootstrap/host_links.h"
 #include "bootstrap/named_store.h"

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "transport/places.h"
 #include "transport/tcp/connection_count.h"

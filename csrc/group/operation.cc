@@ -6,8 +6,8 @@
 #include <string>
 #include <type_traits>
 
+#include "base/bytes.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "collectives/stream_calls.h"
 #include "transport/places.h"
 
@@ -160,7 +160,7 @@ OpSignature announce(const Operation& operation, uint64_t sequence) {
         if constexpr (std::is_same_v<Call, CompressedAllReduce>) {
           a.dtype = DType::kFloat32;
           a.op = static_cast<uint8_t>(call.op);
-          a.parts = wordOf(call.coding, call.schedule);
+          a.parts = codingBits(call.coding, call.schedule);
         }
         // What ranks send each other in an uneven all-to-all they compare while it runs.
         if constexpr (std::is_same_v<Call, AllToAll>) {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/hash.h"
-#include "base/log.h"
+#include "base/bytes.h"
+#include "base/error.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 #include "bootstrap/process.h"

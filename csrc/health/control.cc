@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "health/control_frames.h"
 #include "health/control_ring.h"

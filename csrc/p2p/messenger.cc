@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 
@@ -131,7 +130,7 @@ void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_p
     }
     delivery.message.after = nullptr;
     if (OperationHandle::Completion completion = delivery.finish(why))
-      executor_.tell(std::move(completion), why);
+      executor_.callLater(std::move(completion), why);
   }
 }
 

@@ -12,9 +12,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "torch/arguments.h"
 #include "torch/cuda_build.h"
 #include "torch/errors.h"
@@ -72,7 +71,7 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
   if (const auto* prefixed = dynamic_cast<const c10d::PrefixStore*>(inner))
     inner = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingNonPrefixStore().get();
   if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner)) return tcp->getHost();
-  return env("MASTER_ADDR").value_or("");
+  return Config::read().master_addr;
 }
 
 // The groups that are alive, for shutdownAll.

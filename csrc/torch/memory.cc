@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/align.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 namespace {

@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/copy.h"
-#include "base/hash.h"
+#include "base/bytes.h"
 #include "torch/arguments.h"
 #include "torch/cuda_build.h"
 

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "algorithm/choose.h"
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/clock.h"
 #include "base/op_signature.h"
 #include "transport/wait_guard.h"

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/dtype.h"
 #include "transport/shm/flags.h"
 

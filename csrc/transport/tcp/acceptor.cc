@@ -23,10 +23,9 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/per_process.h"
 #include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/handshake.h"
@@ -508,7 +507,8 @@ std::string inWords(const std::vector<Interface>& all, const std::vector<Address
 }
 
 std::shared_ptr<ProcessAcceptor> acceptorFor(const std::string& store_host) {
-  const std::string wanted = env("RINGREDUCE_IF").value_or("");
+  const Config config = Config::read();
+  const std::string wanted = config.interfaces.get();
   const std::string store = store_host.empty() ? "the store" : "the store's host " + store_host;
   auto towards = addressTowards(store_host);
   std::string why = "by which " + store + " is reached";
@@ -519,10 +519,10 @@ std::shared_ptr<ProcessAcceptor> acceptorFor(const std::string& store_host) {
     if (!towards) why = "which is what there is, since there is no default route either";
   }
   if (!wanted.empty()) why = "as RINGREDUCE_IF=" + wanted + " has it";
-  const auto ports = env("RINGREDUCE_PORTS");
+  const std::string ports = config.ports.get();
   const std::vector<Interface> all = interfaces();
   Listener listener =
-      listenOn(choose(all, wanted, towards), ports ? Ports::fromText(*ports) : Ports{});
+      listenOn(choose(all, wanted, towards), ports.empty() ? Ports{} : Ports::fromText(ports));
   std::string choice = inWords(all, listener.addresses);
   choice += ", " + why;
   return std::make_shared<ProcessAcceptor>(std::move(listener), std::move(choice));

@@ -24,7 +24,6 @@
 
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/log.h"
 
 namespace ringreduce::net {
 namespace {
