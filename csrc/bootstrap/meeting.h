@@ -10,7 +10,7 @@
 
 namespace ringreduce {
 
-inline constexpr char kVersion[] = "3";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "4";  // of these messages and of the layout of shared memory
 
 // Rank 0's entry: where it listens, or how its last attempt failed.
 inline constexpr char kHubKey[] = "ringreduce/hub";

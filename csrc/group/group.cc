@@ -361,6 +361,19 @@ void Group::interrupt(const std::string& doing) {
   }
 }
 
+void Group::publishProgress(const StreamProgress& own) {
+  network_->publishProgress(own);
+}
+
+std::pair<StreamProgress, Nanos> Group::progressOf(int rank) const {
+  return network_->progressOf(rank);
+}
+
+void Group::askProgress(bool at_once) {
+  // The answers need no earlier operations of the group's own.
+  network_->ask(at_once ? kNoOperation - 1 : kNoOperation);
+}
+
 const HostRing* Group::ring() const {
   return network_ ? &network_->ring() : nullptr;
 }

@@ -82,6 +82,7 @@ std::string Network::open(const Hosts& hosts) {
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
   over_.assign(static_cast<size_t>(size_), false);
+  progress_.assign(static_cast<size_t>(size_), {});
   unexplained_.assign(static_cast<size_t>(size_), 0);
   // Here, where the others are told.
   net::checkCongestion(congestion());
@@ -347,13 +348,28 @@ void Network::ended(const net::Verdict& verdict) {
 void Network::seen(int rank, const net::Whereabouts& there) {
   session_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
                        there.earlier);
+  const std::lock_guard lock(progress_mutex_);
+  auto& [progress, heard] = progress_[static_cast<size_t>(rank)];
+  progress = there.streams;
+  if (!there.stopped) heard = now();
 }
 
 net::Whereabouts Network::own(uint64_t since) {
   net::Whereabouts here;
   here.waits_for = session_.load()->waitsFor();
   session_.load()->here(here.announced, here.last, since, here.earlier);
+  here.streams = progressOf(rank_).first;
   return here;
+}
+
+void Network::publishProgress(const StreamProgress& own) {
+  const std::lock_guard lock(progress_mutex_);
+  progress_[static_cast<size_t>(rank_)] = {own, now()};
+}
+
+std::pair<StreamProgress, Nanos> Network::progressOf(int rank) {
+  const std::lock_guard lock(progress_mutex_);
+  return progress_[static_cast<size_t>(rank)];
 }
 
 std::vector<int> Network::stopped() {

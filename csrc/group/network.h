@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bootstrap/host_ring.h"
@@ -71,6 +72,11 @@ class Network final : public Outside, private net::Control::Listener, private ne
   void depart(Departure how) override;
   void ask(uint64_t since) override;
   void stir(int rank) override;
+
+  // The progress of GPU streams, from any thread.
+  void publishProgress(const StreamProgress& own);
+  // As last heard of that rank, and when (0: never).
+  std::pair<StreamProgress, Nanos> progressOf(int rank);
 
  private:
   struct Early {
@@ -149,6 +155,9 @@ class Network final : public Outside, private net::Control::Listener, private ne
   std::vector<bool> over_;
   // By rank, until it is known why its connection for messages has ended; likewise.
   std::vector<net::Reactor::Timer> unexplained_;
+
+  std::mutex progress_mutex_;  // of what follows, by rank
+  std::vector<std::pair<StreamProgress, Nanos>> progress_;
 
   std::mutex leaving_;      // which several threads may want at the same time
   std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it
