@@ -86,8 +86,17 @@ struct OpSignature {
 };
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
 
-// Whether a rank of a group of `size` can have sent this: error texts show it, so it is checked
-// before it is used.
+// The progress of a rank's operations in GPU streams, which its group does not run itself.
+struct StreamProgress {
+  uint64_t announced = 0;                        // operations announced
+  OpSignature oldest{.sequence = kNoOperation};  // the first that has not finished, if there is one
+  bool begun = false;                            // its stream has reached it
+
+  bool operator==(const StreamProgress&) const = default;
+};
+
+// Whether a rank of a group of `size` can have announced this: what comes from elsewhere is looked
+// at before it is believed, since texts name what stands there.
 constexpr bool isSound(const OpSignature& a, int size) {
   return static_cast<size_t>(a.kind) < kKindCount &&
          static_cast<size_t>(a.dtype) < kDTypes.size() &&

@@ -97,7 +97,7 @@ class HostLinks {
   SharedOptions shared_;
   std::vector<net::Endpoint> endpoints_;
   std::string congestion_;  // RINGREDUCE_CONGESTION
-  std::string wish_;  // RINGREDUCE_RING, as this rank has it
+  std::string wish_;        // RINGREDUCE_RING, as this rank has it
   HostRing host_ring_;
   Slowness slowest_;  // of all wires that were looked at
   WireCost cost_;

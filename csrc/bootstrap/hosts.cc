@@ -43,14 +43,14 @@ bool Hosts::even() const {
                      [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
 }
 
-HostRanks Hosts::neighbourRanks(const std::string& purpose, const SharedOptions& shared,
-                                const GroupOptions& options) const {
-  HostRanks ranks{.rank = placeOf(rank_),
-                  .size = static_cast<int>(neighbours().size()),
-                  .socket = "ringreduce-" + word_ + "-" + purpose + std::to_string(hostOf(rank_)),
-                  .secret = secret_,
-                  .shared = shared,
-                  .options = options};
+LocalRanks Hosts::neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+                                 const GroupOptions& options) const {
+  LocalRanks ranks{.rank = placeOf(rank_),
+                   .size = static_cast<int>(neighbours().size()),
+                   .socket = "ringreduce-" + word_ + "-" + purpose + std::to_string(hostOf(rank_)),
+                   .secret = secret_,
+                   .shared = shared,
+                   .options = options};
   ranks.options.global_ranks = options.shownAs(neighbours());
   return ranks;
 }

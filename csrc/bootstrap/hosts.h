@@ -44,8 +44,8 @@ class Hosts {
 
   // What the ranks of this host exchange memory with; their errors name the ranks by their numbers
   // in the whole group.  `purpose` tells several exchanges apart.
-  HostRanks neighbourRanks(const std::string& purpose, const SharedOptions& shared,
-                           const GroupOptions& options) const;
+  LocalRanks neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+                            const GroupOptions& options) const;
 
  private:
   int rank_ = 0;

@@ -28,11 +28,11 @@ std::string unjoined(const GroupOptions& options, const std::vector<int>& missin
          " within " + seconds(options.timeout) + ", making group '" + options.name + "'";
 }
 
-std::string leaderName(const HostRanks& ranks) {
+std::string leaderName(const LocalRanks& ranks) {
   return "rank " + ranks.options.shown(0);
 }
 
-std::string nameOfThis(const HostRanks& ranks) {
+std::string nameOfThis(const LocalRanks& ranks) {
   return "rank " + ranks.options.shown(ranks.rank) + " (pid " + std::to_string(getpid()) +
          " on host " + hostName() + ")";
 }
@@ -64,7 +64,7 @@ Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
 
 // ---- the leader
 
-HostLeader::HostLeader(HostRanks ranks, Check check)
+HostLeader::HostLeader(LocalRanks ranks, Check check)
     : ranks_(std::move(ranks)),
       check_(std::move(check)),
       joined_(static_cast<size_t>(ranks_.size)) {
@@ -232,7 +232,7 @@ namespace {
 
 class HostMember {
  public:
-  HostMember(Fd socket, const HostRanks& ranks, const std::function<void()>& turn)
+  HostMember(Fd socket, const LocalRanks& ranks, const std::function<void()>& turn)
       : socket_(std::move(socket)), ranks_(ranks), turn_(turn) {
     table_.options = ranks.shared;
     table_.members.resize(static_cast<size_t>(ranks.size));
@@ -313,7 +313,7 @@ class HostMember {
   }
 
   const Fd socket_;
-  const HostRanks& ranks_;
+  const LocalRanks& ranks_;
   const std::function<void()>& turn_;
   Membership table_;
   bool told_ = false;  // the error is the leader's
@@ -321,7 +321,7 @@ class HostMember {
 
 }  // namespace
 
-void checkUser(const Fd& socket, const HostRanks& ranks) {
+void checkUser(const Fd& socket, const LocalRanks& ranks) {
   const Peer peer = peerOf(socket);
   if (peer.uid != geteuid())
     throw Error(Failure::kSetup, nameOfThis(ranks) + " runs as user id " +
@@ -330,7 +330,7 @@ void checkUser(const Fd& socket, const HostRanks& ranks) {
                                      "; all ranks must run as the same user");
 }
 
-std::optional<Membership> joinLeader(Fd socket, const HostRanks& ranks,
+std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
                                      const std::function<void()>& turn,
                                      const std::function<void()>& all_there) {
   return HostMember(std::move(socket), ranks, turn).run(all_there);
@@ -338,7 +338,7 @@ std::optional<Membership> joinLeader(Fd socket, const HostRanks& ranks,
 
 // ---- both, between ranks that know that they share a host
 
-Membership shareMemory(const HostRanks& ranks, const std::function<void()>& turn) {
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn) {
   const GroupOptions& options = ranks.options;
   const Stopwatch stopwatch(options);
   if (ranks.rank == 0) {

@@ -61,7 +61,7 @@ struct Reason {
 Reason reasonOf(const std::exception_ptr& error, const std::string& who);
 
 // What a rank knows of its host's ranks before the exchange.
-struct HostRanks {
+struct LocalRanks {
   int rank = 0, size = 1;      // among the host's ranks
   std::string socket, secret;  // the leader's
   SharedOptions shared;
@@ -75,7 +75,7 @@ class HostLeader {
   // Called for each rank that connects, with its record; throws if it does not belong here.
   using Check = std::function<void(int rank, const Fields& record)>;
   // Listens from now on.
-  explicit HostLeader(HostRanks ranks, Check check = nullptr);
+  explicit HostLeader(LocalRanks ranks, Check check = nullptr);
   // Called while the leader waits: the ranks that did not do `what` yet.
   using Turn = std::function<void(const std::vector<int>& missing, const char* what)>;
   // `all_there` is called once, when all ranks have connected.  After an exception call `fail`.
@@ -102,7 +102,7 @@ class HostLeader {
   std::vector<int> missing() const;
   std::string nameOf(int64_t rank) const;
 
-  const HostRanks ranks_;
+  const LocalRanks ranks_;
   const Check check_;
   const Nanos began_ = now();
   Membership table_;
@@ -116,16 +116,16 @@ class HostLeader {
 struct LeaderClosed {};
 
 // Throws Error(kSetup) if the leader runs as another user: it would refuse this rank in silence.
-void checkUser(const Fd& socket, const HostRanks& ranks);
+void checkUser(const Fd& socket, const LocalRanks& ranks);
 
 // Any other rank.  `socket` is connected to the leader.  `turn` is called now and then and may
 // throw; `all_there` once, when all ranks have connected.  Returns none if the leader sent this
 // rank away.  Throws LeaderClosed, or Error.
-std::optional<Membership> joinLeader(Fd socket, const HostRanks& ranks,
+std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
                                      const std::function<void()>& turn,
                                      const std::function<void()>& all_there);
 
 // The whole exchange, for ranks that know that they share a host.  Collective on the host.
-Membership shareMemory(const HostRanks& ranks, const std::function<void()>& turn);
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn);
 
 }  // namespace ringreduce

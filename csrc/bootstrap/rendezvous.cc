@@ -197,7 +197,7 @@ class Meeting {
 
   HostLeader& leader() try {
     if (!leader_)
-      leader_.emplace(hostRanks(socket_, secret_),
+      leader_.emplace(localRanks(socket_, secret_),
                       [this](int r, const Fields& record) { take(r, record); });
     return *leader_;
   } catch (const Error& error) {
@@ -391,7 +391,7 @@ class Meeting {
   // None if it is not the end: the leader's queue is full, or it sent this rank away.
   std::optional<Membership> join(const Fields& table) {
     shared_ = SharedOptions::fromText(word(table, "options"));
-    const HostRanks ranks = hostRanks(word(table, "socket"), word(table, "secret"));
+    const LocalRanks ranks = localRanks(word(table, "socket"), word(table, "secret"));
     Fd socket = connectTo(ranks.socket);
     if (!socket) return std::nullopt;
     try {
@@ -450,7 +450,7 @@ class Meeting {
 
   // ---- both
 
-  HostRanks hostRanks(const std::string& socket, const std::string& secret) {
+  LocalRanks localRanks(const std::string& socket, const std::string& secret) {
     return {.rank = rank_,
             .size = size_,
             .socket = socket,

@@ -125,7 +125,8 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   });
   std::vector<HostState*> states;
   for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
-  watcher = std::make_unique<Watcher>(*group, std::move(states));
+  watcher =
+      std::make_unique<Watcher>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
 }
 
 std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<Group> group, int device,

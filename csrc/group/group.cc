@@ -307,6 +307,19 @@ void Group::interrupt(const std::string& doing) {
   }
 }
 
+void Group::publishStreams(const StreamProgress& own) {
+  arbiter_->publishStreams(own);
+}
+
+std::pair<StreamProgress, Nanos> Group::streamsOf(int rank) const {
+  return arbiter_->streamsOf(rank);
+}
+
+void Group::askForStreams(bool at_once) {
+  // The answers need no earlier operations of the group's own.
+  network_->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
+}
+
 const HostRing* Group::ring() const {
   return network_ ? &network_->ring() : nullptr;
 }

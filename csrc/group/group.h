@@ -12,6 +12,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "base/executor.h"
 #include "bootstrap/membership.h"
@@ -97,6 +98,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // the interrupt's exception.
   void interrupt(const std::string& doing);
   const GroupOptions& options() const { return options_; }
+
+  // ---- the progress of GPU streams, where ranks do not share memory
+
+  // What other ranks learn of this rank when they ask.
+  void publishStreams(const StreamProgress& own);
+  // As last heard of that rank, and when (0: never).
+  std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
+  // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
+  // also if they have just been asked, and ranks with nothing new do not answer again.
+  void askForStreams(bool at_once);
 
   // Runs queued operations, sends posted messages, leaves the group and ends its threads; then does
   // the same with `local`.  Further calls are refused.

@@ -34,8 +34,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // The ranks, with pages in this process's own memory.
   std::vector<Seat> seats(const Hosts& hosts);
   // Starts to report news to `arbiter`.  The ranks of the transport are in the order of `ring`. The
-  // transport must not outlive this object.  Call `leave` or `close` before the transport or the arbiter
-  // is destroyed.
+  // transport must not outlive this object.  Call `leave` or `close` before the transport or the
+  // arbiter is destroyed.
   std::unique_ptr<TcpTransport> start(Arbiter& arbiter);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();

@@ -614,6 +614,8 @@ void Arbiter::onProgress(int rank, const net::Progress& progress) {
   const std::lock_guard lock(mutex_);
   Peer& one = peer(rank);
   one.waits_for = progress.waits_for;
+  one.streams = progress.streams;
+  if (!progress.stopped) one.streams_heard = now();
   if (!known(rank).isLost()) one.observed = progress.stopped ? Observed::kStopped : Observed::kHere;
   last_answer_ = one.last_progress = now();
 }
@@ -623,6 +625,7 @@ net::Progress Arbiter::ownProgress(uint64_t since) {
   RankPage& own = page(rank_);
   net::Progress progress;
   progress.waits_for = waits_for_.load(std::memory_order_relaxed);
+  progress.streams = peer(rank_).streams;
   progress.announced = own.announced.observe();
   const uint64_t announced = progress.announced;
   if (announced == 0) return progress;
@@ -631,6 +634,17 @@ net::Progress Arbiter::ownProgress(uint64_t since) {
   for (; since < announced - 1; ++since)
     progress.earlier.push_back(own.announcements[since % kAnnouncements]);
   return progress;
+}
+
+void Arbiter::publishStreams(const StreamProgress& own) {
+  const std::lock_guard lock(mutex_);
+  peer(rank_).streams = own;
+}
+
+std::pair<StreamProgress, Nanos> Arbiter::streamsOf(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const Peer& one = peers_[static_cast<size_t>(rank)];
+  return {one.streams, one.streams_heard};
 }
 
 // ---- texts

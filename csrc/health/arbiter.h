@@ -29,8 +29,8 @@
 
 #include "base/error.h"
 #include "base/peer_state.h"
-#include "bootstrap/options.h"
 #include "bootstrap/membership.h"
+#include "bootstrap/options.h"
 #include "health/control.h"
 #include "transport/shm/page.h"
 #include "transport/wait_guard.h"
@@ -117,6 +117,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // Waits briefly for the other ranks' progress before one is blamed for being late: this rank may
   // be the one that was stopped.  Throws if the group has failed.
   void refreshProgress() const;
+  // The progress of this rank's GPU streams, which other ranks receive when they ask; and that of
+  // another rank, with the time of its last answer (0: none).
+  void publishStreams(const StreamProgress& own);
+  std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
   // "rank 2 (pid 7 on host a)"
   std::string who(int rank) const;
   // The same, with the last operation seen and whether the process is stopped.
@@ -164,6 +168,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
     std::atomic<int> waits_for = -1;       // between hosts, as its last progress says
     std::atomic<Nanos> last_progress = 0;  // when that arrived
     bool disconnected = false;             // in the reactor's thread
+    StreamProgress streams;                // between hosts; guarded by the mutex, as the next
+    Nanos streams_heard = 0;
   };
   // Which ranks called what, in the first operation in which ranks are known to differ.
   struct Party {

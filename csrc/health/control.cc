@@ -401,7 +401,7 @@ bool ControlNode::isNews(const Progress& own) const {
   const auto first = [](const Progress& there) {
     return there.announced - std::min<uint64_t>(there.announced, 1 + there.earlier.size());
   };
-  return own.announced != said.announced || first(own) < first(said);
+  return own.announced != said.announced || first(own) < first(said) || own.streams != said.streams;
 }
 
 void ControlNode::answer(uint64_t since) {

@@ -54,6 +54,7 @@ struct Progress {
   std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
   int waits_for = -1;                     // the rank that it waits for in that operation, or -1
   bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
+  StreamProgress streams = {};  // of its GPU, if the group has GPUs
 
   bool operator==(const Progress&) const = default;
 };

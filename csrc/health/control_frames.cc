@@ -61,6 +61,13 @@ void write(Writer& out, const Answer& f) {
   const size_t earlier = std::min<size_t>(f.there.earlier.size(), kAnnouncements);
   out.put(static_cast<uint8_t>(earlier));
   for (size_t i = 0; i < earlier; ++i) write(out, f.there.earlier[i]);
+  const StreamProgress& streams = f.there.streams;
+  const bool under_way = streams.oldest.sequence != kNoOperation;
+  out.put(streams.announced).put(static_cast<uint8_t>(under_way));
+  if (under_way) {
+    write(out, streams.oldest);
+    out.put(static_cast<uint8_t>(streams.begun));
+  }
   for (int rank : f.stopped) out.put(rank);
 }
 
@@ -166,6 +173,13 @@ void read(Reader& in, Answer& f) {
   const auto earlier = in.get<uint8_t>();
   in.require(earlier <= kAnnouncements);
   for (int i = 0; i < earlier && !in.wrong(); ++i) read(in, f.there.earlier.emplace_back());
+  StreamProgress& streams = f.there.streams;
+  streams.announced = in.get<uint64_t>();
+  if (in.flag()) {
+    read(in, streams.oldest);
+    in.require(streams.oldest.sequence != kNoOperation);
+    streams.begun = in.flag();
+  }
   while (!in.wrong() && in.left() > 0) f.stopped.push_back(in.rank());
 }
 

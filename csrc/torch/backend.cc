@@ -174,11 +174,8 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
   const auto group = this->group();
-  if (!group->hosts() || group->hosts()->count() < 2) return makePlane(group, device);
-  const auto& together = group->local();
-  // A connection of its own: it is used by a thread, and waits there.
-  return makePlane(std::make_shared<TorchStore>(store_->clone()), *group->hosts(), together,
-                   makePlane(together, device), device, group_options_);
+  const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
+  return several_hosts ? makePlaneBetweenHosts(group, device) : makePlane(group, device);
 }
 
 GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {

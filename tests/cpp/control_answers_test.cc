@@ -94,14 +94,21 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
 
 TEST(an_answer_that_no_rank_gives_is_not_believed) {
   const auto isBelieved = [](const OpSignature& last) {
-    net::Answer answer;
-    answer.rank = 1;
-    answer.there.last = last;
-    const std::string bytes = net::encode(answer);
-    net::ControlReader reader(4);
-    reader.feed(std::as_bytes(std::span(bytes)));
-    CHECK(reader.next().has_value() == !reader.failed());
-    return !reader.failed();
+    size_t believed = 0;
+    for (const bool in_stream : {false, true}) {
+      net::Answer answer;
+      answer.rank = 1;
+      (in_stream ? answer.there.streams.oldest : answer.there.last) = last;
+      answer.there.streams.begun = in_stream;
+      const std::string bytes = net::encode(answer);
+      net::ControlReader reader(4);
+      reader.feed(std::as_bytes(std::span(bytes)));
+      const auto frame = reader.next();
+      CHECK(frame.has_value() == !reader.failed());
+      believed += frame && std::get<net::Answer>(*frame) == answer;
+    }
+    CHECK(believed != 1);
+    return believed == 2;
   };
   CHECK(isBelieved({}));
   CHECK(isBelieved({.kind = Kind::kReduce, .dtype = DType::kBFloat16, .op = 8, .root = 3}));

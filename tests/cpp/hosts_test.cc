@@ -60,7 +60,7 @@ TEST(ranks_learn_which_ranks_share_their_host) {
 TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers) {
   onHosts("abab", [](const Hosts& hosts) {
     CHECK(hosts.even());
-    const HostRanks ranks =
+    const LocalRanks ranks =
         hosts.neighbourRanks("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
     CHECK_EQ(ranks.rank, hosts.rank() / 2);
     CHECK_EQ(ranks.options.shown(1), std::to_string(2 + hosts.rank() % 2));
