@@ -235,8 +235,10 @@ TEST(a_gpu_that_fails_ends_it_for_all) {
   inRanks(2, [](Rank& rank) {
     if (rank.group.rank() == 0) {
       rank.start(100);
+      rank.group.run({Barrier{}});
     } else {
       rank.watcher.announce({.count = 100, .kind = Kind::kAllReduce});
+      rank.group.run({Barrier{}});  // rank 0 has started before the group fails
       rank.watcher.entrust(kSecond,
                            []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
     }
