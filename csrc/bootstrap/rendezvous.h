@@ -1,17 +1,23 @@
 // How the ranks of a group find each other through the store, on one host or several.
 //
-//   1. Each rank puts a record into the store: a random token, its host's id, its pid, its world
-//      size.
-//   2. Rank 0 gathers all records and publishes the table of them, with a nonce and a secret.
-//   3. Every rank confirms the table that lists its token.  The ranks of one host confirm it by
-//      exchanging their memory (bootstrap/membership.h), which ends the rendezvous.  Ranks of
-//      several hosts, or with RINGREDUCE_WIRE=tcp, confirm it in their records, together with what
-//      the others must know of them (`tell`), and rank 0 publishes all of that.
+//   1. Rank 0 publishes an invitation under one key: its host's id, the name of its Unix socket and
+//   a
+//      secret.
+//   2. A rank on that host connects and sends its record: a random token, its host's id, its pid,
+//   its
+//      world size.  Any other rank puts its record into the store.
+//   3. If all ranks connect, they exchange their memory (bootstrap/membership.h), which ends the
+//      rendezvous.
+//   4. If some are on other hosts, or with RINGREDUCE_WIRE=tcp, rank 0 publishes the table of all
+//      records in the invitation's place.  Each rank confirms the table that lists its token, in
+//      its record, together with what the others must know of it (`tell`).  Rank 0 publishes all of
+//      that.
 //
 // A record of an earlier run on the same store may be in the table at first.  Its token is then not
-// confirmed; once the rank's own record replaces it, rank 0 publishes a new table.
+// confirmed; once the rank's own record replaces it, rank 0 publishes a new table.  An invitation
+// of an earlier run leads to a socket where no process listens.
 //
-// If a rank gives up, rank 0 learns it from that rank's record or connection.  If rank 0 gives up,
+// If a rank gives up, rank 0 learns it from that rank's connection or record.  If rank 0 gives up,
 // the reason takes the table's place for the ranks that have come, and for those that come later.
 // No key holds a value when all ranks have met, so a group can be made again on the same store.
 #pragma once
