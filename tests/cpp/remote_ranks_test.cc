@@ -67,6 +67,7 @@ struct Rank {
   }
 
   Group& group;
+  std::function<void()> meet;  // waits for all ranks, once, whatever becomes of the group
   std::atomic<bool> begun{true}, done{false}, broken{false}, host_failed{false}, poisoned{false};
   std::atomic<int> ended{0};
   Watcher watcher;  // last: its threads use the rest
@@ -76,7 +77,7 @@ struct Rank {
 void inRanks(int size, const std::function<void(Rank&)>& body,
              const GroupOptions& options = named()) {
   const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
-  std::atomic<int> here{0}, over{0};
+  std::atomic<int> here{0}, met{0}, over{0};
   std::vector<std::string> errors(static_cast<size_t>(size));
   ranks::inGroup(
       size,
@@ -85,6 +86,7 @@ void inRanks(int size, const std::function<void(Rank&)>& body,
         const auto await = [&](std::atomic<int>& count) {
           for (++count; count < size;) sleepFor(kMillisecond);
         };
+        rank.meet = [&] { await(met); };
         await(here);
         try {
           body(rank);
@@ -186,7 +188,7 @@ TEST(ranks_that_wait_in_different_operations_are_told) {
 TEST(an_abort_reaches_those_who_wait) {
   inRanks(3, [](Rank& rank) {
     if (rank.group.rank() != 1) rank.start(100);
-    rank.group.run({Barrier{}});
+    rank.meet();
     if (rank.group.rank() == 1) rank.watcher.abort("for a test");
     CHECK(rank.ends("rank 1 (pid") == Failure::kAborted);
     CHECK(rank.ends("aborted group 'test': for a test; noticed by rank 1") == Failure::kAborted);
@@ -235,10 +237,10 @@ TEST(a_gpu_that_fails_ends_it_for_all) {
   inRanks(2, [](Rank& rank) {
     if (rank.group.rank() == 0) {
       rank.start(100);
-      rank.group.run({Barrier{}});
+      rank.meet();
     } else {
       rank.watcher.announce({.count = 100, .kind = Kind::kAllReduce});
-      rank.group.run({Barrier{}});  // rank 0 has started before the group fails
+      rank.meet();
       rank.watcher.entrust(kSecond,
                            []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
     }
