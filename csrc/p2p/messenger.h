@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "base/executor.h"
-#include "bootstrap/options.h"
 #include "bootstrap/membership.h"
+#include "bootstrap/options.h"
 #include "health/arbiter.h"
 #include "p2p/engine.h"
 #include "transport/shm/wait.h"
