@@ -237,7 +237,8 @@ TEST(all_ranks_are_told_before_a_stream_goes_on) {
           rank.watcher().abort("enough");
           // The others' watchers sleep, since nothing is under way: nobody else can have told them.
           for (int r = 0; r < group.size(); ++r) CHECK(observeWord(rank.state(r).abort) != 0);
-          for (const HostState::Line& line : rank.own().words) CHECK_EQ(line.word, kReleased);
+          for (HostState::Line& line : rank.own().words)
+            CHECK_EQ(std::atomic_ref(line.word).load(), kReleased);
         }
         while (!group.failed()) std::this_thread::yield();
         CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "enough") == Failure::kAborted);
