@@ -166,8 +166,9 @@ std::string HostLinks::open(const Hosts& hosts) {
   wish_ = config.ring.get();
   RingWish::fromText(wish_);
   slowest_ = Slowness::fromEnvironment();
-  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_ + "|" +
-         SharedOptions::fromEnvironment(static_cast<int>(hosts.neighbours().size())).toText();
+  const int here = static_cast<int>(hosts.neighbours().size());
+  const SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
+  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_ + "|" + local.toText();
 }
 
 size_t HostLinks::mostPaths() const {

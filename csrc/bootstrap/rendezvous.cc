@@ -135,23 +135,30 @@ class Meeting {
     return ranks;
   }
 
-  // Takes what ranks have put into the store.
+  // Takes what ranks have put into the store for this attempt.
   void readRecords(const std::vector<int>& ranks) {
-    for (const int r : ranks)
-      if (const Fields record = recordOf(r); !record.empty()) take(r, record);
+    for (const int r : ranks) {
+      const Fields record = recordOf(r);
+      const auto known = records_.find(r);
+      if (word(record, "attempt") == attempt_)
+        take(r, record);
+      else if (record.empty() && known != records_.end() && !sharesMemory(table_) &&
+               word(known->second, "seen") == word(table_, "nonce"))
+        records_.erase(known);  // it has left
+    }
   }
 
   // A rank's record, from the store or its connection.  Throws what the rank says, and what cannot
   // be.
   void take(int r, const Fields& record) {
+    const std::string who = r >= 0 && r < size_ ? shown(r) : "rank " + std::to_string(r);
     if (word(record, "version") != kVersion)
-      throw Error(Failure::kSetup, shown(r) + " runs another version of ringreduce than " +
-                                       shown(0) + ": install the same one on all hosts");
+      throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + shown(0) +
+                                       ": install the same one on all hosts");
     if (number(record, "size") != size_)
-      throw Error(Failure::kSetup, "world size mismatch: " + shown(r) + " (pid " +
-                                       word(record, "pid") + ") was started with world size " +
-                                       word(record, "size") + ", " + shown(0) + " with " +
-                                       std::to_string(size_));
+      throw Error(Failure::kSetup, "world size mismatch: " + who + " (pid " + word(record, "pid") +
+                                       ") was started with world size " + word(record, "size") +
+                                       ", " + shown(0) + " with " + std::to_string(size_));
     if (r > 0 && r < size_) records_[r] = record;
     if (const std::string broken = word(record, "broken"); !broken.empty())
       throw Error(Failure::kSetup, broken);
@@ -287,13 +294,14 @@ class Meeting {
     }
   }
 
-  // As the store has it, or had it when it last worked.
+  // As the store has it, or as it was last read, or as the rank sent it when it connected.
   Fields lastRecordOf(int rank) {
     try {
-      return recordOf(rank);
-    } catch (const std::exception&) {
-      return records_[rank];
+      if (const Fields record = recordOf(rank); !record.empty()) return record;
+    } catch (const std::exception& error) {  // the first error matters more
+      log("cannot read the record of " + shown(rank) + ": " + error.what());
     }
+    return records_[rank];
   }
 
   // ---- the other ranks
@@ -306,8 +314,13 @@ class Meeting {
       if (table.contains("failed")) {
         if (lists(table)) failAs(table, ", learned by " + shown(rank_));
         if (isLateReason(table)) failAs(table, beforeItCame());
-      } else if (invites(table)) {
-        attempt_ = word(table, "attempt");
+        continue;
+      }
+      if (!table.empty() && word(table, "attempt") != word(mine_, "attempt")) {
+        attempt_ = mine_["attempt"] = word(table, "attempt");
+        if (is_put_) putRecord();  // it answered a table of an earlier run
+      }
+      if (invites(table)) {
         if (nonce == refused) continue;
         if (auto membership = join(table)) return {std::move(*membership), std::nullopt};
         if (away_) refused = nonce;
@@ -322,9 +335,11 @@ class Meeting {
       }
     }
   } catch (const Error& error) {
+    failedAttempts().add(attempt_, rank_);
     if (error.kind() == Failure::kTimeout) leave();
     throw;
   } catch (...) {  // Ctrl-C, or the store
+    failedAttempts().add(attempt_, rank_);
     tellRank0(reasonOf(std::current_exception(), shown(rank_)).text);
     throw;
   }
@@ -392,13 +407,14 @@ class Meeting {
   std::optional<Membership> join(const Fields& table) {
     shared_ = SharedOptions::fromText(word(table, "options"));
     const LocalRanks ranks = localRanks(word(table, "socket"), word(table, "secret"));
-    Fd socket = connectTo(ranks.socket);
-    if (!socket) return std::nullopt;
+    Fd socket;
     try {
-      checkUser(socket, ranks);
+      socket = connectTo(ranks.socket);
+      if (socket) checkUser(socket, ranks);
     } catch (const Error& error) {
       refuse(error);
     }
+    if (!socket) return std::nullopt;
     const auto each = [&] {
       stepClock();
       if (is_put_ && !all_there_ && itIsTime()) checkRecord();

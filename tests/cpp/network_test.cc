@@ -157,12 +157,8 @@ TEST(a_group_is_made_by_all_ranks_or_by_none) {
     std::string set, get;
   };
   // At the rendezvous, and at the control ring.
-  for (const Case& c : {Case{0, "", "/failed"},
-                        {1, "", "/failed"},
-                        {2, "", "/failed"},
-                        {0, "", "/rank/1"},
-                        {1, "", "/table"},
-                        {2, "", "/table"}}) {
+  for (const Case& c :
+       {Case{0, "", "/failed"}, {1, "", "/failed"}, {2, "", "/failed"}, {0, "", "/rank/1"}}) {
     const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
       BreakingStore breaking(store, c.set, c.get);
       Group::create(r == c.victim ? static_cast<Store&>(breaking) : store, r, 4,

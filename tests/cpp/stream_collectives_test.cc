@@ -88,8 +88,9 @@ TEST(a_ring_runs_with_few_buffers) {
 
 TEST(the_stand_in_is_hard_on_mistakes) {
   const auto other = [](const Transport& transport) { return 1 - transport.rank(); };
+  int memory[] = {1, 1};  // outlives both ranks: one may read it while the other fails
   CHECK_EQ(complaint([&](Transport& transport, stand_in::Net& net) {
-             int lent = 1, got = 0;
+             int got = 0, &lent = memory[transport.rank()];
              transport.send(other(transport), &lent, sizeof lent);
              {  // The write is the mistake.  The lock keeps it from being a data race too.
                const std::lock_guard lock(net.mutex);

@@ -418,8 +418,8 @@ TEST(a_gpu_that_fails_in_a_call_ends_it_for_all) {
         CHECK(failureOf([&] { rank.plane.check(); }, "gave up: cannot") == Failure::kAborted);
       } else if (failureOf(call, "rank 0 (pid") == Failure::kNone) {
         CHECK_EQ(data[999], 2.0f);  // rank 0's part was done when it failed
-      } else {
-        CHECK(isSpoilt(data));
+      } else {                      // untouched if the group had failed before the call
+        CHECK(isSpoilt(data) || data == std::vector<float>(1000, 1));
       }
     });
 }
