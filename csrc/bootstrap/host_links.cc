@@ -267,10 +267,10 @@ net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Turn& tu
   }
 }
 
-// A word goes twice around the control ring: first when each rank has done its part, and then for
-// all to know that.  With it goes the cost of the slowest wires between neighbours, so all have the
-// same after the second time.  Whoever gives up ends its connections, so that its neighbours see it
-// at once.
+// A token goes twice around the control ring.  Each rank passes it on when it has done its part;
+// the second round tells all ranks that all have.  The token carries the cost of the slowest wire,
+// so all ranks have the same one at the end.  A rank that gives up closes its connections: its
+// neighbours see that at once.
 void HostLinks::agree(const Turn& turn) {
   if (size_ == 1) return;
   const int next = besideInRing(1), previous = besideInRing(-1);
@@ -334,8 +334,8 @@ void HostLinks::gaveUp(int rank, const Turn& turn) const {
 net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn& turn) const {
   const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
   const net::DialOptions options{
-      // A rank that is stopped is not lost: it is waited for until it is seen to be, or nobody
-      // wants it any more.
+      // A stopped rank is not lost.  Data and messages wait until the rank is known to be lost or
+      // the operation ends.
       .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
       .deaf = kDialTime,
       .congestion =

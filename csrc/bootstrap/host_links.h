@@ -111,7 +111,7 @@ class HostLinks {
   std::mutex mutex_;         // of the next two
   std::deque<Early> early_;  // came before there was a handler
   Handler handler_;
-  std::shared_ptr<void> admitted_;  // the first to go: nobody is let in any more
+  std::shared_ptr<void> admitted_;  // destroyed first: no connection is admitted after that
 };
 
 }  // namespace ringreduce

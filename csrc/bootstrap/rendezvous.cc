@@ -336,7 +336,7 @@ class Meeting {
     }
   } catch (const Error& error) {
     failedAttempts().add(attempt_, rank_);
-    if (error.kind() == Failure::kTimeout) leave();
+    if (error.kind() == Failure::kTimeout) leaveAfterError();
     throw;
   } catch (...) {  // Ctrl-C, or the store
     failedAttempts().add(attempt_, rank_);
@@ -384,11 +384,7 @@ class Meeting {
   [[noreturn]] void failAs(const Fields& table, const std::string& note) {
     failedAttempts().add(word(table, "attempt"), rank_);
     const Error error(static_cast<Failure>(number(table, "kind")), word(table, "failed") + note);
-    try {
-      leave();
-    } catch (const std::exception& failure) {  // the store may have ended with rank 0
-      log(std::string("cannot empty a record: ") + failure.what());
-    }
+    leaveAfterError();
     throw error;
   }
 
@@ -430,7 +426,7 @@ class Meeting {
       lookWhy(word(table, "nonce"));
     } catch (const Error&) {
       failedAttempts().add(attempt_, rank_);
-      if (!all_there_) leave();
+      if (!all_there_) leaveAfterError();
       throw;
     }
     return std::nullopt;
@@ -502,6 +498,15 @@ class Meeting {
   // A record that names a rival stays, for the rival and rank 0 to read.
   void leave() {
     if (is_put_ && !mine_.contains("rival")) store_.set(recordKey(rank_), "");
+  }
+
+  // The store may have ended with rank 0, and the first error matters more.
+  void leaveAfterError() {
+    try {
+      leave();
+    } catch (const std::exception& failure) {
+      log("cannot empty the record of " + shown(rank_) + ": " + failure.what());
+    }
   }
 
   // Once a tick.

@@ -6,10 +6,9 @@
 // that names the rank, and then ends everything that still waits.  This second thread makes no call
 // that could wait for the GPU, except to end a group that has failed.
 //
-// Who is alive, and the one error of all ranks, is the group's business (group/group.h).  How the
-// progress of other ranks is known depends on what lies between them: WatchedRanks has one
-// implementation for ranks that share memory (host_ranks.h) and one for ranks of several hosts
-// (remote_ranks.h).
+// The group knows which ranks are alive, and keeps the one error of all ranks (group/group.h).
+// WatchedRanks knows the progress of the other ranks.  It has one implementation for ranks that
+// share memory (host_ranks.h) and one for ranks of several hosts (remote_ranks.h).
 //
 // It makes no CUDA call itself, so it is tested without a GPU.
 #pragma once

@@ -397,7 +397,7 @@ void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expecte
            elements(expected));
 }
 
-// ---- who is late
+// ---- late ranks
 
 void Arbiter::refreshProgress() const {
   if (!channel_) return check();

@@ -105,7 +105,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   // ---- the state of ranks, from any thread
 
-  // A rank that ended or left in shared memory is drained: what it wrote is visible to the caller.
+  // In shared memory, a rank that ended or left is always drained: all its writes are visible.
   PeerState stateOf(int rank) const override;
   std::vector<PeerState> states() const;
   // Why that rank is lost, as text after "is lost: ".

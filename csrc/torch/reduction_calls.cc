@@ -404,8 +404,8 @@ void requireFloats(const at::Tensor& tensor, const at::Tensor& like, const char*
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Until the bucket is in the host's memory, or the group has failed.  In the group's worker, whose
-// waits nobody else ends: a GPU may take long, or stand still.
+// Waits until the bucket is in the host's memory, or the group has failed.  It runs in the group's
+// worker and must end by itself: a GPU may take long, or stand still.
 void await(const HostTrip& trip, Group& group) {
   const Nanos began = now();
   try {
@@ -424,7 +424,7 @@ void await(const HostTrip& trip, Group& group) {
 }
 
 // The Future of a bucket whose average is then copied to the GPU.  It is complete when that copy is
-// in its stream; whoever uses its value is ordered behind.
+// in its stream; work that uses its value is ordered behind the copy.
 FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>& trip,
                       const at::Tensor& bucket) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(futureType(/*of_one=*/true),
