@@ -28,7 +28,7 @@ Version = tuple[int, ...]
 
 @functools.cache
 def _host() -> str:
-    """Names this host, as hostId() of csrc/bootstrap/meeting.cc does: by kernel and network.
+    """Names this host, as hostId() of csrc/bootstrap/process.cc does: by kernel and network.
 
     RINGREDUCE_HOSTID lets processes of one host pass for several.
     """

@@ -22,7 +22,7 @@
 
 #include <cstddef>
 
-#include "base/device.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 

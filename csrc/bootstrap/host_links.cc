@@ -15,7 +15,7 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/meeting.h"
+#include "bootstrap/options.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/survey.h"

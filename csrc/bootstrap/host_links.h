@@ -15,11 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "bootstrap/host_ring.h"
-#include "bootstrap/hosts.h"
 #include "bootstrap/options.h"
-#include "bootstrap/slowness.h"
 #include "bootstrap/store.h"
+#include "bootstrap/topology.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"

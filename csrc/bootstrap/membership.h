@@ -17,7 +17,6 @@
 
 #include "base/error.h"
 #include "base/fd.h"
-#include "bootstrap/meeting.h"
 #include "bootstrap/options.h"
 #include "bootstrap/unix_socket.h"
 #include "transport/shm/page.h"

@@ -8,10 +8,12 @@
 
 #include "base/config.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "transport/shm/page.h"
 #include "transport/tcp/tls.h"
 
 namespace ringreduce {
+
 namespace {
 
 static_assert(Config::kMostSlots == kMaxSlots);
@@ -84,6 +86,17 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
   return options;
+}
+
+// ---- the clock of making a group
+
+Stopwatch::Stopwatch(const GroupOptions& options)
+    : options_(options), started_(now()), next_report_(deadlineIn(options.stall)) {}
+
+void Stopwatch::report(int rank, const std::string& missing) {
+  next_report_ = now() + std::max<Nanos>(waited(), kSecond);
+  log("rank " + std::to_string(rank) + ", making group '" + options_.name + "', has waited " +
+      seconds(waited()) + " for " + missing);
 }
 
 }  // namespace ringreduce

@@ -64,4 +64,33 @@ bool forcesSockets();
 // Processor cores that this process may run on.
 int coresAvailable();
 
+// ---- the clock of making a group
+
+// The period of polling for events that cannot wake a waiting process.
+inline constexpr Nanos kTick = 50 * kMillisecond;
+
+// How long making a group has taken, and may take.
+class Stopwatch {
+ public:
+  explicit Stopwatch(const GroupOptions& options);
+
+  bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
+  Nanos waited() const { return now() - started_; }
+
+  // Called on every turn of a waiting loop: lets Ctrl-C end it and reports a stall now and then.
+  // `missing` returns what is waited for.
+  template <class Missing>
+  void turn(int rank, Missing missing) {
+    if (options_.interrupt) options_.interrupt();
+    if (now() >= next_report_) report(rank, missing());
+  }
+
+ private:
+  void report(int rank, const std::string& missing);
+
+  const GroupOptions& options_;
+  const Nanos started_;
+  Nanos next_report_;
+};
+
 }  // namespace ringreduce

@@ -3,13 +3,17 @@
 
 #include <poll.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <map>
 #include <mutex>
 #include <string>
 
+#include "base/config.h"
+
 namespace ringreduce {
+
 namespace {
 
 // The process number behind a pidfd; 0 if it cannot be told.
@@ -64,6 +68,23 @@ bool isStopped(int pid) {
       return line.find("T (stopped") != std::string::npos ||
              line.find("t (tracing") != std::string::npos;
   return false;
+}
+
+// ---- this host
+
+std::string hostName() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string hostId() {
+  if (const std::string posed = Config::read().host_id.get(); !posed.empty()) return posed;
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  char ns[64] = {};
+  if (readlink("/proc/self/ns/net", ns, sizeof ns - 1) < 0) ns[0] = 0;
+  return boot + ns;
 }
 
 }  // namespace ringreduce

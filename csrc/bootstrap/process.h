@@ -26,4 +26,12 @@ std::string pidNamespace();
 // Whether a process of this host is stopped (SIGSTOP, a debugger).  False if it cannot be seen.
 bool isStopped(int pid);
 
+// ---- this host
+
+std::string hostName();
+// Equal for processes that can share memory through an abstract socket: the same kernel and the
+// same network namespace.  RINGREDUCE_HOSTID replaces it, so that processes of one machine can pose
+// as several hosts.
+std::string hostId();
+
 }  // namespace ringreduce

@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/meeting.h"
+#include "bootstrap/options.h"
 #include "bootstrap/process.h"
 #include "bootstrap/unix_socket.h"
 

@@ -26,10 +26,10 @@
 #include <optional>
 #include <string>
 
-#include "bootstrap/hosts.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
+#include "bootstrap/topology.h"
 
 namespace ringreduce {
 

@@ -3,8 +3,14 @@
 // It is used while a group is being made and never after.
 #pragma once
 
+#include <unistd.h>
+
 #include <optional>
 #include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "bootstrap/options.h"
 
 namespace ringreduce {
 
@@ -14,6 +20,46 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual std::optional<std::string> get(const std::string& key) = 0;  // does not wait
   virtual void remove(const std::string& key) = 0;
+};
+
+// ---- errors that name the rank
+//
+// A store whose errors say which rank has met them, while which group was made, and what they mean
+// as a rule.
+
+class NamedStore final : public Store {
+ public:
+  NamedStore(Store& store, int rank, const GroupOptions& options)
+      : store_(store), rank_(rank), options_(options) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    named([&] { store_.set(key, value); });
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    return named([&] { return store_.get(key); });
+  }
+  void remove(const std::string& key) override {
+    named([&] { store_.remove(key); });
+  }
+
+ private:
+  template <class Call>
+  auto named(Call call) -> decltype(call()) {
+    try {
+      return call();
+    } catch (const Error& error) {
+      std::string text = "rank ";
+      text += options_.shown(rank_) + " (pid " + std::to_string(getpid());
+      text += ") lost the store while group '" + options_.name;
+      text += "' was being made; has rank 0, whose process holds it as a rule, ended? (";
+      text += error.what();
+      throw Error(error.kind(), text + ")");
+    }
+  }
+
+  Store& store_;
+  const int rank_;
+  const GroupOptions& options_;
 };
 
 }  // namespace ringreduce

@@ -2,23 +2,29 @@
 #include "bootstrap/unix_socket.h"
 
 #include <poll.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 #include "base/error.h"
+#include "base/text.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5
 #endif
 
 namespace ringreduce {
+
 namespace {
 
 constexpr size_t kMostBytes = 4096, kMostFds = 8;
@@ -154,6 +160,54 @@ void waitReadable(const std::vector<int>& fds, Nanos longest) {
   std::vector<pollfd> wanted;
   for (int fd : fds) wanted.push_back({.fd = fd, .events = POLLIN, .revents = 0});
   poll(wanted.data(), wanted.size(), static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
+}
+
+// ---- messages
+
+std::string encode(const Fields& fields) {
+  std::string text;
+  for (const auto& [key, value] : fields) {
+    text += key + '=';
+    for (char c : value) text += c == '\n' ? ' ' : c;
+    text += '\n';
+  }
+  return text;
+}
+
+Fields decode(const std::string& text) {
+  Fields fields;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);)
+    if (const size_t at = line.find('='); at != std::string::npos)
+      fields[line.substr(0, at)] = line.substr(at + 1);
+  return fields;
+}
+
+int64_t number(const Fields& fields, const char* key) {
+  const auto found = fields.find(key);
+  if (found == fields.end() || found->second.empty()) return -1;
+  char* end = nullptr;
+  const long value = std::strtol(found->second.c_str(), &end, 10);
+  return *end || value < 0 ? -1 : value;
+}
+
+std::string word(const Fields& fields, const char* key) {
+  const auto found = fields.find(key);
+  return found == fields.end() ? "" : found->second;
+}
+
+std::string randomHex() {
+  std::array<unsigned char, 32> bytes;
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    throwErrno(Failure::kSetup, "no random numbers to be had");
+  return hexText(bytes);
+}
+
+bool sameSecret(const std::string& a, const std::string& b) {
+  if (a.size() != b.size()) return false;
+  int difference = 0;  // looks at every byte, so that time tells nothing
+  for (size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];
+  return difference == 0;
 }
 
 }  // namespace ringreduce

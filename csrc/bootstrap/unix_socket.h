@@ -6,6 +6,7 @@
 
 #include <sys/types.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -48,5 +49,18 @@ Received receivePacket(const Fd& socket, Packet& packet);
 
 // Waits until one of the sockets can be read or `longest` has passed.
 void waitReadable(const std::vector<int>& fds, Nanos longest);
+
+// ---- messages
+
+inline constexpr char kVersion[] = "4";  // of these messages and of the layout of shared memory
+
+using Fields = std::map<std::string, std::string>;
+std::string encode(const Fields& fields);
+Fields decode(const std::string& text);
+std::string word(const Fields& fields, const char* key);  // "" if it is not there
+int64_t number(const Fields& fields, const char* key);    // -1 if it is not there, or no number
+
+std::string randomHex();  // 256 bits
+bool sameSecret(const std::string& a, const std::string& b);
 
 }  // namespace ringreduce

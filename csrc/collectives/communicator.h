@@ -6,8 +6,8 @@
 #pragma once
 
 #include "algorithm/choose.h"
-#include "transport/link.h"
 #include "transport/shm/exchange.h"
+#include "transport/shm/shm_link.h"
 
 namespace ringreduce {
 

@@ -9,8 +9,8 @@
 #include "collectives/shared_memory.h"
 #include "collectives/stream_calls.h"
 #include "kernels/reduce.h"
-#include "transport/places.h"
 #include "transport/transport.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 

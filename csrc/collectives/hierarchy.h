@@ -10,7 +10,7 @@
 // Order of addition.  Parts are cut as chunks are (algorithm/cut.h), for p ranks; in a host part l
 // is added in the order of places l+1, ..., l (mod p).  The part is cut again for H hosts, and
 // there chunk h is made of the hosts' sums in the order h+1, ..., h (mod H): hosts are numbered as
-// they stand in the ring (bootstrap/host_ring.h).  That is another order than the other
+// they stand in the ring (bootstrap/topology.h).  That is another order than the other
 // algorithms': results may differ from theirs in the last bits, but are the same on all ranks, and
 // each time.  Halves stay float32 through all of it, and are rounded once.
 //
@@ -26,9 +26,8 @@
 
 #include <memory>
 
-#include "bootstrap/host_ring.h"
-#include "bootstrap/hosts.h"
 #include "bootstrap/membership.h"
+#include "bootstrap/topology.h"
 #include "collectives/collectives.h"
 #include "health/arbiter.h"
 #include "transport/shm/wait.h"

@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "base/device.h"
+#include "base/bytes.h"
 
 namespace ringreduce::cuda {
 

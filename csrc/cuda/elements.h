@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "base/device.h"
+#include "base/bytes.h"
 #include "base/dtype.h"
 
 namespace ringreduce::cuda {

@@ -13,7 +13,6 @@
 #include <cstdint>
 
 #include "base/bytes.h"
-#include "base/device.h"
 #include "transport/shm/flags.h"
 
 namespace ringreduce::cuda {

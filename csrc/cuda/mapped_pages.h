@@ -2,14 +2,14 @@
 // flags that a host must be able to write without a call of CUDA.
 //
 // Kernels, stream waits and hosts see the same words.  What is in the pages outlives a rank that
-// dies (group/host_pages.h).
+// dies (group/exchange_fds.h).
 #pragma once
 
 #include <cstddef>
 #include <vector>
 
 #include "cuda/device_memory.h"
-#include "group/host_pages.h"
+#include "group/exchange_fds.h"
 
 namespace ringreduce::cuda {
 

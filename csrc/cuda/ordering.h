@@ -13,7 +13,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "base/device.h"
+#include "base/bytes.h"
 
 namespace ringreduce::cuda {
 

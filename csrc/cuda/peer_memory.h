@@ -27,8 +27,8 @@
 #include "base/clock.h"
 #include "cuda/device_memory.h"
 #include "cuda/peer_ways.h"
+#include "group/exchange_fds.h"
 #include "group/group.h"
-#include "group/host_pages.h"
 
 namespace ringreduce::cuda {
 

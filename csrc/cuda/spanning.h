@@ -21,7 +21,7 @@
 #include <string>
 
 #include "base/clock.h"
-#include "bootstrap/hosts.h"
+#include "bootstrap/topology.h"
 #include "cuda/plane.h"
 #include "group/group.h"
 

@@ -9,7 +9,9 @@
 // Thread-safe.  The operations run one at a time, in the order in which they were asked for.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -18,12 +20,51 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "group/auto_tuner.h"
 #include "group/group.h"
 #include "kernels/message.h"
 #include "kernels/residuals.h"
 
 namespace ringreduce {
+
+// ---- the choice by trying
+//
+// Whether coding shortens a step, found by trying: some steps go exact and some coded, in turn, and
+// the ranks agree on what they have measured.
+
+// What one way took: seconds of a step's operations, and of the whole step, from its first bucket
+// to the next step's.
+struct StepTimes {
+  double operations, step;
+};
+
+class AutoTuner {
+ public:
+  enum class Way { kExact, kCoded };
+  // Numbers that the ranks average, each with its own: medians of the exact and of the coded steps.
+  using Numbers = std::array<double, 4>;
+
+  // Each way once to warm up (connections, memory), then in pairs, whose order changes so that a
+  // drift hits both.
+  Way next() const { return kOrder[steps_ % kOrder.size()]; }
+  // Of the step that went the way that `next` said.
+  void record(const StepTimes& times);
+  // Whether the ranks should exchange numbers: after the first pair, and after the last.
+  bool hasPair() const { return steps_ == kWarm + 2 || isOver(); }
+  bool isOver() const { return steps_ == kOrder.size(); }
+  Numbers numbers() const;
+
+  // What everybody's numbers say: whether to code; nothing if more steps should be tried.  `why`
+  // says the same in words.
+  std::optional<bool> decide(const Numbers& all, std::string& why) const;
+
+ private:
+  static constexpr size_t kWarm = 2;
+  static constexpr std::array kOrder{Way::kExact, Way::kCoded,                            //
+                                     Way::kExact, Way::kCoded, Way::kCoded, Way::kExact,  //
+                                     Way::kExact, Way::kCoded, Way::kCoded, Way::kExact};
+  size_t steps_ = 0;
+  std::vector<StepTimes> exact_, coded_;
+};
 
 struct CompressionSettings {
   Codec codec = Codec::kInt8;

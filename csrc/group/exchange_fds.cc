@@ -7,13 +7,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/meeting.h"
 #include "bootstrap/unix_socket.h"
 #include "group/gather.h"
 
 namespace ringreduce {
+
 namespace {
 
 // How often what cannot wake the loop is looked at.
@@ -201,6 +202,28 @@ class FdExchange {
 
 std::vector<Fd> exchangeFds(Group& group, int mine, const std::string& what) {
   return FdExchange(group, mine, what).run();
+}
+
+// ---- pages of the host
+
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+
+}  // namespace
+
+HostPages::HostPages(Group& group, size_t bytes) : segments_(static_cast<size_t>(group.size())) {
+  const size_t size = roundUp(bytes == 0 ? 1 : bytes, kPageBytes);
+  std::shared_ptr<Segment>& own = segments_[static_cast<size_t>(group.rank())];
+  together(group, [&] { own = Segment::create(size); });
+  std::vector<Fd> fds = exchangeFds(group, own->fd(), "shared memory");
+  together(group, [&] {
+    for (int r = 0; r < group.size(); ++r)
+      if (r != group.rank())
+        segments_[static_cast<size_t>(r)] =
+            Segment::attach(std::move(fds[static_cast<size_t>(r)]), size);
+  });
+  for (const auto& segment : segments_) segment->closeFd();
 }
 
 }  // namespace ringreduce

@@ -8,9 +8,9 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "transport/places.h"
-#include "transport/tcp/connection_count.h"
 #include "transport/tcp/handshake.h"
+#include "transport/tcp/stream.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 namespace {

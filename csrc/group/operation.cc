@@ -9,7 +9,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "collectives/stream_calls.h"
-#include "transport/places.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 namespace {

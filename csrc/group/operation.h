@@ -45,7 +45,7 @@ void validate(const Operation& operation, int rank, int world_size);
 // What the ranks compare with each other.
 OpSignature announce(const Operation& operation, uint64_t sequence);
 
-// The same call as a transport sees it whose ranks stand in another order (transport/places.h).
+// The same call as a transport sees it whose ranks stand in another order (transport/wait_guard.h).
 // What `operation` holds must live as long.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 

@@ -5,11 +5,11 @@
 #include <utility>
 #include <variant>
 
-#include "bootstrap/hosts.h"
+#include "bootstrap/topology.h"
 #include "collectives/hierarchy.h"
 #include "collectives/shared_memory.h"
-#include "transport/places.h"
 #include "transport/transport.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 namespace {

@@ -28,7 +28,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/peer_state.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "health/control.h"

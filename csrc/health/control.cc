@@ -24,7 +24,6 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "health/control_frames.h"
-#include "health/control_ring.h"
 
 namespace ringreduce::net {
 

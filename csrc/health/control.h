@@ -40,10 +40,10 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/op_signature.h"
-#include "base/peer_state.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce::net {
 

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/device.h"
+#include "base/bytes.h"
 #include "kernels/codec.h"
 
 #ifdef __CUDACC__

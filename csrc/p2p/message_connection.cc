@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/tcp/frame.h"
+#include "transport/tcp/stream.h"
 
 namespace ringreduce::net {
 namespace {

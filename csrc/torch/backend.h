@@ -15,7 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "bootstrap/hosts.h"
+#include "bootstrap/topology.h"
 #include "cuda/plane.h"
 #include "group/group.h"
 #include "kernels/message.h"

@@ -15,9 +15,8 @@
 
 #include "algorithm/explain.h"
 #include "base/config.h"
-#include "bootstrap/host_ring.h"
-#include "bootstrap/hosts.h"
 #include "bootstrap/options.h"
+#include "bootstrap/topology.h"
 #include "kernels/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"

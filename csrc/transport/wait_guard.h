@@ -2,14 +2,52 @@
 // group implements (health/arbiter.h).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/op_signature.h"
-#include "base/peer_state.h"
 
 namespace ringreduce {
+
+// ---- the state of ranks
+//
+// What one rank knows of another: one struct, kept by the arbiter (health/arbiter.h).
+
+// What a rank has said of itself.
+enum class Declared : uint32_t {
+  kHere,
+  kLeaving,  // it calls no more collectives and receives no more messages, but still sends some
+  kGone,     // it has left
+};
+
+// What has been observed of a rank.
+enum class Observed : uint8_t {
+  kHere,
+  kStopped,      // its process was stopped (SIGSTOP, a debugger) when it was last looked at
+  kEnded,        // its process ended
+  kUnreachable,  // no data comes from it any more
+};
+
+struct PeerState {
+  Declared declared = Declared::kHere;
+  Observed observed = Observed::kHere;
+  bool drained = false;  // all bytes that it sent have arrived here
+
+  bool isLost() const { return observed >= Observed::kEnded; }
+  bool isHere() const { return !isLost() && declared == Declared::kHere; }
+  bool mayStillSend() const { return !drained && observed != Observed::kUnreachable; }
+  // It takes part in nothing any more, and all its bytes are here.
+  bool isGone() const { return (isLost() || declared == Declared::kGone) && !mayStillSend(); }
+
+  bool operator==(const PeerState&) const = default;
+};
+
+// Why a rank is lost, as text after "is lost: ".
+inline constexpr char kProcessEnded[] = "its process ended";
 
 // A non-owning reference to a callable that says whether a wait is over.
 class Ready {
@@ -64,6 +102,45 @@ class WaitGuard {
   // Called when `sender` sends `sent` elements to `receiver`, which expects `expected`.  Throws.
   [[noreturn]] virtual void disagree(int sender, int receiver, uint64_t sent,
                                      uint64_t expected) = 0;
+};
+
+// ---- ring positions
+//
+// Ring positions: a transport and its collectives number the ranks by their position in the ring of
+// hosts (bootstrap/topology.h).  Reports of the transport are translated back to ranks.
+
+// Each rank's position.
+inline std::vector<int> placesOf(const std::vector<int>& ranks) {
+  std::vector<int> places(ranks.size());
+  for (size_t p = 0; p < ranks.size(); ++p)
+    places[static_cast<size_t>(ranks[p])] = static_cast<int>(p);
+  return places;
+}
+
+class PlacesGuard : public WaitGuard {
+ public:
+  PlacesGuard(WaitGuard& watch, std::vector<int> ranks) : watch_(watch), ranks_(std::move(ranks)) {}
+
+  bool failed() const override { return watch_.failed(); }
+  void poll(int place, Ready ready) override { watch_.poll(rankAt(place), ready); }
+  void idle(Ready ready) override { watch_.idle(ready); }
+  void verify(int place) override { watch_.verify(rankAt(place)); }
+  void verify(int place, const OpSignature& theirs) override {
+    watch_.verify(rankAt(place), theirs);
+  }
+  PeerState stateOf(int place) const override { return watch_.stateOf(rankAt(place)); }
+  void broken(int place, const std::string& how) override { watch_.broken(rankAt(place), how); }
+  void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override {
+    watch_.disagree(rankAt(sender), rankAt(receiver), sent, expected);
+  }
+
+ protected:
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
+
+ private:
+  WaitGuard& watch_;
+  const std::vector<int> ranks_;
 };
 
 }  // namespace ringreduce

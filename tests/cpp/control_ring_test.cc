@@ -1,6 +1,4 @@
 // Who stands beside whom in the control ring, and who can be reached: against a search of all ways.
-#include "health/control_ring.h"
-
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -8,6 +6,7 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "health/control_frames.h"
 
 using namespace ringreduce;
 using net::ControlRing;

@@ -13,7 +13,6 @@
 #include "bootstrap/unix_socket.h"
 #include "check.h"
 #include "group/gather.h"
-#include "group/host_pages.h"
 #include "processes.h"
 #include "ranks.h"
 

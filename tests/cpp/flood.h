@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "bootstrap/meeting.h"
+#include "bootstrap/unix_socket.h"
 #include "group/group.h"
 #include "processes.h"
 #include "ranks.h"

@@ -1,14 +1,14 @@
 // The rendezvous: which ranks share a host, their memory, records of earlier runs, ranks that do
 // not come.
-#include "bootstrap/hosts.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
 
-#include "bootstrap/meeting.h"
+#include "bootstrap/process.h"
 #include "bootstrap/rendezvous.h"
+#include "bootstrap/topology.h"
+#include "bootstrap/unix_socket.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"

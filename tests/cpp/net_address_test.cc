@@ -12,8 +12,8 @@
 #include "check.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/frame.h"
-#include "transport/tcp/sha256.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/stream.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "check.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/sha256.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/device.h"
+#include "base/bytes.h"
 #include "cuda/elements.h"
 
 namespace random_elements {

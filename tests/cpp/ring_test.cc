@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "algorithm/cut.h"
-#include "bootstrap/host_ring.h"
 #include "bootstrap/rendezvous.h"
+#include "bootstrap/topology.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"

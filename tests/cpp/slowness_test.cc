@@ -1,10 +1,9 @@
 // What the chooser knows of the wires: the slowest that any rank was told of or saw, the same at
 // all.
-#include "bootstrap/slowness.h"
-
 #include <functional>
 
 #include "algorithm/explain.h"
+#include "bootstrap/topology.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"

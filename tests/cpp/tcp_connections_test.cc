@@ -13,7 +13,6 @@
 
 #include "check.h"
 #include "tcp_world.h"
-#include "transport/tcp/connection_count.h"
 #include "transport/tcp/stream.h"
 
 using namespace ringreduce;

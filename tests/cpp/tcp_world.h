@@ -20,7 +20,7 @@
 #include "base/error.h"
 #include "check.h"
 #include "ranks.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/stream.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace tcp_world {

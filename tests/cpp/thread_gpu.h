@@ -13,7 +13,7 @@
 
 #include "cuda/direct.h"
 #include "cuda/host_ranks.h"
-#include "group/host_pages.h"
+#include "group/exchange_fds.h"
 #include "host_block.h"
 
 namespace thread_gpu {

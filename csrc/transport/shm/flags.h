@@ -16,7 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/device.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 

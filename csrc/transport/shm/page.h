@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "base/op_signature.h"
-#include "base/peer_state.h"
 #include "transport/shm/flags.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 

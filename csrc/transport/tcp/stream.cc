@@ -4,12 +4,49 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <new>
 
 namespace ringreduce::net {
+
+// ---- frames
+
+namespace {
+
+// The CRC of each byte.
+constexpr std::array<uint32_t, 256> kCrcOfByte = [] {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78U : 0);
+    table[byte] = crc;
+  }
+  return table;
+}();
+
+}  // namespace
+
+uint32_t crc32c(const void* data, size_t bytes) {
+  const auto* next = static_cast<const unsigned char*>(data);
+  uint32_t crc = ~uint32_t{0};
+  for (; bytes > 0; --bytes) crc = crc >> 8 ^ kCrcOfByte[(crc ^ *next++) & 255];
+  return ~crc;
+}
+
+Frame sealed(Frame frame) {
+  frame.header = crc32c(&frame, offsetof(Frame, header));
+  return frame;
+}
+
+bool isSound(const Frame& frame) {
+  return frame.magic == kFrameMagic && frame.bytes > 0 && frame.bytes <= kLargestFrame &&
+         frame.header == crc32c(&frame, offsetof(Frame, header));
+}
+
 namespace {
 
 constexpr std::align_val_t kBufferAlign{4096};
@@ -367,6 +404,69 @@ Moved RecvStream::progress() {
     return Moved::kBroken;
   }
   return Moved::kNothing;
+}
+
+// ---- how many connections
+
+namespace {
+
+// One connection fills a path with a shorter round trip, if nothing is lost.
+constexpr Nanos kLongPath = 2 * kMillisecond;
+// Connections on a long path: slow start needs a round trip for each doubling.  BBR needs fewer.
+constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
+constexpr double kWorthwhile = 1.15;
+
+}  // namespace
+
+int initialConnections(Nanos round_trip) {
+  return round_trip > kLongPath ? kAtFirstWithBbr : 1;
+}
+
+int ConnectionCount::look(const Sample& sample, bool busy) {
+  if (!busy || sample.connections < wanted_ || since_.time == 0) {
+    since_ = sample;
+    return wanted_;
+  }
+  const Nanos measured = sample.time - since_.time;
+  round_trip_ = sample.round_trip;
+  const int first = std::min(sample.bbr ? kAtFirstWithBbr : kAtFirst, most_);
+  if (isLongPath() && wanted_ < first) {
+    since_ = sample;
+    return wanted_ = first;
+  }
+  if (measured < std::max<Nanos>(50 * kMillisecond, 4 * round_trip_)) return wanted_;
+  rate_ = static_cast<double>(sample.sent - since_.sent) / static_cast<double>(measured) * 1e9;
+  lost_ += sample.retransmits - since_.retransmits;
+  since_ = sample;
+  if (settled_ || wanted_ == most_ || sample.bbr || (!isLongPath() && lost_ == 0)) return wanted_;
+  if (rate_ < before_ * kWorthwhile) {
+    settled_ = true;
+    // On a short path surplus connections only cost system calls.  On a long path they do no harm,
+    // and one measurement says little while windows open and close.
+    if (isLongPath()) return wanted_;
+    no_faster_ = wanted_;
+    rate_ = before_;
+    return wanted_ = fewer_;
+  }
+  before_ = rate_;
+  fewer_ = wanted_;
+  return wanted_ = std::min(2 * wanted_, most_);
+}
+
+bool ConnectionCount::isLongPath() const {
+  return round_trip_ > kLongPath;
+}
+
+std::string ConnectionCount::why() const {
+  char text[160];
+  int length =
+      std::snprintf(text, sizeof text, "%d: round trip %.1f ms, %llu packets lost, %.0f Mbit/s",
+                    wanted_, static_cast<double>(round_trip_) / kMillisecond,
+                    static_cast<unsigned long long>(lost_), rate_ * 8e-6);
+  if (no_faster_ > 0)
+    std::snprintf(text + length, sizeof text - static_cast<size_t>(length), "; %d were no faster",
+                  no_faster_);
+  return text;
 }
 
 }  // namespace ringreduce::net

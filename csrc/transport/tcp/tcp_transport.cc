@@ -22,7 +22,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "transport/tcp/connection_count.h"
 #include "transport/tcp/stream.h"
 
 namespace ringreduce {

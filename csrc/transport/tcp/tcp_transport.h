@@ -20,7 +20,7 @@ namespace ringreduce {
 inline constexpr int kMaxConnections = 64;
 
 struct TcpOptions {
-  // Connections to a rank; the number is adapted between these two (connection_count.h).
+  // Connections to a rank; the number is adapted between these two (stream.h).
   int min_connections = 1;
   int max_connections = kMaxConnections;
   // The rank numbers to show in routes(), if they differ from the transport's own.

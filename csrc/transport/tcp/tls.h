@@ -19,7 +19,7 @@
 #include <memory>
 #include <string>
 
-#include "transport/tcp/sha256.h"
+#include "transport/tcp/handshake.h"
 
 namespace ringreduce::net {
 

@@ -1,15 +1,68 @@
-// Reads, checks and tells the order of rings.
-#include "bootstrap/host_ring.h"
+// Reads the table, and numbers the hosts.
+#include "bootstrap/topology.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <numeric>
 #include <sstream>
 
+#include "base/config.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "bootstrap/process.h"
 
 namespace ringreduce {
+
+Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& options)
+    : rank_(rank),
+      word_(ringreduce::word(table, "nonce")),
+      secret_(ringreduce::word(table, "secret")) {
+  std::map<std::string, int> numbers;
+  const std::string own_namespace = pidNamespace();
+  for (int r = 0; r < size; ++r) {
+    const auto field = [&](const char* name) {
+      return ringreduce::word(table, (name + std::to_string(r)).c_str());
+    };
+    const int host =
+        numbers.try_emplace(field("id"), static_cast<int>(numbers.size())).first->second;
+    host_of_.push_back(host);
+    ranks_.resize(numbers.size());
+    ranks_[static_cast<size_t>(host)].push_back(r);
+    names_.push_back("pid " + field("pid") + " on host " + field("host"));
+    machines_.push_back(field("host"));
+    who_.push_back("rank " + options.shown(r) + " (" + names_.back() + ")");
+    const bool seen_here = field("pid_namespace") == own_namespace;
+    pids_.push_back(seen_here ? static_cast<int>(number(table, ("pid" + std::to_string(r)).c_str()))
+                              : 0);
+    told_.push_back(field("said"));
+  }
+}
+
+int Hosts::placeOf(int rank) const {
+  const std::vector<int>& all = ranksOn(hostOf(rank));
+  return static_cast<int>(std::find(all.begin(), all.end(), rank) - all.begin());
+}
+
+bool Hosts::even() const {
+  return std::all_of(ranks_.begin(), ranks_.end(),
+                     [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
+}
+
+LocalRanks Hosts::neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+                                 const GroupOptions& options) const {
+  LocalRanks ranks{.rank = placeOf(rank_),
+                   .size = static_cast<int>(neighbours().size()),
+                   .socket = "ringreduce-" + word_ + "-" + purpose + std::to_string(hostOf(rank_)),
+                   .secret = secret_,
+                   .shared = shared,
+                   .options = options};
+  ranks.options.global_ranks = options.shownAs(neighbours());
+  return ranks;
+}
+
+// ---- the order of rings
+
 namespace {
 
 constexpr int kMostNumbers = 1 << 20;
@@ -188,6 +241,50 @@ std::string HostRing::told(const Hosts& of) const {
     }
   }
   return text;
+}
+
+// ---- the cost of wires
+
+Slowness Slowness::fromEnvironment() {
+  Slowness slowness;
+  const Config config = Config::read();
+  const double round_trip = config.round_trip_ms.get(), mbit = config.bandwidth_mbit.get();
+  slowness.seeRoundTrip(static_cast<Nanos>(round_trip * static_cast<double>(kMillisecond)));
+  slowness.seeBandwidth(mbit);
+  slowness.told_round_trip_ = slowness.round_trip_ > 0;
+  slowness.told_bandwidth_ = slowness.byte_ > 0;
+  return slowness;
+}
+
+void Slowness::seeRoundTrip(Nanos round_trip) {
+  if (!told_round_trip_ && round_trip > 0) round_trip_ = static_cast<uint64_t>(round_trip);
+}
+
+void Slowness::seeBandwidth(double mbit) {
+  if (!told_bandwidth_ && mbit > 0) byte_ = static_cast<uint64_t>(8e9 / mbit);
+}
+
+std::string Slowness::text() const {
+  std::string text;
+  for (const uint64_t number : {round_trip_, byte_})
+    for (int byte = 0; byte < 8; ++byte) text += static_cast<char>(number >> (8 * byte) & 0xff);
+  return text;
+}
+
+void Slowness::take(const std::string& text) {
+  const auto numberAt = [&](size_t at) {
+    uint64_t number = 0;
+    for (size_t byte = 0; byte < 8; ++byte)
+      number |= static_cast<uint64_t>(static_cast<unsigned char>(text[at + byte])) << (8 * byte);
+    return number;
+  };
+  round_trip_ = std::max(round_trip_, numberAt(0));
+  byte_ = std::max(byte_, numberAt(8));
+}
+
+void Slowness::putInto(WireCost& cost) const {
+  if (round_trip_ > 0) cost.hop = WireCost::kSystem + static_cast<double>(round_trip_) * 0.5e-9;
+  if (byte_ > 0) cost.byte = static_cast<double>(byte_) * 1e-15;
 }
 
 }  // namespace ringreduce

@@ -1,0 +1,141 @@
+// Which ranks of a group are on the same host, as the rendezvous found out
+// (bootstrap/rendezvous.h).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "algorithm/choose.h"
+#include "algorithm/ring_order.h"
+#include "base/clock.h"
+#include "bootstrap/membership.h"
+#include "bootstrap/options.h"
+#include "bootstrap/unix_socket.h"
+
+namespace ringreduce {
+
+class Hosts {
+ public:
+  // From the rendezvous' table.
+  Hosts(const Fields& table, int rank, int size, const GroupOptions& options);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(host_of_.size()); }
+  // Hosts are numbered by their lowest ranks.
+  int count() const { return static_cast<int>(ranks_.size()); }
+  int hostOf(int rank) const { return host_of_[static_cast<size_t>(rank)]; }
+  // A host's ranks, in ascending order, and a rank's place among its host's.
+  const std::vector<int>& ranksOn(int host) const { return ranks_[static_cast<size_t>(host)]; }
+  const std::vector<int>& neighbours() const { return ranksOn(hostOf(rank_)); }
+  int placeOf(int rank) const;
+  // Whether all hosts hold the same number of ranks.
+  bool even() const;
+
+  // "rank 3 (pid 7 on host a)"
+  const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
+  // 0 if it is in another PID namespace.
+  int pidOf(int rank) const { return pids_[static_cast<size_t>(rank)]; }
+  const std::string& nameOf(int rank) const { return names_[static_cast<size_t>(rank)]; }
+  // What its host calls itself.
+  const std::string& machineOf(int rank) const { return machines_[static_cast<size_t>(rank)]; }
+  // What it told; "" if nothing.
+  const std::string& toldBy(int rank) const { return told_[static_cast<size_t>(rank)]; }
+  // 256 random bits that all ranks have, through the store, as hexadecimal digits.
+  const std::string& secret() const { return secret_; }
+  // The same random word on all ranks, of no other meeting: what keys of a store can begin with.
+  const std::string& word() const { return word_; }
+
+  // What the ranks of this host exchange memory with; their errors name the ranks by their numbers
+  // in the whole group.  `purpose` tells several exchanges apart.
+  LocalRanks neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+                            const GroupOptions& options) const;
+
+ private:
+  int rank_ = 0;
+  std::vector<int> host_of_;             // by rank
+  std::vector<std::vector<int>> ranks_;  // by host
+  std::vector<std::string> who_, names_, machines_, told_;
+  std::vector<int> pids_;
+  std::string word_, secret_;
+};
+
+// ---- the order of rings
+//
+// In which order a group's ranks form rings between hosts (RINGREDUCE_RING):
+//
+//     unset          that of the ranks
+//     0,2,1,3        that of these hosts, numbered by their lowest ranks, or of these ranks
+//     measure        that whose slowest link is the fastest (algorithm/ring_order.h), by rates that
+//     are
+//                    measured while the group is made (transport/tcp/survey.h)
+//
+// Ranks of one host stay beside each other.  All ranks have the same order: what they were told is
+// compared, and what is measured is decided by rank 0.
+//
+// The order is that of addition, too: a rank's place in it is what algorithm/cut.h calls its
+// number.
+
+struct RingWish {
+  bool measure = false;
+  std::vector<int> order;  // empty: that of the ranks
+  // Throws Error(kSetup) for what cannot be read.
+  static RingWish fromText(const std::string& text);
+};
+
+struct HostRing {
+  enum class Source : uint8_t { kRanks, kGiven, kMeasured };
+  Source source = Source::kRanks;
+  std::vector<int> hosts;       // in the ring's order
+  std::vector<int> ranks = {};  // the same; empty where it is that of their numbers
+  Rates mbit = {};              // as measured, from host to host; else empty
+
+  // What is to be, but for what is measured.  Throws Error(kSetup) for an order of other hosts or
+  // ranks, but where the group is a part of a larger one, which it may be meant for.
+  static HostRing of(const Hosts& hosts, const RingWish& wish, const GroupOptions& options);
+  // By rates.  Another order than the hosts' own must be worth it: rates differ from time to time,
+  // and so would results in their last bits.
+  static HostRing measured(const Hosts& hosts, const Rates& mbit);
+
+  // Of what was measured, for the store.
+  std::string toText() const;
+  static HostRing fromText(const Hosts& hosts, const std::string& text);
+  // For the log.
+  std::string told(const Hosts& hosts) const;
+
+  // By how much the slowest link must be faster.
+  static constexpr double kWorth = 1.1;
+};
+
+// ---- the cost of wires
+//
+// How slow the wires between hosts are, as all ranks of a group agree on it: of what each has been
+// told or has seen, the slowest.  It sets the chooser's cost model (algorithm/choose.h).
+//
+// RINGREDUCE_ROUND_TRIP_MS and RINGREDUCE_BANDWIDTH_MBIT say it; else the round trip is that of the
+// control ring's connections, which the system knows, and the bandwidth what
+// RINGREDUCE_RING=measure found, if anything.
+
+class Slowness {
+ public:
+  // What the environment says; throws Error(kSetup).
+  static Slowness fromEnvironment();
+
+  // What is seen, where nothing was said.
+  void seeRoundTrip(Nanos round_trip);
+  void seeBandwidth(double mbit);
+
+  // For another rank, and what another says: the slower of both holds.
+  std::string text() const;
+  void take(const std::string& text);
+
+  void putInto(WireCost& cost) const;
+
+ private:
+  // Whole numbers, so that all ranks have the very same; 0: nothing is known.
+  uint64_t round_trip_ = 0;  // ns
+  uint64_t byte_ = 0;        // 1e-15 s
+  bool told_round_trip_ = false, told_bandwidth_ = false;
+};
+
+}  // namespace ringreduce
