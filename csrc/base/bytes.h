@@ -1,4 +1,4 @@
-// Sizes, copies and hashes of a few bytes.
+// What host and device code share: sizes, copies, hashes, and the mark of device functions.
 #pragma once
 
 #include <cstddef>

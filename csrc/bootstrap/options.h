@@ -1,4 +1,4 @@
-// What can be chosen about a group, with its defaults and where they come from.
+// The options of a group, with their defaults and sources; and the clock of making a group.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// What can be known about another rank's process: whether it has ended, whether it is stopped.
+// This process and its host, and other ranks' processes: identities, whether one has ended or is
+// stopped.
 #pragma once
 
 #include <memory>

@@ -22,11 +22,7 @@ class Store {
   virtual void remove(const std::string& key) = 0;
 };
 
-// ---- errors that name the rank
-//
-// A store whose errors say which rank has met them, while which group was made, and what they mean
-// as a rule.
-
+// A store whose errors name this rank and the group, and the usual cause.
 class NamedStore final : public Store {
  public:
   NamedStore(Store& store, int rank, const GroupOptions& options)

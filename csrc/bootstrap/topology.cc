@@ -1,4 +1,4 @@
-// Reads the table, and numbers the hosts.
+// Reads the table of the rendezvous, numbers the hosts, reads and checks orders of rings.
 #include "bootstrap/topology.h"
 
 #include <algorithm>

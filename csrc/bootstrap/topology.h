@@ -1,5 +1,5 @@
-// Which ranks of a group are on the same host, as the rendezvous found out
-// (bootstrap/rendezvous.h).
+// The hosts of a group: which ranks are on which host, in which order ranks form rings between
+// hosts, and what the wires between hosts cost.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@
 
 namespace ringreduce {
 
+// Which ranks are on the same host, as the rendezvous found out (bootstrap/rendezvous.h).
 class Hosts {
  public:
   // From the rendezvous' table.
@@ -62,19 +63,17 @@ class Hosts {
 
 // ---- the order of rings
 //
-// In which order a group's ranks form rings between hosts (RINGREDUCE_RING):
+// RINGREDUCE_RING sets it:
 //
-//     unset          that of the ranks
-//     0,2,1,3        that of these hosts, numbered by their lowest ranks, or of these ranks
-//     measure        that whose slowest link is the fastest (algorithm/ring_order.h), by rates that
-//     are
-//                    measured while the group is made (transport/tcp/survey.h)
+//     unset          the order of the ranks
+//     0,2,1,3        the order of these hosts, numbered by their lowest ranks, or of these ranks
+//     measure        the order whose slowest link is the fastest (algorithm/ring_order.h), by rates
+//                    that are measured while the group is made (transport/tcp/survey.h)
 //
-// Ranks of one host stay beside each other.  All ranks have the same order: what they were told is
-// compared, and what is measured is decided by rank 0.
+// Ranks of one host stay beside each other.  All ranks have the same order: the settings are
+// compared, and rank 0 decides by the measured rates.
 //
-// The order is that of addition, too: a rank's place in it is what algorithm/cut.h calls its
-// number.
+// Ranks are added in this order too: a rank's position in it is its number in algorithm/cut.h.
 
 struct RingWish {
   bool measure = false;
@@ -109,12 +108,12 @@ struct HostRing {
 
 // ---- the cost of wires
 //
-// How slow the wires between hosts are, as all ranks of a group agree on it: of what each has been
-// told or has seen, the slowest.  It sets the chooser's cost model (algorithm/choose.h).
+// All ranks agree on the slowest wire that a rank was told of or has measured.  It sets the
+// chooser's cost model (algorithm/choose.h).
 //
-// RINGREDUCE_ROUND_TRIP_MS and RINGREDUCE_BANDWIDTH_MBIT say it; else the round trip is that of the
-// control ring's connections, which the system knows, and the bandwidth what
-// RINGREDUCE_RING=measure found, if anything.
+// RINGREDUCE_ROUND_TRIP_MS and RINGREDUCE_BANDWIDTH_MBIT set it.  Otherwise the round trip is that
+// of the control ring's connections, and the bandwidth that found by RINGREDUCE_RING=measure, if
+// any.
 
 class Slowness {
  public:

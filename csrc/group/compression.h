@@ -26,17 +26,13 @@
 
 namespace ringreduce {
 
-// ---- the choice by trying
-//
-// Whether coding shortens a step, found by trying: some steps go exact and some coded, in turn, and
-// the ranks agree on what they have measured.
-
-// What one way took: seconds of a step's operations, and of the whole step, from its first bucket
-// to the next step's.
+// Seconds of a step's operations, and of the whole step, from its first bucket to the next step's.
 struct StepTimes {
   double operations, step;
 };
 
+// Finds out whether coding shortens a step: some steps go exact and some coded, in turn, and the
+// ranks agree on the times that they measured.
 class AutoTuner {
  public:
   enum class Way { kExact, kCoded };

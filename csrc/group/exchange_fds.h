@@ -1,4 +1,5 @@
-// Gives each rank of a group a file descriptor of each other rank: shared memory, GPU memory.
+// Gives each rank of a group a file descriptor of each other rank: shared memory, GPU memory; and
+// memory that all ranks of a host map.
 //
 // Each rank listens on an abstract Unix socket and sends its random name and a random secret to the
 // other ranks through the group.  Of two ranks the higher connects to the lower, and both send
@@ -24,14 +25,8 @@ namespace ringreduce {
 // the group is still usable.
 std::vector<Fd> exchangeFds(Group& group, int mine, const std::string& what);
 
-// ---- pages of the host
-//
-// Memory of the host that all ranks of a group map, a piece of it for each rank.
-//
-// It is a memfd like a rank's shared memory (transport/shm/segment.h): nothing of it is left
-// behind, it lives as long as anybody maps it, also when its owner has died.  Who writes what in it
-// is its users' business.
-
+// Memory of the host that all ranks of a group map, one segment (transport/shm/segment.h) for each
+// rank.
 class HostPages {
  public:
   // Collective, with the same `bytes` on all ranks: that much for each, zeroed, rounded up to whole

@@ -1,4 +1,5 @@
-// The frames of control connections, and the state that a rank makes of them: no sockets, no time.
+// The protocol of the control ring without sockets and time: frames, the state that a rank makes of
+// them, and its neighbours.
 //
 // The reader is a function of bytes.  It accepts any bytes in any pieces, keeps at most one frame
 // of the greatest length, and fails on a frame that no rank sends.
@@ -148,11 +149,7 @@ class ControlState {
   std::set<int> ended_;
 };
 
-// ---- the ring
-//
-// The neighbours of each rank in the control ring, and the ranks that can still be reached: pure
-// functions.
-
+// The neighbours of each rank in the control ring, and the ranks that can still be reached.
 class ControlRing {
  public:
   // `order` holds each rank once; empty: 0, 1, ... size - 1.

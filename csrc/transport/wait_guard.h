@@ -1,4 +1,4 @@
-// How long a wait spins before it sleeps, and what it looks after meanwhile: a WaitGuard, which the
+// What a wait for another rank checks meanwhile: the state of ranks, and a WaitGuard, which the
 // group implements (health/arbiter.h).
 #pragma once
 
@@ -14,8 +14,6 @@
 namespace ringreduce {
 
 // ---- the state of ranks
-//
-// What one rank knows of another: one struct, kept by the arbiter (health/arbiter.h).
 
 // What a rank has said of itself.
 enum class Declared : uint32_t {
@@ -32,6 +30,7 @@ enum class Observed : uint8_t {
   kUnreachable,  // no data comes from it any more
 };
 
+// What one rank knows of another.
 struct PeerState {
   Declared declared = Declared::kHere;
   Observed observed = Observed::kHere;
@@ -48,6 +47,8 @@ struct PeerState {
 
 // Why a rank is lost, as text after "is lost: ".
 inline constexpr char kProcessEnded[] = "its process ended";
+
+// ---- the guard
 
 // A non-owning reference to a callable that says whether a wait is over.
 class Ready {

@@ -1,5 +1,13 @@
-// Links over shared memory: pipes (pipe.h) whose waits sleep.  Slots lie in the receiver's segment.
+// Links: one-way, bounded, ordered queues of slots from one rank to the next, in shared memory.
 //
+//     sender:    acquire()  a free slot to fill       post()     it is filled
+//     receiver:  peek()     the oldest filled slot    release()  it has been read
+//
+// Slots arrive in the order in which they were posted.  acquire and peek wait, and throw what the
+// WaitGuard throws.  Two calls of acquire (or peek) without post (or release) between them return
+// the same slot.
+//
+// A link is a pipe (pipe.h) whose waits sleep.  Its slots lie in the receiver's segment.
 // The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page
 // holds `outbound` (slots read, written by the receiver): each polls its own memory.
 #pragma once
@@ -11,18 +19,6 @@
 #include "transport/shm/pipe.h"
 
 namespace ringreduce {
-
-// ---- the interface
-//
-// The interface of a link: a one-way, bounded, ordered queue of slots from one rank to the next.
-// shm_link.h implements it in shared memory.
-//
-//     sender:    acquire()  a free slot to fill       post()     it is filled
-//     receiver:  peek()     the oldest filled slot    release()  it has been read
-//
-// Slots arrive in the order in which they were posted.  acquire and peek wait, and throw what the
-// WaitGuard throws.  Two calls of acquire (or peek) without post (or release) between them return
-// the same slot.
 
 class SendLink {
  public:

@@ -23,7 +23,7 @@
 
 namespace ringreduce::net {
 
-// ---- SHA-256 and HMAC
+// ---- SHA-256 and HMAC, as in the standards
 
 namespace {
 

@@ -33,11 +33,8 @@
 
 namespace ringreduce::net {
 
-// ---- SHA-256 and HMAC
-//
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), by which ranks prove that they know the secret.
-//
-// A handshake hashes a few hundred bytes, so this is simple and portable, not fast.
+// ---- the proofs: SHA-256 (FIPS 180-4) and HMAC-SHA256.  A handshake hashes a few hundred bytes,
+// so they are simple and portable, not fast.
 
 using Digest = std::array<unsigned char, 32>;
 

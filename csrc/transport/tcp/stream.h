@@ -31,12 +31,11 @@
 namespace ringreduce::net {
 
 // ---- frames
-//
-// The header before the bytes of a stream on a connection, and its checksum.
 
 inline constexpr uint32_t kFrameMagic = 0x52523246;  // "RR2F"
 inline constexpr size_t kLargestFrame = 256 << 10;
 
+// The header before the bytes of a stream on a connection.
 struct Frame {
   uint32_t magic = kFrameMagic;
   uint32_t bytes = 0;     // of payload, which follow
@@ -52,6 +51,8 @@ bool isSound(const Frame& frame);
 
 // CRC-32C (Castagnoli).
 uint32_t crc32c(const void* data, size_t bytes);
+
+// ---- the two ends of a stream
 
 // Buffers of kPieceBytes.  The one returned last is taken first, since it is still in cache.
 class Pool {
@@ -204,9 +205,7 @@ class RecvStream {
   std::string why_;
 };
 
-// ---- how many connections
-//
-// How many connections a stream should have.
+// ---- how many connections a stream should have
 //
 // On a short path without loss one is best: more cost system calls.  On a long path a single
 // connection is limited by its congestion window: slow start begins with ten packets, and loss
