@@ -46,16 +46,16 @@ std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
 
 // What a rank told the others: its address, its options, its wish for the ring, and its options for
 // the group of its host's ranks.
-enum Part { kAddress, kOptions, kWish, kLocalOptions };
-std::string toldPart(const Hosts& hosts, int rank, int part) {
-  std::string rest = hosts.toldBy(rank);
+enum Part { kAddress, kOptions, kRingSetting, kLocalOptions };
+std::string settingOf(const Hosts& hosts, int rank, int part) {
+  std::string rest = hosts.settingsOf(rank);
   for (; part > 0; --part) rest.erase(0, rest.find('|') + 1);
   return rest.substr(0, rest.find('|'));
 }
 
 // Another rank gave up making the group.
-struct Told final : std::exception {
-  explicit Told(std::string t) : text(std::move(t)) {}
+struct RemoteFailure final : std::exception {
+  explicit RemoteFailure(std::string t) : text(std::move(t)) {}
   const char* what() const noexcept override { return text.c_str(); }
   std::string text;
 };
@@ -63,21 +63,21 @@ struct Told final : std::exception {
 // Ends a wait of join(): at the deadline, by Ctrl-C, or when another rank has left its reason.
 class JoinGuard {
  public:
-  JoinGuard(Store& store, const GroupOptions& options, const std::string& word,
+  JoinGuard(Store& store, const GroupOptions& options, const std::string& nonce,
             const std::string& who, int rank)
       : missing("a rank before " + who + " did not connect"),
         store_(store),
         options_(options),
-        key_("ringreduce/" + word + "/failed"),
+        key_("ringreduce/" + nonce + "/failed"),
         who_(who),
         rank_(rank),
         stopwatch_(options) {}
 
-  void turn() {
-    stopwatch_.turn(options_.shownAs(rank_), [] { return "the control ring to be closed"; });
+  void poll() {
+    stopwatch_.poll(options_.shownAs(rank_), [] { return "the control ring to be closed"; });
     if (now() >= next_look_) {
       next_look_ = now() + kTick;
-      if (const auto text = store_.get(key_)) throw Told(*text);
+      if (const auto text = store_.get(key_)) throw RemoteFailure(*text);
     }
     if (stopwatch_.over())
       throw Error(Failure::kTimeout, "the control ring of group '" + options_.name +
@@ -114,26 +114,26 @@ class JoinGuard {
   Nanos next_look_ = 0;
 };
 
-std::string await(Store& store, const std::string& key, const HostLinks::Turn& turn) {
+std::string await(Store& store, const std::string& key, const HostLinks::Poll& poll) {
   for (;;) {
     if (const auto text = store.get(key)) return *text;
-    turn();
+    poll();
     std::this_thread::sleep_for(std::chrono::nanoseconds(kStorePoll));
   }
 }
 
-std::string ringKey(const std::string& word) {
-  return "ringreduce/" + word + "/ring";
+std::string ringKey(const std::string& nonce) {
+  return "ringreduce/" + nonce + "/ring";
 }
 
-std::string rateKey(const std::string& word, int host) {
-  return ringKey(word) + "/" + std::to_string(host);
+std::string rateKey(const std::string& nonce, int host) {
+  return ringKey(nonce) + "/" + std::to_string(host);
 }
 
 }  // namespace
 
 SharedOptions HostLinks::localOptions(const Hosts& hosts) {
-  return SharedOptions::fromText(toldPart(hosts, hosts.neighbours().front(), kLocalOptions));
+  return SharedOptions::fromText(settingOf(hosts, hosts.localRanks().front(), kLocalOptions));
 }
 
 std::string HostLinks::open(const Hosts& hosts) {
@@ -143,7 +143,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   who_.clear();
   rank_ = hosts.rank();
   size_ = hosts.size();
-  word_ = hosts.word();
+  nonce_ = hosts.nonce();
   secret_ = net::secretFromText(hosts.secret());
   for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
@@ -160,15 +160,16 @@ std::string HostLinks::open(const Hosts& hosts) {
   if (logsInfo())
     log(who(rank_) + " of group '" + options_.name + "' is reached at " + acceptor_->choice());
   admitted_ = acceptor_->admit(
-      word_, rank_, secret_,
+      nonce_, rank_, secret_,
       [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
       shared_.encrypted);
-  wish_ = config.ring.get();
-  RingWish::fromText(wish_);
-  slowest_ = Slowness::fromEnvironment();
-  const int here = static_cast<int>(hosts.neighbours().size());
+  ring_setting_ = config.ring.get();
+  RingSetting::fromText(ring_setting_);
+  agreed_cost_ = AgreedWireCost::fromEnvironment();
+  const int here = static_cast<int>(hosts.localRanks().size());
   const SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
-  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_ + "|" + local.toText();
+  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + ring_setting_ + "|" +
+         local.toText();
 }
 
 size_t HostLinks::mostPaths() const {
@@ -179,28 +180,28 @@ size_t HostLinks::mostPaths() const {
 }
 
 void HostLinks::join(const Hosts& hosts, Store& store,
-                     const std::function<void(const Turn&)>& local) {
+                     const std::function<void(const Poll&)>& local) {
   const std::string& me = who(rank_);
-  JoinGuard guard(store, options_, word_, me, rank_);
-  const Turn turn = [&] { guard.turn(); };
+  JoinGuard guard(store, options_, nonce_, me, rank_);
+  const Poll poll = [&] { guard.poll(); };
   const auto told = [&](const std::string& text) {
     return Error(Failure::kSetup, text + ", learned by rank " + options_.shown(rank_));
   };
   try {
-    turn();
-    connect(hosts, turn);
-    host_ring_ = findRing(hosts, store, turn);
+    poll();
+    connect(hosts, poll);
+    host_ring_ = findRing(hosts, store, poll);
     local([&] {
-      lookAtNext(turn);
-      turn();
+      checkNext(poll);
+      poll();
     });
     guard.missing = "a rank did not finish what those of its host make together";
-    lookAtWires();
-    agree(turn);
-    slowest_.putInto(cost_);
+    measureWires();
+    agree(poll);
+    agreed_cost_.applyTo(cost_);
     if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
-      store.remove(ringKey(word_));
-  } catch (const Told& theirs) {
+      store.remove(ringKey(nonce_));
+  } catch (const RemoteFailure& theirs) {
     throw told(theirs.text);
   } catch (const Error& error) {
     const std::string text = me + ": " + error.what();
@@ -216,7 +217,7 @@ void HostLinks::join(const Hosts& hosts, Store& store,
 void HostLinks::readOptions(const Hosts& hosts) {
   std::optional<int> encrypted, plain;
   for (int r = size_ - 1; r >= 0; --r) {
-    shared_ = SharedOptions::fromText(toldPart(hosts, r, kOptions));
+    shared_ = SharedOptions::fromText(settingOf(hosts, r, kOptions));
     (shared_.encrypted ? encrypted : plain) = r;
   }
   if (encrypted && plain)
@@ -224,12 +225,12 @@ void HostLinks::readOptions(const Hosts& hosts) {
                                      who(*plain) +
                                      ": nothing was sent; set it on all ranks or on none");
   for (int r = 0; r < size_; ++r)
-    endpoints_.push_back(net::Endpoint::fromText(toldPart(hosts, r, kAddress)));
+    endpoints_.push_back(net::Endpoint::fromText(settingOf(hosts, r, kAddress)));
 }
 
-void HostLinks::connect(const Hosts& hosts, const Turn& turn) {
+void HostLinks::connect(const Hosts& hosts, const Poll& poll) {
   readOptions(hosts);
-  compareWishes(hosts);
+  compareRingSettings(hosts);
   // Ranks of a host are neighbours, so that a host that is cut off is one stretch of the ring.
   for (int host = 0; host < hosts.count(); ++host) {
     const std::vector<int>& ranks = hosts.ranksOn(host);
@@ -237,18 +238,18 @@ void HostLinks::connect(const Hosts& hosts, const Turn& turn) {
     ranks_on_host_ = std::max(ranks_on_host_, static_cast<int>(ranks.size()));
   }
   if (size_ == 1) return;
-  const int next = besideInRing(1), previous = besideInRing(-1);
-  next_ = dial(next, net::Purpose::kControl, 0, turn);
-  previous_ = awaitEarly(previous, net::Purpose::kControl, turn);
+  const int next = ringNeighbour(1), previous = ringNeighbour(-1);
+  next_ = dial(next, net::Purpose::kControl, 0, poll);
+  previous_ = awaitEarly(previous, net::Purpose::kControl, poll);
 }
 
-int HostLinks::besideInRing(int step) const {
-  const auto place = std::ranges::find(ring_, rank_) - ring_.begin();
-  return ring_[static_cast<size_t>(place + step + size_) % ring_.size()];
+int HostLinks::ringNeighbour(int step) const {
+  const auto position = std::ranges::find(ring_, rank_) - ring_.begin();
+  return ring_[static_cast<size_t>(position + step + size_) % ring_.size()];
 }
 
 // A connection that another rank makes while the group is made.
-net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Turn& turn) {
+net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Poll& poll) {
   for (;;) {
     {
       const std::lock_guard lock(mutex_);
@@ -261,8 +262,8 @@ net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Turn& tu
         return socket;
       }
     }
-    lookAtNext(turn);
-    turn();
+    checkNext(poll);
+    poll();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
@@ -271,38 +272,38 @@ net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Turn& tu
 // the second round tells all ranks that all have.  The token carries the cost of the slowest wire,
 // so all ranks have the same one at the end.  A rank that gives up closes its connections: its
 // neighbours see that at once.
-void HostLinks::agree(const Turn& turn) {
+void HostLinks::agree(const Poll& poll) {
   if (size_ == 1) return;
-  const int next = besideInRing(1), previous = besideInRing(-1);
+  const int next = ringNeighbour(1), previous = ringNeighbour(-1);
   const auto pass = [&](char round) {
-    const std::string word = round + slowest_.text();
-    for (size_t sent = 0; sent < word.size();) {
-      const ssize_t n = next_.send(&word[sent], word.size() - sent);
+    const std::string token = round + agreed_cost_.text();
+    for (size_t sent = 0; sent < token.size();) {
+      const ssize_t n = next_.send(&token[sent], token.size() - sent);
       if (n > 0) {
         sent += static_cast<size_t>(n);
         continue;
       }
-      if (errno != EINTR && errno != EAGAIN) gaveUp(next, turn);
-      turn();
+      if (errno != EINTR && errno != EAGAIN) gaveUp(next, poll);
+      poll();
     }
   };
   const auto await = [&](char round) {
-    std::string word(1 + slowest_.text().size(), 0);
+    std::string token(1 + agreed_cost_.text().size(), 0);
     for (size_t got = 0;;) {
-      const ssize_t n = previous_.receive(&word[got], word.size() - got);
+      const ssize_t n = previous_.receive(&token[got], token.size() - got);
       if (n > 0) {
-        if (word[0] != round)
+        if (token[0] != round)
           throw Error(Failure::kSetup,
                       who(previous) + " sent what no rank does while the group was made");
         got += static_cast<size_t>(n);
-        if (got == word.size()) return slowest_.take(word.substr(1));
+        if (got == token.size()) return agreed_cost_.merge(token.substr(1));
         continue;
       }
-      if (n == 0 || (errno != EINTR && errno != EAGAIN)) gaveUp(previous, turn);
-      lookAtNext(turn);
-      turn();
+      if (n == 0 || (errno != EINTR && errno != EAGAIN)) gaveUp(previous, poll);
+      checkNext(poll);
+      poll();
       pollfd wanted{.fd = previous_.get(), .events = POLLIN, .revents = 0};
-      poll(&wanted, 1, 5);
+      ::poll(&wanted, 1, 5);
     }
   };
   const bool first = ring_.front() == rank_, last = ring_.back() == rank_;
@@ -314,16 +315,16 @@ void HostLinks::agree(const Turn& turn) {
 }
 
 // Throws if the next rank has given up.  Nothing is taken from the connection, encrypted or not.
-void HostLinks::lookAtNext(const Turn& turn) const {
-  char word = 0;
-  const ssize_t n = recv(next_.get(), &word, 1, MSG_DONTWAIT | MSG_PEEK);
-  if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) gaveUp(besideInRing(1), turn);
+void HostLinks::checkNext(const Poll& poll) const {
+  char next_byte = 0;
+  const ssize_t n = recv(next_.get(), &next_byte, 1, MSG_DONTWAIT | MSG_PEEK);
+  if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) gaveUp(ringNeighbour(1), poll);
 }
 
-// `turn` throws what it has told the others, which may take a moment to be read.
-void HostLinks::gaveUp(int rank, const Turn& turn) const {
+// `poll` throws what it has told the others, which may take a moment to be read.
+void HostLinks::gaveUp(int rank, const Poll& poll) const {
   for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
-    turn();
+    poll();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   throw Error(Failure::kSetup, who(rank) +
@@ -331,7 +332,7 @@ void HostLinks::gaveUp(int rank, const Turn& turn) const {
                                    "word why: look whether its process has ended");
 }
 // Makes a connection and proves it.
-net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn& turn) const {
+net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Poll& poll) const {
   const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
   const net::DialOptions options{
       // A stopped rank is not lost.  Data and messages wait until the rank is known to be lost or
@@ -341,9 +342,9 @@ net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
       .address = paths[static_cast<size_t>(number) % paths.size()],
-      .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
-      .context = const_cast<std::function<void()>*>(&turn)};
-  const net::PeerHello self{.group = word_,
+      .poll = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
+      .context = const_cast<std::function<void()>*>(&poll)};
+  const net::PeerHello self{.group = nonce_,
                             .from = rank_,
                             .to = to,
                             .purpose = purpose,
@@ -374,16 +375,16 @@ void HostLinks::deliverTo(Handler handler) {
 // into the store, and rank 0 decides for all.
 
 // All see the same, so all refuse, or none.
-void HostLinks::compareWishes(const Hosts& hosts) const {
-  const std::string wish = toldPart(hosts, 0, kWish);
+void HostLinks::compareRingSettings(const Hosts& hosts) const {
+  const std::string setting = settingOf(hosts, 0, kRingSetting);
   const auto inWords = [](const std::string& text) {
     return text.empty() ? std::string("not set") : "'" + text + "'";
   };
   for (int r = 1; r < size_; ++r) {
-    const std::string theirs = toldPart(hosts, r, kWish);
-    if (theirs == wish) continue;
+    const std::string theirs = settingOf(hosts, r, kRingSetting);
+    if (theirs == setting) continue;
     std::string text = "RINGREDUCE_RING is ";
-    text += inWords(wish);
+    text += inWords(setting);
     text += " at " + who(0) + ", and ";
     text += inWords(theirs);
     text += " at " + who(r) + ": set the same for all ranks";
@@ -391,40 +392,40 @@ void HostLinks::compareWishes(const Hosts& hosts) const {
   }
 }
 
-HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Turn& turn) {
-  const RingWish wish = RingWish::fromText(wish_);
-  HostRing ring = HostRing::of(hosts, wish, options_);
-  if (wish.measure) {
+HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll) {
+  const RingSetting setting = RingSetting::fromText(ring_setting_);
+  HostRing ring = HostRing::of(hosts, setting, options_);
+  if (setting.measure) {
     const size_t H = static_cast<size_t>(hosts.count());
-    if (hosts.placeOf(rank_) == 0 && rank_ != 0) {
+    if (hosts.localRankOf(rank_) == 0 && rank_ != 0) {
       std::ostringstream row;
-      for (const double rate : survey(hosts, turn)) row << rate << ' ';
-      store.set(rateKey(word_, hosts.hostOf(rank_)), row.str());
+      for (const double rate : survey(hosts, poll)) row << rate << ' ';
+      store.set(rateKey(nonce_, hosts.hostOf(rank_)), row.str());
     }
     if (rank_ == 0) {
       Rates mbit(H, std::vector<double>(H));
       for (size_t to = 0; to < H; ++to) {
-        std::vector<double> into = to == 0 ? survey(hosts, turn) : std::vector<double>(H);
+        std::vector<double> into = to == 0 ? survey(hosts, poll) : std::vector<double>(H);
         if (to > 0) {
-          const std::string key = rateKey(word_, static_cast<int>(to));
-          std::istringstream row(await(store, key, turn));
+          const std::string key = rateKey(nonce_, static_cast<int>(to));
+          std::istringstream row(await(store, key, poll));
           for (double& rate : into) row >> rate;
           store.remove(key);
         }
         for (size_t from = 0; from < H; ++from) mbit[from][to] = into[from];
       }
-      store.set(ringKey(word_), HostRing::measured(hosts, mbit).toText());
+      store.set(ringKey(nonce_), HostRing::measured(hosts, mbit).toText());
     }
-    ring = HostRing::fromText(hosts, await(store, ringKey(word_), turn));
+    ring = HostRing::fromText(hosts, await(store, ringKey(nonce_), poll));
   }
   const bool told = ring.source == HostRing::Source::kMeasured || logsInfo();
   if (rank_ == 0 && told && ring.source != HostRing::Source::kRanks)
-    log("group '" + options_.name + "': " + ring.told(hosts));
+    log("group '" + options_.name + "': " + ring.describe(hosts));
   return ring;
 }
 
 // The rates at which data comes to this host from each.
-std::vector<double> HostLinks::survey(const Hosts& hosts, const Turn& turn) {
+std::vector<double> HostLinks::survey(const Hosts& hosts, const Poll& poll) {
   const int H = hosts.count(), own = hosts.hostOf(rank_);
   std::vector<double> rates(static_cast<size_t>(H));
   for (int round = 0; round < net::roundsOf(H); ++round) {
@@ -434,23 +435,23 @@ std::vector<double> HostLinks::survey(const Hosts& hosts, const Turn& turn) {
     const std::string& name = who(other);
     for (const bool low_sends : {true, false}) {
       const bool is_low = own < host;
-      net::Socket connection = is_low ? dial(other, net::Purpose::kSurvey, 0, turn)
-                                      : awaitEarly(other, net::Purpose::kSurvey, turn);
+      net::Socket connection = is_low ? dial(other, net::Purpose::kSurvey, 0, poll)
+                                      : awaitEarly(other, net::Purpose::kSurvey, poll);
       if (is_low == low_sends)
-        net::sendBurst(connection, name, turn);
+        net::sendBurst(connection, name, poll);
       else
-        rates[static_cast<size_t>(host)] = net::receiveBurst(connection, name, turn);
+        rates[static_cast<size_t>(host)] = net::receiveBurst(connection, name, poll);
     }
   }
   return rates;
 }
 
 // Of the wires to the next host, or in the ring that was measured.
-void HostLinks::lookAtWires() {
+void HostLinks::measureWires() {
   cost_.ranks_on_host = ranks_on_host_;
-  if (next_) slowest_.seeRoundTrip(net::roundTripOf(next_));
+  if (next_) agreed_cost_.observeRoundTrip(net::roundTripOf(next_));
   if (host_ring_.mbit.size() > 1)
-    slowest_.seeBandwidth(slowestLink(host_ring_.mbit, host_ring_.hosts));
+    agreed_cost_.observeBandwidth(slowestLink(host_ring_.mbit, host_ring_.hosts));
 }
 
 }  // namespace ringreduce

@@ -26,7 +26,7 @@ namespace ringreduce {
 
 class HostLinks {
  public:
-  using Turn = std::function<void()>;
+  using Poll = std::function<void()>;
 
   explicit HostLinks(const GroupOptions& options) : options_(options) {}
 
@@ -37,10 +37,10 @@ class HostLinks {
   // calls its argument while it waits, and passes on what that throws.  Collective.  Throws on all
   // ranks if it throws on any, with one exception: if a rank is interrupted or killed in the last
   // round, some ranks learn of it later, as of a process that ended.
-  void join(const Hosts& hosts, Store& store, const std::function<void(const Turn&)>& local);
+  void join(const Hosts& hosts, Store& store, const std::function<void(const Poll&)>& local);
 
   // Makes a connection to a rank and proves it.  Waits.
-  net::Socket dial(int to, net::Purpose purpose, int number, const Turn& turn) const;
+  net::Socket dial(int to, net::Purpose purpose, int number, const Poll& poll) const;
   // From now on `handler` gets the connections that other ranks make, first those that are here
   // already, until close().  Called in the reactor's thread.
   using Handler = std::function<void(net::Socket, const net::PeerHello&)>;
@@ -73,16 +73,16 @@ class HostLinks {
 
   void take(net::Socket socket, const net::PeerHello& caller);
   void readOptions(const Hosts& hosts);
-  void connect(const Hosts& hosts, const Turn& turn);
-  void agree(const Turn& turn);
-  void compareWishes(const Hosts& hosts) const;
-  HostRing findRing(const Hosts& hosts, Store& store, const Turn& turn);
-  std::vector<double> survey(const Hosts& hosts, const Turn& turn);
-  void lookAtWires();
-  net::Socket awaitEarly(int from, net::Purpose purpose, const Turn& turn);
-  void lookAtNext(const Turn& turn) const;
-  [[noreturn]] void gaveUp(int rank, const Turn& turn) const;
-  int besideInRing(int step) const;
+  void connect(const Hosts& hosts, const Poll& poll);
+  void agree(const Poll& poll);
+  void compareRingSettings(const Hosts& hosts) const;
+  HostRing findRing(const Hosts& hosts, Store& store, const Poll& poll);
+  std::vector<double> survey(const Hosts& hosts, const Poll& poll);
+  void measureWires();
+  net::Socket awaitEarly(int from, net::Purpose purpose, const Poll& poll);
+  void checkNext(const Poll& poll) const;
+  [[noreturn]] void gaveUp(int rank, const Poll& poll) const;
+  int ringNeighbour(int step) const;
   const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
 
   const GroupOptions options_;
@@ -90,14 +90,14 @@ class HostLinks {
   int ranks_on_host_ = 1;  // the most
   int connections_ = 0;
   Nanos lost_after_ = 0;
-  std::string word_;
+  std::string nonce_;
   net::Secret secret_{};
   SharedOptions shared_;
   std::vector<net::Endpoint> endpoints_;
-  std::string congestion_;  // RINGREDUCE_CONGESTION
-  std::string wish_;        // RINGREDUCE_RING, as this rank has it
+  std::string congestion_;    // RINGREDUCE_CONGESTION
+  std::string ring_setting_;  // RINGREDUCE_RING, as this rank has it
   HostRing host_ring_;
-  Slowness slowest_;  // of all wires that were looked at
+  AgreedWireCost agreed_cost_;  // of all wires that were looked at
   WireCost cost_;
   std::vector<std::string> who_;
   std::vector<int> ring_;  // the control ring's order: ranks of a host beside each other

@@ -79,13 +79,13 @@ HostLeader::HostLeader(LocalRanks ranks, Check check)
   if (ranks_.size > 1) listener_ = listenAt(ranks_.socket, ranks_.size + 16);
 }
 
-Membership HostLeader::run(const Turn& turn, const std::function<void()>& all_there) {
+Membership HostLeader::run(const Poll& poll, const std::function<void()>& all_there) {
   if (ranks_.size > 1) {
-    while (std::ranges::count(joined_, false) > 0) step(turn, "join");
+    while (std::ranges::count(joined_, false) > 0) step(poll, "join");
     all_there();
     for (const Caller& caller : callers_)
       if (caller.rank > 0) sendTable(caller);
-    while (!missing().empty()) step(turn, "map the memory");
+    while (!missing().empty()) step(poll, "map the memory");
     for (const Caller& caller : callers_)
       if (caller.rank > 0) tell(caller, {{"say", "go"}});
   }
@@ -122,17 +122,17 @@ std::vector<int> HostLeader::missing() const {
   return ranks;
 }
 
-void HostLeader::step(const Turn& turn, const char* what) {
+void HostLeader::step(const Poll& poll, const char* what) {
   std::vector<int> wanted{listener_.get()};
   for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
   waitReadable(wanted, std::clamp<Nanos>((now() - began_) / 4, kMillisecond, kTick));
   acceptAll();
   for (size_t i = 0; i < callers_.size();)
-    if (hear(callers_[i]))
+    if (receiveFrom(callers_[i]))
       ++i;
     else
       callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
-  if (const std::vector<int> late = missing(); !late.empty()) turn(late, what);
+  if (const std::vector<int> late = missing(); !late.empty()) poll(late, what);
 }
 
 void HostLeader::acceptAll() {
@@ -148,7 +148,7 @@ void HostLeader::acceptAll() {
 }
 
 // False: forget this caller.
-bool HostLeader::hear(Caller& caller) {
+bool HostLeader::receiveFrom(Caller& caller) {
   Packet packet;
   switch (receivePacket(caller.socket, packet)) {
     case Received::kNothingYet:
@@ -162,14 +162,14 @@ bool HostLeader::hear(Caller& caller) {
       break;
   }
   const Fields fields = decode(packet.bytes);
-  if (!sameSecret(word(fields, "secret"), ranks_.secret)) {
+  if (!sameSecret(fieldOf(fields, "secret"), ranks_.secret)) {
     if (!strangers_++) log("a process that does not know the group's secret was refused");
     return false;
   }
-  if (word(fields, "say") == "ready")
+  if (fieldOf(fields, "say") == "ready")
     caller.ready = true;
-  else if (word(fields, "say") == "fail")
-    throw Error(Failure::kSetup, word(fields, "text"));
+  else if (fieldOf(fields, "say") == "fail")
+    throw Error(Failure::kSetup, fieldOf(fields, "text"));
   else
     admit(caller, fields, std::move(packet.fds));
   return true;
@@ -179,7 +179,7 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
   const int64_t rank = number(fields, "rank");
   const int64_t pid = number(fields, "pid");
   caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
-  const std::string host = word(fields, "host");
+  const std::string host = fieldOf(fields, "host");
   if (check_) check_(static_cast<int>(rank), fields);
   if (rank <= 0 || rank >= ranks_.size || fds.size() != 1)
     throw Error(Failure::kSetup, "rank " + nameOf(rank) + " (pid " + std::to_string(caller.pid) +
@@ -232,15 +232,15 @@ namespace {
 
 class HostMember {
  public:
-  HostMember(Fd socket, const LocalRanks& ranks, const std::function<void()>& turn)
-      : socket_(std::move(socket)), ranks_(ranks), turn_(turn) {
+  HostMember(Fd socket, const LocalRanks& ranks, const std::function<void()>& poll)
+      : socket_(std::move(socket)), ranks_(ranks), poll_(poll) {
     table_.options = ranks.shared;
     table_.members.resize(static_cast<size_t>(ranks.size));
   }
 
   std::optional<Membership> run(const std::function<void()>& all_there) {
     try {
-      sayHello();
+      sendHello();
       for (int known = 0; known < ranks_.size; ++known) {
         Packet packet;
         if (!await(packet)) return std::nullopt;
@@ -264,7 +264,7 @@ class HostMember {
   }
 
  private:
-  void sayHello() {
+  void sendHello() {
     Member& self = table_.members[static_cast<size_t>(ranks_.rank)];
     self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
     Fields hello = ranks_.record;
@@ -284,17 +284,17 @@ class HostMember {
         case Received::kClosed:
           throw LeaderClosed();
         case Received::kNothingYet:
-          turn_();
+          poll_();
           waitReadable({socket_.get()}, kTick);
           continue;
         case Received::kMessage:
           break;
       }
       const Fields fields = decode(packet.bytes);
-      if (word(fields, "say") == "away") return false;
-      if (word(fields, "say") != "fail") return true;
+      if (fieldOf(fields, "say") == "away") return false;
+      if (fieldOf(fields, "say") != "fail") return true;
       told_ = true;
-      throw Error(static_cast<Failure>(number(fields, "kind")), word(fields, "text"));
+      throw Error(static_cast<Failure>(number(fields, "kind")), fieldOf(fields, "text"));
     }
   }
 
@@ -305,7 +305,7 @@ class HostMember {
       throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
     Member& member = table_.members[static_cast<size_t>(rank)];
     member.pid = static_cast<int>(number(fields, "pid"));
-    member.host = word(fields, "host");
+    member.host = fieldOf(fields, "host");
     if (rank != ranks_.rank)
       member.segment =
           Segment::attach(std::move(packet.fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
@@ -314,7 +314,7 @@ class HostMember {
 
   const Fd socket_;
   const LocalRanks& ranks_;
-  const std::function<void()>& turn_;
+  const std::function<void()>& poll_;
   Membership table_;
   bool told_ = false;  // the error is the leader's
 };
@@ -331,14 +331,14 @@ void checkUser(const Fd& socket, const LocalRanks& ranks) {
 }
 
 std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
-                                     const std::function<void()>& turn,
+                                     const std::function<void()>& poll,
                                      const std::function<void()>& all_there) {
-  return HostMember(std::move(socket), ranks, turn).run(all_there);
+  return HostMember(std::move(socket), ranks, poll).run(all_there);
 }
 
 // ---- both, between ranks that know that they share a host
 
-Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn) {
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& poll) {
   const GroupOptions& options = ranks.options;
   const Stopwatch stopwatch(options);
   if (ranks.rank == 0) {
@@ -346,7 +346,7 @@ Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& tur
     try {
       return leader.run(
           [&](const std::vector<int>& missing, const char* what) {
-            turn();
+            poll();
             if (stopwatch.over())
               throw Error(Failure::kTimeout, unjoined(options, missing, ranks.size, what));
           },
@@ -357,7 +357,7 @@ Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& tur
     }
   }
   const auto wait = [&] {
-    turn();
+    poll();
     if (stopwatch.over(kLeaderGrace))
       throw Error(Failure::kTimeout, unjoined(options, {0}, ranks.size, "share its memory"));
   };

@@ -76,9 +76,9 @@ class HostLeader {
   // Listens from now on.
   explicit HostLeader(LocalRanks ranks, Check check = nullptr);
   // Called while the leader waits: the ranks that did not do `what` yet.
-  using Turn = std::function<void(const std::vector<int>& missing, const char* what)>;
+  using Poll = std::function<void(const std::vector<int>& missing, const char* what)>;
   // `all_there` is called once, when all ranks have connected.  After an exception call `fail`.
-  Membership run(const Turn& turn, const std::function<void()>& all_there);
+  Membership run(const Poll& poll, const std::function<void()>& all_there);
   // Tells the ranks that have connected that the rendezvous goes on without this exchange.
   void sendAway();
   void fail(const Reason& reason);
@@ -92,9 +92,9 @@ class HostLeader {
     bool ready = false;
   };
 
-  void step(const Turn& turn, const char* what);
+  void step(const Poll& poll, const char* what);
   void acceptAll();
-  bool hear(Caller& caller);
+  bool receiveFrom(Caller& caller);
   void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds);
   void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {});
   void sendTable(const Caller& caller);
@@ -117,14 +117,14 @@ struct LeaderClosed {};
 // Throws Error(kSetup) if the leader runs as another user: it would refuse this rank in silence.
 void checkUser(const Fd& socket, const LocalRanks& ranks);
 
-// Any other rank.  `socket` is connected to the leader.  `turn` is called now and then and may
+// Any other rank.  `socket` is connected to the leader.  `poll` is called now and then and may
 // throw; `all_there` once, when all ranks have connected.  Returns none if the leader sent this
 // rank away.  Throws LeaderClosed, or Error.
 std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
-                                     const std::function<void()>& turn,
+                                     const std::function<void()>& poll,
                                      const std::function<void()>& all_there);
 
 // The whole exchange, for ranks that know that they share a host.  Collective on the host.
-Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn);
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& poll);
 
 }  // namespace ringreduce

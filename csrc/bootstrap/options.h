@@ -80,7 +80,7 @@ class Stopwatch {
   // Called on every turn of a waiting loop: lets Ctrl-C end it and reports a stall now and then.
   // `missing` returns what is waited for.
   template <class Missing>
-  void turn(int rank, Missing missing) {
+  void poll(int rank, Missing missing) {
     if (options_.interrupt) options_.interrupt();
     if (now() >= next_report_) report(rank, missing());
   }

@@ -55,7 +55,7 @@ std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes) {
   std::vector<pollfd> wanted;
   for (const auto& fd : processes)
     wanted.push_back({.fd = fd ? fd->get() : -1, .events = POLLIN, .revents = 0});
-  poll(wanted.data(), wanted.size(), 0);
+  ::poll(wanted.data(), wanted.size(), 0);
   std::vector<bool> result;
   for (const pollfd& p : wanted) result.push_back(p.revents != 0);
   return result;

@@ -67,19 +67,20 @@ FailedAttempts& failedAttempts() {
 }
 
 bool sharesMemory(const Fields& table) {
-  return word(table, "wire") == "memory";
+  return fieldOf(table, "wire") == "memory";
 }
 
 }  // namespace
 
 class Meeting {
  public:
-  Meeting(Store& store, int rank, int size, const GroupOptions& options, const Tell& tell)
+  Meeting(Store& store, int rank, int size, const GroupOptions& options,
+          const OwnSettings& own_settings)
       : store_(store),
         rank_(rank),
         size_(size),
         options_(options),
-        tell_(tell),
+        own_settings_(own_settings),
         stopwatch_(options_),
         mine_{{"version", kVersion},
               {"size", std::to_string(size)},
@@ -89,24 +90,24 @@ class Meeting {
               {"pid_namespace", pidNamespace()},
               {"host", hostName()}} {}
 
-  Rendezvous hold() { return rank_ == 0 ? preside() : attend(); }
+  Rendezvous run() { return rank_ == 0 ? runRank0() : runOther(); }
 
  private:
   // ---- rank 0
 
-  Rendezvous preside() {
+  Rendezvous runRank0() {
     try {
       prepare();
       if (size_ == 1) return {leader().run(nullptr, nullptr), std::nullopt};
       putRecord();
       publish();
-      for (;; turn()) {
+      for (;; poll()) {
         if (sharesMemory(table_)) {
           if (auto membership = lead()) return {std::move(*membership), std::nullopt};
         }
         readRecords(otherRanks());
         if (absentRanks().empty()) publish();
-        if (allConfirmed()) return letGo();
+        if (allConfirmed()) return publishFinalTable();
       }
     } catch (...) {
       giveUp(std::current_exception());
@@ -140,10 +141,10 @@ class Meeting {
     for (const int r : ranks) {
       const Fields record = recordOf(r);
       const auto known = records_.find(r);
-      if (word(record, "attempt") == attempt_)
+      if (fieldOf(record, "attempt") == attempt_)
         take(r, record);
       else if (record.empty() && known != records_.end() && !sharesMemory(table_) &&
-               word(known->second, "seen") == word(table_, "nonce"))
+               fieldOf(known->second, "seen") == fieldOf(table_, "nonce"))
         records_.erase(known);  // it has left
     }
   }
@@ -152,31 +153,33 @@ class Meeting {
   // be.
   void take(int r, const Fields& record) {
     const std::string who = r >= 0 && r < size_ ? shown(r) : "rank " + std::to_string(r);
-    if (word(record, "version") != kVersion)
+    if (fieldOf(record, "version") != kVersion)
       throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + shown(0) +
                                        ": install the same one on all hosts");
     if (number(record, "size") != size_)
-      throw Error(Failure::kSetup, "world size mismatch: " + who + " (pid " + word(record, "pid") +
-                                       ") was started with world size " + word(record, "size") +
-                                       ", " + shown(0) + " with " + std::to_string(size_));
+      throw Error(Failure::kSetup, "world size mismatch: " + who + " (pid " +
+                                       fieldOf(record, "pid") + ") was started with world size " +
+                                       fieldOf(record, "size") + ", " + shown(0) + " with " +
+                                       std::to_string(size_));
     if (r > 0 && r < size_) records_[r] = record;
-    if (const std::string broken = word(record, "broken"); !broken.empty())
+    if (const std::string broken = fieldOf(record, "broken"); !broken.empty())
       throw Error(Failure::kSetup, broken);
   }
 
   // An invitation to the ranks of this host, while the known ranks are all here; else the table of
   // all ranks, or the request for their records.  Does nothing if that is published.
   void publish() {
-    const bool here = std::ranges::all_of(
-        records_, [&](const auto& one) { return word(one.second, "id") == word(mine_, "id"); });
+    const bool here = std::ranges::all_of(records_, [&](const auto& one) {
+      return fieldOf(one.second, "id") == fieldOf(mine_, "id");
+    });
     const bool memory = here && (options_.together || !forcesSockets());
     Fields table{{"attempt", attempt_},
                  {"version", kVersion},
-                 {"id", word(mine_, "id")},
+                 {"id", fieldOf(mine_, "id")},
                  {"options", shared_.toText()},
                  {"wire", memory ? "memory" : "tcp"},
                  {"secret", secret_},
-                 {"nonce", word(table_, "nonce")}};
+                 {"nonce", fieldOf(table_, "nonce")}};
     if (memory) {
       table["socket"] = socket_;
       leader();  // listens before any rank looks for it
@@ -192,13 +195,13 @@ class Meeting {
 
   static void addTo(Fields& table, int r, const Fields& record) {
     for (const char* field : {"token", "id", "pid", "pid_namespace", "host"})
-      table[at(field, r)] = word(record, field);
+      table[at(field, r)] = fieldOf(record, field);
   }
 
   bool allConfirmed() const {
     return !sharesMemory(table_) && absentRanks().empty() &&
            std::ranges::all_of(records_, [&](const auto& one) {
-             return word(one.second, "seen") == word(table_, "nonce");
+             return fieldOf(one.second, "seen") == fieldOf(table_, "nonce");
            });
   }
 
@@ -242,17 +245,18 @@ class Meeting {
   }
 
   // Ranks that share no memory have all confirmed the table.
-  Rendezvous letGo() {
-    for (const auto& [r, record] : records_) table_[at("said", r)] = word(record, "said");
-    table_[at("said", 0)] = say(table_);
+  Rendezvous publishFinalTable() {
+    for (const auto& [r, record] : records_) table_[at("said", r)] = fieldOf(record, "said");
+    table_[at("said", 0)] = ownSettings(table_);
     table_["go"] = "1";
     store_.set(kTableKey, encode(table_));
     leave();
     // A rank empties its record when it has read the last table, and may then be in the next
     // rendezvous on this store.
     const auto isRead = [&] {
-      return std::ranges::all_of(
-          otherRanks(), [&](int r) { return word(recordOf(r), "seen") != word(table_, "nonce"); });
+      return std::ranges::all_of(otherRanks(), [&](int r) {
+        return fieldOf(recordOf(r), "seen") != fieldOf(table_, "nonce");
+      });
     };
     if (waitFor(isRead, kFarewell)) store_.remove(kTableKey);  // else the next table replaces it
     return {{}, Hosts(table_, rank_, size_, options_)};
@@ -271,11 +275,11 @@ class Meeting {
       for (const int r : otherRanks()) {
         const Fields record = lastRecordOf(r);
         if (record.empty()) continue;
-        last[at("token", r)] = word(record, "token");
+        last[at("token", r)] = fieldOf(record, "token");
         // Two processes claim this rank.
-        if (record.contains("rival")) last[at("rival", r)] = word(record, "rival");
-        if (word(record, "broken").empty())
-          tokens[r] = word(record, "token");
+        if (record.contains("rival")) last[at("rival", r)] = fieldOf(record, "rival");
+        if (fieldOf(record, "broken").empty())
+          tokens[r] = fieldOf(record, "token");
         else
           store_.set(recordKey(r), "");
       }
@@ -285,7 +289,7 @@ class Meeting {
       waitFor(
           [&] {
             return std::ranges::none_of(tokens, [&](const auto& one) {
-              return word(recordOf(one.first), "token") == one.second;
+              return fieldOf(recordOf(one.first), "token") == one.second;
             });
           },
           kReasonTime);
@@ -306,18 +310,18 @@ class Meeting {
 
   // ---- the other ranks
 
-  Rendezvous attend() try {
+  Rendezvous runOther() try {
     std::string refused;  // the nonce of an invitation that came to nothing
-    for (;; turn()) {
+    for (;; poll()) {
       const Fields table = readTable();
-      const std::string nonce = word(table, "nonce");
+      const std::string nonce = fieldOf(table, "nonce");
       if (table.contains("failed")) {
         if (lists(table)) failAs(table, ", learned by " + shown(rank_));
         if (isLateReason(table)) failAs(table, beforeItCame());
         continue;
       }
-      if (!table.empty() && word(table, "attempt") != word(mine_, "attempt")) {
-        attempt_ = mine_["attempt"] = word(table, "attempt");
+      if (!table.empty() && fieldOf(table, "attempt") != fieldOf(mine_, "attempt")) {
+        attempt_ = mine_["attempt"] = fieldOf(table, "attempt");
         if (is_put_) putRecord();  // it answered a table of an earlier run
       }
       if (invites(table)) {
@@ -327,7 +331,7 @@ class Meeting {
         away_ = false;
       } else if (lists(table)) {
         confirm(table);
-        if (word(table, "go") != "1") continue;
+        if (fieldOf(table, "go") != "1") continue;
         leave();
         return {{}, Hosts(table, rank_, size_, options_)};
       } else if (!table.empty() && !is_put_) {
@@ -362,19 +366,19 @@ class Meeting {
   }
 
   bool invites(const Fields& table) const {
-    return sharesMemory(table) && word(table, "id") == word(mine_, "id") &&
-           word(table, "version") == kVersion;
+    return sharesMemory(table) && fieldOf(table, "id") == fieldOf(mine_, "id") &&
+           fieldOf(table, "version") == kVersion;
   }
   bool lists(const Fields& table) const {
-    const std::string token = word(mine_, "token");
-    return word(table, at("token", rank_).c_str()) == token ||
-           word(table, at("rival", rank_).c_str()) == token;
+    const std::string token = fieldOf(mine_, "token");
+    return fieldOf(table, at("token", rank_).c_str()) == token ||
+           fieldOf(table, at("rival", rank_).c_str()) == token;
   }
 
   // Whether a failed attempt may be the one that this rank has come for.
   bool concerns(const Fields& failure) const {
     const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
-    return age < kFailureLife && !failedAttempts().knows(word(failure, "attempt"), rank_);
+    return age < kFailureLife && !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
   }
   bool isLateReason(const Fields& table) const {
     return table.contains("failed") && now() - seen_since_ > kFailureGrace && concerns(table);
@@ -382,17 +386,17 @@ class Meeting {
 
   std::string beforeItCame() const { return " (before " + shown(rank_) + " came)"; }
   [[noreturn]] void failAs(const Fields& table, const std::string& note) {
-    failedAttempts().add(word(table, "attempt"), rank_);
-    const Error error(static_cast<Failure>(number(table, "kind")), word(table, "failed") + note);
+    failedAttempts().add(fieldOf(table, "attempt"), rank_);
+    const Error error(static_cast<Failure>(number(table, "kind")), fieldOf(table, "failed") + note);
     leaveAfterError();
     throw error;
   }
 
   void confirm(const Fields& table) {
-    if (word(mine_, "seen") == word(table, "nonce")) return;
-    mine_["seen"] = word(table, "nonce");
+    if (fieldOf(mine_, "seen") == fieldOf(table, "nonce")) return;
+    mine_["seen"] = fieldOf(table, "nonce");
     try {
-      mine_["said"] = say(table);
+      mine_["said"] = ownSettings(table);
     } catch (const Error& error) {
       refuse(error);
     }
@@ -401,8 +405,8 @@ class Meeting {
 
   // None if it is not the end: the leader's queue is full, or it sent this rank away.
   std::optional<Membership> join(const Fields& table) {
-    shared_ = SharedOptions::fromText(word(table, "options"));
-    const LocalRanks ranks = localRanks(word(table, "socket"), word(table, "secret"));
+    shared_ = SharedOptions::fromText(fieldOf(table, "options"));
+    const LocalRanks ranks = localRanks(fieldOf(table, "socket"), fieldOf(table, "secret"));
     Fd socket;
     try {
       socket = connectTo(ranks.socket);
@@ -423,7 +427,7 @@ class Meeting {
       if (!membership) away_ = true;
       return membership;
     } catch (const LeaderClosed&) {
-      lookWhy(word(table, "nonce"));
+      findReason(fieldOf(table, "nonce"));
     } catch (const Error&) {
       failedAttempts().add(attempt_, rank_);
       if (!all_there_) leaveAfterError();
@@ -434,11 +438,11 @@ class Meeting {
 
   // Rank 0 closed its connection.  It may have given up, or started over, when this rank called,
   // and had no time to say so.
-  void lookWhy(const std::string& nonce) {
+  void findReason(const std::string& nonce) {
     const Fields table = readTable();
-    if (table.contains("failed") && word(table, "attempt") == attempt_)
+    if (table.contains("failed") && fieldOf(table, "attempt") == attempt_)
       failAs(table, ", learned by " + shown(rank_));
-    if (!table.empty() && word(table, "nonce") != nonce) {
+    if (!table.empty() && fieldOf(table, "nonce") != nonce) {
       away_ = true;
       return;
     }
@@ -472,10 +476,10 @@ class Meeting {
             .record = mine_};
   }
 
-  std::string say(const Fields& table) const {
+  std::string ownSettings(const Fields& table) const {
     const Hosts hosts(table, rank_, size_, options_);
     try {
-      return tell_(hosts);
+      return own_settings_(hosts);
     } catch (const Error& error) {
       throw Error(error.kind(), hosts.who(rank_) + ": " + error.what());
     }
@@ -519,15 +523,15 @@ class Meeting {
   // Throws if another process has taken this rank's record.
   void checkRecord() {
     const Fields own = recordOf(rank_);
-    if (own.empty() || word(own, "token") == word(mine_, "token")) return;
-    mine_["rival"] = word(own, "token");  // rank 0 tells it too
+    if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
+    mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
     refuse(Error(Failure::kSetup, "two processes claim " + shown(rank_) + ": pid " +
-                                      word(own, "pid") + " on host " + word(own, "host") +
-                                      ", and pid " + word(mine_, "pid") + " on host " +
-                                      word(mine_, "host") + ", noticed by the latter"));
+                                      fieldOf(own, "pid") + " on host " + fieldOf(own, "host") +
+                                      ", and pid " + fieldOf(mine_, "pid") + " on host " +
+                                      fieldOf(mine_, "host") + ", noticed by the latter"));
   }
 
-  void turn() {
+  void poll() {
     stepClock();
     if (is_put_ && itIsTime()) checkRecord();
     std::this_thread::sleep_for(std::chrono::nanoseconds(pause()));
@@ -538,7 +542,7 @@ class Meeting {
   Nanos pause() const { return std::clamp<Nanos>(stopwatch_.waited() / 4, kLeastPause, kTick); }
 
   void stepClock() {
-    stopwatch_.turn(options_.shownAs(rank_),
+    stopwatch_.poll(options_.shownAs(rank_),
                     [&] { return rankList(options_.shownAs(missing())) + " to " + verb(); });
     if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
     const std::string late = rankList(options_.shownAs(missing()));
@@ -556,7 +560,7 @@ class Meeting {
     if (std::vector<int> absent = absentRanks(); !absent.empty()) return absent;
     std::vector<int> unconfirmed;
     for (const auto& [r, record] : records_)
-      if (word(record, "seen") != word(table_, "nonce")) unconfirmed.push_back(r);
+      if (fieldOf(record, "seen") != fieldOf(table_, "nonce")) unconfirmed.push_back(r);
     return unconfirmed;
   }
 
@@ -576,7 +580,7 @@ class Meeting {
   Store& store_;
   const int rank_, size_;
   const GroupOptions& options_;
-  const Tell& tell_;
+  const OwnSettings& own_settings_;
   Stopwatch stopwatch_;
   Nanos next_look_ = 0;
   Fields mine_;
@@ -601,8 +605,8 @@ class Meeting {
 };
 
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
-                      const Tell& tell) {
-  return Meeting(store, rank, world_size, options, tell).hold();
+                      const OwnSettings& own_settings) {
+  return Meeting(store, rank, world_size, options, own_settings).run();
 }
 
 }  // namespace ringreduce

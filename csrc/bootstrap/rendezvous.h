@@ -40,11 +40,11 @@ struct Rendezvous {
 
 // The text that this rank sends to the others, called with the hosts that were found; again if they
 // change.  What it throws ends the rendezvous on all ranks.
-using Tell = std::function<std::string(const Hosts&)>;
+using OwnSettings = std::function<std::string(const Hosts&)>;
 
 // Collective.  Throws Error: kTimeout naming the ranks that did not come, kSetup for what waiting
 // cannot mend: another world size, version or user, two processes of one rank.
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
-                      const Tell& tell);
+                      const OwnSettings& own_settings);
 
 }  // namespace ringreduce

@@ -16,13 +16,13 @@ namespace ringreduce {
 
 Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& options)
     : rank_(rank),
-      word_(ringreduce::word(table, "nonce")),
-      secret_(ringreduce::word(table, "secret")) {
+      nonce_(ringreduce::fieldOf(table, "nonce")),
+      secret_(ringreduce::fieldOf(table, "secret")) {
   std::map<std::string, int> numbers;
   const std::string own_namespace = pidNamespace();
   for (int r = 0; r < size; ++r) {
     const auto field = [&](const char* name) {
-      return ringreduce::word(table, (name + std::to_string(r)).c_str());
+      return ringreduce::fieldOf(table, (name + std::to_string(r)).c_str());
     };
     const int host =
         numbers.try_emplace(field("id"), static_cast<int>(numbers.size())).first->second;
@@ -35,11 +35,11 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
     const bool seen_here = field("pid_namespace") == own_namespace;
     pids_.push_back(seen_here ? static_cast<int>(number(table, ("pid" + std::to_string(r)).c_str()))
                               : 0);
-    told_.push_back(field("said"));
+    settings_.push_back(field("said"));
   }
 }
 
-int Hosts::placeOf(int rank) const {
+int Hosts::localRankOf(int rank) const {
   const std::vector<int>& all = ranksOn(hostOf(rank));
   return static_cast<int>(std::find(all.begin(), all.end(), rank) - all.begin());
 }
@@ -49,15 +49,15 @@ bool Hosts::even() const {
                      [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
 }
 
-LocalRanks Hosts::neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+LocalRanks Hosts::memoryExchange(const std::string& purpose, const SharedOptions& shared,
                                  const GroupOptions& options) const {
-  LocalRanks ranks{.rank = placeOf(rank_),
-                   .size = static_cast<int>(neighbours().size()),
-                   .socket = "ringreduce-" + word_ + "-" + purpose + std::to_string(hostOf(rank_)),
+  LocalRanks ranks{.rank = localRankOf(rank_),
+                   .size = static_cast<int>(localRanks().size()),
+                   .socket = "ringreduce-" + nonce_ + "-" + purpose + std::to_string(hostOf(rank_)),
                    .secret = secret_,
                    .shared = shared,
                    .options = options};
-  ranks.options.global_ranks = options.shownAs(neighbours());
+  ranks.options.global_ranks = options.shownAs(localRanks());
   return ranks;
 }
 
@@ -120,12 +120,12 @@ void leaveOutOwnOrder(std::vector<int>& ranks) {
 
 }  // namespace
 
-RingWish RingWish::fromText(const std::string& text) {
-  RingWish wish;
-  if (text.empty()) return wish;
+RingSetting RingSetting::fromText(const std::string& text) {
+  RingSetting setting;
+  if (text.empty()) return setting;
   if (text == "measure") {
-    wish.measure = true;
-    return wish;
+    setting.measure = true;
+    return setting;
   }
   const auto refuse = [&](const std::string& why) {
     throw Error(Failure::kSetup,
@@ -140,25 +140,26 @@ RingWish RingWish::fromText(const std::string& text) {
         item.find_first_not_of("0123456789") != std::string::npos ||
         std::stoi(item) >= kMostNumbers)
       refuse("'" + item + "' is no number of a host or a rank");
-    if (std::ranges::count(wish.order, std::stoi(item)) != 0) refuse(item + " stands there twice");
-    wish.order.push_back(std::stoi(item));
+    if (std::ranges::count(setting.order, std::stoi(item)) != 0)
+      refuse(item + " stands there twice");
+    setting.order.push_back(std::stoi(item));
   }
   if (text.back() == ',') refuse("it ends with a comma");
-  return wish;
+  return setting;
 }
 
-HostRing HostRing::of(const Hosts& hosts, const RingWish& wish, const GroupOptions& options) {
+HostRing HostRing::of(const Hosts& hosts, const RingSetting& setting, const GroupOptions& options) {
   HostRing ring{.hosts = ownOrder(hosts.count())};
-  if (wish.order.empty()) return ring;
+  if (setting.order.empty()) return ring;
   std::vector<int> order, ranks;
-  if (isOrderOf(wish.order, hosts.count())) {
-    order = wish.order;
+  if (isOrderOf(setting.order, hosts.count())) {
+    order = setting.order;
     ranks = ranksOf(hosts, order);
   } else {
     // A list of all ranks there are, which may be more than these, is one of ranks.
     const int all = options.of_ranks > 0 ? options.of_ranks : hosts.size();
-    ranks = ranksNamed(wish.order, hosts, options);
-    if (static_cast<int>(wish.order.size()) == all &&
+    ranks = ranksNamed(setting.order, hosts, options);
+    if (static_cast<int>(setting.order.size()) == all &&
         static_cast<int>(ranks.size()) == hosts.size())
       order = hostsOf(hosts, ranks);
   }
@@ -166,7 +167,7 @@ HostRing HostRing::of(const Hosts& hosts, const RingWish& wish, const GroupOptio
     if (options.of_ranks > 0) return ring;
     const auto upTo = [](int n) { return std::to_string(n) + " (0 to " + std::to_string(n - 1); };
     throw Error(Failure::kSetup,
-                "RINGREDUCE_RING=" + joined(wish.order, ",") + " is no order for group '" +
+                "RINGREDUCE_RING=" + joined(setting.order, ",") + " is no order for group '" +
                     options.name + "': name each of its hosts, " + upTo(hosts.count()) +
                     ", numbered by their lowest ranks), or each of its ranks, " +
                     upTo(hosts.size()) + "), once, and ranks of one host beside each other");
@@ -220,7 +221,7 @@ HostRing HostRing::fromText(const Hosts& hosts, const std::string& text) {
   return ring;
 }
 
-std::string HostRing::told(const Hosts& of) const {
+std::string HostRing::describe(const Hosts& of) const {
   std::string text = "ring of hosts " + joined(hosts, " > ");
   if (source == Source::kGiven) {
     text += ", as RINGREDUCE_RING has it";
@@ -245,33 +246,33 @@ std::string HostRing::told(const Hosts& of) const {
 
 // ---- the cost of wires
 
-Slowness Slowness::fromEnvironment() {
-  Slowness slowness;
+AgreedWireCost AgreedWireCost::fromEnvironment() {
+  AgreedWireCost cost;
   const Config config = Config::read();
   const double round_trip = config.round_trip_ms.get(), mbit = config.bandwidth_mbit.get();
-  slowness.seeRoundTrip(static_cast<Nanos>(round_trip * static_cast<double>(kMillisecond)));
-  slowness.seeBandwidth(mbit);
-  slowness.told_round_trip_ = slowness.round_trip_ > 0;
-  slowness.told_bandwidth_ = slowness.byte_ > 0;
-  return slowness;
+  cost.observeRoundTrip(static_cast<Nanos>(round_trip * static_cast<double>(kMillisecond)));
+  cost.observeBandwidth(mbit);
+  cost.round_trip_set_ = cost.round_trip_ > 0;
+  cost.bandwidth_set_ = cost.byte_ > 0;
+  return cost;
 }
 
-void Slowness::seeRoundTrip(Nanos round_trip) {
-  if (!told_round_trip_ && round_trip > 0) round_trip_ = static_cast<uint64_t>(round_trip);
+void AgreedWireCost::observeRoundTrip(Nanos round_trip) {
+  if (!round_trip_set_ && round_trip > 0) round_trip_ = static_cast<uint64_t>(round_trip);
 }
 
-void Slowness::seeBandwidth(double mbit) {
-  if (!told_bandwidth_ && mbit > 0) byte_ = static_cast<uint64_t>(8e9 / mbit);
+void AgreedWireCost::observeBandwidth(double mbit) {
+  if (!bandwidth_set_ && mbit > 0) byte_ = static_cast<uint64_t>(8e9 / mbit);
 }
 
-std::string Slowness::text() const {
+std::string AgreedWireCost::text() const {
   std::string text;
   for (const uint64_t number : {round_trip_, byte_})
     for (int byte = 0; byte < 8; ++byte) text += static_cast<char>(number >> (8 * byte) & 0xff);
   return text;
 }
 
-void Slowness::take(const std::string& text) {
+void AgreedWireCost::merge(const std::string& text) {
   const auto numberAt = [&](size_t at) {
     uint64_t number = 0;
     for (size_t byte = 0; byte < 8; ++byte)
@@ -282,7 +283,7 @@ void Slowness::take(const std::string& text) {
   byte_ = std::max(byte_, numberAt(8));
 }
 
-void Slowness::putInto(WireCost& cost) const {
+void AgreedWireCost::applyTo(WireCost& cost) const {
   if (round_trip_ > 0) cost.hop = WireCost::kSystem + static_cast<double>(round_trip_) * 0.5e-9;
   if (byte_ > 0) cost.byte = static_cast<double>(byte_) * 1e-15;
 }

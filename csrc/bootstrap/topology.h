@@ -28,8 +28,8 @@ class Hosts {
   int hostOf(int rank) const { return host_of_[static_cast<size_t>(rank)]; }
   // A host's ranks, in ascending order, and a rank's place among its host's.
   const std::vector<int>& ranksOn(int host) const { return ranks_[static_cast<size_t>(host)]; }
-  const std::vector<int>& neighbours() const { return ranksOn(hostOf(rank_)); }
-  int placeOf(int rank) const;
+  const std::vector<int>& localRanks() const { return ranksOn(hostOf(rank_)); }
+  int localRankOf(int rank) const;
   // Whether all hosts hold the same number of ranks.
   bool even() const;
 
@@ -41,24 +41,24 @@ class Hosts {
   // What its host calls itself.
   const std::string& machineOf(int rank) const { return machines_[static_cast<size_t>(rank)]; }
   // What it told; "" if nothing.
-  const std::string& toldBy(int rank) const { return told_[static_cast<size_t>(rank)]; }
+  const std::string& settingsOf(int rank) const { return settings_[static_cast<size_t>(rank)]; }
   // 256 random bits that all ranks have, through the store, as hexadecimal digits.
   const std::string& secret() const { return secret_; }
   // The same random word on all ranks, of no other meeting: what keys of a store can begin with.
-  const std::string& word() const { return word_; }
+  const std::string& nonce() const { return nonce_; }
 
   // What the ranks of this host exchange memory with; their errors name the ranks by their numbers
   // in the whole group.  `purpose` tells several exchanges apart.
-  LocalRanks neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+  LocalRanks memoryExchange(const std::string& purpose, const SharedOptions& shared,
                             const GroupOptions& options) const;
 
  private:
   int rank_ = 0;
   std::vector<int> host_of_;             // by rank
   std::vector<std::vector<int>> ranks_;  // by host
-  std::vector<std::string> who_, names_, machines_, told_;
+  std::vector<std::string> who_, names_, machines_, settings_;
   std::vector<int> pids_;
-  std::string word_, secret_;
+  std::string nonce_, secret_;
 };
 
 // ---- the order of rings
@@ -75,11 +75,11 @@ class Hosts {
 //
 // Ranks are added in this order too: a rank's position in it is its number in algorithm/cut.h.
 
-struct RingWish {
+struct RingSetting {
   bool measure = false;
   std::vector<int> order;  // empty: that of the ranks
   // Throws Error(kSetup) for what cannot be read.
-  static RingWish fromText(const std::string& text);
+  static RingSetting fromText(const std::string& text);
 };
 
 struct HostRing {
@@ -91,7 +91,7 @@ struct HostRing {
 
   // What is to be, but for what is measured.  Throws Error(kSetup) for an order of other hosts or
   // ranks, but where the group is a part of a larger one, which it may be meant for.
-  static HostRing of(const Hosts& hosts, const RingWish& wish, const GroupOptions& options);
+  static HostRing of(const Hosts& hosts, const RingSetting& setting, const GroupOptions& options);
   // By rates.  Another order than the hosts' own must be worth it: rates differ from time to time,
   // and so would results in their last bits.
   static HostRing measured(const Hosts& hosts, const Rates& mbit);
@@ -100,7 +100,7 @@ struct HostRing {
   std::string toText() const;
   static HostRing fromText(const Hosts& hosts, const std::string& text);
   // For the log.
-  std::string told(const Hosts& hosts) const;
+  std::string describe(const Hosts& hosts) const;
 
   // By how much the slowest link must be faster.
   static constexpr double kWorth = 1.1;
@@ -115,26 +115,26 @@ struct HostRing {
 // of the control ring's connections, and the bandwidth that found by RINGREDUCE_RING=measure, if
 // any.
 
-class Slowness {
+class AgreedWireCost {
  public:
   // What the environment says; throws Error(kSetup).
-  static Slowness fromEnvironment();
+  static AgreedWireCost fromEnvironment();
 
   // What is seen, where nothing was said.
-  void seeRoundTrip(Nanos round_trip);
-  void seeBandwidth(double mbit);
+  void observeRoundTrip(Nanos round_trip);
+  void observeBandwidth(double mbit);
 
   // For another rank, and what another says: the slower of both holds.
   std::string text() const;
-  void take(const std::string& text);
+  void merge(const std::string& text);
 
-  void putInto(WireCost& cost) const;
+  void applyTo(WireCost& cost) const;
 
  private:
   // Whole numbers, so that all ranks have the very same; 0: nothing is known.
   uint64_t round_trip_ = 0;  // ns
   uint64_t byte_ = 0;        // 1e-15 s
-  bool told_round_trip_ = false, told_bandwidth_ = false;
+  bool round_trip_set_ = false, bandwidth_set_ = false;
 };
 
 }  // namespace ringreduce

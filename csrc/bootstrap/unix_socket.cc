@@ -117,9 +117,9 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
     if ((errno != EAGAIN && errno != ETOOMANYREFS) || now() > deadline) return false;
     pollfd wanted{.fd = socket.get(), .events = POLLOUT, .revents = 0};
     if (errno == EAGAIN)
-      poll(&wanted, 1, 100);
+      ::poll(&wanted, 1, 100);
     else
-      poll(nullptr, 0, 5);
+      ::poll(nullptr, 0, 5);
   }
 }
 
@@ -159,7 +159,8 @@ Received receivePacket(const Fd& socket, Packet& packet) {
 void waitReadable(const std::vector<int>& fds, Nanos longest) {
   std::vector<pollfd> wanted;
   for (int fd : fds) wanted.push_back({.fd = fd, .events = POLLIN, .revents = 0});
-  poll(wanted.data(), wanted.size(), static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
+  ::poll(wanted.data(), wanted.size(),
+         static_cast<int>(std::max<Nanos>(0, longest) / kMillisecond));
 }
 
 // ---- messages
@@ -191,7 +192,7 @@ int64_t number(const Fields& fields, const char* key) {
   return *end || value < 0 ? -1 : value;
 }
 
-std::string word(const Fields& fields, const char* key) {
+std::string fieldOf(const Fields& fields, const char* key) {
   const auto found = fields.find(key);
   return found == fields.end() ? "" : found->second;
 }

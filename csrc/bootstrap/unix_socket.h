@@ -58,8 +58,8 @@ inline constexpr char kVersion[] = "4";  // of these messages and of the layout 
 using Fields = std::map<std::string, std::string>;
 std::string encode(const Fields& fields);
 Fields decode(const std::string& text);
-std::string word(const Fields& fields, const char* key);  // "" if it is not there
-int64_t number(const Fields& fields, const char* key);    // -1 if it is not there, or no number
+std::string fieldOf(const Fields& fields, const char* key);  // "" if it is not there
+int64_t number(const Fields& fields, const char* key);       // -1 if it is not there, or no number
 
 std::string randomHex();  // 256 bits
 bool sameSecret(const std::string& a, const std::string& b);

@@ -18,11 +18,11 @@ namespace ringreduce {
 //
 // Operations have numbers of their own here, without gaps, since some of the group's do not come
 // this way; the pages hold them as the whole group announces them.
-class Hierarchy::Neighbours final : public PlacesGuard {
+class Hierarchy::Neighbours final : public RingPositionGuard {
  public:
   Neighbours(const Hosts& hosts, const Membership& membership, Arbiter& arbiter)
-      : PlacesGuard(arbiter, hosts.neighbours()),
-        me_(hosts.placeOf(hosts.rank())),
+      : RingPositionGuard(arbiter, hosts.localRanks()),
+        me_(hosts.localRankOf(hosts.rank())),
         membership_(membership),
         arbiter_(arbiter),
         memory_(me_, membership, *this) {
@@ -38,7 +38,7 @@ class Hierarchy::Neighbours final : public PlacesGuard {
   }
 
   // ---- WaitGuard, by places
-  using PlacesGuard::verify;
+  using RingPositionGuard::verify;
   void poll(int place, Ready ready) override {
     arbiter_.poll(rankAt(place), ready);
     arbiter_.idle(ready);  // of the ranks of other hosts
@@ -75,7 +75,7 @@ class Hierarchy::Neighbours final : public PlacesGuard {
 };
 
 bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
-  return !options.sockets && hosts.count() > 1 && hosts.even() && hosts.neighbours().size() > 1;
+  return !options.sockets && hosts.count() > 1 && hosts.even() && hosts.localRanks().size() > 1;
 }
 
 std::unique_ptr<Hierarchy> Hierarchy::create(const Hosts& hosts, const SharedOptions& options,
@@ -90,8 +90,8 @@ Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership&
     : hosts_(hosts),
       arbiter_(arbiter),
       neighbours_(std::make_unique<Neighbours>(hosts, neighbours, arbiter)) {
-  const auto place = static_cast<size_t>(hosts.placeOf(hosts.rank()));
-  const std::vector<int> places = placesOf(ring.ranks);
+  const auto place = static_cast<size_t>(hosts.localRankOf(hosts.rank()));
+  const std::vector<int> places = positionsOf(ring.ranks);
   for (const int host : ring.hosts) {
     const int rank = hosts.ranksOn(host)[place];
     ring_.push_back(places.empty() ? rank : places[static_cast<size_t>(rank)]);
@@ -111,7 +111,7 @@ size_t Hierarchy::stagingBytes() const {
 bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
   return reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
-                        static_cast<int>(hosts_.neighbours().size()), transport.options().algorithm,
+                        static_cast<int>(hosts_.localRanks().size()), transport.options().algorithm,
                         transport.options().cost);
 }
 
@@ -121,8 +121,8 @@ void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
   const size_t width = sizeOf(a.dtype);
-  const auto places = hosts_.neighbours().size();
-  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
+  const auto places = hosts_.localRanks().size();
+  const auto me = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
   const Cut cut{a.count, static_cast<int>(places)};
 
   ReduceScatter inside{.inputs = {}, .counts = {}, .output = nullptr, .dtype = a.dtype, .op = op};
@@ -162,8 +162,8 @@ bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) co
 
 void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
   transport.begin(arbiter_.current());
-  const auto places = hosts_.neighbours().size();
-  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
+  const auto places = hosts_.localRanks().size();
+  const auto me = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
   const Cut cut{a.count, static_cast<int>(places)};
   ReduceScatter inside{.inputs = {},
                        .counts = {},

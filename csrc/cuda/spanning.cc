@@ -25,8 +25,8 @@ Spanning::State::State(std::shared_ptr<Group> all, const Hosts& of, std::shared_
       host_group(std::move(here)),
       local(std::move(plane)),
       device(on),
-      hierarchical(of.even() && of.neighbours().size() > 1),
-      rail(hierarchical ? of.placeOf(of.rank()) : 0) {
+      hierarchical(of.even() && of.localRanks().size() > 1),
+      rail(hierarchical ? of.localRankOf(of.rank()) : 0) {
   const OnDevice here_now(device);
   segment = Segment::create(4096);
   signals = registerSegment(device, segment);

@@ -146,7 +146,7 @@ void Spanning::State::sumWhole(const GpuAllReduce& call, cudaStream_t stream) {
 }
 
 void Spanning::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) {
-  const size_t width = sizeOf(call.dtype), ranks = hosts.neighbours().size();
+  const size_t width = sizeOf(call.dtype), ranks = hosts.localRanks().size();
   const size_t part = call.count / ranks, whole = part * ranks;
   auto* const output = static_cast<std::byte*>(call.output);
   std::byte* const own = output + static_cast<size_t>(rail) * part * width;

@@ -38,8 +38,8 @@ double median(const std::vector<StepTimes>& steps, double StepTimes::* of) {
 }  // namespace
 
 void AutoTuner::record(const StepTimes& times) {
-  const Way way = next();
-  if (steps_++ >= kWarm) (way == Way::kExact ? exact_ : coded_).push_back(times);
+  const Mode mode = next();
+  if (steps_++ >= kWarm) (mode == Mode::kExact ? exact_ : coded_).push_back(times);
 }
 
 AutoTuner::Numbers AutoTuner::numbers() const {
@@ -70,11 +70,11 @@ std::optional<bool> AutoTuner::decide(const Numbers& all, std::string& why) cons
 // One step of compressed gradients; for the files that implement Compression.
 
 struct Compression::Step {
-  Step(uint64_t number, Way way, size_t parameters)
-      : number(number), way(way), seen(parameters), unseen(parameters) {}
+  Step(uint64_t number, Mode mode, size_t parameters)
+      : number(number), mode(mode), seen(parameters), unseen(parameters) {}
 
   const uint64_t number;
-  const Way way;
+  const Mode mode;
   const Nanos began = now();
   std::vector<bool> seen;  // by parameter
   size_t unseen;
@@ -108,7 +108,7 @@ Compression::Compression(const CompressionSettings& settings,
   for (const CompressedParameter& parameter : parameters_)
     if (!parameter.exact) usual_ += parameter.count;
   usual_ = std::min(usual_, kBucket);
-  if (settings_.automatic) startTrial();
+  if (settings_.automatic) startTuning();
 }
 
 Compression::~Compression() = default;
@@ -158,11 +158,11 @@ void Compression::agreeLocked(Group& group) {
   settleIfOver();
   step_ = nullptr;
   measured_.reset();
-  if (settings_.automatic) startTrial();
+  if (settings_.automatic) startTuning();
 }
 
-void Compression::startTrial() {
-  trial_.emplace();
+void Compression::startTuning() {
+  tuner_.emplace();
   codes_ = true;
   why_ = "not known yet";
 }
@@ -172,14 +172,14 @@ void Compression::startTrial() {
 void Compression::begin(Group& group) {
   const Nanos ended = now();
   settle();
-  if (trial_ && measured_ && group.size() > 1) {
-    trial_->record(
+  if (tuner_ && measured_ && group.size() > 1) {
+    tuner_->record(
         {measured_->operations, static_cast<double>(ended - measured_->began) / kSecond});
-    closeTrial(group);
+    endTuning(group);
   }
   measured_.reset();
-  const Way way = wayOf(steps_, group);
-  step_ = std::make_shared<Step>(steps_++, way, parameters_.size());
+  const Mode mode = modeOf(steps_, group);
+  step_ = std::make_shared<Step>(steps_++, mode, parameters_.size());
 }
 
 // What the latest step has made of the residuals holds from now on, if all went well.
@@ -187,11 +187,11 @@ void Compression::settle() {
   if (!step_) return;
   const auto step = std::exchange(step_, nullptr);
   if (!step->complete() || step->underWay()) return;
-  if (trial_ && tries(step->number))
+  if (tuner_ && tries(step->number))
     measured_ = {step->began, static_cast<double>(step->busy) / kSecond};
   if (!step->finite) return;
   for (const auto& store : step->stores) store->kept.swap(store->made);
-  if (step->way == Way::kDraining) residuals_.clear();
+  if (step->mode == Mode::kDraining) residuals_.clear();
 }
 
 void Compression::settleIfOver() {
@@ -199,26 +199,26 @@ void Compression::settleIfOver() {
 }
 
 bool Compression::tries(uint64_t step) const {
-  return trial_ && step >= settings_.start_after;
+  return tuner_ && step >= settings_.start_after;
 }
 
-Compression::Way Compression::wayOf(uint64_t step, Group& group) const {
-  if (step < settings_.start_after) return Way::kExact;
-  const Way exact = residuals_.empty() ? Way::kExact : Way::kDraining;
+Compression::Mode Compression::modeOf(uint64_t step, Group& group) const {
+  if (step < settings_.start_after) return Mode::kExact;
+  const Mode exact = residuals_.empty() ? Mode::kExact : Mode::kDraining;
   if (group.size() == 1) return exact;
-  if (trial_) return trial_->next() == AutoTuner::Way::kCoded ? Way::kCoded : Way::kExact;
-  return codes_ ? Way::kCoded : exact;
+  if (tuner_) return tuner_->next() == AutoTuner::Mode::kCoded ? Mode::kCoded : Mode::kExact;
+  return codes_ ? Mode::kCoded : exact;
 }
 
 // Everybody's numbers give everybody the same answer.
-void Compression::closeTrial(Group& group) {
-  if (!trial_->hasPair()) return;
-  AutoTuner::Numbers numbers = trial_->numbers();
+void Compression::endTuning(Group& group) {
+  if (!tuner_->hasPair()) return;
+  AutoTuner::Numbers numbers = tuner_->numbers();
   group.run({AllReduce{numbers.data(), numbers.size(), DType::kFloat64, ReduceOp::kAvg}});
-  const std::optional<bool> decision = trial_->decide(numbers, why_);
+  const std::optional<bool> decision = tuner_->decide(numbers, why_);
   if (!decision) return;
   codes_ = *decision;
-  trial_.reset();
+  tuner_.reset();
   if (group.rank() == 0 && logsInfo())
     log("gradients travel " + (codes_ ? std::string("as ") + name(settings_.codec) : "exactly") +
         " from now on: " + why_);
@@ -279,7 +279,7 @@ size_t Compression::residualBytes() {
 
 std::string Compression::choice() {
   const std::lock_guard lock(mutex_);
-  return trial_ ? "measuring" : codes_ ? name(settings_.codec) : "exact";
+  return tuner_ ? "measuring" : codes_ ? name(settings_.codec) : "exact";
 }
 
 std::string Compression::why() {
@@ -328,12 +328,12 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
   std::sort(exact.begin(), exact.end(), by_number);
 
   std::vector<Operation> operations;
-  if (step_->way == Way::kExact && !settings_.automatic && group.size() > 2) {
+  if (step_->mode == Mode::kExact && !settings_.automatic && group.size() > 2) {
     // In place the order of addition would depend on the bucket.
     exact.insert(exact.end(), coded.begin(), coded.end());
     std::sort(exact.begin(), exact.end(), by_number);
     if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
-  } else if (step_->way != Way::kCoded) {
+  } else if (step_->mode != Mode::kCoded) {
     operations.push_back(exactInPlace(bucket, MessageLayout(coded, group.size())));
   } else {
     if (!coded.empty()) operations.push_back(codedPart(bucket, MessageLayout(coded, group.size())));
@@ -356,7 +356,7 @@ std::shared_ptr<std::vector<double>> Compression::messageOf(size_t bytes) {
 // The bucket as it is; or, where coding ends, with the residuals, so that nothing is lost.
 Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageLayout& layout) {
   Operation operation{AllReduce{bucket.data, bucket.count, bucket.dtype, ReduceOp::kAvg}};
-  if (step_->way == Way::kDraining && !layout.parts().empty()) {
+  if (step_->mode == Mode::kDraining && !layout.parts().empty()) {
     const auto store = residuals_.storeOf(layout);
     step_->stores.push_back(store);
     operation.before = [store, bucket] {
@@ -365,7 +365,7 @@ Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageL
     };
   }
   // The buckets without a residual too: whatever is not finite undoes the step.
-  if (step_->way == Way::kDraining)
+  if (step_->mode == Mode::kDraining)
     operation.after = [step = step_, bucket] {
       if (!allFinite(bucket.data, bucket.dtype, bucket.count)) step->finite = false;
     };

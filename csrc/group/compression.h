@@ -35,13 +35,13 @@ struct StepTimes {
 // ranks agree on the times that they measured.
 class AutoTuner {
  public:
-  enum class Way { kExact, kCoded };
+  enum class Mode { kExact, kCoded };
   // Numbers that the ranks average, each with its own: medians of the exact and of the coded steps.
   using Numbers = std::array<double, 4>;
 
   // Each way once to warm up (connections, memory), then in pairs, whose order changes so that a
   // drift hits both.
-  Way next() const { return kOrder[steps_ % kOrder.size()]; }
+  Mode next() const { return kOrder[steps_ % kOrder.size()]; }
   // Of the step that went the way that `next` said.
   void record(const StepTimes& times);
   // Whether the ranks should exchange numbers: after the first pair, and after the last.
@@ -55,9 +55,9 @@ class AutoTuner {
 
  private:
   static constexpr size_t kWarm = 2;
-  static constexpr std::array kOrder{Way::kExact, Way::kCoded,                            //
-                                     Way::kExact, Way::kCoded, Way::kCoded, Way::kExact,  //
-                                     Way::kExact, Way::kCoded, Way::kCoded, Way::kExact};
+  static constexpr std::array kOrder{Mode::kExact, Mode::kCoded,                              //
+                                     Mode::kExact, Mode::kCoded, Mode::kCoded, Mode::kExact,  //
+                                     Mode::kExact, Mode::kCoded, Mode::kCoded, Mode::kExact};
   size_t steps_ = 0;
   std::vector<StepTimes> exact_, coded_;
 };
@@ -119,21 +119,21 @@ class Compression {
 
  private:
   struct Step;
-  enum class Way { kExact, kCoded, kDraining };
+  enum class Mode { kExact, kCoded, kDraining };
   struct Measured {
     Nanos began;
     double operations;
   };
 
   void agreeLocked(Group& group);
-  void startTrial();
+  void startTuning();
   void begin(Group& group);
   void settle();
   void settleIfOver();
   void requireQuiet();
   bool tries(uint64_t step) const;
-  Way wayOf(uint64_t step, Group& group) const;
-  void closeTrial(Group& group);
+  Mode modeOf(uint64_t step, Group& group) const;
+  void endTuning(Group& group);
   bool continues(const GradientBucket& bucket) const;
   std::shared_ptr<std::vector<double>> messageOf(size_t bytes);
   Operation exactInPlace(const GradientBucket& bucket, const MessageLayout& layout);
@@ -150,7 +150,7 @@ class Compression {
   std::shared_ptr<std::vector<double>> message_;  // operations work in it, one at a time
   uint64_t steps_ = 0;
   std::shared_ptr<Step> step_;        // the latest; null once it is settled
-  std::optional<AutoTuner> trial_;    // while it lasts
+  std::optional<AutoTuner> tuner_;    // while it lasts
   std::optional<Measured> measured_;  // of the latest step, if it was one of the trial's
   bool codes_ = true;                 // after the trial, if there was one
   std::string why_ = "asked for";

@@ -18,8 +18,8 @@ namespace ringreduce {
 namespace {
 
 // How often what cannot wake the loop is looked at.
-constexpr Nanos kTurn = 10 * kMillisecond;
-constexpr int kCallersATurn = 64;
+constexpr Nanos kPollPeriod = 10 * kMillisecond;
+constexpr int kCallersAStep = 64;
 
 // Where a rank listens, and what a caller must know; told through the group.
 struct Invitation {
@@ -45,9 +45,9 @@ class FdExchange {
       listener_ = listenAt(invitation.socket, group_.size() + 16);
     });
     invitations_ = gatherEach(group_, invitation);
-    partner(group_.rank()).sent = partner(group_.rank()).heard = true;
+    partner(group_.rank()).sent = partner(group_.rank()).received = true;
     try {
-      while (!missing().empty()) turn();
+      while (!missing().empty()) step();
     } catch (const Error& error) {
       if (error.kind() != Failure::kSetup || group_.failed()) throw;
       // What this process itself met (no descriptors left, say): the others wait for it.
@@ -62,9 +62,9 @@ class FdExchange {
 
  private:
   struct Partner {
-    Fd socket;           // connected to it; not yet, or no more, if none
-    bool sent = false;   // it has this rank's descriptor
-    bool heard = false;  // `fd` is what it gave
+    Fd socket;              // connected to it; not yet, or no more, if none
+    bool sent = false;      // it has this rank's descriptor
+    bool received = false;  // `fd` is what it gave
     Fd fd;
   };
 
@@ -77,39 +77,39 @@ class FdExchange {
     std::vector<int> ranks;
     for (int r = 0; r < group_.size(); ++r) {
       const Partner& p = partners_[static_cast<size_t>(r)];
-      if (!p.sent || !p.heard) ranks.push_back(r);
+      if (!p.sent || !p.received) ranks.push_back(r);
     }
     return ranks;
   }
 
-  void turn() {
+  void step() {
     // Before anything is heard: what a rank that is gone by now has sent is in the socket.
     const std::vector<PeerState> states = group_.states();
     for (int r = 0; r < group_.rank(); ++r)
-      if (Partner& p = partner(r); !p.heard || !p.sent) converse(r, p);
+      if (Partner& p = partner(r); !p.received || !p.sent) exchangeWith(r, p);
     // Not all there are: somebody who calls without end shall not keep us from the clock below.
-    for (int i = 0; i < kCallersATurn; ++i) {
+    for (int i = 0; i < kCallersAStep; ++i) {
       Fd caller = acceptFrom(listener_);
       if (!caller) break;
       if (peerOf(caller).uid == geteuid()) callers_.push_back(std::move(caller));
     }
-    std::erase_if(callers_, [&](Fd& caller) { return !hear(caller); });
+    std::erase_if(callers_, [&](Fd& caller) { return !receiveFrom(caller); });
 
     const std::vector<int> late = missing();
     if (late.empty()) return;
     group_.checkHealth();
     for (int r : late)
       if (!states[static_cast<size_t>(r)].isHere()) group_.failLost(r, doing());
-    lookAtClock(late);
+    checkClock(late);
     group_.interrupt(doing());
     std::vector<int> wanted{listener_.get()};
     for (const Fd& caller : callers_) wanted.push_back(caller.get());
     for (const Partner& p : partners_)
       if (p.socket) wanted.push_back(p.socket.get());
-    waitReadable(wanted, kTurn);
+    waitReadable(wanted, kPollPeriod);
   }
 
-  void lookAtClock(const std::vector<int>& late) {
+  void checkClock(const std::vector<int>& late) {
     const Nanos waited = now() - started_;
     if (waited >= group_.timeout())
       group_.fail(Failure::kTimeout, late.front(),
@@ -122,7 +122,7 @@ class FdExchange {
   }
 
   // With a lower rank, which listens: one message each way.
-  void converse(int r, Partner& p) {
+  void exchangeWith(int r, Partner& p) {
     if (!p.socket) {
       p.socket = connectTo(invitationOf(r).socket);
       p.sent = false;
@@ -143,7 +143,7 @@ class FdExchange {
   }
 
   // One who called.  False: done with it, or not to be listened to.
-  bool hear(Fd& caller) {
+  bool receiveFrom(Fd& caller) {
     Packet packet;
     Fields fields;
     try {
@@ -157,14 +157,14 @@ class FdExchange {
     const int64_t rank = number(fields, "rank");
     if (rank <= group_.rank() || rank >= group_.size()) return false;
     Partner& p = partner(static_cast<int>(rank));
-    if ((p.heard && p.sent) || !take(static_cast<int>(rank), packet)) return false;
+    if ((p.received && p.sent) || !take(static_cast<int>(rank), packet)) return false;
     p.sent = send(caller, static_cast<int>(rank));
     p.socket = std::move(caller);
     return false;
   }
 
   bool isProven(const Fields& fields) const {
-    return sameSecret(word(fields, "secret"), invitationOf(group_.rank()).secret);
+    return sameSecret(fieldOf(fields, "secret"), invitationOf(group_.rank()).secret);
   }
 
   // Whether the message is what rank `r` has to say; then its descriptor is ours.
@@ -175,7 +175,7 @@ class FdExchange {
       return false;
     Partner& p = partner(r);
     if (fds == 1) p.fd = std::move(packet.fds[0]);
-    return p.heard = true;
+    return p.received = true;
   }
 
   // False if the other end is gone: then it connects again, or its end shows.

@@ -47,23 +47,23 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
 
   const Hosts& hosts = *met.hosts;
   std::shared_ptr<Group> local;
-  Membership neighbours;
-  links->join(hosts, store, [&](const HostLinks::Turn& turn) {
+  Membership local_members;
+  links->join(hosts, store, [&](const HostLinks::Poll& poll) {
     const auto share = [&](const char* purpose) {
-      return shareMemory(hosts.neighbourRanks(purpose, HostLinks::localOptions(hosts), options),
-                         turn);
+      return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
+                         poll);
     };
     if (hosts.count() > 1) {
       GroupOptions local_options = options;
-      local_options.global_ranks = options.shownAs(hosts.neighbours());
+      local_options.global_ranks = options.shownAs(hosts.localRanks());
       local_options.together = true;
-      local.reset(new Group(hosts.placeOf(rank), share("group"), local_options));
+      local.reset(new Group(hosts.localRankOf(rank), share("group"), local_options));
     }
-    if (Hierarchy::fits(hosts, links->sharedOptions())) neighbours = share("hierarchy");
+    if (Hierarchy::fits(hosts, links->sharedOptions())) local_members = share("hierarchy");
   });
   auto network = std::make_unique<Network>(std::move(links));
   return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*met.hosts),
-                                          std::move(local), std::move(neighbours), options));
+                                          std::move(local), std::move(local_members), options));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)
@@ -83,18 +83,18 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
                                              *executor_, options_, users_patience_)) {}
 
 Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
-             Membership neighbours, const GroupOptions& options)
+             Membership local_members, const GroupOptions& options)
     : rank_(rank),
       size_(hosts.size()),
       options_(options),
       generation_(forkGeneration()),
       users_patience_(
-          patienceOf(/*in_users_thread=*/true, static_cast<int>(hosts.neighbours().size()))),
+          patienceOf(/*in_users_thread=*/true, static_cast<int>(hosts.localRanks().size()))),
       workers_patience_(
-          patienceOf(/*in_users_thread=*/false, static_cast<int>(hosts.neighbours().size()))),
+          patienceOf(/*in_users_thread=*/false, static_cast<int>(hosts.localRanks().size()))),
       timeout_(options.timeout),
       shared_(network->sharedOptions()),
-      membership_(std::move(neighbours)),
+      membership_(std::move(local_members)),
       hosts_(std::make_unique<Hosts>(std::move(hosts))),
       network_(std::move(network)),
       local_(std::move(local)),
@@ -126,10 +126,10 @@ Group::~Group() {
 }
 
 // In this order: no collective is called any more, then no message received, then nothing at all.
-void Group::leave(void (*turn)()) {
-  executor_->stop(turn);
-  messenger_->stop(turn, timeout_);
-  if (network_) network_->handOver(turn, timeout_);
+void Group::leave(void (*poll)()) {
+  executor_->stop(poll);
+  messenger_->stop(poll, timeout_);
+  if (network_) network_->handOver(poll, timeout_);
   std::call_once(departed_, [&] {
     arbiter_->depart(Declared::kGone);
     if (network_) network_->leave();
@@ -193,9 +193,9 @@ void Group::run(Operation operation) {
   std::vector<Operation> operations;
   operations.push_back(std::move(operation));
   if (tryRunHere(operations)) return;
-  const auto ticket = submitAll(std::move(operations), nullptr);
-  await(*ticket, kNever);
-  if (ticket->error()) std::rethrow_exception(ticket->error());
+  const auto handle = submitAll(std::move(operations), nullptr);
+  await(*handle, kNever);
+  if (handle->error()) std::rethrow_exception(handle->error());
 }
 
 std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operations,
@@ -232,16 +232,16 @@ void Group::expect(Delivery& delivery) {
   messenger_->expect(delivery, timeout_);
 }
 
-bool Group::await(OperationHandle& ticket, Nanos longest) {
+bool Group::await(OperationHandle& handle, Nanos longest) {
   refuseInChild();
-  if (!ticket.isDone()) refuseInside();
+  if (!handle.isDone()) refuseInside();
   try {
-    return ticket.wait(longest, options_.interrupt);
+    return handle.wait(longest, options_.interrupt);
   } catch (...) {
     // Ctrl-C.  Whoever gave up may free the buffers, and others wait for an operation that this
     // rank will not finish: so it ends, for all, before anybody goes on.
     arbiter_->abort("interrupted while it waited for an operation");
-    ticket.wait(kNever, nullptr);
+    handle.wait(kNever, nullptr);
     throw;
   }
 }

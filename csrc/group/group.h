@@ -2,7 +2,7 @@
 //
 //     auto group = Group::create(store, rank, world_size, options);
 //     group->run({AllReduce{data, count, DType::kFloat32, ReduceOp::kSum}});
-//     auto receive = group->post({Message::Way::kReceive, peer, tag, data, count, dtype});
+//     auto receive = group->post({Message::Direction::kReceive, peer, tag, data, count, dtype});
 //
 // Thread-safe.  All ranks must call the same operations in the same order; otherwise all ranks get
 // an Error.  After any Error except kArgument the group has failed for good: destroy it and make a
@@ -51,7 +51,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool tryRunHere(const std::vector<Operation>& operations);
 
   // Queues the operations, to run in order until one fails.  Throws Error(kArgument) at once for
-  // invalid arguments; the ticket holds any other error.  `completion` is called once, in a thread
+  // invalid arguments; the handle holds any other error.  `completion` is called once, in a thread
   // that may call this group.
   std::shared_ptr<OperationHandle> submitAll(std::vector<Operation> operations,
                                              Executor::Completion completion);
@@ -61,8 +61,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Starts a send or a receive.  It may complete at once; `await` waits for it.
   std::shared_ptr<Delivery> post(Message message);
 
-  // Waits for a ticket of this group.  Returns false after `longest`.  Ctrl-C fails the group.
-  bool await(OperationHandle& ticket, Nanos longest);
+  // Waits for a handle of this group.  Returns false after `longest`.  Ctrl-C fails the group.
+  bool await(OperationHandle& handle, Nanos longest);
   bool await(Delivery& delivery, Nanos longest);
   // Starts the deadline of a message that is waited for without `await`: by a Future of torch.
   void expect(Delivery& delivery);
@@ -137,12 +137,12 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(int rank, Membership membership, const GroupOptions& options);
   Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
-        Membership neighbours, const GroupOptions& options);
+        Membership local_members, const GroupOptions& options);
   void refuseInChild() const;
   void refuseInside() const;
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
-  void leave(void (*turn)());
+  void leave(void (*poll)());
 
   struct Closes {
     void operator()(Network* network) const;

@@ -27,7 +27,7 @@ Network::Network(std::unique_ptr<HostLinks> links)
       size_(links_->size()),
       pages_(std::make_unique<RankPage[]>(static_cast<size_t>(size_))),
       reactor_(links_->reactor()) {
-  if (!links_->ring().ranks.empty()) places_ = placesOf(links_->ring().ranks);
+  if (!links_->ring().ranks.empty()) positions_ = positionsOf(links_->ring().ranks);
   for (int r = 0; r < size_; ++r)
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
@@ -69,17 +69,18 @@ std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
   const WireCost& cost = links_->cost();
   TcpOptions tcp{.shown = ranks, .lost_after = links_->lostAfter()};
   WaitGuard* guard = &arbiter;
-  if (!ranks.empty()) guard = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
+  if (!ranks.empty())
+    guard = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
   tcp.min_connections =
       std::max(net::initialConnections(static_cast<Nanos>(cost.roundTrip() * kSecond)),
                static_cast<int>(links_->mostPaths()));
   if (links_->connections() > 0) tcp.min_connections = tcp.max_connections = links_->connections();
   return std::make_unique<TcpTransport>(
-      placeOf(rank_), size_, *guard,
-      [this](int to, int number, const std::function<void()>& turn) {
-        const int rank = places_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
-        return links_->dial(rank, net::Purpose::kData, number, turn);
+      positionOf(rank_), size_, *guard,
+      [this](int to, int number, const std::function<void()>& poll) {
+        const int rank = positions_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
+        return links_->dial(rank, net::Purpose::kData, number, poll);
       },
       TransportOptions{.algorithm = links_->sharedOptions().algorithm, .cost = cost}, tcp);
 }
@@ -89,8 +90,8 @@ std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
   try {
     forwarder_ = net::MessageForwarder::start(
         reactor_, rank_, size_,
-        [this](int to, int, const std::function<void()>& turn) {
-          return links_->dial(to, net::Purpose::kMessages, 0, turn);
+        [this](int to, int, const std::function<void()>& poll) {
+          return links_->dial(to, net::Purpose::kMessages, 0, poll);
         },
         *this);
     carrier_ = forwarder_.get();
@@ -100,8 +101,8 @@ std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
     arbiter_ = &arbiter;
     auto ring = net::Control::start(
         reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),
-        [this](int to, int, const std::function<void()>& turn) {
-          return links_->dial(to, net::Purpose::kControl, 0, turn);
+        [this](int to, int, const std::function<void()>& poll) {
+          return links_->dial(to, net::Purpose::kControl, 0, poll);
         },
         arbiter, control);
     {
@@ -127,7 +128,7 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kMessages:
       return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
-      return transport_->accept(placeOf(caller.from), std::move(socket));
+      return transport_->accept(positionOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // is awaited, or nobody's any more
       return;
   }
@@ -154,7 +155,7 @@ std::vector<Engine::Wire> Network::channels() {
   return wires;
 }
 
-void Network::handOver(void (*turn)(), Nanos timeout) {
+void Network::handOver(void (*poll)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
   if (!forwarder_) return;
   const Arbiter& arbiter = *arbiter_.load();
@@ -167,7 +168,7 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
                  "' with messages that had not been sent after " + seconds(timeout) + ": " +
                  arbiter.whereabouts(late) + " did not take them");
-    if (turn) turn();
+    if (poll) poll();
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   }
 }
@@ -201,11 +202,11 @@ void Network::askForProgress(uint64_t since) {
 
 void Network::wakePeer(int rank) {
   const std::lock_guard lock(calls_mutex_);
-  if (forwarder_) forwarder_->stir(rank);
+  if (forwarder_) forwarder_->wake(rank);
 }
 
 bool Network::mayReceiveFrom(int rank) {
-  return carrier_->hears(rank);
+  return carrier_->mayReceiveFrom(rank);
 }
 
 void Network::callLater(Nanos delay, std::function<void()> then) {
@@ -214,7 +215,7 @@ void Network::callLater(Nanos delay, std::function<void()> then) {
 
 // ---- what the message forwarder reports
 
-void Network::stirred(int) {
+void Network::onProgress(int) {
   if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);
 }
 

@@ -44,8 +44,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const WireCost& cost() const { return links_->cost(); }
 
   // Waits until the kernel has taken all messages to ranks that may still receive, up to `timeout`,
-  // or until the group fails.  `turn`, if not null, is called now and then and may throw.
-  void handOver(void (*turn)(), Nanos timeout);
+  // or until the group fails.  `poll`, if not null, is called now and then and may throw.
+  void handOver(void (*poll)(), Nanos timeout);
   // After the arbiter has departed: waits briefly until the other ranks know, and closes all
   // sockets except those of the transport.
   void leave();
@@ -63,11 +63,11 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
 
  private:
   // ---- in the reactor's thread
-  void stirred(int rank) override;
+  void onProgress(int rank) override;
   void broken(int rank, const std::string& how, bool damaged) override;
 
-  int placeOf(int rank) const {
-    return places_.empty() ? rank : places_[static_cast<size_t>(rank)];
+  int positionOf(int rank) const {
+    return positions_.empty() ? rank : positions_[static_cast<size_t>(rank)];
   }
 
   void route(net::Socket socket, const net::PeerHello& caller);
@@ -77,8 +77,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const GroupOptions& options_;
   const int rank_, size_;
   std::unique_ptr<WaitGuard>
-      placed_;               // the arbiter, for the transport, where ranks stand in another order
-  std::vector<int> places_;  // by rank; empty where that is its number
+      position_guard_;  // the arbiter, for the transport, where ranks stand in another order
+  std::vector<int> positions_;  // by rank; empty where that is its number
 
   std::unique_ptr<RankPage[]> pages_;
   std::unique_ptr<std::byte[]> own_ring_;  // for messages to oneself

@@ -201,7 +201,7 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   std::visit(
       [&]<class Call>(Call& call) {
         if constexpr (requires { int{call.root}; })
-          call.root = placesOf(ranks)[static_cast<size_t>(call.root)];
+          call.root = positionsOf(ranks)[static_cast<size_t>(call.root)];
         if constexpr (requires { call.inputs.size(); }) reorder(call.inputs, ranks);
         if constexpr (requires { call.outputs.size(); }) reorder(call.outputs, ranks);
         if constexpr (requires { call.counts.size(); }) reorder(call.counts, ranks);

@@ -39,12 +39,12 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
         listener_(listener),
         ring_(size, options.ring),
         state_(size),
-        dialler_(std::move(dial), options.lost_after) {}
+        connector_(std::move(dial), options.lost_after) {}
 
   void begin(Socket next, Socket previous);
   void end();
   bool isOver() const { return over_; }
-  void stopDialling() { dialler_.stop(); }
+  void stopConnecting() { connector_.stop(); }
   void add(int peer, Socket socket, bool proven, bool dialled);
   void broadcastError(const GroupFailure& failure);
   void depart(Declared how);
@@ -78,11 +78,11 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   // connections
   void ready(const Link& link, uint32_t events);
   void receive(const Link& link);
-  void goOn(const Link& link);
+  void receiveLater(const Link& link);
   void send(Connection& link);
   void sendAll();
-  void lose(const Link& link, int error, bool nonsense);
-  void beat();
+  void onDisconnect(const Link& link, int error, bool nonsense);
+  void sendHeartbeats();
   bool isLinked(int rank) const;
   // received frames
   void take(const Link& link, const ControlFrame& frame);
@@ -90,12 +90,12 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void onAnswer(const Answer& answer, Connection* from);
   void answer(uint64_t since);
   bool isNews(const Progress& own) const;
-  void spread(Outbox::Item item, const Connection* from);
+  void forward(Outbox::Item item, const Connection* from);
   // gaps, cuts and lost ranks
-  void mend();
+  void closeGaps();
   void dialNext();
   void notReached(int rank);
-  void judge();
+  void reportCut();
   void reportLost(std::vector<int> ranks, Observed observed, const std::string& how);
   bool listens() const { return !state_.failure && state_.departure(me_) != Declared::kGone; }
   std::string noPacket(size_t ranks) const;
@@ -116,7 +116,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool dialling_ = false;
   std::set<int> not_reached_;  // ranks that could not be connected across a gap
   std::map<int, Nanos> silent_since_;
-  Connector dialler_;
+  Connector connector_;
 };
 
 // ---- connections
@@ -135,7 +135,7 @@ bool meansUnreachable(int error) {
 }
 
 // Makes the kernel end a connection whose other host is lost.
-void watchOver(int socket, const Control::Options& options) {
+void setTimeouts(int socket, const Control::Options& options) {
   const auto set = [socket](int level, int name, int value) {
     setsockopt(socket, level, name, &value, sizeof value);  // a socket that is not TCP has none
   };
@@ -153,7 +153,7 @@ void watchOver(int socket, const Control::Options& options) {
 void ControlNode::begin(Socket next, Socket previous) {
   if (next) add(ring_.next(me_), std::move(next), true, false);
   if (previous) add(ring_.previous(me_), std::move(previous), true, false);
-  beat();
+  sendHeartbeats();
 }
 
 void ControlNode::end() {
@@ -167,7 +167,7 @@ void ControlNode::end() {
 }
 
 void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
-  watchOver(socket.get(), options_);
+  setTimeouts(socket.get(), options_);
   auto link = std::make_shared<Connection>(peer, std::move(socket), state_.size());
   link->proven = proven;
   link->dialled = dialled;
@@ -182,18 +182,18 @@ void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
     if (proven) throw;
     log("lost a control connection with rank " + std::to_string(peer) + ": " + error.what());
     if (dialled) notReached(peer);
-    return mend();
+    return closeGaps();
   }
   links_.push_back(link);
   // At once, also without news: a connection counts as proven once bytes have come over it.
   link->out += encode(Heartbeat{});
   send(*link);
-  if (link->socket.holdsBytes()) goOn(link);
-  mend();
+  if (link->socket.holdsBytes()) receiveLater(link);
+  closeGaps();
 }
 
 // Receives bytes that the socket holds already, for which epoll reports nothing.
-void ControlNode::goOn(const Link& link) {
+void ControlNode::receiveLater(const Link& link) {
   reactor_->soon(later([link = std::weak_ptr(link)](ControlNode& ring) {
     const Link there = link.lock();
     if (there && std::ranges::count(ring.links_, there) > 0) ring.receive(there);
@@ -217,7 +217,7 @@ void ControlNode::receive(const Link& link) {
     const ssize_t n = link->socket.receive(bytes.data(), bytes.size());
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (n <= 0) return lose(link, n < 0 ? errno : 0, n < 0 && errno == EBADMSG);
+    if (n <= 0) return onDisconnect(link, n < 0 ? errno : 0, n < 0 && errno == EBADMSG);
     link->unheard = 0;
     link->in.feed({bytes.data(), static_cast<size_t>(n)});
     while (const auto frame = link->in.next()) {
@@ -225,14 +225,14 @@ void ControlNode::receive(const Link& link) {
         link->proven = true;
         not_reached_.clear();
         silent_since_.erase(link->peer);
-        mend();
+        closeGaps();
       }
       take(link, *frame);
       if (over_) return;
     }
-    if (link->in.failed()) return lose(link, 0, true);
+    if (link->in.failed()) return onDisconnect(link, 0, true);
   }
-  if (link->socket.holdsBytes()) goOn(link);
+  if (link->socket.holdsBytes()) receiveLater(link);
 }
 
 // Writes news, as far as the kernel takes it.
@@ -263,7 +263,7 @@ void ControlNode::sendAll() {
   for (const Link& link : std::vector<Link>(links_)) send(*link);
 }
 
-void ControlNode::beat() {
+void ControlNode::sendHeartbeats() {
   for (const Link& link : std::vector<Link>(links_)) {
     if (link->out.empty() && link->unheard < kUnheard) {
       ++link->unheard;
@@ -271,7 +271,8 @@ void ControlNode::beat() {
     }
     send(*link);
   }
-  heart_ = reactor_->at(now() + options_.heartbeat, later([](ControlNode& ring) { ring.beat(); }));
+  heart_ = reactor_->at(now() + options_.heartbeat,
+                        later([](ControlNode& ring) { ring.sendHeartbeats(); }));
 }
 
 bool ControlNode::isFlushed() {
@@ -296,19 +297,19 @@ bool ControlNode::isLinked(int rank) const {
 }
 
 // A connection has ended.
-void ControlNode::lose(const Link& link, int error, bool nonsense) {
+void ControlNode::onDisconnect(const Link& link, int error, bool nonsense) {
   reactor_->forget(link->socket.get());
   std::erase(links_, link);
   link->socket.reset();
   if (meansUnreachable(link->error)) error = link->error;
   const int peer = link->peer;
   // A departed rank ends its connections; after a failure all ranks do.
-  if (!ring_.has(peer) || state_.failure) return mend();
+  if (!ring_.has(peer) || state_.failure) return closeGaps();
   if (!link->proven) {
     if (link->dialled) notReached(peer);
-    return mend();
+    return closeGaps();
   }
-  if (isLinked(peer)) return mend();
+  if (isLinked(peer)) return closeGaps();
   const auto how = nonsense                  ? Broken::How::kNonsense
                    : meansUnreachable(error) ? Broken::How::kUnreachable
                                              : Broken::How::kEnded;
@@ -335,21 +336,21 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
   if (const auto* departed = std::get_if<Departed>(&frame)) {
     if (departed->rank == me_ || !state_.depart(departed->rank, departed->how)) return;
     if (departed->how == Declared::kGone) ring_.remove(departed->rank);
-    spread({Outbox::Kind::kDeparture, departed->rank}, from);
+    forward({Outbox::Kind::kDeparture, departed->rank}, from);
     listener_.onDeparture(departed->rank, departed->how);
-    mend();
+    closeGaps();
   } else if (const auto* failure = std::get_if<GroupFailure>(&frame)) {
     if (state_.failure) return;
     reactor_->cancel(std::exchange(settling_, 0));  // the failure names the culprit
     state_.failure = *failure;
-    spread({Outbox::Kind::kFailure, 0}, from);
+    forward({Outbox::Kind::kFailure, 0}, from);
     if (state_.departure(me_) != Declared::kGone) listener_.onRemoteError(*failure);
-    mend();
+    closeGaps();
   } else if (const auto* broken = std::get_if<Broken>(&frame)) {
     onBroken(*broken, from);
   } else if (const auto* question = std::get_if<Question>(&frame)) {
     if (question->asker == me_ || !state_.asked(*question)) return;
-    spread({Outbox::Kind::kQuestion, question->asker}, from);
+    forward({Outbox::Kind::kQuestion, question->asker}, from);
     // Its answers serve this rank too, and ranks do not repeat an answer within this time.
     next_question_ = std::max(next_question_, now() + options_.heartbeat / 2);
     answer(question->since);
@@ -365,12 +366,12 @@ void ControlNode::onBroken(const Broken& broken, Connection* from) {
     return;  // this rank lives: the other ranks will report the failure
   const std::optional<int> number = state_.broke(broken);
   if (!number) return;
-  spread({Outbox::Kind::kBroken, *number}, from);
+  forward({Outbox::Kind::kBroken, *number}, from);
   if (broken.how == Broken::How::kUnreachable) {
     cuts_.insert(std::minmax(broken.reporter, broken.rank));
     reactor_->cancel(settling_);
     settling_ = reactor_->at(now() + options_.heartbeat + kSettle,
-                             later([](ControlNode& ring) { ring.judge(); }));
+                             later([](ControlNode& ring) { ring.reportCut(); }));
     return;
   }
   if (!ring_.has(broken.rank)) return;
@@ -378,12 +379,12 @@ void ControlNode::onBroken(const Broken& broken, Connection* from) {
   reportLost({broken.rank},
              broken.how == Broken::How::kEnded ? Observed::kEnded : Observed::kUnreachable,
              howEnded(broken.how));
-  mend();
+  closeGaps();
 }
 
 void ControlNode::onAnswer(const Answer& answer, Connection* from) {
   if (answer.rank == me_ || !state_.answered(answer)) return;
-  spread({Outbox::Kind::kAnswer, answer.rank}, from);
+  forward({Outbox::Kind::kAnswer, answer.rank}, from);
   if (!listens()) return;
   listener_.onProgress(answer.rank, answer.there);
   for (int rank : answer.stopped) {
@@ -414,10 +415,10 @@ void ControlNode::answer(uint64_t since) {
                    .number = state_.answersOf(me_) + 1,
                    .there = std::move(own),
                    .stopped = listener_.stoppedOnHost()});
-  spread({Outbox::Kind::kAnswer, me_}, nullptr);
+  forward({Outbox::Kind::kAnswer, me_}, nullptr);
 }
 
-void ControlNode::spread(Outbox::Item item, const Connection* from) {
+void ControlNode::forward(Outbox::Item item, const Connection* from) {
   for (const Link& link : std::vector<Link>(links_)) {
     if (link.get() == from) continue;
     link->outbox.add(item);
@@ -431,14 +432,14 @@ void ControlNode::broadcastError(const GroupFailure& failure) {
   if (state_.failure) return;
   reactor_->cancel(std::exchange(settling_, 0));
   state_.failure = failure;
-  spread({Outbox::Kind::kFailure, 0}, nullptr);
-  mend();
+  forward({Outbox::Kind::kFailure, 0}, nullptr);
+  closeGaps();
 }
 
 void ControlNode::depart(Declared how) {
   if (how == Declared::kHere || !state_.depart(me_, how)) return;
-  spread({Outbox::Kind::kDeparture, me_}, nullptr);
-  mend();
+  forward({Outbox::Kind::kDeparture, me_}, nullptr);
+  closeGaps();
 }
 
 void ControlNode::askForProgress(uint64_t since) {
@@ -446,14 +447,14 @@ void ControlNode::askForProgress(uint64_t since) {
   if (time < next_question_ && since == kNoOperation) return;
   next_question_ = time + options_.heartbeat;
   state_.asked({me_, state_.questionsOf(me_) + 1, since});
-  spread({Outbox::Kind::kQuestion, me_}, nullptr);
+  forward({Outbox::Kind::kQuestion, me_}, nullptr);
   answer(since);  // the other ranks, which need not ask now, need this rank's progress too
 }
 
 // ---- gaps, cuts and lost ranks
 
 // Keeps this rank connected to both neighbours, and releases ranks that left.
-void ControlNode::mend() {
+void ControlNode::closeGaps() {
   if (over_) return;
   const bool gone = state_.departure(me_) == Declared::kGone;
   if (!gone && !state_.failure) dialNext();
@@ -481,9 +482,9 @@ void ControlNode::dialNext() {
     ring.dialling_ = false;
     if (*socket) return ring.add(target, std::move(*socket), false, true);
     ring.notReached(target);
-    ring.mend();
+    ring.closeGaps();
   });
-  dialler_.call(target, 0, [reactor = reactor_, taken](Socket socket, const NotMade&) {
+  connector_.call(target, 0, [reactor = reactor_, taken](Socket socket, const ConnectFailure&) {
     reactor->soon(
         [taken, fd = std::make_shared<Socket>(std::move(socket))]() mutable { taken(fd); });
   });
@@ -500,12 +501,12 @@ void ControlNode::notReached(int rank) {
   again_ = reactor_->at(now() + options_.heartbeat / 2, later([](ControlNode& node) {
                           node.again_ = 0;
                           node.not_reached_.clear();
-                          node.mend();
+                          node.closeGaps();
                         }));
 }
 
 // Once all cuts of a partition are known.
-void ControlNode::judge() {
+void ControlNode::reportCut() {
   settling_ = 0;
   if (!listens()) return;
   std::vector<int> linked;
@@ -544,7 +545,7 @@ class RingControl final : public Control {
       : reactor_(std::move(reactor)), node_(std::move(node)) {}
   ~RingControl() override {
     reactor_->run([&] { node_->end(); });
-    node_->stopDialling();
+    node_->stopConnecting();
   }
 
   void accept(int from, Socket socket) override {

@@ -172,23 +172,23 @@ class ControlRing {
  private:
   int beside(int rank, int step) const;
 
-  std::vector<int> order_, place_;
+  std::vector<int> order_, position_;
   std::vector<bool> here_;
 };
 
 inline ControlRing::ControlRing(int size, std::vector<int> order)
     : order_(std::move(order)),
-      place_(static_cast<size_t>(size), -1),
+      position_(static_cast<size_t>(size), -1),
       here_(static_cast<size_t>(size), true) {
   if (order_.empty()) {
     order_.resize(static_cast<size_t>(size));
     std::iota(order_.begin(), order_.end(), 0);
   }
-  bool fits = order_.size() == place_.size();
+  bool fits = order_.size() == position_.size();
   for (size_t i = 0; fits && i < order_.size(); ++i) {
     const int rank = order_[i];
-    fits = rank >= 0 && rank < size && place_[static_cast<size_t>(rank)] < 0;
-    if (fits) place_[static_cast<size_t>(rank)] = static_cast<int>(i);
+    fits = rank >= 0 && rank < size && position_[static_cast<size_t>(rank)] < 0;
+    if (fits) position_[static_cast<size_t>(rank)] = static_cast<int>(i);
   }
   if (!fits)
     throw Error(Failure::kSetup, "the control ring of " + std::to_string(size) +
@@ -202,8 +202,8 @@ inline void ControlRing::remove(int rank) {
 inline int ControlRing::beside(int rank, int step) const {
   const int size = static_cast<int>(order_.size());
   for (int i = 1; i < size; ++i) {
-    const int place = (place_[static_cast<size_t>(rank)] + i * step % size + size) % size;
-    const int other = order_[static_cast<size_t>(place)];
+    const int position = (position_[static_cast<size_t>(rank)] + i * step % size + size) % size;
+    const int other = order_[static_cast<size_t>(position)];
     if (has(other)) return other;
   }
   return rank;

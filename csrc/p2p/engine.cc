@@ -23,7 +23,7 @@ void Engine::post(const Handle& transfer) {
   transfer->number = posts_++;
   pending_.insert(transfer);
   const Message& m = transfer->message;
-  if (m.way == Message::Way::kSend) {
+  if (m.direction == Message::Direction::kSend) {
     peers_[static_cast<size_t>(m.peer)].unannounced.push_back(transfer);
     return;
   }
@@ -57,7 +57,7 @@ void Engine::cancel(const Handle& transfer) {
   const auto forgetIn = [&](std::map<uint64_t, Handle>& from) {
     std::erase_if(from, [&](const auto& entry) { return entry.second == transfer; });
   };
-  if (m.way == Message::Way::kSend) {
+  if (m.direction == Message::Direction::kSend) {
     Peer& peer = peers_[static_cast<size_t>(m.peer)];
     forget(peer.unannounced);
     forget(peer.granted);

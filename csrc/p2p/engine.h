@@ -35,9 +35,9 @@ static_assert(4 * recordBytes(kFragmentBytes) <= kRingBytes);
 static_assert(kEagerBytes <= kFragmentBytes);
 
 struct Message {
-  enum class Way : uint8_t { kSend, kReceive };
+  enum class Direction : uint8_t { kSend, kReceive };
 
-  Way way;
+  Direction direction;
   int peer;  // kReceive: or kAnySource
   int tag;
   void* data;  // kSend: only read

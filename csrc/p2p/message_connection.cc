@@ -52,7 +52,7 @@ void MessageSender::discard() {
   head_left_ = bytes_left_ = 0;
   sent_ = ends_.out_filled->observe();
   framed_ = sent_;
-  keepQuiet();
+  markTold();
   ends_.out_emptied->publish(sent_);
 }
 
@@ -68,7 +68,7 @@ void MessageSender::cutFrame() {
 }
 
 Carried MessageSender::carry(Socket& socket, bool& moved) {
-  for (size_t turn = 0; turn < kBytesPerTurn;) {
+  for (size_t carried = 0; carried < kBytesPerTurn;) {
     if (head_left_ + bytes_left_ == 0) {
       if (!hasNews()) return Carried::kIdle;
       cutFrame();
@@ -89,7 +89,7 @@ Carried MessageSender::carry(Socket& socket, bool& moved) {
     const size_t of_ring = static_cast<size_t>(written) - of_head;
     head_left_ -= of_head;
     bytes_left_ -= of_ring;
-    turn += static_cast<size_t>(written);
+    carried += static_cast<size_t>(written);
     if (of_ring == 0) continue;
     sent_ += of_ring;
     moved = true;
@@ -132,7 +132,7 @@ Carried MessageReceiver::endsWith(std::string how, bool damaged) {
 
 Carried MessageReceiver::carry(Socket& socket, bool& moved) {
   full_at_ = kNotFull;
-  for (size_t turn = 0; turn < kBytesPerTurn;) {
+  for (size_t carried = 0; carried < kBytesPerTurn;) {
     const auto roomAfter = [&](uint64_t emptied) { return kRingBytes - (got_ - emptied); };
     uint64_t emptied = ends_.in_emptied->observe();
     if (bytes_left_ > 0 && roomAfter(emptied) == 0) {
@@ -166,7 +166,7 @@ Carried MessageReceiver::carry(Socket& socket, bool& moved) {
     got_ += of_ring;
     bytes_left_ -= of_ring;
     head_got_ += static_cast<size_t>(read) - of_ring;
-    turn += static_cast<size_t>(read);
+    carried += static_cast<size_t>(read);
     if (!publishRecords(moved) || (head_got_ == sizeof head_ && !takeHeader(moved)))
       return endsWith("its connection for messages carried what no rank sends" + route(socket),
                       true);

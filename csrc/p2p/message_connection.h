@@ -49,7 +49,7 @@ class MessageSender {
   // Drops the records that are there; call it again for later ones.
   void discard();
   // Marks the count of eager bytes as sent.
-  void keepQuiet() { told_ = ends_.consumed->observe(); }
+  void markTold() { told_ = ends_.consumed->observe(); }
   int error() const { return error_; }
 
  private:

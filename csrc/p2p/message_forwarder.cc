@@ -47,7 +47,7 @@ struct Peer {
 
   Socket out, in;
   bool dialling = false, closed = false;       // closed: nothing more can be sent
-  bool watches_in = false, heard_out = false;  // heard_out: `in` has ended
+  bool watching_in = false, in_ended = false;  // heard_out: `in` has ended
   std::atomic<bool> blocked = false;           // its socket is full
   std::atomic<bool> scheduled = false;         // serve() will run soon
 };
@@ -66,7 +66,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   }
 
   Peer& at(int rank) { return *peers_[static_cast<size_t>(rank)]; }
-  void stir(int rank);  // from any thread
+  void wake(int rank);  // from any thread
   void add(int from, Socket socket);
   std::vector<int> unsent();
   bool isFlushed();
@@ -76,10 +76,10 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
  private:
   void serve(Peer& peer);
   void send(Peer& peer);
-  void hear(Peer& peer);
+  void watchIncoming(Peer& peer);
   void receive(Peer& peer);
   void connect(Peer& peer);
-  void connected(Peer& peer, Socket socket, const NotMade& error);
+  void connected(Peer& peer, Socket socket, const ConnectFailure& error);
   void closeOut(Peer& peer, const std::string& how);
   void schedule(Peer& peer);
   template <class F>
@@ -97,7 +97,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   Connector connector_;
 };
 
-void Carrier::stir(int rank) {
+void Carrier::wake(int rank) {
   Peer& peer = at(rank);
   if (peer.receiver.canGoOn() || (!peer.blocked && peer.sender.hasNews())) schedule(peer);
 }
@@ -111,7 +111,7 @@ void Carrier::schedule(Peer& peer) {
 }
 
 void Carrier::serve(Peer& peer) {
-  if (peer.in && (peer.watches_in ? peer.in.holdsBytes() : peer.receiver.canGoOn())) receive(peer);
+  if (peer.in && (peer.watching_in ? peer.in.holdsBytes() : peer.receiver.canGoOn())) receive(peer);
   if (!over_) send(peer);
 }
 
@@ -121,13 +121,13 @@ void Carrier::send(Peer& peer) {
   if (peer.closed) {
     const bool records = peer.sender.hasRecords();
     peer.sender.discard();
-    if (records) listener_.stirred(peer.rank);
+    if (records) listener_.onProgress(peer.rank);
     return;
   }
   if (peer.blocked) return;
   if (!peer.out) {
     // A rank that has closed its connection needs no count of eager bytes.
-    if (peer.heard_out && !peer.sender.hasRecords()) return peer.sender.keepQuiet();
+    if (peer.in_ended && !peer.sender.hasRecords()) return peer.sender.markTold();
     if (peer.sender.hasNews()) connect(peer);
     return;
   }
@@ -141,14 +141,15 @@ void Carrier::send(Peer& peer) {
   } else if (result == Carried::kEnded) {
     closeOut(peer, "cannot send messages to it any more: " + textOfError(peer.sender.error()));
   }
-  if (moved && !over_) listener_.stirred(peer.rank);
+  if (moved && !over_) listener_.onProgress(peer.rank);
 }
 
 void Carrier::connect(Peer& peer) {
   if (std::exchange(peer.dialling, true)) return;
   connector_.call(
       peer.rank, 0,
-      [self = weak_from_this(), reactor = reactor_, &peer](Socket socket, const NotMade& error) {
+      [self = weak_from_this(), reactor = reactor_, &peer](Socket socket,
+                                                           const ConnectFailure& error) {
         reactor->soon([self, &peer, fd = std::make_shared<Socket>(std::move(socket)), error] {
           if (const auto carrier = self.lock(); carrier && !carrier->over_)
             carrier->connected(peer, std::move(*fd), error);
@@ -156,11 +157,11 @@ void Carrier::connect(Peer& peer) {
       });
 }
 
-void Carrier::connected(Peer& peer, Socket socket, const NotMade& error) {
+void Carrier::connected(Peer& peer, Socket socket, const ConnectFailure& error) {
   peer.dialling = false;
   if (!socket) {
     // Only a count of eager bytes is lost, and its receiver may have left.
-    if (!peer.sender.hasRecords()) return peer.sender.keepQuiet();
+    if (!peer.sender.hasRecords()) return peer.sender.markTold();
     closeOut(peer, error.why);
     if (error.own) listener_.broken(rank_, error.why, true);
     return;
@@ -193,14 +194,14 @@ void Carrier::closeOut(Peer& peer, const std::string& how) {
 
 void Carrier::add(int from, Socket socket) {
   Peer& peer = at(from);
-  if (over_ || peer.in || peer.heard_out || !socket) return;  // a rank makes one
+  if (over_ || peer.in || peer.in_ended || !socket) return;  // a rank makes one
   peer.in = std::move(socket);
-  hear(peer);
+  watchIncoming(peer);
   if (peer.in.holdsBytes()) schedule(peer);
 }
 
-void Carrier::hear(Peer& peer) {
-  peer.watches_in = true;
+void Carrier::watchIncoming(Peer& peer) {
+  peer.watching_in = true;
   reactor_->watch(peer.in.get(), EPOLLIN,
                   onEvent(peer, [](Carrier& self, Peer& p, uint32_t) { self.receive(p); }));
 }
@@ -209,18 +210,18 @@ void Carrier::receive(Peer& peer) {
   bool moved = false;
   const Carried result = peer.receiver.carry(peer.in, moved);
   if (result == Carried::kBlocked || result == Carried::kEnded) {
-    // Bytes without room stay in the socket until stir().
-    if (std::exchange(peer.watches_in, false)) reactor_->forget(peer.in.get());
-  } else if (!peer.watches_in) {
-    hear(peer);
+    // Bytes without room stay in the socket until wake().
+    if (std::exchange(peer.watching_in, false)) reactor_->forget(peer.in.get());
+  } else if (!peer.watching_in) {
+    watchIncoming(peer);
   }
   if (result == Carried::kEnded) {
     peer.in.reset();
-    peer.heard_out = true;
+    peer.in_ended = true;
   }
   // The kernel does not report bytes that the socket object holds.
   if (result == Carried::kMore && peer.in.holdsBytes()) schedule(peer);
-  if (moved) listener_.stirred(peer.rank);
+  if (moved) listener_.onProgress(peer.rank);
   if (result == Carried::kEnded && !over_)
     listener_.broken(peer.rank, peer.receiver.end(), peer.receiver.isDamaged());
 }
@@ -272,14 +273,14 @@ class SocketForwarder final : public MessageForwarder {
   }
 
   Ends ends(int rank) override { return carrier_->at(rank).ends; }
-  bool hears(int rank) override { return static_cast<bool>(carrier_->at(rank).in); }
+  bool mayReceiveFrom(int rank) override { return static_cast<bool>(carrier_->at(rank).in); }
   void accept(int from, Socket socket) override {
     if (reactor_->isItsThread()) return carrier_->add(from, std::move(socket));
     reactor_->soon([carrier = carrier_, from, fd = std::make_shared<Socket>(std::move(socket))] {
       carrier->add(from, std::move(*fd));
     });
   }
-  void stir(int rank) override { carrier_->stir(rank); }
+  void wake(int rank) override { carrier_->wake(rank); }
   std::vector<int> unsent() override {
     std::vector<int> ranks;
     reactor_->run([&] { ranks = carrier_->unsent(); });

@@ -38,7 +38,7 @@ class MessageForwarder {
   struct Listener {
     virtual ~Listener() = default;
     // Something arrived from that rank, or there is room for more to it.
-    virtual void stirred(int rank) = 0;
+    virtual void onProgress(int rank) = 0;
     // Sending to that rank, or receiving from it, has ended.  Once for each direction.  `damaged`:
     // it sent invalid bytes, so nothing else will explain the end.
     virtual void broken(int rank, const std::string& how, bool damaged) = 0;
@@ -52,12 +52,12 @@ class MessageForwarder {
   virtual Ends ends(int rank) = 0;
   // Whether a connection from that rank is open, so that bytes may still arrive.  In the reactor's
   // thread; already false when `broken` reports the end.
-  virtual bool hears(int rank) = 0;
+  virtual bool mayReceiveFrom(int rank) = 0;
   // Takes a connection that another rank has made.  From any thread; in the reactor's thread it
   // takes effect at once.
   virtual void accept(int from, Socket socket) = 0;
   // The engine has written, read or consumed.  From any thread; cheap if nothing is to be done.
-  virtual void stir(int rank) = 0;
+  virtual void wake(int rank) = 0;
   // The ranks for which written bytes wait, without those that cannot be sent to.  From any thread.
   virtual std::vector<int> unsent() = 0;
   // Waits, at most `longest`, until the other ranks' systems have all written bytes, without ranks

@@ -47,7 +47,8 @@ int peerOf(const Transfer& transfer) {
 
 static_assert(kAnySource < 0);  // Arbiter::failLate
 
-constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
+constexpr Nanos kCheckPeriod =
+    kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
 // How often the thread looks whether it is needed, and after how many looks in vain it sleeps until
 // it is notified: a notification costs more than a small message.
 constexpr auto kDoze = std::chrono::milliseconds(1);
@@ -70,12 +71,14 @@ Messenger::~Messenger() {
 }
 
 std::shared_ptr<Delivery> Messenger::post(Message message) {
-  const bool from_any = message.way == Message::Way::kReceive && message.peer == kAnySource;
+  const bool from_any =
+      message.direction == Message::Direction::kReceive && message.peer == kAnySource;
   if (!from_any && (message.peer < 0 || message.peer >= size_))
     throw Error(Failure::kArgument,
                 std::string("ringreduce ") +
-                    (message.way == Message::Way::kSend ? "send: to" : "recv: from") + " rank " +
-                    std::to_string(message.peer) + " in a group of " + std::to_string(size_));
+                    (message.direction == Message::Direction::kSend ? "send: to" : "recv: from") +
+                    " rank " + std::to_string(message.peer) + " in a group of " +
+                    std::to_string(size_));
   arbiter_.check();
   auto delivery = std::make_shared<Delivery>(std::move(message));
   {
@@ -88,7 +91,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
   if (!delivery->isDone()) {
     const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) startThread();
-    callThread();
+    notifyThread();
   }
   return delivery;
 }
@@ -112,7 +115,7 @@ bool Messenger::pass() {
   finish(over, nullptr);
   // The driver may sleep and wait for a message that this thread has just finished.
   if (others_wait) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
-  tellUsers();
+  notifyUsers();
   return true;
 }
 
@@ -142,7 +145,7 @@ void Messenger::fail(std::vector<Engine::Handle> some, const std::exception_ptr&
     for (const Engine::Handle& handle : some) engine_.cancel(handle);
   }
   finish(some, error);
-  tellUsers();
+  notifyUsers();
 }
 
 void Messenger::failAll(const std::exception_ptr& error) {
@@ -153,11 +156,11 @@ void Messenger::failAll(const std::exception_ptr& error) {
     for (const Engine::Handle& handle : all) engine_.cancel(handle);
   }
   finish(all, error);
-  tellUsers();
+  notifyUsers();
 }
 
 // Takes the lock, so that no thread is between its check of a message and its wait.
-void Messenger::tellUsers() {
+void Messenger::notifyUsers() {
   {
     const std::lock_guard lock(mutex_);
   }
@@ -177,7 +180,7 @@ struct Messenger::Driving {
       const std::lock_guard lock(messenger.mutex_);
       messenger.driven_ = nested;
       messenger.driver_ = before;
-      messenger.callThread();
+      messenger.notifyThread();
     }
     messenger.changed_.notify_all();
   }
@@ -201,7 +204,7 @@ class Messenger::Clock {
   bool isDue() {
     time_ = now();
     if (time_ < next_) return false;
-    next_ = time_ + kLook;
+    next_ = time_ + kCheckPeriod;
     return true;
   }
   bool isLate() const { return time_ >= deadline_; }
@@ -224,7 +227,7 @@ class Messenger::Clock {
 };
 
 // Throws the exception of Ctrl-C.  All other errors end the delivery.
-void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
+void Messenger::checkWait(const Delivery& delivery, Clock& clock) {
   if (!clock.isDue()) return;
   try {
     if (options_.interrupt) options_.interrupt();
@@ -236,7 +239,7 @@ void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
   }
   try {
     arbiter_.check();
-    lookAfterPeers();
+    checkPeers();
     if (clock.isLate() && !delivery.isDone()) timedOut(delivery, clock.timeout());
   } catch (const Error&) {
     return failAll(std::current_exception());
@@ -260,7 +263,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     ~User() {
       const std::lock_guard lock(messenger.mutex_);
       --messenger.users_;
-      messenger.callThread();
+      messenger.notifyThread();
     }
     Messenger& messenger;
     bool thread_drives;
@@ -270,10 +273,10 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
     if (driven_ && driver_ != std::this_thread::get_id()) {
-      const Nanos longest_turn = std::min(kLook, std::max<Nanos>(0, limit - now()));
-      if (!delivery.isDone()) changed_.wait_for(lock, std::chrono::nanoseconds(longest_turn));
+      const Nanos longest_wait = std::min(kCheckPeriod, std::max<Nanos>(0, limit - now()));
+      if (!delivery.isDone()) changed_.wait_for(lock, std::chrono::nanoseconds(longest_wait));
       lock.unlock();
-      lookAfter(delivery, clock);
+      checkWait(delivery, clock);
       if (now() >= limit) return delivery.isDone();
       continue;
     }
@@ -288,7 +291,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       const Nanos idle = time - moved_at;
       const bool tired = idle >= patience_.spin + patience_.yield || arbiter_.failed();
       // Also while messages of others keep moving.
-      if (tired || time - began >= kLook) lookAfter(delivery, clock);
+      if (tired || time - began >= kCheckPeriod) checkWait(delivery, clock);
       if (time >= limit) return delivery.isDone();
       if (moved) continue;
       if (tired)
@@ -324,7 +327,7 @@ bool Messenger::wantsThread() const {
 }
 
 // With the lock held, after each change that may make wantsThread true.
-void Messenger::callThread() {
+void Messenger::notifyThread() {
   if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
 }
 
@@ -363,11 +366,11 @@ void Messenger::run() {
       lock.unlock();
       if (!pass()) sleep(nullptr);
       if (now() >= next_look) {
-        next_look = now() + kLook;
+        next_look = now() + kCheckPeriod;
         try {
           arbiter_.check();
-          lookAfterPeers();
-          lookAfterExpected();
+          checkPeers();
+          checkExpected();
         } catch (const Error&) {
           failAll(std::current_exception());
         }
@@ -377,14 +380,15 @@ void Messenger::run() {
   }
 }
 
-void Messenger::stop(void (*turn)(), Nanos timeout) {
+void Messenger::stop(void (*poll)(), Nanos timeout) {
   std::vector<Engine::Handle> given_up;  // receives, and messages to this rank itself
   bool first = false;                    // no earlier call was interrupted or is complete
   {
     const std::lock_guard lock(mutex_);
     first = !std::exchange(closed_, true);
     for (const Engine::Handle& handle : engine_.pending())
-      if (handle->message.way == Message::Way::kReceive || handle->message.peer == rank_)
+      if (handle->message.direction == Message::Direction::kReceive ||
+          handle->message.peer == rank_)
         given_up.push_back(handle);
   }
   const auto left = std::make_exception_ptr(
@@ -400,9 +404,9 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
   while (sending()) {
     if (clock.isDue()) {
       try {
-        if (turn) turn();
+        if (poll) poll();
         arbiter_.check();
-        lookAfterPeers();
+        checkPeers();
         if (clock.isLate())
           throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
                                              options_.name + "' " + seconds(timeout) +
@@ -443,7 +447,7 @@ void Messenger::checkMismatch(const Transfer& transfer) {
 }
 
 // Ends messages to and from ranks that are gone.
-void Messenger::lookAfterPeers() {
+void Messenger::checkPeers() {
   std::vector<PeerState> peers = arbiter_.states();
   peers[static_cast<size_t>(rank_)] = {};  // this rank may be leaving itself
   if (std::ranges::all_of(peers, &PeerState::isHere)) return;
@@ -482,7 +486,7 @@ bool Messenger::isHopeless(const Transfer& transfer, const std::vector<PeerState
   if (state.isGone()) return true;
   // A rank that leaves takes only the messages that it has matched already.
   const bool leaving = state.declared != Declared::kHere;
-  return leaving && transfer.message.way == Message::Way::kSend && !transfer.matched;
+  return leaving && transfer.message.direction == Message::Direction::kSend && !transfer.matched;
 }
 
 void Messenger::expect(Delivery& delivery, Nanos timeout) {
@@ -493,7 +497,7 @@ void Messenger::expect(Delivery& delivery, Nanos timeout) {
 }
 
 // The deadline and Ctrl-C of a wait inside torch (Future.wait).
-void Messenger::lookAfterExpected() {
+void Messenger::checkExpected() {
   const Nanos time = now();
   Engine::Handle late;
   bool interrupted = false;
@@ -539,7 +543,7 @@ std::string Messenger::stillSending() {
 
 std::string Messenger::describe(const Transfer& transfer) const {
   const Message& m = transfer.message;
-  const bool send = m.way == Message::Way::kSend;
+  const bool send = m.direction == Message::Direction::kSend;
   return std::string(send ? "send " : "receive ") + std::to_string(m.count) +
          (m.count == 1 ? " element" : " elements") + " of " + name(m.dtype) +
          (send ? " to " : " from ") +
@@ -562,7 +566,8 @@ std::string Messenger::missing(const Transfer& transfer) {
     if (transfer.matched) matched = peerOf(transfer);
   }
   if (matched != kAnySource) return arbiter_.whereabouts({matched}) + " stopped moving data";
-  if (m.way == Message::Way::kSend) return arbiter_.whereabouts({m.peer}) + " did not receive it";
+  if (m.direction == Message::Direction::kSend)
+    return arbiter_.whereabouts({m.peer}) + " did not receive it";
   if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";
   if (size_ == 1) return "there is no other rank to send it";
   const std::vector<int> stopped = arbiter_.stoppedOf(others());

@@ -60,9 +60,9 @@ class Messenger {
   void expect(Delivery& delivery, Nanos timeout);
 
   // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
-  // `turn`, if not null, is called now and then and may throw: then, and after `timeout`, the sends
+  // `poll`, if not null, is called now and then and may throw: then, and after `timeout`, the sends
   // are cancelled as well.
-  void stop(void (*turn)(), Nanos timeout);
+  void stop(void (*poll)(), Nanos timeout);
 
  private:
   struct Driving;
@@ -72,19 +72,19 @@ class Messenger {
   void finish(const std::vector<Engine::Handle>& over, std::exception_ptr error);
   void failAll(const std::exception_ptr& error);
   void fail(std::vector<Engine::Handle> some, const std::exception_ptr& error);
-  void lookAfter(const Delivery& delivery, Clock& clock);
+  void checkWait(const Delivery& delivery, Clock& clock);
   void sleep(const Delivery* waited_for);
-  void lookAfterPeers();
+  void checkPeers();
   bool isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const;
-  void lookAfterExpected();
+  void checkExpected();
   void timedOut(const Delivery& delivery, Nanos timeout);
-  void tellUsers();
+  void notifyUsers();
   std::string stillSending();
   void checkMismatch(const Transfer& transfer);
   void run();
   bool wantsThread() const;
   bool wantedByUsers();
-  void callThread();
+  void notifyThread();
   void startThread();
   std::string describe(const Transfer& transfer) const;
   std::string missing(const Transfer& transfer);

@@ -368,7 +368,7 @@ void checkFurther(const std::string& name, const std::string& text) {
   if (name == "RINGREDUCE_IF") net::choose(net::interfaces(), text, std::nullopt);
   if (name == "RINGREDUCE_PORTS") net::Ports::fromText(text);
   if (name == "RINGREDUCE_CONGESTION") net::checkCongestion(text);
-  if (name == "RINGREDUCE_RING") RingWish::fromText(text);
+  if (name == "RINGREDUCE_RING") RingSetting::fromText(text);
 }
 
 // The table of environment variables, with what is set now.

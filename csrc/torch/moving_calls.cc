@@ -364,11 +364,13 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_
 
 namespace {
 
-Message messageOf(const Tensors& tensors, Message::Way way, int peer, int tag, const char* call) {
+Message messageOf(const Tensors& tensors, Message::Direction direction, int peer, int tag,
+                  const char* call) {
   const at::Tensor& tensor = onlyOne(tensors, call);
-  const Staged staged(tensor, way == Message::Way::kSend ? Staged::Use::kRead : Staged::Use::kWrite,
-                      call);
-  return {.way = way,
+  const Staged staged(
+      tensor, direction == Message::Direction::kSend ? Staged::Use::kRead : Staged::Use::kWrite,
+      call);
+  return {.direction = direction,
           .peer = peer,
           .tag = tag,
           .data = staged.data(),
@@ -386,7 +388,7 @@ Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
                          .title = "ringreduce:send",
                          .inputs = tensors,
                          .outputs = tensors},
-                        messageOf(tensors, Message::Way::kSend, peer, tag, "send"));
+                        messageOf(tensors, Message::Direction::kSend, peer, tag, "send"));
   });
 }
 
@@ -400,7 +402,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
                          .title = "ringreduce:recv",
                          .inputs = tensors,
                          .outputs = tensors},
-                        messageOf(tensors, Message::Way::kReceive, peer, tag, "recv"));
+                        messageOf(tensors, Message::Direction::kReceive, peer, tag, "recv"));
   });
 }
 
@@ -411,7 +413,7 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
                          .title = "ringreduce:recvAnySource",
                          .inputs = tensors,
                          .outputs = tensors},
-                        messageOf(tensors, Message::Way::kReceive, kAnySource, tag, "recv"));
+                        messageOf(tensors, Message::Direction::kReceive, kAnySource, tag, "recv"));
   });
 }
 

@@ -205,7 +205,7 @@ void Work::abort() {
 }
 
 int Work::sourceRank() const {
-  const bool receive = delivery_ && delivery_->message.way == Message::Way::kReceive;
+  const bool receive = delivery_ && delivery_->message.direction == Message::Direction::kReceive;
   TORCH_CHECK(receive && delivery_->isDone(),
               "only a receive that is over has a source rank to tell");
   return delivery_->source;

@@ -111,36 +111,39 @@ class WaitGuard {
 // hosts (bootstrap/topology.h).  Reports of the transport are translated back to ranks.
 
 // Each rank's position.
-inline std::vector<int> placesOf(const std::vector<int>& ranks) {
-  std::vector<int> places(ranks.size());
+inline std::vector<int> positionsOf(const std::vector<int>& ranks) {
+  std::vector<int> positions(ranks.size());
   for (size_t p = 0; p < ranks.size(); ++p)
-    places[static_cast<size_t>(ranks[p])] = static_cast<int>(p);
-  return places;
+    positions[static_cast<size_t>(ranks[p])] = static_cast<int>(p);
+  return positions;
 }
 
-class PlacesGuard : public WaitGuard {
+class RingPositionGuard : public WaitGuard {
  public:
-  PlacesGuard(WaitGuard& watch, std::vector<int> ranks) : watch_(watch), ranks_(std::move(ranks)) {}
+  RingPositionGuard(WaitGuard& guard, std::vector<int> ranks)
+      : guard_(guard), ranks_(std::move(ranks)) {}
 
-  bool failed() const override { return watch_.failed(); }
-  void poll(int place, Ready ready) override { watch_.poll(rankAt(place), ready); }
-  void idle(Ready ready) override { watch_.idle(ready); }
-  void verify(int place) override { watch_.verify(rankAt(place)); }
-  void verify(int place, const OpSignature& theirs) override {
-    watch_.verify(rankAt(place), theirs);
+  bool failed() const override { return guard_.failed(); }
+  void poll(int position, Ready ready) override { guard_.poll(rankAt(position), ready); }
+  void idle(Ready ready) override { guard_.idle(ready); }
+  void verify(int position) override { guard_.verify(rankAt(position)); }
+  void verify(int position, const OpSignature& theirs) override {
+    guard_.verify(rankAt(position), theirs);
   }
-  PeerState stateOf(int place) const override { return watch_.stateOf(rankAt(place)); }
-  void broken(int place, const std::string& how) override { watch_.broken(rankAt(place), how); }
+  PeerState stateOf(int position) const override { return guard_.stateOf(rankAt(position)); }
+  void broken(int position, const std::string& how) override {
+    guard_.broken(rankAt(position), how);
+  }
   void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override {
-    watch_.disagree(rankAt(sender), rankAt(receiver), sent, expected);
+    guard_.disagree(rankAt(sender), rankAt(receiver), sent, expected);
   }
 
  protected:
   int size() const { return static_cast<int>(ranks_.size()); }
-  int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
+  int rankAt(int position) const { return ranks_[static_cast<size_t>(position)]; }
 
  private:
-  WaitGuard& watch_;
+  WaitGuard& guard_;
   const std::vector<int> ranks_;
 };
 

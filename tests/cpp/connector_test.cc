@@ -45,11 +45,12 @@ TEST(each_call_is_answered_once_with_a_connection_or_why_there_is_none) {
   });
   for (int round = 0; round < 20; ++round)
     for (int to = 0; to < 6; ++to)
-      dialler.call(to, to == 3 ? 1 : 0, [&, to](net::Socket socket, const net::NotMade& error) {
-        const std::lock_guard lock(mutex);
-        CHECK(static_cast<bool>(socket) == error.why.empty());
-        results.insert(std::to_string(to) + ": " + (socket ? "made" : error.why));
-      });
+      dialler.call(to, to == 3 ? 1 : 0,
+                   [&, to](net::Socket socket, const net::ConnectFailure& error) {
+                     const std::lock_guard lock(mutex);
+                     CHECK(static_cast<bool>(socket) == error.why.empty());
+                     results.insert(std::to_string(to) + ": " + (socket ? "made" : error.why));
+                   });
   until(
       [&] {
         const std::lock_guard lock(mutex);
@@ -74,7 +75,7 @@ TEST(no_more_than_a_bound_are_under_way_at_once) {
     return something();
   });
   for (int i = 0; i < 5 * Connector::kMostThreads; ++i)
-    dialler.call(i, 0, [&](net::Socket, const net::NotMade&) { ++made; });
+    dialler.call(i, 0, [&](net::Socket, const net::ConnectFailure&) { ++made; });
   until([&] { return under_way == Connector::kMostThreads; }, "as many as may be");
   go = true;
   until([&] { return made == 5 * Connector::kMostThreads; }, "all to be made");
@@ -89,8 +90,10 @@ TEST(those_that_take_long_give_way_and_are_tried_again) {
     return something();
   });
   for (int i = 0; i < Connector::kMostThreads; ++i)
-    dialler.call(i, 0, [&](net::Socket socket, const net::NotMade&) { slow += socket ? 1 : 0; });
-  dialler.call(100, 0, [&](net::Socket socket, const net::NotMade&) { quick += socket ? 1 : 0; });
+    dialler.call(i, 0,
+                 [&](net::Socket socket, const net::ConnectFailure&) { slow += socket ? 1 : 0; });
+  dialler.call(100, 0,
+               [&](net::Socket socket, const net::ConnectFailure&) { quick += socket ? 1 : 0; });
   until([&] { return quick == 1; }, "the one that answers");
   CHECK_EQ(slow.load(), 0);
   stopped = false;
@@ -104,7 +107,7 @@ TEST(it_gives_up_after_its_time_or_when_it_is_stopped) {
   Connector impatient(never, 50 * kMillisecond);
   std::mutex mutex;
   std::string why;
-  impatient.call(1, 0, [&](net::Socket, const net::NotMade& error) {
+  impatient.call(1, 0, [&](net::Socket, const net::ConnectFailure& error) {
     const std::lock_guard lock(mutex);
     why = error.why;
   });
@@ -117,9 +120,9 @@ TEST(it_gives_up_after_its_time_or_when_it_is_stopped) {
   std::atomic<int> told{0};
   Connector patient(never);
   for (int i = 0; i < 40; ++i)
-    patient.call(i, 0, [&](net::Socket, const net::NotMade&) { ++told; });
+    patient.call(i, 0, [&](net::Socket, const net::ConnectFailure&) { ++told; });
   patient.stop();
-  patient.call(1, 0, [&](net::Socket, const net::NotMade&) { ++told; });
+  patient.call(1, 0, [&](net::Socket, const net::ConnectFailure&) { ++told; });
   CHECK_EQ(told.load(), 0);
 }
 
@@ -134,7 +137,7 @@ TEST(its_threads_take_no_signals) {
   });
   sigset_t before, after;
   pthread_sigmask(SIG_SETMASK, nullptr, &before);
-  dialler.call(0, 0, [](net::Socket, const net::NotMade&) {});
+  dialler.call(0, 0, [](net::Socket, const net::ConnectFailure&) {});
   pthread_sigmask(SIG_SETMASK, nullptr, &after);
   until([&] { return blocked >= 0; }, "the dial");
   CHECK_EQ(blocked.load(), 1);
@@ -150,7 +153,7 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
   std::string why;
   int calls = 0;
   Connector dialler([](int, int, const Turn&) { return something(); });
-  dialler.call(0, 0, [&](net::Socket, const net::NotMade& error) {
+  dialler.call(0, 0, [&](net::Socket, const net::ConnectFailure& error) {
     ++calls;
     why = error.why;
   });
@@ -158,7 +161,8 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
   CHECK_EQ(calls, 1);
   CHECK_EQ(why.find("no thread can be started"), 0u);
   std::atomic<int> made{0};
-  dialler.call(0, 0, [&](net::Socket socket, const net::NotMade&) { made += socket ? 1 : 0; });
+  dialler.call(0, 0,
+               [&](net::Socket socket, const net::ConnectFailure&) { made += socket ? 1 : 0; });
   until([&] { return made == 1; }, "the next one");
   pthread_attr_destroy(&usual);
   pthread_attr_destroy(&huge);
@@ -171,12 +175,12 @@ TEST(a_forked_child_may_drop_it) {
     for (; !go; nap()) turn();
     return something();
   });
-  dialler->call(0, 0, [](net::Socket, const net::NotMade&) {});
+  dialler->call(0, 0, [](net::Socket, const net::ConnectFailure&) {});
   until([&] { return under_way.load(); }, "the dial");
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
-    dialler->call(1, 0, [](net::Socket, const net::NotMade&) {});
+    dialler->call(1, 0, [](net::Socket, const net::ConnectFailure&) {});
     dialler.reset();
     _exit(0);
   }

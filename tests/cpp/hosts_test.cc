@@ -48,8 +48,8 @@ TEST(ranks_learn_which_ranks_share_their_host) {
     const std::vector<int> of{0, 1, 0, 2, 1}, place{0, 0, 1, 0, 1};
     for (int r = 0; r < 5; ++r) {
       CHECK_EQ(hosts.hostOf(r), of[static_cast<size_t>(r)]);
-      CHECK_EQ(hosts.placeOf(r), place[static_cast<size_t>(r)]);
-      CHECK_EQ(hosts.toldBy(r), "told " + std::to_string(r));
+      CHECK_EQ(hosts.localRankOf(r), place[static_cast<size_t>(r)]);
+      CHECK_EQ(hosts.settingsOf(r), "told " + std::to_string(r));
       CHECK(hosts.who(r).starts_with("rank " + std::to_string(r) + " (pid "));
     }
     CHECK(hosts.ranksOn(1) == (std::vector<int>{1, 4}));
@@ -61,7 +61,7 @@ TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers)
   onHosts("abab", [](const Hosts& hosts) {
     CHECK(hosts.even());
     const LocalRanks ranks =
-        hosts.neighbourRanks("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
+        hosts.memoryExchange("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
     CHECK_EQ(ranks.rank, hosts.rank() / 2);
     CHECK_EQ(ranks.options.shown(1), std::to_string(2 + hosts.rank() % 2));
     const Membership membership = shareMemory(ranks, [] {});

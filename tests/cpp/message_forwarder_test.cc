@@ -55,10 +55,10 @@ class Rank final : MessageForwarder::Listener {
   ~Rank() override { forwarder.reset(); }
 
   Engine::Handle send(int to, int tag, const Letter& data) {
-    return post(Message::Way::kSend, to, tag, const_cast<uint8_t*>(data.data()), data.size());
+    return post(Message::Direction::kSend, to, tag, const_cast<uint8_t*>(data.data()), data.size());
   }
   Engine::Handle receive(int from, int tag, Letter& data) {
-    return post(Message::Way::kReceive, from, tag, data.data(), data.size());
+    return post(Message::Direction::kReceive, from, tag, data.data(), data.size());
   }
   void drive() {
     std::vector<Engine::Handle> finished;
@@ -79,7 +79,7 @@ class Rank final : MessageForwarder::Listener {
   bool turn(std::vector<Engine::Handle>& finished) {
     std::vector<int> touched;
     const bool moved = engine->progress(finished, touched);
-    for (int r : touched) forwarder->stir(r);
+    for (int r : touched) forwarder->wake(r);
     return moved;
   }
   std::vector<std::string> endsOf(int rank) {
@@ -94,12 +94,12 @@ class Rank final : MessageForwarder::Listener {
   uint64_t stirs = 0;
 
  private:
-  Engine::Handle post(Message::Way way, int peer, int tag, uint8_t* data, size_t n) {
+  Engine::Handle post(Message::Direction way, int peer, int tag, uint8_t* data, size_t n) {
     auto transfer = std::make_shared<Transfer>(Message{way, peer, tag, data, n, DType::kUInt8});
     engine->post(transfer);
     return transfer;
   }
-  void stirred(int) override {
+  void onProgress(int) override {
     const std::lock_guard lock(mutex);
     ++stirs;
     changed.notify_all();
@@ -371,7 +371,7 @@ TEST(a_full_ring_waits_and_goes_on) {
       std::memcpy(payload, data.data(), kBytes);
       writer.commit(
           {.id = written++, .count = kBytes, .payload = kBytes, .type = Record::Type::kEager});
-      ranks[0].forwarder->stir(1);
+      ranks[0].forwarder->wake(1);
       idle = 0;
     }
   };
@@ -392,7 +392,7 @@ TEST(a_full_ring_waits_and_goes_on) {
                 0);
           ++read;
           reader.pop(kBytes);
-          ranks[1].forwarder->stir(0);
+          ranks[1].forwarder->wake(0);
         }
         return read > 2 * stuck;
       },

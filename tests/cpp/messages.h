@@ -27,7 +27,7 @@ inline Letter letter(int from, int number, size_t n) {
 }
 
 // `data` stays the caller's, and in its place, until the delivery is over; a send only reads it.
-inline std::shared_ptr<Delivery> post(Group& group, Message::Way way, int peer, int tag,
+inline std::shared_ptr<Delivery> post(Group& group, Message::Direction way, int peer, int tag,
                                       const Letter& data) {
   return group.post(
       {way, peer, tag, const_cast<uint8_t*>(data.data()), data.size(), ringreduce::DType::kUInt8});
@@ -41,12 +41,12 @@ inline void waitFor(Group& group, const std::shared_ptr<Delivery>& delivery) {
 }
 
 inline void send(Group& group, int to, int tag, const Letter& data) {
-  waitFor(group, post(group, Message::Way::kSend, to, tag, data));
+  waitFor(group, post(group, Message::Direction::kSend, to, tag, data));
 }
 
 inline Letter receive(Group& group, int from, int tag, size_t n) {
   Letter data(n);
-  waitFor(group, post(group, Message::Way::kReceive, from, tag, data));
+  waitFor(group, post(group, Message::Direction::kReceive, from, tag, data));
   return data;
 }
 

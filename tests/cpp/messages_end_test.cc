@@ -78,7 +78,7 @@ TEST(ranks_that_disagree_on_a_message_all_learn_it) {
         if (group.rank() == 1) {
           if (receive_first) meet(group);
           const auto sent =
-              group.post({Message::Way::kSend, 2, 4, data.data(), kind.sent, kind.sent_type});
+              group.post({Message::Direction::kSend, 2, 4, data.data(), kind.sent, kind.sent_type});
           if (!receive_first) meet(group);
           if (kind.sent == kLarge)
             CHECK(failureOfWait(group, sent, "rank 1 (pid") == Failure::kMismatch);
@@ -86,7 +86,7 @@ TEST(ranks_that_disagree_on_a_message_all_learn_it) {
         if (group.rank() == 2) {
           if (!receive_first) meet(group);
           const auto received = group.post(
-              {Message::Way::kReceive, 1, 4, data.data(), kind.expected, kind.expected_type});
+              {Message::Direction::kReceive, 1, 4, data.data(), kind.expected, kind.expected_type});
           if (receive_first) meet(group);
           CHECK(failureOfWait(group, received, kind.words) == Failure::kMismatch);
         }
@@ -106,9 +106,10 @@ TEST(a_deadline_names_the_rank_that_is_missing) {
                      if (group.rank() == 1) {
                        // A message may be under way for as long as it likes while nobody waits for
                        // it.
-                       const auto delivery =
-                           post(group, what == kSend ? Message::Way::kSend : Message::Way::kReceive,
-                                what == kReceiveAny ? kAnySource : 2, 3, data);
+                       const auto delivery = post(
+                           group,
+                           what == kSend ? Message::Direction::kSend : Message::Direction::kReceive,
+                           what == kReceiveAny ? kAnySource : 2, 3, data);
                        pauseFor(400);
                        CHECK(!delivery->isDone());
                        CHECK(!group.await(*delivery, 20 * kMillisecond));
@@ -141,8 +142,8 @@ TEST(a_deadline_holds_however_much_other_traffic_there_is) {
     const auto streaming = [&] {
       for (size_t i = 0; i < posted.size(); ++i) {
         if (posted[i] && !posted[i]->isDone()) continue;
-        posted[i] = i < in.size() ? post(group, Message::Way::kReceive, other, 1, in[i])
-                                  : post(group, Message::Way::kSend, other, 1, out);
+        posted[i] = i < in.size() ? post(group, Message::Direction::kReceive, other, 1, in[i])
+                                  : post(group, Message::Direction::kSend, other, 1, out);
       }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     };
@@ -164,14 +165,14 @@ TEST(a_rank_that_leaves_is_missed_only_by_who_waits_for_it) {
     if (me == 2) {
       for (int i = 0; i < 20; ++i) send(group, 0, 1, letter(2, i, 100));
       const Letter large = letter(2, 20, kLarge);
-      post(group, Message::Way::kSend, 0, 1, large);
+      post(group, Message::Direction::kSend, 0, 1, large);
       return group.shutdown();  // lasts until rank 0 has the large one
     }
     if (me == 0) {
       pauseFor(30);
       Letter in(100), from_any(100);
-      const auto any = post(group, Message::Way::kReceive, kAnySource, 9, from_any);
-      const auto waiting = post(group, Message::Way::kReceive, 2, 2, in);
+      const auto any = post(group, Message::Direction::kReceive, kAnySource, 9, from_any);
+      const auto waiting = post(group, Message::Direction::kReceive, 2, 2, in);
       for (int i = 0; i < 20; ++i) CHECK(receive(group, 2, 1, 100) == letter(2, i, 100));
       CHECK(receive(group, 2, 1, kLarge) == letter(2, 20, kLarge));
       // Nobody waits for this one: the group's thread notices.
@@ -225,8 +226,8 @@ TEST(unreceived_messages_do_not_keep_ranks_from_leaving) {
       const Letter large(kLarge), small(100);
       std::vector<std::shared_ptr<Delivery>> sent;
       for (int to = 0; to < 3; ++to) {
-        sent.push_back(post(group, Message::Way::kSend, to, 1, large));
-        CHECK(group.await(*post(group, Message::Way::kSend, to, 1, small), 5 * kSecond));
+        sent.push_back(post(group, Message::Direction::kSend, to, 1, large));
+        CHECK(group.await(*post(group, Message::Direction::kSend, to, 1, small), 5 * kSecond));
       }
       group.run({Barrier{}});  // what is sent to a rank that has left is another matter
       group.shutdown();
@@ -244,7 +245,7 @@ TEST(leaving_gives_up_receives_and_refuses_more) {
     std::vector<std::shared_ptr<Delivery>> posted;
     std::atomic<int> completed{0}, went_well{0};
     for (Letter& data : in) {
-      posted.push_back(group.post({Message::Way::kReceive, other, 1, data.data(), data.size(),
+      posted.push_back(group.post({Message::Direction::kReceive, other, 1, data.data(), data.size(),
                                    DType::kUInt8, [&] { ++went_well; }}));
       posted.back()->setCompletion(
           [&](std::exception_ptr error) { completed += error != nullptr; });
@@ -254,7 +255,7 @@ TEST(leaving_gives_up_receives_and_refuses_more) {
     std::vector<std::shared_ptr<Delivery>> sent;
     const Letter out(kLarge);
     for (int i = 0; i < 50 && me == 0; ++i)
-      sent.push_back(post(group, Message::Way::kSend, 1, 1, out));
+      sent.push_back(post(group, Message::Direction::kSend, 1, 1, out));
     group.shutdown();
     int given_up = 0;
     for (const auto& delivery : posted) {
@@ -281,7 +282,7 @@ TEST(many_threads_lose_the_same_rank) {
       ranks::inThreads(kThreads, [&](int t) {
         const auto begin = static_cast<size_t>(t * kEach), end = begin + kEach;
         for (size_t i = begin; i < end; ++i) {
-          posted[i] = post(group, Message::Way::kReceive, 1, t, in[i]);
+          posted[i] = post(group, Message::Direction::kReceive, 1, t, in[i]);
           if (!posted[i]->setCompletion([&](std::exception_ptr) { ++completed; })) ++completed;
         }
         for (size_t i = begin; i < end; ++i)
@@ -296,9 +297,9 @@ TEST(abort_ends_messages_everywhere) {
   ranks::inGroup(3, [](Group& group) {
     const int next = (group.rank() + 1) % 3;
     Letter in(10), unwatched(10), large(kLarge);
-    const auto waited = post(group, Message::Way::kReceive, next, 1, in);
-    const auto left_alone = post(group, Message::Way::kReceive, kAnySource, 2, unwatched);
-    const auto sent = post(group, Message::Way::kSend, next, 3, large);
+    const auto waited = post(group, Message::Direction::kReceive, next, 1, in);
+    const auto left_alone = post(group, Message::Direction::kReceive, kAnySource, 2, unwatched);
+    const auto sent = post(group, Message::Direction::kSend, next, 3, large);
     meet(group);
     // The verdict is read by this thread, by the group's, and by one that runs collectives.
     const auto ticket = group.rank() < 2 ? group.submit({Barrier{}}, nullptr) : nullptr;
@@ -349,7 +350,8 @@ TEST(ctrl_c_ends_a_wait_and_the_group) {
         2,
         [large](Group& group) {
           Letter data(large ? kLarge : 10);
-          const auto receiving = post(group, Message::Way::kReceive, 1 - group.rank(), 1, data);
+          const auto receiving =
+              post(group, Message::Direction::kReceive, 1 - group.rank(), 1, data);
           meet(group);
           if (group.rank() == 0) {
             interrupt_this_thread = true;
@@ -386,7 +388,7 @@ TEST(a_messages_completion_may_drop_the_group) {
     auto group = Group::create(store, r, 2, {.name = "test"});
     Letter in(10);
     std::atomic<bool> released{false}, done{false};
-    const auto received = post(*group, Message::Way::kReceive, 1 - r, 1, in);
+    const auto received = post(*group, Message::Direction::kReceive, 1 - r, 1, in);
     const bool registered = received->setCompletion([&, held = group](std::exception_ptr) mutable {
       while (!released) std::this_thread::yield();
       held.reset();
@@ -394,7 +396,7 @@ TEST(a_messages_completion_may_drop_the_group) {
     });
     CHECK(registered);
     group->run({Barrier{}});
-    post(*group, Message::Way::kSend, 1 - r, 1, letter(r, 1, 10));
+    post(*group, Message::Direction::kSend, 1 - r, 1, letter(r, 1, 10));
     group.reset();
     released = true;
     while (!done) std::this_thread::yield();

@@ -49,7 +49,7 @@ TEST(every_size_arrives_whoever_comes_first) {
         if (me == late) std::this_thread::sleep_for(std::chrono::milliseconds(3));
         if (me == 0) {
           const Letter out = letter(0, tag, n);
-          waitFor(group, post(group, Message::Way::kSend, other, tag, out));
+          waitFor(group, post(group, Message::Direction::kSend, other, tag, out));
           CHECK(out == letter(0, tag, n));
         } else {
           CHECK(receive(group, other, tag, n) == letter(0, tag, n));
@@ -63,7 +63,7 @@ TEST(both_send_first) {
     const int me = group.rank(), other = 1 - me;
     for (size_t n : kSizes) {
       const Letter out = letter(me, 0, n);
-      const auto sent = post(group, Message::Way::kSend, other, 0, out);
+      const auto sent = post(group, Message::Direction::kSend, other, 0, out);
       // A small one is on its way whether or not it is received, so this blocks nobody.
       if (n <= kEagerBytes) waitFor(group, sent);
       CHECK(receive(group, other, 0, n) == letter(other, 0, n));
@@ -88,13 +88,13 @@ TEST(many_in_flight_with_many_tags_are_awaited_in_any_order) {
     };
     // Tags in another order on each side; those of one tag in the order in which they are sent.
     std::vector<int> order(kRanks * kTags);
-    for (auto way : {Message::Way::kSend, Message::Way::kReceive}) {
+    for (auto way : {Message::Direction::kSend, Message::Direction::kReceive}) {
       std::iota(order.begin(), order.end(), 0);
       for (int i = 0; i < kEach; ++i) {
         std::shuffle(order.begin(), order.end(), random);
         for (int which : order) {
           const int peer = which / kTags, tag = which % kTags;
-          const bool out = way == Message::Way::kSend;
+          const bool out = way == Message::Direction::kSend;
           const size_t n = out ? sizeOf(me, peer, tag, i) : sizeOf(peer, me, tag, i);
           Letter wanted = letter(out ? me : peer, tag * 100 + i, n);
           flights.push_back({out ? wanted : Letter(n), wanted, nullptr});
@@ -119,7 +119,7 @@ TEST(from_any_rank_in_the_order_of_each_and_nobody_is_left_out) {
         std::vector<std::shared_ptr<Delivery>> sent;
         for (int i = 0; i < kEach; ++i) {
           out.push_back(letter(group.rank(), i, n));
-          sent.push_back(post(group, Message::Way::kSend, 0, 5, out.back()));
+          sent.push_back(post(group, Message::Direction::kSend, 0, 5, out.back()));
         }
         group.run({Barrier{}});
         for (const auto& delivery : sent) waitFor(group, delivery);
@@ -130,7 +130,7 @@ TEST(from_any_rank_in_the_order_of_each_and_nobody_is_left_out) {
       int first_of_last = 0;
       for (int i = 0; i < 3 * kEach; ++i) {
         Letter in(n);
-        const auto delivery = post(group, Message::Way::kReceive, kAnySource, 5, in);
+        const auto delivery = post(group, Message::Direction::kReceive, kAnySource, 5, in);
         waitFor(group, delivery);
         const int from = delivery->source;
         CHECK(from >= 1 && from <= 3);
@@ -156,8 +156,8 @@ TEST(receives_from_any_and_from_one_match_in_the_order_of_posting) {
     const int peers[] = {kAnySource, 1, kAnySource, 1};
     std::vector<std::shared_ptr<Delivery>> posted;
     for (size_t i = 0; i < 4; ++i)
-      posted.push_back(post(group, Message::Way::kReceive, peers[i], 3, in[i]));
-    posted.push_back(post(group, Message::Way::kReceive, kAnySource, 4, in[4]));
+      posted.push_back(post(group, Message::Direction::kReceive, peers[i], 3, in[i]));
+    posted.push_back(post(group, Message::Direction::kReceive, kAnySource, 4, in[4]));
     group.run({Barrier{}});
     for (size_t i = 5; i-- > 0;) {
       waitFor(group, posted[i]);
@@ -177,9 +177,9 @@ TEST(messages_to_oneself) {
             const Letter out = letter(me, 1, n);
             Letter in(n);
             std::shared_ptr<Delivery> received, sent;
-            if (receive_first) received = post(group, Message::Way::kReceive, from, 1, in);
-            sent = post(group, Message::Way::kSend, me, 1, out);
-            if (!receive_first) received = post(group, Message::Way::kReceive, from, 1, in);
+            if (receive_first) received = post(group, Message::Direction::kReceive, from, 1, in);
+            sent = post(group, Message::Direction::kSend, me, 1, out);
+            if (!receive_first) received = post(group, Message::Direction::kReceive, from, 1, in);
             waitFor(group, received);
             waitFor(group, sent);
             CHECK(in == out);
@@ -195,10 +195,10 @@ TEST(collectives_and_messages_do_not_wait_for_each_other) {
     for (size_t n : {size_t{64}, size_t{1} << 20}) {
       Letter in(n);
       const Letter out = letter(me, 0, n);
-      const auto received = post(group, Message::Way::kReceive, prev, 0, in);
+      const auto received = post(group, Message::Direction::kReceive, prev, 0, in);
       std::vector<float> data(20000, 1.f);
       group.run({AllReduce{data.data(), data.size(), DType::kFloat32, ReduceOp::kSum}});
-      const auto sent = post(group, Message::Way::kSend, next, 0, out);
+      const auto sent = post(group, Message::Direction::kSend, next, 0, out);
       const auto ticket =
           group.submit({AllReduce{data.data(), data.size(), DType::kFloat32, ReduceOp::kSum}}, {});
       group.run({Barrier{}});
@@ -214,7 +214,7 @@ TEST(collectives_and_messages_do_not_wait_for_each_other) {
     if (me != 0) ticket = group.submit({AllReduce{&sum, 1, DType::kInt32, ReduceOp::kSum}}, {});
     for (size_t n : kSizes) {
       const Letter out = letter(me, 9, n);
-      const auto sent = post(group, Message::Way::kSend, next, 9, out);
+      const auto sent = post(group, Message::Direction::kSend, next, 9, out);
       CHECK(receive(group, prev, 9, n) == letter(prev, 9, n));
       waitFor(group, sent);
     }
@@ -248,8 +248,8 @@ TEST(messages_arrive_though_nobody_waits) {
     for (size_t n : {size_t{10}, size_t{1} << 20}) {
       Letter in(n);
       const Letter out = letter(me, 2, n);
-      const auto received = post(group, Message::Way::kReceive, other, 2, in);
-      const auto sent = post(group, Message::Way::kSend, other, 2, out);
+      const auto received = post(group, Message::Direction::kReceive, other, 2, in);
+      const auto sent = post(group, Message::Direction::kSend, other, 2, out);
       messages::untilDone(*received);
       messages::untilDone(*sent);
       CHECK(in == letter(other, 2, n));
@@ -265,8 +265,8 @@ TEST(messages_arrive_after_somebody_has_waited_for_another) {
     const size_t n = 1 << 20;
     if (group.rank() == 0) {
       Letter first(8), second(n);
-      const auto later = post(group, Message::Way::kReceive, 1, 2, second);
-      waitFor(group, post(group, Message::Way::kReceive, 1, 1, first));
+      const auto later = post(group, Message::Direction::kReceive, 1, 2, second);
+      waitFor(group, post(group, Message::Direction::kReceive, 1, 1, first));
       messages::untilDone(*later);
       CHECK(second == letter(1, 2, n));
     } else {
@@ -288,7 +288,7 @@ TEST(what_a_receiver_keeps_is_bounded) {
       std::vector<std::shared_ptr<Delivery>> sent;
       for (int i = 0; i < kTags * kEach; ++i) {
         out.push_back(letter(i % kTags, i / kTags, kBytes));
-        sent.push_back(post(group, Message::Way::kSend, 0, i % kTags, out.back()));
+        sent.push_back(post(group, Message::Direction::kSend, 0, i % kTags, out.back()));
       }
       // They are either with rank 0 or announced by now, so this one comes after all of them.
       send(group, 0, kTags, letter(1, 0, 0));
@@ -299,7 +299,7 @@ TEST(what_a_receiver_keeps_is_bounded) {
       group.run({Barrier{}});
       for (const auto& delivery : sent) waitFor(group, delivery);
       // Now that they have been received there is room again.
-      const auto again = post(group, Message::Way::kSend, 0, 0, out.front());
+      const auto again = post(group, Message::Direction::kSend, 0, 0, out.front());
       CHECK(again->isDone());
       return;
     }
@@ -318,19 +318,20 @@ TEST(completions_are_called_once_and_may_use_the_group) {
     const int me = group.rank(), other = 1 - me;
     std::atomic<int> after_receive{0}, after_send{0}, completed{0};
     Letter in(100000), answer(100);
-    const auto received = group.post({Message::Way::kReceive, other, 0, in.data(), in.size(),
+    const auto received = group.post({Message::Direction::kReceive, other, 0, in.data(), in.size(),
                                       DType::kUInt8, [&] { ++after_receive; }});
     const bool registered = received->setCompletion([&](std::exception_ptr error) {
       if (error || after_receive != 1) return;
       const Letter back = letter(me, 1, 100);
-      waitFor(group, post(group, Message::Way::kSend, other, 1, back));
-      waitFor(group, post(group, Message::Way::kReceive, other, 1, answer));
+      waitFor(group, post(group, Message::Direction::kSend, other, 1, back));
+      waitFor(group, post(group, Message::Direction::kReceive, other, 1, answer));
       ++completed;
     });
     CHECK(registered);
     const Letter out = letter(me, 0, in.size());
-    const auto sent = group.post({Message::Way::kSend, other, 0, const_cast<uint8_t*>(out.data()),
-                                  out.size(), DType::kUInt8, [&] { ++after_send; }});
+    const auto sent =
+        group.post({Message::Direction::kSend, other, 0, const_cast<uint8_t*>(out.data()),
+                    out.size(), DType::kUInt8, [&] { ++after_send; }});
     waitFor(group, sent);
     waitFor(group, received);
     CHECK_EQ(after_receive.load(), 1);

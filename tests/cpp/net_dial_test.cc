@@ -107,7 +107,7 @@ TEST(a_turn_may_give_up) {
   DialOptions options;
   int turns = 0;
   options.context = &turns;
-  options.turn = [](void* context) {
+  options.poll = [](void* context) {
     if (++*static_cast<int*>(context) == 5) throw std::runtime_error("enough");
   };
   CHECK_THROWS(std::runtime_error,
@@ -124,7 +124,7 @@ TEST(who_is_stopped_is_waited_for_and_who_is_deaf_is_not) {
   options.deaf = 300 * kMillisecond;
   Nanos enough = now() + 900 * kMillisecond;
   options.context = &enough;
-  options.turn = [](void* context) {
+  options.poll = [](void* context) {
     if (now() >= *static_cast<Nanos*>(context)) throw std::runtime_error("enough");
   };
   const auto calling = [&](const Endpoint& endpoint) {

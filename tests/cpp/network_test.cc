@@ -236,7 +236,7 @@ TEST(who_was_stopped_itself_blames_nobody_for_being_late) {
           return;
         }
         Letter data(8);
-        const auto delivery = messages::post(group, Message::Way::kReceive, 0, 0, data);
+        const auto delivery = messages::post(group, Message::Direction::kReceive, 0, 0, data);
         stopped = getpid();
         CHECK(failureOf([&] { messages::waitFor(group, delivery); },
                         "noticed by rank 0, learned by rank 1") == Failure::kTimeout);

@@ -12,9 +12,9 @@ using namespace ringreduce;
 
 namespace {
 
-WireCost costOf(const Slowness& slowness) {
+WireCost costOf(const AgreedWireCost& agreed) {
   WireCost cost;
-  slowness.putInto(cost);
+  agreed.applyTo(cost);
   return cost;
 }
 
@@ -35,29 +35,29 @@ void apart(int size, const std::function<void(int, Store&)>& body) {
 }  // namespace
 
 TEST(what_is_not_known_leaves_the_model_as_it_is) {
-  CHECK_EQ(costOf(Slowness::fromEnvironment()).hop, WireCost{}.hop);
-  CHECK_EQ(costOf(Slowness::fromEnvironment()).byte, WireCost{}.byte);
+  CHECK_EQ(costOf(AgreedWireCost::fromEnvironment()).hop, WireCost{}.hop);
+  CHECK_EQ(costOf(AgreedWireCost::fromEnvironment()).byte, WireCost{}.byte);
 }
 
 TEST(what_is_said_goes_before_what_is_seen) {
   const ranks::Setting round_trip("RINGREDUCE_ROUND_TRIP_MS", "50");
   const ranks::Setting bandwidth("RINGREDUCE_BANDWIDTH_MBIT", "500");
-  Slowness slowness = Slowness::fromEnvironment();
-  slowness.seeRoundTrip(kMillisecond);
-  slowness.seeBandwidth(9);
-  CHECK(near(costOf(slowness).hop, 0.025 + WireCost::kSystem));
-  CHECK(near(costOf(slowness).byte, 16e-9));
+  AgreedWireCost agreed = AgreedWireCost::fromEnvironment();
+  agreed.observeRoundTrip(kMillisecond);
+  agreed.observeBandwidth(9);
+  CHECK(near(costOf(agreed).hop, 0.025 + WireCost::kSystem));
+  CHECK(near(costOf(agreed).byte, 16e-9));
 }
 
 TEST(the_slower_of_two_holds) {
-  Slowness a, b;
-  a.seeRoundTrip(2 * kMillisecond);
-  a.seeBandwidth(1000);
-  b.seeRoundTrip(kMillisecond);
-  b.seeBandwidth(100);
+  AgreedWireCost a, b;
+  a.observeRoundTrip(2 * kMillisecond);
+  a.observeBandwidth(1000);
+  b.observeRoundTrip(kMillisecond);
+  b.observeBandwidth(100);
   const std::string of_a = a.text(), of_b = b.text();
-  a.take(of_b);
-  b.take(of_a);
+  a.merge(of_b);
+  b.merge(of_a);
   CHECK_EQ(a.text(), b.text());
   CHECK(near(costOf(a).hop, 0.001 + WireCost::kSystem));
   CHECK(near(costOf(a).byte, 80e-9));

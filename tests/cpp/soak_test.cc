@@ -263,7 +263,7 @@ class Rank {
     flight->wanted = {data};
     flight->memory = {sends ? data : Bytes(data.size())};
     flight->group = s.group;
-    flight->delivery = group.post({sends ? Message::Way::kSend : Message::Way::kReceive,
+    flight->delivery = group.post({sends ? Message::Direction::kSend : Message::Direction::kReceive,
                                    sends        ? s.to
                                    : s.from_any ? kAnySource
                                                 : s.from,

@@ -179,15 +179,15 @@ TEST(all_that_a_group_does_works_encrypted) {
         if (other == r) continue;
         const Letter own = messages::letter(r, other, n);
         Letter theirs(n);
-        auto there = messages::post(*group, Message::Way::kSend, other, 1, own);
-        auto back = messages::post(*group, Message::Way::kReceive, other, 1, theirs);
+        auto there = messages::post(*group, Message::Direction::kSend, other, 1, own);
+        auto back = messages::post(*group, Message::Direction::kReceive, other, 1, theirs);
         messages::waitFor(*group, there);
         messages::waitFor(*group, back);
         CHECK(theirs == messages::letter(other, r, n));
       }
     // Nothing is lost at the end, however late it is read.
     const Letter last = messages::letter(r, 99, 100'000);
-    auto sent = messages::post(*group, Message::Way::kSend, (r + 1) % 4, 2, last);
+    auto sent = messages::post(*group, Message::Direction::kSend, (r + 1) % 4, 2, last);
     if (r % 2 == 1) usleep(100'000);
     CHECK(messages::receive(*group, (r + 3) % 4, 2, last.size()) ==
           messages::letter((r + 3) % 4, 99, last.size()));

@@ -177,11 +177,11 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const auto group = Group::create(store, r, size, options);
     const Hosts hosts = hostsOf(letters, r, options);
     GroupOptions of_host = options;
-    of_host.global_ranks = hosts.neighbours();
+    of_host.global_ranks = hosts.localRanks();
     of_host.together = true;
     const auto host_group =
-        Group::create(host_stores[static_cast<size_t>(hosts.hostOf(r))], hosts.placeOf(r),
-                      static_cast<int>(hosts.neighbours().size()), of_host);
+        Group::create(host_stores[static_cast<size_t>(hosts.hostOf(r))], hosts.localRankOf(r),
+                      static_cast<int>(hosts.localRanks().size()), of_host);
     const auto inside = std::make_shared<HostPlane>(host_group);
     const auto plane = Spanning::create(group, hosts, host_group, inside, 0);
     Rank rank{r, size, *plane, *host_group, *inside};

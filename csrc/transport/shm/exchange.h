@@ -48,11 +48,11 @@ class BasicExchange {
     Slots slots;
   };
 
-  BasicExchange(int rank, std::vector<Member> members, Waiter& waiter, WaitGuard& watch)
+  BasicExchange(int rank, std::vector<Member> members, Waiter& waiter, WaitGuard& guard)
       : rank_(rank),
         members_(std::move(members)),
         waiter_(waiter),
-        watch_(watch),
+        guard_(guard),
         seen_(members_.size()) {}
 
   int size() const { return static_cast<int>(members_.size()); }
@@ -82,7 +82,7 @@ class BasicExchange {
   std::byte* peek(int r, uint64_t step) {
     await(r, step, &RankPage::posted, seen_[r].posted);
     if (!seen_[r].verified) {
-      watch_.verify(r);
+      guard_.verify(r);
       seen_[r].verified = true;
     }
     return members_[r].slots.at(step);
@@ -123,7 +123,7 @@ class BasicExchange {
   const int rank_;
   std::vector<Member> members_;
   Waiter& waiter_;
-  WaitGuard& watch_;
+  WaitGuard& guard_;
   std::vector<Seen> seen_;
   uint64_t next_ = 0;
 };

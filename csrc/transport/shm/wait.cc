@@ -28,12 +28,12 @@ void wake(RankPage& page) {
 
 void Waiter::waitFor(int rank, Ready ready) {
   const Nanos start = now();
-  while (now() - start < patience_.spin && !watch_.failed())
+  while (now() - start < patience_.spin && !guard_.failed())
     for (int i = 0; i < 32; ++i) {
       if (ready()) return;
       pause();
     }
-  while (now() - start < patience_.spin + patience_.yield && !watch_.failed()) {
+  while (now() - start < patience_.spin + patience_.yield && !guard_.failed()) {
     if (ready()) return;
     sched_yield();
   }
@@ -41,11 +41,11 @@ void Waiter::waitFor(int rank, Ready ready) {
   Nanos next_poll = 0;  // at once: this wait is long already
   for (;;) {
     word.store(wakeWordFor(rank), std::memory_order_seq_cst);
-    if (!ready() && !watch_.failed()) sleepOn(own_.wake_word, wakeWordFor(rank), patience_.sleep);
+    if (!ready() && !guard_.failed()) sleepOn(own_.wake_word, wakeWordFor(rank), patience_.sleep);
     word.store(0, std::memory_order_relaxed);
     if (ready()) return;
-    if (now() >= next_poll || watch_.failed()) {
-      watch_.poll(rank, ready);
+    if (now() >= next_poll || guard_.failed()) {
+      guard_.poll(rank, ready);
       next_poll = now() + kLongestSleep / 2;
     }
   }

@@ -39,7 +39,7 @@ void wakeSleeper(uint32_t& word);
 class Waiter {
  public:
   // `own` is the page of the waiting rank; one thread at a time may wait on it.
-  Waiter(RankPage& own, WaitGuard& watch) : own_(own), watch_(watch) {}
+  Waiter(RankPage& own, WaitGuard& guard) : own_(own), guard_(guard) {}
 
   void setPatience(Patience patience) { patience_ = patience; }
 
@@ -53,7 +53,7 @@ class Waiter {
   void waitFor(int rank, Ready ready);
 
   RankPage& own_;
-  WaitGuard& watch_;
+  WaitGuard& guard_;
   Patience patience_;
 };
 

@@ -58,7 +58,7 @@ struct DialOptions {
   Nanos deaf = kNever;            // until the first address accepts a connection
   std::string congestion;         // RINGREDUCE_CONGESTION: "bbr", "cubic"; "": the kernel's default
   size_t address = 0;             // the index (modulo their number) to try first
-  void (*turn)(void*) = nullptr;  // called every few milliseconds; throws to give up
+  void (*poll)(void*) = nullptr;  // called every few milliseconds; throws to give up
   void* context = nullptr;
 };
 // Connects to a rank.  Tries its addresses in turn, each for a share of the time, again and again;

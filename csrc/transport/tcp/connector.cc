@@ -29,7 +29,7 @@ namespace {
 constexpr Nanos kShare = 2 * kSecond;
 
 // Thrown through a dial that yields its thread and is tried again later.
-struct GivesWay {};
+struct Yields {};
 
 }  // namespace
 
@@ -46,7 +46,7 @@ void Connector::call(int to, int number, Taken taken) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  NotMade error;
+  ConnectFailure error;
   try {
     threads_->emplace_back([this] { run(); });
     ++alive_;
@@ -101,7 +101,7 @@ Socket Connector::dial(Call& call) {
     if (isStopping()) throw Error(Failure::kAborted, "nobody wants this connection any more");
     const Nanos time = now();
     if (time >= call.until) throw Error(Failure::kSetup, "it does not answer");
-    if (time >= share && othersWait()) throw GivesWay();
+    if (time >= share && othersWait()) throw Yields();
   });
   if (!socket) throw Error(Failure::kSetup, "no connection was made");
   return socket;
@@ -115,13 +115,13 @@ void Connector::run() {
     calls_.pop_front();
     lock.unlock();
     Socket socket;
-    NotMade error;
+    ConnectFailure error;
     bool again = false;
     try {
       socket = dial(call);
-    } catch (const GivesWay&) {
+    } catch (const Yields&) {
       again = true;
-    } catch (const OwnTrouble& thrown) {
+    } catch (const LocalConnectError& thrown) {
       error = {thrown.what(), true};
     } catch (const std::exception& thrown) {
       error.why = thrown.what();
@@ -143,7 +143,7 @@ namespace {
 // How long the first round waits for an address that does not answer; each round doubles it.  Two
 // lost packets fit in.
 constexpr Nanos kFirstPatience = 4 * kSecond;
-constexpr Nanos kTurn = 5 * kMillisecond;
+constexpr Nanos kPollPeriod = 5 * kMillisecond;
 // Between rounds: a peer that closes connections is busy, or not ready yet.
 constexpr Nanos kFirstPause = 20 * kMillisecond, kLongestPause = 500 * kMillisecond;
 
@@ -171,7 +171,7 @@ void setCongestion(const Fd& fd, const std::string& name) {
                  static_cast<socklen_t>(name.size())) == 0)
     return;
   const int error = errno;
-  throw OwnTrouble(
+  throw LocalConnectError(
       "RINGREDUCE_CONGESTION=" + name +
       (error == EPERM ? " is not allowed to this user: the kernel allows " +
                             contents("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
@@ -190,8 +190,8 @@ class Dialling {
     Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
     if (!fd && errno == EAFNOSUPPORT) throw Failed{systemText(errno), true};
     if (!fd)
-      throw OwnTrouble("no socket can be made to connect to another rank: " + systemText(errno) +
-                       (errno == EMFILE ? " (raise ulimit -n)" : ""));
+      throw LocalConnectError("no socket can be made to connect to another rank: " +
+                              systemText(errno) + (errno == EMFILE ? " (raise ulimit -n)" : ""));
     const int on = 1;
     setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     if (!options_.congestion.empty()) setCongestion(fd, options_.congestion);
@@ -306,11 +306,11 @@ class Dialling {
 
   // Waits a short time for the descriptor; true if it is ready.
   bool wait(pollfd* wanted, Nanos until) {
-    if (options_.turn) options_.turn(options_.context);
-    const Nanos longest = options_.turn ? kTurn : 10 * kSecond;
+    if (options_.poll) options_.poll(options_.context);
+    const Nanos longest = options_.poll ? kPollPeriod : 10 * kSecond;
     const Nanos left = std::clamp<Nanos>(until - now(), 0, longest);
     const auto milliseconds = static_cast<int>((left + kMillisecond - 1) / kMillisecond);
-    return poll(wanted, wanted ? 1 : 0, milliseconds) > 0;
+    return ::poll(wanted, wanted ? 1 : 0, milliseconds) > 0;
   }
 
   const PeerHello& self_;

@@ -27,22 +27,22 @@ namespace ringreduce::net {
 using Dial = std::function<Socket(int to, int number, const std::function<void()>& poll)>;
 
 // This process cannot make any connection, whichever rank it dials.
-class OwnTrouble final : public Error {
+class LocalConnectError final : public Error {
  public:
-  explicit OwnTrouble(const std::string& text) : Error(Failure::kSetup, text) {}
+  explicit LocalConnectError(const std::string& text) : Error(Failure::kSetup, text) {}
 };
 
 // Why there is no connection; `why` is empty if there is one.
-struct NotMade {
+struct ConnectFailure {
   std::string why;
-  bool own = false;  // OwnTrouble
+  bool own = false;  // LocalConnectError
 };
 
 class Connector {
  public:
   // Takes the connection, or the reason why there is none.  Called in a thread of the connector, or
   // by call() if no thread can be started.
-  using Taken = std::function<void(Socket socket, const NotMade& error)>;
+  using Taken = std::function<void(Socket socket, const ConnectFailure& error)>;
 
   // A connection that takes longer than `longest` to make is given up.
   explicit Connector(Dial dial, Nanos longest = kNever);

@@ -64,7 +64,7 @@ class Count {
 }
 
 // Waits until both ends are ready.
-void meet(Socket& socket, const std::string& who, const std::function<void()>& turn) {
+void meet(Socket& socket, const std::string& who, const std::function<void()>& poll) {
   bool said = false;
   for (;;) {
     if (!said) {
@@ -77,9 +77,9 @@ void meet(Socket& socket, const std::string& who, const std::function<void()>& t
     if (n == 1) throw Error(Failure::kSetup, who + " sent what no rank does to measure a line");
     if (n == 0) ended(who, 0);
     if (said && errno != EINTR && errno != EAGAIN) ended(who, errno);
-    turn();
+    poll();
     pollfd wanted{.fd = socket.get(), .events = POLLIN, .revents = 0};
-    poll(&wanted, 1, 5);
+    ::poll(&wanted, 1, 5);
   }
 }
 
@@ -99,20 +99,20 @@ Nanos roundTripOf(const Fd& connection) {
   return static_cast<Nanos>(shortest) * kMicrosecond;
 }
 
-void sendBurst(Socket& connection, const std::string& who, const std::function<void()>& turn) {
+void sendBurst(Socket& connection, const std::string& who, const std::function<void()>& poll) {
   const int socket = connection.get();
   setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
   // Bytes that are unsent when the socket is closed are dropped.
   const linger at_once{.l_onoff = 1, .l_linger = 0};
   setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-  meet(connection, who, turn);
+  meet(connection, who, poll);
   const std::vector<std::byte> zeros(kProbeBytes);
   const Nanos end = deadlineIn(lengthOf(connection));
   for (size_t sent = 0; now() < end;) {
     const bool sends = sent < Burst::kMostBytes;
     pollfd wanted{
         .fd = socket, .events = static_cast<short>(POLLIN | (sends ? POLLOUT : 0)), .revents = 0};
-    if (poll(&wanted, 1, 5) <= 0) continue;
+    if (::poll(&wanted, 1, 5) <= 0) continue;
     // The other end closes the connection when it has measured.
     if (wanted.revents & (POLLIN | POLLHUP | POLLERR)) return;
     const ssize_t n = connection.send(zeros.data(), zeros.size());
@@ -121,8 +121,8 @@ void sendBurst(Socket& connection, const std::string& who, const std::function<v
   }
 }
 
-double receiveBurst(Socket& connection, const std::string& who, const std::function<void()>& turn) {
-  meet(connection, who, turn);
+double receiveBurst(Socket& connection, const std::string& who, const std::function<void()>& poll) {
+  meet(connection, who, poll);
   const Nanos longest = lengthOf(connection), begin = now();
   std::vector<std::byte> place(kProbeBytes);
   Count count;
@@ -131,7 +131,7 @@ double receiveBurst(Socket& connection, const std::string& who, const std::funct
   while (count.total() < Burst::kMostBytes &&
          now() < (count.began() ? count.began() + longest : begin + 2 * longest)) {
     pollfd wanted{.fd = connection.get(), .events = POLLIN, .revents = 0};
-    if (dry && poll(&wanted, 1, 5) <= 0) continue;
+    if (dry && ::poll(&wanted, 1, 5) <= 0) continue;
     const ssize_t n = connection.receive(place.data(), place.size());
     dry = n <= 0;
     if (n > 0) count.add(static_cast<size_t>(n));

@@ -26,10 +26,10 @@ struct Burst {
 };
 
 // Sends over a connection; the other end calls `receiveBurst`, which returns the rate in Mbit/s.
-// `turn` is called every few milliseconds until the other end is ready; it throws to give up. Throw
+// `poll` is called every few milliseconds until the other end is ready; it throws to give up. Throw
 // Error(kSetup) if the connection ends before.  `who` names the other end in errors.
-void sendBurst(Socket& connection, const std::string& who, const std::function<void()>& turn);
-double receiveBurst(Socket& connection, const std::string& who, const std::function<void()>& turn);
+void sendBurst(Socket& connection, const std::string& who, const std::function<void()>& poll);
+double receiveBurst(Socket& connection, const std::string& who, const std::function<void()>& poll);
 
 // The shortest round trip that the kernel has seen on a connection; 0 if it is unknown.
 Nanos roundTripOf(const Fd& connection);

@@ -58,7 +58,7 @@ struct TcpTransport::State {
   struct Dialled {
     int to, number;
     net::Socket socket;
-    net::NotMade error;
+    net::ConnectFailure error;
   };
   // A lost rank, as the thread that waits for it sees it.
   struct LostPeer {
@@ -86,7 +86,7 @@ struct TcpTransport::State {
   void collect();
   void watch(Connection& connection) const;
   static void limitUnsent(Out& o);
-  void dialFailed(int to, const net::NotMade& error);
+  void dialFailed(int to, const net::ConnectFailure& error);
   void adaptConnections(int to, Out& o);
   void request(int to, Out& o, int wanted);
   void request(int to, Out& o);
@@ -266,7 +266,7 @@ void TcpTransport::State::limitUnsent(Out& o) {
 }
 
 // An additional connection is optional; the first one is not.
-void TcpTransport::State::dialFailed(int to, const net::NotMade& error) {
+void TcpTransport::State::dialFailed(int to, const net::ConnectFailure& error) {
   Out& o = out(to);
   if (o.stream.connections() > 0) return o.count.limit(o.stream.connections());
   guard.broken(error.own ? rank : to, error.why);
@@ -293,11 +293,12 @@ void TcpTransport::State::request(int to, Out& o, int wanted) {
 
 void TcpTransport::State::request(int to, Out& o) {
   const int number = o.requested++;
-  connector.call(to, number, [this, to, number](net::Socket socket, const net::NotMade& error) {
-    const std::lock_guard lock(mutex);
-    dialled.push_back({to, number, std::move(socket), error});
-    wake();
-  });
+  connector.call(to, number,
+                 [this, to, number](net::Socket socket, const net::ConnectFailure& error) {
+                   const std::lock_guard lock(mutex);
+                   dialled.push_back({to, number, std::move(socket), error});
+                   wake();
+                 });
 }
 
 // ---- waiting
