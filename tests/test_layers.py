@@ -1,8 +1,10 @@
 """The layers of csrc/: each may include itself and those before it, only the last one torch, and
 only the one for GPUs what comes with CUDA.  Shared memory and sockets do not know each other, nor
-do collectives and messages; collectives reach other hosts through transport/transport.h only."""
+do collectives and messages; collectives reach other hosts through transport/transport.h only.  A
+file name is unique, and files (a header with its source) do not include each other in a circle."""
 
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -10,6 +12,7 @@ LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transpo
           "bootstrap", "health", "collectives", "p2p", "group", "cuda", "torch"]  # fmt: skip
 APART = {("transport/tcp", "transport/shm"), ("p2p", "collectives"),
          ("collectives", "transport/tcp")}  # fmt: skip
+EXEMPT = ("collectives/", "cuda/", "torch/")  # whose names and circles are still to be mended
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 CUDA_HEADERS = ("cuda", "cooperative_groups", "nccl", "cub/", "thrust/")
@@ -38,15 +41,44 @@ def violations(layer: str, text: str) -> list[str]:
     return found
 
 
+def circle(sources: dict[str, str]) -> list[str]:
+    """Files without suffixes that include each other in a circle, if any do."""
+    graph: dict[str, set[str]] = {}
+    for path, text in sources.items():
+        headers = {name.rpartition(".")[0] for quote, name in INCLUDE.findall(text) if quote == '"'}
+        own = path.rpartition(".")[0]
+        graph.setdefault(own, set()).update(headers - {own})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(CSRC)): path.read_text() for path in sorted(CSRC.rglob("*.*"))}
+
+
 def test_sources_include_only_earlier_layers() -> None:
     wrong = {}
-    for path in CSRC.rglob("*"):
-        if path.suffix in (".h", ".cc", ".cuh", ".cu"):
-            layer = layer_of(str(path.relative_to(CSRC)))
-            assert layer, f"{path} is in a folder that is no layer"
-            if found := violations(layer, path.read_text()):
-                wrong[str(path)] = found
+    for path, text in sources().items():
+        assert layer_of(path), f"{path} is in a folder that is no layer"
+        if found := violations(layer_of(path), text):
+            wrong[path] = found
     assert wrong == {}
+
+
+def test_file_names_are_unique_and_includes_make_no_circle() -> None:
+    mended = {path: text for path, text in sources().items() if not path.startswith(EXEMPT)}
+    names = sorted(Path(path).name for path in mended)
+    assert [name for name in names if names.count(name) > 1] == []
+    assert circle(mended) == []
+
+
+def test_a_circle_is_seen() -> None:
+    both = {"p2p/a.h": "", "p2p/a.cc": '#include "p2p/b.h"\n', "p2p/b.cc": '#include "p2p/a.h"\n'}
+    assert sorted(set(circle(both))) == ["p2p/a", "p2p/b"]
+    assert circle({"p2p/a.h": "", "p2p/a.cc": '#include "p2p/a.h"\n'}) == []
 
 
 def test_a_wrong_include_is_seen() -> None:

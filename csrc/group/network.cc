@@ -146,7 +146,7 @@ std::vector<Engine::Wire> Network::channels() {
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const net::MessageForwarder::Ends ends = forwarder_->ends(r);
+    const net::ChannelEnds ends = forwarder_->ends(r);
     wires.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
                      .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
                      .consumed = ends.consumed,

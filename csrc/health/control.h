@@ -38,26 +38,12 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/error.h"
-#include "base/op_signature.h"
+#include "health/control_frames.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
-#include "transport/wait_guard.h"
 
 namespace ringreduce::net {
-
-// The progress of a rank.
-struct Progress {
-  uint64_t announced = 0;                 // operations announced
-  OpSignature last;                       // the latest of them
-  std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
-  int waits_for = -1;                     // the rank that it waits for in that operation, or -1
-  bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
-  StreamProgress streams = {};  // of its GPU, if the group has GPUs
-
-  bool operator==(const Progress&) const = default;
-};
 
 class Control {
  public:

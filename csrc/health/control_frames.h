@@ -22,13 +22,26 @@
 #include <vector>
 
 #include "base/error.h"
-#include "health/control.h"
+#include "base/op_signature.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce::net {
 
 inline constexpr size_t kMostText = 8 << 10;      // bytes of a failure's text
 inline constexpr size_t kMostFrame = 68 << 10;    // bytes after the head
 inline constexpr int kMostControlRanks = 16'000;  // a list of all of them fits a frame
+
+// The progress of a rank.
+struct Progress {
+  uint64_t announced = 0;                 // operations announced
+  OpSignature last;                       // the latest of them
+  std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
+  int waits_for = -1;                     // the rank that it waits for in that operation, or -1
+  bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
+  StreamProgress streams = {};  // of its GPU, if the group has GPUs
+
+  bool operator==(const Progress&) const = default;
+};
 
 struct Heartbeat {
   bool operator==(const Heartbeat&) const = default;

@@ -11,12 +11,23 @@
 #include <cstdint>
 #include <string>
 
-#include "p2p/message_forwarder.h"
 #include "transport/shm/channel.h"
 #include "transport/shm/flags.h"
 #include "transport/tcp/socket.h"
 
 namespace ringreduce::net {
+
+// The ends of the channels to and from one rank, for p2p/engine.h.
+struct ChannelEnds {
+  std::byte* out_ring;  // records to that rank
+  Flag* out_filled;     // bytes that the engine has written
+  Flag* out_emptied;    // bytes that the forwarder has sent
+  std::byte* in_ring;   // records from that rank
+  Flag* in_filled;      // bytes that the forwarder has received
+  Flag* in_emptied;     // bytes that the engine has read
+  Flag* consumed;       // eager bytes from that rank that the engine has taken
+  Flag* acknowledged;   // that rank's `consumed`, as last received
+};
 
 struct MessageFrame {
   static constexpr uint32_t kMagic = 0x33505252;  // "RRP3"
@@ -38,7 +49,7 @@ enum class Carried : uint8_t {
 
 class MessageSender {
  public:
-  explicit MessageSender(const MessageForwarder::Ends& ends) : ends_(ends) {}
+  explicit MessageSender(const ChannelEnds& ends) : ends_(ends) {}
 
   // Whether there is something to send.  From any thread.
   bool hasNews() const;
@@ -55,7 +66,7 @@ class MessageSender {
  private:
   void cutFrame();
 
-  const MessageForwarder::Ends ends_;
+  const ChannelEnds ends_;
   MessageFrame head_;
   size_t head_left_ = 0, bytes_left_ = 0;  // of the frame that is being sent
   uint64_t sent_ = 0;
@@ -65,7 +76,7 @@ class MessageSender {
 
 class MessageReceiver {
  public:
-  explicit MessageReceiver(const MessageForwarder::Ends& ends) : ends_(ends) {}
+  explicit MessageReceiver(const ChannelEnds& ends) : ends_(ends) {}
 
   // Whether the ring has room again after it had none.  From any thread.
   bool canGoOn() const;
@@ -80,7 +91,7 @@ class MessageReceiver {
   bool publishRecords(bool& moved);
   Carried endsWith(std::string how, bool damaged);
 
-  const MessageForwarder::Ends ends_;
+  const ChannelEnds ends_;
   MessageFrame head_;
   size_t head_got_ = 0, bytes_left_ = 0;
   uint64_t got_ = 0, published_ = 0, acknowledged_ = 0;

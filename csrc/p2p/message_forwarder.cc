@@ -13,8 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "p2p/message_connection.h"
-
 namespace ringreduce::net {
 namespace {
 
@@ -41,7 +39,7 @@ struct Peer {
   const int rank;
   Flag flags[6]{};
   const std::unique_ptr<ByteRing> out_ring, in_ring;
-  const MessageForwarder::Ends ends;
+  const ChannelEnds ends;
   MessageSender sender;
   MessageReceiver receiver;
 
@@ -272,7 +270,7 @@ class SocketForwarder final : public MessageForwarder {
     carrier_->stopConnecting();
   }
 
-  Ends ends(int rank) override { return carrier_->at(rank).ends; }
+  ChannelEnds ends(int rank) override { return carrier_->at(rank).ends; }
   bool mayReceiveFrom(int rank) override { return static_cast<bool>(carrier_->at(rank).in); }
   void accept(int from, Socket socket) override {
     if (reactor_->isItsThread()) return carrier_->add(from, std::move(socket));

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "transport/shm/channel.h"
+#include "p2p/message_connection.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
@@ -23,17 +23,6 @@ namespace ringreduce::net {
 
 class MessageForwarder {
  public:
-  // The ends of the channels to and from one rank, for p2p/engine.h.
-  struct Ends {
-    std::byte* out_ring;  // records to that rank
-    Flag* out_filled;     // bytes that the engine has written
-    Flag* out_emptied;    // bytes that the forwarder has sent
-    std::byte* in_ring;   // records from that rank
-    Flag* in_filled;      // bytes that the forwarder has received
-    Flag* in_emptied;     // bytes that the engine has read
-    Flag* consumed;       // eager bytes from that rank that the engine has taken
-    Flag* acknowledged;   // that rank's `consumed`, as last received
-  };
   // Called in the reactor's thread.
   struct Listener {
     virtual ~Listener() = default;
@@ -49,7 +38,7 @@ class MessageForwarder {
   virtual ~MessageForwarder() = default;  // after it, the listener is not called
 
   // The memory belongs to the forwarder.
-  virtual Ends ends(int rank) = 0;
+  virtual ChannelEnds ends(int rank) = 0;
   // Whether a connection from that rank is open, so that bytes may still arrive.  In the reactor's
   // thread; already false when `broken` reports the end.
   virtual bool mayReceiveFrom(int rank) = 0;

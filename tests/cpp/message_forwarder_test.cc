@@ -173,7 +173,7 @@ Rank::Rank(Ranks& ranks, int rank, int size)
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const MessageForwarder::Ends e = forwarder->ends(r);
+    const ChannelEnds e = forwarder->ends(r);
     wires.push_back({.out = {e.out_ring, *e.out_filled, *e.out_emptied},
                      .in = {e.in_ring, *e.in_filled, *e.in_emptied},
                      .consumed = e.consumed,
@@ -359,7 +359,7 @@ TEST(nothing_is_lost_of_a_rank_that_has_left) {
 TEST(a_full_ring_waits_and_goes_on) {
   Ranks ranks(2, Over::kIpv4);
   // Records straight into the ring, more than ring, sockets and ring there hold.
-  const MessageForwarder::Ends out = ranks[0].forwarder->ends(1), in = ranks[1].forwarder->ends(0);
+  const ChannelEnds out = ranks[0].forwarder->ends(1), in = ranks[1].forwarder->ends(0);
   ChannelWriter writer(out.out_ring, *out.out_filled, *out.out_emptied);
   ChannelReader reader(in.in_ring, *in.in_filled, *in.in_emptied);
   constexpr size_t kBytes = 5000;
@@ -457,7 +457,7 @@ TEST(nonsense_ends_its_connection_alone) {
     std::vector<std::byte> stream;
     {
       Ranks honest(2, Over::kUnix);
-      const MessageForwarder::Ends ends = honest[0].forwarder->ends(1);
+      const ChannelEnds ends = honest[0].forwarder->ends(1);
       ChannelWriter writer(ends.out_ring, *ends.out_filled, *ends.out_emptied);
       for (unsigned i = 0; i < 4; ++i) {
         const auto n = static_cast<uint32_t>(random() % 300);
@@ -484,7 +484,7 @@ TEST(nonsense_ends_its_connection_alone) {
     ranks[1].forwarder->accept(0, std::move(other));
     until([&] { return ranks[1].endsOf(0).size() == 1; }, "the end of a connection");
     // Whatever was spoilt, what the reader is shown is whole records.
-    const MessageForwarder::Ends in = ranks[1].forwarder->ends(0);
+    const ChannelEnds in = ranks[1].forwarder->ends(0);
     ChannelReader reader(in.in_ring, *in.in_filled, *in.in_emptied);
     int records = 0;
     while (const Record* record = reader.front()) {

@@ -200,7 +200,7 @@ class Play {
   }
 
   Flag flags_[6]{};
-  const MessageForwarder::Ends ends_;
+  const ChannelEnds ends_;
   const bool reseals_;
   MessageSender sender_;
   MessageReceiver receiver_;
