@@ -19,6 +19,13 @@ std::string rankList(const std::vector<int>& ranks) {
   return text;
 }
 
+std::vector<int> otherRanks(int rank, int size) {
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r)
+    if (r != rank) ranks.push_back(r);
+  return ranks;
+}
+
 std::string seconds(Nanos time) {
   const double value = static_cast<double>(time) / kSecond;
   char text[32];

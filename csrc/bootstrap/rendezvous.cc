@@ -18,6 +18,7 @@
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
 #include "bootstrap/unix_socket.h"
+#include "transport/tcp/handshake.h"
 
 namespace ringreduce {
 namespace {
@@ -38,10 +39,6 @@ std::string recordKey(int rank) {
 
 std::string at(const char* field, int rank) {
   return field + std::to_string(rank);
-}
-
-std::string randomToken() {
-  return randomHex().substr(0, 16);
 }
 
 // Attempts that failed and that ranks of this process took part in.
@@ -84,7 +81,7 @@ class Meeting {
         stopwatch_(options_),
         mine_{{"version", kVersion},
               {"size", std::to_string(size)},
-              {"token", randomToken()},
+              {"token", net::randomGroup()},
               {"id", hostId()},
               {"pid", std::to_string(getpid())},
               {"pid_namespace", pidNamespace()},
@@ -105,7 +102,7 @@ class Meeting {
         if (sharesMemory(table_)) {
           if (auto membership = lead()) return {std::move(*membership), std::nullopt};
         }
-        readRecords(otherRanks());
+        readRecords(otherRanks(rank_, size_));
         if (absentRanks().empty()) publish();
         if (allConfirmed()) return publishFinalTable();
       }
@@ -119,8 +116,8 @@ class Meeting {
   void prepare() try {
     shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
     shared_.validate();
-    socket_ = "ringreduce-" + randomHex();
-    secret_ = randomHex();
+    socket_ = "ringreduce-" + randomSecretText();
+    secret_ = randomSecretText();
   } catch (const Error& error) {
     throw named(error);
   }
@@ -131,7 +128,7 @@ class Meeting {
   }
 
   std::vector<int> absentRanks() const {
-    std::vector<int> ranks = otherRanks();
+    std::vector<int> ranks = otherRanks(rank_, size_);
     std::erase_if(ranks, [&](int r) { return records_.contains(r); });
     return ranks;
   }
@@ -188,7 +185,7 @@ class Meeting {
       for (const auto& [r, record] : records_) addTo(table, r, record);
     }
     if (table == table_) return;
-    table["nonce"] = randomToken();
+    table["nonce"] = net::randomGroup();
     table_ = std::move(table);
     store_.set(kTableKey, encode(table_));
   }
@@ -227,8 +224,7 @@ class Meeting {
         if (!sharesMemory(table_)) throw Elsewhere();
         if (!absentRanks().empty()) missing = absentRanks();
       }
-      missing_ = {missing, what};
-      stepClock();
+      stepClock(missing, what);
     };
     try {
       return leader().run(each, [&] {
@@ -239,7 +235,6 @@ class Meeting {
     } catch (const Elsewhere&) {
       leader().sendAway();
       leader_.reset();
-      missing_ = {};
       return std::nullopt;
     }
   }
@@ -254,7 +249,7 @@ class Meeting {
     // A rank empties its record when it has read the last table, and may then be in the next
     // rendezvous on this store.
     const auto isRead = [&] {
-      return std::ranges::all_of(otherRanks(), [&](int r) {
+      return std::ranges::all_of(otherRanks(rank_, size_), [&](int r) {
         return fieldOf(recordOf(r), "seen") != fieldOf(table_, "nonce");
       });
     };
@@ -272,7 +267,7 @@ class Meeting {
                   {"attempt", attempt_},
                   {"time", std::to_string(std::time(nullptr))}};
       std::map<int, std::string> tokens;
-      for (const int r : otherRanks()) {
+      for (const int r : otherRanks(rank_, size_)) {
         const Fields record = lastRecordOf(r);
         if (record.empty()) continue;
         last[at("token", r)] = fieldOf(record, "token");
@@ -311,7 +306,6 @@ class Meeting {
   // ---- the other ranks
 
   Rendezvous runOther() try {
-    std::string refused;  // the nonce of an invitation that came to nothing
     for (;; poll()) {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
@@ -325,10 +319,8 @@ class Meeting {
         if (is_put_) putRecord();  // it answered a table of an earlier run
       }
       if (invites(table)) {
-        if (nonce == refused) continue;
+        if (nonce == refused_) continue;
         if (auto membership = join(table)) return {std::move(*membership), std::nullopt};
-        if (away_) refused = nonce;
-        away_ = false;
       } else if (lists(table)) {
         confirm(table);
         if (fieldOf(table, "go") != "1") continue;
@@ -415,22 +407,23 @@ class Meeting {
       refuse(error);
     }
     if (!socket) return std::nullopt;
+    bool all_there = false;
     const auto each = [&] {
-      stepClock();
-      if (is_put_ && !all_there_ && itIsTime()) checkRecord();
+      stepClock(lateRanks());
+      if (is_put_ && !all_there && itIsTime()) checkRecord();
     };
     try {
       auto membership = joinLeader(std::move(socket), ranks, each, [&] {
-        all_there_ = true;
+        all_there = true;
         if (is_put_) store_.remove(recordKey(rank_));
       });
-      if (!membership) away_ = true;
+      if (!membership) refused_ = fieldOf(table, "nonce");
       return membership;
     } catch (const LeaderClosed&) {
       findReason(fieldOf(table, "nonce"));
     } catch (const Error&) {
       failedAttempts().add(attempt_, rank_);
-      if (!all_there_) leaveAfterError();
+      if (!all_there) leaveAfterError();
       throw;
     }
     return std::nullopt;
@@ -443,7 +436,7 @@ class Meeting {
     if (table.contains("failed") && fieldOf(table, "attempt") == attempt_)
       failAs(table, ", learned by " + shown(rank_));
     if (!table.empty() && fieldOf(table, "nonce") != nonce) {
-      away_ = true;
+      refused_ = nonce;
       return;
     }
     throw Error(Failure::kPeerLost, shown(0) + " ended while group '" + options_.name +
@@ -483,13 +476,6 @@ class Meeting {
     } catch (const Error& error) {
       throw Error(error.kind(), hosts.who(rank_) + ": " + error.what());
     }
-  }
-
-  std::vector<int> otherRanks() const {
-    std::vector<int> ranks;
-    for (int r = 0; r < size_; ++r)
-      if (r != rank_) ranks.push_back(r);
-    return ranks;
   }
 
   Fields recordOf(int rank) { return decode(store_.get(recordKey(rank)).value_or("")); }
@@ -532,7 +518,7 @@ class Meeting {
   }
 
   void poll() {
-    stepClock();
+    stepClock(lateRanks());
     if (is_put_ && itIsTime()) checkRecord();
     std::this_thread::sleep_for(std::chrono::nanoseconds(pause()));
   }
@@ -541,22 +527,19 @@ class Meeting {
   // rank waits much longer than it must.
   Nanos pause() const { return std::clamp<Nanos>(stopwatch_.waited() / 4, kLeastPause, kTick); }
 
-  void stepClock() {
-    stopwatch_.poll(options_.shownAs(rank_),
-                    [&] { return rankList(options_.shownAs(missing())) + " to " + verb(); });
+  // Throws at the deadline.  `late` did not do `what` yet.
+  void stepClock(const std::vector<int>& late, const std::string& what = "join") {
+    const std::string names = rankList(options_.shownAs(late));
+    stopwatch_.poll(options_.shownAs(rank_), [&] { return names + " to " + what; });
     if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
-    const std::string late = rankList(options_.shownAs(missing()));
-    throw Error(Failure::kTimeout, late + " of " + std::to_string(size_) + " did not " + verb() +
+    throw Error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " + what +
                                        " within " + seconds(options_.timeout) + ", making group '" +
                                        options_.name + "'; noticed by " + shown(rank_));
   }
 
-  std::string verb() const { return missing_.what.empty() ? "join" : missing_.what; }
-
   // Only rank 0 knows.
-  std::vector<int> missing() const {
+  std::vector<int> lateRanks() const {
     if (rank_ != 0) return {0};
-    if (!missing_.ranks.empty()) return missing_.ranks;
     if (std::vector<int> absent = absentRanks(); !absent.empty()) return absent;
     std::vector<int> unconfirmed;
     for (const auto& [r, record] : records_)
@@ -588,20 +571,16 @@ class Meeting {
   SharedOptions shared_;
 
   // Rank 0.
-  std::string attempt_ = randomToken();  // on other ranks: rank 0's
+  std::string attempt_ = net::randomGroup();  // on other ranks: rank 0's
   std::string socket_, secret_;
   std::map<int, Fields> records_;  // of the other ranks
   Fields table_;
   std::optional<HostLeader> leader_;
-  struct {
-    std::vector<int> ranks;
-    std::string what;
-  } missing_;  // as the leader sees them
 
   // The other ranks.
   std::string seen_;  // rank 0's table
   Nanos seen_since_ = 0;
-  bool away_ = false, all_there_ = false;
+  std::string refused_;  // the nonce of an invitation that came to nothing
 };
 
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,

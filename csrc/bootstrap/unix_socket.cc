@@ -2,14 +2,12 @@
 #include "bootstrap/unix_socket.h"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdlib>
@@ -17,7 +15,7 @@
 #include <sstream>
 
 #include "base/error.h"
-#include "base/text.h"
+#include "transport/tcp/handshake.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5
@@ -197,11 +195,8 @@ std::string fieldOf(const Fields& fields, const char* key) {
   return found == fields.end() ? "" : found->second;
 }
 
-std::string randomHex() {
-  std::array<unsigned char, 32> bytes;
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throwErrno(Failure::kSetup, "no random numbers to be had");
-  return hexText(bytes);
+std::string randomSecretText() {
+  return net::secretText(net::randomSecret());
 }
 
 bool sameSecret(const std::string& a, const std::string& b) {

@@ -61,7 +61,7 @@ Fields decode(const std::string& text);
 std::string fieldOf(const Fields& fields, const char* key);  // "" if it is not there
 int64_t number(const Fields& fields, const char* key);       // -1 if it is not there, or no number
 
-std::string randomHex();  // 256 bits
+std::string randomSecretText();
 bool sameSecret(const std::string& a, const std::string& b);
 
 }  // namespace ringreduce

@@ -110,7 +110,6 @@ class Compression {
   void writeResidual(size_t parameter, const float* from);
   void scaleResiduals(float factor);
   size_t residualBytes();
-  bool isCoded(size_t parameter) const { return !parameters_.at(parameter).exact; }
   size_t count(size_t parameter) const { return parameters_.at(parameter).count; }
 
   // "int8", "exact", or "measuring" while the trial of `automatic` lasts; and why.

@@ -40,8 +40,8 @@ class FdExchange {
   std::vector<Fd> run() {
     Invitation invitation;
     together(group_, [&] {
-      setText(invitation.socket, "ringreduce-fds-" + randomHex());
-      setText(invitation.secret, randomHex());
+      setText(invitation.socket, "ringreduce-fds-" + randomSecretText());
+      setText(invitation.secret, randomSecretText());
       listener_ = listenAt(invitation.socket, group_.size() + 16);
     });
     invitations_ = gatherEach(group_, invitation);

@@ -9,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "bootstrap/host_links.h"
 #include "bootstrap/rendezvous.h"
 #include "bootstrap/store.h"
@@ -279,22 +280,7 @@ void Group::failLost(int rank, const std::string& when) {
 }
 
 std::vector<int> Group::stopped() const {
-  std::vector<int> others;
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_) others.push_back(r);
-  return arbiter_->stoppedOf(others);
-}
-
-std::string Group::howLost(int rank) const {
-  return arbiter_->howLost(rank);
-}
-
-std::string Group::who(int rank) const {
-  return arbiter_->who(rank);
-}
-
-std::string Group::whereabouts(const std::vector<int>& ranks) const {
-  return arbiter_->whereabouts(ranks);
+  return arbiter_->stoppedOf(otherRanks(rank_, size_));
 }
 
 void Group::interrupt(const std::string& doing) {
@@ -305,14 +291,6 @@ void Group::interrupt(const std::string& doing) {
     arbiter_->abort("interrupted " + doing);
     throw;
   }
-}
-
-void Group::publishStreams(const StreamProgress& own) {
-  arbiter_->publishStreams(own);
-}
-
-std::pair<StreamProgress, Nanos> Group::streamsOf(int rank) const {
-  return arbiter_->streamsOf(rank);
 }
 
 void Group::askForStreams(bool at_once) {

@@ -85,15 +85,17 @@ class Group : public std::enable_shared_from_this<Group> {
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
   // Why a rank is lost: "its process ended".
-  std::string howLost(int rank) const;
+  std::string howLost(int rank) const { return arbiter_->howLost(rank); }
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".
   [[noreturn]] void failLost(int rank, const std::string& when);
   // Other ranks whose processes are stopped (SIGSTOP, a debugger).
   std::vector<int> stopped() const;
   // "rank 2 (pid 7 on host a)", and the same with the last operation seen of each rank.
-  std::string who(int rank) const;
-  std::string whereabouts(const std::vector<int>& ranks) const;
+  std::string who(int rank) const { return arbiter_->who(rank); }
+  std::string whereabouts(const std::vector<int>& ranks) const {
+    return arbiter_->whereabouts(ranks);
+  }
   // Lets Ctrl-C end a wait in a user's thread: aborts the group as "interrupted <doing>" and throws
   // the interrupt's exception.
   void interrupt(const std::string& doing);
@@ -102,9 +104,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // ---- the progress of GPU streams, where ranks do not share memory
 
   // What other ranks learn of this rank when they ask.
-  void publishStreams(const StreamProgress& own);
+  void publishStreams(const StreamProgress& own) { arbiter_->publishStreams(own); }
   // As last heard of that rank, and when (0: never).
-  std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
+  std::pair<StreamProgress, Nanos> streamsOf(int rank) const { return arbiter_->streamsOf(rank); }
   // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
   // also if they have just been asked, and ranks with nothing new do not answer again.
   void askForStreams(bool at_once);

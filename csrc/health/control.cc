@@ -12,12 +12,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -537,57 +535,42 @@ void ControlNode::reportLost(std::vector<int> ranks, Observed observed, const st
 
 // ---- the calls of control.h, from any thread
 
-namespace {
+Control::Control(std::shared_ptr<Reactor> reactor, std::shared_ptr<ControlNode> node)
+    : reactor_(std::move(reactor)), node_(std::move(node)) {}
 
-class RingControl final : public Control {
- public:
-  RingControl(std::shared_ptr<Reactor> reactor, std::shared_ptr<ControlNode> node)
-      : reactor_(std::move(reactor)), node_(std::move(node)) {}
-  ~RingControl() override {
-    reactor_->run([&] { node_->end(); });
-    node_->stopConnecting();
-  }
+Control::~Control() {
+  reactor_->run([&] { node_->end(); });
+  node_->stopConnecting();
+}
 
-  void accept(int from, Socket socket) override {
-    soon([from, socket = std::make_shared<Socket>(std::move(socket))](ControlNode& node) {
-      node.add(from, std::move(*socket), false, false);
-    });
-  }
-  void broadcastError(const GroupFailure& failure) override {
-    soon([failure](ControlNode& node) { node.broadcastError(failure); });
-  }
-  void depart(Declared how) override {
-    soon([how](ControlNode& node) { node.depart(how); });
-  }
-  void askForProgress(uint64_t since) override {
-    soon([since](ControlNode& node) { node.askForProgress(since); });
-  }
-  bool flush(Nanos longest) override {
-    const Nanos limit = deadlineIn(longest);
-    Nanos nap = 100 * kMicrosecond;
-    for (;;) {
-      bool flushed = true;
-      reactor_->run([&] { flushed = node_->isFlushed(); });
-      const Nanos left = limit - now();
-      if (flushed || left <= 0 || reactor_->isItsThread()) return flushed;
-      std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(nap, left)));
-      nap = std::min(2 * nap, 5 * kMillisecond);
-    }
-  }
+template <class F>
+void Control::soon(F f) {
+  reactor_->soon([node = node_, f = std::move(f)] {
+    if (!node->isOver()) f(*node);
+  });
+}
 
- private:
-  template <class F>
-  void soon(F f) {
-    reactor_->soon([node = node_, f = std::move(f)] {
-      if (!node->isOver()) f(*node);
-    });
-  }
+void Control::accept(int from, Socket socket) {
+  soon([from, socket = std::make_shared<Socket>(std::move(socket))](ControlNode& node) {
+    node.add(from, std::move(*socket), false, false);
+  });
+}
 
-  const std::shared_ptr<Reactor> reactor_;
-  const std::shared_ptr<ControlNode> node_;
-};
+void Control::broadcastError(const GroupFailure& failure) {
+  soon([failure](ControlNode& node) { node.broadcastError(failure); });
+}
 
-}  // namespace
+void Control::depart(Declared how) {
+  soon([how](ControlNode& node) { node.depart(how); });
+}
+
+void Control::askForProgress(uint64_t since) {
+  soon([since](ControlNode& node) { node.askForProgress(since); });
+}
+
+bool Control::flush(Nanos longest) {
+  return reactor_->waitUntil(longest, [&] { return node_->isFlushed(); });
+}
 
 std::unique_ptr<Control> Control::start(std::shared_ptr<Reactor> reactor, int rank, int size,
                                         Socket next, Socket previous, Dial dial, Listener& listener,
@@ -597,7 +580,7 @@ std::unique_ptr<Control> Control::start(std::shared_ptr<Reactor> reactor, int ra
                                      std::to_string(kMostControlRanks) + " ranks");
   auto node =
       std::make_shared<ControlNode>(reactor, rank, size, std::move(dial), listener, options);
-  auto control = std::make_unique<RingControl>(reactor, node);
+  std::unique_ptr<Control> control(new Control(reactor, node));
   reactor->run([&] { node->begin(std::move(next), std::move(previous)); });
   return control;
 }

@@ -45,6 +45,8 @@
 
 namespace ringreduce::net {
 
+class ControlNode;
+
 class Control {
  public:
   struct Listener {
@@ -78,15 +80,15 @@ class Control {
   static std::unique_ptr<Control> start(std::shared_ptr<Reactor> reactor, int rank, int size,
                                         Socket next, Socket previous, Dial dial, Listener& listener,
                                         const Options& options);
-  virtual ~Control() = default;  // the listener is not called after this returns
+  ~Control();  // the listener is not called after this returns
 
   // Takes a control connection that another rank made.  From any thread.
-  virtual void accept(int from, Socket socket) = 0;
+  void accept(int from, Socket socket);
 
   // From any thread.  These do not wait for the network.
   // Up to kMostText bytes of its text travel (control_frames.h).
-  virtual void broadcastError(const GroupFailure& failure) = 0;
-  virtual void depart(Declared how) = 0;
+  void broadcastError(const GroupFailure& failure);
+  void depart(Declared how);
   // Asks all ranks for their progress and sends that of this rank.  `onProgress` is called for each
   // answer, also when another rank asked.  At most one question per `heartbeat` is sent, and none
   // within half of that time after another rank's; a rank does not repeat an answer within that
@@ -94,11 +96,19 @@ class Control {
   //
   // With `since`, ranks also send the operations that they announced from that one on.  These
   // limits do not apply to such a question, and a rank answers it if it has anything new to send.
-  virtual void askForProgress(uint64_t since = kNoOperation) = 0;
+  void askForProgress(uint64_t since = kNoOperation);
   // Waits until the neighbours' kernels have acknowledged all news, so that closing loses none, and
   // after depart(kGone) until the neighbours no longer need this rank.  Returns false after
   // `longest`.  Does not wait in the reactor's thread.
-  virtual bool flush(Nanos longest) = 0;
+  bool flush(Nanos longest);
+
+ private:
+  Control(std::shared_ptr<Reactor> reactor, std::shared_ptr<ControlNode> node);
+  template <class F>
+  void soon(F f);
+
+  const std::shared_ptr<Reactor> reactor_;
+  const std::shared_ptr<ControlNode> node_;
 };
 
 }  // namespace ringreduce::net

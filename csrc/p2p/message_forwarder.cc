@@ -7,52 +7,47 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 namespace ringreduce::net {
-namespace {
-
-struct alignas(kRecordAlign) ByteRing {
-  std::byte bytes[kRingBytes];  // committed by the system when first written to
-};
-
-struct Peer {
-  explicit Peer(int r)
-      : rank(r),
-        out_ring(new ByteRing),
-        in_ring(new ByteRing),
-        ends{.out_ring = out_ring->bytes,
-             .out_filled = &flags[0],
-             .out_emptied = &flags[1],
-             .in_ring = in_ring->bytes,
-             .in_filled = &flags[2],
-             .in_emptied = &flags[3],
-             .consumed = &flags[4],
-             .acknowledged = &flags[5]},
-        sender(ends),
-        receiver(ends) {}
-
-  const int rank;
-  Flag flags[6]{};
-  const std::unique_ptr<ByteRing> out_ring, in_ring;
-  const ChannelEnds ends;
-  MessageSender sender;
-  MessageReceiver receiver;
-
-  Socket out, in;
-  bool dialling = false, closed = false;       // closed: nothing more can be sent
-  bool watching_in = false, in_ended = false;  // heard_out: `in` has ended
-  std::atomic<bool> blocked = false;           // its socket is full
-  std::atomic<bool> scheduled = false;         // serve() will run soon
-};
-
 // Used in the reactor's thread, unless a function says otherwise.
-class Carrier : public std::enable_shared_from_this<Carrier> {
+class MessageForwarder::Carrier : public std::enable_shared_from_this<Carrier> {
  public:
+  struct alignas(kRecordAlign) ByteRing {
+    std::byte bytes[kRingBytes];  // committed by the system when first written to
+  };
+  struct Peer {
+    explicit Peer(int r)
+        : rank(r),
+          out_ring(new ByteRing),
+          in_ring(new ByteRing),
+          ends{.out_ring = out_ring->bytes,
+               .out_filled = &flags[0],
+               .out_emptied = &flags[1],
+               .in_ring = in_ring->bytes,
+               .in_filled = &flags[2],
+               .in_emptied = &flags[3],
+               .consumed = &flags[4],
+               .acknowledged = &flags[5]},
+          sender(ends),
+          receiver(ends) {}
+
+    const int rank;
+    Flag flags[6]{};
+    const std::unique_ptr<ByteRing> out_ring, in_ring;
+    const ChannelEnds ends;
+    MessageSender sender;
+    MessageReceiver receiver;
+
+    Socket out, in;
+    bool dialling = false, closed = false;       // closed: nothing more can be sent
+    bool watching_in = false, in_ended = false;  // in_ended: no more will arrive
+    std::atomic<bool> blocked = false;           // its socket is full
+    std::atomic<bool> scheduled = false;         // serve() will run soon
+  };
+
   Carrier(std::shared_ptr<Reactor> reactor, int rank, int size, Dial dial,
           MessageForwarder::Listener& listener)
       : reactor_(std::move(reactor)),
@@ -95,12 +90,12 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   Connector connector_;
 };
 
-void Carrier::wake(int rank) {
+void MessageForwarder::Carrier::wake(int rank) {
   Peer& peer = at(rank);
   if (peer.receiver.canGoOn() || (!peer.blocked && peer.sender.hasNews())) schedule(peer);
 }
 
-void Carrier::schedule(Peer& peer) {
+void MessageForwarder::Carrier::schedule(Peer& peer) {
   if (peer.scheduled.exchange(true)) return;
   reactor_->soon([self = shared_from_this(), &peer] {
     peer.scheduled = false;  // before serve(), so that later news schedule it again
@@ -108,14 +103,14 @@ void Carrier::schedule(Peer& peer) {
   });
 }
 
-void Carrier::serve(Peer& peer) {
+void MessageForwarder::Carrier::serve(Peer& peer) {
   if (peer.in && (peer.watching_in ? peer.in.holdsBytes() : peer.receiver.canGoOn())) receive(peer);
   if (!over_) send(peer);
 }
 
 // ---- out
 
-void Carrier::send(Peer& peer) {
+void MessageForwarder::Carrier::send(Peer& peer) {
   if (peer.closed) {
     const bool records = peer.sender.hasRecords();
     peer.sender.discard();
@@ -142,7 +137,7 @@ void Carrier::send(Peer& peer) {
   if (moved && !over_) listener_.onProgress(peer.rank);
 }
 
-void Carrier::connect(Peer& peer) {
+void MessageForwarder::Carrier::connect(Peer& peer) {
   if (std::exchange(peer.dialling, true)) return;
   connector_.call(
       peer.rank, 0,
@@ -155,7 +150,7 @@ void Carrier::connect(Peer& peer) {
       });
 }
 
-void Carrier::connected(Peer& peer, Socket socket, const ConnectFailure& error) {
+void MessageForwarder::Carrier::connected(Peer& peer, Socket socket, const ConnectFailure& error) {
   peer.dialling = false;
   if (!socket) {
     // Only a count of eager bytes is lost, and its receiver may have left.
@@ -177,7 +172,7 @@ void Carrier::connected(Peer& peer, Socket socket, const ConnectFailure& error) 
   send(peer);
 }
 
-void Carrier::closeOut(Peer& peer, const std::string& how) {
+void MessageForwarder::Carrier::closeOut(Peer& peer, const std::string& how) {
   if (peer.out) {
     reactor_->forget(peer.out.get());
     peer.out.reset();
@@ -190,7 +185,7 @@ void Carrier::closeOut(Peer& peer, const std::string& how) {
 
 // ---- in
 
-void Carrier::add(int from, Socket socket) {
+void MessageForwarder::Carrier::add(int from, Socket socket) {
   Peer& peer = at(from);
   if (over_ || peer.in || peer.in_ended || !socket) return;  // a rank makes one
   peer.in = std::move(socket);
@@ -198,13 +193,13 @@ void Carrier::add(int from, Socket socket) {
   if (peer.in.holdsBytes()) schedule(peer);
 }
 
-void Carrier::watchIncoming(Peer& peer) {
+void MessageForwarder::Carrier::watchIncoming(Peer& peer) {
   peer.watching_in = true;
   reactor_->watch(peer.in.get(), EPOLLIN,
                   onEvent(peer, [](Carrier& self, Peer& p, uint32_t) { self.receive(p); }));
 }
 
-void Carrier::receive(Peer& peer) {
+void MessageForwarder::Carrier::receive(Peer& peer) {
   bool moved = false;
   const Carried result = peer.receiver.carry(peer.in, moved);
   if (result == Carried::kBlocked || result == Carried::kEnded) {
@@ -226,7 +221,7 @@ void Carrier::receive(Peer& peer) {
 
 // ---- ends
 
-std::vector<int> Carrier::unsent() {
+std::vector<int> MessageForwarder::Carrier::unsent() {
   std::vector<int> ranks;
   for (const auto& peer : peers_) {
     if (over_) return {};
@@ -236,7 +231,7 @@ std::vector<int> Carrier::unsent() {
   return ranks;
 }
 
-bool Carrier::isFlushed() {
+bool MessageForwarder::Carrier::isFlushed() {
   if (over_) return true;
   bool flushed = true;
   for (const auto& peer : peers_) {
@@ -251,7 +246,7 @@ bool Carrier::isFlushed() {
   return flushed;
 }
 
-void Carrier::end() {
+void MessageForwarder::Carrier::end() {
   over_ = true;
   for (const auto& peer : peers_)
     for (Socket* socket : {&peer->out, &peer->in})
@@ -261,54 +256,52 @@ void Carrier::end() {
       }
 }
 
-class SocketForwarder final : public MessageForwarder {
- public:
-  SocketForwarder(std::shared_ptr<Reactor> reactor, std::shared_ptr<Carrier> carrier)
-      : reactor_(std::move(reactor)), carrier_(std::move(carrier)) {}
-  ~SocketForwarder() override {
-    reactor_->run([&] { carrier_->end(); });
-    carrier_->stopConnecting();
-  }
+// ---- the calls of message_forwarder.h
 
-  ChannelEnds ends(int rank) override { return carrier_->at(rank).ends; }
-  bool mayReceiveFrom(int rank) override { return static_cast<bool>(carrier_->at(rank).in); }
-  void accept(int from, Socket socket) override {
-    if (reactor_->isItsThread()) return carrier_->add(from, std::move(socket));
-    reactor_->soon([carrier = carrier_, from, fd = std::make_shared<Socket>(std::move(socket))] {
-      carrier->add(from, std::move(*fd));
-    });
-  }
-  void wake(int rank) override { carrier_->wake(rank); }
-  std::vector<int> unsent() override {
-    std::vector<int> ranks;
-    reactor_->run([&] { ranks = carrier_->unsent(); });
-    return ranks;
-  }
-  bool flush(Nanos longest) override {
-    const Nanos limit = deadlineIn(longest);
-    Nanos nap = 100 * kMicrosecond;
-    for (;;) {
-      bool flushed = true;
-      reactor_->run([&] { flushed = carrier_->isFlushed(); });
-      const Nanos left = limit - now();
-      if (flushed || left <= 0 || reactor_->isItsThread()) return flushed;
-      std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(nap, left)));
-      nap = std::min(2 * nap, 5 * kMillisecond);
-    }
-  }
+MessageForwarder::MessageForwarder(std::shared_ptr<Reactor> reactor,
+                                   std::shared_ptr<Carrier> carrier)
+    : reactor_(std::move(reactor)), carrier_(std::move(carrier)) {}
 
- private:
-  const std::shared_ptr<Reactor> reactor_;
-  const std::shared_ptr<Carrier> carrier_;
-};
+MessageForwarder::~MessageForwarder() {
+  reactor_->run([&] { carrier_->end(); });
+  carrier_->stopConnecting();
+}
 
-}  // namespace
+ChannelEnds MessageForwarder::ends(int rank) const {
+  return carrier_->at(rank).ends;
+}
+
+bool MessageForwarder::mayReceiveFrom(int rank) const {
+  return static_cast<bool>(carrier_->at(rank).in);
+}
+
+void MessageForwarder::accept(int from, Socket socket) {
+  if (reactor_->isItsThread()) return carrier_->add(from, std::move(socket));
+  reactor_->soon([carrier = carrier_, from, fd = std::make_shared<Socket>(std::move(socket))] {
+    carrier->add(from, std::move(*fd));
+  });
+}
+
+void MessageForwarder::wake(int rank) {
+  carrier_->wake(rank);
+}
+
+std::vector<int> MessageForwarder::unsent() {
+  std::vector<int> ranks;
+  reactor_->run([&] { ranks = carrier_->unsent(); });
+  return ranks;
+}
+
+bool MessageForwarder::flush(Nanos longest) {
+  return reactor_->waitUntil(longest, [&] { return carrier_->isFlushed(); });
+}
 
 std::unique_ptr<MessageForwarder> MessageForwarder::start(std::shared_ptr<Reactor> reactor,
                                                           int rank, int size, Dial dial,
                                                           Listener& listener) {
   auto carrier = std::make_shared<Carrier>(reactor, rank, size, std::move(dial), listener);
-  return std::make_unique<SocketForwarder>(std::move(reactor), std::move(carrier));
+  return std::unique_ptr<MessageForwarder>(
+      new MessageForwarder(std::move(reactor), std::move(carrier)));
 }
 
 }  // namespace ringreduce::net

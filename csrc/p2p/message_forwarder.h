@@ -35,23 +35,30 @@ class MessageForwarder {
   // `dial` is called in a thread of the forwarder.
   static std::unique_ptr<MessageForwarder> start(std::shared_ptr<Reactor> reactor, int rank,
                                                  int size, Dial dial, Listener& listener);
-  virtual ~MessageForwarder() = default;  // after it, the listener is not called
+  ~MessageForwarder();  // after it, the listener is not called
 
   // The memory belongs to the forwarder.
-  virtual ChannelEnds ends(int rank) = 0;
+  ChannelEnds ends(int rank) const;
   // Whether a connection from that rank is open, so that bytes may still arrive.  In the reactor's
   // thread; already false when `broken` reports the end.
-  virtual bool mayReceiveFrom(int rank) = 0;
+  bool mayReceiveFrom(int rank) const;
   // Takes a connection that another rank has made.  From any thread; in the reactor's thread it
   // takes effect at once.
-  virtual void accept(int from, Socket socket) = 0;
+  void accept(int from, Socket socket);
   // The engine has written, read or consumed.  From any thread; cheap if nothing is to be done.
-  virtual void wake(int rank) = 0;
+  void wake(int rank);
   // The ranks for which written bytes wait, without those that cannot be sent to.  From any thread.
-  virtual std::vector<int> unsent() = 0;
+  std::vector<int> unsent();
   // Waits, at most `longest`, until the other ranks' systems have all written bytes, without ranks
   // that cannot be sent to.  False on timeout.  Does not wait in the reactor's thread.
-  virtual bool flush(Nanos longest) = 0;
+  bool flush(Nanos longest);
+
+ private:
+  class Carrier;
+  MessageForwarder(std::shared_ptr<Reactor> reactor, std::shared_ptr<Carrier> carrier);
+
+  const std::shared_ptr<Reactor> reactor_;
+  const std::shared_ptr<Carrier> carrier_;
 };
 
 }  // namespace ringreduce::net

@@ -468,7 +468,8 @@ void Messenger::checkPeers() {
   }
   for (const Engine::Handle& handle : hopeless) {
     const int peer = peerOf(*handle);
-    const std::vector<int> awaited = peer == kAnySource ? others() : std::vector<int>{peer};
+    const std::vector<int> awaited =
+        peer == kAnySource ? otherRanks(rank_, size_) : std::vector<int>{peer};
     const Error error = arbiter_.errorOfGone(awaited, describe(*handle));
     fail({handle}, std::make_exception_ptr(error));
   }
@@ -478,9 +479,8 @@ void Messenger::checkPeers() {
 bool Messenger::isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const {
   const int peer = peerOf(transfer);
   if (peer == kAnySource) {
-    const std::vector<int> all = others();
     const auto is_gone = [&](int r) { return peers[static_cast<size_t>(r)].isGone(); };
-    return !all.empty() && std::ranges::all_of(all, is_gone);
+    return size_ > 1 && std::ranges::all_of(otherRanks(rank_, size_), is_gone);
   }
   const PeerState& state = peers[static_cast<size_t>(peer)];
   if (state.isGone()) return true;
@@ -551,13 +551,6 @@ std::string Messenger::describe(const Transfer& transfer) const {
          std::to_string(m.tag) + " (message #" + std::to_string(transfer.number) + ")";
 }
 
-std::vector<int> Messenger::others() const {
-  std::vector<int> ranks;
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_) ranks.push_back(r);
-  return ranks;
-}
-
 std::string Messenger::missing(const Transfer& transfer) {
   const Message& m = transfer.message;
   int matched = kAnySource;
@@ -570,8 +563,9 @@ std::string Messenger::missing(const Transfer& transfer) {
     return arbiter_.whereabouts({m.peer}) + " did not receive it";
   if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";
   if (size_ == 1) return "there is no other rank to send it";
-  const std::vector<int> stopped = arbiter_.stoppedOf(others());
-  return arbiter_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
+  const std::vector<int> others = otherRanks(rank_, size_);
+  const std::vector<int> stopped = arbiter_.stoppedOf(others);
+  return arbiter_.whereabouts(stopped.empty() ? others : stopped) + " did not send it";
 }
 
 }  // namespace ringreduce

@@ -88,7 +88,6 @@ class Messenger {
   void startThread();
   std::string describe(const Transfer& transfer) const;
   std::string missing(const Transfer& transfer);
-  std::vector<int> others() const;
 
   const int rank_, size_;
   Arbiter& arbiter_;

@@ -34,8 +34,11 @@
 
 namespace ringreduce::net {
 
-// ---- pending connections
+namespace {
 
+constexpr size_t kMostDiscarded = 4096;
+
+// A connection whose handshake is not over.
 struct PendingConnection {
   Fd socket;
   Address from;
@@ -47,57 +50,44 @@ struct PendingConnection {
   bool leaving = false;      // refused; kept open until the other side has read the reason
   size_t discarded = 0;
 
-  // Move bytes of the handshake.  False if the connection has ended.
-  bool read();
-  bool write();
-  // Drops what arrives.  False if the connection has ended, or too much arrives.
-  bool discard();
+  // These two move bytes of the handshake.  False if the connection has ended.
+  bool read() {
+    std::array<std::byte, 256> bytes;
+    while (machine.wants() > 0) {
+      const size_t most = std::min(bytes.size(), machine.wants());
+      const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
+      if (got == 0) return false;
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return errno == EAGAIN;
+      machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
+    }
+    return true;
+  }
+  bool write() {
+    while (!output.empty()) {
+      const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
+      if (sent < 0 && errno == EINTR) continue;
+      if (sent < 0) return errno == EAGAIN;
+      output.erase(0, static_cast<size_t>(sent));
+    }
+    return true;
+  }
+
+  // Drops arriving bytes: closing a socket with unread bytes makes the kernel drop the bytes that
+  // were sent.  False if the connection has ended, or too much arrives.
+  bool discard() {
+    std::array<std::byte, 256> bytes;
+    while (discarded < kMostDiscarded) {
+      const ssize_t got = recv(socket.get(), bytes.data(), bytes.size(), 0);
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) return got < 0 && errno == EAGAIN;
+      discarded += static_cast<size_t>(got);
+    }
+    return false;
+  }
 };
 
-namespace {
-
-constexpr size_t kMostDiscarded = 4096;
-
-}  // namespace
-
-bool PendingConnection::read() {
-  std::array<std::byte, 256> bytes;
-  while (machine.wants() > 0) {
-    const size_t most = std::min(bytes.size(), machine.wants());
-    const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
-    if (got == 0) return false;
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return errno == EAGAIN;
-    machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
-  }
-  return true;
-}
-
-bool PendingConnection::write() {
-  while (!output.empty()) {
-    const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
-    if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) return errno == EAGAIN;
-    output.erase(0, static_cast<size_t>(sent));
-  }
-  return true;
-}
-
-// Closing a socket with unread bytes makes the kernel drop the bytes that were sent.
-bool PendingConnection::discard() {
-  std::array<std::byte, 256> bytes;
-  while (discarded < kMostDiscarded) {
-    const ssize_t got = recv(socket.get(), bytes.data(), bytes.size(), 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return got < 0 && errno == EAGAIN;
-    discarded += static_cast<size_t>(got);
-  }
-  return false;
-}
-
 // ---- endpoints as text
-
-namespace {
 
 // Whether this is an address with an interface that this host lacks.
 bool isOfInterfaceElsewhere(const std::string& word) {

@@ -64,7 +64,6 @@ inline std::string_view bytesOf(const std::array<unsigned char, 32>& bytes) {
 }
 
 enum class Purpose : uint8_t { kControl, kData, kMessages, kSurvey };
-inline constexpr const char* kPurposeNames[] = {"control", "data", "messages", "survey"};
 inline constexpr int kPurposes = 4;
 
 inline constexpr Nanos kHandshakeTime = 5 * kSecond;  // an acceptor's limit for a handshake

@@ -8,8 +8,8 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <deque>
@@ -369,42 +369,33 @@ bool Loop::call(Id id, std::function<void()> body) {
   return fine;
 }
 
-// ---- one per process
-
-struct Shared {
-  const int generation = forkGeneration();
-  std::mutex mutex;
-  std::weak_ptr<Reactor> reactor;
-};
-
-// A forked child gets a new one: the parent's mutex may have been locked during the fork.
-Shared& sharedOfThisProcess() {
-  static std::atomic<Shared*> current{nullptr};
-  Shared* known = current.load();
-  while (!known || known->generation != forkGeneration()) {
-    auto* fresh = new Shared;  // never destroyed: groups may outlive static objects
-    if (current.compare_exchange_strong(known, fresh)) return *fresh;
-    delete fresh;
-  }
-  return *known;
-}
+constinit PerProcess<Reactor> reactor_of_process;
 
 }  // namespace
 
 std::shared_ptr<Reactor> Reactor::shared() {
-  Shared& process = sharedOfThisProcess();
-  const std::lock_guard lock(process.mutex);
-  if (auto reactor = process.reactor.lock()) return reactor;
-  auto loop = std::make_shared<Loop>();
-  loop->start(loop);
-  Loop* raw = loop.get();
-  // The weak pointer below keeps the deleter alive, which must not keep the loop's descriptors.
-  std::shared_ptr<Reactor> reactor(raw, [loop = std::move(loop)](Reactor*) mutable {
-    const std::shared_ptr<Loop> last = std::move(loop);
-    last->leave();
+  return reactor_of_process.get([] {
+    auto loop = std::make_shared<Loop>();
+    loop->start(loop);
+    Loop* raw = loop.get();
+    // PerProcess's weak pointer keeps the deleter alive, which must not keep the loop's
+    // descriptors.
+    return std::shared_ptr<Reactor>(raw, [loop = std::move(loop)](Reactor*) mutable {
+      const std::shared_ptr<Loop> last = std::move(loop);
+      last->leave();
+    });
   });
-  process.reactor = reactor;
-  return reactor;
+}
+
+bool Reactor::waitUntil(Nanos longest, const std::function<bool()>& done) {
+  const Nanos limit = deadlineIn(longest);
+  for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
+    bool over = true;
+    run([&] { over = done(); });
+    const Nanos left = limit - now();
+    if (over || left <= 0 || isItsThread()) return over;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(nap, left)));
+  }
 }
 
 // ---- the log

@@ -44,6 +44,9 @@ class Reactor {
   virtual void soon(std::function<void()> then) = 0;
   // Runs `then` in the reactor's thread and returns when it has run.  Throws what it throws.
   virtual void run(const std::function<void()>& then) = 0;
+  // Asks `done` in the reactor's thread now and then until it is true; false after `longest`.  Does
+  // not wait in the reactor's thread.
+  bool waitUntil(Nanos longest, const std::function<bool()>& done);
   // Whether the caller is the reactor's thread, which must not block.
   virtual bool isItsThread() const = 0;
 };
