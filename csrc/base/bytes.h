@@ -1,4 +1,4 @@
-// What host and device code share: sizes, copies, hashes, and the mark of device functions.
+// Shared by host and device code: sizes, copies, hashes, and the mark of device functions.
 #pragma once
 
 #include <cstddef>

@@ -2,7 +2,7 @@
 // them.
 //
 // `Config::read()` never throws.  A bad value raises its error when a layer takes it (`get`), so
-// that the error comes where the other ranks can be told.  Read it once for each group: users
+// that the error occurs where the other ranks can be informed.  Read it once for each group: users
 // change variables between groups.
 #pragma once
 

@@ -130,7 +130,7 @@ struct Executor::State : std::enable_shared_from_this<State> {
       } catch (...) {
         error = std::current_exception();
       }
-      item.work = nullptr;  // releases its objects before anybody is told
+      item.work = nullptr;  // releases its objects before the completion
       lock.lock();
       busy = false;
       // Before the token can be taken: an operation is done before a later one has run.

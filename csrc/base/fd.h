@@ -1,4 +1,4 @@
-// What a fork must not copy: open descriptors, and objects that a process has one of.
+// Open descriptors and objects of which a process has one: a fork must not copy either.
 //
 // A forked child (a DataLoader worker, say) inherits every descriptor of its parent.  If it kept
 // them, a dead rank's sockets would look open for as long as the child lives.  So a pthread_atfork
@@ -46,7 +46,7 @@ int forkGeneration();
 template <class T>
 class PerProcess {
  public:
-  // The object there is, or what `make` returns; one call of `make` at a time.
+  // The existing object, else the result of `make`; one call of `make` at a time.
   template <class Make>
   std::shared_ptr<T> get(Make make) {
     Slot& slot = ofThisProcess();

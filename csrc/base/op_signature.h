@@ -95,8 +95,8 @@ struct StreamProgress {
   bool operator==(const StreamProgress&) const = default;
 };
 
-// Whether a rank of a group of `size` can have announced this: what comes from elsewhere is looked
-// at before it is believed, since texts name what stands there.
+// Whether a rank of a group of `size` can have announced this.  Checks signatures from other ranks,
+// since texts index tables by their fields.
 constexpr bool isSound(const OpSignature& a, int size) {
   return static_cast<size_t>(a.kind) < kKindCount &&
          static_cast<size_t>(a.dtype) < kDTypes.size() &&

@@ -24,19 +24,19 @@
 namespace ringreduce {
 namespace {
 
-// How long a connection may take where nothing but that says that the other is gone: for control,
-// or while no address of the other host answers at all.
+// How long making a connection may take if nothing else reports a lost rank: for control, or while
+// no address of the other host answers.
 constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
 // How long the reason of a rank that gave up may take to be in the store.
 constexpr Nanos kReasonDelay = kSecond;
-// The period of polling the store for what another rank will put there.
+// The period of polling the store for a value of another rank.
 constexpr Nanos kStorePoll = 10 * kMillisecond;
 
 static_assert(Config::kMostLanes == kMaxConnections);
 
-// Which of a rank's addresses to share the data out to: those of the best one's family, since an
-// interface may have an address of each.
+// The addresses of a rank to spread its data over: those of the best one's family, since an
+// interface may have addresses of both.
 std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
   std::vector<size_t> paths;
   for (size_t i = 0; i < endpoint.addresses.size(); ++i)
@@ -44,8 +44,8 @@ std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
   return paths;
 }
 
-// What a rank told the others: its address, its options, its wish for the ring, and its options for
-// the group of its host's ranks.
+// The settings that a rank gave to the others: its address, its options, RINGREDUCE_RING, and its
+// options for the group of its host's ranks.
 enum Part { kAddress, kOptions, kRingSetting, kLocalOptions };
 std::string settingOf(const Hosts& hosts, int rank, int part) {
   std::string rest = hosts.settingsOf(rank);
@@ -53,7 +53,7 @@ std::string settingOf(const Hosts& hosts, int rank, int part) {
   return rest.substr(0, rest.find('|'));
 }
 
-// Another rank gave up making the group.
+// The reason why another rank gave up making the group.
 struct RemoteFailure final : std::exception {
   explicit RemoteFailure(std::string t) : text(std::move(t)) {}
   const char* what() const noexcept override { return text.c_str(); }
@@ -85,7 +85,7 @@ class JoinGuard {
                                          ": " + missing);
   }
 
-  // Leaves the reason for the others, unless another rank left one first; returns that one.
+  // Stores the reason for the others, unless another rank stored one first; returns that one.
   std::optional<std::string> leaveReason(const std::string& text) {
     std::optional<std::string> theirs;
     attempt([&] { theirs = store_.get(key_); });
@@ -148,7 +148,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
   shared_.validate();
-  // Errors in this rank's settings are thrown here, where the other ranks are told.
+  // Errors in this rank's settings are thrown here, where the other ranks learn of them.
   const Config config = Config::read();
   congestion_ = config.congestion.get();
   net::checkCongestion(congestion_);
@@ -213,7 +213,7 @@ void HostLinks::join(const Hosts& hosts, Store& store,
   }
 }
 
-// What all have told.  Throws, on all ranks, if some want encryption and others do not.
+// Reads the settings of all ranks.  Throws, on all ranks, if only some want encryption.
 void HostLinks::readOptions(const Hosts& hosts) {
   std::optional<int> encrypted, plain;
   for (int r = size_ - 1; r >= 0; --r) {
@@ -321,7 +321,7 @@ void HostLinks::checkNext(const Poll& poll) const {
   if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) gaveUp(ringNeighbour(1), poll);
 }
 
-// `poll` throws what it has told the others, which may take a moment to be read.
+// Waits until `poll` throws the reason that the rank left in the store.
 void HostLinks::gaveUp(int rank, const Poll& poll) const {
   for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
     poll();
@@ -371,10 +371,10 @@ void HostLinks::deliverTo(Handler handler) {
 
 // ---- the order of the data ring
 //
-// Each host's lowest rank meets those of the other hosts, puts the rates of what came from each
-// into the store, and rank 0 decides for all.
+// Each host's lowest rank measures the rates from the other hosts and puts them into the store.
+// Rank 0 decides for all.
 
-// All see the same, so all refuse, or none.
+// All ranks compare the same settings, so all throw or none.
 void HostLinks::compareRingSettings(const Hosts& hosts) const {
   const std::string setting = settingOf(hosts, 0, kRingSetting);
   const auto inWords = [](const std::string& text) {
@@ -446,7 +446,7 @@ std::vector<double> HostLinks::survey(const Hosts& hosts, const Poll& poll) {
   return rates;
 }
 
-// Of the wires to the next host, or in the ring that was measured.
+// The wire to the next host, or the slowest of the measured ring.
 void HostLinks::measureWires() {
   cost_.ranks_on_host = ranks_on_host_;
   if (next_) agreed_cost_.observeRoundTrip(net::roundTripOf(next_));

@@ -34,7 +34,7 @@ class HostLinks {
   std::string open(const Hosts& hosts);
 
   // Connects the control ring, and calls `local` to make what the ranks of this host share; `local`
-  // calls its argument while it waits, and passes on what that throws.  Collective.  Throws on all
+  // calls its argument while it waits, and passes on its exceptions.  Collective.  Throws on all
   // ranks if it throws on any, with one exception: if a rank is interrupted or killed in the last
   // round, some ranks learn of it later, as of a process that ended.
   void join(const Hosts& hosts, Store& store, const std::function<void(const Poll&)>& local);
@@ -97,7 +97,7 @@ class HostLinks {
   std::string congestion_;    // RINGREDUCE_CONGESTION
   std::string ring_setting_;  // RINGREDUCE_RING, as this rank has it
   HostRing host_ring_;
-  AgreedWireCost agreed_cost_;  // of all wires that were looked at
+  AgreedWireCost agreed_cost_;  // of all measured wires
   WireCost cost_;
   std::vector<std::string> who_;
   std::vector<int> ring_;  // the control ring's order: ranks of a host beside each other

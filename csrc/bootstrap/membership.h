@@ -59,13 +59,13 @@ struct Reason {
 // `who` names this rank, for errors that do not.
 Reason reasonOf(const std::exception_ptr& error, const std::string& who);
 
-// What a rank knows of its host's ranks before the exchange.
+// The knowledge of a rank about its host's ranks before the exchange.
 struct LocalRanks {
   int rank = 0, size = 1;      // among the host's ranks
   std::string socket, secret;  // the leader's
   SharedOptions shared;
   GroupOptions options;  // how messages name the ranks
-  Fields record = {};    // what this rank says of itself when it connects
+  Fields record = {};    // sent when this rank connects
 };
 
 // The lowest rank.
@@ -75,7 +75,7 @@ class HostLeader {
   using Check = std::function<void(int rank, const Fields& record)>;
   // Listens from now on.
   explicit HostLeader(LocalRanks ranks, Check check = nullptr);
-  // Called while the leader waits: the ranks that did not do `what` yet.
+  // Called while the leader waits for the ranks that did not do `what` yet.
   using Poll = std::function<void(const std::vector<int>& missing, const char* what)>;
   // `all_there` is called once, when all ranks have connected.  After an exception call `fail`.
   Membership run(const Poll& poll, const std::function<void()>& all_there);

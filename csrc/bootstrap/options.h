@@ -16,12 +16,12 @@ struct SharedOptions {
   Algorithm algorithm = Algorithm::kAuto;  // RINGREDUCE_ALGORITHM
   size_t slot_bytes = 128 << 10;           // RINGREDUCE_SLOT_BYTES
   int slots = 4;                           // RINGREDUCE_SLOTS
-  bool encrypted = false;                  // RINGREDUCE_TLS=1, of what goes over sockets
+  bool encrypted = false;                  // RINGREDUCE_TLS=1, of data on sockets
   bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
-  // Throws Error(kArgument) for what no group can work with.
+  // Throws Error(kArgument) for invalid values.
   void validate() const;
   std::string toText() const;
   static SharedOptions fromText(const std::string& text);
@@ -52,13 +52,12 @@ struct GroupOptions {
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;
-  // Whether Ctrl-C came after that time and was left unheard: the worker, whose operation a user
-  // may be waiting for in torch's own code, gives it up then.  May be null.
+  // Whether Ctrl-C came after that time and was not handled: a user may wait in torch's own code
+  // for an operation of the worker, which then ends it.  May be null.
   bool (*interrupted)(Nanos since) = nullptr;
 };
 
-// RINGREDUCE_WIRE=tcp: whether ranks of one host, too, are to go over sockets.  Rank 0's holds for
-// all.
+// RINGREDUCE_WIRE=tcp: whether ranks of one host use sockets too.  Rank 0's setting holds for all.
 bool forcesSockets();
 
 // Processor cores that this process may run on.
@@ -77,8 +76,8 @@ class Stopwatch {
   bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
   Nanos waited() const { return now() - started_; }
 
-  // Called on every turn of a waiting loop: lets Ctrl-C end it and reports a stall now and then.
-  // `missing` returns what is waited for.
+  // Called in every iteration of a waiting loop: lets Ctrl-C end it and logs a stall now and then.
+  // `missing` returns the text of the missing ranks.
   template <class Missing>
   void poll(int rank, Missing missing) {
     if (options_.interrupt) options_.interrupt();

@@ -16,7 +16,7 @@ namespace ringreduce {
 
 namespace {
 
-// The process number behind a pidfd; 0 if it cannot be told.
+// The process number behind a pidfd; 0 if it is unknown.
 int numberOf(const Fd& pidfd) {
   std::ifstream info("/proc/self/fdinfo/" + std::to_string(pidfd.get()));
   for (std::string line; std::getline(info, line);)

@@ -14,7 +14,7 @@ namespace ringreduce {
 // so that many groups over the same ranks cost one descriptor a process.
 std::shared_ptr<Fd> shareProcessFd(Fd pidfd);
 
-// Which of these processes have ended; null entries never have, as far as anybody knows.
+// Which of these processes have ended; false for null entries.
 std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes);
 
 // The process number behind a pidfd, in this process's PID namespace; 0 if it has none there.

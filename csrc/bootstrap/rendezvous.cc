@@ -133,7 +133,7 @@ class Meeting {
     return ranks;
   }
 
-  // Takes what ranks have put into the store for this attempt.
+  // Takes the records that ranks have put into the store for this attempt.
   void readRecords(const std::vector<int>& ranks) {
     for (const int r : ranks) {
       const Fields record = recordOf(r);
@@ -146,8 +146,8 @@ class Meeting {
     }
   }
 
-  // A rank's record, from the store or its connection.  Throws what the rank says, and what cannot
-  // be.
+  // A rank's record, from the store or its connection.  Throws the rank's own error, and errors in
+  // the record.
   void take(int r, const Fields& record) {
     const std::string who = r >= 0 && r < size_ ? shown(r) : "rank " + std::to_string(r);
     if (fieldOf(record, "version") != kVersion)
@@ -547,7 +547,7 @@ class Meeting {
     return unconfirmed;
   }
 
-  // Whether it came to be so in time.
+  // Waits for a condition; false if it is not met in time.
   template <class Condition>
   bool waitFor(Condition condition, Nanos longest) {
     const Nanos limit = deadlineIn(longest);

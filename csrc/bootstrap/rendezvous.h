@@ -1,16 +1,14 @@
 // How the ranks of a group find each other through the store, on one host or several.
 //
 //   1. Rank 0 publishes an invitation under one key: its host's id, the name of its Unix socket and
-//   a
-//      secret.
+//      a secret.
 //   2. A rank on that host connects and sends its record: a random token, its host's id, its pid,
-//   its
-//      world size.  Any other rank puts its record into the store.
+//      its world size.  Any other rank puts its record into the store.
 //   3. If all ranks connect, they exchange their memory (bootstrap/membership.h), which ends the
 //      rendezvous.
 //   4. If some are on other hosts, or with RINGREDUCE_WIRE=tcp, rank 0 publishes the table of all
 //      records in the invitation's place.  Each rank confirms the table that lists its token, in
-//      its record, together with what the others must know of it (`tell`).  Rank 0 publishes all of
+//      its record, together with its settings (`own_settings`).  Rank 0 publishes all of
 //      that.
 //
 // A record of an earlier run on the same store may be in the table at first.  Its token is then not
@@ -38,12 +36,12 @@ struct Rendezvous {
   std::optional<Hosts> hosts;  // otherwise
 };
 
-// The text that this rank sends to the others, called with the hosts that were found; again if they
-// change.  What it throws ends the rendezvous on all ranks.
+// The settings that this rank sends to the others, called with the hosts that were found; again if
+// they change.  An exception ends the rendezvous on all ranks.
 using OwnSettings = std::function<std::string(const Hosts&)>;
 
-// Collective.  Throws Error: kTimeout naming the ranks that did not come, kSetup for what waiting
-// cannot mend: another world size, version or user, two processes of one rank.
+// Collective.  Throws Error: kTimeout naming the ranks that did not come, kSetup for errors
+// that waiting cannot mend: another world size, version or user, two processes of one rank.
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
                       const OwnSettings& own_settings);
 

@@ -26,7 +26,7 @@ class Hosts {
   // Hosts are numbered by their lowest ranks.
   int count() const { return static_cast<int>(ranks_.size()); }
   int hostOf(int rank) const { return host_of_[static_cast<size_t>(rank)]; }
-  // A host's ranks, in ascending order, and a rank's place among its host's.
+  // A host's ranks, in ascending order, and a rank's position among those of its host.
   const std::vector<int>& ranksOn(int host) const { return ranks_[static_cast<size_t>(host)]; }
   const std::vector<int>& localRanks() const { return ranksOn(hostOf(rank_)); }
   int localRankOf(int rank) const;
@@ -38,17 +38,17 @@ class Hosts {
   // 0 if it is in another PID namespace.
   int pidOf(int rank) const { return pids_[static_cast<size_t>(rank)]; }
   const std::string& nameOf(int rank) const { return names_[static_cast<size_t>(rank)]; }
-  // What its host calls itself.
+  // The name of its host.
   const std::string& machineOf(int rank) const { return machines_[static_cast<size_t>(rank)]; }
-  // What it told; "" if nothing.
+  // The settings that it gave to the others; "" if none.
   const std::string& settingsOf(int rank) const { return settings_[static_cast<size_t>(rank)]; }
   // 256 random bits that all ranks have, through the store, as hexadecimal digits.
   const std::string& secret() const { return secret_; }
-  // The same random word on all ranks, of no other meeting: what keys of a store can begin with.
+  // The random nonce of this rendezvous, the same on all ranks.
   const std::string& nonce() const { return nonce_; }
 
-  // What the ranks of this host exchange memory with; their errors name the ranks by their numbers
-  // in the whole group.  `purpose` tells several exchanges apart.
+  // For shareMemory() between the ranks of this host.  Errors name the ranks by their numbers in
+  // the whole group.  `purpose` distinguishes several exchanges.
   LocalRanks memoryExchange(const std::string& purpose, const SharedOptions& shared,
                             const GroupOptions& options) const;
 
@@ -78,7 +78,7 @@ class Hosts {
 struct RingSetting {
   bool measure = false;
   std::vector<int> order;  // empty: that of the ranks
-  // Throws Error(kSetup) for what cannot be read.
+  // Throws Error(kSetup) for an invalid text.
   static RingSetting fromText(const std::string& text);
 };
 
@@ -89,20 +89,19 @@ struct HostRing {
   std::vector<int> ranks = {};  // the same; empty where it is that of their numbers
   Rates mbit = {};              // as measured, from host to host; else empty
 
-  // What is to be, but for what is measured.  Throws Error(kSetup) for an order of other hosts or
-  // ranks, but where the group is a part of a larger one, which it may be meant for.
+  // The order by setting, before any measurement.  Throws Error(kSetup) for an order of other hosts
+  // or ranks, unless the group is a part of a larger one, which may have that order.
   static HostRing of(const Hosts& hosts, const RingSetting& setting, const GroupOptions& options);
-  // By rates.  Another order than the hosts' own must be worth it: rates differ from time to time,
-  // and so would results in their last bits.
+  // The order by rates: the hosts' own, unless another is faster by kWorth.  Rates vary, and
+  // another order changes the last bits of results.
   static HostRing measured(const Hosts& hosts, const Rates& mbit);
 
-  // Of what was measured, for the store.
+  // The measured order, for the store.
   std::string toText() const;
   static HostRing fromText(const Hosts& hosts, const std::string& text);
   // For the log.
   std::string describe(const Hosts& hosts) const;
 
-  // By how much the slowest link must be faster.
   static constexpr double kWorth = 1.1;
 };
 
@@ -117,14 +116,14 @@ struct HostRing {
 
 class AgreedWireCost {
  public:
-  // What the environment says; throws Error(kSetup).
+  // The settings of the environment; throws Error(kSetup).
   static AgreedWireCost fromEnvironment();
 
-  // What is seen, where nothing was said.
+  // Measured values, used where the environment sets none.
   void observeRoundTrip(Nanos round_trip);
   void observeBandwidth(double mbit);
 
-  // For another rank, and what another says: the slower of both holds.
+  // To another rank and from it.  The slower of both is kept.
   std::string text() const;
   void merge(const std::string& text);
 

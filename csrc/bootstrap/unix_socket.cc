@@ -66,7 +66,7 @@ Fd connectTo(const std::string& name) {
   sockaddr_un address;
   const socklen_t size = abstractAddress(name, address);
   if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
-  // EAGAIN: its queue of callers is full; whoever asks tries again.
+  // EAGAIN: its queue of callers is full; the caller tries again.
   if (errno == ECONNREFUSED || errno == EAGAIN) return Fd();
   throwErrno(Failure::kSetup, "cannot connect to a rank's Unix socket");
 }
@@ -111,7 +111,7 @@ bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<in
     if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
       return true;
     if (errno == EINTR) continue;
-    // ETOOMANYREFS: too many descriptors under way that nobody has taken yet.
+    // ETOOMANYREFS: too many descriptors in flight that were not received yet.
     if ((errno != EAGAIN && errno != ETOOMANYREFS) || now() > deadline) return false;
     pollfd wanted{.fd = socket.get(), .events = POLLOUT, .revents = 0};
     if (errno == EAGAIN)

@@ -1,8 +1,8 @@
 // Messages and file descriptors between processes of one host, over abstract Unix sockets; and the
 // format of these messages and of the records in the store: lines of key=value.
 //
-// An abstract socket has no file, so nothing is left behind; but anybody on the machine may connect
-// to it, so both ends ask the kernel who is there (peerOf) before they read a byte.
+// An abstract socket has no file, so nothing is left behind.  Any process of the machine may
+// connect to it, so both ends ask the kernel for their peer (peerOf) before they read a byte.
 #pragma once
 
 #include <sys/types.h>
@@ -32,7 +32,7 @@ Fd listenAt(const std::string& name, int backlog);
 // The next caller, or none for now.  Throws Error(kSetup) when there are no descriptors left.
 Fd acceptFrom(const Fd& listener);
 
-// None if nobody listens there.  Throws Error(kSetup) for anything else.
+// None if no process listens there.  Throws Error(kSetup) for anything else.
 Fd connectTo(const std::string& name);
 
 Peer peerOf(const Fd& socket);

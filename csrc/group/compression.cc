@@ -1,5 +1,5 @@
-// Averages of compressed gradients: what ranks agree on, steps and the state; then the operations
-// of a bucket.
+// Averages of compressed gradients: the agreement of ranks, steps and the state; then the
+// operations of a bucket.
 #include "group/compression.h"
 
 #include <algorithm>
@@ -22,9 +22,9 @@ namespace ringreduce {
 
 namespace {
 
-// Coding is to gain at least this share of a step, since it costs accuracy.
+// The least gain by coding, as a share of a step: coding costs accuracy.
 constexpr double kGain = 0.03;
-// After one pair only what nobody could doubt.
+// After one pair of steps only a clear difference decides.
 constexpr double kClear = 0.5;
 
 double median(const std::vector<StepTimes>& steps, double StepTimes::* of) {
@@ -66,8 +66,6 @@ std::optional<bool> AutoTuner::decide(const Numbers& all, std::string& why) cons
 }
 
 // ---- a step
-//
-// One step of compressed gradients; for the files that implement Compression.
 
 struct Compression::Step {
   Step(uint64_t number, Mode mode, size_t parameters)
@@ -182,7 +180,7 @@ void Compression::begin(Group& group) {
   step_ = std::make_shared<Step>(steps_++, mode, parameters_.size());
 }
 
-// What the latest step has made of the residuals holds from now on, if all went well.
+// The residuals that the latest step made are valid from now on, if it succeeded.
 void Compression::settle() {
   if (!step_) return;
   const auto step = std::exchange(step_, nullptr);
@@ -210,7 +208,7 @@ Compression::Mode Compression::modeOf(uint64_t step, Group& group) const {
   return codes_ ? Mode::kCoded : exact;
 }
 
-// Everybody's numbers give everybody the same answer.
+// All ranks average the numbers, so all decide alike.
 void Compression::endTuning(Group& group) {
   if (!tuner_->hasPair()) return;
   AutoTuner::Numbers numbers = tuner_->numbers();
@@ -238,7 +236,7 @@ uint64_t Compression::steps() {
   return steps_;
 }
 
-// Nobody is to write where operations do.
+// The state must not change under running operations.
 void Compression::requireQuiet() {
   settleIfOver();
   if (step_ && step_->underWay() && step_.use_count() > 1)
@@ -289,7 +287,7 @@ std::string Compression::why() {
 
 // ---- a bucket
 //
-// The operations that average one bucket: coded, exact, or exact with what was held back.
+// The operations that average one bucket: coded, exact, or exact with residuals added.
 
 namespace {
 
@@ -395,8 +393,8 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
                                           .schedule = settings_.schedule,
                                           .error = made,
                                           .chosen_for = usual_}};
-  // A parameter without a gradient here keeps its residual for a step that has one: where no rank
-  // has one, DDP takes it as unused, and throws away what comes.
+  // A parameter without a gradient here keeps its residual for a step that has one: if no rank has
+  // one, DDP treats it as unused and drops the result.
   const auto absent = std::make_shared<std::vector<size_t>>();
   operation.before = [=] {
     if (kept) *absent = partsOfZeros(layout, bucket.data, bucket.dtype);

@@ -1,10 +1,10 @@
-// What a DDP hook sends for its buckets when gradients are compressed: which elements are coded and
-// which travel exactly, when, and what error feedback keeps.
+// The operations of a DDP hook for compressed gradients: which elements are coded and which travel
+// exactly, in which steps, and the residuals of error feedback.
 //
-// A step is what lies between one bucket and the next with a parameter that was there before.  What
-// a step makes of the residuals holds only once all its buckets have arrived and are finite; it is
-// settled when the next step begins, or when somebody looks.  Otherwise, after an infinite gradient
-// or an error, residuals stay as they were, on all ranks alike, since results are the same on all.
+// A step ends before the first bucket with a parameter that the step contains already.  The
+// residuals that a step makes are valid once all its buckets have arrived and are finite; they are
+// swapped in when the next step begins, or when the state is read.  After an infinite gradient or
+// an error, residuals stay as they were, on all ranks alike, since results are the same on all.
 //
 // Thread-safe.  The operations run one at a time, in the order in which they were asked for.
 #pragma once
@@ -49,8 +49,8 @@ class AutoTuner {
   bool isOver() const { return steps_ == kOrder.size(); }
   Numbers numbers() const;
 
-  // What everybody's numbers say: whether to code; nothing if more steps should be tried.  `why`
-  // says the same in words.
+  // Whether to code, by the average of all ranks' numbers; nothing if more steps should be tried.
+  // `why` is the reason in words.
   std::optional<bool> decide(const Numbers& all, std::string& why) const;
 
  private:
@@ -85,7 +85,7 @@ struct GradientBucket {
   size_t count;
   DType dtype;
   std::vector<Part> parts;  // all of it
-  bool last;                // of a step, as far as whoever calls knows
+  bool last;                // of a step, as far as the caller knows
 };
 
 class Compression {
@@ -93,16 +93,15 @@ class Compression {
   Compression(const CompressionSettings& settings, std::vector<CompressedParameter> parameters);
   ~Compression();
 
-  // Refuses, on all ranks, what is not the same on all.  Collective where `group` is new to it or
+  // Throws on all ranks if settings or parameters differ.  Collective where `group` is new to it or
   // the state was loaded since, and then `automatic` measures anew; `average` calls it first.
   void agree(Group& group);
 
   // The operations that average a bucket over the group, to be queued in the order of these calls.
   std::vector<Operation> average(const GradientBucket& bucket, Group& group);
 
-  // ---- the state.  What changes it throws Error(kArgument) while a step's operations are under
-  // way, and drops a step that has not ended.
-  // So far; setting it is part of loading a state.
+  // ---- the state.  Changes throw Error(kArgument) while a step's operations run, and drop a step
+  // that has not ended. So far; setting it is part of loading a state.
   uint64_t steps();
   void setSteps(uint64_t steps);
   // Of the last step that was settled; false if there is none.

@@ -1,5 +1,5 @@
-// One loop: connect, accept, hear and answer, until this rank has everybody's descriptor and
-// everybody has been sent this rank's.
+// One loop: connects, accepts, receives and answers, until this rank has the descriptors of all
+// ranks and has sent its own to all.
 #include "group/exchange_fds.h"
 
 #include <unistd.h>
@@ -17,11 +17,11 @@ namespace ringreduce {
 
 namespace {
 
-// How often what cannot wake the loop is looked at.
+// The period of polling for events that cannot wake the loop.
 constexpr Nanos kPollPeriod = 10 * kMillisecond;
 constexpr int kCallersAStep = 64;
 
-// Where a rank listens, and what a caller must know; told through the group.
+// The address of a rank and the secret for its callers; sent through the group.
 struct Invitation {
   char socket[96] = {};
   char secret[72] = {};
@@ -50,11 +50,11 @@ class FdExchange {
       while (!missing().empty()) step();
     } catch (const Error& error) {
       if (error.kind() != Failure::kSetup || group_.failed()) throw;
-      // What this process itself met (no descriptors left, say): the others wait for it.
+      // An error of this process (no descriptors left, for example): the others wait for it.
       group_.fail(Failure::kSetup, group_.rank(),
                   group_.who(group_.rank()) + ", " + doing() + ": " + error.what());
     }
-    group_.run({Barrier{}});  // one who has all may yet learn that another has not
+    group_.run({Barrier{}});  // a rank that has all must learn if another has not
     std::vector<Fd> fds;
     for (Partner& p : partners_) fds.push_back(std::move(p.fd));
     return fds;
@@ -62,9 +62,9 @@ class FdExchange {
 
  private:
   struct Partner {
-    Fd socket;              // connected to it; not yet, or no more, if none
+    Fd socket;              // connected to it; none if not connected
     bool sent = false;      // it has this rank's descriptor
-    bool received = false;  // `fd` is what it gave
+    bool received = false;  // `fd` is its descriptor
     Fd fd;
   };
 
@@ -72,7 +72,7 @@ class FdExchange {
   const Invitation& invitationOf(int r) const { return invitations_[static_cast<size_t>(r)]; }
   std::string doing() const { return "while ranks exchanged descriptors of " + what_; }
 
-  // The ranks with whom this one is not done.
+  // The ranks that have not sent or received a descriptor yet.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int r = 0; r < group_.size(); ++r) {
@@ -83,11 +83,11 @@ class FdExchange {
   }
 
   void step() {
-    // Before anything is heard: what a rank that is gone by now has sent is in the socket.
+    // First: data of a rank that is gone by now are in its socket.
     const std::vector<PeerState> states = group_.states();
     for (int r = 0; r < group_.rank(); ++r)
       if (Partner& p = partner(r); !p.received || !p.sent) exchangeWith(r, p);
-    // Not all there are: somebody who calls without end shall not keep us from the clock below.
+    // A limited number: endless calls must not delay the clock below.
     for (int i = 0; i < kCallersAStep; ++i) {
       Fd caller = acceptFrom(listener_);
       if (!caller) break;
@@ -142,7 +142,7 @@ class FdExchange {
     }
   }
 
-  // One who called.  False: done with it, or not to be listened to.
+  // Reads from a caller.  False: the caller is done, or is refused.
   bool receiveFrom(Fd& caller) {
     Packet packet;
     Fields fields;
@@ -167,7 +167,7 @@ class FdExchange {
     return sameSecret(fieldOf(fields, "secret"), invitationOf(group_.rank()).secret);
   }
 
-  // Whether the message is what rank `r` has to say; then its descriptor is ours.
+  // Takes the descriptor if this is a valid message of rank `r`.
   bool take(int r, Packet& packet) {
     const Fields fields = decode(packet.bytes);
     const auto fds = static_cast<int64_t>(packet.fds.size());
@@ -178,7 +178,7 @@ class FdExchange {
     return p.received = true;
   }
 
-  // False if the other end is gone: then it connects again, or its end shows.
+  // False if the other end is gone.
   bool send(const Fd& socket, int r) {
     const Fields fields{{"secret", invitationOf(r).secret},
                         {"rank", std::to_string(group_.rank())},
@@ -195,7 +195,7 @@ class FdExchange {
   Fd listener_;
   std::vector<Invitation> invitations_;
   std::vector<Partner> partners_;  // by rank
-  std::vector<Fd> callers_;        // who have not said who they are
+  std::vector<Fd> callers_;        // not identified yet
 };
 
 }  // namespace

@@ -21,10 +21,9 @@
 namespace ringreduce {
 namespace {
 
-// A caller that blocks has nothing better to do than to look; it spins only where there is a core
-// for every rank, and not for long, since the scheduler may have put two ranks on one core all the
-// same. The worker runs beside the computation that made its input: yielding would give that a
-// whole time slice, so it sleeps at once and is woken.
+// A blocking caller spins if there is a core for every rank, but not for long, since the scheduler
+// may still put two ranks on one core.  The worker runs beside the computation that made its input,
+// and yielding would give that a whole time slice, so it sleeps soon.
 Patience patienceOf(bool in_users_thread, int world_size) {
   const bool crowded = world_size > coresAvailable();
   if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
@@ -239,8 +238,8 @@ bool Group::await(OperationHandle& handle, Nanos longest) {
   try {
     return handle.wait(longest, options_.interrupt);
   } catch (...) {
-    // Ctrl-C.  Whoever gave up may free the buffers, and others wait for an operation that this
-    // rank will not finish: so it ends, for all, before anybody goes on.
+    // Ctrl-C.  The caller may free the buffers, and other ranks wait for an operation that this
+    // rank will not finish: so the operation ends for all before this returns.
     arbiter_->abort("interrupted while it waited for an operation");
     handle.wait(kNever, nullptr);
     throw;

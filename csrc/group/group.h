@@ -103,9 +103,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // ---- the progress of GPU streams, where ranks do not share memory
 
-  // What other ranks learn of this rank when they ask.
+  // The progress that other ranks receive when they ask.
   void publishStreams(const StreamProgress& own) { arbiter_->publishStreams(own); }
-  // As last heard of that rank, and when (0: never).
+  // The latest progress of that rank, and its time (0: never).
   std::pair<StreamProgress, Nanos> streamsOf(int rank) const { return arbiter_->streamsOf(rank); }
   // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
   // also if they have just been asked, and ranks with nothing new do not answer again.

@@ -1,4 +1,4 @@
-// Opening, routing connections, and passing on what is heard.
+// Starts and closes the parts, routes connections, and passes on reports.
 #include "group/network.h"
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void Network::close() {
     const std::lock_guard lock(calls_mutex_);
     control.swap(control_);
   }
-  control.reset();  // what it tells looks at the forwarder
+  control.reset();  // its reports use the forwarder
   std::unique_ptr<net::MessageForwarder> forwarder;
   {
     const std::lock_guard lock(calls_mutex_);
@@ -129,7 +129,7 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
       return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
       return transport_->accept(positionOf(caller.from), std::move(socket));
-    case net::Purpose::kSurvey:  // is awaited, or nobody's any more
+    case net::Purpose::kSurvey:  // awaited elsewhere, or not needed any more
       return;
   }
 }
@@ -175,7 +175,7 @@ void Network::handOver(void (*poll)(), Nanos timeout) {
 
 void Network::leave() {
   const std::lock_guard lock(leaving_);
-  // Of a group that has failed nobody receives anything any more.
+  // After a failure no rank receives messages any more.
   if (!arbiter_.load()->failed()) forwarder_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
@@ -189,7 +189,7 @@ void Network::broadcastError(const GroupFailure& failure) {
 }
 
 void Network::depart(Declared how) {
-  // Before the others know that this rank is gone, and count how long it is quiet.
+  // Before the others know that this rank is gone, and measure its silence.
   if (how == Declared::kGone && transport_ && !arbiter_.load()->failed())
     transport_->leave(kFlushTime);
   control_->depart(how);
@@ -213,7 +213,7 @@ void Network::callLater(Nanos delay, std::function<void()> then) {
   timers_.push_back(reactor_->at(now() + delay, std::move(then)));
 }
 
-// ---- what the message forwarder reports
+// ---- reports of the message forwarder
 
 void Network::onProgress(int) {
   if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);

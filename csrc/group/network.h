@@ -76,8 +76,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const std::unique_ptr<HostLinks> links_;
   const GroupOptions& options_;
   const int rank_, size_;
-  std::unique_ptr<WaitGuard>
-      position_guard_;  // the arbiter, for the transport, where ranks stand in another order
+  // The arbiter, for a transport that numbers ranks by their ring positions.
+  std::unique_ptr<WaitGuard> position_guard_;
   std::vector<int> positions_;  // by rank; empty where that is its number
 
   std::unique_ptr<RankPage[]> pages_;
@@ -89,11 +89,11 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   std::atomic<Arbiter*> arbiter_ = nullptr;
   std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread
 
-  std::mutex leaving_;      // which several threads may want at the same time
-  std::mutex calls_mutex_;  // so that neither of these goes while another thread calls it
+  std::mutex leaving_;
+  std::mutex calls_mutex_;  // guards destruction of the next two against calls
   std::unique_ptr<net::MessageForwarder> forwarder_;
-  net::MessageForwarder* carrier_ =
-      nullptr;  // the same for the reactor's thread, which may call while it ends
+  // The same, for the reactor's thread, which may call while it ends.
+  net::MessageForwarder* carrier_ = nullptr;
   std::unique_ptr<net::Control> control_;
 };
 

@@ -26,10 +26,10 @@ constexpr Nanos kReasonTime = 600 * kMillisecond;
 // The same for a connection for messages, which ends when its rank leaves or fails: that news has
 // to go round the ring.
 constexpr Nanos kExplainedTime = 2 * kSecond;
-// Between hosts: how long a rank that found a mismatch collects what the others called, and the
+// Between hosts: how long a rank that found a mismatch collects the calls of the others, and the
 // time between its questions, since a rank that has just arrived has more to tell.
 constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
-// How long a rank reads what has arrived already, before it trusts what it knows of the others.
+// How long a rank reads bytes that have arrived already, before it trusts its view of the others.
 constexpr Nanos kReadTime = 20 * kMillisecond;
 
 constexpr uint64_t pack(const GroupFailure& failure) {
@@ -37,8 +37,8 @@ constexpr uint64_t pack(const GroupFailure& failure) {
          static_cast<uint64_t>(failure.reporter);
 }
 
-// A rank that does not wait for another in an operation (the root of a broadcast) does not see what
-// the other called there.  So each announcement carries this hash of all before it, and a
+// A rank that does not wait for another in an operation (the root of a broadcast) does not see the
+// other's call.  So each announcement carries this hash of all before it, and a
 // difference shows at the next operation at the latest.
 uint64_t extended(uint64_t history, const OpSignature& a) {
   for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
@@ -336,7 +336,7 @@ void Arbiter::compareSignatures() {
 }
 
 // Where all ranks share memory.  A lost rank or one that left is missing if it never announced this
-// operation, or if this wait is for it.  What it did before is visible by now, so `ready` is asked
+// operation, or if this wait is for it.  Its earlier writes are visible by now, so `ready` is asked
 // once more.
 void Arbiter::blameMissing(int rank, Ready ready) {
   const std::vector<PeerState> all = states();
@@ -511,7 +511,7 @@ Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* se
 }
 
 void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
-  // Ask what the others called, to tell the majority from the minority.  They may disagree about
+  // Ask for the others' calls, to tell the majority from the minority.  They may disagree about
   // this operation, or about one in which this rank did not wait.
   const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
   const uint64_t first = std::min(

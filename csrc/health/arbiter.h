@@ -36,7 +36,7 @@
 
 namespace ringreduce {
 
-// What the arbiter knows of each rank from the start.
+// A rank, as known from the start.
 struct Seat {
   RankPage* page;
   std::shared_ptr<Fd> process;  // null if it is on another host or unknown
@@ -133,8 +133,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // For ranks of this host, if the arbiter has no pidfds of them.
   void onProcessEnded(int rank);
   // A connection for messages with that rank ended.  If the reason is not known soon, the group
-  // fails: messages are missing.  `damaged`: what came cannot be what the rank sent, so no other
-  // reason will be heard.  In the reactor's thread.
+  // fails: messages are missing.  `damaged`: invalid bytes arrived, so no other
+  // reason will follow.  In the reactor's thread.
   void onDisconnect(int rank, const std::string& how, bool damaged);
 
   // ---- Control::Listener, in the reactor's thread
@@ -170,7 +170,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
     StreamProgress streams;                // between hosts; guarded by the mutex, as the next
     Nanos streams_heard = 0;
   };
-  // Which ranks called what, in the first operation in which ranks are known to differ.
+  // The calls of all ranks in the first operation in which ranks are known to differ.
   struct Party {
     OpSignature operation;
     std::vector<int> ranks;
@@ -194,7 +194,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void decide(const GroupFailure& failure);
   [[noreturn]] void throwFailure() const;
   void wakeAll();
-  // what is known of ranks
+  // the state of ranks
   void readProcesses() const;
   PeerState known(int rank) const;
   void recordLost(const std::vector<int>& ranks, Observed observed, const std::string& how) const;

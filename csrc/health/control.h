@@ -15,8 +15,8 @@
 //                          ends name each other and the other ranks receive their failure.
 //
 // Ranks do not see cuts at the same time.  So a rank waits for a little more than one heartbeat
-// before it names anybody.  Ranks of one host should be neighbours in the ring: then the loss of
-// one host separates no other ranks.
+// before it reports a lost rank.  Ranks of one host should be neighbours in the ring: then the loss
+// of one host separates no other ranks.
 //
 // *Gaps.*  Ranks leave at any time, and the ring must stay closed.  A rank that leaves announces it
 // (kGone) and keeps its connections in flush() until both remaining neighbours say that they no

@@ -43,7 +43,7 @@ struct Message {
   void* data;  // kSend: only read
   size_t count;
   DType dtype;
-  // Called after success.  What it captures, such as the owner of the buffer, lives until then.
+  // Called after success.  Its captures, such as the owner of the buffer, live until then.
   std::function<void()> after = {};
 
   size_t bytes() const { return count * sizeOf(dtype); }
@@ -83,7 +83,7 @@ class Engine {
 
   void post(const Handle& transfer);
 
-  // Moves what can be moved now, to and from all ranks, for a bounded time.  Appends completed
+  // Moves as much as possible, to and from all ranks, for a bounded time.  Appends completed
   // transfers to `finished` and the ranks whose channels changed to `touched`.  False if nothing
   // moved.
   bool progress(std::vector<Handle>& finished, std::vector<int>& touched);

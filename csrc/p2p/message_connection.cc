@@ -1,4 +1,4 @@
-// Moving bytes between rings and sockets, and checking what arrives.
+// Moves bytes between rings and sockets, and checks arriving records.
 #include "p2p/message_connection.h"
 
 #include <sys/uio.h>
@@ -56,7 +56,7 @@ void MessageSender::discard() {
   ends_.out_emptied->publish(sent_);
 }
 
-// Cuts the next frame from what there is.
+// Cuts the next frame from the available bytes.
 void MessageSender::cutFrame() {
   const uint64_t filled = ends_.out_filled->observe();
   const size_t bytes = filled - sent_;

@@ -55,7 +55,7 @@ class MessageSender {
   bool hasNews() const;
   // Whether there are records to send, or the rest of a frame.
   bool hasRecords() const;
-  // Sends what there is; sets `moved` if bytes of the ring were sent.
+  // Sends available bytes; sets `moved` if bytes of the ring were sent.
   Carried carry(Socket& socket, bool& moved);
   // Drops the records that are there; call it again for later ones.
   void discard();
@@ -80,7 +80,7 @@ class MessageReceiver {
 
   // Whether the ring has room again after it had none.  From any thread.
   bool canGoOn() const;
-  // Receives what there is; sets `moved` if records arrived or were acknowledged.
+  // Receives available bytes; sets `moved` if records arrived or were acknowledged.
   Carried carry(Socket& socket, bool& moved);
   // The reason in words, after kEnded.
   const std::string& end() const { return end_; }
@@ -97,7 +97,7 @@ class MessageReceiver {
   uint64_t got_ = 0, published_ = 0, acknowledged_ = 0;
   static constexpr uint64_t kNotFull =
       ~uint64_t{0};                           // no counter has this value: records are aligned
-  std::atomic<uint64_t> full_at_ = kNotFull;  // what the reader had read when the ring was full
+  std::atomic<uint64_t> full_at_ = kNotFull;  // the reader's count when the ring was full
   std::string end_;
   bool damaged_ = false;
 };

@@ -1,5 +1,5 @@
-// Posting and waiting, the thread that moves messages while no other waits, and what ends a message
-// before it arrives.
+// Posting and waiting, the thread that moves messages while no other waits, and errors that end a
+// message.
 #include "p2p/messenger.h"
 
 #include <pthread.h>
@@ -47,8 +47,7 @@ int peerOf(const Transfer& transfer) {
 
 static_assert(kAnySource < 0);  // Arbiter::failLate
 
-constexpr Nanos kCheckPeriod =
-    kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
+constexpr Nanos kCheckPeriod = kLongestSleep / 2;  // of peers, deadlines and Ctrl-C
 // How often the thread looks whether it is needed, and after how many looks in vain it sleeps until
 // it is notified: a notification costs more than a small message.
 constexpr auto kDoze = std::chrono::milliseconds(1);
@@ -199,8 +198,8 @@ class Messenger::Clock {
         deadline_(deadlineIn(timeout)),
         next_report_(deadlineIn(m.options_.stall)) {}
 
-  // Whether it is time to look after Ctrl-C, peers and the deadline.  What else is asked is
-  // answered for the time of that look.
+  // Whether it is time to check Ctrl-C, peers and the deadline.  The functions below refer to the
+  // time of the latest check.
   bool isDue() {
     time_ = now();
     if (time_ < next_) return false;

@@ -1,4 +1,4 @@
-// The sends and receives of one rank: which thread moves them, and what ends them.
+// The sends and receives of one rank: the threads that move them, and the errors that end them.
 //
 // The engine (p2p/engine.h) matches messages and copies bytes, and never waits.  The messenger has
 // the threads.  A thread that waits for a message drives the engine: it spins, then yields, then
@@ -48,7 +48,7 @@ class Messenger {
             const GroupOptions& options, Patience patience);
   ~Messenger();  // `stop` has been called
 
-  // Starts a send or a receive, and moves what can be moved at once.  Throws Error(kArgument) for
+  // Starts a send or a receive, and moves as much as possible at once.  Throws Error(kArgument) for
   // invalid arguments, and Error(kAborted) while the group is being left.
   std::shared_ptr<Delivery> post(Message message);
 

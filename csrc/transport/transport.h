@@ -11,12 +11,12 @@
 // and awaited all the same.
 //
 // Memory.  Memory given to send() and expect() belongs to the transport until finish() returns, or
-// until release() for what was expected.  It may be read at any time until then, so it must not
+// until release() of an expectation.  It may be read at any time until then, so it must not
 // change; the exception is in collectives/stream_primitives.h.
 //
 // Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
-// from all ranks, polls the WaitGuard, and throws what it throws.  So a collective cannot deadlock
-// if for each rank that waits in peek(), the sender reaches its send().
+// from all ranks, polls the WaitGuard, and passes on its exceptions.  So a collective cannot
+// deadlock if for each rank that waits in peek(), the sender reaches its send().
 //
 // One thread at a time uses a transport, unless a function says otherwise.
 #pragma once
@@ -37,7 +37,7 @@ namespace ringreduce {
 
 inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
 
-// What collectives choose their algorithms by.
+// The inputs of the choice of algorithms.
 struct TransportOptions {
   Algorithm algorithm = Algorithm::kAuto;
   WireCost cost = {};
@@ -97,7 +97,7 @@ class Transport {
 
   // Starts an operation.
   virtual void begin(const OpSignature& operation) = 0;
-  // Moves what can be moved.  Call it during long computations.
+  // Moves as many bytes as possible.  Call it during long computations.
   virtual void advance() = 0;
   // Waits until everything was sent.  Then all memory belongs to the caller again.
   virtual void finish() = 0;

@@ -1,4 +1,4 @@
-// What a wait for another rank checks meanwhile: the state of ranks, and a WaitGuard, which the
+// Checks during a wait for another rank: the state of ranks, and a WaitGuard, which the
 // group implements (health/arbiter.h).
 #pragma once
 
@@ -15,14 +15,14 @@ namespace ringreduce {
 
 // ---- the state of ranks
 
-// What a rank has said of itself.
+// Declared by the rank itself.
 enum class Declared : uint32_t {
   kHere,
   kLeaving,  // it calls no more collectives and receives no more messages, but still sends some
   kGone,     // it has left
 };
 
-// What has been observed of a rank.
+// Observed by other ranks.
 enum class Observed : uint8_t {
   kHere,
   kStopped,      // its process was stopped (SIGSTOP, a debugger) when it was last looked at
@@ -30,7 +30,7 @@ enum class Observed : uint8_t {
   kUnreachable,  // no data comes from it any more
 };
 
-// What one rank knows of another.
+// The state of one rank as another one knows it.
 struct PeerState {
   Declared declared = Declared::kHere;
   Observed observed = Observed::kHere;

@@ -3,9 +3,9 @@
 //     sender:    acquire()  a free slot to fill       post()     it is filled
 //     receiver:  peek()     the oldest filled slot    release()  it has been read
 //
-// Slots arrive in the order in which they were posted.  acquire and peek wait, and throw what the
-// WaitGuard throws.  Two calls of acquire (or peek) without post (or release) between them return
-// the same slot.
+// Slots arrive in the order in which they were posted.  acquire and peek wait, and pass on
+// exceptions of the WaitGuard.  Two calls of acquire (or peek) without post (or release) between
+// them return the same slot.
 //
 // A link is a pipe (pipe.h) whose waits sleep.  Its slots lie in the receiver's segment.
 // The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page

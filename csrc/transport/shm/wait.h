@@ -43,7 +43,7 @@ class Waiter {
 
   void setPatience(Patience patience) { patience_ = patience; }
 
-  // Waits until ready() is true; `rank` must make it so.  Throws what the WaitGuard throws.
+  // Waits until ready() is true; `rank` must make it so.  Passes on exceptions of the WaitGuard.
   template <class F>
   void until(int rank, F&& ready) {
     if (!ready()) waitFor(rank, Ready(ready));

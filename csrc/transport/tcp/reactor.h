@@ -42,7 +42,7 @@ class Reactor {
   virtual void cancel(Timer timer) = 0;  // as forget
   // Calls `then` soon, in the order of these calls, even if the last user is gone by then.
   virtual void soon(std::function<void()> then) = 0;
-  // Runs `then` in the reactor's thread and returns when it has run.  Throws what it throws.
+  // Runs `then` in the reactor's thread and returns when it has run.  Passes on its exception.
   virtual void run(const std::function<void()>& then) = 0;
   // Asks `done` in the reactor's thread now and then until it is true; false after `longest`.  Does
   // not wait in the reactor's thread.

@@ -1,4 +1,4 @@
-// Errors and addresses in words, and what the kernel knows of a connection.
+// Errors and addresses in words, and the kernel's knowledge of a connection.
 #include "transport/tcp/socket.h"
 
 #include <linux/tcp.h>

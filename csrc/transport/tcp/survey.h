@@ -1,12 +1,13 @@
 // Measuring the bandwidth between two hosts: one end sends for a short time, and the other counts
-// what arrives.  One direction at a time: if both are full, acknowledgements queue behind data.
+// the arriving bytes.  One direction at a time: if both are full, acknowledgements queue behind
+// data.
 //
 // Hosts measure in pairs, in rounds in which each host has at most one partner, so that no host's
 // line is shared by two measurements.  All pairs of H hosts take H-1 rounds, or H.
 //
-// The result is the rate of the second half of what arrived; during the first half TCP finds out
-// what the line carries.  That takes some round trips, so a burst lasts kRoundTrips of them, at
-// most kLongest and kMostBytes.
+// The result is the rate during the second half of the time; during the first half TCP adapts to
+// the line.  That takes some round trips, so a burst lasts kRoundTrips of them, at most kLongest
+// and kMostBytes.
 #pragma once
 
 #include <cstddef>

@@ -50,7 +50,7 @@ struct TcpTransport::State {
     int expected = 0;  // expectations that were not released
     bool active = false;
   };
-  // What other threads pass in.
+  // Passed in by other threads.
   struct Accepted {
     int from;
     net::Socket socket;
@@ -303,7 +303,7 @@ void TcpTransport::State::request(int to, Out& o) {
 
 // ---- waiting
 
-// Moves what can be moved; false if nothing could.
+// Moves as many bytes as possible; false if none.
 bool TcpTransport::State::progress() {
   bool moved = false;
   for (size_t i = 0; i < receiving.size(); ++i) {
