@@ -1,11 +1,196 @@
-// Conversions and checks that several calls share.
+// Checks and conversions of torch's arguments, and contiguous copies of tensors that need one.
 #include "torch/arguments.h"
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+
 #include "base/error.h"
+#include "torch/cuda_build.h"
 
 namespace ringreduce {
+
+void refuse(const char* call, const std::string& why) {
+  throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
+}
+
+DType dtypeOf(const at::Tensor& tensor, const char* call) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3FN;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8E4M3FNUZ;
+    case at::kFloat8_e5m2fnuz:
+      return DType::kFloat8E5M2FNUZ;
+    case at::kFloat8_e8m0fnu:
+      return DType::kFloat8E8M0FNU;
+    case at::kFloat4_e2m1fn_x2:
+      return DType::kFloat4E2M1FNx2;
+    case at::kComplexHalf:
+      return DType::kComplex32;
+    default:
+      refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
+  }
+}
+
+void requireDense(const at::Tensor& tensor, const char* call, c10::Device device) {
+  if (!tensor.defined()) refuse(call, "an undefined tensor");
+  if (tensor.layout() != at::kStrided)
+    refuse(call, std::string("takes dense tensors, not ") +
+                     (tensor.is_sparse() ? "sparse" : c10::str(tensor.layout())) +
+                     " ones; all_reduce alone takes sparse tensors, in COO layout");
+  if (tensor.is_quantized()) refuse(call, "takes no quantized tensors; dequantize them first");
+  if (tensor.device() == device) return;
+  if (device.is_cpu()) requireCpu(tensor, call);
+  refuse(call, "takes tensors on one device, not on " + device.str() + " and on " +
+                   tensor.device().str());
+}
+
+const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* call,
+                          c10::Device device) {
+  if (tensors.size() != 1)
+    refuse(call, "takes one tensor, not a list of " + std::to_string(tensors.size()));
+  requireDense(tensors[0], call, device);
+  return tensors[0];
+}
+
+namespace {
+
+bool hasMemory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.numel() > 0;
+}
+
+// The memory from a tensor's first element to its last.
+std::pair<const std::byte*, const std::byte*> extentOf(const at::Tensor& tensor) {
+  const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return {begin, begin + static_cast<size_t>(last + 1) * tensor.element_size()};
+}
+
+}  // namespace
+
+bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
+  return part.defined() && whole.defined() && part.is_contiguous() && whole.is_contiguous() &&
+         static_cast<const std::byte*>(part.const_data_ptr()) ==
+             static_cast<const std::byte*>(whole.const_data_ptr()) +
+                 static_cast<size_t>(index) * part.nbytes();
+}
+
+bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() < 2) return false;
+  std::vector<std::pair<const std::byte*, const std::byte*>> extents;
+  for (const at::Tensor& tensor : tensors)
+    if (hasMemory(tensor)) extents.push_back(extentOf(tensor));
+  std::sort(extents.begin(), extents.end());
+  return std::adjacent_find(extents.begin(), extents.end(), [](const auto& a, const auto& b) {
+           return b.first < a.second;
+         }) != extents.end();
+}
+
+OutputMemory::OutputMemory(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!hasMemory(output)) continue;
+    const auto [begin, end] = extentOf(output);
+    extents_.push_back({begin, end, output.unsafeGetTensorImpl(), end});
+  }
+  std::sort(extents_.begin(), extents_.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < extents_.size(); ++i)
+    extents_[i].furthest = std::max(extents_[i].end, extents_[i - 1].furthest);
+}
+
+bool OutputMemory::overlaps(const at::Tensor& input, const at::Tensor* in_place) const {
+  if (!hasMemory(input)) return false;
+  const auto [begin, end] = extentOf(input);
+  // Starts at the last output that begins before the input ends, and goes back until `furthest`
+  // shows that no earlier output reaches the input.
+  auto at =
+      std::lower_bound(extents_.begin(), extents_.end(), end,
+                       [](const Extent& e, const std::byte* limit) { return e.begin < limit; });
+  while (at != extents_.begin()) {
+    --at;
+    if (at->furthest <= begin) return false;
+    if (at->end > begin && !(in_place && at->tensor == in_place->unsafeGetTensorImpl()))
+      return true;
+  }
+  return false;
+}
+
+at::Tensor OutputMemory::copyIfShared(const at::Tensor& input, const at::Tensor* in_place) const {
+  if (!overlaps(input, in_place)) return input;
+  const at::NoGradGuard no_grad;
+  return input.detach().clone(at::MemoryFormat::Contiguous);
+}
+
+std::vector<at::Tensor> OutputMemory::copyIfShared(std::vector<at::Tensor> inputs) const {
+  for (at::Tensor& input : inputs) input = copyIfShared(input);
+  return inputs;
+}
+
+Staged::Staged(at::Tensor tensor, Use use, const char* call)
+    : tensor_(std::move(tensor)), use_(use) {
+  // A lazily conjugated or negated view has other elements than its memory.
+  if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) {
+    memory_ = tensor_;
+    return;
+  }
+  if (use != Use::kRead && at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
+    refuse(call,
+           "cannot write to a tensor whose elements share memory (an expanded one); pass "
+           ".contiguous()");
+  const at::NoGradGuard no_grad;
+  memory_ = use == Use::kWrite
+                ? at::empty(tensor_.sizes(),
+                            tensor_.options().memory_format(at::MemoryFormat::Contiguous))
+                : tensor_.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+void Staged::giveBack() const {
+  if (use_ == Use::kRead || memory_.is_same(tensor_)) return;
+  const at::NoGradGuard no_grad;
+  tensor_.detach().copy_(memory_);
+}
+
+// ---- arguments
 
 Nanos nanosOf(std::chrono::milliseconds time) {
   return time.count() < kNever / kMillisecond ? time.count() * kMillisecond : kNever;

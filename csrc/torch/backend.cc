@@ -1,17 +1,21 @@
 // The backend as a whole: its group's life, groups made of it, what is known of it.  Its calls are
-// in reduction_calls.cc, moving_calls.cc and message_calls.cc.
+// in reduction_calls.cc and moving_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>
+#include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "base/align.h"
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
@@ -20,7 +24,6 @@
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
 #include "torch/gpu_plane.h"
-#include "torch/memory.h"
 #include "torch/staged_backend.h"
 
 namespace ringreduce {
@@ -384,6 +387,47 @@ void Backend::shutdownAll() {
 }
 
 // ---- memory
+
+namespace {
+
+constexpr size_t kPage = 4 << 10, kHugePage = 2 << 20;
+
+struct Mapping {
+  void* data;
+  size_t bytes;
+};
+
+void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
+  munmap(mapping->data, mapping->bytes);
+  delete mapping;
+}
+
+}  // namespace
+
+c10::DataPtr PageAllocator::allocate(size_t bytes) {
+  if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+  const bool huge = bytes >= kHugePage;
+  auto mapping =
+      std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, huge ? kHugePage : kPage)});
+  mapping->data =
+      mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
+                   mapping->bytes, " bytes of memory: ", std::strerror(errno));
+  if (huge) madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
+  void* data = mapping->data;
+  return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
+}
+
+namespace {
+
+std::shared_ptr<PageAllocator> pageAllocator() {
+  static auto* allocator =
+      new std::shared_ptr<PageAllocator>(new PageAllocator);  // never destroyed
+  return *allocator;
+}
+
+}  // namespace
 
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
   return pageAllocator();

@@ -3,6 +3,8 @@
 // Torch's argument lists become the core's operations; the core does everything else.
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -75,7 +77,7 @@ class Backend final : public c10d::Backend {
   // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
   c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
 
-  // ---- compressed (compressed_calls.cc)
+  // ---- compressed (reduction_calls.cc)
   // Of float32 tensors; `error` receives what this rank's encodings lost.
   WorkPtr compressedAllReduce(const at::Tensor& input, const at::Tensor& output,
                               const std::optional<at::Tensor>& error, const Coding& coding,
@@ -86,7 +88,7 @@ class Backend final : public c10d::Backend {
                                                         std::vector<Part> parts, bool last,
                                                         Context context);
 
-  // ---- point to point (message_calls.cc)
+  // ---- point to point (moving_calls.cc)
   WorkPtr send(Tensors&, int peer, int tag) override;
   WorkPtr recv(Tensors&, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors&, int tag) override;
@@ -174,6 +176,16 @@ class Backend final : public c10d::Backend {
   std::mutex coalescing_mutex_;  // of the next two
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+};
+
+// Gives whole pages, huge ones where the system has them, so that a pass over a large bucket costs
+// few address translations.  What it gives outlives every group.
+class PageAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override;
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 };
 
 // The ringreduce backend behind a torch backend object; throws if it is another one.

@@ -1,11 +1,16 @@
 // ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "algorithm/explain.h"
@@ -15,11 +20,8 @@
 #include "kernels/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
-#include "torch/compression_bindings.h"
 #include "torch/cuda_build.h"
 #include "torch/errors.h"
-#include "torch/memory.h"
-#include "torch/python_objects.h"
 
 namespace py = pybind11;
 
@@ -27,6 +29,65 @@ namespace ringreduce {
 namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// ---- Python objects that C++ threads hold, and Futures that Python receives
+
+// An object whose last holder may be a thread without the interpreter's lock.
+std::shared_ptr<py::object> shared(const py::object& object) {
+  return {new py::object(object), [](py::object* o) {
+            if (!Py_IsInitialized()) return;  // the interpreter took it along
+            const py::gil_scoped_acquire gil;
+            delete o;
+          }};
+}
+
+// A tensor as the Python object that DDP expects in the Future of a hook written in Python.  torch
+// has such a holder for any object, in a header of its compiler that takes 15 s to compile.
+class HeldTensor final : public c10::ivalue::PyObjectHolder {
+ public:
+  // With the interpreter's lock.
+  explicit HeldTensor(const at::Tensor& tensor)
+      : tensor_(tensor),
+        object_(shared(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)))) {}
+  PyObject* getPyObject() override { return object_->ptr(); }
+  c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
+  c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override { return tensor_; }
+  std::string toStr() override { return tensor_.toString(); }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
+
+ private:
+  const at::Tensor tensor_;
+  const std::shared_ptr<py::object> object_;
+};
+
+// The result of a hook called from Python: its get_future() is a Future with the bucket's tensor.
+// It is a Work because torch's own binding of Work.get_future needs no header of torch's compiler
+// here.  Future.then would make such a Future too, but turns our errors into RuntimeError.
+class HookWork final : public c10d::Work {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  explicit HookWork(const FuturePtr& average)
+      : future_(c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(),
+                                                         average->devices())) {
+    average->addCallback([future = future_](c10::ivalue::Future& done) {
+      if (done.hasError()) return future->setError(done.exception_ptr());
+      const py::gil_scoped_acquire gil;
+      future->markCompleted(c10::IValue(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+          c10::make_intrusive<HeldTensor>(done.constValue().toTensor()))));
+    });
+  }
+  FuturePtr getFuture() override { return future_; }
+  bool isCompleted() override { return future_->completed(); }
+  bool wait(std::chrono::milliseconds) override {
+    future_->waitAndThrow();
+    return true;
+  }
+
+ private:
+  const FuturePtr future_;
+};
+
+// ---- groups
 
 // Seconds as nanoseconds; more than the clock can count means never.
 Nanos nanosOf(double seconds) {
@@ -163,6 +224,137 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
     candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],
                                      one.seconds, one.hops, one.bytes));
   return py::make_tuple(kAlgorithmNames[static_cast<size_t>(found.choice)], found.why, candidates);
+}
+
+// ---- compressed all-reduces and the compressing hook
+
+// What `find` finds by a name, or ValueError.
+template <class Find>
+auto named(Find find, const std::string& given, const char* what, const char* known) {
+  const auto found = find(given);
+  if (!found)
+    throw py::value_error("ringreduce has no " + std::string(what) + " \"" + given + "\", but " +
+                          known);
+  return *found;
+}
+Codec codecOf(const std::string& given) {
+  return named(codecNamed, given, "codec", "bfloat16, float16, int8 and int4");
+}
+CodedSchedule scheduleOf(const std::string& given) {
+  return named(codedScheduleNamed, given, "schedule of compressed all-reduces",
+               "auto, owner and ring");
+}
+ReduceOp sumOrAverage(const std::string& given) {
+  if (given == "sum") return ReduceOp::kSum;
+  if (given == "avg") return ReduceOp::kAvg;
+  throw py::value_error("a compressed all_reduce has op \"sum\" or \"avg\", not \"" + given + "\"");
+}
+
+BackendPtr::element_type& checked(const BackendPtr& backend) {
+  if (!backend) throw py::value_error("a ringreduce group is needed");
+  return *backend;
+}
+
+c10::intrusive_ptr<c10d::Work> startCompressed(const BackendPtr& backend, const at::Tensor& input,
+                                               const at::Tensor& output, const std::string& codec,
+                                               const std::string& op, const std::string& schedule,
+                                               bool stochastic, uint64_t seed,
+                                               const std::optional<at::Tensor>& error, bool async) {
+  const Coding coding{codecOf(codec), stochastic, seed};
+  const ReduceOp how = sumOrAverage(op);
+  const CodedSchedule who = scheduleOf(schedule);
+  const py::gil_scoped_release no_gil;
+  return asRingreduce(checked(backend))
+      .compressedAllReduce(input, output, error, coding, how, who, async);
+}
+
+std::shared_ptr<HookState> makeState(const std::vector<at::Tensor>& parameters,
+                                     const std::vector<bool>& exact,
+                                     const std::vector<uint64_t>& names, const std::string& codec,
+                                     bool feedback, uint64_t start_after,
+                                     const std::string& schedule, bool stochastic, uint64_t seed) {
+  CompressionSettings settings{.feedback = feedback,
+                               .start_after = start_after,
+                               .schedule = scheduleOf(schedule),
+                               .stochastic = stochastic,
+                               .seed = seed};
+  settings.automatic = codec == "auto";
+  if (!settings.automatic) settings.codec = codecOf(codec);
+  return std::make_shared<HookState>(settings, parameters, exact, names);
+}
+
+std::optional<at::Tensor> readResidual(HookState& state, size_t parameter) {
+  return translated([&]() -> std::optional<at::Tensor> {
+    at::Tensor values =
+        at::zeros({static_cast<int64_t>(state.core().count(parameter))}, at::kFloat);
+    if (!state.core().readResidual(parameter, values.data_ptr<float>())) return std::nullopt;
+    return values;
+  });
+}
+
+void writeResidual(HookState& state, size_t parameter, const std::optional<at::Tensor>& values) {
+  translated([&] {
+    if (!values) return state.core().writeResidual(parameter, nullptr);
+    TORCH_CHECK(static_cast<size_t>(values->numel()) == state.core().count(parameter),
+                "a residual has as many elements as its parameter");
+    const at::Tensor floats = values->to(at::kCPU, at::kFloat).contiguous();
+    state.core().writeResidual(parameter, floats.const_data_ptr<float>());
+  });
+}
+
+void bindCompression(py::module_& m) {
+  m.def("compressed_all_reduce", &startCompressed, py::arg("backend"), py::arg("input"),
+        py::arg("output"), py::kw_only(), py::arg("codec"), py::arg("op") = "sum",
+        py::arg("schedule") = "auto", py::arg("stochastic") = false, py::arg("seed") = 0,
+        py::arg("error") = py::none(), py::arg("async_op") = true);
+
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
+      .def(py::init(&makeState), py::arg("parameters"), py::arg("exact"), py::arg("names"),
+           py::arg("codec"), py::arg("feedback"), py::arg("start_after"), py::arg("schedule"),
+           py::arg("stochastic"), py::arg("seed"))
+      .def(
+          "agree",
+          [](HookState& state, const BackendPtr& backend) {
+            translated([&] { state.core().agree(*asRingreduce(checked(backend)).group()); });
+          },
+          no_gil, py::arg("backend"))
+      .def(
+          "register",
+          [](const std::shared_ptr<HookState>& state, c10d::Reducer& reducer,
+             const BackendPtr& backend) {
+            checked(backend);
+            registerCompressedHook(reducer, backend, state);
+          },
+          py::arg("reducer"), py::arg("backend"))
+      .def(
+          "average_bucket",
+          [](const std::shared_ptr<HookState>& state, const BackendPtr& backend,
+             c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
+            return c10::make_intrusive<HookWork>(state->average(checked(backend), bucket));
+          },
+          no_gil, py::arg("backend"), py::arg("bucket"))
+      .def("residual", &readResidual, no_gil, py::arg("parameter"))
+      .def("set_residual", &writeResidual, no_gil, py::arg("parameter"), py::arg("values"))
+      .def(
+          "scale_residuals",
+          [](HookState& state, float factor) {
+            translated([&] { state.core().scaleResiduals(factor); });
+          },
+          no_gil, py::arg("factor"))
+      .def(
+          "residual_bytes", [](HookState& state) { return state.core().residualBytes(); }, no_gil)
+      .def(
+          "steps", [](HookState& state) { return state.core().steps(); }, no_gil)
+      .def(
+          "set_steps",
+          [](HookState& state, uint64_t steps) {
+            translated([&] { state.core().setSteps(steps); });
+          },
+          no_gil, py::arg("steps"))
+      .def(
+          "choice", [](HookState& state) { return state.core().choice(); }, no_gil)
+      .def("why", [](HookState& state) { return state.core().why(); }, no_gil);
 }
 
 }  // namespace

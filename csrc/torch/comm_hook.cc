@@ -1,4 +1,4 @@
-// The hook, and what names a bucket in an error.
+// Both DDP hooks, and the text that names a bucket in an error.
 #include "torch/comm_hook.h"
 
 #include <memory>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "torch/backend.h"
+#include "torch/errors.h"
 
 namespace ringreduce {
 namespace {
@@ -58,6 +59,77 @@ c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend
 void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend) {
   asRingreduce(*backend);
   reducer.register_comm_hook(std::make_unique<AverageHook>(std::move(backend)));
+}
+
+// ---- compressed gradients
+
+namespace {
+
+struct Registered {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<HookState> state;
+};
+
+class CompressedHook final : public c10d::CppCommHookInterface<Registered> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return state_.state->average(*state_.backend, bucket);
+  }
+};
+
+// Numbers that a bucket has of it: DDP takes a complex one for two.
+size_t numbersOf(const at::Tensor& parameter) {
+  return static_cast<size_t>(parameter.numel()) * (parameter.is_complex() ? 2 : 1);
+}
+
+std::vector<CompressedParameter> described(const std::vector<at::Tensor>& parameters,
+                                           const std::vector<bool>& exact,
+                                           const std::vector<uint64_t>& names) {
+  TORCH_CHECK(parameters.size() == exact.size() && parameters.size() == names.size(),
+              "as many parameters, choices and names are needed");
+  std::vector<CompressedParameter> all;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    all.push_back({numbersOf(parameters[i]), exact[i], names[i]});
+  return all;
+}
+
+}  // namespace
+
+HookState::HookState(const CompressionSettings& settings, const std::vector<at::Tensor>& parameters,
+                     const std::vector<bool>& exact, const std::vector<uint64_t>& names)
+    : core_(settings, described(parameters, exact, names)) {
+  for (size_t i = 0; i < parameters.size(); ++i)
+    numbers_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookState::average(c10d::Backend& backend,
+                                                           c10d::GradBucket& bucket) {
+  return translated([&] {
+    std::vector<Part> parts;
+    size_t begin = 0;
+    for (const at::Tensor& parameter : bucket.getParameters()) {
+      const auto found = numbers_.find(parameter.unsafeGetTensorImpl());
+      if (found == numbers_.end())
+        throw Error(Failure::kArgument,
+                    "ringreduce compressed gradients: " + describeBucket(bucket)() +
+                        " has a parameter that the CompressionState does not know; make the state "
+                        "of the model that DDP has");
+      const size_t count = numbersOf(parameter);
+      parts.push_back({found->second, begin, count});
+      begin += count;
+    }
+    return asRingreduce(backend).averageBucket(bucket.getBufferRef(), core_, std::move(parts),
+                                               bucket.isLast(), describeBucket(bucket));
+  });
+}
+
+void registerCompressedHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+                            std::shared_ptr<HookState> state) {
+  asRingreduce(*backend);
+  reducer.register_comm_hook(
+      std::make_unique<CompressedHook>(Registered{std::move(backend), std::move(state)}));
 }
 
 }  // namespace ringreduce

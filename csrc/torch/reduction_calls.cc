@@ -2,15 +2,25 @@
 //
 // A check that fails here raises ValueError before anything is sent, and the group stays usable.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
 
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "base/copy.h"
 #include "base/error.h"
+#include "base/hash.h"
+#include "group/compression.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
+#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/sparse.h"
+#include "torch/host_trip.h"
 
 namespace ringreduce {
 namespace {
@@ -159,20 +169,6 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   });
 }
 
-Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
-                                           const c10d::AllreduceOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
-  return translated([&] {
-    if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
-    return start({.type = c10d::OpType::_ALLREDUCE_SPARSE,
-                  .title = "ringreduce:sparse_all_reduce",
-                  .inputs = {},  // the profiler has no record of sparse shapes
-                  .outputs = tensors,
-                  .operations = {sparseAllReduce(tensors[0], options)}},
-                 options.asyncOp);
-  });
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor& bucket,
                                                                Context context) {
   if (GpuBackend* gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
@@ -269,6 +265,263 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
                                                rank_, size_, options, kCall));
     }
     return start(std::move(job), options.asyncOp);
+  });
+}
+
+// ---- sparse
+//
+// Every rank gathers the elements of all and adds them in the order of ranks: so all have the same
+// bits.  What travels is the number of elements, their indices, and their values.
+
+namespace {
+
+constexpr auto kSparseCall = "sparse all_reduce";
+
+// What ranks must agree on, or one would read and write beside another's elements.
+uint64_t shapeOf(const at::Tensor& tensor) {
+  uint64_t hash = mixed(0, static_cast<uint64_t>(tensor.sparse_dim()));
+  for (int64_t size : tensor.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
+  return hash;
+}
+
+at::Tensor packed(const at::Tensor& tensor) {
+  const at::Tensor indices = tensor._indices().contiguous(), values = tensor._values().contiguous();
+  const int64_t elements = indices.size(1);
+  at::Tensor bytes = at::empty(
+      {static_cast<int64_t>(sizeof elements + indices.nbytes() + values.nbytes())}, at::kByte);
+  auto* at = bytes.data_ptr<uint8_t>();
+  copyBytes(at, &elements, sizeof elements);
+  copyBytes(at + sizeof elements, indices.data_ptr(), indices.nbytes());
+  copyBytes(at + sizeof elements + indices.nbytes(), values.data_ptr(), values.nbytes());
+  return bytes;
+}
+
+// Another rank's elements, in a tensor like `own`.
+at::Tensor unpacked(const at::Tensor& bytes, const at::Tensor& own) {
+  int64_t elements = 0;
+  const auto* at = bytes.data_ptr<uint8_t>();
+  copyBytes(&elements, at, sizeof elements);
+  at::Tensor indices = at::empty({own.sparse_dim(), elements}, at::kLong);
+  std::vector<int64_t> shape = own._values().sizes().vec();
+  shape[0] = elements;
+  at::Tensor values = at::empty(shape, own._values().options());
+  copyBytes(indices.data_ptr(), at + sizeof elements, indices.nbytes());
+  copyBytes(values.data_ptr(), at + sizeof elements + indices.nbytes(), values.nbytes());
+  return at::_sparse_coo_tensor_unsafe(indices, values, own.sizes());
+}
+
+// The sum in a wider dtype where the own one would round at every addition.
+at::Tensor sumOf(const std::vector<at::Tensor>& parts, const at::Tensor& own, ReduceOp op) {
+  const auto dtype = own.scalar_type();
+  const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+  std::vector<at::Tensor> indices, values;
+  for (const at::Tensor& part : parts) {
+    indices.push_back(part._indices());
+    values.push_back(half ? part._values().to(at::kFloat) : part._values());
+  }
+  at::Tensor sum =
+      at::_sparse_coo_tensor_unsafe(at::cat(indices, 1), at::cat(values, 0), own.sizes())
+          .coalesce();
+  at::Tensor result = sum._values();
+  if (op == ReduceOp::kAvg) result = result.div(static_cast<double>(parts.size()));
+  return at::_sparse_coo_tensor_unsafe(sum._indices(), result.to(dtype), own.sizes())
+      ._coalesced_(true);
+}
+
+// The sum (or average) of a COO tensor over all ranks, in place.  Ranks may differ in their number
+// of non-zero elements; shapes, sparse dimensions and dtype must agree.
+Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
+  if (!tensor.defined() || tensor.layout() != at::kSparse)
+    refuse(kSparseCall, "takes sparse tensors in COO layout");
+  requireCpu(tensor, kSparseCall);
+  const ReduceOp op = opOf(options.reduceOp, kSparseCall);
+  const DType dtype = dtypeOf(tensor, kSparseCall);
+  if (op != ReduceOp::kSum && !(op == ReduceOp::kAvg && isFloating(dtype)))
+    refuse(kSparseCall, std::string("cannot take ") + name(op) + " of " + name(dtype) +
+                            " elements; it adds, and averages floating-point ones");
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = tensor.detach().coalesce();
+  const at::Tensor bytes = packed(own);
+  const auto received = std::make_shared<std::vector<at::Tensor>>();
+  const auto place = [received](const std::vector<size_t>& counts) {
+    std::vector<void*> outputs;
+    for (size_t count : counts) {
+      received->push_back(at::empty({static_cast<int64_t>(count)}, at::kByte));
+      outputs.push_back(received->back().data_ptr());
+    }
+    return outputs;
+  };
+  const auto add = [received, own, bytes, tensor, op] {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& bytes : *received) parts.push_back(unpacked(bytes, own));
+    tensor.copy_(sumOf(parts, own, op));  // not of detach(), whose elements are its own
+  };
+  Operation operation{.call = Barrier{}, .timeout = timeoutOf(options.timeout), .after = add};
+  auto& reduce = operation.call.emplace<SparseAllReduce>();
+  reduce.count = static_cast<size_t>(tensor.numel());
+  reduce.dtype = dtype;
+  reduce.op = op;
+  reduce.shape = shapeOf(tensor);
+  reduce.gather.input = bytes.data_ptr();
+  reduce.gather.count = static_cast<size_t>(bytes.numel());
+  reduce.gather.dtype = DType::kUInt8;
+  reduce.gather.place = place;
+  return operation;
+}
+
+}  // namespace
+
+Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
+                                           const c10d::AllreduceOptions& options) {
+  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
+  return translated([&] {
+    if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
+    return start({.type = c10d::OpType::_ALLREDUCE_SPARSE,
+                  .title = "ringreduce:sparse_all_reduce",
+                  .inputs = {},  // the profiler has no record of sparse shapes
+                  .outputs = tensors,
+                  .operations = {sparseAllReduce(tensors[0], options)}},
+                 options.asyncOp);
+  });
+}
+
+// ---- compressed
+//
+// Gradients of a GPU are copied to the host's memory and coded there.
+
+namespace {
+
+constexpr auto kCompressedCall = "compressed all_reduce", kHook = "DDP hook";
+
+void requireFloats(const at::Tensor& tensor, const at::Tensor& like, const char* what) {
+  if (tensor.defined() && tensor.is_cuda())
+    refuse(kCompressedCall,
+           "takes tensors in the host's memory; of a GPU's, only the DDP hook takes buckets");
+  requireDense(tensor, kCompressedCall);
+  if (tensor.scalar_type() != at::kFloat) refuse(kCompressedCall, "takes float32 tensors only");
+  requireLike(tensor, like.numel(), like, kCompressedCall, what);
+}
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Until the bucket is in the host's memory, or the group has failed.  In the group's worker, whose
+// waits nobody else ends: a GPU may take long, or stand still.
+void await(const HostTrip& trip, Group& group) {
+  const Nanos began = now();
+  try {
+    while (!trip.hasArrived()) {
+      group.checkHealth();
+      if (group.options().interrupted && group.options().interrupted(began))
+        group.abort("interrupted while it waited for gradients to be computed on a GPU");
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // CUDA's: the other ranks are not to wait for this one
+    group.abort(std::string("its GPU failed: ") + error.what());
+    throw;
+  }
+}
+
+// The Future of a bucket whose average is then copied to the GPU.  It is complete when that copy is
+// in its stream; whoever uses its value is ordered behind.
+FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>& trip,
+                      const at::Tensor& bucket) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(futureType(/*of_one=*/true),
+                                                         std::vector<c10::Device>{bucket.device()});
+  averaged->addCallback([future, trip, bucket](c10::ivalue::Future& done) {
+    if (done.hasError()) return future->setError(done.exception_ptr());
+    try {
+      trip->giveBack();
+    } catch (...) {
+      return future->setError(std::current_exception());
+    }
+    // A Future takes the end of the current streams for the time at which its value is there.
+    const c10::StreamGuard in(trip->wayBack());
+    future->markCompleted(bucket);
+  });
+  return future;
+}
+
+}  // namespace
+
+Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at::Tensor& output,
+                                              const std::optional<at::Tensor>& error,
+                                              const Coding& coding, ReduceOp op,
+                                              CodedSchedule schedule, bool async) {
+  return translated([&] {
+    requireFloats(input, input, "the input");
+    requireFloats(output, input, "the output");
+    if (error) {
+      requireFloats(*error, input, "the error");
+      if (OutputMemory({input, output}).overlaps(*error))
+        refuse(kCompressedCall, "the error needs memory of its own");
+    }
+    const bool same = output.is_same(input);
+    const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
+    const Staged in(same ? input : OutputMemory({output}).copyIfShared(input),
+                    same ? Use::kBoth : Use::kRead, kCompressedCall);
+    std::optional<Staged> lost;
+    if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
+    return start(
+        {.type = c10d::OpType::ALLREDUCE,
+         .title = "ringreduce:compressed_all_reduce",
+         .inputs = {input},
+         .outputs = {output},
+         .operations = {{CompressedAllReduce{
+                             .input = static_cast<const float*>(same ? out.data() : in.data()),
+                             .output = static_cast<float*>(out.data()),
+                             .count = countOf(input),
+                             .coding = coding,
+                             .op = op,
+                             .schedule = schedule,
+                             .error = lost ? static_cast<float*>(lost->data()) : nullptr},
+                         0,
+                         [in, out, lost] {
+                           out.giveBack();
+                           if (lost) lost->giveBack();
+                         }}}},
+        async);
+  });
+}
+
+FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compression,
+                                 std::vector<Part> parts, bool last, Context context) {
+  return translated([&] {
+    GpuBackend* const gpu = gpuFor(bucket);
+    requireDense(bucket, kHook, gpu ? bucket.device() : c10::Device(at::kCPU));
+    const DType dtype = dtypeOf(bucket, kHook);
+    // In the host's memory: in its own, or where it is copied to and back from.
+    const std::shared_ptr<HostTrip> trip = gpu ? gpu->toHost(bucket) : nullptr;
+    const Staged staged(trip ? trip->host() : bucket, Use::kBoth, kHook);
+    const std::shared_ptr<Group> group = this->group();
+    std::vector<Operation> operations = compression.average({.data = staged.data(),
+                                                             .count = countOf(bucket),
+                                                             .dtype = dtype,
+                                                             .parts = std::move(parts),
+                                                             .last = last},
+                                                            *group);
+    if (trip)
+      operations.front().before = [then = std::move(operations.front().before), trip,
+                                   group = group.get()] {
+        await(*trip, *group);
+        then();
+      };
+    operations.back().after = [then = std::move(operations.back().after), staged] {
+      then();
+      staged.giveBack();
+    };
+    const auto averaged = start({.type = c10d::OpType::ALLREDUCE,
+                                 .title = "ringreduce:compressed_all_reduce",
+                                 .inputs = {bucket},
+                                 .outputs = {trip ? trip->host() : bucket},
+                                 .operations = std::move(operations),
+                                 .context = std::move(context),
+                                 .future_of_one = true},
+                                /*async=*/true)
+                              ->getFuture();
+    return trip ? broughtBack(averaged, trip, bucket) : averaged;
   });
 }
 
