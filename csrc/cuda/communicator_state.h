@@ -24,7 +24,7 @@
 #include "cuda/ranges.h"
 #include "cuda/schedule.h"
 #include "cuda/watcher.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 

@@ -11,7 +11,7 @@
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/unix_socket.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce {
 namespace {
@@ -38,7 +38,7 @@ class FdExchange {
 
   std::vector<Fd> run() {
     Invitation invitation;
-    together(group_, [&] {
+    agreeOnStatus(group_, [&] {
       setText(invitation.socket, "ringreduce-fds-" + randomHex());
       setText(invitation.secret, randomHex());
       listener_ = listenAt(invitation.socket, group_.size() + 16);

@@ -2,8 +2,8 @@
 #include "group/host_pages.h"
 
 #include "base/align.h"
+#include "group/agreement.h"
 #include "group/exchange_fds.h"
-#include "group/gather.h"
 
 namespace ringreduce {
 namespace {
@@ -15,9 +15,9 @@ constexpr size_t kPageBytes = 4096;
 HostPages::HostPages(Group& group, size_t bytes) : segments_(static_cast<size_t>(group.size())) {
   const size_t size = roundUp(bytes == 0 ? 1 : bytes, kPageBytes);
   std::shared_ptr<Segment>& own = segments_[static_cast<size_t>(group.rank())];
-  together(group, [&] { own = Segment::create(size); });
+  agreeOnStatus(group, [&] { own = Segment::create(size); });
   std::vector<Fd> fds = exchangeFds(group, own->fd(), "shared memory");
-  together(group, [&] {
+  agreeOnStatus(group, [&] {
     for (int r = 0; r < group.size(); ++r)
       if (r != group.rank())
         segments_[static_cast<size_t>(r)] =

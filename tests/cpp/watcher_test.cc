@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "check.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 #include "processes.h"
 #include "ranks.h"
 #include "thread_gpu.h"
