@@ -1,4 +1,4 @@
-// The medians of both ways, and what follows from them.
+// The medians of both modes, and the decision.
 #include "group/auto_tuner.h"
 
 #include <algorithm>
@@ -7,9 +7,9 @@
 namespace ringreduce {
 namespace {
 
-// Coding is to gain at least this share of a step, since it costs accuracy.
+// Coding must gain at least this share of a step, because it costs accuracy.
 constexpr double kGain = 0.03;
-// After one pair only what nobody could doubt.
+// After one pair, only a difference as large as this decides.
 constexpr double kClear = 0.5;
 
 double median(const std::vector<StepTimes>& steps, double StepTimes::* of) {
@@ -23,8 +23,8 @@ double median(const std::vector<StepTimes>& steps, double StepTimes::* of) {
 }  // namespace
 
 void AutoTuner::record(const StepTimes& times) {
-  const Way way = next();
-  if (steps_++ >= kWarm) (way == Way::kExact ? exact_ : coded_).push_back(times);
+  const Mode mode = next();
+  if (steps_++ >= kWarm) (mode == Mode::kExact ? exact_ : coded_).push_back(times);
 }
 
 AutoTuner::Numbers AutoTuner::numbers() const {

@@ -1,5 +1,5 @@
-// Averages of compressed gradients: what ranks agree on, steps and the state; then the operations
-// of a bucket.
+// Averages of compressed gradients, in three parts: the agreement of the ranks; steps, with the
+// residuals that they leave; and the operations of one bucket.
 #include "group/compression.h"
 
 #include <algorithm>
@@ -18,36 +18,29 @@
 
 namespace ringreduce {
 
-// ---- a step
-//
-// One step of compressed gradients; for the files that implement Compression.
-
 struct Compression::Step {
-  Step(uint64_t number, Way way, size_t parameters)
-      : number(number), way(way), seen(parameters), unseen(parameters) {}
+  Step(uint64_t number, Mode mode, size_t parameters)
+      : number(number), mode(mode), seen(parameters), unseen(parameters) {}
 
   const uint64_t number;
-  const Way way;
+  const Mode mode;
   const Nanos began = now();
   std::vector<bool> seen;  // by parameter
   size_t unseen;
-  bool last = false;  // its last bucket was there
+  bool last = false;  // had its last bucket
   std::vector<std::shared_ptr<Residuals::Store>> stores;
-  size_t started = 0;  // buckets; of them have arrived:
+  size_t started = 0;  // buckets
   std::atomic<size_t> arrived{0};
   std::atomic<bool> finite{true};
-  std::atomic<Nanos> busy{0};  // with operations
+  std::atomic<Nanos> busy{0};  // the time of its operations
 
   bool complete() const { return last || unseen == 0; }
   bool underWay() const { return arrived != started; }
 };
 
-// Refuses before anything is sent.
 [[noreturn]] inline void refuseGradients(const std::string& why) {
   throw Error(Failure::kArgument, "ringreduce compressed gradients: " + why);
 }
-
-// ---- agreement and state
 
 Compression::Compression(const CompressionSettings& settings,
                          std::vector<CompressedParameter> parameters)
@@ -56,17 +49,17 @@ Compression::Compression(const CompressionSettings& settings,
         for (const CompressedParameter& parameter : parameters_) counts.push_back(parameter.count);
         return counts;
       }()) {
-  // No bucket's own size: which schedule it takes decides about bits.
-  constexpr size_t kBucket = (25 << 20) / sizeof(float);  // DDP's, unless it is told otherwise
+  // Not the size of each bucket: bits depend on the schedule, and so must not depend on buckets.
+  constexpr size_t kBucket = (25 << 20) / sizeof(float);  // DDP's default
   for (const CompressedParameter& parameter : parameters_)
     if (!parameter.exact) usual_ += parameter.count;
   usual_ = std::min(usual_, kBucket);
-  if (settings_.automatic) startTrial();
+  if (settings_.automatic) startTuning();
 }
 
 Compression::~Compression() = default;
 
-// ---- agreeing
+// ---- agreement
 
 void Compression::agree(Group& group) {
   const std::lock_guard lock(mutex_);
@@ -91,7 +84,7 @@ void Compression::agreeLocked(Group& group) {
     gather.counts.push_back(1);
   }
   group.run({gather});
-  // The most frequent is right, and of two as frequent the one of the lowest rank.
+  // The most frequent value is right; of two as frequent, that of the lowest rank.
   const auto frequency = [&](uint64_t value) { return std::count(all.begin(), all.end(), value); };
   const uint64_t right = *std::max_element(
       all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
@@ -106,16 +99,16 @@ void Compression::agreeLocked(Group& group) {
                                         "the other ranks; give all ranks "
                                         "the same");
   agreed_ = group.weak_from_this();
-  message_ = nullptr;  // another group's operations may still use it
-  // Nor is the rest of a step, or of a trial, the same on ranks that were elsewhere before.
+  message_ = nullptr;  // operations of the previous group may still use it
+  // The rest of a step or of a measurement may differ on ranks that were in other groups before.
   settleIfOver();
   step_ = nullptr;
   measured_.reset();
-  if (settings_.automatic) startTrial();
+  if (settings_.automatic) startTuning();
 }
 
-void Compression::startTrial() {
-  trial_.emplace();
+void Compression::startTuning() {
+  tuner_.emplace();
   codes_ = true;
   why_ = "not known yet";
 }
@@ -125,59 +118,59 @@ void Compression::startTrial() {
 void Compression::begin(Group& group) {
   const Nanos ended = now();
   settle();
-  if (trial_ && measured_ && group.size() > 1) {
-    trial_->record(
+  if (tuner_ && measured_ && group.size() > 1) {
+    tuner_->record(
         {measured_->operations, static_cast<double>(ended - measured_->began) / kSecond});
-    closeTrial(group);
+    updateTuner(group);
   }
   measured_.reset();
-  const Way way = wayOf(steps_, group);
-  step_ = std::make_shared<Step>(steps_++, way, parameters_.size());
+  const Mode mode = modeOf(steps_, group);
+  step_ = std::make_shared<Step>(steps_++, mode, parameters_.size());
 }
 
-// What the latest step has made of the residuals holds from now on, if all went well.
+// Puts the residuals of the latest step into force, if it succeeded.
 void Compression::settle() {
   if (!step_) return;
   const auto step = std::exchange(step_, nullptr);
   if (!step->complete() || step->underWay()) return;
-  if (trial_ && tries(step->number))
+  if (tuner_ && isMeasured(step->number))
     measured_ = {step->began, static_cast<double>(step->busy) / kSecond};
   if (!step->finite) return;
   for (const auto& store : step->stores) store->kept.swap(store->made);
-  if (step->way == Way::kDraining) residuals_.clear();
+  if (step->mode == Mode::kDraining) residuals_.clear();
 }
 
 void Compression::settleIfOver() {
   if (step_ && step_->complete() && !step_->underWay()) settle();
 }
 
-bool Compression::tries(uint64_t step) const {
-  return trial_ && step >= settings_.start_after;
+bool Compression::isMeasured(uint64_t step) const {
+  return tuner_ && step >= settings_.start_after;
 }
 
-Compression::Way Compression::wayOf(uint64_t step, Group& group) const {
-  if (step < settings_.start_after) return Way::kExact;
-  const Way exact = residuals_.empty() ? Way::kExact : Way::kDraining;
+Compression::Mode Compression::modeOf(uint64_t step, Group& group) const {
+  if (step < settings_.start_after) return Mode::kExact;
+  const Mode exact = residuals_.empty() ? Mode::kExact : Mode::kDraining;
   if (group.size() == 1) return exact;
-  if (trial_) return trial_->next() == AutoTuner::Way::kCoded ? Way::kCoded : Way::kExact;
-  return codes_ ? Way::kCoded : exact;
+  if (tuner_) return tuner_->next() == AutoTuner::Mode::kCoded ? Mode::kCoded : Mode::kExact;
+  return codes_ ? Mode::kCoded : exact;
 }
 
-// Everybody's numbers give everybody the same answer.
-void Compression::closeTrial(Group& group) {
-  if (!trial_->hasPair()) return;
-  AutoTuner::Numbers numbers = trial_->numbers();
+// The ranks decide by the same averages, so they decide alike.
+void Compression::updateTuner(Group& group) {
+  if (!tuner_->hasPair()) return;
+  AutoTuner::Numbers numbers = tuner_->numbers();
   group.run({AllReduce{numbers.data(), numbers.size(), DType::kFloat64, ReduceOp::kAvg}});
-  const std::optional<bool> decision = trial_->decide(numbers, why_);
+  const std::optional<bool> decision = tuner_->decide(numbers, why_);
   if (!decision) return;
   codes_ = *decision;
-  trial_.reset();
+  tuner_.reset();
   if (group.rank() == 0 && logsInfo())
     log("gradients travel " + (codes_ ? std::string("as ") + name(settings_.codec) : "exactly") +
         " from now on: " + why_);
 }
 
-// Whether the bucket is of the step that is under way.
+// Whether the bucket belongs to the step under way.
 bool Compression::continues(const GradientBucket& bucket) const {
   return step_ && !step_->complete() &&
          std::none_of(bucket.parts.begin(), bucket.parts.end(),
@@ -191,7 +184,7 @@ uint64_t Compression::steps() {
   return steps_;
 }
 
-// Nobody is to write where operations do.
+// Operations write to the state while they run.
 void Compression::requireQuiet() {
   settleIfOver();
   if (step_ && step_->underWay() && step_.use_count() > 1)
@@ -232,7 +225,7 @@ size_t Compression::residualBytes() {
 
 std::string Compression::choice() {
   const std::lock_guard lock(mutex_);
-  return trial_ ? "measuring" : codes_ ? name(settings_.codec) : "exact";
+  return tuner_ ? "measuring" : codes_ ? name(settings_.codec) : "exact";
 }
 
 std::string Compression::why() {
@@ -240,17 +233,7 @@ std::string Compression::why() {
   return why_;
 }
 
-// ---- a bucket
-//
-// The operations that average one bucket: coded, exact, or exact with what was held back.
-
-namespace {
-
-bool canBeCoded(DType dtype) {
-  return dtype == DType::kFloat32 || isHalf(dtype);
-}
-
-}  // namespace
+// ---- the operations that average one bucket: coded, exact, or exact with the residuals added
 
 std::vector<Operation> Compression::average(const GradientBucket& bucket, Group& group) {
   size_t elements = 0;
@@ -275,18 +258,18 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
     const bool codes = canBeCoded(bucket.dtype) && !parameters_[part.parameter].exact;
     (codes ? coded : exact).push_back(part);
   }
-  // In the order of parameters, whatever that in the bucket is.
+  // In the order of parameters, which does not depend on the bucket.
   const auto by_number = [](const Part& a, const Part& b) { return a.parameter < b.parameter; };
   std::sort(coded.begin(), coded.end(), by_number);
   std::sort(exact.begin(), exact.end(), by_number);
 
   std::vector<Operation> operations;
-  if (step_->way == Way::kExact && !settings_.automatic && group.size() > 2) {
-    // In place the order of addition would depend on the bucket.
+  if (step_->mode == Mode::kExact && !settings_.automatic && group.size() > 2) {
+    // In place, the order of addition would depend on the bucket.
     exact.insert(exact.end(), coded.begin(), coded.end());
     std::sort(exact.begin(), exact.end(), by_number);
     if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
-  } else if (step_->way != Way::kCoded) {
+  } else if (step_->mode != Mode::kCoded) {
     operations.push_back(exactInPlace(bucket, MessageLayout(coded, group.size())));
   } else {
     if (!coded.empty()) operations.push_back(codedPart(bucket, MessageLayout(coded, group.size())));
@@ -294,7 +277,7 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
   }
   if (operations.empty())  // a bucket of no parameters
     operations.push_back({AllReduce{bucket.data, 0, bucket.dtype, ReduceOp::kAvg}});
-  watch(operations);
+  track(operations);
   return operations;
 }
 
@@ -306,10 +289,10 @@ std::shared_ptr<std::vector<double>> Compression::messageOf(size_t bytes) {
   return message_;
 }
 
-// The bucket as it is; or, where coding ends, with the residuals, so that nothing is lost.
+// The bucket as it is.  When coding ends, the residuals are added, so that nothing is lost.
 Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageLayout& layout) {
   Operation operation{AllReduce{bucket.data, bucket.count, bucket.dtype, ReduceOp::kAvg}};
-  if (step_->way == Way::kDraining && !layout.parts().empty()) {
+  if (step_->mode == Mode::kDraining && !layout.parts().empty()) {
     const auto store = residuals_.storeOf(layout);
     step_->stores.push_back(store);
     operation.before = [store, bucket] {
@@ -317,8 +300,8 @@ Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageL
       std::fill(store->made.begin(), store->made.end(), 0.f);
     };
   }
-  // The buckets without a residual too: whatever is not finite undoes the step.
-  if (step_->way == Way::kDraining)
+  // Buckets without a residual too: a value that is not finite undoes the step.
+  if (step_->mode == Mode::kDraining)
     operation.after = [step = step_, bucket] {
       if (!allFinite(bucket.data, bucket.dtype, bucket.count)) step->finite = false;
     };
@@ -348,8 +331,8 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
                                           .schedule = settings_.schedule,
                                           .error = made,
                                           .chosen_for = usual_}};
-  // A parameter without a gradient here keeps its residual for a step that has one: where no rank
-  // has one, DDP takes it as unused, and throws away what comes.
+  // A parameter without a gradient here keeps its residual for a step with one: if no rank has a
+  // gradient, DDP treats the parameter as unused and discards the average.
   const auto absent = std::make_shared<std::vector<size_t>>();
   operation.before = [=] {
     if (kept) *absent = partsOfZeros(layout, bucket.data, bucket.dtype);
@@ -359,7 +342,7 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
   operation.after = [=, step = step_] {
     if (!scatter(bucket.data, bucket.dtype, layout, message)) step->finite = false;
     for (const size_t i : *absent) addPart(made, layout, i, kept);
-    (void)memory, (void)store;  // live until then
+    (void)memory, (void)store;  // keeps them alive
   };
   return operation;
 }
@@ -377,7 +360,7 @@ Operation Compression::exactPart(const GradientBucket& bucket, const MessageLayo
 }
 
 // Notes when the bucket has arrived, and how long its operations took.
-void Compression::watch(std::vector<Operation>& operations) const {
+void Compression::track(std::vector<Operation>& operations) const {
   ++step_->started;
   const auto begun = std::make_shared<Nanos>();
   operations.front().before = [first = std::move(operations.front().before), begun] {

@@ -9,8 +9,13 @@
 
 namespace ringreduce {
 
-// Float32 of what is float32, float16 or bfloat16 in `bucket`.  `residual`, laid out as the
-// message, is added if there is one.
+// Whether buckets of a dtype can become a message of float32: float32 itself and the halves.
+constexpr bool canBeCoded(DType dtype) {
+  return dtype == DType::kFloat32 || isHalf(dtype);
+}
+
+// The elements of `bucket` as float32.  `residual`, laid out as the message, is added if there is
+// one.
 void gather(float* message, const MessageLayout& layout, const void* bucket, DType dtype,
             const float* residual);
 // The other way: rounded once.  False if anything that was written is not finite.
@@ -20,7 +25,7 @@ bool scatter(void* bucket, DType dtype, const MessageLayout& layout, const float
 void gatherExact(std::byte* message, const MessageLayout& layout, const void* bucket, DType dtype);
 bool scatterExact(void* bucket, DType dtype, const MessageLayout& layout, const std::byte* message);
 
-// Adds a message's elements to the bucket's: float32 or a half type, rounded once.
+// Adds a message's elements to the bucket's, rounded once.
 void addTo(void* bucket, DType dtype, const MessageLayout& layout, const float* message);
 
 // The layout's parts of which every element is zero in the bucket, of either sign.

@@ -295,13 +295,13 @@ TEST(what_a_trial_owes_is_not_sent_in_a_step_that_is_skipped) {
 }
 
 TEST(a_trial_compares_medians) {
-  using Way = AutoTuner::Way;
+  using Mode = AutoTuner::Mode;
   const auto tried = [](double exact, double coded, double exact_step, double coded_step) {
     AutoTuner trial;
     std::string why;
     size_t steps = 0;
     for (;;) {
-      const bool codes = trial.next() == Way::kCoded;
+      const bool codes = trial.next() == Mode::kCoded;
       // The first of each is slow, and so is one in the middle.
       const double late = steps < 2 || steps == 5 ? 100 : 0;
       trial.record(codes ? StepTimes{coded + late, coded_step + late}
