@@ -307,7 +307,7 @@ def test_codecs_have_room_for_their_losses_and_no_more(codec, op):
     expected = oracle.expect_reduced(inputs)
     allowed = oracle.coded(expected, inputs, codec)
     # One value of a block may be off by half a step for each of its encodings.
-    step = oracle.STEPS[codec] * float(expected.reference.abs().max())
+    step = CODECS[codec] * float(expected.reference.abs().max())
     signs = 2.0 * torch.randint(0, 2, expected.reference.shape) - 1
     assert oracle.count_wrong(expected.reference + step * signs, allowed) == 0
     assert oracle.count_wrong(expected.reference + step * signs, expected) == 10_000

@@ -55,7 +55,7 @@ def test_a_wrong_include_is_seen() -> None:
     assert violations("transport/shm", '#include "segment.h"\n') == ['"segment.h"']
     text = '#include "transport/wait_guard.h"\n#include "transport/shm/page.h"\n'
     assert violations("transport/tcp", text) == ['"transport/shm/page.h"']
-    assert violations("p2p", '#include "collectives/parts.h"\n') == ['"collectives/parts.h"']
+    assert violations("p2p", '#include "collectives/pipeline.h"\n') == ['"collectives/pipeline.h"']
     assert violations("torch", '#include <torch/torch.h>\n#include "group/group.h"\n') == []
     assert violations("torch", "#include <cuda_runtime_api.h>\n") == ["<cuda_runtime_api.h>"]
     assert violations("cuda", '#include <cuda.h>\n#include "group/group.h"\n') == []

@@ -169,7 +169,7 @@ constexpr Algorithm chooseMeshAllReduce(size_t bytes, size_t partial_bytes, int 
   return two_shot < ring && world_size > 2 ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
-// ---- compressed: values that travel coded (collectives/coded.h)
+// ---- compressed: values that travel coded
 //
 //   owner    each rank sends each owner its part, coded once; the owner adds, codes the sum once
 //            and sends it to all: two-shot, and no error grows with the ranks

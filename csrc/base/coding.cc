@@ -4,8 +4,17 @@
 #include <cstdio>
 
 #include "base/hash.h"
+#include "base/text.h"
 
 namespace ringreduce {
+
+std::string codecNames() {
+  return listed(kCodecTable, [](const CodecInfo& codec) { return codec.name; });
+}
+
+std::string codedScheduleNames() {
+  return listed(kCodedScheduleNames, [](const char* name) { return name; });
+}
 
 uint64_t wordOf(const Coding& coding, CodedSchedule schedule) {
   uint64_t word = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
@@ -19,11 +28,11 @@ uint64_t wordOf(const Coding& coding, CodedSchedule schedule) {
 
 std::string describeCoding(uint64_t word) {
   const uint64_t codec = word & 0xff, schedule = word >> 8 & 0xff;
-  // What comes from elsewhere may be anything.
-  std::string text = codec < std::size(kCodecNames) ? kCodecNames[codec] : "an unknown codec";
+  // A word that was received may be anything.
+  std::string text = codec < kCodecTable.size() ? kCodecTable[codec].name : "an unknown codec";
   text += ", ";
-  text += schedule < std::size(kCodedScheduleNames) ? kCodedScheduleNames[schedule]
-                                                    : "an unknown schedule";
+  text +=
+      schedule < kCodedScheduleNames.size() ? kCodedScheduleNames[schedule] : "an unknown schedule";
   if ((word >> 16 & 0xffff) == 0) return text;
   char seed[48];
   std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,17 @@ std::string rankList(const std::vector<int>& ranks);
 
 // "2.5 s"
 std::string seconds(Nanos time);
+
+// "a, b and c"
+template <class All, class Text>
+std::string listed(const All& all, Text&& textOf) {
+  std::string text;
+  for (size_t i = 0; i < std::size(all); ++i) {
+    if (i > 0) text += i + 1 == std::size(all) ? " and " : ", ";
+    text += textOf(all[i]);
+  }
+  return text;
+}
 
 // The texts of all elements, with `between` between two of them.
 template <class All, class Text>

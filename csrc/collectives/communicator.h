@@ -1,8 +1,8 @@
-// What a collective works with: its rank, its wires, and the options that all ranks share.
+// The shared memory that a collective runs over: its rank, its wires, and options of all ranks.
 //
-// Collectives are free functions over a Communicator and an arguments struct, one file each.  They
-// run in one thread at a time, move bytes, and throw what a wait throws; what they wrote into user
-// memory until then is undefined.  Arguments were checked before (group/operation.cc).
+// Collectives are free functions over a Communicator and an arguments struct.  They run in one
+// thread at a time.  They throw the error of a wait; user memory that they wrote is then undefined.
+// Arguments were checked before (group/operation.cc).
 #pragma once
 
 #include "algorithm/choose.h"

@@ -1,4 +1,4 @@
-// The three stages, and the watch over those inside the host.
+// The three stages, and the wait guard of those inside the host.
 #include "collectives/hierarchy.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace ringreduce {
 
 // The ranks of this host, by their places, and their shared memory.
 //
-// Operations have numbers of their own here, without gaps, since some of the group's do not come
-// this way; the pages hold them as the whole group announces them.
+// Operations have their own numbers here, without gaps, because not all of the group's run here.
+// The pages hold the signatures that the whole group announces.
 class Hierarchy::Neighbours final : public PlacesGuard {
  public:
   Neighbours(const Hosts& hosts, const Membership& membership, Session& session)
@@ -50,8 +50,8 @@ class Hierarchy::Neighbours final : public PlacesGuard {
       if (p == me_) continue;
       const bool dead = gone[static_cast<size_t>(p)];
       if (!dead && session_.stateOf(rankAt(p)) == PeerState::kHere) continue;
-      // Whoever is gone is missed if it never came, or if what is waited for was its to do; and
-      // what it did before is in memory by now.
+      // A rank that has ended is lost if it never arrived here, or if this wait needs it.  What it
+      // wrote before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
       if (dead) session_.lose({rankAt(p)}, PeerState::kEnded, net::kProcessEnded);
       session_.broken(rankAt(p), net::kProcessEnded);
@@ -64,7 +64,7 @@ class Hierarchy::Neighbours final : public PlacesGuard {
 
  private:
   RankPage& page(int place) const { return pageOf(membership_, place); }
-  // Whether it has come as far as this one.
+  // Whether that rank has arrived at this operation.
   bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
 
   const int me_;
@@ -156,7 +156,7 @@ void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
 }
 
 bool Hierarchy::takes(const Mesh& mesh, const CompressedAllReduce&) const {
-  // Whoever compresses has a slow wire: there each part is to be coded, and to travel, once a host.
+  // Compression is for a slow wire: so each part is coded, and travels, once a host.
   const Algorithm wanted = mesh.options().algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }

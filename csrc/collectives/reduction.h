@@ -1,5 +1,5 @@
-// A reduction under way over the exchange, by one of two algorithms that give the same bits.  What
-// comes of it lands at all ranks (all_reduce.cc) or at one (reduce.cc).
+// A reduction over the exchange by one of two algorithms that give the same bits.  The result
+// arrives at all ranks (all_reduce.cc) or at one (reduce.cc).
 //
 // Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, with
 // halves accumulated in float32 and rounded once.
@@ -30,12 +30,12 @@ class Reduction {
  public:
   Reduction(Communicator& c, const Reducible& r);
 
-  // Each rank puts all of a slice into its slot, then whoever wants the result adds all slots.  Its
-  // own addends it takes from its own memory, which is in cache and about to be written.
+  // Each rank puts all of a slice into its slot; a rank that wants the result adds all slots.  It
+  // reads its own addends from its own memory, which is in cache and about to be written.
   void direct();
 
-  // A slice is shared out: each rank puts into its slot what others are to add, adds its own part
-  // of everybody's, writes that into its slot, and whoever wants it copies it from there.
+  // A slice is shared out: each rank puts the others' parts into its slot, adds its own part of all
+  // slots, and writes the sum into its slot; a rank that wants the result copies it from there.
   void twoShot();
 
  private:
@@ -53,7 +53,7 @@ class Reduction {
   }
   // Where an element of slice j lies in a slot.
   size_t inSlot(size_t element, uint64_t j) const { return (element - slice(j).begin) * width_; }
-  // Waits for everybody's slot of slice j.
+  // Waits for all slots of slice j.
   void gatherSources(uint64_t j);
   // dst = the reduction of `span`, whose elements lie in the slots of slice j and in user memory.
   void reduce(Span span, std::byte* dst, uint64_t j);

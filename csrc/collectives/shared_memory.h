@@ -1,4 +1,4 @@
-// What collectives of ranks that share memory run over: pages and slots in the members' segments.
+// The Communicator of ranks that share memory: pages and slots in the members' segments.
 #pragma once
 
 #include "bootstrap/rendezvous.h"

@@ -1,12 +1,12 @@
-// The collectives for ranks that share no memory: the same functions over a Mesh
-// (transport/tcp/mesh.h).
+// The collectives between ranks that share no memory: the functions of collectives.h over a Mesh
+// (transport/tcp/mesh.h), and two that only the hierarchy calls.
 //
-// They give the same bits as those over shared memory, refuse the same, and expect that the mesh's
-// begin was called; the caller calls finish, until which the call's memory is not the user's yet.
-// An operation that has two collectives in it is begun once.
+// They give the same bits as those over shared memory and refuse the same calls.  The caller calls
+// the mesh's begin before and finish after; until then the mesh uses the call's memory.  An
+// operation of two collectives begins once.
 //
-// Every rank hears from those whose data it needs, also where that is no data at all: so mistakes
-// are found when there is nothing to send, too.
+// A rank receives from each rank whose data it needs, even if that is no data: so a mismatch is
+// found also where there is nothing to send.
 #pragma once
 
 #include "collectives/collectives.h"
@@ -14,20 +14,8 @@
 
 namespace ringreduce {
 
-void allReduce(Mesh&, const AllReduce&);
-void reduce(Mesh&, const Reduce&);
-void reduceScatter(Mesh&, const ReduceScatter&);
-void broadcast(Mesh&, const Broadcast&);
-void allGather(Mesh&, const AllGather&);
-void allGatherUnknown(Mesh&, const AllGatherUnknown&);
-void gather(Mesh&, const Gather&);
-void scatter(Mesh&, const Scatter&);
-void allToAll(Mesh&, const AllToAll&);
-void barrier(Mesh&, const Barrier&);
-void compressedAllReduce(Mesh&, const CompressedAllReduce&);
-
-// The same between the ranks that a list names, this one among them, in that order.  An average
-// divides by `world_size`: inputs may be sums of several ranks'.
+// A compressed all-reduce between the ranks of a list, this one among them, in that order.  An
+// average divides by `world_size`: inputs may be sums of several ranks'.
 struct CompressedAmong {
   CompressedAllReduce call;
   std::vector<int> ranks;
@@ -37,7 +25,7 @@ struct CompressedAmong {
 void compressedAllReduce(Mesh&, const CompressedAmong&);
 
 // Adds up partial sums of several hosts, as reduceScatterSums makes them, round the ring of
-// `ranks`, which this rank is one of; whichever rank owns a chunk adds its own last.
+// `ranks`, this rank among them.  The owner of a chunk adds its own sums last.
 struct SumsOfHosts {
   std::byte* sums;    // of the partial type; overwritten, and lent
   std::byte* output;  // may be the sums where these are of the dtype

@@ -25,20 +25,15 @@ inline constexpr size_t kCodecBlock = 32;
 
 // Bytes that `count` elements become.
 constexpr size_t codedBytes(Codec codec, size_t count) {
+  const CodecInfo& info = infoOf(codec);
+  if (info.scale_bytes == 0) return count * info.bits / 8;
   const size_t blocks = count / kCodecBlock + (count % kCodecBlock != 0);
-  switch (codec) {
-    case Codec::kInt8:
-      return blocks * (2 + kCodecBlock);
-    case Codec::kInt4:
-      return blocks * (2 + kCodecBlock / 2);
-    default:
-      return 2 * count;
-  }
+  return blocks * (info.scale_bytes + kCodecBlock * info.bits / 8);
 }
 
 // The random numbers of stochastic rounding: a function of the seed and of an element's place in
-// the message, so that they are the same however the message is cut.  Who encodes the same place
-// more than once, or another rank's, mixes that into the seed (mixedSeed).
+// the message, so that they are the same however the message is cut.  To encode the same place more
+// than once, or on several ranks, mix that into the seed (mixedSeed).
 struct Draw {
   uint64_t seed = 0;
   uint64_t first = 0;  // the place of the first element; a multiple of kCodecBlock

@@ -1,4 +1,4 @@
-// ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
+// ringreduce._C, the extension's Python module.  Its stubs are ringreduce/_C.pyi.
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -105,7 +105,7 @@ double stallSeconds(const std::string& rank) {
   }
 }
 
-// What is not given comes from the environment.
+// Settings that are not given come from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
                          const std::vector<int>& global_ranks,
@@ -130,7 +130,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
-    // Given by the caller: rank 0 refuses for all what it cannot work with.  The environment is
+    // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
     if (rank == 0 && (algorithm || slot_bytes || slots)) {
       options.shared = SharedOptions::fromEnvironment(size);
@@ -228,9 +228,9 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
 
 // ---- compressed all-reduces and the compressing hook
 
-// What `find` finds by a name, or ValueError.
+// The value that `find` finds by a name, or ValueError.
 template <class Find>
-auto named(Find find, const std::string& given, const char* what, const char* known) {
+auto named(Find find, const std::string& given, const char* what, const std::string& known) {
   const auto found = find(given);
   if (!found)
     throw py::value_error("ringreduce has no " + std::string(what) + " \"" + given + "\", but " +
@@ -238,11 +238,11 @@ auto named(Find find, const std::string& given, const char* what, const char* kn
   return *found;
 }
 Codec codecOf(const std::string& given) {
-  return named(codecNamed, given, "codec", "bfloat16, float16, int8 and int4");
+  return named(codecNamed, given, "codec", codecNames());
 }
 CodedSchedule scheduleOf(const std::string& given) {
   return named(codedScheduleNamed, given, "schedule of compressed all-reduces",
-               "auto, owner and ring");
+               codedScheduleNames());
 }
 ReduceOp sumOrAverage(const std::string& given) {
   if (given == "sum") return ReduceOp::kSum;
@@ -363,7 +363,7 @@ void bindCompression(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringreduce;
   py::module_::import("torch.distributed");  // registers the types that the signatures name
-  // What Backend.mem_allocator returns: torch's CPU builds have no class for allocators.
+  // The type of Backend.mem_allocator: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
   m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
