@@ -1,5 +1,5 @@
-// The backend as a whole: its group's life, groups made of it, what is known of it.  Its calls are
-// in reduction_calls.cc and moving_calls.cc.
+// The backend as a whole: its group's life, groups made of it, its state and its memory.  Its calls
+// are in reduction_calls.cc and moving_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>
@@ -49,7 +49,7 @@ class TorchStore final : public Store {
   }
   std::optional<std::string> get(const std::string& key) override {
     // Not check and get: a key that is removed between the two would be waited for.  compareSet
-    // returns what there is, or what it was told to expect.
+    // returns the present value, or the expected one if there is none.
     static const std::vector<uint8_t> nothing{0};
     return fromStore([&]() -> std::optional<std::string> {
       try {
@@ -94,7 +94,7 @@ struct LiveGroups {
   }
 };
 
-// Where nobody can be told of an error any more, NCCL's inside it included.
+// Logs errors, those of the NCCL backend inside it too: at this point no caller can receive them.
 void leave(GpuBackend& gpu) {
   try {
     gpu.shutdown();
@@ -295,7 +295,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
 
-// ---- what is known of it
+// ---- its state
 
 void Backend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {

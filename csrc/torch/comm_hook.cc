@@ -12,8 +12,8 @@
 namespace ringreduce {
 namespace {
 
-// What an error says of a bucket.  It holds no tensors: whoever lets go of it last may hold a lock,
-// and the last reference to a parameter needs the interpreter's.
+// The name of a bucket in an error.  It holds no tensors: the thread that drops the last reference
+// may hold a lock, and the last reference to a parameter needs the interpreter's lock.
 struct Description {
   static constexpr size_t kMostShapes = 3;
   size_t index, parameters;

@@ -335,8 +335,8 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 
 // ---- barriers
 
-// For a GPU it also waits for what was put into the current stream before it, so also for the calls
-// whose Works were waited for.
+// For a GPU it also waits for all work in the current stream, so also for the calls whose Works
+// were waited for.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   if (gpu_ && options.device && options.device->is_cuda())
     c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
@@ -351,7 +351,7 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 // All absent ranks are always named, so `wait_all_ranks` changes nothing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
   translated([&] {
-    // A timeout of 0 is one, here: who is not there already is late.
+    // Here a timeout of 0 is a timeout: a rank that is not there already is late.
     const Nanos timeout = options.timeout.count() == 0 ? 1 : timeoutOf(options.timeout);
     start({.type = c10d::OpType::BARRIER,
            .title = "ringreduce:monitored_barrier",

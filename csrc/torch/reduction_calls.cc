@@ -40,8 +40,8 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
           timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
 }
 
-// Several small tensors of one dtype as one message: each operation is a wait for everybody.  A
-// large one is better off alone, since it would be copied twice.
+// Several small tensors of one dtype become one message, because each operation waits for all
+// ranks.  A large tensor goes alone, because it would be copied twice.
 constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = 1 << 20;
 
 Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& options,
@@ -51,7 +51,7 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
   Tensors flat;
   for (const at::Tensor& tensor : tensors) flat.push_back(addable(tensor, op, call).detach());
   for (const at::Tensor& tensor : flat)
-    (void)Staged(tensor, Use::kBoth, call);  // refuses what cannot be written back
+    (void)Staged(tensor, Use::kBoth, call);  // refuses a tensor that cannot be written back
   Tensors pieces;
   for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
   const at::Tensor all = at::cat(pieces);
@@ -271,13 +271,13 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
 // ---- sparse
 //
 // Every rank gathers the elements of all and adds them in the order of ranks: so all have the same
-// bits.  What travels is the number of elements, their indices, and their values.
+// bits.  The number of elements, their indices and their values travel.
 
 namespace {
 
 constexpr auto kSparseCall = "sparse all_reduce";
 
-// What ranks must agree on, or one would read and write beside another's elements.
+// A hash on which the ranks must agree: otherwise indices would point outside a tensor.
 uint64_t shapeOf(const at::Tensor& tensor) {
   uint64_t hash = mixed(0, static_cast<uint64_t>(tensor.sparse_dim()));
   for (int64_t size : tensor.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
@@ -405,8 +405,8 @@ void requireFloats(const at::Tensor& tensor, const at::Tensor& like, const char*
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Until the bucket is in the host's memory, or the group has failed.  In the group's worker, whose
-// waits nobody else ends: a GPU may take long, or stand still.
+// Waits until the bucket is in the host's memory, or the group has failed.  Called in the group's
+// worker; a GPU may take long or hang, so this wait checks for failure and Ctrl-C itself.
 void await(const HostTrip& trip, Group& group) {
   const Nanos began = now();
   try {
@@ -424,8 +424,8 @@ void await(const HostTrip& trip, Group& group) {
   }
 }
 
-// The Future of a bucket whose average is then copied to the GPU.  It is complete when that copy is
-// in its stream; whoever uses its value is ordered behind.
+// The Future of a bucket whose average is then copied to the GPU.  It completes when that copy is
+// in its stream; uses of its value are ordered behind.
 FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>& trip,
                       const at::Tensor& bucket) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(futureType(/*of_one=*/true),
@@ -437,7 +437,7 @@ FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>
     } catch (...) {
       return future->setError(std::current_exception());
     }
-    // A Future takes the end of the current streams for the time at which its value is there.
+    // A Future takes its value to be there at the end of the current streams.
     const c10::StreamGuard in(trip->wayBack());
     future->markCompleted(bucket);
   });
