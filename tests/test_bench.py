@@ -32,30 +32,6 @@ from ringreduce.bench.summary import summary
 # --- What it is asked for -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("all_reduce --sizes 3", "too few"),
-        ("all_reduce --op band", "integer type"),
-        ("all_reduce --compare smoke", "none of"),
-        ("all_reduce --nproc 0", "no number above 0"),
-        ("all_reduce --sizes 1K,x", "no size"),
-        ("all_reduce --algorithm oneshot", "no algorithm for cpu tensors"),
-        ("all_reduce,all_gathr", "'all_gathr' is neither all nor one of"),
-        ("all --nproc 1", "sendrecv needs 2 ranks, and not 1"),
-        ("all_reduce --json no/such/x.json", "there is no folder no/such"),
-        ("all_reduce --codec int8,int3", "'int3' is no codec"),
-        ("all_gather --codec int8", "all_reduce of float32"),
-        ("--explain --nproc 3 --hosts 2", "3 ranks on 2 hosts"),
-    ],
-)
-def test_refuses(capsys, arguments, complaint):
-    with pytest.raises(SystemExit) as error:
-        main(arguments.split())
-    assert error.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
 def test_the_choice_of_algorithm_is_explained(capsys):
     def table(arguments: str) -> dict[str, str]:
         assert main(["--explain", *arguments.split()]) == 0

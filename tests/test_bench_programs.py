@@ -1,4 +1,4 @@
-"""benchmarks/ddp.py: what it refuses, what it compares, that wrong results are seen."""
+"""benchmarks/ddp.py: what it compares, and that wrong results are seen."""
 
 from __future__ import annotations
 
@@ -15,21 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import _ddp_report
 import ddp
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--models", "vgg"], "'vgg' is none of"),
-        (["--set", "gpt2.depth=3"], "there is no gpt2.depth"),
-        (["--set", "gpt2.layers=x"], "is not MODEL.NAME=NUMBER"),
-        (["--nproc", "0"], "numbers above 0"),
-    ],
-)
-def test_refuses(capsys, arguments, complaint):
-    with pytest.raises(SystemExit):
-        ddp.main(arguments)
-    assert complaint in capsys.readouterr().err
 
 
 def answers(synced, digests=("a", "a")):
