@@ -50,6 +50,7 @@ def _named(module: ModuleType) -> list[type[Collective]]:
     ]
 
 
-COLLECTIVES: dict[str, type[Collective]] = {
-    cls.name: cls for cls in (*_named(reducing), *_named(moving), *_named(point_to_point), Barrier)
-}
+_ALL: list[type[Collective]] = [
+    *_named(reducing), *_named(moving), *_named(point_to_point), Barrier
+]  # fmt: skip
+COLLECTIVES: dict[str, type[Collective]] = {cls.name: cls for cls in _ALL}
