@@ -218,8 +218,8 @@ fuzz: $(VENV)/.ready
 	  { echo "make fuzz needs clang with libFuzzer: make CLANG=/path/to/clang++ fuzz"; exit 1; }
 	$(CMAKE) -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DRINGREDUCE_BUILD_BENCHMARKS=OFF
 	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target handshake_libfuzzer \
-	  control_libfuzzer stream_libfuzzer pump_libfuzzer codec_libfuzzer
-	for target in handshake control stream pump codec; do \
+	  control_libfuzzer stream_libfuzzer message_libfuzzer codec_libfuzzer
+	for target in handshake control stream message codec; do \
 	  mkdir -p build/fuzz/found/$$target && \
 	  build/fuzz/$${target}_libfuzzer -max_len=1024 -max_total_time=$(FUZZ_SECONDS) \
 	    build/fuzz/found/$$target tests/fuzz/corpus/$$target || exit 1; \

@@ -12,10 +12,6 @@ file(GLOB core_sources CONFIGURE_DEPENDS ${core_globs})
 foreach(source IN LISTS core_sources)
   get_filename_component(folder ${source} DIRECTORY)
   get_filename_component(folder ${folder} NAME)
-  # Some tests define Mesh themselves, so the linker must be able to leave out this one and its users.
-  if(source MATCHES "/(tcp/mesh[^/]*|group/operation)[.]cc$")
-    set(folder ${folder}_mesh)
-  endif()
   set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${folder})
 endforeach()
 

@@ -85,6 +85,7 @@ def explain(
     cost: dict[str, float],  # as of wire_cost; what is left out is the default
 ) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
 def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
+def config() -> list[dict[str, str]]: ...  # a dictionary for each environment variable
 def instruction_set() -> str: ...
 def cuda_build() -> str: ...  # as in _build_info.CUDA
 def set_error_types(

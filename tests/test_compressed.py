@@ -189,18 +189,6 @@ def test_properties(pool: Pool, world: MakeWorld, full: bool) -> None:
     run()
 
 
-def test_sockets_give_the_same_bits(pool: Pool, world: MakeWorld) -> None:
-    cases = [
-        Case(codec, n, ("mixed", "normal"), schedule, "avg", stochastic, seed=n)
-        for codec in CODECS
-        for schedule in ("owner", "ring")
-        for n in (1, 1000, 70_001)
-        for stochastic in (False, True)
-    ]
-    here = same_everywhere(pool, world(3), cases)
-    assert here == same_everywhere(pool, world(3, WIRE="tcp"), cases)
-
-
 def several_at_once(me: Rank) -> bool:
     """Asynchronous ones, beside exact ones, in the order of the calls."""
     from ringreduce import extension

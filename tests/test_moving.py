@@ -125,11 +125,6 @@ def test_no_elements(pool: Pool, world: MakeWorld, size: int) -> None:
     pool.run(move_everything, world(size), ["float32", "complex64", "uint8"], [0, 0])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_large_ones_arrive(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(move_everything, world(size), ["uint8", "float32"], [(1 << 20) + 1])
-
-
 @pytest.mark.ringreduce
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_slots(pool: Pool, world: MakeWorld, size: int) -> None:

@@ -49,31 +49,6 @@ def sums(me: Rank) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sockets_give_the_bits_of_shared_memory(pool: Pool, world: MakeWorld, size: int) -> None:
-    together = pool.start(sums, world(size)).results()
-    apart = pool.start(sums, world(size, WIRE="tcp")).results()
-    assert all(bits == together[0] for bits in together + apart)
-
-
-def posing(me: Rank, name: str, layout: str) -> Any:
-    """A group of ranks that pose as several hosts."""
-    os.environ["RINGREDUCE_HOSTID"] = layout[me.rank]
-    me.world_size = len(layout)
-    me.init(name, timeout=60)
-    try:
-        return sums(me)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("layout", ["ab", "aab", "aabb", "abab"])
-def test_processes_that_pose_as_hosts(pool: Pool, world: MakeWorld, layout: str) -> None:
-    call = pool.start(posing, world(0), pool.name("posing"), layout, ranks=len(layout), fresh=True)
-    found = call.results()
-    assert all(bits == found[0] for bits in found)
-
-
 # ---- between network namespaces
 
 

@@ -99,25 +99,6 @@ def test_hosts_without_ipv4(pool: Pool) -> None:
         assert on(pool, hosts, {}, family="ipv6").results() == [{"fd88:"}] * 2
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "says"),
-    [
-        ("IF", "nix0", ["RINGREDUCE_IF=nix0 leaves no address", "eth0 (10.88.0.2/24)", "set RING"]),
-        ("IF", "10.88.0.0/99", ["RINGREDUCE_IF=10.88.0.0/99", "'10.88.0.0/99'"]),
-        ("PORTS", "47000-", ["RINGREDUCE_PORTS=47000- is no range of ports", "correct or unset"]),
-    ],
-)
-def test_a_setting_that_will_not_do_is_told_to_all(
-    pool: Pool, two: Hosts, variable: str, value: str, says: list[str]
-) -> None:
-    """Rank 1 has it; both name rank 1 and say what is to be done."""
-    for outcome in on(pool, two, {1: {f"RINGREDUCE_{variable}": value}}).outcomes(40):
-        assert isinstance(outcome, Raised) and outcome.isa("DistBackendError"), outcome
-        assert "rank 1" in outcome.message, outcome.message
-        for part in says:
-            assert part in outcome.message, outcome.message
-
-
 def test_more_ranks_than_ports(pool: Pool, two: Hosts) -> None:
     call = on(pool, two, {EVERY: {"RINGREDUCE_PORTS": "47000"}}, per_host=2)
     for outcome in call.outcomes(40):

@@ -22,12 +22,12 @@ SHIFT = {
     "collectives/collectives.h": {
         "// ---- all of them": "struct Shift {\n  static constexpr Kind kKind = Kind::kShift;\n"
         "  const void* input;\n  void* output;\n  size_t count;\n  DType dtype;\n};\n"
-        "void shift(Communicator&, const Shift&);\nvoid shift(Mesh&, const Shift&);\n",
+        "void shift(Communicator&, const Shift&);\nvoid shift(Transport&, const Shift&);\n",
         "AllReduce, Reduce, ReduceScatter,": "Shift, ",
         "    void operator()(const AllReduce&": "void operator()(const Shift& s) { shift(w, s); }",
     },
     "collectives/shift.cc": {
-        "": """#include "base/copy.h"
+        "": """#include "base/bytes.h"
 #include "collectives/stream_calls.h"
 namespace ringreduce {
 void shift(Communicator& c, const Shift& s) {
@@ -38,12 +38,12 @@ void shift(Communicator& c, const Shift& s) {
   copyBytes(s.output, c.exchange.peek(c.previousRank(), step), bytes);
   c.exchange.release(step);
 }
-void shift(Mesh& mesh, const Shift& s) {
-  const int P = mesh.size(), previous = (mesh.rank() + P - 1) % P;
-  mesh.expect(previous, s.output, s.count * sizeOf(s.dtype));
-  mesh.send((mesh.rank() + 1) % P, s.input, s.count * sizeOf(s.dtype));
-  mesh.peek(previous);
-  mesh.release(previous);
+void shift(Transport& transport, const Shift& s) {
+  const int P = transport.size(), previous = (transport.rank() + P - 1) % P;
+  transport.expect(previous, s.output, s.count * sizeOf(s.dtype));
+  transport.send((transport.rank() + 1) % P, s.input, s.count * sizeOf(s.dtype));
+  transport.peek(previous);
+  transport.release(previous);
 }
 }
 """

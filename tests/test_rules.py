@@ -26,7 +26,9 @@ from pool import Died, Done, Outcome, Pool, Raised, Rank, describe
 
 pytestmark = pytest.mark.ringreduce
 VICTIM = 1
-TIMEOUT = 2.0
+# All calls of a way to fail run at once, and each must begin well within it on all ranks; between
+# hosts a rank that has not begun is late.
+TIMEOUT = 5.0 if os.environ.get("RINGREDUCE_WIRE") == "tcp" else 2.0
 # Between hosts who only gives goes on until the systems' buffers are full (docs/hosts.md): then by
 # more than a few elements, for that to be soon.
 ONLY_GIVE = {("reduce", 1), ("gather", 1), ("scatter", 0)}
@@ -248,9 +250,10 @@ def differ(me: Rank, name: str) -> dict[str, tuple[Raised | None, float]]:
         site = new_site(name, 10.0)
         if site is None:
             continue
-        CALLS[name](site)
         began, raised = time.monotonic(), None
         try:
+            # A rank that is still in the first call may learn here that the others disagree.
+            CALLS[name](site)
             (change if me.rank == VICTIM else CALLS[name])(site)
             dist.barrier(group=site.group)
         except BaseException as error:
@@ -262,7 +265,7 @@ def differ(me: Rank, name: str) -> dict[str, tuple[Raised | None, float]]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_calls_something_else(pool: Pool, world: MakeWorld, name: str) -> None:
-    """Mismatch on all ranks, at that call or their next; long before a deadline."""
+    """Mismatch on all ranks, at that call or the one before or after it; long before a deadline."""
     for rank, found in enumerate(pool.run(differ, world(3), name)):
         assert rank == 2 or set(found) == set(differences(name))
         for what, (raised, took) in found.items():

@@ -1,31 +1,30 @@
-// Which algorithm an all-reduce takes, and the cost model behind the choice.
+// Chooses the algorithm of an all-reduce, and holds the cost model behind the choice.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.
 //
 //   direct   copy in (S read, S written), add all P inputs (P S read, S written); one wait a slice
-//   twoshot  copy in the others' parts, add one's own part of all inputs, share it, copy the
-//   others'
-//            parts out: about (3 - 2/P) S read and (3 - 2/P) S written; two waits a slice
+//   twoshot  copy in the others' parts, add one's own part of all inputs, share it, copy out the
+//            others' parts: about (3 - 2/P) S read and (3 - 2/P) S written; two waits a slice
 //   ring     every byte moves through 2 (P-1) slots of 1/P of the message; 2 (P-1) waits a slice
 //
-// A wait costs a cache line's way between cores, or a context switch where ranks outnumber cores.
-// So direct wins where waits dominate (small messages) and always for two ranks, whose extra pass
-// is half a message; twoshot wins for larger messages of three and more ranks.  ring is there for
-// comparison; benchmarks/core_perf.cc measures all three.
+// A wait costs the transfer of a cache line between cores, or a context switch where ranks
+// outnumber cores. So direct wins where waits dominate (small messages) and always for two ranks,
+// whose extra pass is half a message; twoshot wins for larger messages of three and more ranks.
+// ring is there for comparison; benchmarks/core_perf.cc measures all three.
 //
 // Between hosts cost is time: that of a hop, of a message, of a byte (WireCost).
 //
-//   bruck    everybody gets all inputs, in log P hops, and adds them: (P-1) S bytes
+//   bruck    every rank gathers all inputs, in log P hops, and adds them: (P-1) S bytes
 //   direct   the same in one hop, with P-1 messages
-//   twoshot  each sends the owners their parts, adds its own, sends all the sum: two hops,
-//            2 (P-1)/P S bytes, in P-1 flows that meet at each rank
+//   twoshot  each rank sends the owners their parts, adds its own part, and sends the sum to all:
+//            two hops, 2 (P-1)/P S bytes, in P-1 flows that meet at each rank
 //   ring     as many bytes, to one neighbour and from one: 2 (P-1) hops
 //
 // Where H hosts hold p ranks each:
 //
-//   hierarchical   added up in each host first, through shared memory, then round rings between the
-//                  hosts: 2 (H-1) hops, and 2 (H-1)/H S bytes on a host's wire
+//   hierarchical   each host adds through shared memory, then rings between the hosts add: 2 (H-1)
+//                  hops, and 2 (H-1)/H S bytes on a host's wire
 #pragma once
 
 #include <algorithm>
@@ -35,12 +34,12 @@
 #include <optional>
 #include <string_view>
 
-#include "base/coding.h"
+#include "base/op_signature.h"
 
 namespace ringreduce {
 
 enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing, kBruck, kHierarchical };
-inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // a name that none has
+inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // no algorithm
 inline constexpr const char* kAlgorithmNames[] = {"auto", "direct", "twoshot",
                                                   "ring", "bruck",  "hierarchical"};
 
@@ -50,11 +49,11 @@ constexpr std::optional<Algorithm> algorithmNamed(std::string_view name) {
   return std::nullopt;
 }
 
-// From this size on three and more ranks share the addition out.
+// From this size on three and more ranks divide the addition.
 inline constexpr size_t kTwoShotBytes = 32 << 10;
 
-// Inside a host.  One of the first three.  `wanted` is what the user asked for; ranks that share
-// memory have no use for what is made for sockets.
+// Inside a host: one of the first three.  `wanted` is the user's choice; algorithms for sockets do
+// not apply to ranks that share memory.
 constexpr Algorithm chooseAllReduce(size_t bytes, int world_size, Algorithm wanted) {
   if (wanted != Algorithm::kAuto && wanted < Algorithm::kBruck) return wanted;
   if (world_size > 2 && bytes >= kTwoShotBytes) return Algorithm::kTwoShot;
@@ -63,36 +62,35 @@ constexpr Algorithm chooseAllReduce(size_t bytes, int world_size, Algorithm want
 
 // ---- between hosts
 
-// Seconds.  All ranks of a group must have the same: they agree on it when the group is made
-// (group/network.cc).
+// In seconds.  The ranks of a group agree on one when the group is made (group/network.cc).
 struct WireCost {
-  // Of a hop, what the two systems take; the rest is half of the round trip.
+  // The part of a hop that the two systems take; the rest is half of the round trip.
   static constexpr double kSystem = 20e-6;
 
   double hop = 30e-6;      // from a rank's send to the other's receive
-  double message = 8e-6;   // of a rank's own time, for each message that it sends and gets
+  double message = 8e-6;   // a rank's own time for each message that it sends or gets
   double byte = 1e-9;      // on the wire
   double memory = 0.2e-9;  // to add a byte, or copy it
-  double crowd = 0.01;     // what a byte costs more for each further flow that meets at a rank
-  int ranks_on_host = 1;   // the most that share a host's wire
+  double crowd = 0.01;     // extra cost of a byte for each further flow that meets at a rank
+  int ranks_on_host = 1;   // the most ranks that share a host's wire
 
-  // Of the wire alone, in seconds.
+  // The wire alone.
   constexpr double roundTrip() const { return 2 * (hop - kSystem); }
 };
 
-// By how much a byte costs more if each rank sends to all others, and not to its neighbour: between
-// hosts of p ranks the ring has p times fewer flows.
+// The factor by which a byte costs more if each rank sends to all others, not to its neighbour:
+// between hosts of p ranks the ring has p times fewer flows.
 constexpr double crowding(int world_size, const WireCost& cost) {
   const double P = world_size, p = cost.ranks_on_host;
   return std::max(1., p * (P - p) / (P - 1)) * (1 + cost.crowd * (P - 2));
 }
 
-// Above this much memory for everybody's inputs bruck and direct are not taken, and above the
-// second not even where they are asked for.
+// Above this much memory for the inputs of all ranks, bruck and direct are not chosen; above the
+// second not even if the user asks for them.
 inline constexpr size_t kBruckBytes = 4 << 20, kMostBruckBytes = 64 << 20;
 
-// Bruck's all-gather: distances to other ranks in groups of radix - 1, each group a hop.  Of radix
-// P it is one hop.
+// Bruck's all-gather: distances to other ranks in groups of radix - 1, each group a hop.  With
+// radix P it is one hop.
 struct BruckShape {
   int hops = 0, messages = 0;  // a rank sends, and gets
 };
@@ -107,7 +105,7 @@ constexpr double bruckOverhead(int world_size, int radix, const WireCost& cost) 
   return shape.hops * cost.hop + shape.messages * cost.message;
 }
 
-// The radix of least overhead; of equal ones the largest.
+// The radix with the least overhead; of equal ones the largest.
 constexpr int bruckRadix(int world_size, const WireCost& cost) {
   int best = 2;
   for (int radix = 3; radix <= world_size; ++radix)
@@ -117,8 +115,8 @@ constexpr int bruckRadix(int world_size, const WireCost& cost) {
 }
 
 // How long an all-reduce takes by each way.  `partial_bytes`: the message's, as partial sums.
-struct MeshTimes {
-  constexpr MeshTimes(size_t bytes, size_t partial_bytes, int world_size, const WireCost& cost)
+struct StreamTimes {
+  constexpr StreamTimes(size_t bytes, size_t partial_bytes, int world_size, const WireCost& cost)
       : P(world_size),
         S(static_cast<double>(bytes)),
         partial(static_cast<double>(partial_bytes)),
@@ -138,12 +136,12 @@ struct MeshTimes {
   constexpr double ring() const {
     return 2 * (P - 1) * (cost.hop + cost.message) + ringBytes() * cost.byte + S * cost.memory;
   }
-  // Of a host: H-1 hops carry its sums, and H-1 the result.
+  // For a host, H-1 hops carry its sums, and H-1 the result.
   constexpr double hierarchyBytes(int ranks_on_host) const {
     const double H = P / ranks_on_host;
     return (H - 1) * (partial + S) / H;
   }
-  // In the host all is copied twice and added once.
+  // Inside the host all bytes are copied twice and added once.
   constexpr double hierarchy(int ranks_on_host) const {
     const double p = ranks_on_host, H = P / p;
     return 2 * (H - 1) * (cost.hop + cost.message) + 2 * p * cost.message +
@@ -155,9 +153,9 @@ struct MeshTimes {
 };
 
 // Of ranks that see no hosts: one of direct, twoshot, ring and bruck.
-constexpr Algorithm chooseMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                        Algorithm wanted, const WireCost& cost) {
-  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                          Algorithm wanted, const WireCost& cost) {
+  const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double everything = times.P * times.S;
   const bool gathers = wanted == Algorithm::kBruck || wanted == Algorithm::kDirect;
   if (wanted != Algorithm::kAuto && wanted != Algorithm::kHierarchical &&
@@ -169,15 +167,15 @@ constexpr Algorithm chooseMeshAllReduce(size_t bytes, size_t partial_bytes, int 
   return two_shot < ring && world_size > 2 ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
-// ---- compressed: values that travel coded
+// ---- compressed values
 //
 //   owner    each rank sends each owner its part, coded once; the owner adds, codes the sum once
 //            and sends it to all: two-shot, and no error grows with the ranks
-//   ring     decode, add and code again at each hop; the coded sum then goes round as it is: as
+//   ring     decode, add and code again at each hop; the coded sum then goes round unchanged: as
 //            many bytes, to one neighbour, but an error for each hop
 
-// How long each takes.  Either way a rank encodes the message once and decodes it twice, which
-// costs about what adding its bytes does.
+// The time of each schedule.  In both a rank encodes the message once and decodes it twice, which
+// costs about as much as adding its bytes.
 struct CodedTimes {
   constexpr CodedTimes(size_t bytes, size_t coded_bytes, int world_size, const WireCost& cost)
       : P(world_size),
@@ -198,10 +196,10 @@ struct CodedTimes {
   const WireCost& cost;
 };
 
-// The ring only where it saves this much of the time, for what it loses in accuracy.
+// The ring is chosen only if it saves this part of the time, since it is less accurate.
 inline constexpr double kRingSaves = 0.2;
 
-// Between hosts.  One of owner and ring.
+// Between hosts: owner or ring.
 constexpr CodedSchedule chooseCoded(size_t bytes, size_t coded_bytes, int world_size,
                                     CodedSchedule wanted, const WireCost& cost) {
   if (wanted != CodedSchedule::kAuto) return wanted;
@@ -210,21 +208,21 @@ constexpr CodedSchedule chooseCoded(size_t bytes, size_t coded_bytes, int world_
   return ring ? CodedSchedule::kRing : CodedSchedule::kOwner;
 }
 
-// Whether several hosts of as many ranks each, at least two, go by the hierarchy.
+// Whether several hosts with as many ranks each, at least two, use the hierarchy.
 constexpr bool reducesByHosts(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
                               Algorithm wanted, const WireCost& cost) {
   if (wanted != Algorithm::kAuto) return wanted == Algorithm::kHierarchical;
-  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+  const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double other =
-      chooseMeshAllReduce(bytes, partial_bytes, world_size, wanted, cost) == Algorithm::kBruck
+      chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost) == Algorithm::kBruck
           ? times.bruck()
           : std::min(times.twoShot(), times.ring());
-  // What a rank puts through sockets is copied into the system there and out of it here.
+  // Bytes that go through sockets are copied into the kernel and out of it.
   const double saved = times.ringBytes() - times.hierarchyBytes(ranks_on_host) / ranks_on_host;
   return times.hierarchy(ranks_on_host) < other + saved * 2 * cost.memory;
 }
 
-// Whether an all-gather goes round the ring, or else by Bruck.  `bytes`: of all ranks together.
+// Whether an all-gather uses the ring; else Bruck's.  `bytes`: of all ranks together.
 constexpr bool gathersByRing(size_t bytes, int world_size, const WireCost& cost) {
   const double P = world_size;
   const double wire = static_cast<double>(bytes) * (P - 1) / P * cost.byte;
@@ -233,7 +231,7 @@ constexpr bool gathersByRing(size_t bytes, int world_size, const WireCost& cost)
              wire * crowding(world_size, cost);
 }
 
-// The same of a reduce-scatter, or else each rank sends each other its part.
+// Whether a reduce-scatter uses the ring; else each rank sends each other rank its part.
 constexpr bool scattersByRing(size_t bytes, size_t partial_bytes, int world_size,
                               const WireCost& cost) {
   const double P = world_size, S = static_cast<double>(bytes);
@@ -243,8 +241,8 @@ constexpr bool scattersByRing(size_t bytes, size_t partial_bytes, int world_size
              (P - 1) / P * S * cost.byte * crowding(world_size, cost);
 }
 
-// Whether a reduction is scattered round the ring and then brought to the root, or else the root
-// gets all inputs.
+// Whether a reduce is a reduce-scatter on the ring and a gather to the root; else the root gets all
+// inputs.
 constexpr bool reducesByRing(size_t bytes, size_t partial_bytes, int world_size,
                              const WireCost& cost) {
   const double P = world_size, S = static_cast<double>(bytes);
@@ -253,7 +251,7 @@ constexpr bool reducesByRing(size_t bytes, size_t partial_bytes, int world_size,
          cost.hop + (P - 1) * (cost.message + S * cost.byte);
 }
 
-// Whether a broadcast goes down a chain in slices, or else down a tree, whose root sends all of it
+// Whether a broadcast goes down a chain in slices; else down a tree, whose root sends the message
 // to log P ranks.
 constexpr bool broadcastsByChain(size_t bytes, int world_size, const WireCost& cost) {
   int levels = 0;

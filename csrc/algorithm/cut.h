@@ -1,16 +1,16 @@
-// How a message is cut.
+// Partitions a message.
 //
 // The canonical cut: P chunks of equal size, rounded up to 128 elements, the last ones shorter or
 // empty.  Chunk c is owned by rank c and its elements are added in ring order: c+1, c+2, ..., c
 // (mod P).  Every algorithm keeps this cut and this order, so an element's sum never depends on the
-// algorithm, on pipelining or on where a buffer starts.  For transport a chunk, or the whole
-// message, is cut again into slices that fit a slot; that cut has no influence on any result.
+// algorithm, on pipelining or on the address of a buffer.  For transport a chunk, or the whole
+// message, is cut again into slices that fit a slot; this does not change any result.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 
-#include "base/align.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 
@@ -21,14 +21,14 @@ struct Span {
   constexpr size_t end() const { return begin + size; }
 };
 
-// Part `i` when [0, n) is cut every `step` elements; empty beyond the end.
+// Part `i` of [0, n), cut every `step` elements; empty beyond the end.
 constexpr Span piece(size_t n, size_t step, size_t i) {
   const size_t begin = std::min(n, step * i);
   return {begin, std::min(step, n - begin)};
 }
 
-// Calls visit(i, begin, size) for each part of `span` that lies in one piece i of what is cut every
-// `step` elements.
+// Calls visit(i, begin, size) for each part of `span` that lies in one piece i of a range that is
+// cut every `step` elements.
 template <class Visit>
 constexpr void forEachPiece(Span span, size_t step, Visit visit) {
   for (size_t at = span.begin; at < span.end();) {

@@ -5,15 +5,15 @@
 
 namespace ringreduce {
 
-Explanation explainMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                 int ranks_on_host, Algorithm wanted, const WireCost& cost) {
-  const MeshTimes times(bytes, partial_bytes, world_size, cost);
+Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost) {
+  const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double P = world_size, S = static_cast<double>(bytes), p = ranks_on_host;
   const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
-  // By how many ranks a host's wire is shared where all send to all, those of the host excepted.
+  // How many flows share a host's wire where all ranks send to all ranks of other hosts.
   const double shared = p * (P - p) / (P - 1);
   Explanation found{
-      .choice = chooseMeshAllReduce(bytes, partial_bytes, world_size, wanted, cost),
+      .choice = chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost),
       .candidates = {{Algorithm::kBruck, times.bruck(), static_cast<double>(shape.hops),
                       (P - 1) * S * shared},
                      {Algorithm::kTwoShot, times.twoShot(), 2, 2 * (P - 1) / P * S * shared},

@@ -1,5 +1,5 @@
-// What the chooser (choose.h) would take for an all-reduce between hosts, and what it holds of each
-// of the others: for people.
+// Explains the choice of an all-reduce between hosts (choose.h): each candidate with its modelled
+// time.
 #pragma once
 
 #include <string>
@@ -23,7 +23,7 @@ struct Explanation {
 };
 
 // Of `world_size` ranks, as many on each of several hosts.
-Explanation explainMeshAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                 int ranks_on_host, Algorithm wanted, const WireCost& cost);
+Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost);
 
 }  // namespace ringreduce

@@ -2,7 +2,7 @@
 //
 // Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations" (2009); the primitives follow NCCL's.  Chunk c starts at rank c+1, gathers one
-// addend a hop, is complete at its owner c, and goes once more round as a copy.  At rank r, for
+// addend a hop, is complete at its owner c, and goes round once more as a copy.  At rank r, for
 // each slice:
 //
 //     send                 chunk r-1                    (first hop)
@@ -11,13 +11,13 @@
 //     recvCopySend         chunks r-1 ... r-P+2         (P-2 hops that copy)
 //     recv                 chunk r+1                    (last hop)
 //
-// Pipelining is a window of W slices: W are sent first, and from then on every slice that is
-// received lets one be sent, so that W are always under way and the link never runs dry between
-// batches.  A link needs more than W slots: a receive always precedes a send, so with at most P*W
-// slices in the ring and more than W slots a link, some rank can always go on.
+// Pipelining is a window of W slices: W are sent first; from then on every received slice lets the
+// next be sent, so that W are always in flight and the link is never idle.  A link needs more than
+// W slots: a receive always precedes a send, so with at most P*W slices in the ring and more than W
+// slots a link, some rank can always proceed.
 //
-// `Primitives` says what moving and adding mean; this text is the same for every executor: a CPU's
-// worker (collectives/host_primitives.h) and a GPU's thread block (cuda/primitives.h).
+// `Primitives` defines moving and adding: for a CPU thread (collectives/host_primitives.h) and for
+// a thread block of a GPU (cuda/primitives.h).
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ namespace ringreduce {
 struct RingShape {
   int rank, world_size;  // world_size >= 2
   size_t slices;         // a chunk; the same on all ranks
-  size_t window;         // slices under way, at least 1
+  size_t window;         // slices in flight, at least 1
 };
 
 template <class Primitives>

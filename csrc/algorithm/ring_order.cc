@@ -1,7 +1,6 @@
-// Exactly: whether there is a ring of links that are all at least as fast as a threshold, by
-// dynamic programming over sets of hosts, for thresholds found by bisection.  By search: rings that
-// are begun by taking the fastest link each time, whose slowest link is then exchanged as long as
-// that helps.
+// The exact method bisects thresholds: dynamic programming over sets of hosts finds a ring whose
+// links are all at least that fast.  The search starts from greedy rings, which take the fastest
+// link each time, and exchanges the slowest link as long as that helps.
 #include "algorithm/ring_order.h"
 
 #include <algorithm>
@@ -22,7 +21,7 @@ namespace {
 using Ring = std::vector<int>;
 
 constexpr int kMostExactHosts = 20;
-// Of the search: it begins at so many hosts, and gives a ring up after so many exchanges.
+// The search begins at so many hosts, and stops after so many exchanges.
 constexpr size_t kBeginnings = 24, kMostExchanges = 2000;
 
 size_t at(int i) {
@@ -51,11 +50,11 @@ void beginAtHost0(Ring& ring) {
   std::rotate(ring.begin(), std::ranges::find(ring, 0), ring.end());
 }
 
-// A ring of links of at least that rate, if there is one.  `ends[set]` has the hosts at which a way
-// can end that begins at host 0 and goes through the set; the set is of the other hosts.
+// A ring whose links have at least that rate, if there is one.  `ends[set]` has the hosts at which
+// a path can end that begins at host 0 and visits the set of other hosts.
 std::optional<Ring> ringOfAtLeast(const Rates& rates, double least) {
   const int others = static_cast<int>(rates.size()) - 1;
-  std::vector<uint32_t> into(at(others));  // from which of the other hosts a link leads there
+  std::vector<uint32_t> into(at(others));  // the other hosts with such a link to it
   for (int to = 0; to < others; ++to)
     for (int from = 0; from < others; ++from)
       if (from != to && rates[at(from + 1)][at(to + 1)] >= least) into[at(to)] |= 1u << from;
@@ -85,7 +84,7 @@ std::optional<Ring> ringOfAtLeast(const Rates& rates, double least) {
   return ring;
 }
 
-// Better rings have less of it: the links' slowness from the slowest on.
+// The rates of the links, slowest first: a better ring is lexicographically greater.
 std::vector<double> rank(const Rates& rates, const Ring& ring) {
   std::vector<double> links;
   for (size_t i = 0; i < ring.size(); ++i)
@@ -94,7 +93,7 @@ std::vector<double> rank(const Rates& rates, const Ring& ring) {
   return links;
 }
 
-// From `first` on, always to the host that is reached fastest.
+// From `first` on, always to the host with the fastest link.
 Ring begunAt(const Rates& rates, int first) {
   Ring ring{first}, left;
   for (int host = 0; host < static_cast<int>(rates.size()); ++host)
@@ -109,7 +108,7 @@ Ring begunAt(const Rates& rates, int first) {
   return ring;
 }
 
-// Exchanges links as long as that makes the slowest one faster, or leaves fewer of its rate.
+// Exchanges links as long as that makes the slowest one faster, or fewer as slow.
 void improve(const Rates& rates, Ring& ring) {
   const size_t n = ring.size();
   const auto rate = [&](size_t i, size_t j) { return rates[at(ring[i % n])][at(ring[j % n])]; };
@@ -122,20 +121,20 @@ void improve(const Rates& rates, Ring& ring) {
     const double worst = rate(n - 1, 0);
     double best = worst;
     size_t first = 0, second = 0;
-    bool turned = false;
-    // The part up to i changes places with that from there up to j; or the part up to i is turned.
+    bool reversed = false;
+    // Swaps the part up to i with the part from there up to j; or reverses the part up to i.
     for (size_t i = 0; i + 1 < n; ++i) {
       for (size_t j = i + 1; j + 1 < n; ++j) {
         const double least = std::min({rate(n - 1, i + 1), rate(j, 0), rate(i, j + 1)});
-        if (least > best) best = least, first = i, second = j, turned = false;
+        if (least > best) best = least, first = i, second = j, reversed = false;
       }
       double least = std::min(rate(n - 1, i), rate(0, i + 1));
       for (size_t k = 0; k < i && least > best; ++k) least = std::min(least, rate(k + 1, k));
-      if (least > best) best = least, first = i, turned = true;
+      if (least > best) best = least, first = i, reversed = true;
     }
     if (best <= worst) return;
     const auto place = [&](size_t i) { return ring.begin() + static_cast<long>(i); };
-    if (turned)
+    if (reversed)
       std::reverse(ring.begin(), place(first + 1));
     else
       std::rotate(ring.begin(), place(first + 1), place(second + 1));
@@ -163,7 +162,7 @@ std::vector<int> exactRing(const Rates& rates) {
   std::ranges::sort(thresholds);
   const auto repeated = std::ranges::unique(thresholds);
   thresholds.erase(repeated.begin(), repeated.end());
-  // There is always a ring of the lowest.
+  // The lowest threshold always has a ring.
   size_t possible = 0, beyond = thresholds.size();
   Ring best = *ringOfAtLeast(rates, thresholds[0]);
   while (beyond - possible > 1) {

@@ -1,4 +1,4 @@
-// Time: nanoseconds of the monotonic clock, and points in it by which something must have happened.
+// Time: nanoseconds of the monotonic clock, and deadlines.
 #pragma once
 
 #include <chrono>

@@ -1,8 +1,7 @@
-// How text that runs on the host and on a GPU is marked.
+// Marks functions that are compiled for the host and for a GPU.
 //
-// nvcc compiles it for the GPU only, other compilers for the host: no translation unit needs both,
-// so nothing has to be __host__ __device__, and templates over host-only types stay out of nvcc's
-// sight.
+// nvcc compiles them for the GPU only, other compilers for the host.  No translation unit needs
+// both, so __host__ __device__ is not needed, and nvcc sees no templates over host-only types.
 #pragma once
 
 #ifdef __CUDACC__

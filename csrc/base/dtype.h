@@ -1,4 +1,4 @@
-// The element types and reduce operations that the core knows, their sizes and their names.
+// Element types and reduce operations: sizes, names, which pairs are supported.
 #pragma once
 
 #include <array>

@@ -1,25 +1,35 @@
-// What can go wrong, as types: four failures of a group, one of its set-up, one of a call's
-// arguments.
+// Errors and log lines.
 //
 // A group that has failed stays failed: every later operation on it raises the same error.  The
-// text of each names ranks, hosts and the operation, and is made where these are known
-// (health/session.cc).
+// text names ranks, hosts and the operation, and is made where these are known (health/arbiter.cc).
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace ringreduce {
 
 enum class Failure : uint8_t {
   kNone = 0,
-  kPeerLost,  // a process is gone, or has left the group, before its part was done
-  kTimeout,   // a rank did not arrive, or stopped, until the deadline
-  kMismatch,  // ranks disagree about which operation this is
+  kPeerLost,  // a process ended, or left the group, before its part was done
+  kTimeout,   // a rank did not arrive, or stopped, before the deadline
+  kMismatch,  // ranks disagree about the operation
   kAborted,   // a rank gave up: abort(), Ctrl-C, an error of its own
   kSetup,     // the group could not be made
   kArgument,  // refused before anything was sent; the group stays usable
+};
+
+// Why a group failed, as reported by the rank that found the cause first.
+struct GroupFailure {
+  Failure kind = Failure::kNone;
+  int culprit = 0, reporter = 0;
+  std::string text;
+
+  bool operator==(const GroupFailure&) const = default;
 };
 
 class Error : public std::runtime_error {
@@ -32,6 +42,15 @@ class Error : public std::runtime_error {
 };
 
 // An error of the operating system, with errno's text.
-[[noreturn]] void throwErrno(Failure kind, const std::string& what);
+[[noreturn]] inline void throwErrno(Failure kind, const std::string& what) {
+  throw Error(kind, what + ": " + std::generic_category().message(errno));
+}
+
+// A line on standard error, in one write, with a mark of ours.  For errors and stalls; other lines
+// only if logsInfo() (base/config.h).
+inline void log(const std::string& text) {
+  const std::string line = "[ringreduce] " + text + "\n";
+  std::fwrite(line.data(), 1, line.size(), stderr);
+}
 
 }  // namespace ringreduce

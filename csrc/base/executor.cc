@@ -1,4 +1,4 @@
-// The queue, the worker and the tellers.
+// The queue, the worker and the callback threads.
 #include "base/executor.h"
 
 #include <pthread.h>
@@ -12,12 +12,11 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/log.h"
 
 namespace ringreduce {
 namespace {
 
-// How long a completion may keep the next one waiting before another thread calls that.
+// How long the next completion waits for the one before it, until another thread calls it.
 constexpr auto kPatience = std::chrono::milliseconds(1);
 
 }  // namespace
@@ -34,7 +33,7 @@ void OperationHandle::refuseInChild() const {
     throw Error(Failure::kArgument, "this operation is the parent process's to wait for");
 }
 
-bool OperationHandle::wait(int64_t longest, void (*turn)()) {
+bool OperationHandle::wait(int64_t longest, void (*poll)()) {
   refuseInChild();
   const Nanos deadline = deadlineIn(longest);
   std::unique_lock lock(mutex_);
@@ -42,9 +41,9 @@ bool OperationHandle::wait(int64_t longest, void (*turn)()) {
     const Nanos left = deadline - now();
     if (left <= 0) return false;
     changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left, 50 * kMillisecond)));
-    if (!done_ && turn) {
+    if (!done_ && poll) {
       lock.unlock();
-      turn();
+      poll();
       lock.lock();
     }
   }
@@ -79,29 +78,29 @@ OperationHandle::Completion OperationHandle::finish(std::exception_ptr error) {
 struct Executor::State : std::enable_shared_from_this<State> {
   struct Item {
     Work work;
-    std::shared_ptr<OperationHandle> ticket;
+    std::shared_ptr<OperationHandle> handle;
   };
-  struct Told {
+  struct Due {
     Completion completion;
     std::exception_ptr error;
   };
 
   std::mutex mutex;
-  std::condition_variable for_worker, for_teller, idle;
+  std::condition_variable for_worker, for_callbacks, idle;
   std::deque<Item> queue;
-  std::deque<Told> to_tell;
-  uint64_t told = 0;         // completions that were taken from to_tell
-  int alive = 0;             // tellers
-  int calling = 0;           // of them, those that are calling a completion
-  bool abandoned = false;    // nobody will join the tellers
+  std::deque<Due> due;
+  uint64_t taken = 0;        // completions that were taken from due
+  int alive = 0;             // callback threads
+  int calling = 0;           // callback threads that are in a completion
+  bool abandoned = false;    // the callback threads are detached
   bool busy = false;         // the token: an operation runs
-  std::thread::id owner;     // who holds it, if that is a user's thread
+  std::thread::id owner;     // the holder of the token, if that is a user's thread
   bool worker_done = false;  // no more completions will come
   bool stopping = false;
   std::thread worker;
-  std::vector<std::thread> tellers;
+  std::vector<std::thread> callback_threads;
 
-  // What a completion throws is nobody's to catch.
+  // Exceptions from a completion callback are logged and dropped.
   static void call(const Completion& completion, std::exception_ptr error) {
     try {
       completion(std::move(error));
@@ -131,36 +130,36 @@ struct Executor::State : std::enable_shared_from_this<State> {
       } catch (...) {
         error = std::current_exception();
       }
-      item.work = nullptr;  // whatever it holds is given back before anybody is told
+      item.work = nullptr;  // releases its objects before anybody is told
       lock.lock();
       busy = false;
-      // Before anybody can take the token: an operation that is over when a later one has run.
-      if (Completion completion = item.ticket->finish(error))
-        queueTold({std::move(completion), std::move(error)});
+      // Before the token can be taken: an operation is done before a later one has run.
+      if (Completion completion = item.handle->finish(error))
+        queueCompletion({std::move(completion), std::move(error)});
       if (stopping) idle.notify_all();
     }
     worker_done = true;
-    for_teller.notify_all();
+    for_callbacks.notify_all();
   }
 
   // With the lock held, as the next two.
-  void queueTold(Told told_next) {
-    to_tell.push_back(std::move(told_next));
-    ensureTeller();
-    for_teller.notify_one();
+  void queueCompletion(Due next) {
+    due.push_back(std::move(next));
+    ensureCallbackThread();
+    for_callbacks.notify_one();
   }
 
-  // A completion may itself wait for a Future whose completion stands behind it in the queue, so
-  // there is always a teller that is not calling one.  It is patient, and most never call any.
-  void ensureTeller() {
+  // A completion may wait for a Future whose completion stands behind it in the queue, so one
+  // thread more than those in a completion is always there.
+  void ensureCallbackThread() {
     if (calling < alive) return;
     try {
-      std::thread teller([state = shared_from_this()] { state->tell(); });
+      std::thread thread([state = shared_from_this()] { state->runCallbacks(); });
       ++alive;
       if (abandoned)
-        teller.detach();
+        thread.detach();
       else
-        tellers.push_back(std::move(teller));
+        callback_threads.push_back(std::move(thread));
     } catch (const std::system_error& error) {
       if (alive == 0) throw;
       log(std::string("cannot start a thread for completions, which come later for it: ") +
@@ -168,22 +167,22 @@ struct Executor::State : std::enable_shared_from_this<State> {
     }
   }
 
-  void tell() {
+  void runCallbacks() {
     name("ringreduce-done");
     std::unique_lock lock(mutex);
     for (;;) {
-      for_teller.wait(lock, [&] { return !to_tell.empty() || worker_done; });
-      if (to_tell.empty()) break;
-      const uint64_t seen = told;
-      if (calling > 0 && for_teller.wait_for(lock, kPatience, [&] {
-            return calling == 0 || told != seen || to_tell.empty();
+      for_callbacks.wait(lock, [&] { return !due.empty() || worker_done; });
+      if (due.empty()) break;
+      const uint64_t seen = taken;
+      if (calling > 0 && for_callbacks.wait_for(lock, kPatience, [&] {
+            return calling == 0 || taken != seen || due.empty();
           }))
         continue;
-      Told next = std::move(to_tell.front());
-      to_tell.pop_front();
-      ++told;
+      Due next = std::move(due.front());
+      due.pop_front();
+      ++taken;
       ++calling;
-      if (!to_tell.empty()) ensureTeller();
+      if (!due.empty()) ensureCallbackThread();
       lock.unlock();
       call(next.completion, std::move(next.error));
       next = {};
@@ -212,7 +211,7 @@ void Executor::returnToken() {
   const std::lock_guard lock(state_->mutex);
   state_->owner = {};
   state_->busy = false;
-  // Only where somebody has reason to wake: this is on the way of every small operation.
+  // Notify only if a thread waits: every small operation passes here.
   if (!state_->queue.empty()) state_->for_worker.notify_one();
   if (state_->stopping) state_->idle.notify_all();
 }
@@ -222,12 +221,12 @@ bool Executor::runsInThisThread() const {
   return state_->owner == std::this_thread::get_id();
 }
 
-// Called with the lock held.  Without a teller a Future would never be completed; one without a
-// worker only waits, until there is one.
+// Called with the lock held.  Without a callback thread a Future would never be completed; one
+// without a worker only waits, until there is one.
 void Executor::startThreads() {
   const std::shared_ptr<State> state = state_;
   try {
-    state->ensureTeller();
+    state->ensureCallbackThread();
     state->worker = std::thread([state] { state->work(); });
   } catch (const std::system_error& error) {
     throw Error(Failure::kArgument,
@@ -237,57 +236,59 @@ void Executor::startThreads() {
 }
 
 std::shared_ptr<OperationHandle> Executor::submit(Work work, Completion completion) {
-  auto ticket = std::make_shared<OperationHandle>();
-  if (completion) ticket->setCompletion(std::move(completion));
+  auto handle = std::make_shared<OperationHandle>();
+  if (completion) handle->setCompletion(std::move(completion));
   const std::shared_ptr<State> state = state_;
   const std::lock_guard lock(state->mutex);
   if (state->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
   if (!state->worker.joinable()) startThreads();
-  state->queue.push_back({std::move(work), ticket});
+  state->queue.push_back({std::move(work), handle});
   state->for_worker.notify_one();
-  return ticket;
+  return handle;
 }
 
-void Executor::tell(Completion completion, std::exception_ptr error) {
+void Executor::callLater(Completion completion, std::exception_ptr error) {
   const std::shared_ptr<State> state = state_;
   {
     const std::lock_guard lock(state->mutex);
     if (!state->stopping) {
       if (!state->worker.joinable()) startThreads();
-      state->queueTold({std::move(completion), std::move(error)});
+      state->queueCompletion({std::move(completion), std::move(error)});
       return;
     }
   }
-  State::call(completion, std::move(error));  // the group is being left: its tellers may be gone
+  // The group is being left: its callback threads may have ended.
+  State::call(completion, std::move(error));
 }
 
-void Executor::drain(void (*turn)()) {
+void Executor::drain(void (*poll)()) {
   const std::shared_ptr<State> state = state_;
   std::unique_lock lock(state->mutex);
-  // A completion that calls this cannot wait for itself, nor for others that may wait for it.
+  // A completion that calls this must not wait for itself, nor for others that may wait for it.
   const auto self = std::this_thread::get_id();
-  const auto& tellers = state->tellers;
-  if (std::any_of(tellers.begin(), tellers.end(), [&](auto& t) { return t.get_id() == self; }))
+  const auto& callback_threads = state->callback_threads;
+  if (std::any_of(callback_threads.begin(), callback_threads.end(),
+                  [&](auto& t) { return t.get_id() == self; }))
     return;
-  while (state->busy || state->calling > 0 || !state->queue.empty() || !state->to_tell.empty()) {
+  while (state->busy || state->calling > 0 || !state->queue.empty() || !state->due.empty()) {
     state->idle.wait_for(lock, std::chrono::milliseconds(1));
-    if (!turn) continue;
+    if (!poll) continue;
     lock.unlock();
-    turn();
+    poll();
     lock.lock();
   }
 }
 
-void Executor::stop(void (*turn)()) {
+void Executor::stop(void (*poll)()) {
   std::unique_lock lock(state_->mutex);
   state_->stopping = true;
   state_->for_worker.notify_one();
   // An operation that runs in another user's thread ends first.
   while (state_->busy || !state_->queue.empty()) {
     state_->idle.wait_for(lock, std::chrono::milliseconds(50));
-    if (!turn) continue;
+    if (!poll) continue;
     lock.unlock();
-    turn();
+    poll();
     lock.lock();
   }
   if (std::thread worker = std::move(state_->worker); worker.joinable()) {
@@ -296,20 +297,21 @@ void Executor::stop(void (*turn)()) {
     lock.lock();
   }
   state_->worker_done = true;  // also if there never was one
-  state_->for_teller.notify_all();
+  state_->for_callbacks.notify_all();
   const auto self = std::this_thread::get_id();
-  auto& tellers = state_->tellers;
-  if (std::any_of(tellers.begin(), tellers.end(), [&](auto& t) { return t.get_id() == self; })) {
-    // A completion cannot wait for others, which may wait for it.
+  auto& callback_threads = state_->callback_threads;
+  if (std::any_of(callback_threads.begin(), callback_threads.end(),
+                  [&](auto& t) { return t.get_id() == self; })) {
+    // A completion must not wait for others, which may wait for it.
     state_->abandoned = true;
-    for (std::thread& teller : tellers) teller.detach();
-    tellers.clear();
+    for (std::thread& thread : callback_threads) thread.detach();
+    callback_threads.clear();
   }
-  while (!tellers.empty()) {  // one that ends may have started another
-    std::thread teller = std::move(tellers.back());
-    tellers.pop_back();
+  while (!callback_threads.empty()) {  // a thread that ends may have started another
+    std::thread thread = std::move(callback_threads.back());
+    callback_threads.pop_back();
     lock.unlock();
-    teller.join();
+    thread.join();
     lock.lock();
   }
 }

@@ -1,12 +1,12 @@
-// In which thread and in which order a group's operations run.
+// Runs the operations of a group: in which thread, and in which order.
 //
 // They run one at a time, in the order of the calls.  A blocking call with nothing before it runs
 // in the caller's own thread (`tryRunHere`): a hand-off costs more than a small all-reduce.
 // Everything else queues for one worker thread, which starts with the first queued operation.
-// Completions are told by a third thread, so that a callback which itself waits for an operation
-// cannot stop the worker; and while a callback takes long, by another, since it may wait for a
-// Future (torch's PowerSGD hook does).  They are told in order but for that.  No thread outlives
-// the executor, but where a callback destroys it: then they end by themselves right afterwards.
+// Completions are called in callback threads, so that a callback that waits for an operation does
+// not stop the worker.  While one callback takes long, another thread calls the next, since the
+// first may wait for its Future (torch's PowerSGD hook does); apart from that they keep the order.
+// No thread outlives the executor, unless a callback destroys it: then they end right afterwards.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@
 
 namespace ringreduce {
 
-// How an operation ended, once it has.
+// A queued operation: whether it is done, and with which error.
 class OperationHandle {
  public:
   // Called once, with the operation's error, in a thread where it may call the group.
@@ -29,14 +29,14 @@ class OperationHandle {
 
   virtual ~OperationHandle() = default;
   bool isDone() const;
-  // Waits; `turn`, if not null, is called every few milliseconds and may throw to end the wait.
-  // False if `longest` nanoseconds went by first.  Does not throw the operation's error.  In a
-  // forked child, where nobody would finish it, throws Error(kArgument).
-  bool wait(int64_t longest, void (*turn)());
+  // Waits.  `poll`, if not null, is called every few milliseconds and may throw to end the wait.
+  // Returns false after `longest` nanoseconds.  Does not throw the operation's error.  In a forked
+  // child, where it would never end, throws Error(kArgument).
+  bool wait(int64_t longest, void (*poll)());
   std::exception_ptr error() const;  // null while not done, or when all went well
-  // False, and nothing will be called, if it is done already.  There is one at most.
+  // Returns false, and will not call it, if the operation is done already.  At most one is set.
   bool setCompletion(Completion completion);
-  // Returns the completion that is to be called now.
+  // Returns the completion to call now, if any.
   Completion finish(std::exception_ptr error);
   void refuseInChild() const;
 
@@ -51,19 +51,19 @@ class OperationHandle {
 
 class Executor {
  public:
-  // What runs: told whether it runs in a user's thread.
+  // An operation.  The argument: whether it runs in a user's thread.
   using Work = std::function<void(bool in_users_thread)>;
   using Completion = OperationHandle::Completion;
 
   Executor();
-  ~Executor();  // waits for what is queued, then for the threads
+  ~Executor();  // waits for queued operations, then for the threads
 
-  // Whether an operation runs in this very thread: then the caller is a signal handler, or
-  // something else that a wait has let in, and must not wait for another operation.
+  // Whether an operation runs in this thread.  Then the caller is a signal handler, or other code
+  // that a wait called, and must not wait for another operation.
   bool runsInThisThread() const;
 
-  // Runs `work` in this thread if nothing is queued or running, and throws what it throws.  Returns
-  // false, with nothing done, if something is.
+  // Runs `work` in this thread, with its exceptions, if nothing is queued or running; else returns
+  // false.
   template <class F>
   bool tryRunHere(F&& work) {
     if (!takeToken()) return false;
@@ -72,20 +72,19 @@ class Executor {
     return true;
   }
 
-  // Queues `work`.  The ticket is finished right after it, `completion` (if any) called later.
+  // Queues `work`.  The handle is finished right after it; `completion`, if any, is called later.
   std::shared_ptr<OperationHandle> submit(Work work, Completion completion);
 
-  // Calls `completion` later, where those of queued operations are called.
-  void tell(Completion completion, std::exception_ptr error);
+  // Calls `completion` in a callback thread, after those that are due.
+  void callLater(Completion completion, std::exception_ptr error);
 
-  // Waits until all that was queued has run and its completions were told.
-  void drain(void (*turn)());
+  // Waits until all queued operations have run and their completions were called.
+  void drain(void (*poll)());
 
-  // Waits until all that is queued has run and all completions were told, and ends the threads.
-  // What is submitted later is refused with Error(kAborted).  Called from a completion, it waits
-  // for no completions.  `turn`, if not null, is called now and then while it waits, and may throw:
-  // then the executor still runs.
-  void stop(void (*turn)() = nullptr);
+  // Waits as `drain`, and ends the threads.  Later submissions are refused with Error(kAborted).
+  // Called from a completion, it waits for no completions.  `poll`, if not null, is called now and
+  // then while it waits, and may throw: then the executor still runs.
+  void stop(void (*poll)() = nullptr);
 
  private:
   struct State;

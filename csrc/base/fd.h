@@ -1,11 +1,13 @@
-// File descriptors that close themselves, also in a forked child.
+// What a fork must not copy: open descriptors, and objects that a process has one of.
 //
 // A forked child (a DataLoader worker, say) inherits every descriptor of its parent.  If it kept
-// ours, a dead rank's sockets would look open for as long as the child lives.  So every Fd is on a
-// list that a pthread_atfork handler closes in the child, where groups cannot be used (see
-// inForkedChild).
+// them, a dead rank's sockets would look open for as long as the child lives.  So a pthread_atfork
+// handler closes every Fd in the child, where groups cannot be used.
 #pragma once
 
+#include <atomic>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 namespace ringreduce {
@@ -31,10 +33,48 @@ class Fd {
 
  private:
   int fd_ = -1;
-  int generation_ = 0;  // forks behind us when it was opened: a child must not close it twice
+  int generation_ = 0;  // forks before it was opened: a child must not close it twice
 };
 
-// How many forks lie between the process that loaded this library and the calling one.
+// How many forks lie between the process that loaded this library and this one.
 int forkGeneration();
+
+// An object that a process has one of, as long as it is in use.  A forked child makes its own: the
+// parent's threads are not there, and one of them may have held its mutex.
+//
+// For static storage: constant-initialised and never destroyed, since users may outlive statics.
+template <class T>
+class PerProcess {
+ public:
+  // The object there is, or what `make` returns; one call of `make` at a time.
+  template <class Make>
+  std::shared_ptr<T> get(Make make) {
+    Slot& slot = ofThisProcess();
+    const std::lock_guard lock(slot.mutex);
+    if (auto known = slot.one.lock()) return known;
+    std::shared_ptr<T> made = make();
+    slot.one = made;
+    return made;
+  }
+
+ private:
+  struct Slot {
+    const int generation = forkGeneration();
+    std::mutex mutex;
+    std::weak_ptr<T> one;
+  };
+
+  Slot& ofThisProcess() {
+    Slot* known = current_.load();
+    while (!known || known->generation != forkGeneration()) {
+      auto* fresh = new Slot;  // the parent's stays as it is
+      if (current_.compare_exchange_strong(known, fresh)) return *fresh;
+      delete fresh;
+    }
+    return *known;
+  }
+
+  std::atomic<Slot*> current_{nullptr};
+};
 
 }  // namespace ringreduce

@@ -1,13 +1,28 @@
-// An operation in words.
+// Signatures as text, and the bits of a coding.
 #include "base/op_signature.h"
 
 #include <cstdio>
 
-#include "base/coding.h"
-#include "base/hash.h"
+#include "base/bytes.h"
+#include "base/text.h"
 
 namespace ringreduce {
 namespace {
+
+// "int8, owner, stochastic (seed hash 0123abcd)"
+std::string describeCoding(uint64_t bits) {
+  const uint64_t codec = bits & 0xff, schedule = bits >> 8 & 0xff;
+  // A peer may have sent anything.
+  std::string text = codec < kCodecTable.size() ? kCodecTable[codec].name : "an unknown codec";
+  text += ", ";
+  text +=
+      schedule < kCodedScheduleNames.size() ? kCodedScheduleNames[schedule] : "an unknown schedule";
+  if ((bits >> 16 & 0xffff) == 0) return text;
+  char seed[48];
+  std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",
+                static_cast<unsigned>(bits >> 32));
+  return text + seed;
+}
 
 std::string describeParts(KindInfo::Parts meaning, uint64_t parts) {
   if (meaning == KindInfo::Parts::kCoding) return ", " + describeCoding(parts);
@@ -30,6 +45,24 @@ void OpSignature::setParts(const std::vector<size_t>& counts) {
     hash = mixed(hash, n);
   }
   if (!even) parts = hash;
+}
+
+std::string codecNames() {
+  return listed(kCodecTable, [](const CodecInfo& codec) { return codec.name; });
+}
+
+std::string codedScheduleNames() {
+  return listed(kCodedScheduleNames, [](const char* name) { return name; });
+}
+
+uint64_t codingBits(const Coding& coding, CodedSchedule schedule) {
+  uint64_t bits = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
+  // Without stochastic rounding the seed has no effect.
+  if (coding.stochastic) {
+    const uint64_t hash = mixed(mixed(0xcbf29ce484222325, coding.seed), coding.seed >> 32);
+    bits |= uint64_t{1} << 16 | (hash >> 32 ^ hash) << 32;
+  }
+  return bits;
 }
 
 std::string describe(const OpSignature& operation) {

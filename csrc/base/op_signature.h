@@ -1,10 +1,12 @@
-// What an operation is, as far as ranks must agree on it, and the same in words.
+// The signature of an operation: the part of it that ranks must agree on, and the same as text.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
@@ -59,6 +61,62 @@ constexpr const char* name(Kind kind) {
   return infoOf(kind).name;
 }
 
+// How a compressed all-reduce codes values.  Ranks compare these numbers, so they never change
+// meaning.
+enum class Codec : uint8_t { kBfloat16, kFloat16, kInt8, kInt4 };
+
+struct CodecInfo {
+  const char* name;
+  size_t bits;             // an element
+  size_t scale_bytes = 0;  // of each block; 0: an element is coded by itself
+};
+
+// In the order of Codec.
+inline constexpr std::array kCodecTable{
+    CodecInfo{"bfloat16", 16},
+    CodecInfo{"float16", 16},
+    CodecInfo{"int8", 8, 2},
+    CodecInfo{"int4", 4, 2},
+};
+inline constexpr int kCodecs = static_cast<int>(kCodecTable.size());
+
+constexpr const CodecInfo& infoOf(Codec codec) {
+  return kCodecTable[static_cast<size_t>(codec)];
+}
+
+constexpr std::optional<Codec> codecNamed(std::string_view name) {
+  for (uint8_t i = 0; i < kCodecs; ++i)
+    if (name == kCodecTable[i].name) return static_cast<Codec>(i);
+  return std::nullopt;
+}
+constexpr const char* name(Codec codec) {
+  return infoOf(codec).name;
+}
+// "bfloat16, float16, int8 and int4"
+std::string codecNames();
+
+struct Coding {
+  Codec codec = Codec::kBfloat16;
+  bool stochastic = false;
+  uint64_t seed = 0;
+};
+
+// Which ranks decode, add and code again (collectives/compressed_all_reduce.cc).
+enum class CodedSchedule : uint8_t { kAuto, kOwner, kRing };
+inline constexpr std::array kCodedScheduleNames{"auto", "owner", "ring"};
+
+constexpr std::optional<CodedSchedule> codedScheduleNamed(std::string_view name) {
+  for (uint8_t i = 0; i < kCodedScheduleNames.size(); ++i)
+    if (name == kCodedScheduleNames[i]) return static_cast<CodedSchedule>(i);
+  return std::nullopt;
+}
+// "auto, owner and ring"
+std::string codedScheduleNames();
+
+// For `parts` of the signature of a compressed all-reduce: codec and schedule, a byte each, whether
+// it is stochastic, and the low half of the seed's hash.
+uint64_t codingBits(const Coding& coding, CodedSchedule schedule);
+
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
@@ -71,7 +129,7 @@ struct OpSignature {
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
   int32_t root = kNoRoot;
-  // Depends on the kind: 0, a hash of the parts' sizes or of a shape, or a coding (base/coding.h).
+  // Depends on the kind: 0, a hash of the parts' sizes or of a shape, or codingBits.
   uint64_t parts = 0;
 
   // The elements of all parts together, and a hash of their sizes if these differ.
@@ -80,6 +138,15 @@ struct OpSignature {
   bool operator==(const OpSignature&) const = default;
 };
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
+
+// The progress of a rank's operations in GPU streams, which its group does not run itself.
+struct StreamProgress {
+  uint64_t announced = 0;                        // operations announced
+  OpSignature oldest{.sequence = kNoOperation};  // the first that has not finished, if there is one
+  bool begun = false;                            // its stream has reached it
+
+  bool operator==(const StreamProgress&) const = default;
+};
 
 // Whether a rank of a group of `size` can have announced this.  A signature that was received is
 // checked before it is used, because texts name its kind, dtype and ranks.

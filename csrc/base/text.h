@@ -1,4 +1,4 @@
-// Words that messages are made of.
+// Parts of messages as text: rank lists, times, hexadecimal numbers.
 #pragma once
 
 #include <array>

@@ -1,57 +1,20 @@
-// Which ranks of a group are on the same host: found out over the store, before anything else that
-// ranks do together, so that each host can have a group of its own and hosts something between
-// them.
-//
-//     const Hosts hosts = Hosts::meet(store, rank, world_size, options);   // collective
-//     auto local = Group::ofHost(hosts, store, options);                   // collective on a host
-//
-// Each rank puts an entry into the store, rank 0 gathers them into a table, everybody says in its
-// entry that it has seen the table, and then rank 0 lets all go on.  Entries carry a random word,
-// so those of an earlier run on the same store are told from this one's; in the end they are
-// emptied.
+// Which ranks of a group are on the same host, as the rendezvous found out
+// (bootstrap/rendezvous.h).
 #pragma once
 
-#include <functional>
-#include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "bootstrap/meeting.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
-#include "bootstrap/store.h"
 
 namespace ringreduce {
 
-// The keys of a store that begin with a prefix.
-class PartOfStore final : public Store {
- public:
-  PartOfStore(Store& whole, std::string prefix) : whole_(whole), prefix_(std::move(prefix)) {}
-  void set(const std::string& key, const std::string& value) override {
-    whole_.set(prefix_ + key, value);
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    return whole_.get(prefix_ + key);
-  }
-  void remove(const std::string& key) override { whole_.remove(prefix_ + key); }
-
- private:
-  Store& whole_;
-  const std::string prefix_;
-};
-
 class Hosts {
  public:
-  // What a rank tells the others once it knows who is where; `tell` throws what ends the meeting
-  // for this rank.
-  using Tell = std::function<std::string(const Hosts&)>;
-
-  // Blocks until all ranks are there.  Throws Error: kTimeout naming who did not come, kSetup for
-  // what waiting cannot mend.  `id` tells hosts apart; hostId() (handshake.h) unless it is given.
-  // `turn` is called now and then, and may throw to end it.
-  static Hosts meet(Store& store, int rank, int world_size, const GroupOptions& options,
-                    const std::string& id = "", const Tell& tell = nullptr,
-                    const std::function<void()>& turn = nullptr);
+  // From the rendezvous' table.
+  Hosts(const Fields& table, int rank, int size, const GroupOptions& options);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(host_of_.size()); }
@@ -79,12 +42,10 @@ class Hosts {
   // The same random word on all ranks, of no other meeting: what keys of a store can begin with.
   const std::string& word() const { return word_; }
 
-  // What the ranks of this host make a group of their own with: keys of the store, and options that
-  // name the ranks by their numbers in the whole group.
-  PartOfStore part(Store& store, const std::string& name) const;
-  GroupOptions ofNeighbours(const GroupOptions& options) const;
-  // Memory that the ranks of this host share, besides that group's.
-  Membership joinNeighbours(Store& store, const GroupOptions& options) const;
+  // What the ranks of this host exchange memory with; their errors name the ranks by their numbers
+  // in the whole group.  `purpose` tells several exchanges apart.
+  LocalRanks neighbourRanks(const std::string& purpose, const SharedOptions& shared,
+                            const GroupOptions& options) const;
 
  private:
   int rank_ = 0;
@@ -93,9 +54,6 @@ class Hosts {
   std::vector<std::string> who_, names_, machines_, told_;
   std::vector<int> pids_;
   std::string word_, secret_;
-
-  Hosts(const std::map<std::string, std::string>& table, int rank, int size,
-        const GroupOptions& options);
 };
 
 }  // namespace ringreduce

@@ -10,20 +10,11 @@
 #include <fstream>
 #include <sstream>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 
 namespace ringreduce {
-
-std::string failureKey(const std::string& hub_socket) {
-  return "ringreduce/failed/" + hub_socket;
-}
-
-std::string apartKey(const std::string& hub_socket) {
-  return "ringreduce/apart/" + hub_socket;
-}
 
 std::string encode(const Fields& fields) {
   std::string text;
@@ -78,7 +69,7 @@ std::string hostName() {
 }
 
 std::string hostId() {
-  if (const auto posed = env("RINGREDUCE_HOSTID"); posed && !posed->empty()) return *posed;
+  if (const std::string posed = Config::read().host_id.get(); !posed.empty()) return posed;
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   char ns[64] = {};

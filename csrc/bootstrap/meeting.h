@@ -1,5 +1,5 @@
-// What the two sides of the rendezvous (hub.h, caller.h) have in common: the store's keys, messages
-// as lines of key=value, who and where this process is, and the clock of the whole undertaking.
+// What all steps of the bootstrap have in common: messages as lines of key=value, the identity of
+// this process and its host, and the clock of making a group.
 #pragma once
 
 #include <map>
@@ -10,16 +10,9 @@
 
 namespace ringreduce {
 
-inline constexpr char kVersion[] = "3";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "4";  // of these messages and of the layout of shared memory
 
-// Rank 0's entry: where it listens, or how its last attempt failed.
-inline constexpr char kHubKey[] = "ringreduce/hub";
-// Where a rank that cannot reach the hub's socket leaves the reason.
-std::string failureKey(const std::string& hub_socket);
-// Where one that cannot reach the hub's socket, being on another host, says so.
-std::string apartKey(const std::string& hub_socket);
-
-// How often what cannot wake a waiting process is looked at.
+// The period of polling for events that cannot wake a waiting process.
 inline constexpr Nanos kTick = 50 * kMillisecond;
 
 using Fields = std::map<std::string, std::string>;

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "transport/shm/page.h"
 #include "transport/tcp/tls.h"
@@ -14,8 +14,7 @@
 namespace ringreduce {
 namespace {
 
-constexpr size_t kLeastSlotBytes = 4 << 10, kMostSlotBytes = 64 << 20;
-constexpr int kLeastSlots = 3;  // two-shot has three slices under way
+static_assert(Config::kMostSlots == kMaxSlots);
 
 }  // namespace
 
@@ -27,11 +26,7 @@ int coresAvailable() {
 }
 
 bool forcesSockets() {
-  const std::string wire = env("RINGREDUCE_WIRE").value_or("auto");
-  if (wire != "auto" && wire != "tcp")
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_WIRE=" + wire + " is none of auto, tcp; correct or unset it");
-  return wire == "tcp";
+  return Config::read().wire.get() == "tcp";
 }
 
 SharedOptions SharedOptions::fromEnvironment(int world_size) {
@@ -39,38 +34,26 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
   // Four slots that fill half of a core's cache serve best.  Where ranks take turns on a core, each
   // turn is a context switch, and a larger slot makes fewer of them.
   if (world_size > coresAvailable()) options.slot_bytes = 256 << 10;
-  options.slot_bytes = static_cast<size_t>(envInteger("RINGREDUCE_SLOT_BYTES",
-                                                      static_cast<int64_t>(options.slot_bytes),
-                                                      kLeastSlotBytes, kMostSlotBytes));
-  options.slots =
-      static_cast<int>(envInteger("RINGREDUCE_SLOTS", options.slots, kLeastSlots, kMaxSlots));
-  if (const auto name = env("RINGREDUCE_ALGORITHM")) {
-    const auto algorithm = algorithmNamed(*name);
-    if (!algorithm)
-      throw Error(Failure::kSetup,
-                  "RINGREDUCE_ALGORITHM=" + *name +
-                      " is none of auto, direct, twoshot, ring, bruck, hierarchical; correct "
-                      "or unset it");
-    options.algorithm = *algorithm;
-  }
-  options.sockets = forcesSockets();
-  options.encrypted = envInteger("RINGREDUCE_TLS", 0, 0, 1) == 1;
-  if (env("RINGREDUCE_CHECKSUM"))
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_CHECKSUM was removed: set RINGREDUCE_TLS=1 to protect data between "
-                "hosts, and unset it");
+  const Config config = Config::read();
+  if (const int64_t bytes = config.slot_bytes.get())
+    options.slot_bytes = static_cast<size_t>(bytes);
+  if (const int64_t slots = config.slots.get()) options.slots = static_cast<int>(slots);
+  options.algorithm = algorithmNamed(config.algorithm.get()).value();
+  options.sockets = config.wire.get() == "tcp";
+  options.encrypted = config.tls.get() == 1;
+  config.removed.get();
   return options;
 }
 
 void SharedOptions::validate() const {
-  const auto within = [](const char* what, size_t value, size_t low, size_t high) {
-    if (value < low || value > high)
+  const auto within = [](const char* what, size_t value, int64_t low, int64_t high) {
+    if (value < static_cast<size_t>(low) || value > static_cast<size_t>(high))
       throw Error(Failure::kArgument, std::string(what) + " is " + std::to_string(value) +
                                           "; it can be " + std::to_string(low) + " to " +
                                           std::to_string(high));
   };
-  within("slot_bytes", slot_bytes, kLeastSlotBytes, kMostSlotBytes);
-  within("slots", static_cast<size_t>(slots), kLeastSlots, kMaxSlots);
+  within("slot_bytes", slot_bytes, Config::kLeastSlotBytes, Config::kMostSlotBytes);
+  within("slots", static_cast<size_t>(slots), Config::kLeastSlots, Config::kMostSlots);
   if (algorithm > Algorithm::kHierarchical)
     throw Error(Failure::kArgument,
                 "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "

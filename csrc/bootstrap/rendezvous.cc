@@ -1,60 +1,608 @@
-// Which side of the rendezvous a rank is on.
+// Records, the table, and its confirmation by all ranks.
 #include "bootstrap/rendezvous.h"
 
-#include "base/align.h"
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/text.h"
 #include "bootstrap/meeting.h"
-#include "transport/shm/channel.h"
-#include "transport/shm/page.h"
+#include "bootstrap/process.h"
+#include "bootstrap/unix_socket.h"
 
 namespace ringreduce {
+namespace {
 
-// hub.cc
-void leaveFailure(Store& store, const std::string& socket, Failure kind, const std::string& text);
-Membership joinAsHub(Store& store, int size, const GroupOptions& options);
-// caller.cc
-Membership joinAsCaller(Store& store, int rank, int size, const GroupOptions& options);
+constexpr char kTableKey[] = "ringreduce/table";
+// How long rank 0 waits until all ranks have read its last table, or the reason of a failure.
+constexpr Nanos kFarewell = 5 * kSecond, kReasonTime = kSecond;
+// Rank 0 knows which ranks are missing, so the others give it that much time to say so.
+constexpr Nanos kRank0Grace = 3 * kSecond;
+// The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
+// within the first time, and for as long as the second one.
+constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
+constexpr Nanos kLeastPause = kMillisecond;
 
-Layout::Layout(const SharedOptions& options, int world_size) {
-  const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
-  const auto P = static_cast<size_t>(world_size);
-  exchange = roundUp(sizeof(RankPage), 4096);
-  link = exchange + slots;
-  boxes = link + slots;
-  rings = roundUp(boxes + P * sizeof(Box), 4096);
-  bytes = rings + P * kRingBytes;
+std::string recordKey(int rank) {
+  return "ringreduce/rank/" + std::to_string(rank);
 }
 
-bool isStale(Store& store, const Apart& apart) {
-  const auto entry = store.get(kHubKey);
-  return entry && *entry != apart.entry;
+std::string at(const char* field, int rank) {
+  return field + std::to_string(rank);
 }
 
-void removeEntry(Store& store) {
-  store.remove(kHubKey);
+std::string randomToken() {
+  return randomHex().substr(0, 16);
 }
 
-void leaveReason(Store& store, const Apart& apart, Failure kind, const std::string& text) {
-  leaveFailure(store, word(decode(apart.entry), "socket"), kind, text);
-}
-
-Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
-  const std::string gave_up = who + " gave up making the group: ";
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& known) {
-    return {known.kind(), known.what()};
-  } catch (const std::exception& known) {  // the store's, or Ctrl-C
-    return {Failure::kAborted, gave_up + known.what()};
-  } catch (...) {
-    return {Failure::kAborted, gave_up + "interrupted"};
+// Attempts that failed and that ranks of this process took part in.
+class FailedAttempts {
+ public:
+  void add(const std::string& attempt, int rank) {
+    const std::lock_guard lock(mutex_);
+    known_.emplace(attempt, rank);
   }
+  bool knows(const std::string& attempt, int rank) {
+    const std::lock_guard lock(mutex_);
+    return known_.contains({attempt, rank});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::pair<std::string, int>> known_;
+};
+
+FailedAttempts& failedAttempts() {
+  static auto* all = new FailedAttempts;  // never destroyed: groups are made until the process ends
+  return *all;
 }
 
-Membership join(Store& store, int rank, int size, const GroupOptions& options) {
-  Membership membership =
-      rank == 0 ? joinAsHub(store, size, options) : joinAsCaller(store, rank, size, options);
-  for (const Member& member : membership.members) member.segment->closeFd();
-  return membership;
+bool sharesMemory(const Fields& table) {
+  return word(table, "wire") == "memory";
+}
+
+}  // namespace
+
+class Meeting {
+ public:
+  Meeting(Store& store, int rank, int size, const GroupOptions& options, const Tell& tell)
+      : store_(store),
+        rank_(rank),
+        size_(size),
+        options_(options),
+        tell_(tell),
+        stopwatch_(options_),
+        mine_{{"version", kVersion},
+              {"size", std::to_string(size)},
+              {"token", randomToken()},
+              {"id", hostId()},
+              {"pid", std::to_string(getpid())},
+              {"pid_namespace", pidNamespace()},
+              {"host", hostName()}} {}
+
+  Rendezvous hold() { return rank_ == 0 ? preside() : attend(); }
+
+ private:
+  // ---- rank 0
+
+  Rendezvous preside() {
+    try {
+      prepare();
+      if (size_ == 1) return {leader().run(nullptr, nullptr), std::nullopt};
+      putRecord();
+      publish();
+      for (;; turn()) {
+        if (sharesMemory(table_)) {
+          if (auto membership = lead()) return {std::move(*membership), std::nullopt};
+        }
+        readRecords(otherRanks());
+        if (absentRanks().empty()) publish();
+        if (allConfirmed()) return letGo();
+      }
+    } catch (...) {
+      giveUp(std::current_exception());
+      throw;
+    }
+  }
+
+  // Before anything is sent.
+  void prepare() try {
+    shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
+    shared_.validate();
+    socket_ = "ringreduce-" + randomHex();
+    secret_ = randomHex();
+  } catch (const Error& error) {
+    throw named(error);
+  }
+  // Rank 0's own errors do not say whose they are.
+  Error named(const Error& error) const {
+    return Error(error.kind(),
+                 shown(0) + " (pid " + std::to_string(getpid()) + "): " + error.what());
+  }
+
+  std::vector<int> absentRanks() const {
+    std::vector<int> ranks = otherRanks();
+    std::erase_if(ranks, [&](int r) { return records_.contains(r); });
+    return ranks;
+  }
+
+  // Takes what ranks have put into the store for this attempt.
+  void readRecords(const std::vector<int>& ranks) {
+    for (const int r : ranks) {
+      const Fields record = recordOf(r);
+      const auto known = records_.find(r);
+      if (word(record, "attempt") == attempt_)
+        take(r, record);
+      else if (record.empty() && known != records_.end() && !sharesMemory(table_) &&
+               word(known->second, "seen") == word(table_, "nonce"))
+        records_.erase(known);  // it has left
+    }
+  }
+
+  // A rank's record, from the store or its connection.  Throws what the rank says, and what cannot
+  // be.
+  void take(int r, const Fields& record) {
+    const std::string who = r >= 0 && r < size_ ? shown(r) : "rank " + std::to_string(r);
+    if (word(record, "version") != kVersion)
+      throw Error(Failure::kSetup, who + " runs another version of ringreduce than " + shown(0) +
+                                       ": install the same one on all hosts");
+    if (number(record, "size") != size_)
+      throw Error(Failure::kSetup, "world size mismatch: " + who + " (pid " + word(record, "pid") +
+                                       ") was started with world size " + word(record, "size") +
+                                       ", " + shown(0) + " with " + std::to_string(size_));
+    if (r > 0 && r < size_) records_[r] = record;
+    if (const std::string broken = word(record, "broken"); !broken.empty())
+      throw Error(Failure::kSetup, broken);
+  }
+
+  // An invitation to the ranks of this host, while the known ranks are all here; else the table of
+  // all ranks, or the request for their records.  Does nothing if that is published.
+  void publish() {
+    const bool here = std::ranges::all_of(
+        records_, [&](const auto& one) { return word(one.second, "id") == word(mine_, "id"); });
+    const bool memory = here && (options_.together || !forcesSockets());
+    Fields table{{"attempt", attempt_},
+                 {"version", kVersion},
+                 {"id", word(mine_, "id")},
+                 {"options", shared_.toText()},
+                 {"wire", memory ? "memory" : "tcp"},
+                 {"secret", secret_},
+                 {"nonce", word(table_, "nonce")}};
+    if (memory) {
+      table["socket"] = socket_;
+      leader();  // listens before any rank looks for it
+    } else if (absentRanks().empty()) {
+      addTo(table, 0, mine_);
+      for (const auto& [r, record] : records_) addTo(table, r, record);
+    }
+    if (table == table_) return;
+    table["nonce"] = randomToken();
+    table_ = std::move(table);
+    store_.set(kTableKey, encode(table_));
+  }
+
+  static void addTo(Fields& table, int r, const Fields& record) {
+    for (const char* field : {"token", "id", "pid", "pid_namespace", "host"})
+      table[at(field, r)] = word(record, field);
+  }
+
+  bool allConfirmed() const {
+    return !sharesMemory(table_) && absentRanks().empty() &&
+           std::ranges::all_of(records_, [&](const auto& one) {
+             return word(one.second, "seen") == word(table_, "nonce");
+           });
+  }
+
+  HostLeader& leader() try {
+    if (!leader_)
+      leader_.emplace(localRanks(socket_, secret_),
+                      [this](int r, const Fields& record) { take(r, record); });
+    return *leader_;
+  } catch (const Error& error) {
+    throw named(error);
+  }
+
+  // None if some ranks are on another host.
+  std::optional<Membership> lead() {
+    struct Elsewhere {};
+    bool all_there = false;
+    const auto each = [&](std::vector<int> missing, const char* what) {
+      if (!all_there) {
+        if (itIsTime()) checkRecord();
+        readRecords(missing);
+        // A rank of this host with a record is about to connect.
+        if (absentRanks().empty()) publish();
+        if (!sharesMemory(table_)) throw Elsewhere();
+        if (!absentRanks().empty()) missing = absentRanks();
+      }
+      missing_ = {missing, what};
+      stepClock();
+    };
+    try {
+      return leader().run(each, [&] {
+        all_there = true;
+        store_.remove(kTableKey);
+        store_.remove(recordKey(0));
+      });
+    } catch (const Elsewhere&) {
+      leader().sendAway();
+      leader_.reset();
+      missing_ = {};
+      return std::nullopt;
+    }
+  }
+
+  // Ranks that share no memory have all confirmed the table.
+  Rendezvous letGo() {
+    for (const auto& [r, record] : records_) table_[at("said", r)] = word(record, "said");
+    table_[at("said", 0)] = say(table_);
+    table_["go"] = "1";
+    store_.set(kTableKey, encode(table_));
+    leave();
+    // A rank empties its record when it has read the last table, and may then be in the next
+    // rendezvous on this store.
+    const auto isRead = [&] {
+      return std::ranges::all_of(
+          otherRanks(), [&](int r) { return word(recordOf(r), "seen") != word(table_, "nonce"); });
+    };
+    if (waitFor(isRead, kFarewell)) store_.remove(kTableKey);  // else the next table replaces it
+    return {{}, Hosts(table_, rank_, size_, options_)};
+  }
+
+  void giveUp(const std::exception_ptr& error) {
+    if (size_ == 1) return;
+    const Reason reason = reasonOf(error, shown(0));
+    if (leader_) leader_->fail(reason);
+    try {
+      Fields last{{"failed", reason.text},
+                  {"kind", std::to_string(static_cast<int>(reason.kind))},
+                  {"attempt", attempt_},
+                  {"time", std::to_string(std::time(nullptr))}};
+      std::map<int, std::string> tokens;
+      for (const int r : otherRanks()) {
+        const Fields record = lastRecordOf(r);
+        if (record.empty()) continue;
+        last[at("token", r)] = word(record, "token");
+        // Two processes claim this rank.
+        if (record.contains("rival")) last[at("rival", r)] = word(record, "rival");
+        if (word(record, "broken").empty())
+          tokens[r] = word(record, "token");
+        else
+          store_.set(recordKey(r), "");
+      }
+      store_.set(kTableKey, encode(last));
+      leave();
+      // The store may go with the process of rank 0, so it waits until the others have the reason.
+      waitFor(
+          [&] {
+            return std::ranges::none_of(tokens, [&](const auto& one) {
+              return word(recordOf(one.first), "token") == one.second;
+            });
+          },
+          kReasonTime);
+    } catch (const std::exception& failure) {  // the first error matters more
+      log(std::string("cannot tell the others why the group is not made: ") + failure.what());
+    }
+  }
+
+  // As the store has it, or as it was last read, or as the rank sent it when it connected.
+  Fields lastRecordOf(int rank) {
+    try {
+      if (const Fields record = recordOf(rank); !record.empty()) return record;
+    } catch (const std::exception& error) {  // the first error matters more
+      log("cannot read the record of " + shown(rank) + ": " + error.what());
+    }
+    return records_[rank];
+  }
+
+  // ---- the other ranks
+
+  Rendezvous attend() try {
+    std::string refused;  // the nonce of an invitation that came to nothing
+    for (;; turn()) {
+      const Fields table = readTable();
+      const std::string nonce = word(table, "nonce");
+      if (table.contains("failed")) {
+        if (lists(table)) failAs(table, ", learned by " + shown(rank_));
+        if (isLateReason(table)) failAs(table, beforeItCame());
+        continue;
+      }
+      if (!table.empty() && word(table, "attempt") != word(mine_, "attempt")) {
+        attempt_ = mine_["attempt"] = word(table, "attempt");
+        if (is_put_) putRecord();  // it answered a table of an earlier run
+      }
+      if (invites(table)) {
+        if (nonce == refused) continue;
+        if (auto membership = join(table)) return {std::move(*membership), std::nullopt};
+        if (away_) refused = nonce;
+        away_ = false;
+      } else if (lists(table)) {
+        confirm(table);
+        if (word(table, "go") != "1") continue;
+        leave();
+        return {{}, Hosts(table, rank_, size_, options_)};
+      } else if (!table.empty() && !is_put_) {
+        putRecord();
+      }
+    }
+  } catch (const Error& error) {
+    failedAttempts().add(attempt_, rank_);
+    if (error.kind() == Failure::kTimeout) leaveAfterError();
+    throw;
+  } catch (...) {  // Ctrl-C, or the store
+    failedAttempts().add(attempt_, rank_);
+    tellRank0(reasonOf(std::current_exception(), shown(rank_)).text);
+    throw;
+  }
+
+  // Rank 0's table.  A store that fails has most likely ended with the process of rank 0; its last
+  // table is then the reason, if it is one.
+  Fields readTable() {
+    try {
+      const std::string text = store_.get(kTableKey).value_or("");
+      if (text != seen_) {
+        seen_ = text;
+        seen_since_ = now();
+      }
+    } catch (const Error&) {
+      const Fields last = decode(seen_);
+      if (last.contains("failed") && concerns(last)) failAs(last, beforeItCame());
+      throw;
+    }
+    return decode(seen_);
+  }
+
+  bool invites(const Fields& table) const {
+    return sharesMemory(table) && word(table, "id") == word(mine_, "id") &&
+           word(table, "version") == kVersion;
+  }
+  bool lists(const Fields& table) const {
+    const std::string token = word(mine_, "token");
+    return word(table, at("token", rank_).c_str()) == token ||
+           word(table, at("rival", rank_).c_str()) == token;
+  }
+
+  // Whether a failed attempt may be the one that this rank has come for.
+  bool concerns(const Fields& failure) const {
+    const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
+    return age < kFailureLife && !failedAttempts().knows(word(failure, "attempt"), rank_);
+  }
+  bool isLateReason(const Fields& table) const {
+    return table.contains("failed") && now() - seen_since_ > kFailureGrace && concerns(table);
+  }
+
+  std::string beforeItCame() const { return " (before " + shown(rank_) + " came)"; }
+  [[noreturn]] void failAs(const Fields& table, const std::string& note) {
+    failedAttempts().add(word(table, "attempt"), rank_);
+    const Error error(static_cast<Failure>(number(table, "kind")), word(table, "failed") + note);
+    leaveAfterError();
+    throw error;
+  }
+
+  void confirm(const Fields& table) {
+    if (word(mine_, "seen") == word(table, "nonce")) return;
+    mine_["seen"] = word(table, "nonce");
+    try {
+      mine_["said"] = say(table);
+    } catch (const Error& error) {
+      refuse(error);
+    }
+    putRecord();
+  }
+
+  // None if it is not the end: the leader's queue is full, or it sent this rank away.
+  std::optional<Membership> join(const Fields& table) {
+    shared_ = SharedOptions::fromText(word(table, "options"));
+    const LocalRanks ranks = localRanks(word(table, "socket"), word(table, "secret"));
+    Fd socket;
+    try {
+      socket = connectTo(ranks.socket);
+      if (socket) checkUser(socket, ranks);
+    } catch (const Error& error) {
+      refuse(error);
+    }
+    if (!socket) return std::nullopt;
+    const auto each = [&] {
+      stepClock();
+      if (is_put_ && !all_there_ && itIsTime()) checkRecord();
+    };
+    try {
+      auto membership = joinLeader(std::move(socket), ranks, each, [&] {
+        all_there_ = true;
+        if (is_put_) store_.remove(recordKey(rank_));
+      });
+      if (!membership) away_ = true;
+      return membership;
+    } catch (const LeaderClosed&) {
+      lookWhy(word(table, "nonce"));
+    } catch (const Error&) {
+      failedAttempts().add(attempt_, rank_);
+      if (!all_there_) leaveAfterError();
+      throw;
+    }
+    return std::nullopt;
+  }
+
+  // Rank 0 closed its connection.  It may have given up, or started over, when this rank called,
+  // and had no time to say so.
+  void lookWhy(const std::string& nonce) {
+    const Fields table = readTable();
+    if (table.contains("failed") && word(table, "attempt") == attempt_)
+      failAs(table, ", learned by " + shown(rank_));
+    if (!table.empty() && word(table, "nonce") != nonce) {
+      away_ = true;
+      return;
+    }
+    throw Error(Failure::kPeerLost, shown(0) + " ended while group '" + options_.name +
+                                        "' was being made (this is " + shown(rank_) + ")");
+  }
+
+  // Tells rank 0 in this rank's record, and throws.
+  [[noreturn]] void refuse(const Error& error) {
+    tellRank0(error.what());
+    throw error;
+  }
+  void tellRank0(const std::string& why) {
+    mine_["broken"] = why;
+    try {
+      putRecord();
+    } catch (const std::exception& failure) {  // the first error matters more
+      log("cannot tell rank 0 why " + shown(rank_) + " gave up: " + failure.what());
+    }
+  }
+
+  // ---- both
+
+  LocalRanks localRanks(const std::string& socket, const std::string& secret) {
+    return {.rank = rank_,
+            .size = size_,
+            .socket = socket,
+            .secret = secret,
+            .shared = shared_,
+            .options = options_,
+            .record = mine_};
+  }
+
+  std::string say(const Fields& table) const {
+    const Hosts hosts(table, rank_, size_, options_);
+    try {
+      return tell_(hosts);
+    } catch (const Error& error) {
+      throw Error(error.kind(), hosts.who(rank_) + ": " + error.what());
+    }
+  }
+
+  std::vector<int> otherRanks() const {
+    std::vector<int> ranks;
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_) ranks.push_back(r);
+    return ranks;
+  }
+
+  Fields recordOf(int rank) { return decode(store_.get(recordKey(rank)).value_or("")); }
+  void putRecord() {
+    store_.set(recordKey(rank_), encode(mine_));
+    is_put_ = true;
+  }
+  // Empties the record and does not remove it: a store of torch's without compareSet waits for a
+  // key that is removed while another rank asks for it.
+  // A record that names a rival stays, for the rival and rank 0 to read.
+  void leave() {
+    if (is_put_ && !mine_.contains("rival")) store_.set(recordKey(rank_), "");
+  }
+
+  // The store may have ended with rank 0, and the first error matters more.
+  void leaveAfterError() {
+    try {
+      leave();
+    } catch (const std::exception& failure) {
+      log("cannot empty the record of " + shown(rank_) + ": " + failure.what());
+    }
+  }
+
+  // Once a tick.
+  bool itIsTime() {
+    if (now() < next_look_) return false;
+    next_look_ = now() + kTick;
+    return true;
+  }
+
+  // Throws if another process has taken this rank's record.
+  void checkRecord() {
+    const Fields own = recordOf(rank_);
+    if (own.empty() || word(own, "token") == word(mine_, "token")) return;
+    mine_["rival"] = word(own, "token");  // rank 0 tells it too
+    refuse(Error(Failure::kSetup, "two processes claim " + shown(rank_) + ": pid " +
+                                      word(own, "pid") + " on host " + word(own, "host") +
+                                      ", and pid " + word(mine_, "pid") + " on host " +
+                                      word(mine_, "host") + ", noticed by the latter"));
+  }
+
+  void turn() {
+    stepClock();
+    if (is_put_ && itIsTime()) checkRecord();
+    std::this_thread::sleep_for(std::chrono::nanoseconds(pause()));
+  }
+
+  // In proportion to the time that has been waited: few looks into the store are in vain, and no
+  // rank waits much longer than it must.
+  Nanos pause() const { return std::clamp<Nanos>(stopwatch_.waited() / 4, kLeastPause, kTick); }
+
+  void stepClock() {
+    stopwatch_.turn(options_.shownAs(rank_),
+                    [&] { return rankList(options_.shownAs(missing())) + " to " + verb(); });
+    if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
+    const std::string late = rankList(options_.shownAs(missing()));
+    throw Error(Failure::kTimeout, late + " of " + std::to_string(size_) + " did not " + verb() +
+                                       " within " + seconds(options_.timeout) + ", making group '" +
+                                       options_.name + "'; noticed by " + shown(rank_));
+  }
+
+  std::string verb() const { return missing_.what.empty() ? "join" : missing_.what; }
+
+  // Only rank 0 knows.
+  std::vector<int> missing() const {
+    if (rank_ != 0) return {0};
+    if (!missing_.ranks.empty()) return missing_.ranks;
+    if (std::vector<int> absent = absentRanks(); !absent.empty()) return absent;
+    std::vector<int> unconfirmed;
+    for (const auto& [r, record] : records_)
+      if (word(record, "seen") != word(table_, "nonce")) unconfirmed.push_back(r);
+    return unconfirmed;
+  }
+
+  // Whether it came to be so in time.
+  template <class Condition>
+  bool waitFor(Condition condition, Nanos longest) {
+    const Nanos limit = deadlineIn(longest);
+    for (Nanos nap = kMillisecond; now() < limit; nap = std::min(2 * nap, kTick)) {
+      if (condition()) return true;
+      std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
+    }
+    return condition();
+  }
+
+  std::string shown(int r) const { return "rank " + options_.shown(r); }
+
+  Store& store_;
+  const int rank_, size_;
+  const GroupOptions& options_;
+  const Tell& tell_;
+  Stopwatch stopwatch_;
+  Nanos next_look_ = 0;
+  Fields mine_;
+  bool is_put_ = false;  // it is in the store
+  SharedOptions shared_;
+
+  // Rank 0.
+  std::string attempt_ = randomToken();  // on other ranks: rank 0's
+  std::string socket_, secret_;
+  std::map<int, Fields> records_;  // of the other ranks
+  Fields table_;
+  std::optional<HostLeader> leader_;
+  struct {
+    std::vector<int> ranks;
+    std::string what;
+  } missing_;  // as the leader sees them
+
+  // The other ranks.
+  std::string seen_;  // rank 0's table
+  Nanos seen_since_ = 0;
+  bool away_ = false, all_there_ = false;
+};
+
+Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
+                      const Tell& tell) {
+  return Meeting(store, rank, world_size, options, tell).hold();
 }
 
 }  // namespace ringreduce

@@ -3,14 +3,14 @@
 
 #include <algorithm>
 
-#include "base/env.h"
+#include "base/config.h"
 
 namespace ringreduce {
 
 Slowness Slowness::fromEnvironment() {
   Slowness slowness;
-  const double round_trip = envNumber("RINGREDUCE_ROUND_TRIP_MS", 0, 0.001, 60'000, "milliseconds");
-  const double mbit = envNumber("RINGREDUCE_BANDWIDTH_MBIT", 0, 0.001, 1e7, "Mbit/s");
+  const Config config = Config::read();
+  const double round_trip = config.round_trip_ms.get(), mbit = config.bandwidth_mbit.get();
   slowness.seeRoundTrip(static_cast<Nanos>(round_trip * static_cast<double>(kMillisecond)));
   slowness.seeBandwidth(mbit);
   slowness.told_round_trip_ = slowness.round_trip_ > 0;

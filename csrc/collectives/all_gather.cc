@@ -8,7 +8,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
 #include "collectives/stream_blocks.h"
@@ -75,8 +75,8 @@ void allGatherUnknown(Communicator& c, const AllGatherUnknown& a) {
 
 // ---- over streams
 
-void allGather(Mesh& mesh, const AllGather& a) {
-  const auto P = static_cast<size_t>(mesh.size()), me = static_cast<size_t>(mesh.rank());
+void allGather(Transport& transport, const AllGather& a) {
+  const auto P = static_cast<size_t>(transport.size()), me = static_cast<size_t>(transport.rank());
   const size_t width = sizeOf(a.dtype);
   if (a.outputs[me] != a.input) copyBytes(a.outputs[me], a.input, a.counts[me] * width);
   if (P == 1) return;
@@ -85,24 +85,25 @@ void allGather(Mesh& mesh, const AllGather& a) {
     blocks.places.push_back(static_cast<std::byte*>(a.outputs[(me + x) % P]));
     blocks.bytes.push_back(a.counts[(me + x) % P] * width);
   }
-  const WireCost& cost = mesh.options().cost;
+  const WireCost& cost = transport.options().cost;
   const size_t total = std::accumulate(blocks.bytes.begin(), blocks.bytes.end(), size_t{0});
-  if (gathersByRing(total, mesh.size(), cost))
-    gatherByRing(mesh, blocks);
+  if (gathersByRing(total, transport.size(), cost))
+    gatherByRing(transport, blocks);
   else
-    gatherByBruck(mesh, blocks, bruckRadix(mesh.size(), cost));
+    gatherByBruck(transport, blocks, bruckRadix(transport.size(), cost));
 }
 
-void allGatherUnknown(Mesh& mesh, const AllGatherUnknown& a) {
-  const auto P = static_cast<size_t>(mesh.size()), me = static_cast<size_t>(mesh.rank());
-  auto* counts = reinterpret_cast<uint64_t*>(mesh.scratch(P * sizeof(uint64_t)));
+void allGatherUnknown(Transport& transport, const AllGatherUnknown& a) {
+  const auto P = static_cast<size_t>(transport.size()), me = static_cast<size_t>(transport.rank());
+  auto* counts = reinterpret_cast<uint64_t*>(transport.scratch(P * sizeof(uint64_t)));
   counts[me] = a.count;
   AllGather sizes{.input = counts + me, .dtype = DType::kUInt64};
   for (size_t r = 0; r < P; ++r) sizes.outputs.push_back(counts + r);
   sizes.counts.assign(P, 1);
-  allGather(mesh, sizes);
+  allGather(transport, sizes);
   const std::vector<size_t> all(counts, counts + P);
-  allGather(mesh, {.input = a.input, .outputs = a.place(all), .counts = all, .dtype = a.dtype});
+  allGather(transport,
+            {.input = a.input, .outputs = a.place(all), .counts = all, .dtype = a.dtype});
 }
 
 }  // namespace ringreduce

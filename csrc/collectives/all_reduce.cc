@@ -7,7 +7,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/host_primitives.h"
 #include "collectives/reduction.h"
@@ -63,38 +63,39 @@ std::vector<RingChunk> chunksOf(const AllReduce& a, int world_size) {
   return chunks;
 }
 
-// Every rank gathers all inputs.  The mesh borrows this rank's while the sum is written over them,
-// so it gets a copy.
-void bruck(Mesh& mesh, const AllReduce& a, int radix) {
-  const auto P = static_cast<size_t>(mesh.size());
+// Every rank gathers all inputs.  The transport borrows this rank's while the sum is written over
+// them, so it gets a copy.
+void bruck(Transport& transport, const AllReduce& a, int radix) {
+  const auto P = static_cast<size_t>(transport.size());
   const size_t width = sizeOf(a.dtype), bytes = a.count * width;
-  std::byte* const all = mesh.scratch(P * bytes);
+  std::byte* const all = transport.scratch(P * bytes);
   copyBytes(all, a.data, bytes);
   Blocks blocks{.own = all, .places = {}, .bytes = std::vector<size_t>(P, bytes)};
   for (size_t x = 0; x < P; ++x) blocks.places.push_back(all + x * bytes);
-  gatherByBruck(mesh, blocks, radix);
+  gatherByBruck(transport, blocks, radix);
 
   const ReduceKernels& kernels = reduceKernels(a.dtype, a.op);
   std::vector<const void*> ordered(P);
-  Cut{a.count, mesh.size()}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
-    for (int k = 0; k < mesh.size(); ++k) {
-      const int r = kthToAdd(chunk, k, mesh.size());
-      const auto x = static_cast<size_t>((r - mesh.rank() + mesh.size()) % mesh.size());
+  Cut{a.count, transport.size()}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
+    for (int k = 0; k < transport.size(); ++k) {
+      const int r = kthToAdd(chunk, k, transport.size());
+      const auto x =
+          static_cast<size_t>((r - transport.rank() + transport.size()) % transport.size());
       ordered[static_cast<size_t>(k)] = all + x * bytes + begin * width;
     }
-    kernels.reduce(static_cast<std::byte*>(a.data) + begin * width, ordered.data(), mesh.size(), n,
-                   mesh.size());
+    kernels.reduce(static_cast<std::byte*>(a.data) + begin * width, ordered.data(),
+                   transport.size(), n, transport.size());
   });
 }
 
 // Each rank adds its chunk of what all send it, and sends all the sum, slice by slice.  The sums
 // are awaited where addends may still be lent: see stream_primitives.h for why that is safe.
-void twoShot(Mesh& mesh, const AllReduce& a) {
-  const int P = mesh.size(), me = mesh.rank();
+void twoShot(Transport& transport, const AllReduce& a) {
+  const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(a.dtype);
   const std::vector<RingChunk> chunks = chunksOf(a, P);
   const RingChunk& mine = chunks[static_cast<size_t>(me)];
-  DirectSum sum(mesh, a.dtype, a.op, mine.count, me);
+  DirectSum sum(transport, a.dtype, a.op, mine.count, me);
   bool awaited = false;
   const auto forEachOther = [&](auto visit) {
     for (int k = 1; k < P; ++k) visit((me + k) % P, chunks[static_cast<size_t>((me + k) % P)]);
@@ -104,47 +105,48 @@ void twoShot(Mesh& mesh, const AllReduce& a) {
     if (awaited || !sum.expectsAll()) return;
     awaited = true;
     forEachOther([&](int r, const RingChunk& theirs) {
-      mesh.expect(r, theirs.output, theirs.count * width);
+      transport.expect(r, theirs.output, theirs.count * width);
     });
   };
   sum.expect();
   await();
-  forEachOther(
-      [&](int r, const RingChunk& theirs) { mesh.send(r, theirs.input, theirs.count * width); });
+  forEachOther([&](int r, const RingChunk& theirs) {
+    transport.send(r, theirs.input, theirs.count * width);
+  });
   sum.run(mine.input, mine.output, [&](Span s) {
     await();
     forEachOther([&](int r, const RingChunk&) {
-      mesh.send(r, mine.output + s.begin * width, s.size * width);
+      transport.send(r, mine.output + s.begin * width, s.size * width);
     });
   });
   forEachOther([&](int r, const RingChunk&) {
-    mesh.peek(r);
-    mesh.release(r);
+    transport.peek(r);
+    transport.release(r);
   });
 }
 
 }  // namespace
 
-void allReduce(Mesh& mesh, const AllReduce& a) {
+void allReduce(Transport& transport, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
-  const int P = mesh.size();
+  const int P = transport.size();
   if (P == 1) return;  // of one value, any reduction is that value
-  const WireCost& cost = mesh.options().cost;
+  const WireCost& cost = transport.options().cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
-  switch (chooseMeshAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                              mesh.options().algorithm, cost)) {
+  switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
+                                transport.options().algorithm, cost)) {
     case Algorithm::kBruck:
-      return bruck(mesh, a, bruckRadix(P, cost));
+      return bruck(transport, a, bruckRadix(P, cost));
     case Algorithm::kDirect:
-      return bruck(mesh, a, P);
+      return bruck(transport, a, P);
     case Algorithm::kTwoShot:
-      return twoShot(mesh, a);
+      return twoShot(transport, a);
     default:
-      return runMeshRing(mesh, {chunksOf(a, P), a.dtype, a.op, Ending::kEverybody});
+      return runStreamRing(transport, {chunksOf(a, P), a.dtype, a.op, Ending::kEverybody});
   }
 }
 
-void allReduceSums(Mesh& mesh, const SumsOfHosts& s) {
+void allReduceSums(Transport& transport, const SumsOfHosts& s) {
   const Cut cut{s.count, static_cast<int>(s.ranks.size())};
   const size_t wide = sizeOf(reduceKernels(s.dtype, s.op).partial), width = sizeOf(s.dtype);
   std::vector<RingChunk> chunks;
@@ -153,7 +155,8 @@ void allReduceSums(Mesh& mesh, const SumsOfHosts& s) {
     std::byte* const sums = s.sums + chunk.begin * wide;
     chunks.push_back({sums, s.output + chunk.begin * width, chunk.size, sums});
   }
-  runMeshRing(mesh, RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size));
+  runStreamRing(transport,
+                RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size));
 }
 
 }  // namespace ringreduce

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
 #include "collectives/stream_calls.h"
@@ -102,8 +102,8 @@ void allToAll(Communicator& c, const AllToAll& a) {
 
 // ---- over streams
 
-void allToAll(Mesh& mesh, const AllToAll& a) {
-  const int P = mesh.size(), me = mesh.rank();
+void allToAll(Transport& transport, const AllToAll& a) {
+  const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(a.dtype);
   const auto index = [](int r) { return static_cast<size_t>(r); };
   const auto forEachSource = [&](auto visit) {
@@ -111,17 +111,17 @@ void allToAll(Mesh& mesh, const AllToAll& a) {
   };
   // Before anything is sent: a rank that got its part would take this operation as done.
   if (a.send_counts[index(me)] != a.recv_counts[index(me)])
-    mesh.watch().disagree(me, me, a.send_counts[index(me)], a.recv_counts[index(me)]);
+    transport.guard().disagree(me, me, a.send_counts[index(me)], a.recv_counts[index(me)]);
   forEachSource([&](int r) {
-    if (!a.even) mesh.expect(r, sizeof(uint64_t));
-    mesh.expect(r, a.outputs[index(r)], a.recv_counts[index(r)] * width);
+    if (!a.even) transport.expect(r, sizeof(uint64_t));
+    transport.expect(r, a.outputs[index(r)], a.recv_counts[index(r)] * width);
   });
-  auto* counts = reinterpret_cast<uint64_t*>(mesh.scratch(index(P) * sizeof(uint64_t)));
+  auto* counts = reinterpret_cast<uint64_t*>(transport.scratch(index(P) * sizeof(uint64_t)));
   for (int k = 1; k < P; ++k) {
     const int r = (me + k) % P;
     counts[r] = a.send_counts[index(r)];
-    if (!a.even) mesh.send(r, &counts[r], sizeof(uint64_t));
-    mesh.send(r, a.inputs[index(r)], counts[r] * width);
+    if (!a.even) transport.send(r, &counts[r], sizeof(uint64_t));
+    transport.send(r, a.inputs[index(r)], counts[r] * width);
   }
   if (a.outputs[index(me)] != a.inputs[index(me)])
     copyBytes(a.outputs[index(me)], a.inputs[index(me)], a.send_counts[index(me)] * width);
@@ -129,14 +129,14 @@ void allToAll(Mesh& mesh, const AllToAll& a) {
   if (!a.even)
     forEachSource([&](int r) {
       uint64_t sent;
-      std::memcpy(&sent, mesh.peek(r), sizeof sent);
-      mesh.release(r);
+      std::memcpy(&sent, transport.peek(r), sizeof sent);
+      transport.release(r);
       if (sent != a.recv_counts[index(r)])
-        mesh.watch().disagree(r, me, sent, a.recv_counts[index(r)]);
+        transport.guard().disagree(r, me, sent, a.recv_counts[index(r)]);
     });
   forEachSource([&](int r) {
-    mesh.peek(r);
-    mesh.release(r);
+    transport.peek(r);
+    transport.release(r);
   });
 }
 

@@ -19,15 +19,15 @@ void barrier(Communicator& c, const Barrier&) {
 
 // ---- over streams
 
-void barrier(Mesh& mesh, const Barrier&) {
+void barrier(Transport& transport, const Barrier&) {
   static constexpr std::byte kHere{1};
-  const int P = mesh.size();
+  const int P = transport.size();
   for (int distance = 1; distance < P; distance *= 2) {
-    const int from = (mesh.rank() + P - distance) % P;
-    mesh.expect(from, 1);
-    mesh.send((mesh.rank() + distance) % P, &kHere, 1);
-    mesh.peek(from);
-    mesh.release(from);
+    const int from = (transport.rank() + P - distance) % P;
+    transport.expect(from, 1);
+    transport.send((transport.rank() + distance) % P, &kHere, 1);
+    transport.peek(from);
+    transport.release(from);
   }
 }
 

@@ -8,7 +8,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/stream_calls.h"
 #include "collectives/stream_slices.h"
@@ -39,8 +39,8 @@ void broadcast(Communicator& c, const Broadcast& b) {
 
 namespace {
 
-void byTree(Mesh& mesh, int root, std::byte* data, size_t bytes) {
-  const int P = mesh.size(), place = (mesh.rank() + P - root) % P;
+void byTree(Transport& transport, int root, std::byte* data, size_t bytes) {
+  const int P = transport.size(), place = (transport.rank() + P - root) % P;
   const auto rankAt = [&](int other) { return (other + root) % P; };
   // A place's parent is the place without its lowest bit; its children are those with one more bit
   // below that.
@@ -48,41 +48,41 @@ void byTree(Mesh& mesh, int root, std::byte* data, size_t bytes) {
   while (below < P && !(place & below)) below *= 2;
   if (place != 0) {
     const int parent = rankAt(place - below);
-    mesh.expect(parent, data, bytes);
-    mesh.peek(parent);
-    mesh.release(parent);
+    transport.expect(parent, data, bytes);
+    transport.peek(parent);
+    transport.release(parent);
   }
   for (below /= 2; below > 0; below /= 2)  // the largest subtree first
-    if (place + below < P) mesh.send(rankAt(place + below), data, bytes);
+    if (place + below < P) transport.send(rankAt(place + below), data, bytes);
 }
 
-void byChain(Mesh& mesh, int root, std::byte* data, size_t bytes) {
-  const int P = mesh.size(), place = (mesh.rank() + P - root) % P;
-  const int next = (mesh.rank() + 1) % P, previous = (mesh.rank() + P - 1) % P;
-  if (place == 0) return mesh.send(next, data, bytes);
+void byChain(Transport& transport, int root, std::byte* data, size_t bytes) {
+  const int P = transport.size(), place = (transport.rank() + P - root) % P;
+  const int next = (transport.rank() + 1) % P, previous = (transport.rank() + P - 1) % P;
+  if (place == 0) return transport.send(next, data, bytes);
   const size_t slice = sliceBytes(bytes), slices = slicesOf(bytes, slice);
   for (size_t j = 0; j < slices; ++j) {
     const Span s = piece(bytes, slice, j);
-    mesh.expect(previous, data + s.begin, s.size);
+    transport.expect(previous, data + s.begin, s.size);
   }
   for (size_t j = 0; j < slices; ++j) {
     const Span s = piece(bytes, slice, j);
-    mesh.peek(previous);
-    mesh.release(previous);
-    if (place + 1 < P) mesh.send(next, data + s.begin, s.size);
+    transport.peek(previous);
+    transport.release(previous);
+    if (place + 1 < P) transport.send(next, data + s.begin, s.size);
   }
 }
 
 }  // namespace
 
-void broadcast(Mesh& mesh, const Broadcast& b) {
-  if (mesh.size() == 1) return;
+void broadcast(Transport& transport, const Broadcast& b) {
+  if (transport.size() == 1) return;
   const size_t bytes = b.count * sizeOf(b.dtype);
   auto* data = static_cast<std::byte*>(b.data);
-  if (broadcastsByChain(bytes, mesh.size(), mesh.options().cost))
-    byChain(mesh, b.root, data, bytes);
+  if (broadcastsByChain(bytes, transport.size(), transport.options().cost))
+    byChain(transport, b.root, data, bytes);
   else
-    byTree(mesh, b.root, data, bytes);
+    byTree(transport, b.root, data, bytes);
 }
 
 }  // namespace ringreduce

@@ -2,9 +2,9 @@
 // says how it works.
 //
 // A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
-// shared memory (a Communicator) and streams of bytes (a Mesh; stream_calls.h).  group/operation.cc
-// checks and announces a call by its members: count, counts, dtype, op, root, inputs, outputs.  A
-// call that needs more has one of these members:
+// shared memory (a Communicator) and streams of bytes (a Transport; stream_calls.h).
+// group/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
+// inputs, outputs.  A call that needs more has one of these members:
 //
 //     std::string problem(int world_size) const     why it is refused; empty if it is not
 //     void sign(OpSignature&) const                  what else the ranks compare
@@ -27,7 +27,7 @@
 
 namespace ringreduce {
 
-class Mesh;
+class Transport;
 
 // In place: `data` holds this rank's addends and receives the reduction over all ranks.
 struct AllReduce {
@@ -39,7 +39,7 @@ struct AllReduce {
   double factor = 1;  // PREMUL_SUM: this rank's, applied to its addends first
 };
 void allReduce(Communicator&, const AllReduce&);
-void allReduce(Mesh&, const AllReduce&);
+void allReduce(Transport&, const AllReduce&);
 
 // Sums or averages of float32 that travel in fewer bytes, and not exactly.  A group of one sends
 // nothing: its input is copied as it is.
@@ -63,7 +63,7 @@ struct CompressedAllReduce {
   void sign(OpSignature& signature) const;
 };
 void compressedAllReduce(Communicator&, const CompressedAllReduce&);
-void compressedAllReduce(Mesh&, const CompressedAllReduce&);
+void compressedAllReduce(Transport&, const CompressedAllReduce&);
 
 // The reduction arrives in `output` of `root`, which may be its input.  Other outputs stay as they
 // are.
@@ -78,7 +78,7 @@ struct Reduce {
   double factor = 1;
 };
 void reduce(Communicator&, const Reduce&);
-void reduce(Mesh&, const Reduce&);
+void reduce(Transport&, const Reduce&);
 
 // `output` receives the reduction of inputs[this rank] of all ranks, counts[this rank] elements. It
 // may be that input.
@@ -92,7 +92,7 @@ struct ReduceScatter {
   double factor = 1;
 };
 void reduceScatter(Communicator&, const ReduceScatter&);
-void reduceScatter(Mesh&, const ReduceScatter&);
+void reduceScatter(Transport&, const ReduceScatter&);
 // The same, but the output receives partial sums (kernels/reduce.h), not rounded and not divided,
 // to which more can be added.  `output` may be the input only if partial sums have the dtype.
 void reduceScatterSums(Communicator&, const ReduceScatter&);
@@ -106,7 +106,7 @@ struct Broadcast {
   int root;
 };
 void broadcast(Communicator&, const Broadcast&);
-void broadcast(Mesh&, const Broadcast&);
+void broadcast(Transport&, const Broadcast&);
 
 // outputs[r] receives rank r's input of counts[r] elements.  An output may be the input itself.
 struct AllGather {
@@ -117,7 +117,7 @@ struct AllGather {
   DType dtype;
 };
 void allGather(Communicator&, const AllGather&);
-void allGather(Mesh&, const AllGather&);
+void allGather(Transport&, const AllGather&);
 
 // The same where a rank knows only its own count: once all are known, `place` returns where each
 // rank's elements go.
@@ -128,7 +128,7 @@ struct AllGatherUnknown {
   std::function<std::vector<void*>(const std::vector<size_t>& counts)> place;
 };
 void allGatherUnknown(Communicator&, const AllGatherUnknown&);
-void allGatherUnknown(Mesh&, const AllGatherUnknown&);
+void allGatherUnknown(Transport&, const AllGatherUnknown&);
 
 // An all-gather of the elements of sparse tensors.  Were they dense they would have `count`
 // elements; `shape` is a hash of their shape.
@@ -155,7 +155,7 @@ struct Gather {
   int root;
 };
 void gather(Communicator&, const Gather&);
-void gather(Mesh&, const Gather&);
+void gather(Transport&, const Gather&);
 
 // `output` receives inputs[this rank] of `root`: `count` elements.  The root's may be that input.
 struct Scatter {
@@ -167,7 +167,7 @@ struct Scatter {
   int root;
 };
 void scatter(Communicator&, const Scatter&);
-void scatter(Mesh&, const Scatter&);
+void scatter(Transport&, const Scatter&);
 
 // outputs[r] receives inputs[this rank] of rank r.
 struct AllToAll {
@@ -183,14 +183,14 @@ struct AllToAll {
   void reorder(const std::vector<int>& ranks);
 };
 void allToAll(Communicator&, const AllToAll&);
-void allToAll(Mesh&, const AllToAll&);
+void allToAll(Transport&, const AllToAll&);
 
 // Returns when all ranks have called it.
 struct Barrier {
   static constexpr Kind kKind = Kind::kBarrier;
 };
 void barrier(Communicator&, const Barrier&);
-void barrier(Mesh&, const Barrier&);
+void barrier(Transport&, const Barrier&);
 
 // A barrier whose error names the absent ranks in the words of torch's monitored_barrier.
 struct MonitoredBarrier {
@@ -203,7 +203,7 @@ using CollectiveCall =
     std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
                  Barrier, SparseAllReduce, MonitoredBarrier, CompressedAllReduce>;
 
-// The function of each call.  `wires`: a Communicator or a Mesh.
+// The function of each call.  `wires`: a Communicator or a Transport.
 template <class Wires>
 void perform(Wires& wires, const CollectiveCall& call) {
   struct {

@@ -29,7 +29,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
@@ -51,7 +51,7 @@ std::string CompressedAllReduce::problem(int) const {
 
 void CompressedAllReduce::sign(OpSignature& signature) const {
   signature.dtype = DType::kFloat32;
-  signature.parts = wordOf(coding, schedule);
+  signature.parts = codingBits(coding, schedule);
 }
 
 namespace {
@@ -331,28 +331,28 @@ size_t windowOf(Codec codec, size_t slice) {
 // The common part of both schedules.
 class CodedPass {
  public:
-  CodedPass(Mesh& mesh, const CompressedAmong& among)
-      : mesh_(mesh),
+  CodedPass(Transport& transport, const CompressedAmong& among)
+      : transport_(transport),
         ranks_(among.ranks),
         P_(static_cast<int>(ranks_.size())),
-        me_(static_cast<int>(std::ranges::find(ranks_, mesh.rank()) - ranks_.begin())),
+        me_(static_cast<int>(std::ranges::find(ranks_, transport.rank()) - ranks_.begin())),
         codec_(among.call.coding.codec),
         slice_(among.slice ? among.slice : codedSlice(Cut{among.call.count, P_}.chunkSize())),
         message_(among.call, me_, P_, among.world_size, slice_),
         slices_(message_.slices()),
         window_(std::min(slices_, among.window ? among.window : windowOf(codec_, slice_))),
-        coded_(mesh.scratch(codedBytes(codec_, among.call.count))) {}
+        coded_(transport.scratch(codedBytes(codec_, among.call.count))) {}
 
  protected:
   int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
   std::byte* at(Span s) const { return coded_ + message_.place(s); }
-  void send(int place, Span s) { mesh_.send(rankAt(place), at(s), message_.bytes(s)); }
-  void expect(int place, Span s) { mesh_.expect(rankAt(place), at(s), message_.bytes(s)); }
+  void send(int place, Span s) { transport_.send(rankAt(place), at(s), message_.bytes(s)); }
+  void expect(int place, Span s) { transport_.expect(rankAt(place), at(s), message_.bytes(s)); }
   void require(bool decoded, int place) {
-    if (!decoded) mesh_.watch().broken(rankAt(place), undecodable(codec_));
+    if (!decoded) transport_.guard().broken(rankAt(place), undecodable(codec_));
   }
 
-  Mesh& mesh_;
+  Transport& transport_;
   const std::vector<int> ranks_;
   const int P_, me_;
   const Codec codec_;
@@ -369,10 +369,10 @@ class CodedPass {
 // A step waits only for earlier steps of others, so no rank waits for ever.
 class ByOwners : CodedPass {
  public:
-  ByOwners(Mesh& mesh, const CompressedAmong& among)
-      : CodedPass(mesh, among),
+  ByOwners(Transport& transport, const CompressedAmong& among)
+      : CodedPass(transport, among),
         arriving_(codedBytes(codec_, std::min(slice_, Cut{among.call.count, P_}.chunkSize()))),
-        addends_(mesh.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
+        addends_(transport.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
 
   void run() {
     for (size_t j = 0; j < window_; ++j) expectAddends(j);
@@ -397,7 +397,7 @@ class ByOwners : CodedPass {
 
   void expectAddends(size_t j) {
     forEachOther([&](int r) {
-      mesh_.expect(rankAt(r), addends(r, j), message_.bytes(message_.span(me_, j)));
+      transport_.expect(rankAt(r), addends(r, j), message_.bytes(message_.span(me_, j)));
     });
   }
   void sendAddends(size_t j) {
@@ -405,14 +405,14 @@ class ByOwners : CodedPass {
       const Span s = message_.span(r, j);
       message_.encodeAddends(at(s), s);
       send(r, s);
-      mesh_.advance();
+      transport_.advance();
     });
   }
   void add(size_t j) {
     const Span mine = message_.span(me_, j);
     for (int k = 0; k < P_ - 1; ++k) {
       const int r = kthToAdd(me_, k, P_);
-      const std::byte* in = mesh_.peek(rankAt(r));
+      const std::byte* in = transport_.peek(rankAt(r));
       require(k == 0 ? message_.begin(in, mine) : message_.add(in, mine), r);
     }
     message_.finish(mine);
@@ -420,17 +420,17 @@ class ByOwners : CodedPass {
     if (j + window_ < slices_) expectAddends(j + window_);
     forEachOther([&](int r) {
       expect(r, message_.span(r, j));
-      mesh_.release(rankAt(r));
+      transport_.release(rankAt(r));
       send(r, mine);
     });
-    mesh_.advance();
+    transport_.advance();
     message_.decodeResult(at(mine), mine);
   }
   void collect(size_t j) {
     forEachOther([&](int r) {
       const Span s = message_.span(r, j);
-      require(message_.decodeResult(mesh_.peek(rankAt(r)), s), r);
-      mesh_.release(rankAt(r));
+      require(message_.decodeResult(transport_.peek(rankAt(r)), s), r);
+      transport_.release(rankAt(r));
     });
   }
 
@@ -499,38 +499,38 @@ class CodedRing : CodedPass {
       release();
     }
 
-    const std::byte* peek() { return ring.mesh_.peek(ring.rankAt(ring.previous())); }
-    void release() { ring.mesh_.release(ring.rankAt(ring.previous())); }
+    const std::byte* peek() { return ring.transport_.peek(ring.rankAt(ring.previous())); }
+    void release() { ring.transport_.release(ring.rankAt(ring.previous())); }
     void take(Span s) {
       ring.require(ring.message_.begin(peek(), s), ring.previous());
       release();
     }
     void pass(Span s) {
       ring.send(ring.next(), s);
-      ring.mesh_.advance();
+      ring.transport_.advance();
     }
   };
 };
 
 }  // namespace
 
-void compressedAllReduce(Mesh& mesh, const CompressedAmong& among) {
+void compressedAllReduce(Transport& transport, const CompressedAmong& among) {
   const CompressedAllReduce& a = among.call;
   const int P = static_cast<int>(among.ranks.size());
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
   const CodedSchedule schedule = chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P,
-                                             a.schedule, mesh.options().cost);
+                                             a.schedule, transport.options().cost);
   if (schedule == CodedSchedule::kRing)
-    CodedRing(mesh, among).run();
+    CodedRing(transport, among).run();
   else
-    ByOwners(mesh, among).run();
+    ByOwners(transport, among).run();
 }
 
-void compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
-  if (mesh.size() == 1) return copyUncoded(a);
-  std::vector<int> all(static_cast<size_t>(mesh.size()));
+void compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
+  if (transport.size() == 1) return copyUncoded(a);
+  std::vector<int> all(static_cast<size_t>(transport.size()));
   std::iota(all.begin(), all.end(), 0);
-  compressedAllReduce(mesh, CompressedAmong{a, std::move(all), mesh.size()});
+  compressedAllReduce(transport, CompressedAmong{a, std::move(all), transport.size()});
 }
 
 }  // namespace ringreduce

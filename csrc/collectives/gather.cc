@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
 #include "collectives/stream_calls.h"
@@ -41,17 +41,17 @@ void gather(Communicator& c, const Gather& g) {
 
 // ---- over streams
 
-void gather(Mesh& mesh, const Gather& g) {
+void gather(Transport& transport, const Gather& g) {
   const size_t bytes = g.count * sizeOf(g.dtype);
-  if (mesh.rank() != g.root) return mesh.send(g.root, g.input, bytes);
+  if (transport.rank() != g.root) return transport.send(g.root, g.input, bytes);
   const auto output = [&](int r) { return g.outputs[static_cast<size_t>(r)]; };
-  for (int r = 0; r < mesh.size(); ++r)
-    if (r != g.root) mesh.expect(r, output(r), bytes);
+  for (int r = 0; r < transport.size(); ++r)
+    if (r != g.root) transport.expect(r, output(r), bytes);
   if (output(g.root) != g.input) copyBytes(output(g.root), g.input, bytes);
-  for (int r = 0; r < mesh.size(); ++r) {
+  for (int r = 0; r < transport.size(); ++r) {
     if (r == g.root) continue;
-    mesh.peek(r);
-    mesh.release(r);
+    transport.peek(r);
+    transport.release(r);
   }
 }
 

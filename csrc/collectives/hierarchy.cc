@@ -8,10 +8,9 @@
 #include "bootstrap/process.h"
 #include "collectives/shared_memory.h"
 #include "collectives/stream_calls.h"
-#include "health/control.h"
 #include "kernels/reduce.h"
 #include "transport/places.h"
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -21,11 +20,11 @@ namespace ringreduce {
 // The pages hold the signatures that the whole group announces.
 class Hierarchy::Neighbours final : public PlacesGuard {
  public:
-  Neighbours(const Hosts& hosts, const Membership& membership, Session& session)
-      : PlacesGuard(session, hosts.neighbours()),
+  Neighbours(const Hosts& hosts, const Membership& membership, Arbiter& arbiter)
+      : PlacesGuard(arbiter, hosts.neighbours()),
         me_(hosts.placeOf(hosts.rank())),
         membership_(membership),
-        session_(session),
+        arbiter_(arbiter),
         memory_(me_, membership, *this) {
     for (const Member& member : membership.members) processes_.push_back(member.process);
   }
@@ -33,7 +32,7 @@ class Hierarchy::Neighbours final : public PlacesGuard {
   SharedMemory& memory() { return memory_; }
   Communicator& begin() {
     RankPage& own = page(me_);
-    own.announcements[next_ % kAnnouncements] = session_.current();
+    own.announcements[next_ % kAnnouncements] = arbiter_.current();
     own.announced.publish(++next_);
     return memory_.communicator();
   }
@@ -41,25 +40,25 @@ class Hierarchy::Neighbours final : public PlacesGuard {
   // ---- WaitGuard, by places
   using PlacesGuard::verify;
   void poll(int place, Ready ready) override {
-    session_.poll(rankAt(place), ready);
-    session_.idle(ready);  // of the ranks of other hosts
+    arbiter_.poll(rankAt(place), ready);
+    arbiter_.idle(ready);  // of the ranks of other hosts
     for (int p = 0; p < size(); ++p)
       if (p != me_ && hasAnnounced(p)) verify(p);
     const std::vector<bool> gone = ended(processes_);
     for (int p = 0; p < size(); ++p) {
       if (p == me_) continue;
       const bool dead = gone[static_cast<size_t>(p)];
-      if (!dead && session_.stateOf(rankAt(p)) == PeerState::kHere) continue;
+      if (!dead && arbiter_.stateOf(rankAt(p)).isHere()) continue;
       // A rank that has ended is lost if it never arrived here, or if this wait needs it.  What it
       // wrote before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
-      if (dead) session_.lose({rankAt(p)}, PeerState::kEnded, net::kProcessEnded);
-      session_.broken(rankAt(p), net::kProcessEnded);
+      if (dead) arbiter_.onProcessEnded(rankAt(p));
+      arbiter_.broken(rankAt(p), kProcessEnded);
     }
   }
 
   void verify(int place) override {
-    session_.verify(rankAt(place), page(place).announcements[(next_ - 1) % kAnnouncements]);
+    arbiter_.verify(rankAt(place), page(place).announcements[(next_ - 1) % kAnnouncements]);
   }
 
  private:
@@ -69,7 +68,7 @@ class Hierarchy::Neighbours final : public PlacesGuard {
 
   const int me_;
   const Membership& membership_;
-  Session& session_;
+  Arbiter& arbiter_;
   std::vector<std::shared_ptr<Fd>> processes_;
   SharedMemory memory_;
   uint64_t next_ = 0;
@@ -81,16 +80,16 @@ bool Hierarchy::fits(const Hosts& hosts, const SharedOptions& options) {
 
 std::unique_ptr<Hierarchy> Hierarchy::create(const Hosts& hosts, const SharedOptions& options,
                                              const HostRing& ring, const Membership& neighbours,
-                                             Session& session) {
+                                             Arbiter& arbiter) {
   if (!fits(hosts, options)) return nullptr;
-  return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, neighbours, session));
+  return std::unique_ptr<Hierarchy>(new Hierarchy(hosts, ring, neighbours, arbiter));
 }
 
 Hierarchy::Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
-                     Session& session)
+                     Arbiter& arbiter)
     : hosts_(hosts),
-      session_(session),
-      neighbours_(std::make_unique<Neighbours>(hosts, neighbours, session)) {
+      arbiter_(arbiter),
+      neighbours_(std::make_unique<Neighbours>(hosts, neighbours, arbiter)) {
   const auto place = static_cast<size_t>(hosts.placeOf(hosts.rank()));
   const std::vector<int> places = placesOf(ring.ranks);
   for (const int host : ring.hosts) {
@@ -109,15 +108,15 @@ size_t Hierarchy::stagingBytes() const {
   return neighbours_->memory().bytes();
 }
 
-bool Hierarchy::takes(const Mesh& mesh, const AllReduce& a) const {
+bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
   return reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
-                        static_cast<int>(hosts_.neighbours().size()), mesh.options().algorithm,
-                        mesh.options().cost);
+                        static_cast<int>(hosts_.neighbours().size()), transport.options().algorithm,
+                        transport.options().cost);
 }
 
-void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
-  mesh.begin(session_.current());
+void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
+  transport.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
@@ -138,31 +137,31 @@ void Hierarchy::allReduce(Mesh& mesh, const AllReduce& a) {
   }
   auto* const mine = static_cast<std::byte*>(spread.outputs[me]);
   const size_t count = spread.counts[me];
-  std::byte* const sums = partial == a.dtype ? mine : mesh.scratch(count * sizeOf(partial));
+  std::byte* const sums = partial == a.dtype ? mine : transport.scratch(count * sizeOf(partial));
   inside.output = sums;
   spread.input = mine;
 
   Communicator& host = neighbours_->begin();
   reduceScatterSums(host, inside);
-  allReduceSums(mesh, {.sums = sums,
-                       .output = mine,
-                       .count = count,
-                       .dtype = a.dtype,
-                       .op = op,
-                       .ranks = ring_,
-                       .world_size = hosts_.size()});
-  mesh.finish();  // nothing is sent while this rank waits inside its host
+  allReduceSums(transport, {.sums = sums,
+                            .output = mine,
+                            .count = count,
+                            .dtype = a.dtype,
+                            .op = op,
+                            .ranks = ring_,
+                            .world_size = hosts_.size()});
+  transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 
-bool Hierarchy::takes(const Mesh& mesh, const CompressedAllReduce&) const {
+bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) const {
   // Compression is for a slow wire: so each part is coded, and travels, once a host.
-  const Algorithm wanted = mesh.options().algorithm;
+  const Algorithm wanted = transport.options().algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
-void Hierarchy::compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
-  mesh.begin(session_.current());
+void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
+  transport.begin(arbiter_.current());
   const auto places = hosts_.neighbours().size();
   const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
   const Cut cut{a.count, static_cast<int>(places)};
@@ -196,8 +195,8 @@ void Hierarchy::compressedAllReduce(Mesh& mesh, const CompressedAllReduce& a) {
   between.coding.seed = mixedSeed(a.coding.seed, me);
   between.error = a.error ? a.error + part.begin : nullptr;
   ringreduce::compressedAllReduce(
-      mesh, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
-  mesh.finish();  // nothing is sent while this rank waits inside its host
+      transport, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
+  transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 

@@ -20,7 +20,7 @@
 //
 // All hosts must have the same number of ranks; otherwise the ring goes through all ranks.
 //
-// Failure.  The whole group's session watches the waits inside the host: deadlines, Ctrl-C and the
+// Failure.  The whole group's arbiter watches the waits inside the host: deadlines, Ctrl-C and the
 // group's failure end them as they end waits for sockets, and an error there fails the whole group.
 #pragma once
 
@@ -28,46 +28,47 @@
 
 #include "bootstrap/host_ring.h"
 #include "bootstrap/hosts.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "collectives/collectives.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
 
-class Mesh;
+class Transport;
 
 class Hierarchy {
  public:
   // Whether there are several hosts with the same number of ranks, several each, that may share
   // memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
-  // Null where it does not fit.  The rings between hosts, and the mesh's ranks, are in the order of
-  // `ring`.  `neighbours`: what Hosts::joinNeighbours gave.  These, the hosts and the session must
+  // Null where it does not fit.  The rings between hosts, and the transport's ranks, are in the
+  // order of `ring`.  `neighbours`: what shareMemory gave.  These, the hosts and the arbiter must
   // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
                                            const HostRing& ring, const Membership& neighbours,
-                                           Session& session);
+                                           Arbiter& arbiter);
   ~Hierarchy();
 
   void setPatience(Patience patience);
   // Whether the hierarchy performs this call.  The same on all ranks.
-  bool takes(const Mesh& mesh, const AllReduce& call) const;
-  // Begins and finishes the mesh's operation.
-  void allReduce(Mesh& mesh, const AllReduce& call);
-  bool takes(const Mesh& mesh, const CompressedAllReduce& call) const;
-  void compressedAllReduce(Mesh& mesh, const CompressedAllReduce& call);
+  bool takes(const Transport& transport, const AllReduce& call) const;
+  // Begins and finishes the transport's operation.
+  void allReduce(Transport& transport, const AllReduce& call);
+  bool takes(const Transport& transport, const CompressedAllReduce& call) const;
+  void compressedAllReduce(Transport& transport, const CompressedAllReduce& call);
   size_t stagingBytes() const;
 
  private:
   class Neighbours;
   Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
-            Session& session);
+            Arbiter& arbiter);
 
   const Hosts& hosts_;
-  Session& session_;
+  Arbiter& arbiter_;
   std::unique_ptr<Neighbours> neighbours_;
-  std::vector<int> ring_;  // the ranks of this one's place, host by host, as the mesh knows them
+  std::vector<int>
+      ring_;  // the ranks of this one's place, host by host, as the transport knows them
 };
 
 }  // namespace ringreduce

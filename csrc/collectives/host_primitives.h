@@ -8,7 +8,7 @@
 
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/communicator.h"
 #include "kernels/reduce.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "algorithm/choose.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/reduction.h"
 #include "collectives/stream_calls.h"
@@ -38,14 +38,14 @@ void reduce(Communicator& c, const Reduce& r) {
 
 // ---- over streams
 
-void reduce(Mesh& mesh, const Reduce& r) {
-  const int P = mesh.size();
+void reduce(Transport& transport, const Reduce& r) {
+  const int P = transport.size();
   const size_t width = sizeOf(r.dtype), bytes = r.count * width;
-  const bool root = mesh.rank() == r.root;
+  const bool root = transport.rank() == r.root;
   const auto* input = static_cast<const std::byte*>(r.input);
   auto* output = root ? static_cast<std::byte*>(r.output) : nullptr;
   if (r.op == ReduceOp::kPremulSum) {  // the input is the caller's
-    std::byte* scaled = mesh.scratch(bytes);
+    std::byte* scaled = transport.scratch(bytes);
     scale(r.dtype, scaled, input, r.count, r.factor);
     input = scaled;
   }
@@ -54,17 +54,17 @@ void reduce(Mesh& mesh, const Reduce& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  if (reducesByRing(bytes, r.count * partial, P, mesh.options().cost)) {
+  if (reducesByRing(bytes, r.count * partial, P, transport.options().cost)) {
     const Cut cut{r.count, P};
     std::vector<RingChunk> chunks;
     for (int c = 0; c < P; ++c) {
       const size_t begin = cut.chunk(c).begin * width;
       chunks.push_back({input + begin, root ? output + begin : nullptr, cut.chunk(c).size});
     }
-    return runMeshRing(mesh, {std::move(chunks), r.dtype, r.op, Ending::kRoot, r.root});
+    return runStreamRing(transport, {std::move(chunks), r.dtype, r.op, Ending::kRoot, r.root});
   }
-  if (!root) return mesh.send(r.root, input, bytes);
-  DirectSum sum(mesh, r.dtype, r.op, r.count, DirectSum::kByChunk);
+  if (!root) return transport.send(r.root, input, bytes);
+  DirectSum sum(transport, r.dtype, r.op, r.count, DirectSum::kByChunk);
   sum.expect();
   sum.run(input, output, [](Span) {});
 }

@@ -13,7 +13,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
 #include "collectives/stream_calls.h"
@@ -100,8 +100,8 @@ void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
 
 // ---- over streams
 
-void reduceScatter(Mesh& mesh, const ReduceScatter& r) {
-  const int P = mesh.size(), me = mesh.rank();
+void reduceScatter(Transport& transport, const ReduceScatter& r) {
+  const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(r.dtype);
   const size_t total = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});
   std::vector<RingChunk> parts;
@@ -110,7 +110,7 @@ void reduceScatter(Mesh& mesh, const ReduceScatter& r) {
   RingChunk& mine = parts[static_cast<size_t>(me)];
   mine.output = static_cast<std::byte*>(r.output);
   if (r.op == ReduceOp::kPremulSum) {  // the inputs are the caller's
-    std::byte* scaled = mesh.scratch(total * width);
+    std::byte* scaled = transport.scratch(total * width);
     for (RingChunk& part : parts) {
       scale(r.dtype, scaled, part.input, part.count, r.factor);
       part.input = scaled;
@@ -122,14 +122,14 @@ void reduceScatter(Mesh& mesh, const ReduceScatter& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  if (scattersByRing(total * width, total * partial, P, mesh.options().cost))
-    return runMeshRing(mesh, {std::move(parts), r.dtype, r.op, Ending::kOwner});
+  if (scattersByRing(total * width, total * partial, P, transport.options().cost))
+    return runStreamRing(transport, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
-  DirectSum sum(mesh, r.dtype, r.op, mine.count, me);
+  DirectSum sum(transport, r.dtype, r.op, mine.count, me);
   sum.expect();
   for (int k = 1; k < P; ++k) {
     const RingChunk& theirs = parts[static_cast<size_t>((me + k) % P)];
-    mesh.send((me + k) % P, theirs.input, theirs.count * width);
+    transport.send((me + k) % P, theirs.input, theirs.count * width);
   }
   sum.run(mine.input, mine.output, [](Span) {});
 }

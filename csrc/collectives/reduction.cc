@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/pipeline.h"
 
 namespace ringreduce {

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "algorithm/cut.h"
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/pipeline.h"
 #include "collectives/stream_calls.h"
@@ -43,18 +43,18 @@ void scatter(Communicator& c, const Scatter& s) {
 
 // ---- over streams
 
-void scatter(Mesh& mesh, const Scatter& s) {
+void scatter(Transport& transport, const Scatter& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);
-  if (mesh.rank() != s.root) {
-    mesh.expect(s.root, s.output, bytes);
-    mesh.peek(s.root);
-    mesh.release(s.root);
+  if (transport.rank() != s.root) {
+    transport.expect(s.root, s.output, bytes);
+    transport.peek(s.root);
+    transport.release(s.root);
     return;
   }
   const auto input = [&](int r) { return s.inputs[static_cast<size_t>(r)]; };
-  for (int k = 1; k < mesh.size(); ++k) {
-    const int r = (s.root + k) % mesh.size();
-    mesh.send(r, input(r), bytes);
+  for (int k = 1; k < transport.size(); ++k) {
+    const int r = (s.root + k) % transport.size();
+    transport.send(r, input(r), bytes);
   }
   if (s.output != input(s.root)) copyBytes(s.output, input(s.root), bytes);
 }

@@ -1,7 +1,7 @@
 // The Communicator of ranks that share memory: pages and slots in the members' segments.
 #pragma once
 
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "collectives/communicator.h"
 #include "transport/shm/exchange.h"
 #include "transport/shm/shm_link.h"

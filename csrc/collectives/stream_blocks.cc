@@ -1,4 +1,4 @@
-// Bruck's all-gather and the ring's.
+// All-gather by Bruck and by the ring.
 #include "collectives/stream_blocks.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace ringreduce {
 namespace {
 
-// Calls visit(data, bytes) for the blocks first ... end-1, block x at `at(x)`: for those that lie
-// one after the other in memory once.
+// Calls visit(data, bytes) for the blocks first ... end-1, block x at `at(x)`: once for blocks that
+// are contiguous in memory.
 template <class At, class Visit>
 void forEachRun(const std::vector<size_t>& sizes, size_t first, size_t end, At at, Visit visit) {
   for (size_t x = first; x < end;) {
@@ -21,7 +21,7 @@ void forEachRun(const std::vector<size_t>& sizes, size_t first, size_t end, At a
   }
 }
 
-// Calls visit(offset, count) for the messages of hop `near`: `count` blocks to the rank `offset`
+// Calls visit(offset, count) for the messages of step `near`: `count` blocks to the rank `offset`
 // before this one.
 template <class Visit>
 void forEachMessage(size_t P, size_t near, size_t radix, Visit visit) {
@@ -30,10 +30,10 @@ void forEachMessage(size_t P, size_t near, size_t radix, Visit visit) {
 
 }  // namespace
 
-void gatherByBruck(Mesh& mesh, const Blocks& blocks, int radix_) {
-  const auto P = static_cast<size_t>(mesh.size()), radix = static_cast<size_t>(radix_);
+void gatherByBruck(Transport& transport, const Blocks& blocks, int radix_) {
+  const auto P = static_cast<size_t>(transport.size()), radix = static_cast<size_t>(radix_);
   const auto rankAt = [&](size_t offset) {
-    return static_cast<int>((static_cast<size_t>(mesh.rank()) + offset) % P);
+    return static_cast<int>((static_cast<size_t>(transport.rank()) + offset) % P);
   };
   std::vector<size_t> expected(P);  // by offset: expectations
   for (size_t near = 1; near < P; near *= radix)
@@ -41,7 +41,7 @@ void gatherByBruck(Mesh& mesh, const Blocks& blocks, int radix_) {
       forEachRun(
           blocks.bytes, offset, offset + count, [&](size_t x) { return blocks.places[x]; },
           [&](std::byte* place, size_t bytes) {
-            mesh.expect(rankAt(offset), place, bytes);
+            transport.expect(rankAt(offset), place, bytes);
             ++expected[offset];
           });
     });
@@ -49,19 +49,22 @@ void gatherByBruck(Mesh& mesh, const Blocks& blocks, int radix_) {
     forEachMessage(P, near, radix, [&](size_t offset, size_t count) {
       forEachRun(
           blocks.bytes, 0, count, [&](size_t x) { return blocks.at(x); },
-          [&](const std::byte* data, size_t bytes) { mesh.send(rankAt(P - offset), data, bytes); });
+          [&](const std::byte* data, size_t bytes) {
+            transport.send(rankAt(P - offset), data, bytes);
+          });
     });
     forEachMessage(P, near, radix, [&](size_t offset, size_t) {
       for (size_t i = 0; i < expected[offset]; ++i) {
-        mesh.peek(rankAt(offset));
-        mesh.release(rankAt(offset));
+        transport.peek(rankAt(offset));
+        transport.release(rankAt(offset));
       }
     });
   }
 }
 
-void gatherByRing(Mesh& mesh, const Blocks& blocks) {
-  const int P = mesh.size(), next = (mesh.rank() + 1) % P, previous = (mesh.rank() + P - 1) % P;
+void gatherByRing(Transport& transport, const Blocks& blocks) {
+  const int P = transport.size(), next = (transport.rank() + 1) % P,
+            previous = (transport.rank() + P - 1) % P;
   const auto forEachSlice = [&](size_t x, auto visit) {
     const size_t slice = sliceBytes(blocks.bytes[x]);
     for (size_t j = 0; j < slicesOf(blocks.bytes[x], slice); ++j)
@@ -69,13 +72,14 @@ void gatherByRing(Mesh& mesh, const Blocks& blocks) {
   };
   // The block of the rank before this one comes first.
   for (size_t x = blocks.bytes.size() - 1; x > 0; --x)
-    forEachSlice(x, [&](Span s) { mesh.expect(previous, blocks.places[x] + s.begin, s.size); });
-  mesh.send(next, blocks.own, blocks.bytes[0]);
+    forEachSlice(x,
+                 [&](Span s) { transport.expect(previous, blocks.places[x] + s.begin, s.size); });
+  transport.send(next, blocks.own, blocks.bytes[0]);
   for (size_t x = blocks.bytes.size() - 1; x > 0; --x)
     forEachSlice(x, [&](Span s) {
-      mesh.peek(previous);
-      mesh.release(previous);
-      if (x > 1) mesh.send(next, blocks.places[x] + s.begin, s.size);
+      transport.peek(previous);
+      transport.release(previous);
+      if (x > 1) transport.send(next, blocks.places[x] + s.begin, s.size);
     });
 }
 

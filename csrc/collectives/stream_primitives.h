@@ -1,22 +1,22 @@
-// The five ring primitives (algorithm/ring.h) for a mesh.  The ring is run twice: once by
-// primitives that only say where everything goes that will come (ExpectRing), and once by those
-// that move and add (MoveRing).
+// The five ring primitives (algorithm/ring.h) over a transport.  The ring runs twice: once to name
+// the destinations of everything that will arrive (ExpectRing), and once to send and add
+// (MoveRing).
 //
-// The same ring serves three calls, which differ in what becomes of a chunk that is complete at its
+// The same ring serves three calls, which differ in what happens to a chunk that is complete at its
 // owner (Ending): it goes round once more as a copy, stays there, or goes to a root.
 //
-// A ring is of all ranks in order, unless it is of the ranks that a list names, in that order: then
-// a chunk's number is its owner's place in the list.
+// A ring is of all ranks in order, or of the ranks in a list, in that order; then a chunk's number
+// is its owner's position in the list.
 //
-// What travels.  A rank's own addends leave as they are, in their own type.  Partial sums of halves
-// are float32, in buffers of the mesh's.  Those of other types are added up in place where the
-// memory is to be written anyway, and sent from there.  That is safe although the finished value is
-// awaited in the same place from the start: it is made of the very partial sum, so nothing of it
-// can come back before all of that has arrived at the next rank.  The same holds for addends that
-// are still lent.
+// Inputs are sent as they are, in their own type.  Partial sums of 16-bit floats are float32, in
+// buffers of the transport.  Partial sums of other types are made in place, if that memory is to be
+// written anyway, and sent from there.  That is safe although the final value is expected in the
+// same place from the start: the final value is computed from this partial sum, so no byte of it
+// can arrive before the next rank has received all of the partial sum.  The same holds for inputs
+// that are still lent.
 //
-// Where the addends are sums themselves (RingCall::ofSums), of ranks that share a host, they are of
-// the partial type from the start, and sums are added up where they are.
+// If the inputs are sums of ranks of a host (RingCall::ofSums), they are of the partial type, and
+// are added in place.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@
 #include "base/dtype.h"
 #include "collectives/stream_slices.h"
 #include "kernels/reduce.h"
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
@@ -36,9 +36,9 @@ enum class Ending { kEverybody, kOwner, kRoot };
 
 struct RingChunk {
   const std::byte* input;  // this rank's addends
-  std::byte* output;       // where the result goes; null where it is not wanted
+  std::byte* output;       // of the result; null if it is not wanted
   size_t count;
-  std::byte* sums = nullptr;  // where partial sums may go, which may be `input`
+  std::byte* sums = nullptr;  // memory for partial sums; may be `input`
 };
 
 struct RingCall {
@@ -56,7 +56,7 @@ struct RingCall {
     slices = slicesOf(most, slice);
   }
 
-  // Everybody gets the result.  The ranks' inputs are partial sums, of `world_size` ranks in all.
+  // All ranks get the result.  Inputs are partial sums, of `world_size` ranks in total.
   static RingCall ofSums(std::vector<RingChunk> chunks, DType dtype, ReduceOp op,
                          std::vector<int> ranks, int world_size) {
     const DType partial = reduceKernels(dtype, op).partial;
@@ -81,25 +81,27 @@ struct RingCall {
   size_t slice, slices;         // elements a slice, slices a chunk
 };
 
-// What both passes have in common.
+// Common to both passes.
 class RingPass {
  public:
-  // The ring as runRing sees it, but for the window.
-  static RingShape shapeOf(const Mesh& mesh, const RingCall& call) {
-    RingShape shape{
-        .rank = mesh.rank(), .world_size = mesh.size(), .slices = call.slices, .window = 1};
+  // The shape of the ring, except for the window.
+  static RingShape shapeOf(const Transport& transport, const RingCall& call) {
+    RingShape shape{.rank = transport.rank(),
+                    .world_size = transport.size(),
+                    .slices = call.slices,
+                    .window = 1};
     if (call.ranks.empty()) return shape;
-    shape.rank = static_cast<int>(std::find(call.ranks.begin(), call.ranks.end(), mesh.rank()) -
-                                  call.ranks.begin());
+    shape.rank = static_cast<int>(
+        std::find(call.ranks.begin(), call.ranks.end(), transport.rank()) - call.ranks.begin());
     shape.world_size = static_cast<int>(call.ranks.size());
     return shape;
   }
 
  protected:
-  RingPass(Mesh& mesh, const RingCall& call)
-      : mesh_(mesh),
+  RingPass(Transport& transport, const RingCall& call)
+      : transport_(transport),
         call_(call),
-        shape_(shapeOf(mesh, call)),
+        shape_(shapeOf(transport, call)),
         P_(shape_.world_size),
         me_(shape_.rank),
         next_(rankAt((me_ + 1) % P_)),
@@ -116,12 +118,12 @@ class RingPass {
   Span span(int c, size_t j) const { return piece(chunk(c).count, call_.slice, j); }
   const std::byte* input(int c, Span s) const { return chunk(c).input + s.begin * input_width_; }
   std::byte* output(int c, Span s) const { return chunk(c).output + s.begin * width_; }
-  // Where to add up partial sums; null: in a buffer of the mesh's.
+  // Memory for partial sums; null: a buffer of the transport.
   std::byte* sums(int c, Span s) const {
     if (chunk(c).sums) return chunk(c).sums + s.begin * sizeOf(call_.kernels.partial);
     return !widens() && call_.ending == Ending::kEverybody ? output(c, s) : nullptr;
   }
-  // Whether what comes of a chunk is the addends of one rank, and not yet a sum.
+  // Whether a chunk arrives as the input of one rank, not as a sum.
   bool arrivesUnadded(int c) const { return c == (me_ + P_ - 2) % P_; }
   bool widens() const { return call_.kernels.partial != call_.addend; }
   // Bytes of an element of a chunk as it arrives.
@@ -129,7 +131,7 @@ class RingPass {
     return arrivesUnadded(c) ? input_width_ : sizeOf(call_.kernels.partial);
   }
 
-  Mesh& mesh_;
+  Transport& transport_;
   const RingCall& call_;
   const RingShape shape_;
   const int P_, me_;  // ranks of the ring, and this one's place
@@ -139,58 +141,58 @@ class RingPass {
 
 class ExpectRing : RingPass {
  public:
-  ExpectRing(Mesh& mesh, const RingCall& call) : RingPass(mesh, call) {}
+  ExpectRing(Transport& transport, const RingCall& call) : RingPass(transport, call) {}
 
   void send(int, size_t) {}
   void recvReduceSend(int c, size_t j) {
-    mesh_.expect(previous_, span(c, j).size * arrivingWidth(c));
+    transport_.expect(previous_, span(c, j).size * arrivingWidth(c));
   }
   void recvReduceCopySend(int c, size_t j) { recvReduceSend(c, j); }
   void recvCopySend(int c, size_t j) {
     const Span s = span(c, j);
     if (call_.ending == Ending::kEverybody)
-      mesh_.expect(previous_, output(c, s), s.size * width_);
-    else if (call_.ending == Ending::kRoot && mesh_.rank() == call_.root)
-      mesh_.expect(rankAt(c), output(c, s), s.size * width_);
+      transport_.expect(previous_, output(c, s), s.size * width_);
+    else if (call_.ending == Ending::kRoot && transport_.rank() == call_.root)
+      transport_.expect(rankAt(c), output(c, s), s.size * width_);
   }
   void recv(int c, size_t j) { recvCopySend(c, j); }
 };
 
 class MoveRing : RingPass {
  public:
-  MoveRing(Mesh& mesh, const RingCall& call) : RingPass(mesh, call) {}
+  MoveRing(Transport& transport, const RingCall& call) : RingPass(transport, call) {}
 
   void send(int c, size_t j) {
     const Span s = span(c, j);
-    mesh_.send(next_, input(c, s), s.size * input_width_);
+    transport_.send(next_, input(c, s), s.size * input_width_);
   }
 
   void recvReduceSend(int c, size_t j) {
     const Span s = span(c, j);
-    const std::byte* in = mesh_.peek(previous_);
+    const std::byte* in = transport_.peek(previous_);
     const size_t width = sizeOf(call_.kernels.partial);
     if (std::byte* sum = sums(c, s)) {
       call_.hop->finish(sum, in, input(c, s), s.size, 1);
-      mesh_.release(previous_);
-      mesh_.send(next_, sum, s.size * width);
+      transport_.release(previous_);
+      transport_.send(next_, sum, s.size * width);
       return;
     }
-    std::byte* sum = mesh_.acquire(next_);
+    std::byte* sum = transport_.acquire(next_);
     if (widens() && arrivesUnadded(c)) {
       call_.kernels.widen(sum, in, s.size);
       in = sum;
     }
     call_.kernels.combine(sum, in, input(c, s), s.size);
-    mesh_.release(previous_);
-    mesh_.post(next_, sum, s.size * width);
+    transport_.release(previous_);
+    transport_.post(next_, sum, s.size * width);
   }
 
   void recvReduceCopySend(int c, size_t j) {
     const Span s = span(c, j);
-    const std::byte* in = mesh_.peek(previous_);
+    const std::byte* in = transport_.peek(previous_);
     const int world_size = call_.world_size > 0 ? call_.world_size : P_;
-    const bool leaves = call_.ending == Ending::kRoot && mesh_.rank() != call_.root;
-    std::byte* result = leaves ? mesh_.acquire(call_.root) : output(c, s);
+    const bool leaves = call_.ending == Ending::kRoot && transport_.rank() != call_.root;
+    std::byte* result = leaves ? transport_.acquire(call_.root) : output(c, s);
     if (call_.sums) {
       call_.kernels.finishSums(result, in, input(c, s), s.size, world_size);
     } else if (arrivesUnadded(c)) {
@@ -199,45 +201,46 @@ class MoveRing : RingPass {
     } else {
       call_.kernels.finish(result, in, input(c, s), s.size, world_size);
     }
-    mesh_.release(previous_);
-    if (leaves) mesh_.post(call_.root, result, s.size * width_);
-    if (call_.ending == Ending::kEverybody) mesh_.send(next_, result, s.size * width_);
+    transport_.release(previous_);
+    if (leaves) transport_.post(call_.root, result, s.size * width_);
+    if (call_.ending == Ending::kEverybody) transport_.send(next_, result, s.size * width_);
   }
 
   void recvCopySend(int c, size_t j) {
     recv(c, j);
     if (call_.ending != Ending::kEverybody) return;
     const Span s = span(c, j);
-    mesh_.send(next_, output(c, s), s.size * width_);
+    transport_.send(next_, output(c, s), s.size * width_);
   }
 
   void recv(int c, size_t) {
     if (call_.ending == Ending::kOwner) return;
-    if (call_.ending == Ending::kRoot && mesh_.rank() != call_.root) return;
+    if (call_.ending == Ending::kRoot && transport_.rank() != call_.root) return;
     const int from = call_.ending == Ending::kRoot ? rankAt(c) : previous_;
-    mesh_.peek(from);
-    mesh_.release(from);
+    transport_.peek(from);
+    transport_.release(from);
   }
 };
 
-// What all the ranks of a ring together have under way.  A rank that is slow holds what the others,
-// who wait for its sums, have sent it meanwhile: nearly all of a window.
+// Bound of the bytes in flight on all ranks of a ring together.  A slow rank may hold nearly all of
+// them: the other ranks send theirs and wait for its sums.
 inline constexpr size_t kMostUnderWay = 256 << 20;
 
-// How many slices of each chunk are under way.  It leaves a rank twice as many buffers as it has
-// partial sums under way, since on the way to a root that is the next rank there are as many
-// results: so no rank waits for a buffer while all the others do.
-constexpr size_t meshWindow(size_t slices, int ranks, size_t buffers) {
-  const size_t of_each_chunk = kMostUnderWay / net::kPieceBytes / static_cast<size_t>(ranks);
+// How many slices of each chunk are in flight.  A rank has twice as many buffers as partial sums in
+// flight, since as many results may be in flight to a root that is the next rank.  So the ranks
+// never all wait for a buffer.
+constexpr size_t streamWindow(size_t slices, int ranks, size_t buffers) {
+  const size_t of_each_chunk = kMostUnderWay / kPieceBytes / static_cast<size_t>(ranks);
   return std::min({slices, buffers / 2 - 1, std::max<size_t>(1, of_each_chunk)});
 }
 
-inline void runMeshRing(Mesh& mesh, const RingCall& call, size_t buffers = Mesh::window()) {
-  RingShape shape = RingPass::shapeOf(mesh, call);
-  shape.window = meshWindow(call.slices, shape.world_size, buffers);
-  ExpectRing expect(mesh, call);
+inline void runStreamRing(Transport& transport, const RingCall& call,
+                          size_t buffers = Transport::kWindow) {
+  RingShape shape = RingPass::shapeOf(transport, call);
+  shape.window = streamWindow(call.slices, shape.world_size, buffers);
+  ExpectRing expect(transport, call);
   runRing(expect, shape);
-  MoveRing move(mesh, call);
+  MoveRing move(transport, call);
   runRing(move, shape);
 }
 

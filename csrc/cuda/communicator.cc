@@ -7,10 +7,9 @@
 #include <cstring>
 #include <iterator>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/log.h"
 #include "cuda/communicator_state.h"
 #include "group/agreement.h"
 
@@ -23,21 +22,9 @@ std::optional<Choice> choiceNamed(const std::string& name) {
 }
 
 CommunicatorOptions CommunicatorOptions::fromEnvironment() {
-  CommunicatorOptions options;
-  if (const auto name = env("RINGREDUCE_CUDA_ALGORITHM")) {
-    const auto choice = choiceNamed(*name);
-    if (!choice)
-      throw Error(Failure::kArgument, "RINGREDUCE_CUDA_ALGORITHM=" + *name +
-                                          " is none of auto, direct, oneshot, twoshot and ring");
-    options.algorithm = *choice;
-  }
-  if (const auto name = env("RINGREDUCE_CUDA_WAY")) {
-    options.way = wayNamed(*name);
-    if (!options.way)
-      throw Error(Failure::kArgument,
-                  "RINGREDUCE_CUDA_WAY=" + *name + " is none of pointer, descriptor, ipc and host");
-  }
-  return options;
+  const Config config = Config::read();
+  return {.algorithm = choiceNamed(config.cuda_algorithm.get()).value(),
+          .way = wayNamed(config.cuda_way.get())};
 }
 
 // ---- making it
@@ -138,7 +125,8 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   });
   std::vector<HostState*> states;
   for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
-  watcher = std::make_unique<Watcher>(*group, std::move(states));
+  watcher =
+      std::make_unique<Watcher>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
 }
 
 std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<Group> group, int device,

@@ -166,10 +166,10 @@ void Communicator::State::follow(cudaStream_t stream) {
   last_->holdBack(stream);
 }
 
-void Communicator::State::entrust(uint64_t number, const Told& told, cudaStream_t stream) {
+void Communicator::State::entrust(const Told& told, cudaStream_t stream) {
   if (isCapturing(stream)) {
     // Nothing runs yet, and no event of a capture tells when it will have.
-    watcher->entrust(number, told.timeout, [] { return true; });
+    watcher->entrust(told.timeout, [] { return true; });
     return;
   }
   auto event = events.take();
@@ -181,14 +181,14 @@ void Communicator::State::entrust(uint64_t number, const Told& told, cudaStream_
     const OnDevice here(device);
     return event->isReached();
   };
-  watcher->entrust(number, told.timeout, is_reached, told.label);
+  watcher->entrust(told.timeout, is_reached, told.label);
 }
 
-void Communicator::State::entrustRest(uint64_t number, const Told& told, cudaStream_t stream) {
+void Communicator::State::entrustRest(const Told& told, cudaStream_t stream) {
   try {
-    entrust(number, told, stream);
+    entrust(told, stream);
   } catch (const Error&) {  // a GPU that says nothing any more is not waited for
-    watcher->entrust(number, told.timeout, [] { return true; });
+    watcher->entrust(told.timeout, [] { return true; });
   }
 }
 
@@ -254,7 +254,6 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
   const auto toldOf = [&](size_t i) {
     return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
   };
-  const auto number = [&](size_t i) { return arguments.calls[i].operation; };
   try {
     for (; announced < ranks.size(); ++announced) {
       State& s = *ranks[announced]->state_;
@@ -266,10 +265,10 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
       launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(shape.algorithm)],
              shape.channels * arguments.ranks, &arguments, true, stream);
     for (; entrusted < ranks.size(); ++entrusted)
-      ranks[entrusted]->state_->entrust(number(entrusted), toldOf(entrusted), stream);
+      ranks[entrusted]->state_->entrust(toldOf(entrusted), stream);
   } catch (const Error& error) {
     for (; entrusted < announced; ++entrusted)
-      ranks[entrusted]->state_->entrustRest(number(entrusted), toldOf(entrusted), stream);
+      ranks[entrusted]->state_->entrustRest(toldOf(entrusted), stream);
     first.giveUp(error, calls[0].label);
   }
 }

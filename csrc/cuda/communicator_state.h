@@ -15,7 +15,7 @@
 #include "cuda/device.h"
 #include "cuda/device_memory.h"
 #include "cuda/events.h"
-#include "cuda/host_state.h"
+#include "cuda/host_ranks.h"
 #include "cuda/kernels.h"
 #include "cuda/mapped_pages.h"
 #include "cuda/own_lead.h"
@@ -23,7 +23,6 @@
 #include "cuda/peer_memory.h"
 #include "cuda/ranges.h"
 #include "cuda/schedule.h"
-#include "cuda/watcher.h"
 #include "group/agreement.h"
 
 namespace ringreduce::cuda {
@@ -71,13 +70,13 @@ struct Communicator::State {
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
   bool isCapturing(cudaStream_t stream);
   void follow(cudaStream_t stream);
-  void entrust(uint64_t number, const Told& told, cudaStream_t stream);
+  void entrust(const Told& told, cudaStream_t stream);
   // Announces the call, lets put(its number) put it into the stream, and leaves it to the watcher.
   template <class Put>
   void dispatch(const Told& told, cudaStream_t stream, Put&& put);
   // Of a call that failed on its way something may be in the stream; and the other ranks, who wait
   // for the rest, are to learn why it does not come.
-  void entrustRest(uint64_t number, const Told& told, cudaStream_t stream);
+  void entrustRest(const Told& told, cudaStream_t stream);
   [[noreturn]] void giveUp(const Error& why, const Label& label);
   // In a kernel that waits for its peers.
   void push(const RankCall& call, const void* kernel, size_t bytes, cudaStream_t stream);
@@ -141,9 +140,9 @@ void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& 
   const uint64_t number = watcher->announce(told.what);
   try {
     put(number);
-    entrust(number, told, stream);
+    entrust(told, stream);
   } catch (const Error& error) {
-    entrustRest(number, told, stream);
+    entrustRest(told, stream);
     giveUp(error, told.label);
   }
 }

@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "base/align.h"
-#include "base/log.h"
+#include "base/bytes.h"
+#include "base/error.h"
 #include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/errors.h"

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "base/bytes.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "cuda/communicator_state.h"
 #include "cuda/driver.h"
 #include "cuda/schedule.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "cuda/driver.h"
 
 namespace ringreduce::cuda {

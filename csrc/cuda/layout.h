@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/device.h"
 #include "transport/shm/flags.h"
 

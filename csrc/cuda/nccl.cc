@@ -14,7 +14,7 @@
 #include <cstdlib>
 #include <utility>
 
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "kernels/reduce.h"
 
@@ -206,7 +206,7 @@ NcclLibrary::~NcclLibrary() = default;
 
 std::shared_ptr<const NcclLibrary> NcclLibrary::load(const std::string& path) {
   constexpr int kMode = RTLD_NOW | RTLD_LOCAL;
-  const std::string asked = path.empty() ? env("RINGREDUCE_NCCL").value_or("") : path;
+  const std::string asked = path.empty() ? ringreduce::Config::read().nccl.get() : path;
   const std::string name = asked.empty() ? kLibrary : asked;
   void* handle = nullptr;
   if (asked.empty()) {
@@ -249,7 +249,7 @@ std::string NcclLibrary::whyNoSharedGpu() const {
   if (version_ < kFirstToShareGpus)
     return description() + " refuses ranks that share a GPU: name a libnccl.so.2 of version " +
            versionText(kFirstToShareGpus) + " or newer with RINGREDUCE_NCCL";
-  if (env(kSharingVariable) != "1")
+  if (!ringreduce::Config::read().nccl_shares_gpus)
     return description() + " takes ranks that share a GPU only with " + kSharingVariable +
            "=1: set it before the program starts";
   return "";

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "cuda/device.h"
 #include "cuda/errors.h"
 #include "cuda/peer_trial.h"
@@ -158,10 +158,10 @@ bool PeerMemory::State::hasClosed(int r) const {
 // Whether all processes but this one have closed what they had of this rank.
 bool PeerMemory::State::awaitClosed(Nanos patience) const {
   const auto late = [&] {
-    std::vector<Presence> presence(residents.size(), Presence::kHere);
-    if (const auto g = group.lock()) presence = g->presence();
+    std::vector<PeerState> states(residents.size());
+    if (const auto g = group.lock()) states = g->states();
     for (int r = 0; r < static_cast<int>(residents.size()); ++r)
-      if (presence[static_cast<size_t>(r)] != Presence::kEnded && !hasClosed(r)) return true;
+      if (!states[static_cast<size_t>(r)].isLost() && !hasClosed(r)) return true;
     return false;
   };
   const Nanos deadline = deadlineIn(patience);

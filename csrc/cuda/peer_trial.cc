@@ -7,8 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "base/align.h"
-#include "base/hash.h"
+#include "base/bytes.h"
 #include "cuda/outcome.h"
 #include "cuda/same_process.h"
 #include "group/exchange_fds.h"

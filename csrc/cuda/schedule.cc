@@ -1,7 +1,7 @@
 // The steps of the direct schedule, rank by rank.
 #include "cuda/schedule.h"
 
-#include "base/align.h"
+#include "base/bytes.h"
 
 namespace ringreduce::cuda {
 namespace {

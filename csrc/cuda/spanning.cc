@@ -1,96 +1,77 @@
 // Making it, and what is looked after.  The calls are in spanning_calls.cc.
-#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-#include "base/log.h"
-#include "base/text.h"
-#include "bootstrap/meeting.h"
+#include "base/error.h"
 #include "cuda/spanning_state.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 namespace {
 
-// How long a rank of this host may be gone before it is blamed for what is under way: it may have
-// done its part and left.
-constexpr Nanos kGrace = kSecond;
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
-
-NcclId idOf(const std::string& text) {
-  NcclId id;
-  if (!fromHex(text, id.data(), id.size()))
-    throw Error(Failure::kSetup, "the store holds something else where NCCL's id should be");
-  return id;
-}
 
 }  // namespace
 
 // ---- making it
 
-Spanning::State::State(std::shared_ptr<Store> with, const Hosts& of, std::shared_ptr<Group> here,
-                       std::shared_ptr<Plane> plane, int on, const GroupOptions& wanted)
-    : store(std::move(with)),
+Spanning::State::State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
+                       std::shared_ptr<Plane> plane, int on)
+    : group(std::move(all)),
       hosts(of),
-      group(std::move(here)),
+      host_group(std::move(here)),
       local(std::move(plane)),
       device(on),
-      options(wanted),
       hierarchical(of.even() && of.neighbours().size() > 1),
-      rail(hierarchical ? of.placeOf(of.rank()) : 0),
-      name(of.who(of.rank())) {
+      rail(hierarchical ? of.placeOf(of.rank()) : 0) {
   const OnDevice here_now(device);
   segment = Segment::create(4096);
   signals = registerSegment(device, segment);
   counters = allocate(device, sizeof(Local));
   Stream(device).zero(counters->data(), sizeof(Local));
+  join();
+  RemoteRanks::Hooks hooks{.transport_error = [this] { return ncclError(); },
+                           .check_host = [this] { checkHost(); },
+                           .poison = [this] { spoil(); },
+                           .end_waits = [this](const std::string& why) { endWaits(why); }};
+  watcher = std::make_unique<Watcher>(*group, std::make_unique<RemoteRanks>(*group, hooks));
+}
 
-  const auto library = NcclLibrary::load();
-  const NcclId id = agreeOnId(*library);
+// Makes the communicators of NCCL, one for each rail.
+void Spanning::State::join() {
+  std::shared_ptr<const NcclLibrary> library;
+  NcclId id{};
+  agreeOnStatus(*group, [&] {
+    library = NcclLibrary::load();
+    if (hosts.rank() == maker()) id = library->makeId();
+  });
+  id = gatherEach(*group, id)[static_cast<size_t>(maker())];
   const int size = hierarchical ? hosts.count() : hosts.size();
   const int rank = hierarchical ? hosts.hostOf(hosts.rank()) : hosts.rank();
-  try {
-    ring = NcclRing::join(library, id, rank, size, device, options.timeout, [this] {
-      if (options.interrupt) options.interrupt();
-      group->checkHealth();
-    });
-  } catch (const Error& error) {
-    throw Error(error.kind(), name + ": " + error.what());
-  }
-  if (hosts.rank() == maker()) store->remove(idKey());  // all have joined with it
-  watcher = std::make_unique<FarWatcher>(
-      store, hosts, options,
-      FarOptions{.probe = [this] { return probe(); },
-                 .let_go = [this](const std::string& why) { letGo(why); }});
-}
-
-NcclId Spanning::State::agreeOnId(const NcclLibrary& library) {
-  if (hosts.rank() == maker()) {
-    const NcclId id = library.makeId();
-    store->set(idKey(), hexText(id));
-    return id;
-  }
-  const Stopwatch stopwatch(options);
-  for (;;) {
-    if (const auto text = store->get(idKey())) return idOf(*text);
-    if (stopwatch.over())
-      throw Error(Failure::kTimeout, hosts.who(maker()) +
-                                         " had come, but did not start NCCL's part of group '" +
-                                         options.name + "'; noticed by " + name);
-    if (options.interrupt) options.interrupt();
+  const auto meanwhile = [this] {
+    constexpr char kDoing[] = "while NCCL connected the GPUs of several hosts";
+    group->interrupt(kDoing);
     group->checkHealth();
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    const std::vector<PeerState> states = group->states();
+    for (int r = 0; r < group->size(); ++r)
+      if (!states[static_cast<size_t>(r)].isHere()) group->failLost(r, kDoing);
+  };
+  try {
+    ring = NcclRing::join(library, id, rank, size, device, group->timeout(), meanwhile);
+  } catch (const Error& error) {
+    if (group->failed()) throw;
+    throw Error(error.kind(), group->who(group->rank()) + ": " + error.what());
   }
 }
 
-std::shared_ptr<Spanning> Spanning::create(std::shared_ptr<Store> store, const Hosts& hosts,
-                                           std::shared_ptr<Group> group,
-                                           std::shared_ptr<Plane> local, int device,
-                                           const GroupOptions& options) {
+std::shared_ptr<Spanning> Spanning::create(std::shared_ptr<Group> group, const Hosts& hosts,
+                                           std::shared_ptr<Group> host_group,
+                                           std::shared_ptr<Plane> local, int device) {
   return std::shared_ptr<Spanning>(new Spanning(std::make_unique<State>(
-      std::move(store), hosts, std::move(group), std::move(local), device, options)));
+      std::move(group), hosts, std::move(host_group), std::move(local), device)));
 }
 
 Spanning::Spanning(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -104,7 +85,7 @@ Spanning::~Spanning() {
     return;
   }
   if (!s.watcher->settle(kPatience)) {
-    log(s.name + " leaves GPU memory of group '" + s.options.name +
+    log(s.group->who(s.group->rank()) + " leaves GPU memory of group '" + s.group->options().name +
         "' to the end of the process: GPU operations that may touch it are still under way");
     state_.release()->watcher.reset();
   }
@@ -117,59 +98,48 @@ size_t Spanning::bytes() const {
   return state_->local->bytes() + state_->ring->bytes() + state_->counters->bytes();
 }
 
-// ---- what is looked after, in threads of the watcher
+// ---- for the watchdog
 
 std::string causeOf(const std::string& text) {
-  return text.substr(0, text.find("; noticed by rank"));
+  const std::string cause = text.substr(0, text.find("; noticed by rank"));
+  return cause.substr(0, cause.find(", in group '"));
 }
 
-std::optional<FarTrouble> Spanning::State::probe() {
+void Spanning::State::checkHost() {
   try {
     local->check();
+    host_group->checkHealth();
   } catch (const Error& error) {
-    return FarTrouble{error.kind(), causeOf(error.what())};
+    group->fail(error.kind(), hosts.rank(), causeOf(error.what()));
   }
-  const std::vector<Presence> presence = group->presence();
-  const auto gone = std::find(presence.begin(), presence.end(), Presence::kEnded);
-  if (gone == presence.end()) {
-    gone_since = 0;
-  } else {
-    if (gone_since == 0) gone_since = now();
-    if (now() - gone_since >= kGrace)
-      return FarTrouble{Failure::kPeerLost,
-                        group->who(static_cast<int>(gone - presence.begin())) + " is lost: " +
-                            group->howLost(static_cast<int>(gone - presence.begin())) +
-                            " during a GPU operation of group '" + options.name + "'"};
-  }
+}
+
+std::string Spanning::State::ncclError() {
   try {
     ring->check();
+    return "";
   } catch (const Error& error) {
     const int size = hierarchical ? hosts.count() : hosts.size();
     const auto beside = [&](int step) {
-      if (!hierarchical) return hosts.who((hosts.rank() + step + size) % size);
+      if (!hierarchical) return group->who((hosts.rank() + step + size) % size);
       const int host = (hosts.hostOf(hosts.rank()) + step + size) % size;
-      return hosts.who(hosts.ranksOn(host)[static_cast<size_t>(rail)]);
+      return group->who(hosts.ranksOn(host)[static_cast<size_t>(rail)]);
     };
-    return FarTrouble{error.kind(),
-                      "NCCL failed at " + name + ", between " + beside(-1) + " and " + beside(1) +
-                          ", and does not say whether one of these is gone, another rank, or the "
-                          "network: " +
-                          error.what(),
-                      true};
+    return "NCCL failed at " + group->who(hosts.rank()) + ", between " + beside(-1) + " and " +
+           beside(1) +
+           ", and does not say whether one of these is gone, another rank, or the network: " +
+           error.what();
   }
-  return std::nullopt;
 }
 
-void Spanning::State::letGo(const std::string& why) {
-  // First what makes kernels spoil outputs, then what lets them go on.
-  spoil();
+void Spanning::State::endWaits(const std::string& why) {
   try {
-    local->abort(why);
+    local->abort(causeOf(why));
   } catch (const Error&) {
     // It had ended before.
   }
-  // A call of NCCL's that never comes back is ended by this as well, though NCCL would rather be
-  // called by one thread at a time.
+  // This also ends a call of NCCL's that never returns, although NCCL should be called by one
+  // thread at a time.
   std::unique_lock lock(calls, std::defer_lock);
   for (const Nanos end = deadlineIn(kCallsEnd); !lock.try_lock() && now() < end;)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,9 +1,8 @@
 // All-reduce between GPUs of several hosts: the plane of a group that spans them.
 //
-//     const Hosts hosts = Hosts::meet(*store, rank, world_size, options);
-//     auto group = Group::ofHost(hosts, *store, options);          // of this host's ranks
-//     auto local = Communicator::create(group, device, ...);
-//     auto plane = Spanning::create(store, hosts, group, local, device, options);
+//     auto group = Group::create(store, rank, world_size, options);   // over several hosts
+//     auto local = Communicator::create(group->local(), device, ...);
+//     auto plane = Spanning::create(group, *group->hosts(), group->local(), local, device);
 //
 // Where all hosts hold the same number of ranks, and more than one, a message is summed inside each
 // host first, so that each rank has a part of it; then between the hosts, each rank's part by a
@@ -14,7 +13,7 @@
 //
 // Elsewhere one ring goes over all ranks, in their order, and gives the bits of the core's ring.
 //
-// It performs all_reduce only.  What goes wrong is told as far_watcher.h has it.  CUDA graphs may
+// It performs all_reduce only.  The watchdog (watcher.h) detects what goes wrong.  CUDA graphs may
 // capture it, as NCCL's own calls; a replay then has no deadline.
 #pragma once
 
@@ -23,8 +22,6 @@
 
 #include "base/clock.h"
 #include "bootstrap/hosts.h"
-#include "bootstrap/options.h"
-#include "bootstrap/store.h"
 #include "cuda/plane.h"
 #include "group/group.h"
 
@@ -32,12 +29,11 @@ namespace ringreduce::cuda {
 
 class Spanning final : public Plane {
  public:
-  // Collective over all ranks.  `local` is the plane of `group`, this host's.  The store is used by
-  // a thread of this one as long as it lives: it should be a connection of its own.  Throws Error.
-  static std::shared_ptr<Spanning> create(std::shared_ptr<Store> store, const Hosts& hosts,
-                                          std::shared_ptr<Group> group,
-                                          std::shared_ptr<Plane> local, int device,
-                                          const GroupOptions& options);
+  // Collective over all ranks of `group`.  `local` is the plane of `host_group`, which holds the
+  // ranks of this host.  Throws Error.
+  static std::shared_ptr<Spanning> create(std::shared_ptr<Group> group, const Hosts& hosts,
+                                          std::shared_ptr<Group> host_group,
+                                          std::shared_ptr<Plane> local, int device);
   ~Spanning() override;
   Spanning(const Spanning&) = delete;
   Spanning& operator=(const Spanning&) = delete;

@@ -23,16 +23,15 @@ void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
   const bool captured = capture != cudaStreamCaptureStatusNone;
   if (captured) s.watcher->stayAwake();
-  const uint64_t number = s.watcher->announce({.count = call.count,
-                                               .kind = Kind::kAllReduce,
-                                               .dtype = call.dtype,
-                                               .op = static_cast<uint8_t>(call.op)});
+  s.watcher->announce({.count = call.count,
+                       .kind = Kind::kAllReduce,
+                       .dtype = call.dtype,
+                       .op = static_cast<uint8_t>(call.op)});
   const auto pending = std::make_shared<State::Pending>();
   try {
     if (captured) {
       // Nothing runs yet, and no event of a capture tells when it will have.
-      const auto always = [] { return true; };
-      s.watcher->entrust(number, s.timeoutOf(call), always, always);
+      s.watcher->entrust(s.timeoutOf(call), [] { return true; });
       s.put(call, stream);
       return;
     }
@@ -42,14 +41,15 @@ void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
     // Before it is put there, since a host that is far ahead waits in the midst of it.  The
     // watcher's threads ask, who shall not make a context on another device.
     s.watcher->entrust(
-        number, s.timeoutOf(call),
-        [begun, device = s.device] {
-          const OnDevice there(device);
-          return begun->isReached();
-        },
+        s.timeoutOf(call),
         [pending, device = s.device] {
           const OnDevice there(device);
           return pending->isOver();
+        },
+        call.label,
+        [begun, device = s.device] {
+          const OnDevice there(device);
+          return begun->isReached();
         });
     s.put(call, stream);
     s.finish(*pending, stream);
@@ -71,10 +71,11 @@ void Spanning::State::finish(Pending& pending, cudaStream_t stream) {
 void Spanning::State::giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
                              cudaStream_t stream) {
   try {
-    // What ended this host's group has been told by it.
-    if (group->failed()) watcher->fail(why.kind(), hosts.rank(), causeOf(why.what()));
-    watcher->fail(Failure::kAborted, hosts.rank(),
-                  name + " gave up: " + why.what() + (call.label ? " (" + call.label() + ")" : ""));
+    // The error of this host's group names the rank to blame.
+    if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
+    group->fail(Failure::kAborted, hosts.rank(),
+                group->who(hosts.rank()) + " gave up: " + why.what() +
+                    (call.label ? " (" + call.label() + ")" : ""));
   } catch (const Error&) {
     spoil();
     try {

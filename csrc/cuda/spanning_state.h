@@ -6,21 +6,20 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 
 #include "base/error.h"
 #include "base/fd.h"
 #include "cuda/communicator_state.h"
-#include "cuda/far_watcher.h"
 #include "cuda/kernels.h"
 #include "cuda/nccl_ring.h"
+#include "cuda/remote_ranks.h"
 #include "cuda/spanning.h"
 #include "transport/shm/segment.h"
 
 namespace ringreduce::cuda {
 
-// What an error's text says before it tells who noticed it.
+// The text of a group's error without what Arbiter adds: the group, who noticed it, what to do.
 std::string causeOf(const std::string& text);
 
 // What the host sets and kernels see.
@@ -30,8 +29,8 @@ struct Signals {
 };
 
 struct Spanning::State {
-  State(std::shared_ptr<Store> with, const Hosts& of, std::shared_ptr<Group> here,
-        std::shared_ptr<Plane> plane, int on, const GroupOptions& wanted);
+  State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
+        std::shared_ptr<Plane> plane, int on);
 
   // The end of a call, which comes into the stream only after the watcher has been told of it.
   class Pending {
@@ -58,12 +57,9 @@ struct Spanning::State {
     bool is_set_ = false;
   };
 
-  std::string idKey() const {
-    return "ringreduce/" + hosts.word() + "/nccl/" + std::to_string(rail);
-  }
   // The first rank of each rail, for the others.
   int maker() const { return hierarchical ? hosts.ranksOn(0)[static_cast<size_t>(rail)] : 0; }
-  NcclId agreeOnId(const NcclLibrary& library);
+  void join();
   void sumInParts(const GpuAllReduce& call, cudaStream_t stream);
   void sumWhole(const GpuAllReduce& call, cudaStream_t stream);
   void between(void* data, size_t count, const GpuAllReduce& call, cudaStream_t stream);
@@ -74,8 +70,9 @@ struct Spanning::State {
                            cudaStream_t stream);
   void follow(cudaStream_t stream);
   void deliver(const GpuAllReduce& call, cudaStream_t stream);
-  std::optional<FarTrouble> probe();
-  void letGo(const std::string& why);
+  std::string ncclError();
+  void checkHost();
+  void endWaits(const std::string& why);
 
   // From now on the end of each call spoils its output.
   void spoil() {
@@ -84,19 +81,17 @@ struct Spanning::State {
   }
   Signals* onDevice() const { return reinterpret_cast<Signals*>(signals->data()); }
   Nanos timeoutOf(const GpuAllReduce& call) const {
-    return call.timeout > 0 ? call.timeout : options.timeout;
+    return call.timeout > 0 ? call.timeout : group->timeout();
   }
 
-  const std::shared_ptr<Store> store;
+  const std::shared_ptr<Group> group;  // over all hosts
   const Hosts hosts;
-  const std::shared_ptr<Group> group;
+  const std::shared_ptr<Group> host_group;
   const std::shared_ptr<Plane> local;
   const int device;
-  const GroupOptions options;
   const int generation = forkGeneration();  // forks before it was made
   const bool hierarchical;
   const int rail;
-  const std::string name;  // of this rank and its process, for messages
 
   std::shared_ptr<Segment> segment;
   MemoryPtr signals;   // a Signals in it
@@ -107,8 +102,7 @@ struct Spanning::State {
   EventPool events;
   std::shared_ptr<Event> last;
   unsigned long long last_stream = 0;  // its number
-  Nanos gone_since = 0;
-  std::unique_ptr<FarWatcher> watcher;  // last: its threads use the rest
+  std::unique_ptr<Watcher> watcher;    // last: its threads use the rest
 };
 
 }  // namespace ringreduce::cuda

@@ -32,7 +32,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "cuda/kernel.h"
 #include "cuda/layout.h"
 

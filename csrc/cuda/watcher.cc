@@ -1,48 +1,34 @@
-// The watcher's rounds.
 #include "cuda/watcher.h"
 
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 
+#include "base/bytes.h"
 #include "base/error.h"
-#include "base/hash.h"
-#include "base/log.h"
 #include "base/op_signature.h"
 #include "base/text.h"
-#include "cuda/ordering.h"
 
 namespace ringreduce::cuda {
 namespace {
 
-// As messages call it.  Its `parts` are none: see communicator_state.h.
+// The signature's `parts` hold a hash of the algorithm (communicator_state.h), not parts.
 std::string textOf(OpSignature what) {
   what.parts = 0;
   return describe(what);
 }
 
-// Between two rounds: short while operations of microseconds come to their end, so that who waits
-// for them does not wait for this thread; longer once they turn out to be long.
+// Between two rounds: short at first, so that the end of a short operation is seen soon.
 constexpr Nanos kShortRound = 50 * kMicrosecond, kLongRound = 2 * kMillisecond;
-constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing entrusted
-// Asking for dead processes costs a system call.
+constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing under way
+// Probes and the search for ended processes cost system calls.
 constexpr Nanos kRollCall = 10 * kMillisecond;
-// What a rank that is gone had put into its stream may still be running for a moment.
-constexpr Nanos kGrace = 200 * kMillisecond;
-
-void set(uint32_t& word, uint32_t value) {
-  std::atomic_ref(word).store(value, std::memory_order_release);
-}
-uint32_t get(uint32_t& word) {
-  return std::atomic_ref(word).load(std::memory_order_acquire);
-}
 
 }  // namespace
 
-Watcher::Watcher(Group& group, std::vector<HostState*> states)
-    : group_(group), states_(std::move(states)), compared_(states_.size()) {
+Watcher::Watcher(Group& group, std::unique_ptr<WatchedRanks> ranks)
+    : group_(group), ranks_(std::move(ranks)) {
   watching_ = std::thread([this] { watch(); });
   collecting_ = std::thread([this] { collect(); });
   for (std::thread* thread : {&watching_, &collecting_})
@@ -59,27 +45,32 @@ Watcher::~Watcher() {
   collecting_.join();
 }
 
+// ---- calls of users' threads
+
 uint64_t Watcher::announce(OpSignature what) {
   group_.checkHealth();
   const std::lock_guard lock(mutex_);
-  const uint64_t number = announced_++;
-  what.sequence = number;
+  what.sequence = announced_++;
   what.history = history_;
   for (uint64_t word :
        {what.count, static_cast<uint64_t>(what.kind), static_cast<uint64_t>(what.dtype),
         static_cast<uint64_t>(what.op), static_cast<uint64_t>(what.root), what.parts})
     history_ = mixed(history_, word);
-  own().announcements[number % kRemembered].set(what);
-  own().announced.publish(number + 1);
-  return number;
+  latest_ = what;
+  ranks_->announce(what);
+  return what.sequence;
 }
 
-void Watcher::entrust(uint64_t number, Nanos timeout, Finished finished, Label label) {
+void Watcher::entrust(Nanos timeout, Reached finished, Label label, Reached begun) {
   {
     const std::lock_guard lock(mutex_);
     if (under_way_.empty()) head_since_ = now();
-    under_way_.push_back({number, announcementOf(group_.rank(), number), timeout,
-                          std::move(finished), std::move(label)});
+    under_way_.push_back({.what = latest_,
+                          .timeout = timeout,
+                          .begun = std::move(begun),
+                          .finished = std::move(finished),
+                          .label = std::move(label)});
+    ranks_->advance(finished_, under_way_);
   }
   changed_.notify_all();
 }
@@ -98,8 +89,8 @@ void Watcher::check() {
   group_.checkHealth();
 }
 
-// False once the deadline has passed.
-bool Watcher::pauseUntil(std::unique_lock<std::mutex>& lock, Nanos deadline) {
+// Returns false once the deadline has passed.
+bool Watcher::pauseUntil(Lock& lock, Nanos deadline) {
   const Nanos left = deadline - now();
   if (left <= 0) return false;
   changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongRound, left)));
@@ -108,7 +99,7 @@ bool Watcher::pauseUntil(std::unique_lock<std::mutex>& lock, Nanos deadline) {
 
 bool Watcher::wait(Nanos longest) {
   const Nanos deadline = deadlineIn(longest);
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!under_way_.empty()) {
     if (!pauseUntil(lock, deadline)) return false;
     lock.unlock();
@@ -122,17 +113,16 @@ bool Watcher::wait(Nanos longest) {
 
 bool Watcher::settle(Nanos longest) {
   const Nanos deadline = deadlineIn(longest);
-  std::unique_lock lock(mutex_);
-  while (!under_way_.empty())
+  Lock lock(mutex_);
+  changed_.notify_all();  // the watching thread may not know yet that the group has failed
+  while (!under_way_.empty() || hasToAbort())
     if (!pauseUntil(lock, deadline)) return false;
   for (int r = 0; r < group_.size(); ++r) {
-    HostState& theirs = *states_[static_cast<size_t>(r)];
-    // In a group that has failed nobody comes to operations any more that it had not come to.
+    // In a failed group, no rank gets to operations that it had not announced.
     const auto is_done = [&] {
-      return theirs.finished.observe() >=
-             (group_.failed() ? theirs.announced.observe() : announced_);
+      return ranks_->isDone(r, group_.failed() ? ranks_->announcedBy(r) : announced_);
     };
-    while (!is_done() && group_.presence()[static_cast<size_t>(r)] != Presence::kEnded)
+    while (!is_done() && !group_.states()[static_cast<size_t>(r)].isLost())
       if (!pauseUntil(lock, deadline)) return false;
   }
   return true;
@@ -141,17 +131,39 @@ bool Watcher::settle(Nanos longest) {
 void Watcher::abort(const std::string& why) {
   group_.abort(why);
   const std::lock_guard lock(mutex_);
-  letGo();
+  release();
 }
 
 // ---- the threads
 
 void Watcher::watch() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!stopping_) {
+    if (hasToAbort()) {
+      aborted_ = true;
+      release();
+      lock.unlock();
+      try {
+        group_.checkHealth();
+      } catch (const Error& error) {
+        ranks_->abort(error.what());
+      }
+      lock.lock();
+    }
     if (under_way_.empty() && !awake_) {
-      changed_.wait(lock, [&] { return stopping_ || awake_ || !under_way_.empty(); });
+      changed_.wait(lock,
+                    [&] { return stopping_ || awake_ || !under_way_.empty() || hasToAbort(); });
       continue;
+    }
+    if (now() >= next_probe_ && !group_.failed()) {
+      next_probe_ = now() + kRollCall;
+      lock.unlock();
+      try {
+        ranks_->probe();
+      } catch (const Error&) {
+        // As in look().
+      }
+      lock.lock();
     }
     look();
     const Nanos pause = under_way_.empty() ? kIdleRound : kLongRound;
@@ -159,10 +171,10 @@ void Watcher::watch() {
   }
 }
 
-// The other thread asks with nothing held: CUDA may not answer while another thread of the process
-// is in a call that waits for the GPU, and the GPU for what letGo() ends.
+// It asks CUDA with no lock held: CUDA may not answer while another thread of the process is in a
+// call that waits for the GPU, and the GPU may wait for what release() ends.
 void Watcher::collect() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   Nanos pause = kShortRound;
   while (!stopping_) {
     if (under_way_.empty()) {
@@ -170,26 +182,36 @@ void Watcher::collect() {
       changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
       continue;
     }
-    Finished finished = under_way_.front().finished;
+    Reached begun = under_way_.front().begun_at ? nullptr : under_way_.front().begun;
+    Reached finished = under_way_.front().finished;
     lock.unlock();
-    bool is_finished = false;
+    bool is_begun = false, is_finished = false;
     std::string gpu_error;
     try {
-      is_finished = finished();
+      is_begun = !begun || begun();
+      is_finished = is_begun && finished();
     } catch (const Error& error) {
       gpu_error = error.what();
     }
-    finished = nullptr;
+    begun = finished = nullptr;
     lock.lock();
     if (!gpu_error.empty()) {
       giveUp(gpu_error);
-    } else if (is_finished) {
-      // Nobody shall take for right what ranks disagreed about.
+      continue;
+    }
+    StreamOperation& head = under_way_.front();
+    if (is_begun && head.begun_at == 0) {
+      head.begun_at = now();
+      if (!is_finished) ranks_->advance(finished_, under_way_);
+    }
+    if (is_finished) {
+      // No result of an operation in which ranks differ may be taken for right.
       if (!group_.failed()) look();
-      own().finished.publish(under_way_.front().number + 1);
+      finished_ = under_way_.front().what.sequence + 1;
       under_way_.pop_front();
       head_since_ = now();
-      missed_since_ = 0;
+      lost_since_ = next_report_ = 0;
+      ranks_->advance(finished_, under_way_);
       pause = kShortRound;
       changed_.notify_all();
     } else {
@@ -208,182 +230,113 @@ void Watcher::giveUp(const std::string& why) {
   } catch (const Error&) {
     // As in look().
   }
-  letGo();
+  release();
 }
 
-// One round.  Errors are the group's: whoever calls it next raises them.
+// One round.  Errors are the group's: the next call of the group's or of this raises them.
 void Watcher::look() {
   try {
     if (!group_.failed()) {
       compare();
-      blameKernel();
-      blameAbsent();
-      blameStream();
+      checkDeadlines();
+      checkPresence();
     }
   } catch (const Error&) {
-    // The group has ended now, and says why to all who ask it.
+    // The group has failed now.
   }
-  if (group_.failed()) letGo();
+  if (group_.failed()) release();
 }
 
-// Ends every wait of this rank's kernels and streams.  First all ranks are told: a stream that goes
-// on without what it waited for tells its peers that its part is done, and their outputs must be
-// spoilt although their own watchers have not looked yet.
-void Watcher::letGo() {
-  for (HostState* state : states_) publishWord(state->abort, 1);
-  for (HostState::Line& line : own().words) set(line.word, kReleased);
+// With the lock held.
+void Watcher::release() {
+  ranks_->release();
+  changed_.notify_all();
 }
 
-bool Watcher::hasAnnounced(int r, uint64_t number) const {
-  return states_[static_cast<size_t>(r)]->announced.observe() > number;
-}
-
-OpSignature Watcher::announcementOf(int r, uint64_t number) const {
-  return states_[static_cast<size_t>(r)]->announcements[number % kRemembered].get();
-}
-
-// " (DDP bucket 2)", or "" for what has no label or is no longer under way.
+// " (DDP bucket 2)"; "" without a label or if the operation has finished.
 std::string Watcher::labelOf(uint64_t number) const {
-  for (const Operation& operation : under_way_)
-    if (operation.number == number && operation.label) return " (" + operation.label() + ")";
+  for (const StreamOperation& operation : under_way_)
+    if (operation.what.sequence == number && operation.label) return " (" + operation.label() + ")";
   return "";
 }
 
-// ---- disagreement
+// ---- what may be wrong
 
 void Watcher::compare() {
-  for (int r = 0; r < group_.size(); ++r) {
-    if (r == group_.rank()) continue;
-    uint64_t& n = compared_[static_cast<size_t>(r)];
-    const uint64_t theirs = states_[static_cast<size_t>(r)]->announced.observe();
-    const uint64_t both = std::min(theirs, announced_), ahead = std::max(theirs, announced_);
-    // What is no longer there is vouched for by the next announcement's history.
-    if (ahead > kRemembered - 1) n = std::max(n, std::min(both, ahead - (kRemembered - 1)));
-    for (; n < both; ++n) {
-      const OpSignature ours = announcementOf(group_.rank(), n), other = announcementOf(r, n);
-      // It may have been written over while it was read.
-      if (states_[static_cast<size_t>(r)]->announced.observe() >= n + kRemembered) break;
-      if (ours == other) continue;
-      const bool later = ours.history != other.history;
-      const bool elsewhere = ours.kind == other.kind && ours.parts != other.parts;
-      group_.fail(Failure::kMismatch, r,
-                  std::string("ranks disagree on ") + (later ? "an operation before " : "") +
-                      "GPU operation #" + std::to_string(n) + ": " + group_.who(group_.rank()) +
-                      " calls " + textOf(ours) + labelOf(n) + ", " + group_.who(r) + " calls " +
-                      textOf(other) +
-                      (elsewhere ? ", by another algorithm or in other registered memory" : ""));
-    }
-  }
+  const auto found = ranks_->findDifference(under_way_);
+  if (!found) return;
+  const auto& [rank, ours, theirs] = *found;
+  const bool earlier = ours.history != theirs.history;
+  const bool elsewhere = ours.kind == theirs.kind && ours.parts != theirs.parts;
+  group_.fail(Failure::kMismatch, rank,
+              std::string("ranks disagree on ") + (earlier ? "an operation before " : "") +
+                  "GPU operation #" + std::to_string(ours.sequence) + ": " +
+                  group_.who(group_.rank()) + " calls " + textOf(ours) + labelOf(ours.sequence) +
+                  ", " + group_.who(rank) + " calls " + textOf(theirs) +
+                  (elsewhere ? ", by another algorithm or in other registered memory" : ""));
 }
 
-// ---- deadlines
+void Watcher::checkDeadlines() {
+  const auto late = ranks_->findLate(under_way_);
+  if (!late) return;
+  const auto [culprit, text] = laggards(late->what, late->waited_for);
+  group_.fail(Failure::kTimeout, culprit,
+              text + ": GPU " + textOf(late->what) + " timed out after a timeout of " +
+                  seconds(late->timeout) + late->where + labelOf(late->what.sequence));
+}
 
-// Who keeps an operation waiting, in words: those who have not come to it, or else who is waited
-// for.
-std::string Watcher::laggards(uint64_t number, int waited_for, int& culprit) const {
+// The ranks for which an operation waits: those that have not announced it, or else a stopped one,
+// or else the one whose part is missing.
+WatchedRanks::Blame Watcher::laggards(const OpSignature& what, int waited_for) const {
   std::vector<int> absent;
   uint64_t least = UINT64_MAX;
   for (int r = 0; r < group_.size(); ++r) {
-    const uint64_t come = states_[static_cast<size_t>(r)]->announced.observe();
-    if (r == group_.rank() || come > number || come > least) continue;
-    if (come < least) absent.clear();
-    least = come;
+    const uint64_t announced = ranks_->announcedBy(r);
+    if (r == group_.rank() || announced > what.sequence || announced > least) continue;
+    if (announced < least) absent.clear();
+    least = announced;
     absent.push_back(r);
   }
-  if (!absent.empty()) {
-    culprit = absent.front();
-    return group_.whereabouts(absent) + " did not arrive";
-  }
-  // All have come, and whoever is waited for may itself wait for another: for one that is stopped.
+  if (!absent.empty()) return {absent.front(), group_.whereabouts(absent) + " did not arrive"};
+  // Before the rank that is waited for, since that one may itself wait for a stopped rank.
   const std::vector<int> stopped = group_.stopped();
-  culprit = stopped.empty() ? waited_for : stopped.front();
-  if (!stopped.empty()) return group_.whereabouts(stopped) + " came, and then stood still";
-  return group_.whereabouts({waited_for}) +
-         " came, but did not do its part (or could not, for want of another's)";
+  if (!stopped.empty())
+    return {stopped.front(), group_.whereabouts(stopped) + " came, and then stood still"};
+  return ranks_->blameForDelay(what, waited_for);
 }
 
-void Watcher::timedOut(const OpSignature& what, Nanos timeout, int waited_for,
-                       const std::string& where) {
-  int culprit = waited_for;
-  const std::string late = laggards(what.sequence, waited_for, culprit);
-  group_.fail(Failure::kTimeout, culprit,
-              late + ": GPU " + textOf(what) + " timed out after a timeout of " + seconds(timeout) +
-                  where + labelOf(what.sequence));
-}
-
-// What this rank's kernels found.
-void Watcher::blameKernel() {
-  Trouble& trouble = own().trouble;
-  if (observeWord(trouble.cause) != static_cast<uint64_t>(Cause::kTimeout)) return;
-  OpSignature what = announcementOf(group_.rank(), trouble.operation);
-  Nanos timeout = group_.timeout();
-  for (const Operation& operation : under_way_)
-    if (operation.number == trouble.operation) timeout = operation.timeout;
-  timedOut(what, timeout, trouble.peer,
-           " (channel " + std::to_string(trouble.channel) + ", step " +
-               std::to_string(trouble.step) + ")");
-}
-
-// Ranks that are gone and are missed, and reports of waits that take long.
-void Watcher::blameAbsent() {
+// Fails the group if a rank is lost that an operation needs, and logs waits that take long.
+void Watcher::checkPresence() {
   const Nanos time = now();
   if (time < next_roll_call_) return;
   next_roll_call_ = time + kRollCall;
   if (under_way_.empty() && !awake_) return;
-  const std::vector<Presence> presence = group_.presence();
-  const auto is_gone = [](Presence p) { return p != Presence::kHere; };
-  const auto gone = std::find_if(presence.begin(), presence.end(), is_gone);
-  if (gone == presence.end()) {
-    missed_since_ = 0;
-  } else if (!under_way_.empty() || *gone == Presence::kEnded) {
-    const int r = static_cast<int>(gone - presence.begin());
-    const bool came = under_way_.empty() || hasAnnounced(r, under_way_.front().number);
-    if (missed_since_ == 0) missed_since_ = time;
-    if (!came || time - missed_since_ >= kGrace)
-      group_.failLost(r, under_way_.empty() ? "while CUDA graphs of the group were in use"
-                                            : (came ? "during GPU " : "before it came to GPU ") +
-                                                  textOf(under_way_.front().what) +
-                                                  labelOf(under_way_.front().number));
+  const std::vector<PeerState> states = group_.states();
+  const auto gone = std::ranges::find_if_not(states, &PeerState::isHere);
+  if (gone == states.end()) {
+    lost_since_ = 0;
+  } else if (!under_way_.empty() || gone->isLost()) {
+    const int r = static_cast<int>(gone - states.begin());
+    const bool idle = under_way_.empty();
+    const bool came = idle || ranks_->mayHaveCome(r, under_way_.front().what.sequence);
+    if (lost_since_ == 0) lost_since_ = time;
+    if (time - lost_since_ >= ranks_->lossPatience(came)) {
+      if (idle) group_.failLost(r, "while CUDA graphs of the group were in use");
+      const OpSignature& what = under_way_.front().what;
+      group_.failLost(r, (came ? "during GPU " : "before it came to GPU ") + textOf(what) +
+                             labelOf(what.sequence));
+    }
   }
-  if (under_way_.empty()) return;
-  const Nanos stall = group_.options().stall;
-  if (time - head_since_ < stall || time < next_report_) return;
+  if (!under_way_.empty()) reportStall(time);
+}
+
+void Watcher::reportStall(Nanos time) {
+  if (time - head_since_ < group_.options().stall || time < next_report_) return;
   next_report_ = time + std::max(time - head_since_, kSecond);
-  int culprit = missingWord(under_way_.front().what);
-  const std::string late = laggards(under_way_.front().number, culprit, culprit);
+  const OpSignature& what = under_way_.front().what;
   log("rank " + group_.options().shown(group_.rank()) + " of group '" + group_.options().name +
-      "' has had GPU " + textOf(under_way_.front().what) + " in its stream for " +
-      seconds(time - head_since_) + labelOf(under_way_.front().number) + ": " + late);
-}
-
-// A peer whose word this rank's stream waits for; some peer if it waits for none.  Of a broadcast
-// everybody waits for its root, and the root for those who read it to be done.
-int Watcher::missingWord(const OpSignature& what) const {
-  const bool is_root = what.root == group_.rank();
-  if (what.root != kNoRoot && !is_root) return what.root;
-  for (Word word : {Word::kReady, Word::kDone})
-    for (int r = 0; r < group_.size() && !(is_root && word == Word::kReady); ++r)
-      if (r != group_.rank() && get(own().words[wordIndex(word, r, group_.size())].word) == 0)
-        return r;
-  return (group_.rank() + 1) % group_.size();
-}
-
-// The direct schedule's deadline: its stream has begun, and has not come to an end since.
-void Watcher::blameStream() {
-  const uint64_t delivered = observeWord(own().delivered);
-  const Nanos time = now();
-  const bool busy = get(own().busy) != 0;
-  if (!busy || !was_busy_ || delivered != delivered_) {
-    was_busy_ = busy;
-    delivered_ = delivered;
-    delivered_since_ = time;
-    return;
-  }
-  const Nanos timeout = under_way_.empty() ? group_.timeout() : under_way_.front().timeout;
-  if (time - delivered_since_ < timeout) return;
-  const OpSignature what =
-      under_way_.empty() ? announcementOf(group_.rank(), announced_ - 1) : under_way_.front().what;
-  timedOut(what, timeout, missingWord(what), "");
+      "' has had GPU " + textOf(what) + " in its stream for " + seconds(time - head_since_) +
+      labelOf(what.sequence) + ": " + laggards(what, -1).text);
 }
 
 }  // namespace ringreduce::cuda

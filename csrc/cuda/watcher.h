@@ -1,106 +1,160 @@
-// Who looks after a rank's GPU work once it is in a stream: deadlines, dead ranks, disagreements.
+// The watchdog of a rank's GPU operations: deadlines, lost ranks, mismatches.
 //
-// A host that has put work into a stream is free to do something else, so there are two threads.
-// They sleep while nothing is under way.  While something is, one asks whether it is done; the
-// other looks every few milliseconds for what the GPU cannot tell by itself, ends the group with an
-// error that names the rank, and then lets go of everything that still waits: kernels by the abort
-// word, streams by releasing the words they wait for, again and again until the last operation has
-// left its stream, since a peer's write that was already queued may take a release back.  The
-// second calls nothing that could wait for the GPU.
+// A host that has put work into a stream goes on, so two threads look after that work.  They sleep
+// while nothing is under way.  Otherwise one asks CUDA whether operations are done.  The other
+// checks every few milliseconds what the GPU cannot detect by itself, fails the group with an error
+// that names the rank, and then ends everything that still waits.  This second thread makes no call
+// that could wait for the GPU, except to end a group that has failed.
 //
-// It knows no CUDA: an operation is a number, what it is, and a function that says whether it is
-// done.  So it is tested without a GPU.
+// The group knows which ranks are alive, and keeps the one error of all ranks (group/group.h).
+// WatchedRanks knows the progress of the other ranks.  It has one implementation for ranks that
+// share memory (host_ranks.h) and one for ranks of several hosts (remote_ranks.h).
+//
+// It makes no CUDA call itself, so it is tested without a GPU.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/clock.h"
-#include "cuda/host_state.h"
 #include "group/group.h"
 
 namespace ringreduce::cuda {
 
-class Watcher {
- public:
-  // Whether an operation has left its stream.  Throws Error if the GPU has failed.
-  using Finished = std::function<bool()>;
-  // What stands in parentheses behind errors about an operation (plane.h).  May be null; does not
-  // throw, and calls nothing here.
+// An operation that this rank has put into a stream.
+struct StreamOperation {
+  // Whether the stream has reached a point.  Throws Error if the GPU has failed.
+  using Reached = std::function<bool()>;
+  // Stands in parentheses behind errors about an operation (plane.h).  May be null; does not throw,
+  // and must not call the watchdog.
   using Label = std::function<std::string()>;
 
-  // `states` by rank.  It writes to its own, and tells the others to give up when the group has
-  // failed.
-  Watcher(Group& group, std::vector<HostState*> states);
+  OpSignature what;  // its sequence is the operation's number
+  Nanos timeout = 0;
+  Reached begun, finished;  // `begun` may be null
+  Label label;
+  Nanos begun_at = 0;
+};
+
+// The other ranks, as the watchdog sees them, and the waits that it can end.
+class WatchedRanks {
+ public:
+  using Operations = std::deque<StreamOperation>;  // of this rank, unfinished, the oldest first
+  struct Difference {
+    int rank;
+    OpSignature ours, theirs;
+  };
+  struct Late {
+    OpSignature what;
+    Nanos timeout;
+    int waited_for = -1;     // the rank whose part is missing, if known
+    std::string where = {};  // " (channel 2, step 7)"
+  };
+  struct Blame {
+    int culprit;
+    std::string text;
+  };
+
+  virtual ~WatchedRanks() = default;
+
+  // The watchdog holds its lock during these calls.  None of them waits.
+
+  // Publishes that this rank announces an operation, and how far its streams are: `finished` is the
+  // number of operations that have left them.
+  virtual void announce(const OpSignature& what) = 0;
+  virtual void advance(uint64_t finished, const Operations& under_way) = 0;
+
+  // The number of operations announced by that rank; ~0 if it is not known.
+  virtual uint64_t announcedBy(int rank) const = 0;
+  // Whether a rank that is lost now may have announced the operation of this number.
+  virtual bool mayHaveCome(int rank, uint64_t number) const = 0;
+  // Whether that rank's first `operations` no longer use this rank's memory.
+  virtual bool isDone(int rank, uint64_t operations) const = 0;
+
+  // An operation that another rank announced differently.
+  virtual std::optional<Difference> findDifference(const Operations& under_way) = 0;
+  // An operation whose deadline has passed.
+  virtual std::optional<Late> findLate(const Operations& under_way) = 0;
+  // Which rank to blame for an operation to which all ranks have come; the text follows "GPU
+  // operation is late because ".
+  virtual Blame blameForDelay(const OpSignature& what, int waited_for) const = 0;
+  // How long to wait after a rank was lost: the operation may still complete.  `came`: whether that
+  // rank may have announced it.
+  virtual Nanos lossPatience(bool came) const = 0;
+
+  // Called again and again once the group has failed, until nothing is under way: ends waits.
+  virtual void release() = 0;
+
+  // These two are called in the watchdog's thread without the lock.
+
+  // Checks what can fail besides ranks; called often while something is under way.
+  virtual void probe() {}
+  // Called once when the group has failed.  May wait.
+  virtual void abort(const std::string& why) { (void)why; }
+};
+
+class Watcher {
+ public:
+  using Reached = StreamOperation::Reached;
+  using Label = StreamOperation::Label;
+
+  Watcher(Group& group, std::unique_ptr<WatchedRanks> ranks);
   ~Watcher();
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
 
-  // The next operation: announces it to the others and returns its number.  Throws the group's
+  // Announces the next operation to the other ranks and returns its number.  Throws the group's
   // error.
   uint64_t announce(OpSignature what);
-  // It is in its stream.
-  void entrust(uint64_t number, Nanos timeout, Finished finished, Label label = {});
+  // The operation that was announced last is in its stream, or will be.
+  void entrust(Nanos timeout, Reached finished, Label label = {}, Reached begun = {});
   // From now on operations may run that no host is told of (a CUDA graph's): never sleep for long.
   void stayAwake();
 
   // Throws the group's error, if there is one by now.
   void check();
-  // Waits, in a user's thread, until all that was entrusted is done; false if `longest` goes by
-  // first. Throws; Ctrl-C fails the group.
+  // Waits, in a user's thread, until all operations are done; returns false after `longest`.
+  // Throws; Ctrl-C fails the group.
   bool wait(Nanos longest);
-  // For destructors: waits until what was entrusted here is done, and then until every rank that is
-  // still there is done with the same operations, so that none of them touches this rank's memory
-  // any more.  Does not throw; false if `longest` went by first.
+  // For destructors: waits until this rank's operations are done, and then until no operation of a
+  // remaining rank uses this rank's memory.  Does not throw; returns false after `longest`.
   bool settle(Nanos longest);
   void abort(const std::string& why);
 
  private:
-  struct Operation {
-    uint64_t number;
-    OpSignature what;
-    Nanos timeout;
-    Finished finished;
-    Label label;
-  };
+  using Lock = std::unique_lock<std::mutex>;
 
-  HostState& own() const { return *states_[static_cast<size_t>(group_.rank())]; }
   void watch();
   void collect();
   void giveUp(const std::string& why);
   void look();
-  void letGo();
-  bool pauseUntil(std::unique_lock<std::mutex>& lock, Nanos deadline);
   void compare();
-  void blameKernel();
-  void blameAbsent();
-  void blameStream();
-  [[noreturn]] void timedOut(const OpSignature& what, Nanos timeout, int waited_for,
-                             const std::string& where);
-  std::string laggards(uint64_t number, int waited_for, int& culprit) const;
-  bool hasAnnounced(int r, uint64_t number) const;
-  OpSignature announcementOf(int r, uint64_t number) const;
+  void checkDeadlines();
+  void checkPresence();
+  void reportStall(Nanos time);
+  void release();
+  bool hasToAbort() const { return !aborted_ && group_.failed(); }
+  bool pauseUntil(Lock& lock, Nanos deadline);
+  WatchedRanks::Blame laggards(const OpSignature& what, int waited_for) const;
   std::string labelOf(uint64_t number) const;
-  int missingWord(const OpSignature& what) const;
 
   Group& group_;
-  const std::vector<HostState*> states_;
+  const std::unique_ptr<WatchedRanks> ranks_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;  // something was entrusted, or has ended
-  std::deque<Operation> under_way_;
-  uint64_t announced_ = 0, history_ = 0;
-  std::vector<uint64_t> compared_;  // by rank: operations found to be the same as ours
-  Nanos head_since_ = 0;            // when the oldest operation became the oldest
-  Nanos next_report_ = 0, next_roll_call_ = 0, missed_since_ = 0;
-  uint64_t delivered_ = 0;  // as last seen, and since when it has stood still
-  bool was_busy_ = false;
-  Nanos delivered_since_ = 0;
-  bool awake_ = false, stopping_ = false;
+  std::condition_variable changed_;  // an operation was added or has ended, or the group has
+  WatchedRanks::Operations under_way_;
+  OpSignature latest_;
+  uint64_t announced_ = 0, finished_ = 0, history_ = 0;
+  Nanos head_since_ = 0;  // when the oldest operation became the oldest
+  Nanos next_report_ = 0, next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
+  bool awake_ = false, aborted_ = false, stopping_ = false;
   std::thread watching_, collecting_;
 };
 

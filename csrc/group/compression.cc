@@ -9,11 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/clock.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/hash.h"
-#include "base/log.h"
 #include "kernels/message.h"
 
 namespace ringreduce {

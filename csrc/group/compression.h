@@ -20,7 +20,7 @@
 #include "base/clock.h"
 #include "group/auto_tuner.h"
 #include "group/group.h"
-#include "kernels/layout.h"
+#include "kernels/message.h"
 #include "kernels/residuals.h"
 
 namespace ringreduce {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/meeting.h"
 #include "bootstrap/unix_socket.h"
@@ -83,7 +83,7 @@ class FdExchange {
 
   void turn() {
     // Before anything is heard: what a rank that is gone by now has sent is in the socket.
-    const std::vector<Presence> presence = group_.presence();
+    const std::vector<PeerState> states = group_.states();
     for (int r = 0; r < group_.rank(); ++r)
       if (Partner& p = partner(r); !p.heard || !p.sent) converse(r, p);
     // Not all there are: somebody who calls without end shall not keep us from the clock below.
@@ -98,7 +98,7 @@ class FdExchange {
     if (late.empty()) return;
     group_.checkHealth();
     for (int r : late)
-      if (presence[static_cast<size_t>(r)] != Presence::kHere) group_.failLost(r, doing());
+      if (!states[static_cast<size_t>(r)].isHere()) group_.failLost(r, doing());
     lookAtClock(late);
     group_.interrupt(doing());
     std::vector<int> wanted{listener_.get()};

@@ -1,17 +1,17 @@
-// Puts membership, session, wires and executor together.
+// Puts membership, arbiter, wires and executor together.
 #include "group/group.h"
 
 #include <unistd.h>
 
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/error.h"
-#include "bootstrap/hosts.h"
+#include "bootstrap/host_links.h"
 #include "bootstrap/named_store.h"
+#include "bootstrap/rendezvous.h"
 #include "collectives/hierarchy.h"
 #include "group/network.h"
 #include "group/wires.h"
@@ -32,77 +32,38 @@ Patience patienceOf(bool in_users_thread, int world_size) {
 
 }  // namespace
 
-std::shared_ptr<Group> Group::createTogether(Store& store, int rank, int world_size,
-                                             const GroupOptions& options) {
+std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
+                                     const GroupOptions& options) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
-  return std::shared_ptr<Group>(new Group(rank, join(store, rank, world_size, options), options));
-}
-
-namespace {
-
-// Somebody else's entry was taken for rank 0's.
-struct Reconsider {};
-
-// Returns what the hosts know of each other; none if rank 0 was misread, or has given up before it
-// heard of this rank.
-std::optional<Hosts> meet(Store& store, int rank, int size, const GroupOptions& options,
-                          const Apart& apart, Network& network) {
-  // Where the meeting has failed, the table says so before the entry does: so it has one more look.
-  const auto looking = [&, stale = false]() mutable {
-    if (stale) throw Reconsider();
-    stale = rank != 0 && isStale(store, apart);
-  };
-  try {
-    return Hosts::meet(
-        store, rank, size, options, "", [&](const Hosts& hosts) { return network.open(hosts); },
-        looking);
-  } catch (const Reconsider&) {
-    return std::nullopt;
-  } catch (...) {
-    if (rank == 0) {
-      const Reason reason = reasonOf(std::current_exception(), "rank " + options.shown(0));
-      leaveReason(store, apart, reason.kind, reason.text);
-    } else {
-      noteFailure(apart, rank);
-    }
-    throw;
-  }
-}
-
-}  // namespace
-
-std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
-                                     const GroupOptions& options) {
   NamedStore store(users_store, rank, options);
-  for (;;) {
-    try {
-      return createTogether(store, rank, world_size, options);
-    } catch (const Apart& apart) {
-      auto network = std::make_unique<Network>(options);
-      std::optional<Hosts> hosts = meet(store, rank, world_size, options, apart, *network);
-      if (!hosts) continue;
-      if (rank == 0) removeEntry(store);
-      std::shared_ptr<Group> local;
-      Membership neighbours;
-      network->join(*hosts, store, [&](Store& looking) {
-        if (hosts->count() > 1) local = ofHost(*hosts, looking, options);
-        if (Hierarchy::fits(*hosts, network->sharedOptions()))
-          neighbours = hosts->joinNeighbours(looking, options);
-      });
-      return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*hosts),
-                                              std::move(local), std::move(neighbours), options));
-    }
-  }
-}
+  auto links = std::make_unique<HostLinks>(options);
+  Rendezvous met = rendezvous(store, rank, world_size, options,
+                              [&](const Hosts& hosts) { return links->open(hosts); });
+  if (!met.hosts)
+    return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), options));
 
-std::shared_ptr<Group> Group::ofHost(const Hosts& hosts, Store& store,
-                                     const GroupOptions& options) {
-  PartOfStore own = hosts.part(store, "host");
-  return createTogether(own, hosts.placeOf(hosts.rank()),
-                        static_cast<int>(hosts.neighbours().size()), hosts.ofNeighbours(options));
+  const Hosts& hosts = *met.hosts;
+  std::shared_ptr<Group> local;
+  Membership neighbours;
+  links->join(hosts, store, [&](const HostLinks::Turn& turn) {
+    const auto share = [&](const char* purpose) {
+      return shareMemory(hosts.neighbourRanks(purpose, HostLinks::localOptions(hosts), options),
+                         turn);
+    };
+    if (hosts.count() > 1) {
+      GroupOptions local_options = options;
+      local_options.global_ranks = options.shownAs(hosts.neighbours());
+      local_options.together = true;
+      local.reset(new Group(hosts.placeOf(rank), share("group"), local_options));
+    }
+    if (Hierarchy::fits(hosts, links->sharedOptions())) neighbours = share("hierarchy");
+  });
+  auto network = std::make_unique<Network>(std::move(links));
+  return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*met.hosts),
+                                          std::move(local), std::move(neighbours), options));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)
@@ -115,10 +76,10 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       timeout_(options.timeout),
       shared_(membership.options),
       membership_(std::move(membership)),
-      session_(std::make_unique<Session>(rank, seatsOf(membership_), options_)),
-      wires_(wiresInMemory(rank, membership_, *session_)),
+      arbiter_(std::make_unique<Arbiter>(rank, seatsOf(membership_), options_)),
+      wires_(wiresInMemory(rank, membership_, *arbiter_)),
       executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *session_,
+      messenger_(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter_,
                                              *executor_, options_, users_patience_)) {}
 
 Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
@@ -137,11 +98,11 @@ Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::share
       hosts_(std::make_unique<Hosts>(std::move(hosts))),
       network_(std::move(network)),
       local_(std::move(local)),
-      session_(std::make_unique<Session>(rank, network_->seats(*hosts_), options_, network_.get())),
-      wires_(wiresBetween(*network_, *hosts_, shared_, membership_, *session_)),
+      arbiter_(std::make_unique<Arbiter>(rank, network_->seats(*hosts_), options_, network_.get())),
+      wires_(wiresBetween(*network_, *hosts_, shared_, membership_, *arbiter_)),
       closed_first_(network_.get()),
       executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, network_->channels(), *session_, *executor_,
+      messenger_(std::make_unique<Messenger>(rank, network_->channels(), *arbiter_, *executor_,
                                              options_, users_patience_)) {}
 
 void Group::Closes::operator()(Network* network) const {
@@ -157,7 +118,7 @@ Group::~Group() {
     (void)closed_first_.release();
     (void)network_.release();
     new std::shared_ptr<Group>(std::move(local_));
-    (void)session_.release();
+    (void)arbiter_.release();
     new Membership(std::move(membership_));
     return;
   }
@@ -170,7 +131,7 @@ void Group::leave(void (*turn)()) {
   messenger_->stop(turn, timeout_);
   if (network_) network_->handOver(turn, timeout_);
   std::call_once(departed_, [&] {
-    session_->depart(Departure::kGone);
+    arbiter_->depart(Declared::kGone);
     if (network_) network_->leave();
     wires_->close();
   });
@@ -200,14 +161,14 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   try {
     if (operation.before) operation.before();
-    session_->begin(announce(operation, sequence), timeout, in_users_thread);
-    wires_->run(operation, session_->current());
-    session_->end();
+    arbiter_->begin(announce(operation, sequence), timeout, in_users_thread);
+    wires_->run(operation, arbiter_->current());
+    arbiter_->end();
   } catch (const Error&) {
     raised_ = true;
     throw;
   } catch (...) {  // Ctrl-C, or whatever else left the operation half done
-    session_->abort("interrupted in operation #" + std::to_string(sequence));
+    arbiter_->abort("interrupted in operation #" + std::to_string(sequence));
     throw;
   }
   if (operation.after) operation.after();
@@ -279,7 +240,7 @@ bool Group::await(OperationHandle& ticket, Nanos longest) {
   } catch (...) {
     // Ctrl-C.  Whoever gave up may free the buffers, and others wait for an operation that this
     // rank will not finish: so it ends, for all, before anybody goes on.
-    session_->abort("interrupted while it waited for an operation");
+    arbiter_->abort("interrupted while it waited for an operation");
     ticket.wait(kNever, nullptr);
     throw;
   }
@@ -293,62 +254,47 @@ void Group::drain() {
 
 void Group::abort(const std::string& why) {
   refuseInChild();
-  session_->abort(why);
+  arbiter_->abort(why);
   if (local_) local_->abort(why);
 }
 
 void Group::checkHealth() const {
   refuseInChild();
-  session_->check();
+  arbiter_->check();
 }
 
-std::vector<Presence> Group::presence() const {
+std::vector<PeerState> Group::states() const {
   refuseInChild();
-  const std::vector<bool> ended = session_->endedProcesses();
-  std::vector<Presence> all;
-  for (int r = 0; r < size_; ++r) {
-    // Of one that shares no memory messages may still be on their way: whoever asks here waits for
-    // none of them.
-    const PeerState fate = network_ ? session_->stateOf(r) : PeerState::kHere;
-    all.push_back(ended[static_cast<size_t>(r)] || fate >= PeerState::kEnded ? Presence::kEnded
-                  : fate == PeerState::kLeft || session_->departureOf(r) != Departure::kHere
-                      ? Presence::kLeft
-                      : Presence::kHere);
-  }
-  return all;
+  return arbiter_->states();
 }
 
 void Group::fail(Failure kind, int culprit, const std::string& text) {
   refuseInChild();
-  session_->fail(kind, culprit, text);
+  arbiter_->fail(kind, culprit, text);
 }
 
 void Group::failLost(int rank, const std::string& when) {
-  const bool ended = presence()[static_cast<size_t>(rank)] == Presence::kEnded;
-  session_->fail(
-      Failure::kPeerLost, rank,
-      who(rank) +
-          (ended ? " is lost: " + session_->howLost(rank) : std::string(" has left the group")) +
-          " " + when);
+  refuseInChild();
+  arbiter_->failLost(rank, when);
 }
 
 std::vector<int> Group::stopped() const {
   std::vector<int> others;
   for (int r = 0; r < size_; ++r)
     if (r != rank_) others.push_back(r);
-  return session_->stoppedOf(others);
+  return arbiter_->stoppedOf(others);
 }
 
 std::string Group::howLost(int rank) const {
-  return session_->howLost(rank);
+  return arbiter_->howLost(rank);
 }
 
 std::string Group::who(int rank) const {
-  return session_->who(rank);
+  return arbiter_->who(rank);
 }
 
 std::string Group::whereabouts(const std::vector<int>& ranks) const {
-  return session_->whereabouts(ranks);
+  return arbiter_->whereabouts(ranks);
 }
 
 void Group::interrupt(const std::string& doing) {
@@ -356,9 +302,22 @@ void Group::interrupt(const std::string& doing) {
   try {
     options_.interrupt();
   } catch (...) {
-    session_->abort("interrupted " + doing);
+    arbiter_->abort("interrupted " + doing);
     throw;
   }
+}
+
+void Group::publishStreams(const StreamProgress& own) {
+  arbiter_->publishStreams(own);
+}
+
+std::pair<StreamProgress, Nanos> Group::streamsOf(int rank) const {
+  return arbiter_->streamsOf(rank);
+}
+
+void Group::askForStreams(bool at_once) {
+  // The answers need no earlier operations of the group's own.
+  network_->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
 }
 
 const HostRing* Group::ring() const {

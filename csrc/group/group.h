@@ -12,12 +12,14 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "base/executor.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/store.h"
 #include "group/operation.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "p2p/messenger.h"
 
 namespace ringreduce {
@@ -32,12 +34,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // Collective.  Returns when all ranks have joined, on one host or several.  Throws Error.
   static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
                                        const GroupOptions& options);
-  // The same for the ranks of this host, once all have met.
-  static std::shared_ptr<Group> ofHost(const Hosts& hosts, Store& store,
-                                       const GroupOptions& options);
-  // The same for ranks that are known to be on one host.
-  static std::shared_ptr<Group> createTogether(Store& store, int rank, int world_size,
-                                               const GroupOptions& options);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -84,11 +80,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void checkHealth() const;
   // The state of each rank.  Data of a rank that ended is in memory by now, so look for it once
   // more before you report that rank as lost.
-  std::vector<Presence> presence() const;
+  std::vector<PeerState> states() const;
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
-  // Why a rank is kEnded: "its process ended".
+  // Why a rank is lost: "its process ended".
   std::string howLost(int rank) const;
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".
@@ -102,6 +98,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // the interrupt's exception.
   void interrupt(const std::string& doing);
   const GroupOptions& options() const { return options_; }
+
+  // ---- the progress of GPU streams, where ranks do not share memory
+
+  // What other ranks learn of this rank when they ask.
+  void publishStreams(const StreamProgress& own);
+  // As last heard of that rank, and when (0: never).
+  std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
+  // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
+  // also if they have just been asked, and ranks with nothing new do not answer again.
+  void askForStreams(bool at_once);
 
   // Runs queued operations, sends posted messages, leaves the group and ends its threads; then does
   // the same with `local`.  Further calls are refused.
@@ -118,10 +124,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // How each rank on another host is reached, one line each.
   std::vector<std::string> routes() const;
 
-  bool failed() const { return session_->failed(); }
+  bool failed() const { return arbiter_->failed(); }
   // Whether an operation has ended with an Error.  Set before the operation completes.
   bool hasRaised() const { return raised_; }
-  Failure failure() const { return session_->failure(); }  // kNone if it has not failed
+  Failure failure() const { return arbiter_->failure(); }  // kNone if it has not failed
   uint64_t operations() const { return submitted_; }       // the sequence number of the next one
   size_t stagingBytes() const;
   // Bytes that collectives have written to sockets; 0 inside a host.
@@ -152,9 +158,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Hosts> hosts_;
   std::unique_ptr<Network> network_;  // to the other ranks
   std::shared_ptr<Group> local_;
-  std::unique_ptr<Session> session_;
+  std::unique_ptr<Arbiter> arbiter_;
   std::unique_ptr<Wires> wires_;
-  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the session and the wires
+  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the arbiter and the wires
   std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
   uint64_t sequence_ = 0;  // of the running operation; guarded by the executor's token

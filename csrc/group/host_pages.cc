@@ -1,7 +1,7 @@
 // Makes a segment, hands it out, maps the others'.
 #include "group/host_pages.h"
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "group/agreement.h"
 #include "group/exchange_fds.h"
 

@@ -3,104 +3,34 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <thread>
 #include <utility>
 
-#include "base/env.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
-#include "bootstrap/meeting.h"
 #include "transport/places.h"
+#include "transport/tcp/connection_count.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/lane_count.h"
 
 namespace ringreduce {
 namespace {
 
-// How long a connection may take where nothing but that says that the other is gone: for control,
-// or while no address of the other host answers at all.
-constexpr Nanos kDialTime = 30 * kSecond;
-constexpr size_t kMostPaths = 4;
 // How long a rank that leaves waits until the others know.
 constexpr Nanos kFlushTime = 5 * kSecond;
-// A connection for messages ends when its rank leaves or fails, which goes round the ring
-// meanwhile. How long it may take to come.
-constexpr Nanos kExplained = 2 * kSecond;
-
-std::string congestion() {
-  return env("RINGREDUCE_CONGESTION").value_or("");
-}
-
-Nanos lostAfter() {
-  return static_cast<Nanos>(envSeconds("RINGREDUCE_LOST_SECONDS", 3, 0.5, 3600) *
-                            static_cast<double>(kSecond));
-}
-
-void checkLogLevel() {
-  const std::string level = env("RINGREDUCE_LOG").value_or("");
-  if (!level.empty() && level != "info")
-    throw Error(Failure::kSetup,
-                "RINGREDUCE_LOG=" + level + " can be 'info' only; correct or unset it");
-}
-
-// Which of a rank's addresses to share the data out to: those of the best one's family, since an
-// interface may have an address of each.
-std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
-  std::vector<size_t> paths;
-  for (size_t i = 0; i < endpoint.addresses.size(); ++i)
-    if (endpoint.addresses[i].family() == endpoint.addresses[0].family()) paths.push_back(i);
-  return paths;
-}
 
 }  // namespace
 
-std::string Network::toldPart(const Hosts& hosts, int rank, int part) {
-  std::string rest = hosts.toldBy(rank);
-  for (; part > 0; --part) rest.erase(0, rest.find('|') + 1);
-  return rest.substr(0, rest.find('|'));
-}
-
-std::string Network::open(const Hosts& hosts) {
-  // Again, where what looked like a meeting was left over from an earlier one.
-  admitted_.reset();
-  early_.clear();
-  who_.clear();
-  neighbours_.clear();
-  rank_ = hosts.rank();
-  size_ = hosts.size();
-  word_ = hosts.word();
-  secret_ = net::secretFromText(hosts.secret());
-  for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
-  for (int r : hosts.neighbours())
-    if (r != rank_) neighbours_.push_back(r);
-  shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
-  shared_.validate();
-  pages_ = std::make_unique<RankPage[]>(static_cast<size_t>(size_));
+Network::Network(std::unique_ptr<HostLinks> links)
+    : links_(std::move(links)),
+      options_(links_->options()),
+      rank_(links_->rank()),
+      size_(links_->size()),
+      pages_(std::make_unique<RankPage[]>(static_cast<size_t>(size_))),
+      reactor_(links_->reactor()) {
+  if (!links_->ring().ranks.empty()) places_ = placesOf(links_->ring().ranks);
   for (int r = 0; r < size_; ++r)
     for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
-  over_.assign(static_cast<size_t>(size_), false);
-  unexplained_.assign(static_cast<size_t>(size_), 0);
-  // Here, where the others are told.
-  net::checkCongestion(congestion());
-  lanes_ = static_cast<int>(envInteger("RINGREDUCE_LANES", 0, 0, Mesh::kMostLanes));
-  lost_after_ = lostAfter();
-  checkLogLevel();
-  reactor_ = net::Reactor::shared();
-  acceptor_ = net::Acceptor::shared(options_.store_host);
-  if (logsInfo())
-    log(who_[static_cast<size_t>(rank_)] + " of group '" + options_.name + "' is reached at " +
-        acceptor_->choice());
-  admitted_ = acceptor_->admit(
-      word_, rank_, secret_,
-      [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
-      shared_.encrypted);
-  wish_ = env("RINGREDUCE_RING").value_or("");
-  RingWish::fromText(wish_);  // likewise
-  slowest_ = Slowness::fromEnvironment();
-  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_;
 }
 
 Network::~Network() {
@@ -108,21 +38,20 @@ Network::~Network() {
 }
 
 void Network::close() {
-  admitted_.reset();
+  links_->close();
   std::unique_ptr<net::Control> control;
   {
     const std::lock_guard lock(calls_mutex_);
     control.swap(control_);
   }
-  control.reset();  // what it tells looks at the pump
-  std::unique_ptr<net::Pump> pump;
+  control.reset();  // what it tells looks at the forwarder
+  std::unique_ptr<net::MessageForwarder> forwarder;
   {
     const std::lock_guard lock(calls_mutex_);
-    pump.swap(pump_);
+    forwarder.swap(forwarder_);
   }
-  pump.reset();
-  for (net::Reactor::Timer& timer : unexplained_)
-    if (timer != 0) reactor_->cancel(std::exchange(timer, 0));
+  forwarder.reset();
+  for (net::Reactor::Timer timer : std::exchange(timers_, {})) reactor_->cancel(timer);
 }
 
 std::vector<Seat> Network::seats(const Hosts& hosts) {
@@ -135,90 +64,60 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<Mesh> Network::makeMesh(Session& session) {
-  Mesh::Options options{.algorithm = shared_.algorithm};
-  options.cost = cost_;
-  const std::vector<int>& ranks = host_ring_.ranks;
-  options.shown = ranks;
-  WaitGuard* watch = &session;
-  if (!ranks.empty()) watch = (placed_ = std::make_unique<PlacesGuard>(session, ranks)).get();
-  options.least_lanes = net::lanesAtFirst(static_cast<Nanos>(cost_.roundTrip() * kSecond));
+std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
+  const std::vector<int>& ranks = links_->ring().ranks;
+  const WireCost& cost = links_->cost();
+  TcpOptions tcp{.shown = ranks, .lost_after = links_->lostAfter()};
+  WaitGuard* guard = &arbiter;
+  if (!ranks.empty()) guard = (placed_ = std::make_unique<PlacesGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
-  for (const net::Endpoint& endpoint : endpoints_)
-    options.least_lanes =
-        std::max(options.least_lanes,
-                 static_cast<int>(std::min<size_t>(kMostPaths, pathsOf(endpoint).size())));
-  if (lanes_ > 0) options.least_lanes = options.most_lanes = lanes_;
-  options.lost_after = lost_after_;
-  return std::make_unique<Mesh>(
-      placeOf(rank_), size_, *watch,
-      [this](int to, int lane, const std::function<void()>& turn) {
-        const int rank = places_.empty() ? to : host_ring_.ranks[static_cast<size_t>(to)];
-        return dial(rank, net::Purpose::kData, lane, turn);
+  tcp.min_connections =
+      std::max(net::initialConnections(static_cast<Nanos>(cost.roundTrip() * kSecond)),
+               static_cast<int>(links_->mostPaths()));
+  if (links_->connections() > 0) tcp.min_connections = tcp.max_connections = links_->connections();
+  return std::make_unique<TcpTransport>(
+      placeOf(rank_), size_, *guard,
+      [this](int to, int number, const std::function<void()>& turn) {
+        const int rank = places_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
+        return links_->dial(rank, net::Purpose::kData, number, turn);
       },
-      options);
+      TransportOptions{.algorithm = links_->sharedOptions().algorithm, .cost = cost}, tcp);
 }
 
-std::unique_ptr<Mesh> Network::start(Session& session) {
-  std::unique_ptr<Mesh> mesh = makeMesh(session);
+std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
+  std::unique_ptr<TcpTransport> transport = makeTransport(arbiter);
   try {
-    net::Control::Options control;
-    control.ring = ring_;
-    control.lost_after = lost_after_;
-    session_ = &session;
-    auto ring = net::Control::start(
-        reactor_, rank_, size_, std::move(next_), std::move(previous_),
+    forwarder_ = net::MessageForwarder::start(
+        reactor_, rank_, size_,
         [this](int to, int, const std::function<void()>& turn) {
-          return dial(to, net::Purpose::kControl, 0, turn);
+          return links_->dial(to, net::Purpose::kMessages, 0, turn);
         },
-        *this, control);
+        *this);
+    carrier_ = forwarder_.get();
+    net::Control::Options control;
+    control.ring = links_->controlRing();
+    control.lost_after = links_->lostAfter();
+    arbiter_ = &arbiter;
+    auto ring = net::Control::start(
+        reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),
+        [this](int to, int, const std::function<void()>& turn) {
+          return links_->dial(to, net::Purpose::kControl, 0, turn);
+        },
+        arbiter, control);
     {
       const std::lock_guard lock(calls_mutex_);
       control_ = std::move(ring);
     }
-    // Not before: the reactor's thread, which waits for this lock, has had to start the ring.
-    const std::lock_guard lock(mutex_);
-    mesh_ = mesh.get();
-    for (Early& early : early_) route(std::move(early.socket), early.caller);
-    early_.clear();
+    transport_ = transport.get();
+    // Not before: the reactor's thread, which waits for its lock, has had to start the ring.
+    links_->deliverTo([this](net::Socket socket, const net::PeerHello& caller) {
+      route(std::move(socket), caller);
+    });
   } catch (...) {
-    close();  // before the mesh goes
+    close();  // before the transport goes
     throw;
   }
-  return mesh;
-}
-
-// Makes a connection and proves it.
-net::Socket Network::dial(int to, net::Purpose purpose, int lane,
-                          const std::function<void()>& turn) const {
-  const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
-  const net::DialOptions options{
-      // A rank that is stopped is not lost: it is waited for until it is seen to be, or nobody
-      // wants it any more.
-      .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
-      .deaf = kDialTime,
-      .congestion =
-          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion() : "",
-      .address = paths[static_cast<size_t>(lane) % paths.size()],
-      .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
-      .context = const_cast<std::function<void()>*>(&turn)};
-  const net::PeerHello self{.group = word_,
-                            .from = rank_,
-                            .to = to,
-                            .purpose = purpose,
-                            .lane = lane,
-                            .encrypted = shared_.encrypted};
-  return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options,
-                   who_[static_cast<size_t>(to)]);
-}
-
-void Network::take(net::Socket socket, const net::PeerHello& caller) {
-  if (caller.from < 0 || caller.from >= size_ || caller.from == rank_) return;
-  const std::lock_guard lock(mutex_);
-  if (mesh_)
-    route(std::move(socket), caller);
-  else
-    early_.push_back({std::move(socket), caller});
+  return transport;
 }
 
 void Network::route(net::Socket socket, const net::PeerHello& caller) {
@@ -226,9 +125,9 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kControl:
       return control_->accept(caller.from, std::move(socket));
     case net::Purpose::kMessages:
-      return pump_->accept(caller.from, std::move(socket));
+      return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
-      return mesh_->accept(placeOf(caller.from), std::move(socket));
+      return transport_->accept(placeOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // is awaited, or nobody's any more
       return;
   }
@@ -246,7 +145,7 @@ std::vector<Engine::Wire> Network::channels() {
                        .acknowledged = &own_box_->consumed});
       continue;
     }
-    const net::Pump::Ends ends = pump_->ends(r);
+    const net::MessageForwarder::Ends ends = forwarder_->ends(r);
     wires.push_back({.out = {ends.out_ring, *ends.out_filled, *ends.out_emptied},
                      .in = {ends.in_ring, *ends.in_filled, *ends.in_emptied},
                      .consumed = ends.consumed,
@@ -257,17 +156,17 @@ std::vector<Engine::Wire> Network::channels() {
 
 void Network::handOver(void (*turn)(), Nanos timeout) {
   const std::lock_guard lock(leaving_);
-  if (!pump_) return;
-  const Session& session = *session_.load();
+  if (!forwarder_) return;
+  const Arbiter& arbiter = *arbiter_.load();
   const Nanos limit = deadlineIn(timeout);
   for (Nanos nap = 100 * kMicrosecond;; nap = std::min(2 * nap, 5 * kMillisecond)) {
-    std::vector<int> late = pump_->unsent();
-    std::erase_if(late, [&](int r) { return session.stateOf(r) != PeerState::kHere; });
-    if (late.empty() || session.failed()) return;
+    std::vector<int> late = forwarder_->unsent();
+    std::erase_if(late, [&](int r) { return !arbiter.stateOf(r).isHere(); });
+    if (late.empty() || arbiter.failed()) return;
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
                  "' with messages that had not been sent after " + seconds(timeout) + ": " +
-                 session.whereabouts(late) + " did not take them");
+                 arbiter.whereabouts(late) + " did not take them");
     if (turn) turn();
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   }
@@ -276,88 +175,51 @@ void Network::handOver(void (*turn)(), Nanos timeout) {
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // Of a group that has failed nobody receives anything any more.
-  if (!session_.load()->failed()) pump_->flush(kFlushTime);
+  if (!arbiter_.load()->failed()) forwarder_->flush(kFlushTime);
   control_->flush(kFlushTime);
   close();
 }
 
-// ---- what the session says
+// ---- PeerChannel
 
-void Network::tell(Failure kind, int culprit, const std::string& text) {
+void Network::broadcastError(const GroupFailure& failure) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->tell({.kind = kind, .culprit = culprit, .reporter = rank_, .text = text});
+  if (control_) control_->broadcastError(failure);
 }
 
-void Network::depart(Departure how) {
-  // Before anybody hears that this rank is gone, and counts how long it is quiet.
-  if (how == Departure::kGone && mesh_ && !session_.load()->failed()) mesh_->leave(kFlushTime);
+void Network::depart(Declared how) {
+  // Before the others know that this rank is gone, and count how long it is quiet.
+  if (how == Declared::kGone && transport_ && !arbiter_.load()->failed())
+    transport_->leave(kFlushTime);
   control_->depart(how);
 }
 
-void Network::ask(uint64_t since) {
+void Network::askForProgress(uint64_t since) {
   const std::lock_guard lock(calls_mutex_);
-  if (control_) control_->ask(since);
+  if (control_) control_->askForProgress(since);
 }
 
-void Network::stir(int rank) {
+void Network::wakePeer(int rank) {
   const std::lock_guard lock(calls_mutex_);
-  if (pump_) pump_->stir(rank);
+  if (forwarder_) forwarder_->stir(rank);
 }
 
-// ---- what the others say
-
-void Network::lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) {
-  session_.load()->lose(ranks, fate, how);
-  if (fate != PeerState::kEnded) return;
-  for (int r : ranks) {
-    over_[static_cast<size_t>(r)] = true;
-    hearOut(r);
-  }
+bool Network::mayReceiveFrom(int rank) {
+  return carrier_->hears(rank);
 }
 
-void Network::departed(int rank, Departure how) {
-  session_.load()->learnDeparture(rank, how);
-  if (how != Departure::kGone) return;
-  over_[static_cast<size_t>(rank)] = true;
-  hearOut(rank);
+void Network::callLater(Nanos delay, std::function<void()> then) {
+  timers_.push_back(reactor_->at(now() + delay, std::move(then)));
+}
+
+// ---- what the message forwarder reports
+
+void Network::stirred(int) {
+  if (Arbiter* arbiter = arbiter_.load()) arbiter->wakeMessenger(rank_);
 }
 
 void Network::broken(int rank, const std::string& how, bool damaged) {
-  hearOut(rank);
-  // Both may be well, and the way between them not: messages are missing, and nobody else saw it.
-  net::Reactor::Timer& timer = unexplained_[static_cast<size_t>(rank)];
-  if (timer == 0)
-    timer = reactor_->at(now() + (damaged ? 0 : kExplained),
-                         [this, rank, how] { session_.load()->miss(rank, how); });
-}
-
-// A connection that is still open may carry more of what a rank has sent before it went.
-void Network::hearOut(int rank) {
-  if (over_[static_cast<size_t>(rank)] && !carrier_->hears(rank)) session_.load()->hearOut(rank);
-}
-
-void Network::stirred(int) {
-  if (Session* session = session_.load()) session->ringMessenger(rank_);
-}
-
-void Network::ended(const net::Verdict& verdict) {
-  session_.load()->learn(verdict.kind, verdict.culprit, verdict.reporter, verdict.text);
-}
-
-void Network::seen(int rank, const net::Whereabouts& there) {
-  session_.load()->see(rank, there.announced, there.last, there.waits_for, there.stopped,
-                       there.earlier);
-}
-
-net::Whereabouts Network::own(uint64_t since) {
-  net::Whereabouts here;
-  here.waits_for = session_.load()->waitsFor();
-  session_.load()->here(here.announced, here.last, since, here.earlier);
-  return here;
-}
-
-std::vector<int> Network::stopped() {
-  return session_.load()->stoppedOf(neighbours_);
+  arbiter_.load()->onDisconnect(rank, how, damaged);
 }
 
 }  // namespace ringreduce

@@ -108,8 +108,8 @@ void run(Communicator& c, const Operation& operation) {
   perform(c, operation.call);
 }
 
-void run(Mesh& mesh, const Operation& operation) {
-  perform(mesh, operation.call);
+void run(Transport& transport, const Operation& operation) {
+  perform(transport, operation.call);
 }
 
 }  // namespace ringreduce

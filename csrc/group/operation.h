@@ -26,11 +26,11 @@ void validate(const Operation& operation, int rank, int world_size);
 // The signature that the ranks compare with each other.
 OpSignature announce(const Operation& operation, uint64_t sequence);
 
-// The same call over a mesh that numbers the ranks by their places in a ring (transport/places.h).
-// `operation` owns the buffers, so it must live as long as the result.
+// The same call over a transport that numbers the ranks by their places in a ring
+// (transport/places.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
 void run(Communicator& c, const Operation& operation);
-void run(Mesh& mesh, const Operation& operation);
+void run(Transport& transport, const Operation& operation);
 
 }  // namespace ringreduce

@@ -9,7 +9,7 @@
 #include "collectives/hierarchy.h"
 #include "collectives/shared_memory.h"
 #include "transport/places.h"
-#include "transport/tcp/mesh.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 namespace {
@@ -17,8 +17,8 @@ namespace {
 // Those of ranks that share memory.
 class SharedWires final : public Wires {
  public:
-  SharedWires(int rank, const Membership& membership, Session& session)
-      : memory_(rank, membership, session) {}
+  SharedWires(int rank, const Membership& membership, Arbiter& arbiter)
+      : memory_(rank, membership, arbiter) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void run(const Operation& operation, const OpSignature&) override {
@@ -31,57 +31,57 @@ class SharedWires final : public Wires {
 };
 
 // Those of ranks that do not.
-class MeshWires final : public Wires {
+class StreamWires final : public Wires {
  public:
-  // `hierarchy` may be null.  `ranks`: the mesh's order of them, or empty.  `memory`: bytes that
-  // the group has for the others beside the mesh's buffers.
-  MeshWires(std::unique_ptr<Mesh> mesh, std::unique_ptr<Hierarchy> hierarchy,
-            std::vector<int> ranks, size_t memory)
-      : mesh_(std::move(mesh)),
+  // `hierarchy` may be null.  `ranks`: the transport's order of them, or empty.  `memory`: bytes
+  // that the group has for the others beside the transport's buffers.
+  StreamWires(std::unique_ptr<Transport> transport, std::unique_ptr<Hierarchy> hierarchy,
+              std::vector<int> ranks, size_t memory)
+      : transport_(std::move(transport)),
         hierarchy_(std::move(hierarchy)),
         ranks_(std::move(ranks)),
         memory_(memory) {}
 
   void setPatience(Patience patience) override {
-    mesh_->setPatience(patience);
+    transport_->setPatience(patience);
     if (hierarchy_) hierarchy_->setPatience(patience);
   }
   void run(const Operation& operation, const OpSignature& announced) override {
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
-    if (hierarchy_ && all_reduce && hierarchy_->takes(*mesh_, *all_reduce))
-      return hierarchy_->allReduce(*mesh_, *all_reduce);
+    if (hierarchy_ && all_reduce && hierarchy_->takes(*transport_, *all_reduce))
+      return hierarchy_->allReduce(*transport_, *all_reduce);
     const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
-    if (hierarchy_ && compressed && hierarchy_->takes(*mesh_, *compressed))
-      return hierarchy_->compressedAllReduce(*mesh_, *compressed);
-    mesh_->begin(announced);
+    if (hierarchy_ && compressed && hierarchy_->takes(*transport_, *compressed))
+      return hierarchy_->compressedAllReduce(*transport_, *compressed);
+    transport_->begin(announced);
     if (ranks_.empty())
-      ringreduce::run(*mesh_, operation);
+      ringreduce::run(*transport_, operation);
     else
-      ringreduce::run(*mesh_, inPlaces(operation, ranks_));
-    mesh_->finish();
+      ringreduce::run(*transport_, inPlaces(operation, ranks_));
+    transport_->finish();
   }
   size_t stagingBytes() const override {
     const std::lock_guard lock(closing_);
-    return (mesh_ ? mesh_->stagingBytes() : 0) + memory_ +
+    return (transport_ ? transport_->stagingBytes() : 0) + memory_ +
            (hierarchy_ ? hierarchy_->stagingBytes() : 0);
   }
   std::vector<std::string> routes() const override {
     const std::lock_guard lock(closing_);
-    return mesh_ ? mesh_->lanes() : std::vector<std::string>();
+    return transport_ ? transport_->routes() : std::vector<std::string>();
   }
   uint64_t bytesSent() const override {
     const std::lock_guard lock(closing_);
-    return mesh_ ? mesh_->bytesSent() : 0;
+    return transport_ ? transport_->bytesSent() : 0;
   }
   // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);
-    mesh_.reset();
+    transport_.reset();
   }
 
  private:
-  mutable std::mutex closing_;  // questions about the mesh come from any thread
-  std::unique_ptr<Mesh> mesh_;
+  mutable std::mutex closing_;  // questions about the transport come from any thread
+  std::unique_ptr<Transport> transport_;
   const std::unique_ptr<Hierarchy> hierarchy_;
   const std::vector<int> ranks_;
   const size_t memory_;
@@ -89,18 +89,19 @@ class MeshWires final : public Wires {
 
 }  // namespace
 
-std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Session& session) {
-  return std::make_unique<SharedWires>(rank, membership, session);
+std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter) {
+  return std::make_unique<SharedWires>(rank, membership, arbiter);
 }
 
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const Membership& neighbours,
-                                    Session& session) {
-  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, session);
-  std::unique_ptr<Mesh> mesh = network.start(session);
+                                    Arbiter& arbiter) {
+  auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
+  std::unique_ptr<Transport> transport = network.start(arbiter);
   try {
-    return std::make_unique<MeshWires>(std::move(mesh), std::move(hierarchy), network.ring().ranks,
-                                       static_cast<size_t>(hosts.size()) * sizeof(RankPage));
+    return std::make_unique<StreamWires>(std::move(transport), std::move(hierarchy),
+                                         network.ring().ranks,
+                                         static_cast<size_t>(hosts.size()) * sizeof(RankPage));
   } catch (...) {
     network.close();
     throw;

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "bootstrap/rendezvous.h"
+#include "bootstrap/membership.h"
 #include "group/network.h"
 #include "group/operation.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 
 namespace ringreduce {
 
@@ -19,7 +19,7 @@ class Wires {
  public:
   virtual ~Wires() = default;
   virtual void setPatience(Patience patience) = 0;
-  // `announced`: as the session has announced it.
+  // `announced`: as the arbiter has announced it.
   virtual void run(const Operation& operation, const OpSignature& announced) = 0;
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }
@@ -29,11 +29,11 @@ class Wires {
 };
 
 // For ranks that share memory.  Both must outlive it.
-std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Session& session);
+std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter);
 // For ranks on several hosts; `neighbours`: the ranks of this host, if there is a hierarchy.  The
-// network and the session must outlive it.  The network reports to the session from now on.
+// network and the arbiter must outlive it.  The network reports to the arbiter from now on.
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const Membership& neighbours,
-                                    Session& session);
+                                    Arbiter& arbiter);
 
 }  // namespace ringreduce

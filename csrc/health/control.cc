@@ -22,18 +22,13 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/text.h"
 #include "health/control_frames.h"
 #include "health/control_ring.h"
-#include "health/control_state.h"
 
 namespace ringreduce::net {
 
-// ---- a rank, in the thread of the reactor
-//
-// A rank in the control ring: its connections, what it makes of what comes over them, and how it
-// closes gaps.  What control.h promises is kept here; all of it runs in the reactor's thread.
+// ---- one rank; all of it runs in the reactor's thread
 
 class ControlNode : public std::enable_shared_from_this<ControlNode> {
  public:
@@ -52,9 +47,9 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   bool isOver() const { return over_; }
   void stopDialling() { dialler_.stop(); }
   void add(int peer, Socket socket, bool proven, bool dialled);
-  void tell(const Verdict& verdict);
-  void depart(Departure how);
-  void ask(uint64_t since);
+  void broadcastError(const GroupFailure& failure);
+  void depart(Declared how);
+  void askForProgress(uint64_t since);
   bool isFlushed();
 
  private:
@@ -63,14 +58,14 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
     const int peer;
     Socket socket;
     ControlReader in;
-    Outbox outbox;         // what is new to it
-    std::string out;       // bytes on their way
-    bool proven = false;   // it has carried something: its end means something
+    Outbox outbox;         // frames still to be sent
+    std::string out;       // bytes still to be written
+    bool proven = false;   // bytes have come over it, so its end is a failure
     bool dialled = false;  // by this rank, to close a gap
     bool writable = true, needed = true, told_not_needed = false;
-    int unheard = 0;                   // heartbeats sent since something came
+    int unheard = 0;                   // heartbeats sent since bytes came
     int error = 0;                     // of writing
-    uint64_t sent = 0, last_news = 0;  // bytes written, and those up to what was told last
+    uint64_t sent = 0, last_news = 0;  // bytes written, and the end of the latest news in them
   };
   using Link = std::shared_ptr<Connection>;
 
@@ -90,20 +85,20 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void lose(const Link& link, int error, bool nonsense);
   void beat();
   bool isLinked(int rank) const;
-  // what comes
+  // received frames
   void take(const Link& link, const ControlFrame& frame);
-  void takeBroken(const Broken& broken, Connection* from);
-  void takeAnswer(const Answer& answer, Connection* from);
+  void onBroken(const Broken& broken, Connection* from);
+  void onAnswer(const Answer& answer, Connection* from);
   void answer(uint64_t since);
-  bool isNews(const Whereabouts& own) const;
+  bool isNews(const Progress& own) const;
   void spread(Outbox::Item item, const Connection* from);
-  // what follows from it
+  // gaps, cuts and lost ranks
   void mend();
   void dialNext();
   void notReached(int rank);
   void judge();
-  void tellLost(std::vector<int> ranks, PeerState fate, const std::string& how);
-  bool listens() const { return !state_.verdict && state_.departure(me_) != Departure::kGone; }
+  void reportLost(std::vector<int> ranks, Observed observed, const std::string& how);
+  bool listens() const { return !state_.failure && state_.departure(me_) != Declared::kGone; }
   std::string noPacket(size_t ranks) const;
 
   const std::shared_ptr<Reactor> reactor_;
@@ -118,16 +113,14 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   Reactor::Timer heart_ = 0, settling_ = 0, again_ = 0;
   Nanos next_question_ = 0, next_answer_ = 0;
   ControlRing::Cuts cuts_;
-  std::set<int> told_lost_;
+  std::set<int> reported_lost_;
   bool dialling_ = false;
-  std::set<int> not_reached_;  // of those to whom a gap could not be closed
+  std::set<int> not_reached_;  // ranks that could not be connected across a gap
   std::map<int, Nanos> silent_since_;
   Connector dialler_;
 };
 
 // ---- connections
-//
-// The connections: bytes in, bytes out, heartbeats, and their ends.
 
 namespace {
 
@@ -142,12 +135,12 @@ bool meansUnreachable(int error) {
          error == EHOSTDOWN || error == ENETDOWN;
 }
 
-// What watches over a connection whose other end may vanish without a word.
+// Makes the kernel end a connection whose other host is lost.
 void watchOver(int socket, const Control::Options& options) {
   const auto set = [socket](int level, int name, int value) {
     setsockopt(socket, level, name, &value, sizeof value);  // a socket that is not TCP has none
   };
-  // Counted from the first heartbeat that is not acknowledged, which may be one late.
+  // Counted from the first unacknowledged heartbeat, which may be sent one period late.
   const Nanos silence = std::max(options.heartbeat, options.lost_after - options.heartbeat);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(silence / kMillisecond));
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -186,21 +179,21 @@ void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
                       if (const Link there = link.lock()) ring.ready(there, events);
                     }));
   } catch (const Error& error) {
-    // As if it had not been made: what cannot be watched would neither be read nor missed.
+    // As if it had not been made: its end would not be noticed.
     if (proven) throw;
     log("lost a control connection with rank " + std::to_string(peer) + ": " + error.what());
     if (dialled) notReached(peer);
     return mend();
   }
   links_.push_back(link);
-  // At once, also if there is no news: a connection counts once something has come over it.
+  // At once, also without news: a connection counts as proven once bytes have come over it.
   link->out += encode(Heartbeat{});
   send(*link);
   if (link->socket.holdsBytes()) goOn(link);
   mend();
 }
 
-// Receives what its system has given already, and so will not tell of again.
+// Receives bytes that the socket holds already, for which epoll reports nothing.
 void ControlNode::goOn(const Link& link) {
   reactor_->soon(later([link = std::weak_ptr(link)](ControlNode& ring) {
     const Link there = link.lock();
@@ -243,11 +236,11 @@ void ControlNode::receive(const Link& link) {
   if (link->socket.holdsBytes()) goOn(link);
 }
 
-// Writes what is new to it, as far as its system takes it.
+// Writes news, as far as the kernel takes it.
 void ControlNode::send(Connection& link) {
   while (link.writable && link.error == 0) {
     if (link.out.empty()) {
-      // A stopped process does not read; only what it must know waits for it there.
+      // A stopped process does not read: send it no questions and answers.
       state_.take(link.outbox, link.unheard < kUnheard, link.out);
       if (link.out.empty()) return;
       link.last_news = link.sent + link.out.size();
@@ -260,7 +253,7 @@ void ControlNode::send(Connection& link) {
       link.writable = false;
       reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
     } else if (errno != EINTR) {
-      // What its end said before is still to be read; the reader finds the end.
+      // Bytes that came before are still to be read; receive() finds the end.
       link.error = errno;
       reactor_->change(link.socket.get(), EPOLLIN | EPOLLOUT);
     }
@@ -285,11 +278,11 @@ void ControlNode::beat() {
 bool ControlNode::isFlushed() {
   if (over_) return true;
   sendAll();
-  const bool gone = state_.departure(me_) == Departure::kGone && !state_.verdict;
+  const bool gone = state_.departure(me_) == Declared::kGone && !state_.failure;
   return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
     if (link->error != 0) return true;
     if (gone && link->needed && ring_.has(link->peer)) return false;
-    // Heartbeats are always on their way: what counts is whether the last news has arrived.
+    // Heartbeats are always in flight: check only that the last news has arrived.
     int under_way = 0;
     if (ioctl(link->socket.get(), SIOCOUTQ, &under_way) != 0) under_way = 0;
     return link->out.empty() && link->outbox.empty() &&
@@ -310,8 +303,8 @@ void ControlNode::lose(const Link& link, int error, bool nonsense) {
   link->socket.reset();
   if (meansUnreachable(link->error)) error = link->error;
   const int peer = link->peer;
-  // A departed rank ends its connections; after a verdict everybody does.
-  if (!ring_.has(peer) || state_.verdict) return mend();
+  // A departed rank ends its connections; after a failure all ranks do.
+  if (!ring_.has(peer) || state_.failure) return mend();
   if (!link->proven) {
     if (link->dialled) notReached(peer);
     return mend();
@@ -320,17 +313,14 @@ void ControlNode::lose(const Link& link, int error, bool nonsense) {
   const auto how = nonsense                  ? Broken::How::kNonsense
                    : meansUnreachable(error) ? Broken::How::kUnreachable
                                              : Broken::How::kEnded;
-  takeBroken({me_, peer, how}, nullptr);
+  onBroken({me_, peer, how}, nullptr);
 }
 
 // ---- news
-//
-// What comes over connections, what is told here, and what follows from it: gaps that are closed,
-// ranks that are lost.
 
 namespace {
 
-// How much later than a first cut a second one may be known, beside the time between heartbeats.
+// How long after the first cut a second one may become known, in addition to a heartbeat.
 constexpr Nanos kSettle = 200 * kMillisecond;
 
 std::string howEnded(Broken::How how) {
@@ -345,19 +335,19 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
   Connection* from = link.get();
   if (const auto* departed = std::get_if<Departed>(&frame)) {
     if (departed->rank == me_ || !state_.depart(departed->rank, departed->how)) return;
-    if (departed->how == Departure::kGone) ring_.remove(departed->rank);
+    if (departed->how == Declared::kGone) ring_.remove(departed->rank);
     spread({Outbox::Kind::kDeparture, departed->rank}, from);
-    listener_.departed(departed->rank, departed->how);
+    listener_.onDeparture(departed->rank, departed->how);
     mend();
-  } else if (const auto* verdict = std::get_if<Verdict>(&frame)) {
-    if (state_.verdict) return;
-    reactor_->cancel(std::exchange(settling_, 0));  // the verdict names the culprit
-    state_.verdict = *verdict;
-    spread({Outbox::Kind::kVerdict, 0}, from);
-    if (state_.departure(me_) != Departure::kGone) listener_.ended(*verdict);
+  } else if (const auto* failure = std::get_if<GroupFailure>(&frame)) {
+    if (state_.failure) return;
+    reactor_->cancel(std::exchange(settling_, 0));  // the failure names the culprit
+    state_.failure = *failure;
+    spread({Outbox::Kind::kFailure, 0}, from);
+    if (state_.departure(me_) != Declared::kGone) listener_.onRemoteError(*failure);
     mend();
   } else if (const auto* broken = std::get_if<Broken>(&frame)) {
-    takeBroken(*broken, from);
+    onBroken(*broken, from);
   } else if (const auto* question = std::get_if<Question>(&frame)) {
     if (question->asker == me_ || !state_.asked(*question)) return;
     spread({Outbox::Kind::kQuestion, question->asker}, from);
@@ -365,15 +355,15 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     next_question_ = std::max(next_question_, now() + options_.heartbeat / 2);
     answer(question->since);
   } else if (const auto* answer = std::get_if<Answer>(&frame)) {
-    takeAnswer(*answer, from);
+    onAnswer(*answer, from);
   } else if (std::holds_alternative<Bridged>(frame)) {
     from->needed = false;
   }
 }
 
-void ControlNode::takeBroken(const Broken& broken, Connection* from) {
+void ControlNode::onBroken(const Broken& broken, Connection* from) {
   if (broken.rank == me_ && broken.reporter != me_ && broken.how != Broken::How::kUnreachable)
-    return;  // it is here, whatever became of that connection: the others' verdict will come
+    return;  // this rank lives: the other ranks will report the failure
   const std::optional<int> number = state_.broke(broken);
   if (!number) return;
   spread({Outbox::Kind::kBroken, *number}, from);
@@ -386,45 +376,45 @@ void ControlNode::takeBroken(const Broken& broken, Connection* from) {
   }
   if (!ring_.has(broken.rank)) return;
   ring_.remove(broken.rank);
-  tellLost({broken.rank},
-           broken.how == Broken::How::kEnded ? PeerState::kEnded : PeerState::kUnreachable,
-           howEnded(broken.how));
+  reportLost({broken.rank},
+             broken.how == Broken::How::kEnded ? Observed::kEnded : Observed::kUnreachable,
+             howEnded(broken.how));
   mend();
 }
 
-void ControlNode::takeAnswer(const Answer& answer, Connection* from) {
+void ControlNode::onAnswer(const Answer& answer, Connection* from) {
   if (answer.rank == me_ || !state_.answered(answer)) return;
   spread({Outbox::Kind::kAnswer, answer.rank}, from);
   if (!listens()) return;
-  listener_.seen(answer.rank, answer.there);
+  listener_.onProgress(answer.rank, answer.there);
   for (int rank : answer.stopped) {
     if (rank == me_) continue;
-    Whereabouts there = state_.lastSeen(rank);
+    Progress there = state_.lastSeen(rank);
     there.stopped = true;
-    listener_.seen(rank, there);
+    listener_.onProgress(rank, there);
   }
 }
 
-// Whether it is more than this rank last said.
-bool ControlNode::isNews(const Whereabouts& own) const {
-  const Whereabouts said = state_.lastSeen(me_);
-  const auto first = [](const Whereabouts& there) {
+// Whether it is more than this rank answered last.
+bool ControlNode::isNews(const Progress& own) const {
+  const Progress said = state_.lastSeen(me_);
+  const auto first = [](const Progress& there) {
     return there.announced - std::min<uint64_t>(there.announced, 1 + there.earlier.size());
   };
-  return own.announced != said.announced || first(own) < first(said);
+  return own.announced != said.announced || first(own) < first(said) || own.streams != said.streams;
 }
 
 void ControlNode::answer(uint64_t since) {
   const Nanos time = now();
   const bool soon = time < next_answer_;
   if (!listens() || (soon && since == kNoOperation)) return;
-  Whereabouts own = listener_.own(since);
+  Progress own = listener_.ownProgress(since);
   if (soon && !isNews(own)) return;
   next_answer_ = time + options_.heartbeat / 2;
   state_.answered({.rank = me_,
                    .number = state_.answersOf(me_) + 1,
                    .there = std::move(own),
-                   .stopped = listener_.stopped()});
+                   .stopped = listener_.stoppedOnHost()});
   spread({Outbox::Kind::kAnswer, me_}, nullptr);
 }
 
@@ -438,48 +428,48 @@ void ControlNode::spread(Outbox::Item item, const Connection* from) {
 
 // ---- news of this rank
 
-void ControlNode::tell(const Verdict& verdict) {
-  if (state_.verdict) return;
+void ControlNode::broadcastError(const GroupFailure& failure) {
+  if (state_.failure) return;
   reactor_->cancel(std::exchange(settling_, 0));
-  state_.verdict = verdict;
-  spread({Outbox::Kind::kVerdict, 0}, nullptr);
+  state_.failure = failure;
+  spread({Outbox::Kind::kFailure, 0}, nullptr);
   mend();
 }
 
-void ControlNode::depart(Departure how) {
-  if (how == Departure::kHere || !state_.depart(me_, how)) return;
+void ControlNode::depart(Declared how) {
+  if (how == Declared::kHere || !state_.depart(me_, how)) return;
   spread({Outbox::Kind::kDeparture, me_}, nullptr);
   mend();
 }
 
-void ControlNode::ask(uint64_t since) {
+void ControlNode::askForProgress(uint64_t since) {
   const Nanos time = now();
   if (time < next_question_ && since == kNoOperation) return;
   next_question_ = time + options_.heartbeat;
   state_.asked({me_, state_.questionsOf(me_) + 1, since});
   spread({Outbox::Kind::kQuestion, me_}, nullptr);
-  answer(since);  // the others, who need not ask now, want to know it of this rank too
+  answer(since);  // the other ranks, which need not ask now, need this rank's progress too
 }
 
 // ---- gaps, cuts and lost ranks
 
-// Keeps this rank connected to both that stand beside it, and lets go those that left.
+// Keeps this rank connected to both neighbours, and releases ranks that left.
 void ControlNode::mend() {
   if (over_) return;
-  const bool gone = state_.departure(me_) == Departure::kGone;
-  if (!gone && !state_.verdict) dialNext();
+  const bool gone = state_.departure(me_) == Declared::kGone;
+  if (!gone && !state_.failure) dialNext();
   const bool bridged =
-      gone || state_.verdict || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
+      gone || state_.failure || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
   if (!bridged) return;
   for (const Link& link : std::vector<Link>(links_)) {
-    if (link->told_not_needed || state_.departure(link->peer) != Departure::kGone) continue;
+    if (link->told_not_needed || state_.departure(link->peer) != Declared::kGone) continue;
     link->told_not_needed = true;
     link->out += encode(Bridged{});
     send(*link);
   }
 }
 
-// Where a rank that stood here has gone: connects to the one that is now next.
+// After the next rank has gone: connects to the one that is next now.
 void ControlNode::dialNext() {
   if (dialling_ || cuts_.contains(std::minmax(me_, ring_.next(me_)))) return;
   int target = ring_.next(me_);
@@ -506,7 +496,7 @@ void ControlNode::notReached(int rank) {
   not_reached_.insert(rank);
   const Nanos since = silent_since_.try_emplace(rank, now()).first->second;
   if (now() - since >= options_.lost_after)
-    return takeBroken({me_, rank, Broken::How::kSilent}, nullptr);
+    return onBroken({me_, rank, Broken::How::kSilent}, nullptr);
   if (again_ != 0) return;
   again_ = reactor_->at(now() + options_.heartbeat / 2, later([](ControlNode& node) {
                           node.again_ = 0;
@@ -524,14 +514,14 @@ void ControlNode::judge() {
     if (link->proven) linked.push_back(link->peer);
   std::vector<int> ranks = ring_.beyond(me_, cuts_, linked);
   if (ranks.empty()) {
-    // One connection alone is cut: its ends speak.
+    // Only one connection is cut: its two ends report each other.
     for (const auto& [one, other] : cuts_)
       for (int r : {one, other})
         if ((one == me_ || other == me_) && r != me_ && ring_.has(r) && !isLinked(r))
           ranks.push_back(r);
   }
   const std::string how = noPacket(ranks.size());
-  tellLost(std::move(ranks), PeerState::kUnreachable, how);
+  reportLost(std::move(ranks), Observed::kUnreachable, how);
 }
 
 std::string ControlNode::noPacket(size_t ranks) const {
@@ -539,15 +529,13 @@ std::string ControlNode::noPacket(size_t ranks) const {
          seconds(options_.lost_after);
 }
 
-void ControlNode::tellLost(std::vector<int> ranks, PeerState fate, const std::string& how) {
-  std::erase_if(ranks, [&](int rank) { return !told_lost_.insert(rank).second; });
+void ControlNode::reportLost(std::vector<int> ranks, Observed observed, const std::string& how) {
+  std::erase_if(ranks, [&](int rank) { return !reported_lost_.insert(rank).second; });
   std::sort(ranks.begin(), ranks.end());
-  if (!ranks.empty() && listens()) listener_.lost(ranks, fate, how);
+  if (!ranks.empty() && listens()) listener_.onPeersLost(ranks, observed, how);
 }
 
 // ---- the calls of control.h, from any thread
-//
-// A rank in the control ring, as its users have it: from any thread.
 
 namespace {
 
@@ -565,14 +553,14 @@ class RingControl final : public Control {
       node.add(from, std::move(*socket), false, false);
     });
   }
-  void tell(const Verdict& verdict) override {
-    soon([verdict](ControlNode& node) { node.tell(verdict); });
+  void broadcastError(const GroupFailure& failure) override {
+    soon([failure](ControlNode& node) { node.broadcastError(failure); });
   }
-  void depart(Departure how) override {
+  void depart(Declared how) override {
     soon([how](ControlNode& node) { node.depart(how); });
   }
-  void ask(uint64_t since) override {
-    soon([since](ControlNode& node) { node.ask(since); });
+  void askForProgress(uint64_t since) override {
+    soon([since](ControlNode& node) { node.askForProgress(since); });
   }
   bool flush(Nanos longest) override {
     const Nanos limit = deadlineIn(longest);

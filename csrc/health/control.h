@@ -12,7 +12,7 @@
 //                          stopped process still acknowledges.
 //   The network is cut.    Same detection, on both sides.  Two cuts split the ring; each side names
 //                          the ranks that it cannot reach.  If one connection alone is cut, its two
-//                          ends name each other and the other ranks receive their verdict.
+//                          ends name each other and the other ranks receive their failure.
 //
 // Ranks do not see cuts at the same time.  So a rank waits for a little more than one heartbeat
 // before it names anybody.  Ranks of one host should be neighbours in the ring: then the loss of
@@ -29,7 +29,7 @@
 // do not answer are reported as lost after RINGREDUCE_LOST_SECONDS.
 //
 // A Control belongs to one group on one rank.  It calls its listener in the reactor's thread, once
-// for each event.  There is one verdict: the first that this rank received or told.
+// for each event.  There is one failure: the first that this rank received or broadcast.
 #pragma once
 
 #include <functional>
@@ -39,33 +39,25 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/op_signature.h"
+#include "base/peer_state.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/socket.h"
-#include "transport/wait_guard.h"
 
 namespace ringreduce::net {
 
-// Why a group failed, as reported by the rank that detected it first.
-struct Verdict {
-  Failure kind = Failure::kNone;
-  int culprit = 0, reporter = 0;
-  std::string text;  // travels up to kMostText bytes of it (control_frames.h)
-};
-
 // The progress of a rank.
-struct Whereabouts {
+struct Progress {
   uint64_t announced = 0;                 // operations announced
   OpSignature last;                       // the latest of them
   std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
   int waits_for = -1;                     // the rank that it waits for in that operation, or -1
   bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
+  StreamProgress streams = {};  // of its GPU, if the group has GPUs
 
-  bool operator==(const Whereabouts&) const = default;
+  bool operator==(const Progress&) const = default;
 };
-
-// The `how` of a rank whose process has ended.
-inline constexpr char kProcessEnded[] = "its process ended";
 
 class Control {
  public:
@@ -73,17 +65,18 @@ class Control {
     virtual ~Listener() = default;
     // The processes of these ranks have ended (kEnded), or they can no longer be reached
     // (kUnreachable).  `how` is the reason: "its process ended", "no packet from its host came for
-    // 3 s".  Not called after a verdict or after this rank's own departure.
-    virtual void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) = 0;
-    virtual void departed(int rank, Departure how) = 0;
-    virtual void ended(const Verdict& verdict) = 0;
-    virtual void seen(int rank, const Whereabouts& there) = 0;
+    // 3 s".  Not called after a failure or after this rank's own departure.
+    virtual void onPeersLost(const std::vector<int>& ranks, Observed observed,
+                             const std::string& how) = 0;
+    virtual void onDeparture(int rank, Declared how) = 0;
+    virtual void onRemoteError(const GroupFailure& failure) = 0;
+    virtual void onProgress(int rank, const Progress& progress) = 0;
     // The progress of this rank, for another rank that asked.  If `since` is not kNoOperation, the
     // answer includes all operations announced from that one on.
-    virtual Whereabouts own(uint64_t since) = 0;
-    // Other ranks of this host whose processes are stopped; called together with own().  All ranks
-    // then see their last progress, marked as stopped.
-    virtual std::vector<int> stopped() { return {}; }
+    virtual Progress ownProgress(uint64_t since) = 0;
+    // Other ranks of this host whose processes are stopped; called together with ownProgress(). All
+    // ranks then see their last progress, marked as stopped.
+    virtual std::vector<int> stoppedOnHost() { return {}; }
   };
 
   struct Options {
@@ -105,16 +98,17 @@ class Control {
   virtual void accept(int from, Socket socket) = 0;
 
   // From any thread.  These do not wait for the network.
-  virtual void tell(const Verdict& verdict) = 0;
-  virtual void depart(Departure how) = 0;
-  // Asks all ranks for their progress and sends that of this rank.  `seen` is called for each
+  // Up to kMostText bytes of its text travel (control_frames.h).
+  virtual void broadcastError(const GroupFailure& failure) = 0;
+  virtual void depart(Declared how) = 0;
+  // Asks all ranks for their progress and sends that of this rank.  `onProgress` is called for each
   // answer, also when another rank asked.  At most one question per `heartbeat` is sent, and none
   // within half of that time after another rank's; a rank does not repeat an answer within that
   // half.
   //
   // With `since`, ranks also send the operations that they announced from that one on.  These
   // limits do not apply to such a question, and a rank answers it if it has anything new to send.
-  virtual void ask(uint64_t since = kNoOperation) = 0;
+  virtual void askForProgress(uint64_t since = kNoOperation) = 0;
   // Waits until the neighbours' kernels have acknowledged all news, so that closing loses none, and
   // after depart(kGone) until the neighbours no longer need this rank.  Returns false after
   // `longest`.  Does not wait in the reactor's thread.

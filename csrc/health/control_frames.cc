@@ -1,4 +1,4 @@
-// Bytes to frames and back: whole numbers, the lowest byte first.
+// Frames to bytes and back, integers in little-endian order; and the state that they change.
 #include "health/control_frames.h"
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace ringreduce::net {
 namespace {
 
-constexpr size_t kHead = 4;  // one byte of type, three of length
+constexpr size_t kHead = 4;            // one byte of type, three of length
+constexpr size_t kAtATime = 16 << 10;  // bytes that an outbox gives at a time
 
 class Writer {
  public:
@@ -39,7 +40,7 @@ void write(Writer&, const Bridged&) {}
 void write(Writer& out, const Departed& f) {
   out.put(f.rank).put(static_cast<uint32_t>(f.how));
 }
-void write(Writer& out, const Verdict& f) {
+void write(Writer& out, const GroupFailure& f) {
   out.put(static_cast<uint8_t>(f.kind)).put(f.culprit).put(f.reporter).text(f.text);
 }
 void write(Writer& out, const Broken& f) {
@@ -60,10 +61,17 @@ void write(Writer& out, const Answer& f) {
   const size_t earlier = std::min<size_t>(f.there.earlier.size(), kAnnouncements);
   out.put(static_cast<uint8_t>(earlier));
   for (size_t i = 0; i < earlier; ++i) write(out, f.there.earlier[i]);
+  const StreamProgress& streams = f.there.streams;
+  const bool under_way = streams.oldest.sequence != kNoOperation;
+  out.put(streams.announced).put(static_cast<uint8_t>(under_way));
+  if (under_way) {
+    write(out, streams.oldest);
+    out.put(static_cast<uint8_t>(streams.begun));
+  }
   for (int rank : f.stopped) out.put(rank);
 }
 
-// Takes numbers out of a frame.  Once something does not fit it stays `wrong`.
+// Reads integers from a frame.  After the first error it stays `wrong`.
 class Reader {
  public:
   Reader(const char* data, size_t bytes, int size) : data_(data), left_(bytes), size_(size) {}
@@ -126,9 +134,9 @@ void read(Reader&, Heartbeat&) {}
 void read(Reader&, Bridged&) {}
 void read(Reader& in, Departed& f) {
   f.rank = in.rank();
-  f.how = in.get(Departure::kLeaving, Departure::kGone);
+  f.how = in.get(Declared::kLeaving, Declared::kGone);
 }
-void read(Reader& in, Verdict& f) {
+void read(Reader& in, GroupFailure& f) {
   f.kind = in.get(Failure::kPeerLost, Failure::kArgument);
   f.culprit = in.rank();
   f.reporter = in.rank();
@@ -165,6 +173,13 @@ void read(Reader& in, Answer& f) {
   const auto earlier = in.get<uint8_t>();
   in.require(earlier <= kAnnouncements);
   for (int i = 0; i < earlier && !in.wrong(); ++i) read(in, f.there.earlier.emplace_back());
+  StreamProgress& streams = f.there.streams;
+  streams.announced = in.get<uint64_t>();
+  if (in.flag()) {
+    read(in, streams.oldest);
+    in.require(streams.oldest.sequence != kNoOperation);
+    streams.begun = in.flag();
+  }
   while (!in.wrong() && in.left() > 0) f.stopped.push_back(in.rank());
 }
 
@@ -201,7 +216,7 @@ std::optional<ControlFrame> ControlReader::next() {
   if (failed_ || bytes_.size() - read_ < kHead) return std::nullopt;
   const auto* head = reinterpret_cast<const unsigned char*>(bytes_.data() + read_);
   const size_t length = head[1] | size_t{head[2]} << 8 | size_t{head[3]} << 16;
-  // Looked at first: no memory is kept for what cannot be.
+  // Check the head first: no memory is kept for a frame that is refused.
   failed_ = head[0] >= std::variant_size_v<ControlFrame> || length > kMostFrame;
   if (failed_ || bytes_.size() - read_ < kHead + length) return std::nullopt;
   Reader in(bytes_.data() + read_ + kHead, length, size_);
@@ -209,6 +224,73 @@ std::optional<ControlFrame> ControlReader::next() {
   read_ += kHead + length;
   failed_ = !frame;
   return frame;
+}
+
+// ---- the state
+
+ControlState::ControlState(int size) : ranks_(static_cast<size_t>(size)) {}
+
+bool ControlState::depart(int rank, Declared how) {
+  if (how <= at(rank).departure) return false;
+  at(rank).departure = how;
+  return true;
+}
+
+bool ControlState::asked(const Question& question) {
+  if (question.number <= at(question.asker).questions) return false;
+  at(question.asker).questions = question.number;
+  at(question.asker).since = question.since;
+  return true;
+}
+
+bool ControlState::answered(const Answer& answer) {
+  if (answer.number <= at(answer.rank).answer.number) return false;
+  at(answer.rank).answer = answer;
+  return true;
+}
+
+std::optional<int> ControlState::broke(const Broken& broken) {
+  const bool news = broken.how == Broken::How::kUnreachable
+                        ? cut_.insert(std::minmax(broken.reporter, broken.rank)).second
+                        : ended_.insert(broken.rank).second;
+  if (!news) return std::nullopt;
+  broken_.push_back(broken);
+  return static_cast<int>(broken_.size()) - 1;
+}
+
+Outbox ControlState::all() const {
+  Outbox all;
+  if (failure) all.add({Outbox::Kind::kFailure, 0});
+  for (int r = 0; r < size(); ++r)
+    if (departure(r) != Declared::kHere) all.add({Outbox::Kind::kDeparture, r});
+  for (size_t i = 0; i < broken_.size(); ++i) all.add({Outbox::Kind::kBroken, static_cast<int>(i)});
+  return all;
+}
+
+ControlFrame ControlState::frame(Outbox::Item item) const {
+  const int i = item.second;
+  switch (item.first) {
+    case Outbox::Kind::kFailure:
+      return *failure;
+    case Outbox::Kind::kDeparture:
+      return Departed{i, departure(i)};
+    case Outbox::Kind::kBroken:
+      return broken_[static_cast<size_t>(i)];
+    case Outbox::Kind::kQuestion:
+      return Question{i, questionsOf(i), at(i).since};
+    case Outbox::Kind::kAnswer:
+      break;
+  }
+  return at(i).answer;
+}
+
+void ControlState::take(Outbox& from, bool also_asking, std::string& out) const {
+  while (out.size() < kAtATime && !from.items_.empty()) {
+    const Outbox::Item item = *from.items_.begin();
+    if (item.first >= Outbox::Kind::kQuestion && !also_asking) return;
+    out += encode(frame(item));
+    from.items_.erase(from.items_.begin());
+  }
 }
 
 }  // namespace ringreduce::net

@@ -1,14 +1,20 @@
-// What control connections carry: frames of a type and a length, and how they are read.
+// The frames of control connections, and the state that a rank makes of them: no sockets, no time.
 //
-// The reader is a function of bytes: it may be fed anything in any pieces, keeps no more than one
-// frame of the greatest length, and says so when it is fed what no rank would send.
+// The reader is a function of bytes.  It accepts any bytes in any pieces, keeps at most one frame
+// of the greatest length, and fails on a frame that no rank sends.
+//
+// The state only grows, and a frame that is known already changes nothing.  So frames may arrive in
+// any order, repeatedly, over any connection.  An outbox holds names of frames, which become bytes
+// when the connection takes some.  So the memory for a rank that does not read is bounded.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -16,7 +22,7 @@
 
 namespace ringreduce::net {
 
-inline constexpr size_t kMostText = 8 << 10;      // bytes of a verdict's
+inline constexpr size_t kMostText = 8 << 10;      // bytes of a failure's text
 inline constexpr size_t kMostFrame = 68 << 10;    // bytes after the head
 inline constexpr int kMostControlRanks = 16'000;  // a list of all of them fits a frame
 
@@ -25,16 +31,16 @@ struct Heartbeat {
 };
 struct Departed {
   int rank = 0;
-  Departure how = Departure::kHere;
+  Declared how = Declared::kHere;
   bool operator==(const Departed&) const = default;
 };
-// A connection between two ranks that had one, and neither left.
+// A connection between two ranks ended, and neither of them had left.
 struct Broken {
   enum class How : uint8_t {
-    kEnded,        // the system of `rank` closed it: its process ended
-    kUnreachable,  // nothing came from there: it was given up
-    kNonsense,     // it carried what no rank would send
-    kSilent,       // there is none, and none could be made
+    kEnded,        // the kernel of `rank` closed it: its process ended
+    kUnreachable,  // it timed out
+    kNonsense,     // it carried bytes that no rank sends
+    kSilent,       // none could be made
   };
   int reporter = 0, rank = 0;
   How how = How::kEnded;
@@ -43,35 +49,36 @@ struct Broken {
 struct Question {
   int asker = 0;
   uint64_t number = 0;            // of this asker's
-  uint64_t since = kNoOperation;  // also what was announced from there on
+  uint64_t since = kNoOperation;  // asks also for operations announced from this one on
   bool operator==(const Question&) const = default;
 };
 struct Answer {
   int rank = 0;
   uint64_t number = 0;  // of this rank's
-  Whereabouts there;
-  std::vector<int> stopped;  // other ranks of its host
+  Progress there;
+  std::vector<int> stopped;  // other ranks of its host whose processes are stopped
   bool operator==(const Answer&) const = default;
 };
-// To a rank that leaves: it is not needed any more.
+// To a rank that leaves: its neighbour does not need it any more.
 struct Bridged {
   bool operator==(const Bridged&) const = default;
 };
 
-using ControlFrame = std::variant<Heartbeat, Departed, Verdict, Broken, Question, Answer, Bridged>;
+using ControlFrame =
+    std::variant<Heartbeat, Departed, GroupFailure, Broken, Question, Answer, Bridged>;
 
 std::string encode(const ControlFrame& frame);
 
 class ControlReader {
  public:
-  // Of a group of `size` ranks: any other rank's number is nonsense.
+  // `size`: of the group.  A frame that names any other rank is refused.
   explicit ControlReader(int size) : size_(size) {}
 
-  // Takes bytes as they come; gives whole frames, in order, to next().
+  // Adds bytes that arrived.
   void feed(std::span<const std::byte> bytes);
-  // The next frame, if it is all there.
+  // The next frame, if it has arrived completely.
   std::optional<ControlFrame> next();
-  // Whether something came that cannot be: nothing more is read.
+  // Whether a frame was refused.  Nothing more is read then.
   bool failed() const { return failed_; }
 
  private:
@@ -79,6 +86,63 @@ class ControlReader {
   std::string bytes_;
   size_t read_ = 0;
   bool failed_ = false;
+};
+
+// The state that one connection has still to send.
+class Outbox {
+ public:
+  // In the order in which they are sent: the failure before the departures that follow from it, and
+  // a departure before the end of a connection.
+  enum class Kind : uint8_t { kFailure, kDeparture, kBroken, kQuestion, kAnswer };
+  using Item = std::pair<Kind, int>;  // and the rank, or the number of a Broken
+
+  void add(Item item) { items_.insert(item); }
+  // Whether all has been taken, except questions and answers, which may be lost.
+  bool empty() const { return items_.empty() || items_.begin()->first >= Kind::kQuestion; }
+
+ private:
+  friend class ControlState;
+  std::set<Item> items_;
+};
+
+class ControlState {
+ public:
+  explicit ControlState(int size);
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+  // Each returns whether that was news.
+  bool depart(int rank, Declared how);
+  bool asked(const Question& question);
+  bool answered(const Answer& answer);
+  // Returns its number, or none if it was known.
+  std::optional<int> broke(const Broken& broken);
+  std::optional<GroupFailure> failure;  // set it once
+
+  Declared departure(int rank) const { return at(rank).departure; }
+  Progress lastSeen(int rank) const { return at(rank).answer.there; }
+  uint64_t questionsOf(int rank) const { return at(rank).questions; }
+  uint64_t answersOf(int rank) const { return at(rank).answer.number; }
+
+  // All that is known, for a new connection.
+  Outbox all() const;
+  // Appends frames to `out`, but not too many at a time.  Questions and answers only if
+  // `also_asking`.
+  void take(Outbox& from, bool also_asking, std::string& out) const;
+
+ private:
+  struct Rank {
+    Declared departure = Declared::kHere;
+    uint64_t questions = 0, since = kNoOperation;  // asked by it; `since` of the last one
+    Answer answer;
+  };
+  const Rank& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
+  Rank& at(int rank) { return ranks_[static_cast<size_t>(rank)]; }
+  ControlFrame frame(Outbox::Item item) const;
+
+  std::vector<Rank> ranks_;
+  std::vector<Broken> broken_;
+  std::set<std::pair<int, int>> cut_;  // connections, the smaller rank first
+  std::set<int> ended_;
 };
 
 }  // namespace ringreduce::net

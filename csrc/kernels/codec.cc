@@ -4,8 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/codec_kernels.h"
-#include "kernels/reduce_kernels.h"
+#include "kernels/reduce.h"
 
 namespace ringreduce {
 

@@ -1,11 +1,8 @@
 // The loops over a message's blocks.  This file is compiled once for each instruction set, with
-// RINGREDUCE_ISA set to the end of the namespace that its table goes to.
-#include "kernels/bfloat16.h"
+// RINGREDUCE_ISA set to the end of the namespace of its table.
 #include "kernels/codec.h"
-#include "kernels/float16.h"
 #include "kernels/halves.h"
-#include "kernels/int4.h"
-#include "kernels/int8.h"
+#include "kernels/integers.h"
 
 #define RINGREDUCE_JOIN(a, b) a##b
 #define RINGREDUCE_JOIN_VALUES(a, b) RINGREDUCE_JOIN(a, b)

@@ -1,10 +1,10 @@
 // float16 and bfloat16 as elements: widened to float32 when loaded, rounded to nearest even when
-// stored.  Only for kernels.cc (see tile.h).
+// stored.  Only for *_kernels.cc (see tile.h).
 //
 // float16 uses conversion instructions where there are any (F16C, AVX-512, NEON), and integer
-// arithmetic elsewhere.  All of them give the same bits for every input: subnormals are kept, what
-// is too large becomes infinite, and a NaN is made quiet and keeps its sign and the upper bits of
-// its payload.
+// arithmetic elsewhere.  All give the same bits for every input: subnormals are kept, too large
+// values become infinite, and a NaN is made quiet and keeps its sign and the upper bits of its
+// payload.
 #pragma once
 
 #include "kernels/tile.h"
@@ -28,20 +28,20 @@ RINGREDUCE_INLINE Floats floatsOf(Words bits) {
   return reinterpret_cast<Floats>(bits);
 }
 
-// The sign bit is clear in everything compared here, so the signed comparison, for which all
-// instruction sets have an instruction, does.
+// The sign bit is clear in all values compared here, so a signed comparison is correct; all
+// instruction sets have one.
 RINGREDUCE_INLINE Words select(Words a, uint32_t atLeast, Words then, Words otherwise) {
   using Signed = Vector<int32_t>;
   return reinterpret_cast<Signed>(a) >= static_cast<int32_t>(atLeast) ? then : otherwise;
 }
 
 #if defined(__AVX512BW__)
-// The zero-masking intrinsics with a full mask are the plain ones, but GCC 12 warns of an
-// uninitialised variable in its own definition of those.
+// Zero-masking intrinsics with a full mask equal the plain ones, in whose definitions GCC 12 warns
+// of an uninitialised variable.
 constexpr __mmask16 kAll = 0xffff;
 #endif
 
-// 16-bit values, one to each 32-bit lane.
+// Loads 16-bit values, one into each 32-bit lane.
 RINGREDUCE_INLINE Tile<uint32_t> load16(const char* from) {
   const char* const middle = from + kVectorBytes / 2;
 #if defined(__AVX512BW__)
@@ -70,7 +70,7 @@ RINGREDUCE_INLINE Tile<uint32_t> load16(const char* from) {
   return {wide(from), wide(middle)};
 }
 
-// The other way; no lane is above 0xffff.
+// The reverse; no lane is above 0xffff.
 RINGREDUCE_INLINE void store16(char* to, Tile<uint32_t> tile) {
 #if defined(__AVX512BW__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),

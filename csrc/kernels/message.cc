@@ -1,4 +1,4 @@
-// Runs of elements between buckets and messages; the arithmetic is that of reductions.
+// Copies runs of elements between buckets and messages, with the kernels of reductions.
 #include "kernels/message.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {
@@ -16,7 +16,7 @@ const ReduceKernels& kernelsOf(DType dtype) {
   return reduceKernels(dtype, ReduceOp::kSum);
 }
 
-// -0 of either half type: what changes no number it is added to, not even another -0.
+// -0 of either half type: adding it changes no number, not even another -0.
 constexpr size_t kNothings = 1024;
 constexpr std::array<uint16_t, kNothings> kNothing = [] {
   std::array<uint16_t, kNothings> all{};
@@ -32,7 +32,7 @@ void narrow(std::byte* dst, DType dtype, const float* src, size_t n) {
     finish(dst + i * sizeOf(dtype), src + i, kNothing.data(), std::min(kNothings, n - i), 1);
 }
 
-// Words whose bits of `exponent` are all set are infinite or NaN.
+// A word whose bits of `exponent` are all set is infinite or NaN.
 template <class Word>
 bool finiteWords(const void* elements, Word exponent, size_t n) {
   const auto* at = static_cast<const std::byte*>(elements);
@@ -45,7 +45,7 @@ bool finiteWords(const void* elements, Word exponent, size_t n) {
   return !bad;
 }
 
-// Words of which no bit but the sign is set.  Most gradients are told from them by their first few.
+// Whether no bit but the sign is set in any word.  Most gradients differ in their first few words.
 template <class Word>
 bool zeroWords(const std::byte* at, size_t n) {
   constexpr size_t kLook = 256;

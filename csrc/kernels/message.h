@@ -1,36 +1,84 @@
-// From a bucket to a message and back.
+// How the gradients of a bucket lie in the message that carries them, and the copies both ways.
+//
+// Each parameter is cut by itself, as a message of its own would be (algorithm/cut.h), and part c
+// of all parameters makes chunk c of the message.  So the rank that owns an element, the elements
+// that share its block, and the order of addition depend on its parameter alone: neither the order
+// of parameters in a bucket nor the size of buckets changes a bit of the result.  Parts are padded
+// with zeros to the same size for all ranks, a multiple of 128 elements.
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "base/dtype.h"
-#include "kernels/layout.h"
 
 namespace ringreduce {
+
+// The place of a parameter's gradient in a bucket, in elements.
+struct Part {
+  size_t parameter;  // its index
+  size_t begin, count;
+  bool operator==(const Part&) const = default;
+};
+
+class MessageLayout {
+ public:
+  MessageLayout(std::vector<Part> parts, int world_size)
+      : parts_(std::move(parts)), world_size_(world_size) {
+    for (const Part& part : parts_) {
+      places_.push_back(chunk_);
+      chunk_ += Cut{part.count, world_size}.chunkSize();
+    }
+  }
+
+  const std::vector<Part>& parts() const { return parts_; }
+  // Elements of the message, padding included: as many in each rank's chunk.
+  size_t count() const { return chunk_ * static_cast<size_t>(world_size_); }
+
+  // Calls visit(message, offset, size, padded) for each run of part `i`: `size` elements of the
+  // parameter from `offset` on lie at `message`, and zeros behind them until there are `padded`.
+  template <class Visit>
+  void forEachRun(size_t i, Visit visit) const {
+    const Cut cut{parts_[i].count, world_size_};
+    for (int c = 0; c < world_size_; ++c) {
+      const Span span = cut.chunk(c);
+      visit(static_cast<size_t>(c) * chunk_ + places_[i], span.begin, span.size, cut.chunkSize());
+    }
+  }
+
+  bool operator==(const MessageLayout&) const = default;
+
+ private:
+  std::vector<Part> parts_;
+  int world_size_;
+  std::vector<size_t> places_;  // of each part in every chunk
+  size_t chunk_ = 0;            // elements
+};
 
 // Whether buckets of a dtype can become a message of float32: float32 itself and the halves.
 constexpr bool canBeCoded(DType dtype) {
   return dtype == DType::kFloat32 || isHalf(dtype);
 }
 
-// The elements of `bucket` as float32.  `residual`, laid out as the message, is added if there is
-// one.
+// Copies a bucket of float32, float16 or bfloat16 to a message of float32.  Adds `residual`, which
+// is laid out as the message, if it is not null.
 void gather(float* message, const MessageLayout& layout, const void* bucket, DType dtype,
             const float* residual);
-// The other way: rounded once.  False if anything that was written is not finite.
+// The reverse, rounded once.  False if a written element is not finite.
 bool scatter(void* bucket, DType dtype, const MessageLayout& layout, const float* message);
 
-// The same of elements as they are, of any dtype; only floating ones can be other than finite.
+// The same without conversion, for any dtype.
 void gatherExact(std::byte* message, const MessageLayout& layout, const void* bucket, DType dtype);
 bool scatterExact(void* bucket, DType dtype, const MessageLayout& layout, const std::byte* message);
 
 // Adds a message's elements to the bucket's, rounded once.
 void addTo(void* bucket, DType dtype, const MessageLayout& layout, const float* message);
 
-// The layout's parts of which every element is zero in the bucket, of either sign.
+// The layout's parts whose elements in the bucket are all zero, of either sign.
 std::vector<size_t> partsOfZeros(const MessageLayout& layout, const void* bucket, DType dtype);
-// Of part `i` of a message: fills it with zeros; adds what another message has of it.
+// Fills part `i` of a message with zeros; adds part `i` of another message.
 void clearPart(float* message, const MessageLayout& layout, size_t i);
 void addPart(float* message, const MessageLayout& layout, size_t i, const float* other);
 

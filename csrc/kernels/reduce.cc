@@ -1,16 +1,13 @@
-// Chooses, once, the kernels for this CPU: the widest that it can run, or those that RINGREDUCE_ISA
-// asks for.
+// Chooses the kernels for this CPU once: the widest that it can run, or those of RINGREDUCE_ISA.
 #include "kernels/reduce.h"
 
 #include <array>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <span>
 #include <string>
 
+#include "base/config.h"
 #include "base/error.h"
-#include "kernels/reduce_kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -36,9 +33,9 @@ namespace {
 
 #if defined(__x86_64__)
 
-// The features are asked for one by one: the compilers that we support are older than
-// __builtin_cpu_supports("x86-64-v3").  That builtin knows whether the operating system saves the
-// wide registers, but not all features in all those compilers; the rest comes from cpuid itself.
+// Features are tested one by one: supported compilers are older than
+// __builtin_cpu_supports("x86-64-v3").  The builtin knows whether the operating system saves the
+// wide registers, but not all features in all these compilers; the rest comes from cpuid.
 bool cpuHasV2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3") &&
@@ -72,14 +69,14 @@ const KernelSet& choose() {
   }
   if (!widest)
     throw Error(Failure::kSetup, "this CPU lacks SSE4.2 (x86-64-v2), the least that is needed");
-  const char* wish = std::getenv("RINGREDUCE_ISA");
-  if (!wish || !*wish) return *widest;
+  const std::string wish = Config::read().instruction_set.get();
+  if (wish.empty()) return *widest;
   for (const KernelSet& set : sets) {
-    if (set.runs && std::strcmp(set.choice, wish) == 0) return set;
+    if (set.runs && set.choice == wish) return set;
   }
   std::fprintf(stderr,
-               "ringreduce: RINGREDUCE_ISA=%s is no instruction set of this CPU; using %s\n", wish,
-               widest->choice);
+               "ringreduce: RINGREDUCE_ISA=%s is no instruction set of this CPU; using %s\n",
+               wish.c_str(), widest->choice);
   return *widest;
 }
 
@@ -88,8 +85,7 @@ const KernelSet& chosenKernels() {
   return set;
 }
 
-// Only a mistake of ours gets here: every operation is checked against isSupported when it is
-// called.
+// An internal error: calls are checked against isSupported first.
 [[noreturn]] void unsupported(const char* what, DType dtype) {
   throw Error(Failure::kArgument, std::string("no kernel for ") + what + " of " + name(dtype));
 }

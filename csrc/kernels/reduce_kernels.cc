@@ -2,8 +2,8 @@
 // set to the end of the namespace that its two functions go to: kernels_v3::table,
 // kernels_v3::scale.
 //
-// There is one loop, `fold`.  A kernel is that loop for a way to load, an operation, a last step
-// and a way to store; the tables at the end name them all.
+// There is one loop, `fold`.  A kernel is that loop with a load, an operation, a last step and a
+// store; the tables at the end name them all.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -142,7 +142,7 @@ void fold(void* dst, const void* const* sources, int count, size_t n, Finish fin
   constexpr size_t kStep = kTileLanes<Lane>;
   if constexpr (kCount > 0) count = kCount;
 
-  // A copy of its own: a store to dst might, for all the compiler knows, change `sources`.
+  // A local copy: the compiler must assume that a store to dst changes `sources`.
   const char* fixed[kCount > 0 ? kCount : 1];
   if constexpr (kCount > 0) {
     for (int k = 0; k < kCount; ++k) fixed[k] = static_cast<const char*>(sources[k]);
@@ -163,7 +163,7 @@ void fold(void* dst, const void* const* sources, int count, size_t n, Finish fin
     Out::store(out + i * Out::kBytes, finish(result));
   }
 
-  // The last elements, by way of a tile padded with zeros.
+  // The last elements go through a tile padded with zeros.
   const size_t rest = n - i;
   if (rest == 0) return;
   char padded[2 * kVectorBytes] = {};
@@ -180,7 +180,7 @@ void fold(void* dst, const void* const* sources, int count, size_t n, Finish fin
 
 // --- The kernels of reduce.h ---------------------------------------------------------------------
 
-// What AVG does last, for element type T (with its sign).  Calls body(step).
+// The last step of AVG, for element type T (with its sign).  Calls body(step).
 template <class T>
 struct Average {
   template <class Body>
@@ -188,7 +188,7 @@ struct Average {
     if constexpr (static_cast<T>(0.5) == 0) {
       body(TruncatingDivideBy<T>{worldSize});
     } else if ((worldSize & (worldSize - 1)) == 0) {
-      // The reciprocal of a power of two is exact, so this gives the quotient's bits, sooner.
+      // The reciprocal of a power of two is exact, so this gives the bits of the quotient, faster.
       body(MultiplyBy<T>{T{1} / static_cast<T>(worldSize)});
     } else {
       body(DivideBy<T>{static_cast<T>(worldSize)});
@@ -231,9 +231,9 @@ void finishSums(void* dst, const void* a, const void* b, size_t n, int worldSize
                  [&](auto step) { fold<E, Partial, Partial, Op, 2>(dst, sources, 2, n, step); });
 }
 
-// More sources than a first-level cache has ways (8 at the least) throw each other's lines out of
-// it when all of them begin at the same offset in a page, as slots do.  So they are taken a few at
-// a time, block by block, with the partial result in cache; up to 8, that would only cost.
+// More sources than a first-level cache has ways (at least 8) evict each other's lines if all begin
+// at the same offset in a page, as slots do.  So a few are added at a time, block by block, with
+// the partial result in cache.  Up to 8 sources this would only cost time.
 constexpr int kMostAtOnce = 8;
 constexpr size_t kBlock = 1024;  // elements; a multiple of every tile
 

@@ -1,4 +1,4 @@
-// Residuals between parameters and the stores that hold them.
+// Moves residuals between parameters and stores.
 #include "kernels/residuals.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace ringreduce {
 namespace {
 
-// What is not finite would be in all steps to come, none of which would then count: it is dropped.
+// An element that is not finite would spoil all later steps, so it is dropped.
 float kept(float value) {
   return std::isfinite(value) ? value : 0.f;
 }
@@ -21,7 +21,7 @@ Residuals::Residuals(std::vector<size_t> counts) {
 
 std::shared_ptr<Residuals::Store> Residuals::storeOf(const MessageLayout& layout) {
   const std::shared_ptr<Store> known = entries_.at(layout.parts().at(0).parameter).store;
-  // A step that ended early may have moved some of the parameters to other stores, and not others.
+  // A step that ended early may have moved only some of the parameters to other stores.
   const auto is_there = [&](const Part& part) { return entries_[part.parameter].store == known; };
   if (known && known->layout == layout && std::ranges::all_of(layout.parts(), is_there))
     return known;

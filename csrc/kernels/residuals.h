@@ -1,19 +1,19 @@
-// Error feedback: what the codec has lost of each parameter's gradient so far, to be added to the
-// next one.
+// Error feedback: the residual of each parameter, which is the error of its coded gradients so far.
+// It is added to the next gradient.
 //
-// Residuals belong to parameters.  They lie in memory as the messages do in which the parameters
-// travel (layout.h), so that a bucket that comes again finds its own without a copy; where buckets
-// change, or the world size does, they are moved, parameter by parameter.  There are two of each:
-// that in force, and that which a step under way makes.  A step that succeeds swaps them.
+// Residuals are laid out like the messages of their parameters (message.h), so that a bucket that
+// comes again finds its residual without a copy.  If the buckets or the world size change,
+// residuals move, parameter by parameter.  Each has two copies: the one in force, and the one that
+// the current step makes.  A step that succeeds swaps them.
 //
-// Not thread-safe, but the memory of a store may be used by whoever holds it.
+// Not thread-safe, but any holder of a store may use its memory.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <vector>
 
-#include "kernels/layout.h"
+#include "kernels/message.h"
 
 namespace ringreduce {
 
@@ -21,20 +21,20 @@ class Residuals {
  public:
   struct Store {
     MessageLayout layout;
-    std::vector<float> kept, made;  // in force; and what the step under way makes
+    std::vector<float> kept, made;  // in force; made by the current step
   };
 
   // `counts`: elements of each parameter.
   explicit Residuals(std::vector<size_t> counts);
 
-  // Where the residuals of the layout's parameters lie as its message does.
+  // The store with the residuals of the layout's parameters, laid out as its message.
   std::shared_ptr<Store> storeOf(const MessageLayout& layout);
 
-  // Copies a parameter's residual to `to`, as it lies in the parameter; false if there is none.
+  // Copies a parameter's residual to `to`, in the parameter's order; false if there is none.
   bool read(size_t parameter, float* to) const;
-  // Sets it; null: there is none.  Elements that are not finite become 0.
+  // Sets a residual, or removes it (null).  Elements that are not finite become 0.
   void write(size_t parameter, const float* from);
-  // Of all of them; what would not be finite becomes 0.
+  // Scales all residuals; elements that would not be finite become 0.
   void scale(float factor);
   void clear();
 
@@ -44,7 +44,7 @@ class Residuals {
  private:
   struct Entry {
     size_t count;
-    std::shared_ptr<Store> store = {};  // and the parameter's place in its layout
+    std::shared_ptr<Store> store = {};  // and the parameter's index in its layout
     size_t place = 0;
     std::vector<float> loose = {};  // until a bucket comes; may be empty
   };

@@ -1,24 +1,24 @@
-// The unit that the reduction kernels work on: two vector registers of elements, and how to load
-// and store them.  Only for kernels.cc, which is compiled once for every instruction set.
+// The unit of the reduction kernels: two vector registers of elements, and how to load and store
+// them.  Only for *_kernels.cc, which are compiled once for every instruction set.
 //
-// Vectors are written out (the vector types that GCC and clang share) instead of left to the
-// vectoriser, for three reasons.  A loop whose dst is also one of its sources stays vectorised,
-// where a compiler's own check for overlap would send it to scalar code.  Pointers need no
-// alignment.  And a loop over any number of sources keeps its sum in registers.
+// Explicit vectors (types that GCC and clang share) have three advantages over the vectoriser.  A
+// loop whose dst is one of its sources stays vectorised, where the compiler's check for overlap
+// would choose scalar code.  Pointers need no alignment.  A loop over any number of sources keeps
+// its sum in registers.
 //
-// Everything here has internal linkage.  An inline function that the linker merges with its twin in
-// another file could otherwise bring AVX-512 code to a CPU that has none.
+// Everything here has internal linkage.  Otherwise the linker could merge an inline function with
+// its twin of another file, and AVX-512 code would run on a CPU without it.
 #pragma once
 
 #ifndef RINGREDUCE_ISA
-#error "for kernels.cc alone, which is compiled with RINGREDUCE_ISA set"
+#error "for *_kernels.cc alone, which are compiled with RINGREDUCE_ISA set"
 #endif
 
 #include <cstddef>
 #include <cstdint>
 
-// A kernel is one loop over functions of a few instructions: a call left among them costs more than
-// the work, and with 64-byte vectors goes through memory.
+// A kernel is one loop over functions of a few instructions: a call would cost more than the work,
+// and would pass 64-byte vectors through memory.
 #define RINGREDUCE_INLINE [[gnu::always_inline]] inline
 
 namespace ringreduce {
@@ -47,14 +47,14 @@ struct Tile {
 template <class T>
 constexpr size_t kTileLanes = 2 * kVectorBytes / sizeof(T);
 
-// An "element" says how one element type is kept in memory, and in which type it is computed:
+// An "element" defines how an element type is stored, and the type of its arithmetic:
 //   Lane      the type of a vector's lanes
 //   kBytes    bytes an element in memory
-//   Partial   the element that partial results are kept as
+//   Partial   the element of partial results
 //   load, store: kTileLanes<Lane> elements from and to memory
 
-// Computed as it is stored.  Integers are always the unsigned ones, whose arithmetic wraps by
-// definition; an operation to which the sign matters says so itself.
+// Computed in the stored type.  Integers are always unsigned, whose arithmetic wraps by definition;
+// operations that depend on the sign convert.
 template <class T>
 struct Plain {
   using Lane = T;
@@ -74,7 +74,7 @@ struct Plain {
   }
 };
 
-// A truth value: any byte but 0 counts as true when read, and true is written as 1.
+// A truth value: any byte but 0 is read as true; true is written as 1.
 struct Bool : Plain<uint8_t> {
   using Partial = Bool;
 

@@ -1,15 +1,15 @@
-// Matching, and the two ways of sending.
+// Matching, and the eager and the granted way of sending.
 #include "p2p/engine.h"
 
 #include <algorithm>
 
-#include "base/copy.h"
+#include "base/bytes.h"
 
 namespace ringreduce {
 namespace {
 
-// Records that one pass takes from one rank: enough for all that fits the ring, so that others get
-// their turn.
+// Records that one pass takes from one rank: enough for a full ring, and then other ranks are
+// served.
 constexpr int kRecordsAPass = 16;
 
 }  // namespace
@@ -71,7 +71,7 @@ void Engine::cancel(const Handle& transfer) {
   pending_.erase(transfer);
 }
 
-// Grants first, since others wait for them, and fragments last: a large message does not hold up
+// Grants first, since peers wait for them.  Fragments last, so that a large message does not delay
 // small ones.
 bool Engine::push(Peer& peer, std::vector<Handle>& finished) {
   ChannelWriter& out = peer.wire.out;
@@ -141,7 +141,7 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
         arrive(rank, *record, payload, finished);
         break;
       case Record::Type::kGrant:
-        // A send that was cancelled since is not there any more.
+        // Absent if the send was cancelled.
         if (auto found = peer.requested.extract(record->id)) {
           found.mapped()->matched = true;
           peer.granted.push_back(std::move(found.mapped()));
@@ -150,7 +150,7 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
       case Record::Type::kFragment:
         if (const auto found = peer.receiving.find(record->id); found != peer.receiving.end()) {
           const Handle receive = found->second;
-          // Whatever a rank sends, no more than the message has room.
+          // Never more than the message has room for, whatever the peer sends.
           const size_t taken = std::min<size_t>(bytes, receive->message.bytes() - receive->moved);
           copyBytes(static_cast<std::byte*>(receive->message.data) + receive->moved, payload,
                     taken);
@@ -169,7 +169,7 @@ bool Engine::drain(int rank, std::vector<Handle>& finished) {
   return moved;
 }
 
-// A message has come: with its payload, or to ask for a receive.
+// A message has arrived: with its payload, or as a request.
 void Engine::arrive(int rank, const Record& record, const std::byte* payload,
                     std::vector<Handle>& finished) {
   Arrival arrival{.order = arrivals_++,
@@ -184,7 +184,7 @@ void Engine::arrive(int rank, const Record& record, const std::byte* payload,
   unexpected_[{rank, record.tag}].push_back(std::move(arrival));
 }
 
-// The first receive that a message of this rank and tag fits.
+// Takes the first posted receive that matches a message of this rank and tag.
 Engine::Handle Engine::takePosted(int rank, int tag) {
   const auto fits = [&](int source) {
     const auto found = posted_.find({source, tag});
@@ -201,7 +201,7 @@ Engine::Handle Engine::takePosted(int rank, int tag) {
   return receive;
 }
 
-// The first message that fits a receive.
+// Takes the first message that matches a receive.
 bool Engine::takeArrival(Transfer& receive, int& rank, Arrival& arrival) {
   const Message& m = receive.message;
   auto first = unexpected_.end();

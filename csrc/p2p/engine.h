@@ -1,15 +1,15 @@
-// Point to point: which message goes to which receive, and how its bytes get there.
+// Point-to-point messages: matching messages with receives, and moving their bytes.
 //
-// A message is matched by its sender and tag, in the order in which it was sent; a receive from any
-// rank takes whatever came first.  A small message travels with its envelope (eager): if no receive
-// is posted yet, the receiver keeps a copy.  A large one announces itself (request), waits until a
-// receive is there (grant), and then comes in fragments straight into the receiver's memory.  So a
-// large message that nobody receives yet never stands in the way of others, and what a receiver
-// keeps is bounded: a sender has at most kEagerBudget bytes of eager payloads under way to each
-// rank, and beyond that announces small messages too.
+// A message is matched by sender and tag, in the order of sending; a receive from any rank takes
+// the first message to arrive.  A small message travels with its envelope (eager).  If no receive
+// is posted yet, the receiver keeps a copy.  A large message announces itself (request), waits for
+// a receive (grant), and then arrives in fragments straight in the receiver's memory.  So a large
+// message without a receive never blocks others.  The memory for copies is bounded: a sender has at
+// most kEagerBudget bytes of eager payloads in flight to each rank; beyond that it announces small
+// messages too.
 //
-// This is the state of one rank and what moves it on.  Nothing here waits, locks or knows of time:
-// that is p2p/messenger.h's.
+// This is the state of one rank and the code that advances it.  Nothing here waits, locks or knows
+// the time: p2p/messenger.h does.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ namespace ringreduce {
 inline constexpr int kAnySource = -1;
 inline constexpr size_t kEagerBytes = 16 << 10;
 inline constexpr size_t kEagerBudget = 1 << 20;
-inline constexpr size_t kFragmentBytes = 60 << 10;  // four of them and their heads fit the ring
+inline constexpr size_t kFragmentBytes = 60 << 10;  // four of them with their heads fit in the ring
 static_assert(4 * recordBytes(kFragmentBytes) <= kRingBytes);
 static_assert(kEagerBytes <= kFragmentBytes);
 
@@ -43,7 +43,7 @@ struct Message {
   void* data;  // kSend: only read
   size_t count;
   DType dtype;
-  // Called once it is over and went well; what it holds, the buffer's owner, lives until then.
+  // Called after success.  What it captures, such as the owner of the buffer, lives until then.
   std::function<void()> after = {};
 
   size_t bytes() const { return count * sizeOf(dtype); }
@@ -55,13 +55,13 @@ struct Transfer {
   virtual ~Transfer() = default;
 
   Message message;
-  uint64_t number = 0;      // of this rank's, in the order they were posted
-  uint64_t id = 0;          // kSend: of the sender's to that rank
-  int source = kAnySource;  // kReceive: who sent what it was matched with
+  uint64_t number = 0;      // of this rank, in the order of posting
+  uint64_t id = 0;          // kSend: of the sender to that rank
+  int source = kAnySource;  // kReceive: the sender of the matched message
   size_t moved = 0;         // bytes
   bool matched = false;
   bool over = false;
-  // Set where the message that was matched is of another kind than was expected.
+  // The matched message has another count or dtype than expected.
   bool mismatch = false;
   uint64_t sent_count = 0;
   DType sent_dtype = DType::kUInt8;
@@ -71,31 +71,32 @@ class Engine {
  public:
   using Handle = std::shared_ptr<Transfer>;
 
-  // What a rank has for each peer, itself among them.
+  // A rank's channels to and from one peer, which may be itself.
   struct Wire {
     ChannelWriter out;
     ChannelReader in;
-    Flag* consumed;      // at the peer: eager bytes of its that have arrived
-    Flag* acknowledged;  // here: eager bytes of ours that have arrived there
+    Flag* consumed;      // at the peer: how many of its eager bytes have arrived here
+    Flag* acknowledged;  // here: how many of our eager bytes have arrived there
   };
 
   explicit Engine(std::vector<Wire> wires);
 
   void post(const Handle& transfer);
 
-  // Moves what can be moved now, to and from all ranks, but not for long.  Appends what is over to
-  // `finished` and the ranks for which something was done to `touched`; false if nothing was.
+  // Moves what can be moved now, to and from all ranks, for a bounded time.  Appends completed
+  // transfers to `finished` and the ranks whose channels changed to `touched`.  False if nothing
+  // moved.
   bool progress(std::vector<Handle>& finished, std::vector<int>& touched);
 
-  // Whether rank r has sent something that has not been looked at.
+  // Whether rank r has sent something that was not processed yet.
   bool hasNews(int r) { return peers_[static_cast<size_t>(r)].wire.in.front() != nullptr; }
 
   const std::set<Handle>& pending() const { return pending_; }
-  // Forgets a transfer.  Its memory is not touched any more.
+  // Drops a transfer.  Its memory is not accessed any more.
   void cancel(const Handle& transfer);
 
  private:
-  // A message that came before its receive.
+  // A message that arrived before its receive was posted.
   struct Arrival {
     uint64_t order, id, count;
     DType dtype;
@@ -105,11 +106,11 @@ class Engine {
   struct Peer {
     explicit Peer(const Wire& w) : wire(w) {}
     Wire wire;
-    std::deque<Handle> unannounced;        // to be sent
+    std::deque<Handle> unannounced;        // sends that have not begun
     std::map<uint64_t, Handle> requested;  // announced, not granted yet
-    std::deque<Handle> granted;            // on their way, one after the other
-    std::deque<uint64_t> grants;           // to be given
-    std::map<uint64_t, Handle> receiving;  // granted, not here yet
+    std::deque<Handle> granted;            // being sent, one after the other
+    std::deque<uint64_t> grants;           // to be sent
+    std::map<uint64_t, Handle> receiving;  // granted, not complete
     uint64_t next_id = 0, eager_sent = 0, eager_consumed = 0;
   };
   using Key = std::pair<int, int>;  // rank, tag

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/op_signature.h"
 #include "base/text.h"
 
@@ -41,20 +40,26 @@ std::vector<Engine::Wire> messageRings(const Membership& m, int rank) {
 
 namespace {
 
+// The rank that a transfer is with, or kAnySource if that is not known yet.
+int peerOf(const Transfer& transfer) {
+  return transfer.source != kAnySource ? transfer.source : transfer.message.peer;
+}
+
+static_assert(kAnySource < 0);  // Arbiter::failLate
+
 constexpr Nanos kLook = kLongestSleep / 2;  // between two looks at peers, deadlines and Ctrl-C
-// While messages come and go the thread looks by itself that often whether it is needed, and only
-// after so many looks for nothing sleeps until it is called: calling it costs more than a small
-// message does.
+// How often the thread looks whether it is needed, and after how many looks in vain it sleeps until
+// it is notified: a notification costs more than a small message.
 constexpr auto kDoze = std::chrono::milliseconds(1);
 constexpr int kDozes = 50;
 
 }  // namespace
 
-Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Session& session,
+Messenger::Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter,
                      Executor& executor, const GroupOptions& options, Patience patience)
     : rank_(rank),
       size_(static_cast<int>(wires.size())),
-      session_(session),
+      arbiter_(arbiter),
       executor_(executor),
       options_(options),
       patience_(patience),
@@ -71,7 +76,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
                 std::string("ringreduce ") +
                     (message.way == Message::Way::kSend ? "send: to" : "recv: from") + " rank " +
                     std::to_string(message.peer) + " in a group of " + std::to_string(size_));
-  session_.check();
+  arbiter_.check();
   auto delivery = std::make_shared<Delivery>(std::move(message));
   {
     const std::lock_guard lock(mutex_);
@@ -90,8 +95,8 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
 
 // ---- moving on
 
-// One look at all ranks.  Whatever is over is told outside of the lock: what hangs on it (tensors,
-// callbacks) may want other locks.
+// Moves messages of all ranks once.  Completions run without the lock: tensors and callbacks may
+// take other locks.
 bool Messenger::pass() {
   std::vector<Engine::Handle> over;
   std::vector<int> touched;
@@ -102,11 +107,11 @@ bool Messenger::pass() {
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }
   for (int r : touched)
-    if (r != rank_ || others_wait) session_.ringMessenger(r);
+    if (r != rank_ || others_wait) arbiter_.wakeMessenger(r);
   if (over.empty()) return moved;
   finish(over, nullptr);
-  // The driver may sleep, and wait for what this thread has just finished.
-  if (others_wait) ringBell(session_.page(rank_).messenger_bell);
+  // The driver may sleep and wait for a message that this thread has just finished.
+  if (others_wait) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
   tellUsers();
   return true;
 }
@@ -125,7 +130,7 @@ void Messenger::finish(const std::vector<Engine::Handle>& over, std::exception_p
     }
     delivery.message.after = nullptr;
     if (OperationHandle::Completion completion = delivery.finish(why))
-      executor_.tell(std::move(completion), why);
+      executor_.callLater(std::move(completion), why);
   }
 }
 
@@ -151,7 +156,7 @@ void Messenger::failAll(const std::exception_ptr& error) {
   tellUsers();
 }
 
-// Through the lock: nobody is between a look at a message and the wait for it.
+// Takes the lock, so that no thread is between its check of a message and its wait.
 void Messenger::tellUsers() {
   {
     const std::lock_guard lock(mutex_);
@@ -161,7 +166,7 @@ void Messenger::tellUsers() {
 
 // ---- waiting
 
-// Who drives, for as long as this lives.  A signal handler may drive inside its own thread's wait.
+// Makes this thread the driver.  A signal handler may drive inside its own thread's wait.
 struct Messenger::Driving {
   explicit Driving(Messenger& m) : messenger(m), nested(m.driven_), before(m.driver_) {
     m.driven_ = true;
@@ -181,7 +186,7 @@ struct Messenger::Driving {
   const std::thread::id before;
 };
 
-// The times of a wait: when to look again, when its deadline is, when to say that it still goes on.
+// The times of a wait: the next look, the deadline, the next report in the log.
 class Messenger::Clock {
  public:
   Clock(const Messenger& m, Nanos timeout)
@@ -202,7 +207,7 @@ class Messenger::Clock {
   bool isLate() const { return time_ >= deadline_; }
   Nanos timeout() const { return timeout_; }
 
-  // A word in the log, if it is time for one.
+  // Logs that the wait goes on, if a report is due.
   template <class What>
   void report(const What& what) {
     if (time_ < next_report_) return;
@@ -218,19 +223,19 @@ class Messenger::Clock {
   Nanos next_report_, next_ = 0, time_ = 0;
 };
 
-// Throws what Ctrl-C throws.  Everything else ends the delivery.
+// Throws the exception of Ctrl-C.  All other errors end the delivery.
 void Messenger::lookAfter(const Delivery& delivery, Clock& clock) {
   if (!clock.isDue()) return;
   try {
     if (options_.interrupt) options_.interrupt();
   } catch (...) {
-    // Whoever gave up may free the buffer, and a message that is half there cannot be taken back.
-    session_.abort("interrupted while it waited to " + describe(delivery));
+    // The caller may free the buffer, and a message that is half sent cannot be taken back.
+    arbiter_.abort("interrupted while it waited to " + describe(delivery));
     failAll(std::current_exception());
     throw;
   }
   try {
-    session_.check();
+    arbiter_.check();
     lookAfterPeers();
     if (clock.isLate() && !delivery.isDone()) timedOut(delivery, clock.timeout());
   } catch (const Error&) {
@@ -260,7 +265,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
     Messenger& messenger;
     bool thread_drives;
   } const user(*this);
-  if (user.thread_drives) ringBell(session_.page(rank_).messenger_bell);  // it makes way
+  if (user.thread_drives) wakeSleeper(arbiter_.page(rank_).messenger_wake_word);  // it makes way
 
   while (!delivery.isDone()) {
     std::unique_lock lock(mutex_);
@@ -281,8 +286,8 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       const Nanos time = now();
       if (moved) moved_at = time;
       const Nanos idle = time - moved_at;
-      const bool tired = idle >= patience_.spin + patience_.yield || session_.failed();
-      // Now and then however much comes for others.
+      const bool tired = idle >= patience_.spin + patience_.yield || arbiter_.failed();
+      // Also while messages of others keep moving.
       if (tired || time - began >= kLook) lookAfter(delivery, clock);
       if (time >= limit) return delivery.isDone();
       if (moved) continue;
@@ -297,14 +302,14 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
   return true;
 }
 
-// Until a peer has done something, or for a few milliseconds.
+// Until a peer wakes this rank, or for a few milliseconds.
 void Messenger::sleep(const Delivery* waited_for) {
-  uint32_t& bell = session_.page(rank_).messenger_bell;
-  std::atomic_ref(bell).store(1, std::memory_order_seq_cst);
+  uint32_t& word = arbiter_.page(rank_).messenger_wake_word;
+  std::atomic_ref(word).store(1, std::memory_order_seq_cst);
   const bool moved = pass();
   const bool done = waited_for ? waited_for->isDone() : wantedByUsers();
-  if (!moved && !done && !session_.failed()) sleepOn(bell, 1, kLongestSleep);
-  std::atomic_ref(bell).store(0, std::memory_order_relaxed);
+  if (!moved && !done && !arbiter_.failed()) sleepOn(word, 1, kLongestSleep);
+  std::atomic_ref(word).store(0, std::memory_order_relaxed);
 }
 
 bool Messenger::wantedByUsers() {
@@ -318,7 +323,7 @@ bool Messenger::wantsThread() const {
   return !engine_.pending().empty() && !driven_ && users_ == 0;
 }
 
-// With the lock held, wherever wantsThread may have become true.
+// With the lock held, after each change that may make wantsThread true.
 void Messenger::callThread() {
   if (thread_asleep_ && wantsThread()) for_thread_.notify_one();
 }
@@ -360,7 +365,7 @@ void Messenger::run() {
       if (now() >= next_look) {
         next_look = now() + kLook;
         try {
-          session_.check();
+          arbiter_.check();
           lookAfterPeers();
           lookAfterExpected();
         } catch (const Error&) {
@@ -373,8 +378,8 @@ void Messenger::run() {
 }
 
 void Messenger::stop(void (*turn)(), Nanos timeout) {
-  std::vector<Engine::Handle> given_up;  // receives, and what nobody but this rank could receive
-  bool first = false;                    // else an earlier call was interrupted, or has done it all
+  std::vector<Engine::Handle> given_up;  // receives, and messages to this rank itself
+  bool first = false;                    // no earlier call was interrupted or is complete
   {
     const std::lock_guard lock(mutex_);
     first = !std::exchange(closed_, true);
@@ -386,7 +391,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
       Error(Failure::kAborted, "rank " + options_.shown(rank_) + " left group '" + options_.name +
                                    "' before a message that it was to receive had come"));
   fail(std::move(given_up), left);
-  if (first) session_.depart(Departure::kLeaving);
+  if (first) arbiter_.depart(Declared::kLeaving);
   const auto sending = [&] {
     const std::lock_guard lock(mutex_);
     return !engine_.pending().empty();
@@ -396,7 +401,7 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     if (clock.isDue()) {
       try {
         if (turn) turn();
-        session_.check();
+        arbiter_.check();
         lookAfterPeers();
         if (clock.isLate())
           throw Error(Failure::kTimeout, "rank " + options_.shown(rank_) + " left group '" +
@@ -418,46 +423,35 @@ void Messenger::stop(void (*turn)(), Nanos timeout) {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     for_thread_.notify_all();
-    // What runs in the thread itself leaves it to a later call, from another one.
+    // The thread cannot join itself: a later call from another thread does.
     if (thread_.get_id() != std::this_thread::get_id()) thread.swap(thread_);
   }
-  ringBell(session_.page(rank_).messenger_bell);
+  wakeSleeper(arbiter_.page(rank_).messenger_wake_word);
   if (thread.joinable()) thread.join();
 }
 
-// ---- ends
-//
-// What ends a message other than its arrival: a mismatch, a rank that is gone, a deadline.  And the
-// words in which that is told.
+// ---- errors of messages: a mismatch, a lost rank, a deadline
 
 void Messenger::checkMismatch(const Transfer& transfer) {
   const Message& m = transfer.message;
-  session_.fail(Failure::kMismatch, transfer.source,
-                "ranks disagree on a message: " + session_.who(transfer.source) + " sent " +
+  arbiter_.fail(Failure::kMismatch, transfer.source,
+                "ranks disagree on a message: " + arbiter_.who(transfer.source) + " sent " +
                     std::to_string(transfer.sent_count) + " elements of " +
                     name(transfer.sent_dtype) + " with tag " + std::to_string(m.tag) +
                     ", where rank " + options_.shown(rank_) + " receives " +
                     std::to_string(m.count) + " of " + name(m.dtype));
 }
 
-// Ends what can no longer happen: messages to and from ranks that are gone.
+// Ends messages to and from ranks that are gone.
 void Messenger::lookAfterPeers() {
-  const std::vector<bool> dead = session_.endedProcesses();
-  std::vector<bool> leaving(dead.size()), gone(dead.size());
-  bool any = false;
-  for (int r = 0; r < size_; ++r) {
-    const auto i = static_cast<size_t>(r);
-    const Departure departure = session_.departureOf(r);
-    leaving[i] = r != rank_ && (dead[i] || departure != Departure::kHere);
-    gone[i] = r != rank_ && (dead[i] || departure == Departure::kGone);
-    any = any || leaving[i];
-  }
-  if (!any) return;
-  // What they did before they went is in memory by now.
+  std::vector<PeerState> peers = arbiter_.states();
+  peers[static_cast<size_t>(rank_)] = {};  // this rank may be leaving itself
+  if (std::ranges::all_of(peers, &PeerState::isHere)) return;
+  // All that a gone rank has sent is in memory by now: take it first.
   const auto hasNews = [&] {
     const std::lock_guard lock(mutex_);
     for (int r = 0; r < size_; ++r)
-      if (gone[static_cast<size_t>(r)] && engine_.hasNews(r)) return true;
+      if (peers[static_cast<size_t>(r)].isGone() && engine_.hasNews(r)) return true;
     return false;
   };
   do pass();
@@ -465,36 +459,30 @@ void Messenger::lookAfterPeers() {
   std::vector<Engine::Handle> hopeless;
   {
     const std::lock_guard lock(mutex_);
-    for (const Engine::Handle& handle : engine_.pending()) {
-      const Message& m = handle->message;
-      const int peer = handle->source != kAnySource ? handle->source : m.peer;
-      const auto nobody = [&] {
-        for (int r = 0; r < size_; ++r)
-          if (r != rank_ && !gone[static_cast<size_t>(r)]) return false;
-        return size_ > 1;
-      };
-      const auto i = static_cast<size_t>(peer);
-      if (m.way == Message::Way::kSend ? gone[i] || (leaving[i] && !handle->matched)
-          : peer == kAnySource         ? nobody()
-                                       : gone[i])
-        hopeless.push_back(handle);
-    }
+    for (const Engine::Handle& handle : engine_.pending())
+      if (isHopeless(*handle, peers)) hopeless.push_back(handle);
   }
   for (const Engine::Handle& handle : hopeless) {
-    const int peer = handle->source != kAnySource ? handle->source : handle->message.peer;
+    const int peer = peerOf(*handle);
     const std::vector<int> awaited = peer == kAnySource ? others() : std::vector<int>{peer};
-    for (int r : awaited)
-      if (dead[static_cast<size_t>(r)] && session_.departureOf(r) == Departure::kHere)
-        session_.fail(Failure::kPeerLost, r,
-                      session_.who(r) + " is lost: " + session_.howLost(r) + "; rank " +
-                          options_.shown(rank_) + " waited to " + describe(*handle));
-    fail({handle}, std::make_exception_ptr(
-                       Error(Failure::kPeerLost,
-                             (awaited.size() == 1 ? session_.who(awaited[0]) + " has"
-                                                  : rankList(options_.shownAs(awaited)) + " have") +
-                                 " left group '" + options_.name + "'; rank " +
-                                 options_.shown(rank_) + " waited to " + describe(*handle))));
+    const Error error = arbiter_.errorOfGone(awaited, describe(*handle));
+    fail({handle}, std::make_exception_ptr(error));
   }
+}
+
+// Whether no message can complete this transfer any more.
+bool Messenger::isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const {
+  const int peer = peerOf(transfer);
+  if (peer == kAnySource) {
+    const std::vector<int> all = others();
+    const auto is_gone = [&](int r) { return peers[static_cast<size_t>(r)].isGone(); };
+    return !all.empty() && std::ranges::all_of(all, is_gone);
+  }
+  const PeerState& state = peers[static_cast<size_t>(peer)];
+  if (state.isGone()) return true;
+  // A rank that leaves takes only the messages that it has matched already.
+  const bool leaving = state.declared != Declared::kHere;
+  return leaving && transfer.message.way == Message::Way::kSend && !transfer.matched;
 }
 
 void Messenger::expect(Delivery& delivery, Nanos timeout) {
@@ -504,7 +492,7 @@ void Messenger::expect(Delivery& delivery, Nanos timeout) {
   delivery.timeout = timeout;
 }
 
-// What a wait inside torch (Future.wait) cannot look after itself: its deadline and Ctrl-C.
+// The deadline and Ctrl-C of a wait inside torch (Future.wait).
 void Messenger::lookAfterExpected() {
   const Nanos time = now();
   Engine::Handle late;
@@ -522,32 +510,24 @@ void Messenger::lookAfterExpected() {
   }
   if (!late) return;
   const auto& delivery = static_cast<const Delivery&>(*late);
-  if (interrupted)
-    session_.fail(Failure::kAborted, rank_,
-                  session_.who(rank_) + " aborted group '" + options_.name +
-                      "': interrupted while it waited to " + describe(delivery));
+  if (interrupted) {
+    arbiter_.abort("interrupted while it waited to " + describe(delivery));
+    arbiter_.check();
+  }
   timedOut(delivery, delivery.timeout);
 }
 
 void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
-  // It may have been this rank that was away, and the others have long said so.
-  session_.hearOthers();
+  // This rank may have been the late one, and all it waits for have arrived.
+  arbiter_.refreshProgress();
   pass();
   if (delivery.isDone()) return;
-  const Message& m = delivery.message;
-  // The other one may itself wait for a third in a collective.
-  const int late = m.peer == kAnySource ? 0 : session_.heldUpBy(m.peer);
-  std::string text;
-  if (m.peer != kAnySource && late != m.peer)
-    text = session_.whereabouts({late}) + " holds up the others; late too: ";
-  session_.fail(Failure::kTimeout, late,
-                text + missing(delivery) + ": to " + describe(delivery) +
-                    " timed out after a timeout of " + seconds(timeout));
+  arbiter_.failLate(delivery.message.peer, missing(delivery), describe(delivery), timeout);
 }
 
-// ---- words
+// ---- texts
 
-// The first message that is still to be sent, and who does not receive it.
+// The first message that is still to be sent, and the rank that does not receive it.
 std::string Messenger::stillSending() {
   Engine::Handle first;
   {
@@ -579,14 +559,14 @@ std::string Messenger::missing(const Transfer& transfer) {
   int matched = kAnySource;
   {
     const std::lock_guard lock(mutex_);
-    if (transfer.matched) matched = transfer.source != kAnySource ? transfer.source : m.peer;
+    if (transfer.matched) matched = peerOf(transfer);
   }
-  if (matched != kAnySource) return session_.whereabouts({matched}) + " stopped moving data";
-  if (m.way == Message::Way::kSend) return session_.whereabouts({m.peer}) + " did not receive it";
-  if (m.peer != kAnySource) return session_.whereabouts({m.peer}) + " did not send it";
+  if (matched != kAnySource) return arbiter_.whereabouts({matched}) + " stopped moving data";
+  if (m.way == Message::Way::kSend) return arbiter_.whereabouts({m.peer}) + " did not receive it";
+  if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";
   if (size_ == 1) return "there is no other rank to send it";
-  const std::vector<int> stopped = session_.stoppedOf(others());
-  return session_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
+  const std::vector<int> stopped = arbiter_.stoppedOf(others());
+  return arbiter_.whereabouts(stopped.empty() ? others() : stopped) + " did not send it";
 }
 
 }  // namespace ringreduce

@@ -2,14 +2,14 @@
 //
 // The engine (p2p/engine.h) matches messages and copies bytes, and never waits.  The messenger has
 // the threads.  A thread that waits for a message drives the engine: it spins, then yields, then
-// sleeps on a bell that peers ring.  One thread drives at a time; the others wait for it.  If
+// sleeps until a peer wakes it.  One thread drives at a time; the others wait for it.  If
 // messages are in flight and no thread waits, a thread of this group drives, so that they arrive
-// while the rank computes.  Collectives have their own thread and bell: neither kind waits for the
-// other.
+// while the rank computes.  Collectives have their own thread and wake word: neither kind waits for
+// the other.
 //
 // A message has no deadline until a thread waits for it: a server may keep receives open for hours.
 // A process that ended, a deadline and messages that do not match fail the group
-// (health/session.h). A rank that left normally ends only the messages that it could have taken
+// (health/arbiter.h). A rank that left normally ends only the messages that it could have taken
 // part in.
 #pragma once
 
@@ -21,15 +21,15 @@
 #include <vector>
 
 #include "base/executor.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
-#include "bootstrap/rendezvous.h"
-#include "health/session.h"
+#include "health/arbiter.h"
 #include "p2p/engine.h"
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
 
-// A message's end.
+// A posted message, to wait for.
 class Delivery final : public OperationHandle, public Transfer {
  public:
   explicit Delivery(Message m) : Transfer(std::move(m)) {}
@@ -44,7 +44,7 @@ std::vector<Engine::Wire> messageRings(const Membership& membership, int rank);
 
 class Messenger {
  public:
-  Messenger(int rank, std::vector<Engine::Wire> wires, Session& session, Executor& executor,
+  Messenger(int rank, std::vector<Engine::Wire> wires, Arbiter& arbiter, Executor& executor,
             const GroupOptions& options, Patience patience);
   ~Messenger();  // `stop` has been called
 
@@ -56,7 +56,7 @@ class Messenger {
   // Ctrl-C aborts the group and throws.  Does not throw the message's error.
   bool await(Delivery& delivery, Nanos longest, Nanos timeout);
 
-  // The message is waited for elsewhere: it must complete within `timeout`, and Ctrl-C ends it.
+  // A Future of torch waits for the message: it must complete within `timeout`, and Ctrl-C ends it.
   void expect(Delivery& delivery, Nanos timeout);
 
   // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
@@ -75,6 +75,7 @@ class Messenger {
   void lookAfter(const Delivery& delivery, Clock& clock);
   void sleep(const Delivery* waited_for);
   void lookAfterPeers();
+  bool isHopeless(const Transfer& transfer, const std::vector<PeerState>& peers) const;
   void lookAfterExpected();
   void timedOut(const Delivery& delivery, Nanos timeout);
   void tellUsers();
@@ -90,7 +91,7 @@ class Messenger {
   std::vector<int> others() const;
 
   const int rank_, size_;
-  Session& session_;
+  Arbiter& arbiter_;
   Executor& executor_;
   const GroupOptions& options_;
   const Patience patience_;

@@ -15,10 +15,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "base/align.h"
-#include "base/env.h"
+#include "base/bytes.h"
+#include "base/config.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "torch/arguments.h"
 #include "torch/cuda_build.h"
 #include "torch/errors.h"
@@ -75,7 +74,7 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
   if (const auto* prefixed = dynamic_cast<const c10d::PrefixStore*>(inner))
     inner = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingNonPrefixStore().get();
   if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner)) return tcp->getHost();
-  return env("MASTER_ADDR").value_or("");
+  return Config::read().master_addr;
 }
 
 // The groups that are alive, for shutdownAll.
@@ -175,11 +174,8 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
   const auto group = this->group();
-  if (!group->hosts() || group->hosts()->count() < 2) return makePlane(group, device);
-  const auto& together = group->local();
-  // A connection of its own: it is used by a thread, and waits there.
-  return makePlane(std::make_shared<TorchStore>(store_->clone()), *group->hosts(), together,
-                   makePlane(together, device), device, group_options_);
+  const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
+  return several_hosts ? makePlaneBetweenHosts(group, device) : makePlane(group, device);
 }
 
 GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {

@@ -18,7 +18,7 @@
 #include "bootstrap/hosts.h"
 #include "cuda/plane.h"
 #include "group/group.h"
-#include "kernels/layout.h"
+#include "kernels/message.h"
 #include "torch/work.h"
 
 namespace ringreduce {

@@ -14,14 +14,17 @@
 #include <vector>
 
 #include "algorithm/explain.h"
-#include "base/env.h"
+#include "base/config.h"
 #include "bootstrap/host_ring.h"
 #include "bootstrap/hosts.h"
+#include "bootstrap/options.h"
 #include "kernels/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/cuda_build.h"
 #include "torch/errors.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/address.h"
 
 namespace py = pybind11;
 
@@ -98,7 +101,7 @@ Nanos nanosOf(double seconds) {
 // Read before the other ranks can be told, so the error says whose it is.
 double stallSeconds(const std::string& rank) {
   try {
-    return envSeconds("RINGREDUCE_STALL_SECONDS", 10, 0.01, 1e9);
+    return Config::read().stall_seconds.get();
   } catch (const Error& error) {
     throw Error(error.kind(),
                 "rank " + rank + " (pid " + std::to_string(getpid()) + "): " + error.what());
@@ -218,7 +221,7 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
   WireCost cost = costFrom(given);
   cost.ranks_on_host = ranks_on_host;
   const Explanation found =
-      explainMeshAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
+      explainStreamAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
   py::list candidates;
   for (const Candidate& one : found.candidates)
     candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],
@@ -357,6 +360,41 @@ void bindCompression(py::module_& m) {
       .def("why", [](HookState& state) { return state.core().why(); }, no_gil);
 }
 
+// What layers above base find wrong with a variable that base can read; throws Error.
+void checkFurther(const std::string& name, const std::string& text) {
+  const Config config = Config::read();
+  if (name == "RINGREDUCE_SLOT_BYTES")
+    SharedOptions{.slot_bytes = static_cast<size_t>(config.slot_bytes.get())}.validate();
+  if (name == "RINGREDUCE_TLS") SharedOptions{.encrypted = config.tls.get() == 1}.validate();
+  if (name == "RINGREDUCE_IF") net::choose(net::interfaces(), text, std::nullopt);
+  if (name == "RINGREDUCE_PORTS") net::Ports::fromText(text);
+  if (name == "RINGREDUCE_CONGESTION") net::checkCongestion(text);
+  if (name == "RINGREDUCE_RING") RingWish::fromText(text);
+}
+
+// The table of environment variables, with what is set now.
+py::list config() {
+  py::list all;
+  for (Variable& each : variables()) {
+    try {
+      if (each.error.empty() && !each.text.empty()) checkFurther(each.name, each.text);
+    } catch (const Error& error) {
+      each.error = error.what();
+    }
+    py::dict row;
+    row["name"] = each.name;
+    row["default"] = each.fallback;
+    row["values"] = each.values;
+    row["meaning"] = each.meaning;
+    row["holds"] = each.holds;
+    row["reader"] = each.reader;
+    row["value"] = each.text;
+    row["error"] = each.error;
+    all.append(row);
+  }
+  return all;
+}
+
 }  // namespace
 }  // namespace ringreduce
 
@@ -401,6 +439,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return costTo(backend ? asRingreduce(*backend).group()->wireCost() : WireCost{});
       },
       py::arg("backend"));
+  m.def("config", &config);
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);
   m.def(

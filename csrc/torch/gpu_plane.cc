@@ -20,12 +20,10 @@ std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10:
                                     cuda::CommunicatorOptions::fromEnvironment());
 }
 
-std::shared_ptr<cuda::Plane> makePlane(std::shared_ptr<Store> store, const Hosts& hosts,
-                                       const std::shared_ptr<Group>& group,
-                                       std::shared_ptr<cuda::Plane> local, c10::Device device,
-                                       const GroupOptions& options) {
-  return cuda::Spanning::create(std::move(store), hosts, group, std::move(local), device.index(),
-                                options);
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
+                                                   c10::Device device) {
+  return cuda::Spanning::create(group, *group->hosts(), group->local(),
+                                makePlane(group->local(), device), device.index());
 }
 
 CUstream_st* handleOf(const c10::Stream& stream) {
@@ -52,9 +50,7 @@ std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>&, c10::Devic
   withoutCuda();
 }
 
-std::shared_ptr<cuda::Plane> makePlane(std::shared_ptr<Store>, const Hosts&,
-                                       const std::shared_ptr<Group>&, std::shared_ptr<cuda::Plane>,
-                                       c10::Device, const GroupOptions&) {
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>&, c10::Device) {
   withoutCuda();
 }
 

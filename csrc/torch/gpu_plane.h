@@ -7,7 +7,6 @@
 
 #include <memory>
 
-#include "bootstrap/hosts.h"
 #include "cuda/plane.h"
 #include "group/group.h"
 
@@ -16,11 +15,9 @@ namespace ringreduce {
 // Collective over the group: the plane of its ranks' GPUs, `device` this rank's.  Throws Error.
 std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device);
 
-// The same over several hosts: `local` is the plane of this host's ranks, `group` theirs.
-std::shared_ptr<cuda::Plane> makePlane(std::shared_ptr<Store> store, const Hosts& hosts,
-                                       const std::shared_ptr<Group>& group,
-                                       std::shared_ptr<cuda::Plane> local, c10::Device device,
-                                       const GroupOptions& options);
+// The same over several hosts.
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
+                                                   c10::Device device);
 
 // As the data plane takes it.
 CUstream_st* handleOf(const c10::Stream& stream);

@@ -11,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/copy.h"
+#include "base/bytes.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "group/compression.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
@@ -424,8 +423,8 @@ void await(const HostTrip& trip, Group& group) {
   }
 }
 
-// The Future of a bucket whose average is then copied to the GPU.  It completes when that copy is
-// in its stream; uses of its value are ordered behind.
+// The Future of a bucket whose average is then copied to the GPU.  It is complete when that copy is
+// in its stream; work that uses its value is ordered behind the copy.
 FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>& trip,
                       const at::Tensor& bucket) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(futureType(/*of_one=*/true),

@@ -1,8 +1,8 @@
 // torch's handle on an operation that was put into a stream: the contract of ProcessGroupNCCL.
 //
 // Nothing waits on the host, unless `wait` is given a timeout: it lets the caller's current stream
-// wait, and the Future is complete once the operation is in its stream; whoever uses its value is
-// ordered behind it.  So an operation that fails later is not this Work's error but the group's,
+// wait, and the Future is complete once the operation is in its stream; work that uses its value
+// is ordered behind it.  So an operation that fails later is not this Work's error but the group's,
 // which `wait`, `exception` and the next call raise as soon as it is known.
 #pragma once
 

@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/log.h"
+#include "base/error.h"
 #include "torch/errors.h"
 
 namespace ringreduce {

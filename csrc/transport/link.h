@@ -1,12 +1,12 @@
-// A link: a one-way, bounded, ordered pipe of slots from one rank to the next.  This is the
-// contract; shm_link.h keeps it over shared memory.
+// The interface of a link: a one-way, bounded, ordered queue of slots from one rank to the next.
+// shm_link.h implements it in shared memory.
 //
 //     sender:    acquire()  a free slot to fill       post()     it is filled
 //     receiver:  peek()     the oldest filled slot    release()  it has been read
 //
-// Slots come out in the order in which they went in.  acquire and peek wait, and throw what the
-// WaitGuard throws.  Calling acquire (or peek) twice without a post (or release) between gives the
-// same slot.
+// Slots arrive in the order in which they were posted.  acquire and peek wait, and throw what the
+// WaitGuard throws.  Two calls of acquire (or peek) without post (or release) between them return
+// the same slot.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
-// Ranks that stand in another order than that of their numbers: a mesh knows them by their places
-// in the ring of hosts (bootstrap/host_ring.h), and so do the collectives on it.  What the mesh
-// reports of a place is reported of the rank.
+// Ring positions: a transport and its collectives number the ranks by their position in the ring of
+// hosts (bootstrap/host_ring.h).  Reports of the transport are translated back to ranks.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@
 
 namespace ringreduce {
 
-// By rank: its place.
+// Each rank's position.
 inline std::vector<int> placesOf(const std::vector<int>& ranks) {
   std::vector<int> places(ranks.size());
   for (size_t p = 0; p < ranks.size(); ++p)

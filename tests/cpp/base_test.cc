@@ -10,7 +10,7 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
 #include "base/op_signature.h"
@@ -70,7 +70,7 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
   for (int P : {2, 3, 8, 64})
     for (const WireCost& wire : {cost, crowded}) {
       const auto choice = [&](size_t bytes, size_t partial) {
-        return chooseMeshAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
+        return chooseStreamAllReduce(bytes, partial, P, Algorithm::kAuto, wire);
       };
       CHECK(choice(0, 0) == Algorithm::kBruck);
       CHECK(choice(1024, 1024) == Algorithm::kBruck);
@@ -83,11 +83,12 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
         bruck = now == Algorithm::kBruck;
         ring = now == Algorithm::kRing;
       }
-      CHECK(chooseMeshAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
-      CHECK(chooseMeshAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) == Algorithm::kRing);
+      CHECK(chooseStreamAllReduce(0, 0, P, Algorithm::kDirect, wire) == Algorithm::kDirect);
+      CHECK(chooseStreamAllReduce(1 << 30, 1 << 30, P, Algorithm::kDirect, wire) ==
+            Algorithm::kRing);
     }
   // Halves, whose partial sums are twice as long.
-  CHECK(chooseMeshAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
+  CHECK(chooseStreamAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==
         Algorithm::kTwoShot);
 }
 
@@ -110,8 +111,8 @@ TEST(hosts_of_several_ranks_go_by_the_hierarchy_from_some_size_on) {
         before = taken(bytes, bytes);
       }
       // Where there is no hierarchy, one of the others.
-      CHECK(chooseMeshAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
-            chooseMeshAllReduce(much, much, P, Algorithm::kAuto, cost));
+      CHECK(chooseStreamAllReduce(much, much, P, Algorithm::kHierarchical, cost) ==
+            chooseStreamAllReduce(much, much, P, Algorithm::kAuto, cost));
     }
 }
 
@@ -132,22 +133,26 @@ TEST(bruck_reaches_all_in_few_hops) {
 }
 
 TEST(the_environment_is_read_with_care) {
-  const char* name = "RINGREDUCE_TEST_VALUE";
-  unsetenv(name);
-  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
-  setenv(name, "", 1);
-  CHECK_EQ(envInteger(name, 5, 0, 10), 5);
-  setenv(name, "64K", 1);
-  CHECK_EQ(envInteger(name, 5, 0, 1 << 20), 65536);
-  for (const char* bad : {"11", "-1", "x", "3x", "1.5", "nan", "1e99"}) {
-    setenv(name, bad, 1);
-    CHECK_THROWS(Error, envInteger(name, 5, 0, 10));
-  }
-  setenv(name, "0.25", 1);
-  CHECK_EQ(envSeconds(name, 1, 0, 10), 0.25);
-  setenv(name, "soon", 1);
-  CHECK_THROWS(Error, envSeconds(name, 1, 0, 10));
-  unsetenv(name);
+  const auto read = [](const char* name, const char* text, const auto& field) {
+    setenv(name, text, 1);
+    const auto value = Config::read().*field;
+    unsetenv(name);
+    return value.get();
+  };
+  const auto bytes = [&](const char* t) {
+    return read("RINGREDUCE_SLOT_BYTES", t, &Config::slot_bytes);
+  };
+  CHECK_EQ(bytes(""), 0);
+  CHECK_EQ(bytes("64K"), 65536);
+  for (const char* bad : {"65M", "-1", "x", "8192x", "8192.5", "nan", "1e99"})
+    CHECK_THROWS(Error, bytes(bad));
+  const auto round_trip = [&](const char* t) {
+    return read("RINGREDUCE_ROUND_TRIP_MS", t, &Config::round_trip_ms);
+  };
+  CHECK_EQ(round_trip("0.25"), 0.25);
+  for (const char* bad : {"-1", "0", "x", "1e9", "nan"}) CHECK_THROWS(Error, round_trip(bad));
+  for (const char* name : kAlgorithmNames)
+    CHECK_EQ(read("RINGREDUCE_ALGORITHM", name, &Config::algorithm), name);
 }
 
 TEST(shared_options_travel_as_text) {

@@ -10,11 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels/bfloat16.h"
-#include "kernels/codec_kernels.h"
-#include "kernels/float16.h"
-#include "kernels/int4.h"
-#include "kernels/int8.h"
+#include "kernels/codec.h"
+#include "kernels/halves.h"
+#include "kernels/integers.h"
 
 namespace oracle {
 

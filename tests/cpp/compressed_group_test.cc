@@ -6,9 +6,9 @@
 
 #include "collectives/stream_calls.h"
 #include "compressed_cases.h"
-#include "mesh_world.h"
 #include "processes.h"
 #include "ranks.h"
+#include "tcp_world.h"
 
 using namespace ringreduce;
 using namespace compressed_cases;
@@ -275,22 +275,23 @@ TEST(what_cannot_be_decoded_names_whom_it_came_from) {
   for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing})
     for (const bool in_sum : {false, true}) {
       const auto first = [&] { return in_sum ? zeros.data() : broken.data(); };
-      const auto sabotage = [&](Mesh& mesh) {
+      const auto sabotage = [&](Transport& transport) {
         if (schedule == CodedSchedule::kOwner) {
-          for (const int r : {0, 1}) mesh.send(r, first(), bytes);
-          for (const int r : {0, 1}) mesh.send(r, broken.data(), bytes);
+          for (const int r : {0, 1}) transport.send(r, first(), bytes);
+          for (const int r : {0, 1}) transport.send(r, broken.data(), bytes);
         } else {  // addends of chunk 1, the sum so far of chunk 0, the sum of its own
           for (const std::byte* each : {first(), zeros.data(), broken.data()})
-            mesh.send(0, each, bytes);
+            transport.send(0, each, bytes);
         }
       };
       const auto failing = [&] {
-        mesh_world::inMesh(kRanks, [&](mesh_world::OneRank& one) {
+        tcp_world::overTcp(kRanks, [&](tcp_world::OneRank& one) {
           Floats data(kRanks * kChunkElements, 1.F);
           CompressedAllReduce a = some(data);
           a.schedule = schedule;
-          one.operation(
-              [&](Mesh& mesh) { one.rank() == 2 ? sabotage(mesh) : compressedAllReduce(mesh, a); });
+          one.operation([&](Transport& transport) {
+            one.rank() == 2 ? sabotage(transport) : compressedAllReduce(transport, a);
+          });
         });
       };
       // In the ring rank 2 sends sums before it has had what they are made of, which no rank does.

@@ -1,13 +1,13 @@
-// Compressed all-reduce: its bits, over both wires and over a mesh that is as hard as it may be;
+// Compressed all-reduce: its bits, over both wires and over the stand-in;
 // its errors, which account for all that is lost; and how these grow with the ranks.
 #include <cmath>
 #include <cstdio>
 
 #include "collectives/stream_calls.h"
 #include "compressed_cases.h"
-#include "mesh_cases.h"
 #include "ranks.h"
-#include "stand_in_mesh.h"
+#include "stand_in_transport.h"
+#include "stream_cases.h"
 
 using namespace ringreduce;
 using namespace compressed_cases;
@@ -20,18 +20,10 @@ constexpr int kMostRanks = 5;
 constexpr int kMostRanks = 8;
 #endif
 
-void inMesh(int P, const std::function<void(mesh_cases::Caller&)>& body,
-            const Mesh::Options& options = {}) {
-  static uint32_t seed = 0;
-  stand_in::inMesh(P, options,
-                   [&](Mesh& mesh, stand_in::Net& net) {
-                     mesh_cases::Caller call(
-                         mesh, [&](const OpSignature& a, const std::function<void(Mesh&)>& run) {
-                           stand_in::operate(mesh, net, a, run);
-                         });
-                     body(call);
-                   },
-                   {.seed = ++seed});
+void overStandIn(int P, const std::function<void(stream_cases::Caller&)>& body,
+                 const TransportOptions& options = {}) {
+  stand_in::overStandIn(P, options,
+                        [&](stream_cases::Caller& call, stand_in::Net&) { body(call); });
 }
 
 std::vector<int> everyRank(int P) {
@@ -61,12 +53,12 @@ double errorOf(int P, Codec codec, CodedSchedule schedule) {
 
 }  // namespace
 
-TEST(every_codec_and_schedule_over_a_hard_mesh) {
+TEST(every_codec_and_schedule_over_the_stand_in) {
   for (int P = 1; P <= kMostRanks; ++P) {
     const std::vector<Case> all = cases(P, sizes(P));
-    inMesh(P, [&](mesh_cases::Caller& call) {
+    overStandIn(P, [&](stream_cases::Caller& call) {
       for (const Case& c : all)
-        c.run(call.mesh.rank(), [&](const CompressedAllReduce& a) { call(a); });
+        c.run(call.transport.rank(), [&](const CompressedAllReduce& a) { call(a); });
     });
   }
 }
@@ -75,36 +67,36 @@ TEST(many_slices_and_short_windows) {
   for (const int P : {2, 3, 5}) {
     const std::vector<Case> all = cases(P, {at(P) * 11 * kChunkElements - 5});
     for (const size_t window : {1, 2, 4, 100})
-      inMesh(P, [&](mesh_cases::Caller& call) {
+      overStandIn(P, [&](stream_cases::Caller& call) {
         for (const Case& c : all)
-          c.run(call.mesh.rank(), [&](const CompressedAllReduce& a) {
-            call.perform([&](Mesh& mesh) {
-              compressedAllReduce(mesh, CompressedAmong{.call = a,
-                                                        .ranks = everyRank(P),
-                                                        .world_size = P,
-                                                        .slice = kChunkElements,
-                                                        .window = window});
+          c.run(call.transport.rank(), [&](const CompressedAllReduce& a) {
+            call.perform([&](Transport& transport) {
+              compressedAllReduce(transport, CompressedAmong{.call = a,
+                                                             .ranks = everyRank(P),
+                                                             .world_size = P,
+                                                             .slice = kChunkElements,
+                                                             .window = window});
             });
           });
       });
   }
 }
 
-TEST(some_of_a_mesh_in_any_order) {
+TEST(some_of_the_ranks_in_any_order) {
   const std::vector<int> some{4, 0, 3};
   const std::vector<Case> all = cases(3, {1000});
-  inMesh(5, [&](mesh_cases::Caller& call) {
-    const auto place = std::ranges::find(some, call.mesh.rank());
+  overStandIn(5, [&](stream_cases::Caller& call) {
+    const auto place = std::ranges::find(some, call.transport.rank());
     for (const Case& c : all)
-      call.perform([&](Mesh& mesh) {
+      call.perform([&](Transport& transport) {
         if (place == some.end()) return;
         const auto me = static_cast<int>(place - some.begin());
         Floats output(c.count), error(c.count);
-        compressedAllReduce(mesh, CompressedAmong{.call = c.call(c.inputs[at(me)].data(),
-                                                                 output.data(), error.data()),
-                                                  .ranks = some,
-                                                  .world_size = 3});
-        mesh.finish();
+        compressedAllReduce(transport, CompressedAmong{.call = c.call(c.inputs[at(me)].data(),
+                                                                      output.data(), error.data()),
+                                                       .ranks = some,
+                                                       .world_size = 3});
+        transport.finish();
         c.expect(me, output, &error);
       });
   });
@@ -112,17 +104,17 @@ TEST(some_of_a_mesh_in_any_order) {
 
 TEST(messages_of_one_caller_go_one_way) {
   const int P = 3;
-  Mesh::Options options;
+  TransportOptions options;
   options.cost.crowd = 1;
   options.cost.memory = 0;
   const Case owner(P, 1000, {Codec::kInt4}, ReduceOp::kSum, CodedSchedule::kOwner);
   const Case ring(P, 1000, {Codec::kInt4}, ReduceOp::kSum, CodedSchedule::kRing);
   CHECK(owner.result != ring.result);
   for (const size_t chosen_for : {size_t{0}, size_t{10'000'000}})
-    inMesh(
+    overStandIn(
         P,
-        [&](mesh_cases::Caller& call) {
-          const int me = call.mesh.rank();
+        [&](stream_cases::Caller& call) {
+          const int me = call.transport.rank();
           Floats output(owner.count), error(owner.count);
           CompressedAllReduce a =
               owner.call(owner.inputs[at(me)].data(), output.data(), error.data());
@@ -204,14 +196,14 @@ TEST(what_is_not_finite_arrives_as_such_everywhere) {
         Case c(P, 1000, {static_cast<Codec>(codec)}, ReduceOp::kSum, schedule);
         for (const size_t i : {size_t{3}, size_t{500}, size_t{999}}) c.inputs[i % 3][i] = bad;
         c.compute();
-        inMesh(P, [&](mesh_cases::Caller& call) {
+        overStandIn(P, [&](stream_cases::Caller& call) {
           Floats output(c.count), error(c.count);
-          call(c.call(c.inputs[at(call.mesh.rank())].data(), output.data(), error.data()));
+          call(c.call(c.inputs[at(call.transport.rank())].data(), output.data(), error.data()));
           for (const size_t i : {size_t{3}, size_t{500}, size_t{999}})
             CHECK(!std::isfinite(output[i]));
           CHECK(std::isfinite(output[200]));
           for (const float e : error) CHECK(std::isfinite(e));
-          c.expect(call.mesh.rank(), output, &error);
+          c.expect(call.transport.rank(), output, &error);
         });
       }
 }
@@ -221,10 +213,10 @@ TEST(ranks_that_disagree_find_out) {
   for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing}) {
     std::atomic<int> found = 0;
     const auto disagreeing = [&] {
-      inMesh(3, [&](mesh_cases::Caller& call) {
+      overStandIn(3, [&](stream_cases::Caller& call) {
         CompressedAllReduce a = c.call(nullptr, nullptr, nullptr);
         a.schedule = schedule;
-        if (call.mesh.rank() == 2) a.coding.codec = Codec::kInt4;
+        if (call.transport.rank() == 2) a.coding.codec = Codec::kInt4;
         try {
           call(a);
         } catch (const Error& error) {

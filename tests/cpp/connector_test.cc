@@ -37,10 +37,10 @@ void nap() {
 TEST(each_call_is_answered_once_with_a_connection_or_why_there_is_none) {
   std::mutex mutex;
   std::multiset<std::string> results;
-  Connector dialler([](int to, int lane, const Turn&) -> Fd {
+  Connector dialler([](int to, int number, const Turn&) -> Fd {
     if (to % 3 == 1) throw Error(Failure::kSetup, "no way to " + std::to_string(to));
     if (to % 3 == 2) throw 7;
-    if (lane == 1) return Fd();
+    if (number == 1) return Fd();
     return something();
   });
   for (int round = 0; round < 20; ++round)

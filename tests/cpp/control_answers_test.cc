@@ -31,8 +31,8 @@ TEST(everybody_is_asked_and_answers) {
         return 0;
       });
     }
-    ranks[0].ask();
-    ranks[0].ask();
+    ranks[0].askForProgress();
+    ranks[0].askForProgress();
     for (int listener = 0; listener < size; ++listener)
       for (int r = 0; r < size; ++r) {  // who asks answers too
         if (listener == r) continue;
@@ -47,7 +47,7 @@ TEST(everybody_is_asked_and_answers) {
     if (size > 2) {
       // What rank 0 says of a neighbour comes with its own answer, when another asks.
       sleepFor(25'000);
-      ranks[1].ask();
+      ranks[1].askForProgress();
       until(
           [&] {
             return ranks.at(1).locked([&] { return ranks.at(1).seen_stopped.contains(size - 1); });
@@ -62,19 +62,19 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
   const auto announce = [&](uint64_t announced) {
     for (int r = 0; r < 3; ++r)
       ranks.at(r).locked([&] {
-        Whereabouts& mine = ranks.at(r).mine;
+        Progress& mine = ranks.at(r).mine;
         mine = {.announced = announced, .last = {.sequence = announced - 1}};
         for (uint64_t s = 0; s + 1 < announced; ++s) mine.earlier.push_back({.sequence = s});
         return 0;
       });
   };
   const auto told = [&](uint64_t announced, uint64_t since) {
-    ranks[0].ask(since);
+    ranks[0].askForProgress(since);
     for (int r : {1, 2})
       until(
           [&] {
             return ranks.at(0).locked([&] {
-              const Whereabouts& there = ranks.at(0).whereabouts[r];
+              const Progress& there = ranks.at(0).whereabouts[r];
               return there.announced == announced &&
                      there.earlier.size() == announced - 1 - since &&
                      (there.earlier.empty() || there.earlier[0].sequence == since);
@@ -83,7 +83,7 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
           "what was announced earlier");
   };
   announce(5);
-  ranks[0].ask();
+  ranks[0].askForProgress();
   told(5, 3);
   told(5, 1);
   announce(6);
@@ -94,14 +94,21 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
 
 TEST(an_answer_that_no_rank_gives_is_not_believed) {
   const auto isBelieved = [](const OpSignature& last) {
-    net::Answer answer;
-    answer.rank = 1;
-    answer.there.last = last;
-    const std::string bytes = net::encode(answer);
-    net::ControlReader reader(4);
-    reader.feed(std::as_bytes(std::span(bytes)));
-    CHECK(reader.next().has_value() == !reader.failed());
-    return !reader.failed();
+    size_t believed = 0;
+    for (const bool in_stream : {false, true}) {
+      net::Answer answer;
+      answer.rank = 1;
+      (in_stream ? answer.there.streams.oldest : answer.there.last) = last;
+      answer.there.streams.begun = in_stream;
+      const std::string bytes = net::encode(answer);
+      net::ControlReader reader(4);
+      reader.feed(std::as_bytes(std::span(bytes)));
+      const auto frame = reader.next();
+      CHECK(frame.has_value() == !reader.failed());
+      believed += frame && std::get<net::Answer>(*frame) == answer;
+    }
+    CHECK(believed != 1);
+    return believed == 2;
   };
   CHECK(isBelieved({}));
   CHECK(isBelieved({.kind = Kind::kReduce, .dtype = DType::kBFloat16, .op = 8, .root = 3}));
@@ -116,12 +123,8 @@ TEST(what_no_rank_sends_ends_a_connection_and_nothing_else) {
   Heard heard;
   auto [next, next_end] = sockets::pair(Over::kIpv4);
   auto [previous, previous_end] = sockets::pair(Over::kIpv4);
-  const auto control = Control::start(
-      Reactor::shared(), 0, 3, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  const auto control = Control::start(Reactor::shared(), 0, 3, std::move(next), std::move(previous),
+                                      dialNobody, heard, Ranks::quick());
   const char nonsense[] = "GET / HTTP/1.1\r\n\r\n";
   CHECK(::send(next_end.get(), nonsense, sizeof nonsense, 0) > 0);
   until([&] { return heard.lostRanks() == std::vector<int>{1}; }, "a rank that talks nonsense");

@@ -25,38 +25,38 @@
 using namespace ringreduce;
 using namespace control_world;
 
-TEST(a_verdict_reaches_everybody_once) {
+TEST(a_failure_reaches_everybody_once) {
   for (const Over over : {Over::kUnix, Over::kIpv4, Over::kIpv6})
     for (const int size : {1, 2, 3, 5, 64}) {
       Ranks ranks(size, over);
       const int reporter = size / 2;
-      ranks[reporter].tell(verdict(reporter, std::string(4000, 'x')));
-      ranks[reporter].tell(verdict(reporter, "a second one"));
+      ranks[reporter].broadcastError(failure(reporter, std::string(4000, 'x')));
+      ranks[reporter].broadcastError(failure(reporter, "a second one"));
       for (int r = 0; r < size; ++r) {
         if (r == reporter) continue;
-        until([&] { return ranks.at(r).locked([&] { return ranks.at(r).verdicts.size(); }) == 1; },
-              "a verdict at every rank");
-        const Verdict& heard = ranks.at(r).verdicts[0];
+        until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
+              "a failure at every rank");
+        const GroupFailure& heard = ranks.at(r).failures[0];
         CHECK(heard.kind == Failure::kTimeout);
         CHECK_EQ(heard.culprit, reporter);
         CHECK_EQ(heard.text, std::string(4000, 'x'));
       }
       CHECK(ranks[reporter].flush(20 * kSecond));
       for (int r = 0; r < size; ++r) ranks.end(r);
-      CHECK(ranks.at(reporter).verdicts.empty());
+      CHECK(ranks.at(reporter).failures.empty());
       ranks.nobodyIsLost();
     }
 }
 
-TEST(of_two_verdicts_everybody_hears_one) {
+TEST(of_two_failures_everybody_hears_one) {
   for (int size = 2; size < 12; ++size) {
     Ranks ranks(size);
-    ranks[0].tell(verdict(0));
-    ranks[size / 2].tell(verdict(size / 2));
+    ranks[0].broadcastError(failure(0));
+    ranks[size / 2].broadcastError(failure(size / 2));
     for (int r = 0; r < size; ++r)
       if (r != 0 && r != size / 2)
-        until([&] { return ranks.at(r).locked([&] { return ranks.at(r).verdicts.size(); }) == 1; },
-              "one of two verdicts at every rank");
+        until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
+              "one of two failures at every rank");
     // Who tells one and closes has told it, and takes nobody's word away.
     for (int r = 0; r < size; ++r) CHECK(ranks[r].flush(20 * kSecond));
     for (int r = 0; r < size; ++r) ranks.end(r);
@@ -67,11 +67,11 @@ TEST(of_two_verdicts_everybody_hears_one) {
 TEST(who_reports_and_closes_is_not_taken_for_dead) {
   for (int round = 0; round < 10; ++round) {
     Ranks ranks(5, round % 2 ? Over::kIpv4 : Over::kUnix);
-    ranks[2].tell(verdict(2, std::string(8000, 'y')));
+    ranks[2].broadcastError(failure(2, std::string(8000, 'y')));
     CHECK(ranks[2].flush(20 * kSecond));
     ranks.end(2);
     for (int r : {0, 1, 3, 4})
-      until([&] { return ranks.at(r).locked([&] { return !ranks.at(r).verdicts.empty(); }); },
+      until([&] { return ranks.at(r).locked([&] { return !ranks.at(r).failures.empty(); }); },
             "the last word of a rank");
     ranks.nobodyIsLost();
   }
@@ -108,11 +108,11 @@ TEST(all_hear_of_all_processes_that_end_one_after_the_other) {
       until([&] { return ranks.at(order[i]).lostRanks().size() >= dead; }, "all that ended");
     // The gaps are closed: a word still gets to all that are left.
     const int teller = order[dead];
-    ranks[teller].tell(verdict(teller));
+    ranks[teller].broadcastError(failure(teller));
     for (size_t i = dead + 1; i < order.size(); ++i) {
       Heard& heard = ranks.at(order[i]);
-      until([&] { return heard.locked([&] { return heard.verdicts.size(); }) == 1; },
-            "a verdict across gaps");
+      until([&] { return heard.locked([&] { return heard.failures.size(); }) == 1; },
+            "a failure across gaps");
       CHECK_EQ(heard.lostRanks().size(), dead);
     }
   }
@@ -153,11 +153,11 @@ TEST(ranks_leave_in_any_order_and_the_rest_still_hear_each_other) {
     for (size_t i = 0; i < staying; ++i)
       until([&] { return ranks.at(order[i]).gone() == order.size() - staying; },
             "every departure at every rank that stays");
-    ranks[order[0]].tell(verdict(order[0]));
+    ranks[order[0]].broadcastError(failure(order[0]));
     for (size_t i = 1; i < staying; ++i) {
       Heard& heard = ranks.at(order[i]);
-      until([&] { return heard.locked([&] { return heard.verdicts.size(); }) == 1; },
-            "a verdict among those that stay");
+      until([&] { return heard.locked([&] { return heard.failures.size(); }) == 1; },
+            "a failure among those that stay");
     }
     for (int r = 0; r < size; ++r)
       if (ranks.controls[static_cast<size_t>(r)]) CHECK(ranks[r].flush(20 * kSecond));
@@ -186,7 +186,7 @@ TEST(all_leave_at_nearly_the_same_time) {
 TEST(who_leaves_without_waiting_is_still_known_to_have_left) {
   for (int round = 0; round < 10; ++round) {
     Ranks ranks(6);
-    for (int r : {1, 3, 4}) ranks[r].depart(Departure::kGone);
+    for (int r : {1, 3, 4}) ranks[r].depart(Declared::kGone);
     for (int r : {1, 3, 4}) {
       ranks[r].flush(2 * kMillisecond);
       ranks.end(r);
@@ -230,7 +230,7 @@ TEST(a_connection_that_cannot_be_watched_does_not_stand_for_one) {
       heard, Ranks::quick());
   control->accept(2, Fd(open("/dev/null", O_RDWR | O_CLOEXEC)));
   // Rank 1 leaves: rank 2 is next, and there is no way to it yet.
-  const std::string left = net::encode(net::Departed{1, Departure::kGone});
+  const std::string left = net::encode(net::Departed{1, Declared::kGone});
   CHECK(send(theirs.get(), left.data(), left.size(), 0) == static_cast<ssize_t>(left.size()));
   until([&] { return dialled >= 2; }, "dials to the one beyond");
   control.reset();
@@ -273,9 +273,9 @@ TEST(of_one_cut_alone_its_two_ends_speak) {
   ranks.cut(1, 2);
   until([&] { return ranks.at(1).lostRanks() == std::vector<int>{2}; }, "the rank across a cut");
   until([&] { return ranks.at(2).lostRanks() == std::vector<int>{1}; }, "the rank across a cut");
-  ranks[1].tell(verdict(1));
+  ranks[1].broadcastError(failure(1));
   for (int r : {0, 3, 4}) {
-    until([&] { return ranks.at(r).locked([&] { return ranks.at(r).verdicts.size(); }) == 1; },
+    until([&] { return ranks.at(r).locked([&] { return ranks.at(r).failures.size(); }) == 1; },
           "the other way round");
     CHECK(ranks.at(r).lostRanks().empty());
   }
@@ -305,15 +305,11 @@ TEST(a_stopped_process_is_not_lost_and_a_killed_one_is) {
   previous_end.reset();
   kill(child, SIGSTOP);
   Heard heard;
-  const auto control = Control::start(
-      Reactor::shared(), 0, 2, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  const auto control = Control::start(Reactor::shared(), 0, 2, std::move(next), std::move(previous),
+                                      dialNobody, heard, Ranks::quick());
   // Longer than lost_after, and than heartbeats go on.
   sleepFor(1'600'000);
-  control->ask();
+  control->askForProgress();
   CHECK(heard.lostRanks().empty());
   CHECK(heard.whereabouts.empty());
   kill(child, SIGKILL);
@@ -324,8 +320,9 @@ TEST(a_stopped_process_is_not_lost_and_a_killed_one_is) {
 
 TEST(whoever_listens_may_end_it_within_a_call) {
   struct Ends final : Heard {
-    void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override {
-      Heard::lost(ranks, fate, how);
+    void onPeersLost(const std::vector<int>& ranks, Observed observed,
+                     const std::string& how) override {
+      Heard::onPeersLost(ranks, observed, how);
       control.reset();
       done = true;
     }
@@ -335,12 +332,8 @@ TEST(whoever_listens_may_end_it_within_a_call) {
   auto [next, next_end] = sockets::pair(Over::kUnix);
   auto [previous, previous_end] = sockets::pair(Over::kUnix);
   auto reactor = Reactor::shared();
-  heard.control = Control::start(
-      reactor, 0, 3, std::move(next), std::move(previous),
-      [](int, int, const std::function<void()>&) -> Fd {
-        throw std::runtime_error("nobody is there");
-      },
-      heard, Ranks::quick());
+  heard.control = Control::start(reactor, 0, 3, std::move(next), std::move(previous), dialNobody,
+                                 heard, Ranks::quick());
   reactor.reset();  // the group's is the last
   next_end.reset();
   until([&] { return heard.done.load(); }, "the end of a group within a call");

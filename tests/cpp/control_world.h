@@ -33,9 +33,8 @@ namespace control_world {
 
 using namespace ringreduce;
 using net::Control;
+using net::Progress;
 using net::Reactor;
-using net::Verdict;
-using net::Whereabouts;
 using sockets::Over;
 using sockets::until;
 
@@ -69,39 +68,44 @@ ssize_t sendmsg(int fd, const msghdr* message, int flags) {
 
 namespace control_world {
 
-constexpr const char* kEnded = net::kProcessEnded;
+constexpr const char* kEnded = kProcessEnded;
+
+inline Fd dialNobody(int, int, const std::function<void()>&) {
+  throw std::runtime_error("nobody is there");
+}
 
 struct Heard : Control::Listener {
-  void lost(const std::vector<int>& ranks, PeerState fate, const std::string& how) override {
+  void onPeersLost(const std::vector<int>& ranks, Observed observed,
+                   const std::string& how) override {
     const std::lock_guard lock(mutex);
     ++lost_calls;
     for (int r : ranks) {
       twice = twice || lost_ranks.contains(r);
-      const bool fits = (fate == PeerState::kEnded) == (how == kEnded);
+      const bool fits = (observed == Observed::kEnded) == (how == kEnded);
       lost_ranks[r] = fits ? how : "of another fate: " + how;
     }
   }
-  void departed(int rank, Departure how) override {
+  void onDeparture(int rank, Declared how) override {
     const std::lock_guard lock(mutex);
     twice = twice || departures[rank] >= how;
     departures[rank] = how;
   }
-  void ended(const Verdict& verdict) override {
+  void onRemoteError(const GroupFailure& failure) override {
     const std::lock_guard lock(mutex);
-    verdicts.push_back(verdict);
+    failures.push_back(failure);
   }
-  void seen(int rank, const Whereabouts& there) override {
+  void onProgress(int rank, const Progress& there) override {
     const std::lock_guard lock(mutex);
     whereabouts[rank] = there;
     if (there.stopped) seen_stopped.insert(rank);
   }
-  Whereabouts own(uint64_t since) override {
+  Progress ownProgress(uint64_t since) override {
     const std::lock_guard lock(mutex);
-    Whereabouts here = mine;
+    Progress here = mine;
     std::erase_if(here.earlier, [&](const OpSignature& a) { return a.sequence < since; });
     return here;
   }
-  std::vector<int> stopped() override {
+  std::vector<int> stoppedOnHost() override {
     const std::lock_guard lock(mutex);
     return stopped_here;
   }
@@ -121,7 +125,7 @@ struct Heard : Control::Listener {
   size_t gone() {
     return locked([&] {
       return static_cast<size_t>(std::count_if(departures.begin(), departures.end(), [](auto& d) {
-        return d.second == Departure::kGone;
+        return d.second == Declared::kGone;
       }));
     });
   }
@@ -129,11 +133,11 @@ struct Heard : Control::Listener {
   std::mutex mutex;
   std::map<int, std::string> lost_ranks;
   int lost_calls = 0;
-  std::map<int, Departure> departures;
-  std::vector<Verdict> verdicts;
-  std::map<int, Whereabouts> whereabouts;
+  std::map<int, Declared> departures;
+  std::vector<GroupFailure> failures;
+  std::map<int, Progress> whereabouts;
   std::set<int> seen_stopped;  // also if it answers, as no stopped rank does
-  Whereabouts mine;
+  Progress mine;
   std::vector<int> stopped_here;
   bool twice = false;
 };
@@ -191,8 +195,8 @@ class Ranks {
     }
   }
   bool leave(int r, Nanos longest = 20 * kSecond) {
-    (*this)[r].depart(Departure::kLeaving);
-    (*this)[r].depart(Departure::kGone);
+    (*this)[r].depart(Declared::kLeaving);
+    (*this)[r].depart(Declared::kGone);
     const bool flushed = (*this)[r].flush(longest);
     end(r);
     return flushed;
@@ -242,7 +246,7 @@ inline void sleepFor(int microseconds) {
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
-inline Verdict verdict(int reporter, std::string text = "because") {
+inline GroupFailure failure(int reporter, std::string text = "because") {
   return {Failure::kTimeout, reporter, reporter, std::move(text)};
 }
 

@@ -26,7 +26,6 @@
 #include "base/error.h"
 #include "check.h"
 #include "transport/tcp/acceptor.h"
-#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 namespace door {
@@ -66,7 +65,7 @@ class Inbox {
 };
 
 inline PeerHello callerOf(const std::string& group, int from = 0, int to = 1) {
-  return {.group = group, .from = from, .to = to, .purpose = Purpose::kData, .lane = 7};
+  return {.group = group, .from = from, .to = to, .purpose = Purpose::kData, .connection = 7};
 }
 
 // A group with one rank here.

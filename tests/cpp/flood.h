@@ -64,8 +64,8 @@ class OverheardStore final : public Store {
   OverheardStore(Store& store, Scene& scene) : store_(store), scene_(scene) {}
   void set(const std::string& key, const std::string& value) override {
     const Fields fields = decode(value);
-    if (const std::string secret = word(fields, "secret"); secret.size() == 64) {
-      std::strncpy(scene_.word, word(fields, "word").c_str(), sizeof scene_.word - 1);
+    if (const std::string secret = word(fields, "secret"); fields.contains("go")) {
+      std::strncpy(scene_.word, word(fields, "nonce").c_str(), sizeof scene_.word - 1);
       std::strncpy(scene_.secret, secret.c_str(), sizeof scene_.secret - 1);
       if (word(fields, "go") == "1") scene_.overheard = true;
     }

@@ -153,7 +153,7 @@ TEST(a_group_can_be_made_again_on_the_same_store) {
     }
   });
   CHECK_EQ(store.full(), 0u);
-  // Where ranks meet over the store they empty their entries (bootstrap/hosts.h).
+  // Ranks that share no memory empty their records (bootstrap/rendezvous.h).
   if (!ranks::overSockets()) CHECK_EQ(store.size(), 0u);
 }
 
@@ -305,22 +305,4 @@ TEST(who_does_not_join_is_named) {
                     r == 0 ? "ranks 2 and 3" : "join") == Failure::kTimeout);
   });
   CHECK(failureOf([&] { Group::create(store, 1, 2, hasty); }, "rank 0") == Failure::kTimeout);
-}
-
-TEST(a_stale_entry_of_an_earlier_run_is_waited_out) {
-  ranks::MemoryStore store;
-  std::string stale;
-  ranks::inThreads(2, [&](int r) {
-    if (r == 1) {
-      while (!store.get("ringreduce/hub")) std::this_thread::yield();
-      stale = *store.get("ringreduce/hub");
-    }
-    Group::create(store, r, 2, {.name = "test"});
-  });
-  store.set("ringreduce/hub", stale);
-  ranks::inThreads(2, [&](int r) {
-    if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    const auto group = Group::create(store, r, 2, {.name = "test"});
-    group->run({Barrier{}});
-  });
 }

@@ -23,11 +23,11 @@ TEST(a_process_that_ended_is_seen_and_lost) {
   processes::inGroup(
       3,
       [](Group& group) {
-        CHECK(group.presence() == std::vector<Presence>(3, Presence::kHere));
+        CHECK(group.states() == std::vector<PeerState>(3));
         group.run({Barrier{}});
         if (group.rank() == 2) raise(SIGKILL);
-        while (group.presence()[2] == Presence::kHere) sleepMs(1);
-        CHECK(group.presence()[2] == Presence::kEnded);
+        while (group.states()[2].isHere()) sleepMs(1);
+        CHECK(group.states()[2].observed == Observed::kEnded && group.states()[2].isGone());
         if (group.rank() == 0) group.checkHealth();  // nobody has missed it yet
         while (group.rank() == 1 && !group.failed()) sleepMs(1);
         CHECK(failureOf([&] { group.failLost(2, "in the midst of a test"); },
@@ -41,8 +41,8 @@ TEST(a_process_that_ended_is_seen_and_lost) {
 TEST(a_rank_that_left_is_seen_and_lost) {
   ranks::inGroup(3, [](Group& group) {
     if (group.rank() == 1) return;
-    while (group.presence()[1] == Presence::kHere) sleepMs(1);
-    CHECK(group.presence()[1] == Presence::kLeft);
+    while (group.states()[1].isHere()) sleepMs(1);
+    CHECK(group.states()[1].declared != Declared::kHere && !group.states()[1].isLost());
     if (group.rank() == 0) group.checkHealth();
     while (group.rank() == 2 && !group.failed()) sleepMs(1);
     CHECK(failureOf([&] { group.failLost(1, "before it was due"); },
@@ -77,7 +77,7 @@ TEST(a_failure_told_by_one_thread_ends_operations_and_waits_of_all_ranks) {
       }).join();
     }
     CHECK(group.failure() == Failure::kTimeout);
-    // A verdict is final.
+    // A failure is final.
     CHECK(failureOf([&] { group.fail(Failure::kPeerLost, 0, "something else"); }, says("")) ==
           Failure::kTimeout);
   });
@@ -132,7 +132,7 @@ TEST(a_forked_child_is_refused) {
     if (child == 0) {
       const bool refused =
           failureOf([&] { group.checkHealth(); }, "was forked from rank 0") == Failure::kArgument &&
-          failureOf([&] { group.presence(); }) == Failure::kArgument &&
+          failureOf([&] { group.states(); }) == Failure::kArgument &&
           failureOf([&] { group.fail(Failure::kTimeout, 0, ""); }) == Failure::kArgument;
       _exit(refused ? 0 : 1);
     }

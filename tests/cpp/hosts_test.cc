@@ -1,10 +1,14 @@
-// Ranks that pose as several hosts: who is where, groups of each host, entries of earlier runs, and
-// ranks that do not come.
+// The rendezvous: which ranks share a host, their memory, records of earlier runs, ranks that do
+// not come.
 #include "bootstrap/hosts.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "bootstrap/meeting.h"
+#include "bootstrap/rendezvous.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"
@@ -18,36 +22,34 @@ GroupOptions patience(Nanos timeout) {
   return {.name = "test", .timeout = timeout};
 }
 
-// Of all ranks, nothing but empty entries.
-void expectLeft(ranks::MemoryStore& store) {
-  CHECK(!store.get("ringreduce/hosts"));
-  for (size_t r = 0; r < store.size(); ++r)
-    CHECK_EQ(store.get("ringreduce/hosts/" + std::to_string(r)).value_or("none"), "");
+Rendezvous met(Store& store, int rank, int size, Nanos timeout = 20 * kSecond) {
+  return rendezvous(store, rank, size, patience(timeout),
+                    [&](const Hosts&) { return "told " + std::to_string(rank); });
 }
 
 // Runs body(hosts, store) in a process for each rank; rank r is on the host of that letter.
-using Body = std::function<void(const Hosts&, Store&)>;
-void onHosts(const std::string& hosts, const Body& body, Store* with = nullptr) {
-  processes::SharedStore own;
-  Store& store = with ? *with : own;
-  const auto size = static_cast<int>(hosts.size());
+using Body = std::function<void(const Hosts&)>;
+void onHosts(const std::string& letters, const Body& body) {
+  processes::SharedStore store;
+  const auto size = static_cast<int>(letters.size());
   const auto ends = processes::run(size, [&](int r) {
-    const ranks::Setting host("RINGREDUCE_HOSTID", hosts.substr(static_cast<size_t>(r), 1));
-    body(Hosts::meet(store, r, size, patience(20 * kSecond)), store);
+    const ranks::Setting host("RINGREDUCE_HOSTID", letters.substr(static_cast<size_t>(r), 1));
+    body(*met(store, r, size).hosts);
   });
   for (const std::string& end : ends) CHECK_EQ(end, "");
 }
 
 }  // namespace
 
-TEST(ranks_learn_who_shares_their_host) {
-  onHosts("abacb", [](const Hosts& hosts, Store&) {
+TEST(ranks_learn_which_ranks_share_their_host) {
+  onHosts("abacb", [](const Hosts& hosts) {
     CHECK_EQ(hosts.size(), 5);
     CHECK_EQ(hosts.count(), 3);
     const std::vector<int> of{0, 1, 0, 2, 1}, place{0, 0, 1, 0, 1};
     for (int r = 0; r < 5; ++r) {
       CHECK_EQ(hosts.hostOf(r), of[static_cast<size_t>(r)]);
       CHECK_EQ(hosts.placeOf(r), place[static_cast<size_t>(r)]);
+      CHECK_EQ(hosts.toldBy(r), "told " + std::to_string(r));
       CHECK(hosts.who(r).starts_with("rank " + std::to_string(r) + " (pid "));
     }
     CHECK(hosts.ranksOn(1) == (std::vector<int>{1, 4}));
@@ -55,72 +57,80 @@ TEST(ranks_learn_who_shares_their_host) {
   });
 }
 
-TEST(without_another_name_a_machine_is_one_host) {
-  ranks::MemoryStore store;
-  ranks::inThreads(3, [&](int r) {
-    const Hosts hosts = Hosts::meet(store, r, 3, patience(20 * kSecond));
-    CHECK_EQ(hosts.count(), 1);
+TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers) {
+  onHosts("abab", [](const Hosts& hosts) {
     CHECK(hosts.even());
-    CHECK_EQ(hosts.placeOf(r), r);
-    CHECK_EQ(hosts.word().size(), 16u);
-  });
-  expectLeft(store);
-}
-
-TEST(each_host_has_a_group_whose_errors_have_the_whole_groups_numbers) {
-  onHosts("abab", [](const Hosts& hosts, Store& store) {
-    CHECK(hosts.even());
-    const auto group = Group::ofHost(hosts, store, patience(20 * kSecond));
-    CHECK_EQ(group->size(), 2);
-    CHECK_EQ(group->rank(), hosts.rank() / 2);
-    float sum = static_cast<float>(hosts.rank());
-    group->run({AllReduce{&sum, 1, DType::kFloat32, ReduceOp::kSum}});
-    CHECK_EQ(sum, hosts.rank() % 2 == 0 ? 2.0f : 4.0f);
-    CHECK(group->who(1).starts_with("rank " + std::to_string(2 + hosts.rank() % 2) + " (pid"));
+    const LocalRanks ranks =
+        hosts.neighbourRanks("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
+    CHECK_EQ(ranks.rank, hosts.rank() / 2);
+    CHECK_EQ(ranks.options.shown(1), std::to_string(2 + hosts.rank() % 2));
+    const Membership membership = shareMemory(ranks, [] {});
+    CHECK_EQ(membership.members.size(), 2u);
+    std::atomic_ref sum(pageOf(membership, 0).posted.value);
+    sum += static_cast<uint64_t>(hosts.rank() + 1);
+    while (sum != (hosts.rank() % 2 == 0 ? uint64_t{4} : uint64_t{6})) std::this_thread::yield();
   });
 }
 
-TEST(what_an_earlier_run_left_is_not_taken_for_this_one) {
-  ranks::MemoryStore store;
-  // Rank 2 of an earlier run came, and rank 0 of another had let all go on.
-  store.set("ringreduce/hosts/2", encode({{"version", kVersion},
-                                          {"size", "3"},
-                                          {"token", "old"},
-                                          {"id", "elsewhere"},
-                                          {"pid", "1"},
-                                          {"host", "b"}}));
-  store.set("ringreduce/hosts",
-            encode({{"go", "1"}, {"word", "old"}, {"token1", "old"}, {"token2", "old"}}));
-  std::vector<std::string> words(3);
-  ranks::inThreads(3, [&](int r) {
-    if (r == 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    const Hosts hosts = Hosts::meet(store, r, 3, patience(20 * kSecond));
-    CHECK_EQ(hosts.count(), 1);
-    words[static_cast<size_t>(r)] = hosts.word();
-  });
-  CHECK(words[0] != "old" && words[0] == words[1] && words[1] == words[2]);
-  expectLeft(store);
-}
-
-TEST(groups_meet_one_after_the_other_on_the_same_store) {
+TEST(without_another_name_a_machine_is_one_host_and_leaves_nothing_in_the_store) {
   ranks::MemoryStore store;
   ranks::inThreads(4, [&](int r) {
-    for (int i = 0; i < 20; ++i)
-      CHECK_EQ(Hosts::meet(store, r, 4, patience(20 * kSecond)).size(), 4);
+    for (int i = 0; i < 20; ++i) {
+      const Rendezvous all = met(store, r, 4);
+      CHECK(!all.hosts);
+      CHECK_EQ(all.membership.members.size(), 4u);
+    }
   });
-  expectLeft(store);
+  CHECK_EQ(store.size(), 0u);
 }
 
-TEST(who_does_not_come_is_named_by_all) {
+TEST(records_of_an_earlier_run_are_not_taken_for_this_one) {
+  // Rank 2 of an earlier run came, on this host or another; rank 0 had published a table, and a
+  // stale one says that all ranks met.
+  for (const std::string& where : {hostId(), std::string("elsewhere")}) {
+    ranks::MemoryStore store;
+    store.set("ringreduce/rank/2", encode({{"version", kVersion},
+                                           {"size", "3"},
+                                           {"token", "old"},
+                                           {"id", where},
+                                           {"pid", "1"},
+                                           {"host", "b"}}));
+    store.set("ringreduce/table", encode({{"go", "1"},
+                                          {"wire", "tcp"},
+                                          {"nonce", "old"},
+                                          {"token1", "old"},
+                                          {"token2", "old"}}));
+    ranks::inThreads(3, [&](int r) {
+      if (r == 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      CHECK_EQ(met(store, r, 3).membership.members.size(), 3u);
+    });
+  }
+  // The same between hosts.
+  processes::SharedStore store;
+  store.set("ringreduce/rank/1", encode({{"version", kVersion},
+                                         {"size", "2"},
+                                         {"token", "old"},
+                                         {"id", "a"},
+                                         {"pid", "1"},
+                                         {"host", "b"}}));
+  const auto ends = processes::run(2, [&](int r) {
+    const ranks::Setting host("RINGREDUCE_HOSTID", r == 0 ? "a" : "b");
+    if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    CHECK_EQ(met(store, r, 2).hosts->count(), 2);
+  });
+  for (const std::string& end : ends) CHECK_EQ(end, "");
+}
+
+TEST(a_rank_that_does_not_come_is_named_by_all) {
   ranks::MemoryStore store;
   ranks::inThreads(4, [&](int r) {
     if (r == 1 || r == 3) return;
-    CHECK(failureOf([&] { Hosts::meet(store, r, 4, patience(300 * kMillisecond)); },
+    CHECK(failureOf([&] { met(store, r, 4, 300 * kMillisecond); },
                     "ranks 1 and 3 of 4 did not join within 0.3 s, making group 'test'") ==
           Failure::kTimeout);
   });
-  // Nobody tells the others if it is rank 0 that is missing.
-  CHECK(failureOf([&] { Hosts::meet(store, 2, 3, patience(100 * kMillisecond)); }, "rank") ==
+  // No rank tells the others if rank 0 is missing.
+  CHECK(failureOf([&] { met(store, 2, 3, 100 * kMillisecond); }, "rank 0 of 3 did not join") ==
         Failure::kTimeout);
 }
 
@@ -128,15 +138,14 @@ TEST(two_processes_of_one_number_end_it_for_all) {
   for (int claimed : {0, 1}) {
     ranks::MemoryStore store;
     const Nanos begin = now();
-    ranks::inThreads(claimed + 2, [&](int t) {  // those that are missing are not waited for
+    ranks::inThreads(claimed + 2, [&](int t) {  // the missing ranks are not waited for
       const int rank = std::min(t, claimed);
-      CHECK(failureOf([&] { Hosts::meet(store, rank, 4, patience(60 * kSecond)); },
+      CHECK(failureOf([&] { met(store, rank, 4, 60 * kSecond); },
                       "two processes claim rank " + std::to_string(claimed)) == Failure::kSetup);
     });
     CHECK(now() - begin < 30 * kSecond);
-    // What is left of it is no matter to the next meeting.
-    ranks::inThreads(
-        3, [&](int r) { CHECK_EQ(Hosts::meet(store, r, 3, patience(20 * kSecond)).size(), 3); });
+    // Its remains do not disturb the next rendezvous.
+    ranks::inThreads(3, [&](int r) { CHECK_EQ(met(store, r, 3).membership.members.size(), 3u); });
   }
 }
 
@@ -144,7 +153,7 @@ TEST(another_world_size_ends_it_for_all_at_once) {
   ranks::MemoryStore store;
   const Nanos begin = now();
   ranks::inThreads(3, [&](int r) {
-    CHECK(failureOf([&] { Hosts::meet(store, r, r == 2 ? 4 : 3, patience(60 * kSecond)); },
+    CHECK(failureOf([&] { met(store, r, r == 2 ? 4 : 3, 60 * kSecond); },
                     "was started with world size 4, rank 0 with 3") == Failure::kSetup);
   });
   CHECK(now() - begin < 30 * kSecond);

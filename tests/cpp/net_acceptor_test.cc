@@ -20,7 +20,6 @@
 #define CHECK_OWN_MAIN
 #include "check.h"
 #include "door.h"
-#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 using namespace ringreduce;
@@ -36,7 +35,8 @@ TEST(who_knows_the_secret_is_let_in) {
     options.address = address;
     const Socket ours = group.dial(options);
     const auto [theirs, caller] = group.inbox.next();
-    CHECK(caller.group == group.word && caller.from == 0 && caller.to == 1 && caller.lane == 7);
+    CHECK(caller.group == group.word && caller.from == 0 && caller.to == 1 &&
+          caller.connection == 7);
     CHECK(isUsable(ours) && isUsable(theirs));
     sockaddr_storage there{};
     socklen_t size = sizeof there;

@@ -12,7 +12,7 @@
 #include "check.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/crc32c.h"
+#include "transport/tcp/frame.h"
 #include "transport/tcp/sha256.h"
 
 using namespace ringreduce;

@@ -24,8 +24,11 @@ const Secret& secret() {
 }
 
 PeerHello caller() {
-  return {
-      .group = "0123456789abcdef", .from = 2, .to = 5, .purpose = Purpose::kMessages, .lane = 3};
+  return {.group = "0123456789abcdef",
+          .from = 2,
+          .to = 5,
+          .purpose = Purpose::kMessages,
+          .connection = 3};
 }
 
 Handshake::Find knows(const Secret& known) {
@@ -78,7 +81,7 @@ TEST(both_sides_believe_the_truth) {
                            .from = number,
                            .to = number,
                            .purpose = static_cast<Purpose>(purpose),
-                           .lane = number};
+                           .connection = number};
       Pair pair;
       pair.dialler = Handshake::dialler(self, secret());
       pair.acceptor = Handshake::acceptor([&](const PeerHello& asked) -> std::optional<Secret> {
@@ -90,7 +93,7 @@ TEST(both_sides_believe_the_truth) {
       CHECK(pair.bothDone());
       const PeerHello& proven = pair.acceptor.caller();
       CHECK_EQ(proven.group, self.group);
-      CHECK(proven.from == number && proven.to == number && proven.lane == number);
+      CHECK(proven.from == number && proven.to == number && proven.connection == number);
       CHECK(proven.purpose == self.purpose);
       CHECK(pair.dialler.why().empty() && pair.acceptor.why().empty());
     }
@@ -365,9 +368,10 @@ TEST(a_caller_waits_until_its_group_is_there) {
 }
 
 TEST(a_wrong_caller_cannot_be_made) {
-  const auto make = [](const std::string& group, int from, int to, int lane) {
-    Handshake::dialler({.group = group, .from = from, .to = to, .purpose = {}, .lane = lane},
-                       secret());
+  const auto make = [](const std::string& group, int from, int to, int connection) {
+    Handshake::dialler(
+        {.group = group, .from = from, .to = to, .purpose = {}, .connection = connection},
+        secret());
   };
   make(caller().group, 0, 0, 0);
   for (const char* group : {"", "0123456789abcde", "0123456789abcdef0", "0123456789ABCDEF"})

@@ -21,7 +21,6 @@
 #define CHECK_OWN_MAIN
 #include "check.h"
 #include "door.h"
-#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 
 using namespace ringreduce;

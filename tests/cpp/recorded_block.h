@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "host_block.h"
 #include "interleavings.h"
 #include "transport/shm/page.h"

@@ -11,7 +11,6 @@
 #include <random>
 
 #include "check.h"
-#include "kernels/reduce_kernels.h"
 #include "reduce_oracle.h"
 
 using namespace ringreduce;

@@ -6,6 +6,7 @@
 
 #include "algorithm/cut.h"
 #include "bootstrap/host_ring.h"
+#include "bootstrap/rendezvous.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"
@@ -290,7 +291,8 @@ TEST(all_pairs_of_hosts_meet) {
 TEST(another_order_must_be_worth_it) {
   processes::SharedStore store;
   const auto ends = onHosts("abc", "", [](int r, Store& shared) {
-    const Hosts hosts = Hosts::meet(shared, r, 3, {.name = "test", .timeout = 20 * kSecond});
+    const GroupOptions options{.name = "test", .timeout = 20 * kSecond};
+    const Hosts hosts = *rendezvous(shared, r, 3, options, [](const Hosts&) { return ""; }).hosts;
     Rates rates{{0, 100, 105}, {105, 0, 100}, {100, 105, 0}};
     CHECK(HostRing::measured(hosts, rates).ranks.empty());
     rates[0][1] = 50;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,7 +20,6 @@
 #include <string>
 #include <vector>
 
-#include "base/env.h"
 #include "check.h"
 #include "compressed_cases.h"
 #include "ranks.h"
@@ -415,9 +415,10 @@ class Rank {
 }  // namespace
 
 TEST(programs_of_random_operations) {
-  const auto operations =
-      static_cast<int>(envInteger("RINGREDUCE_SOAK_OPERATIONS", 1000, 1, 100000000));
-  const auto given = envInteger("RINGREDUCE_SEED", -1, -1, INT64_MAX);
+  const char *wanted = std::getenv("RINGREDUCE_SOAK_OPERATIONS"),
+             *seed_text = std::getenv("RINGREDUCE_SEED");
+  const int operations = wanted ? std::stoi(wanted) : 1000;
+  const int64_t given = seed_text ? std::stoll(seed_text) : -1;
   const uint64_t first = given >= 0 ? static_cast<uint64_t>(given) : std::random_device{}();
   const int programs = given >= 0 ? 1 : 4;
   for (uint64_t seed = first; seed < first + static_cast<uint64_t>(programs); ++seed) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/direct.h"
-#include "cuda/watcher.h"
+#include "cuda/host_ranks.h"
 #include "group/host_pages.h"
 #include "host_block.h"
 
@@ -68,7 +68,7 @@ class Rank {
       : group_(group),
         pages_(group, sizeof(HostState)),
         staging_(group, kElements * sizeof(float)),
-        watcher_(group, states()) {}
+        watcher_(group, std::make_unique<HostRanks>(group, states())) {}
 
   HostState& state(int r) { return *reinterpret_cast<HostState*>(pages_.at(r)); }
   HostState& own() { return state(group_.rank()); }
@@ -86,8 +86,7 @@ class Rank {
     for (const ScheduleStep& step :
          directSchedule(group_.rank(), group_.size(), count, schedules_++, count > 512, true))
       ticket = stream_.put([this, step, data, count, op] { perform(step, data, count, op); });
-    watcher_.entrust(
-        number, timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
+    watcher_.entrust(timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
     return number;
   }
 

@@ -1,7 +1,5 @@
 // The watcher of GPU operations without a GPU: deadlines, ranks that die, stop, disagree or give
 // up, told by real groups of threads and of processes.
-#include "cuda/watcher.h"
-
 #include <unistd.h>
 
 #include <atomic>
@@ -9,6 +7,7 @@
 #include <thread>
 
 #include "check.h"
+#include "cuda/host_ranks.h"
 #include "group/agreement.h"
 #include "processes.h"
 #include "ranks.h"
@@ -94,12 +93,11 @@ TEST(settling_waits_for_the_slowest_rank) {
             std::this_thread::sleep_for(std::chrono::milliseconds(200));
             slow_is_done = true;
           });
-          const uint64_t number = rank.watcher().announce({.count = 1});
-          rank.watcher().entrust(number, kLong,
-                                 [&, ticket] { return rank.stream().isDone(ticket); });
+          rank.watcher().announce({.count = 1});
+          rank.watcher().entrust(kLong, [&, ticket] { return rank.stream().isDone(ticket); });
         } else {
-          const uint64_t number = rank.watcher().announce({.count = 1});
-          rank.watcher().entrust(number, kLong, [] { return true; });
+          rank.watcher().announce({.count = 1});
+          rank.watcher().entrust(kLong, [] { return true; });
         }
         CHECK(rank.watcher().settle(kLong));
         CHECK(slow_is_done);
@@ -160,10 +158,10 @@ TEST(ranks_that_disagree_on_a_root_are_told) {
       [](Group& group) {
         Rank rank(group);
         const auto broadcast = [&](int root) {
-          const uint64_t number = rank.watcher().announce(
+          rank.watcher().announce(
               {.count = 5, .kind = Kind::kBroadcast, .dtype = DType::kComplex64, .root = root});
           const auto failed = [&] { return group.failed(); };
-          rank.watcher().entrust(number, kLong, failed, bucket);
+          rank.watcher().entrust(kLong, failed, bucket);
         };
         const auto error = [&](const std::string& words) {
           return ranks::failureOf(
@@ -239,7 +237,8 @@ TEST(all_ranks_are_told_before_a_stream_goes_on) {
           rank.watcher().abort("enough");
           // The others' watchers sleep, since nothing is under way: nobody else can have told them.
           for (int r = 0; r < group.size(); ++r) CHECK(observeWord(rank.state(r).abort) != 0);
-          for (const HostState::Line& line : rank.own().words) CHECK_EQ(line.word, kReleased);
+          for (HostState::Line& line : rank.own().words)
+            CHECK_EQ(std::atomic_ref(line.word).load(), kReleased);
         }
         while (!group.failed()) std::this_thread::yield();
         CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "enough") == Failure::kAborted);
@@ -254,12 +253,12 @@ TEST(a_root_that_sends_nothing_is_named) {
       3,
       [](Group& group) {
         Rank rank(group);
-        const uint64_t number = rank.watcher().announce(
+        rank.watcher().announce(
             {.count = 7, .kind = Kind::kBroadcast, .dtype = DType::kInt8, .root = kRoot});
         group.run({Barrier{}});
         if (group.rank() != kRoot) std::atomic_ref(rank.own().busy).store(1);
         const Nanos timeout = group.rank() == kRoot ? kLong : 200 * kMillisecond;
-        rank.watcher().entrust(number, timeout, [&] { return group.failed(); }, bucket);
+        rank.watcher().entrust(timeout, [&] { return group.failed(); }, bucket);
         while (!group.failed()) std::this_thread::yield();
         const char* words = "rank 2 (";
         CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, words) == Failure::kTimeout);
@@ -283,7 +282,7 @@ TEST(what_a_kernel_reports_is_raised) {
                                      .dtype = DType::kFloat16,
                                      .op = static_cast<uint8_t>(ReduceOp::kMax)});
         group.run({Barrier{}});
-        rank.watcher().entrust(number, 5 * kSecond, [&] { return over.load(); }, bucket);
+        rank.watcher().entrust(5 * kSecond, [&] { return over.load(); }, bucket);
         if (group.rank() == 0) {
           Trouble& trouble = rank.own().trouble;
           trouble.operation = number;
@@ -310,8 +309,8 @@ TEST(a_gpu_that_fails_ends_the_group) {
         Rank rank(group);
         const Failure how = ranks::failureOf(
             [&] {
-              const uint64_t number = rank.watcher().announce({.count = 1});
-              rank.watcher().entrust(number, kLong, [&]() -> bool {
+              rank.watcher().announce({.count = 1});
+              rank.watcher().entrust(kLong, [&]() -> bool {
                 if (group.rank() == 1) throw Error(Failure::kSetup, "illegal address");
                 return group.failed();
               });
@@ -333,8 +332,8 @@ TEST(a_gpu_that_does_not_answer_keeps_no_wait_from_ending) {
         const Failure how = ranks::failureOf(
             [&] {
               if (group.rank() == 0) {
-                const uint64_t number = rank.watcher().announce({.count = 1});
-                rank.watcher().entrust(number, kLong, [&] {
+                rank.watcher().announce({.count = 1});
+                rank.watcher().entrust(kLong, [&] {
                   while (observeWord(rank.own().abort) == 0) std::this_thread::yield();
                   return true;
                 });

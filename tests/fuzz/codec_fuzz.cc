@@ -16,7 +16,7 @@
 
 #include "fuzz.h"
 #include "input.h"
-#include "kernels/codec_kernels.h"
+#include "kernels/codec.h"
 
 using namespace ringreduce;
 

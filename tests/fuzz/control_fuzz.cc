@@ -13,7 +13,6 @@
 
 #include "fuzz.h"
 #include "health/control_frames.h"
-#include "health/control_state.h"
 
 using namespace ringreduce;
 using namespace ringreduce::net;
@@ -49,7 +48,7 @@ void require(bool holds, const char* what) {
 
 std::vector<int> ranksIn(const ControlFrame& frame) {
   if (const auto* f = std::get_if<Departed>(&frame)) return {f->rank};
-  if (const auto* f = std::get_if<Verdict>(&frame)) return {f->culprit, f->reporter};
+  if (const auto* f = std::get_if<GroupFailure>(&frame)) return {f->culprit, f->reporter};
   if (const auto* f = std::get_if<Broken>(&frame)) return {f->reporter, f->rank};
   if (const auto* f = std::get_if<Question>(&frame)) return {f->asker};
   if (const auto* f = std::get_if<Answer>(&frame)) {
@@ -77,10 +76,10 @@ bool tell(ControlState& state, Outbox& outbox, const ControlFrame& frame) {
   if (const auto* f = std::get_if<Departed>(&frame)) {
     if (!state.depart(f->rank, f->how)) return false;
     outbox.add({Kind::kDeparture, f->rank});
-  } else if (const auto* f = std::get_if<Verdict>(&frame)) {
-    if (state.verdict) return false;
-    state.verdict = *f;
-    outbox.add({Kind::kVerdict, 0});
+  } else if (const auto* f = std::get_if<GroupFailure>(&frame)) {
+    if (state.failure) return false;
+    state.failure = *f;
+    outbox.add({Kind::kFailure, 0});
   } else if (const auto* f = std::get_if<Broken>(&frame)) {
     const auto number = state.broke(*f);
     if (!number) return false;

@@ -78,7 +78,7 @@ class Arena {
                              .from = static_cast<int>(who),
                              .to = 3,
                              .purpose = static_cast<Purpose>(who),
-                             .lane = 0};
+                             .connection = 0};
       return {.machine = Handshake::dialler(caller, secret, nonce), .said = {}, .heard = {}};
     }
     const auto find = [this, who, secret](const PeerHello& caller) -> std::optional<Secret> {

@@ -22,7 +22,7 @@ using namespace ringreduce::net;
 
 namespace {
 
-constexpr size_t kLanes = 3;
+constexpr size_t kConnections = 3;
 constexpr size_t kGuard = 32;
 constexpr std::byte kUntouched{0xa5};
 
@@ -33,25 +33,25 @@ std::byte byteAt(uint64_t position) {
 class Play {
  public:
   explicit Play(bool reseals) : reseals_(reseals), stream_(pool_) {
-    for (auto& lane : lanes_) {
+    for (auto& connection : connections_) {
       int ends[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) != 0)
         std::abort();
-      lane.ours = Fd(ends[0]);
+      connection.ours = Fd(ends[0]);
       stream_.add(Fd(ends[1]));
     }
   }
 
   void run(fuzz::Input input) {
     while (!input.ended() && wrong_.empty() && !over_) act(input);
-    for (auto& lane : lanes_) lane.ours.reset();
+    for (auto& connection : connections_) connection.ours.reset();
     for (int i = 0; i < 4 && wrong_.empty() && !over_; ++i) move();
   }
   const std::string& wrong() const { return wrong_; }
   bool reached() const { return got_ > 0; }
 
  private:
-  struct Lane {
+  struct Connection {
     Fd ours;
     std::string unsent;  // what its socket had no room for
   };
@@ -63,30 +63,32 @@ class Play {
 
   void act(fuzz::Input& input) {
     const uint8_t what = input.byte();
-    Lane& lane = lanes_[what / 8 % kLanes];
+    Connection& connection = connections_[what / 8 % kConnections];
     switch (what % 8) {
       case 0:  // the next bytes
       case 1:
-        return sendFrame(lane, next_, 1 + input.byte() * size_t{1 + what / 32u}, input, false);
+        return sendFrame(connection, next_, 1 + input.byte() * size_t{1 + what / 32u}, input,
+                         false);
       case 2:  // the next bytes, in a frame whose head is damaged
-        return sendFrame(lane, next_, 1 + input.byte(), input, true);
+        return sendFrame(connection, next_, 1 + input.byte(), input, true);
       case 3: {  // any bytes, in a frame that is not
         const uint64_t position = input.byte() * uint64_t{16};
-        return sendFrame(lane, position, 1 + input.byte(), input, false);
+        return sendFrame(connection, position, 1 + input.byte(), input, false);
       }
       case 4:
         forged_ = true;  // it may be a head with a right checksum
-        return send(lane, std::string(input.bytes(input.byte())));
+        return send(connection, std::string(input.bytes(input.byte())));
       case 5:
       case 6:
         return expect(input.byte() * size_t{1 + what / 8u}, what % 8 == 5);
       default:
-        if (what / 8 == 31) lane.ours.reset();
+        if (what / 8 == 31) connection.ours.reset();
         return move();
     }
   }
 
-  void sendFrame(Lane& lane, uint64_t position, size_t bytes, fuzz::Input& input, bool damaged) {
+  void sendFrame(Connection& connection, uint64_t position, size_t bytes, fuzz::Input& input,
+                 bool damaged) {
     std::string payload(bytes, '\0');
     for (size_t i = 0; i < bytes; ++i) payload[i] = static_cast<char>(byteAt(position + i));
     Frame frame = sealed({.bytes = static_cast<uint32_t>(bytes), .position = position});
@@ -99,19 +101,19 @@ class Play {
       if (reseals_) frame = sealed(frame);
     }
     if (position == next_) next_ += bytes;
-    send(lane, std::string(reinterpret_cast<const char*>(&frame), sizeof frame) + payload);
+    send(connection, std::string(reinterpret_cast<const char*>(&frame), sizeof frame) + payload);
   }
 
   // What finds no room is sent later, in order.
-  void send(Lane& lane, const std::string& text) {
-    lane.unsent += text;
-    push(lane);
+  void send(Connection& connection, const std::string& text) {
+    connection.unsent += text;
+    push(connection);
   }
-  static void push(Lane& lane) {
-    if (!lane.ours || lane.unsent.empty()) return;
-    const ssize_t n = ::send(lane.ours.get(), lane.unsent.data(), lane.unsent.size(),
-                             MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n > 0) lane.unsent.erase(0, static_cast<size_t>(n));
+  static void push(Connection& connection) {
+    if (!connection.ours || connection.unsent.empty()) return;
+    const ssize_t n = ::send(connection.ours.get(), connection.unsent.data(),
+                             connection.unsent.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n > 0) connection.unsent.erase(0, static_cast<size_t>(n));
   }
 
   void expect(size_t bytes, bool in_memory) {
@@ -128,11 +130,11 @@ class Play {
   }
 
   void move() {
-    for (size_t i = 0; i < kLanes; ++i) {
-      push(lanes_[i]);
+    for (size_t i = 0; i < kConnections; ++i) {
+      push(connections_[i]);
       // As epoll tells it.
-      stream_.lane(static_cast<int>(i)).ready = true;
-      stream_.lane(static_cast<int>(i)).hangup = !lanes_[i].ours;
+      stream_.connection(static_cast<int>(i)).ready = true;
+      stream_.connection(static_cast<int>(i)).hangup = !connections_[i].ours;
     }
     const Moved moved = stream_.progress();
     lookAt();
@@ -166,7 +168,7 @@ class Play {
   const bool reseals_;
   Pool pool_;
   RecvStream stream_;
-  std::array<Lane, kLanes> lanes_;
+  std::array<Connection, kConnections> connections_;
   std::deque<Place> places_;
   uint64_t next_ = 0, expected_ = 0;
   size_t got_ = 0;

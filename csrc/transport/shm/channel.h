@@ -1,21 +1,21 @@
 // A channel: a one-way pipe of records of any size from one rank to another, over shared memory.
 //
-// It is a ring of bytes in the receiver's segment.  The sender writes records one after the other,
-// none across the end of the ring, and publishes how far it has come; the receiver publishes how
-// far it has read.  Both counters only grow, have one writer each, and lie in the memory of whoever
-// polls them.  Nothing here waits: whoever finds no room, or no record, does something else.
+// It is a ring of bytes in the receiver's segment.  The sender writes records in sequence, none
+// across the end of the ring, and publishes how many bytes it has written; the receiver publishes
+// how many it has read.  Both counters only grow, have one writer each, and lie in the memory of
+// the rank that polls them.  Nothing here waits.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "base/align.h"
+#include "base/bytes.h"
 #include "base/dtype.h"
 #include "transport/shm/flags.h"
 
 namespace ringreduce {
 
-// What a rank keeps for each peer; the peer writes all three.
+// A rank's counters for one peer; the peer writes all three.
 struct Box {
   Flag filled;    // bytes written into this rank's ring for that peer
   Flag emptied;   // bytes read of that peer's ring for this rank
@@ -26,7 +26,7 @@ struct Box {
 struct Record {
   enum class Type : uint8_t { kSkip, kEager, kRequest, kGrant, kFragment };
 
-  uint64_t id = 0;       // of the message, as its sender counts
+  uint64_t id = 0;       // of the message; the sender counts
   uint64_t count = 0;    // kEager, kRequest: the message's elements
   uint32_t payload = 0;  // bytes
   int32_t tag = 0;
@@ -35,7 +35,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == 32);
 
-inline constexpr size_t kRingBytes = 256 << 10;  // committed by the system when first written to
+inline constexpr size_t kRingBytes = 256 << 10;  // the kernel commits pages at the first write
 inline constexpr size_t kRecordAlign = 64;
 
 constexpr size_t recordBytes(size_t payload) {
@@ -49,7 +49,7 @@ class BasicChannelWriter {
   BasicChannelWriter(std::byte* ring, Flag& filled, Flag& emptied)
       : ring_(ring), filled_(filled), emptied_(emptied) {}
 
-  // Where the payload of the next record goes; null if there is no room for it now.
+  // The place for the payload of the next record; null if there is no room now.
   std::byte* reserve(size_t payload) {
     const size_t wanted = recordBytes(payload), left = kRingBytes - written_ % kRingBytes;
     const bool wraps = wanted > left;
@@ -101,7 +101,7 @@ class BasicChannelReader {
     }
   }
 
-  // Done with the oldest record, of this payload.
+  // Removes the oldest record, which has this payload.
   void pop(size_t payload) {
     read_ += recordBytes(payload);
     emptied_.publish<Rules>(read_);

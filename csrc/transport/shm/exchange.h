@@ -1,21 +1,21 @@
 // The exchange: each rank fills slots of its own memory, and every rank of the host reads them
 // there.
 //
-// Time is counted in steps, the same on all ranks.  An operation takes the next few (begin), and in
-// step s a rank may fill its slot s mod D, post the step, read what it wants of the others' slots,
-// and is then done with it:
+// Time is counted in steps, the same on all ranks.  An operation takes the next few (begin).  In
+// step s a rank may fill its slot s mod D, posts the step, reads slots of other ranks, and releases
+// it:
 //
-//     acquire(s)    my slot of step s, to fill; waits until all are done with step s - D
-//     post(s)       it is filled, or I have nothing to say in this step
+//     acquire(s)    own slot of step s, to fill; waits until all ranks have released step s - D
+//     post(s)       the slot is filled, or is not used in this step
 //     peek(r, s)    rank r's slot of step s; waits until r has posted it
-//     release(s)    I have read all I want of step s
+//     release(s)    this rank has read all that it needs of step s
 //
-// Where a sum is shared out between ranks (two-shot) a step has a middle:
+// If ranks divide a sum among them (two-shot), a step has a middle:
 //
-//     share(s)      my part of the sum is written into my own slot
+//     share(s)      this rank's part of the sum is written into its own slot
 //     shared(r, s)  rank r's slot with its part of the sum; waits until r has shared it
 //
-// Each call goes through the steps in growing order, and post and release leave none out, but one
+// Each function is called for steps in growing order, post and release for every step; one function
 // may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only
 // after every rank's `done` has passed s, and is read for step s only after the owner's `posted`
 // has; between the two only its owner writes it.  All counters only grow and have one writer each.
@@ -100,7 +100,7 @@ class BasicExchange {
   }
 
  private:
-  // The flags of others as last read, so that most checks touch no line that others write.
+  // The other ranks' flags as last read, so that most checks touch no shared cache line.
   struct Seen {
     uint64_t posted = 0, reduced = 0, done = 0;
     bool verified = false;
@@ -108,11 +108,11 @@ class BasicExchange {
 
   RankPage& page(int r) { return *members_[r].page; }
 
-  // Flags count steps, so step s is past when the flag is above s.
+  // Flags count steps: step s is complete when the flag is above s.
   void publish(Flag& flag, uint64_t step) {
     flag.publish<Rules>(step + 1);
     for (int r = 0; r < size(); ++r)
-      if (r != rank_) ring<Rules>(page(r), rank_);
+      if (r != rank_) wakeIfWaiting<Rules>(page(r), rank_);
   }
 
   void await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {

@@ -1,14 +1,15 @@
-// The flags of the slot protocol, and the one place that says how memory is ordered.
+// The flags of the slot protocol, and their memory orders.
 //
-// A flag is a 64-bit counter with one writer; it only grows.  What the writer stored before
-// `publish(n)` is seen by whoever then observes n or more.  Nothing else orders anything: data
-// never carries a flag, so any bit pattern may be sent.
+// A flag is a 64-bit counter with one writer; it only grows.  Stores of the writer before
+// `publish(n)` are visible to a thread that then observes n or more.  Nothing else orders memory:
+// data never carries a flag, so any bit pattern may be sent.
 //
-// `HostRules` holds the memory orders.  On the host both are sequentially consistent, because a
-// rank that goes to sleep must see a publication or be seen asleep by the publisher (wait.h), which
-// release/acquire does not promise; on x86-64 that costs one locked store and nothing for loads.
-// On a GPU, where nobody sleeps, they are release and acquire (cuda/ordering.h).  Tests replace the
-// rules by random delays, and by mutants that must be caught: `Rules` is the most derived struct.
+// `HostRules` holds the memory orders.  On the host both are sequentially consistent: a rank that
+// goes to sleep must see a publication, or the publisher must see it asleep (wait.h), which
+// release/acquire does not promise.  On x86-64 that costs one locked store and nothing for loads.
+// On a GPU, where nothing sleeps, they are release and acquire (cuda/ordering.h).  Tests replace
+// the rules by random delays, and by mutants that must be caught: `Rules` is the most derived
+// struct.
 #pragma once
 
 #include <atomic>
@@ -31,11 +32,11 @@ struct HostRules {
     return std::atomic_ref(flag).load(Rules::kObserve);
   }
   static constexpr uint64_t kEarlyReuse = 0;  // a mutant fills a slot this many steps too early
-  static constexpr bool kWakes = true;        // a mutant does not wake who sleeps
+  static constexpr bool kWakes = true;        // a mutant does not wake sleeping ranks
   static void delay() {}                      // tests sleep here, at every step of the protocol
 };
 
-// Each flag has a pair of cache lines of its own: processors fetch neighbouring lines together.
+// Each flag has its own pair of cache lines: processors prefetch neighbouring lines.
 inline constexpr size_t kLine = 128;
 
 struct alignas(kLine) Flag {
@@ -53,8 +54,8 @@ struct alignas(kLine) Flag {
   }
 };
 
-// Whether a counter has come to n.  Counters may pass 2^64 and go on from 0: what is compared is
-// the distance, which is less than 2^63 either way.
+// Whether a counter has reached n.  Counters may wrap around 2^64: the distance is compared, which
+// is less than 2^63 in either direction.
 constexpr bool reached(uint64_t counter, uint64_t n) {
   return static_cast<int64_t>(counter - n) >= 0;
 }

@@ -1,7 +1,6 @@
-// What lies at the start of each rank's shared segment: its flags, its announcements, its last
-// words.
+// The start of each rank's shared segment: its flags, its operations' signatures, its departure.
 //
-// Every rank of a host maps every other's page.  Unless a line says otherwise, only the page's
+// Every rank of a host maps the pages of all others.  Unless a line says otherwise, only the page's
 // owner writes to it.
 #pragma once
 
@@ -14,13 +13,13 @@
 
 namespace ringreduce {
 
-// How far a rank may be ahead of another is bounded by the slots it can fill (kMaxSlots
-// operations), so an announcement is still there when a slower rank compares it with its own.
+// A rank can be ahead of another by as many operations as it has slots (kMaxSlots), so a signature
+// is still there when a slower rank compares it with its own.
 inline constexpr uint64_t kAnnouncements = 64;
 inline constexpr int kMaxSlots = 32;
 static_assert(kAnnouncements >= 2 * kMaxSlots);
 
-constexpr uint32_t bellFor(int rank) {
+constexpr uint32_t wakeWordFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
@@ -34,14 +33,15 @@ struct RankPage {
   Flag announced;  // operations announced
   OpSignature announcements[kAnnouncements];
 
-  alignas(kLine) uint32_t bell;  // bellFor(r) while the owner sleeps and waits for rank r, else 0
-  alignas(kLine) uint32_t messenger_bell;  // 1 while the owner sleeps and waits for messages
-  alignas(kLine) uint32_t departed;        // a Departure of the owner
+  alignas(kLine)
+      uint32_t wake_word;  // wakeWordFor(r) while the owner sleeps and waits for rank r, else 0
+  alignas(kLine) uint32_t messenger_wake_word;  // 1 while the owner sleeps and waits for messages
+  alignas(kLine) uint32_t departed;             // a Declared of the owner
 
-  // The group's verdict: 0, or why it ended, written once by the first to know.  Only the page of
-  // the host's first rank counts.  `record` is the text of a verdict that this page's owner
+  // Why the group has failed, or 0: written once, by the first rank that found a cause.  Only the
+  // page of the host's first rank counts.  `record` is the text of a failure that this page's owner
   // reported.
-  alignas(kLine) uint64_t verdict;
+  alignas(kLine) uint64_t failure;
   alignas(kLine) char record[2048];
 };
 

@@ -46,7 +46,7 @@ std::shared_ptr<Segment> Segment::map(Fd fd, size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED)
     throwErrno(Failure::kSetup, "cannot map " + std::to_string(bytes) + " bytes of shared memory");
-  madvise(data, bytes, MADV_HUGEPAGE);  // a wish; most kernels have it off for shared memory
+  madvise(data, bytes, MADV_HUGEPAGE);  // a hint; most kernels ignore it for shared memory
   std::shared_ptr<Segment> segment(
       new Segment(std::move(fd), static_cast<std::byte*>(data), bytes));
   known = segment;
@@ -83,7 +83,7 @@ void Segment::closeFd() {
 Segment::~Segment() {
   Mappings& all = mappings();
   const std::lock_guard lock(all.mutex);
-  // A later mapping of the same file may already stand in our place.
+  // A later mapping of the same file may have replaced this entry.
   for (auto it = all.live.begin(); it != all.live.end();)
     it = it->second.expired() ? all.live.erase(it) : std::next(it);
   munmap(data_, size_);

@@ -1,9 +1,9 @@
-// A rank's shared memory: an anonymous file (memfd), sealed so that nobody can change its size.
+// A rank's shared memory: an anonymous file (memfd), sealed against a change of its size.
 //
-// It has no name in any file system, so nothing is left behind whatever happens to its owner, and
-// the size of /dev/shm does not matter.  Processes get it as a file descriptor
-// (bootstrap/rendezvous.cc). The memory lives as long as anybody maps it: a peer finishes reading
-// what a dead rank had posted.
+// It has no name in any file system, so nothing is left behind however its owner ends, and the size
+// of /dev/shm does not matter.  Processes get it as a file descriptor (bootstrap/rendezvous.cc).
+// The memory lives as long as a process maps it, so a peer can finish reading the data of a dead
+// rank.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +15,12 @@ namespace ringreduce {
 
 class Segment {
  public:
-  // Makes one of `bytes`, zeroed.  Throws Error(kSetup).
+  // Creates one of `bytes`, zeroed.  Throws Error(kSetup).
   static std::shared_ptr<Segment> create(size_t bytes);
 
-  // Maps another rank's.  Refuses one that is not sealed or not of this size: touching memory that
-  // its owner cuts short would kill this process.  Within one process a file is mapped once only,
-  // so that ThreadSanitizer sees ranks that are threads share addresses.
+  // Maps another rank's segment.  Refuses one that is not sealed or has another size: accessing
+  // memory that its owner has truncated would kill this process.  A process maps a file once only,
+  // so that ThreadSanitizer sees that ranks that are threads share addresses.
   static std::shared_ptr<Segment> attach(Fd fd, size_t bytes);
 
   ~Segment();
@@ -30,7 +30,7 @@ class Segment {
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
   int fd() const { return fd_.get(); }
-  // The mapping stays; the descriptor is needed only until the others have theirs.
+  // Keeps the mapping.  The descriptor is needed only until the other ranks have theirs.
   void closeFd();
 
  private:

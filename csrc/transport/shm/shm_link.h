@@ -1,8 +1,7 @@
-// Links over shared memory: pipes (pipe.h) whose waits sleep.  Slots lie in the receiver's segment,
-// and the sender writes them there.
+// Links over shared memory: pipes (pipe.h) whose waits sleep.  Slots lie in the receiver's segment.
 //
 // The receiver's page holds `inbound` (slots filled, written by the sender), the sender's page
-// holds `outbound` (slots read, written by the receiver): each polls a line of its own memory.
+// holds `outbound` (slots read, written by the receiver): each polls its own memory.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +13,7 @@
 
 namespace ringreduce {
 
-// The two ends of a link: whose pages, and the slots.
+// The two ends of a link.
 struct ShmPipe {
   int sender, receiver;
   RankPage* sender_page;
@@ -39,7 +38,7 @@ class BasicShmSendLink final : public SendLink {
 
   void post() override {
     sender_.post();
-    ring<Rules>(*pipe_.receiver_page, pipe_.sender);
+    wakeIfWaiting<Rules>(*pipe_.receiver_page, pipe_.sender);
   }
 
  private:
@@ -65,7 +64,7 @@ class BasicShmRecvLink final : public RecvLink {
 
   void release() override {
     receiver_.release();
-    ring<Rules>(*pipe_.sender_page, pipe_.receiver);
+    wakeIfWaiting<Rules>(*pipe_.sender_page, pipe_.receiver);
   }
 
  private:

@@ -11,19 +11,19 @@
 namespace ringreduce {
 
 // Not FUTEX_PRIVATE: the word is shared between processes.
-void sleepOn(uint32_t& bell, uint32_t value, Nanos longest) {
+void sleepOn(uint32_t& word, uint32_t value, Nanos longest) {
   const timespec limit{.tv_sec = longest / kSecond, .tv_nsec = longest % kSecond};
-  syscall(SYS_futex, &bell, FUTEX_WAIT, value, &limit, nullptr, 0);
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
-void ringBell(uint32_t& bell) {
-  // The exchange leaves the system call to one of several that ring.
-  if (std::atomic_ref(bell).exchange(0, std::memory_order_seq_cst))
-    syscall(SYS_futex, &bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+void wakeSleeper(uint32_t& word) {
+  // The exchange leaves the system call to one of several callers.
+  if (std::atomic_ref(word).exchange(0, std::memory_order_seq_cst))
+    syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
 void wake(RankPage& page) {
-  ringBell(page.bell);
+  wakeSleeper(page.wake_word);
 }
 
 void Waiter::waitFor(int rank, Ready ready) {
@@ -37,12 +37,12 @@ void Waiter::waitFor(int rank, Ready ready) {
     if (ready()) return;
     sched_yield();
   }
-  std::atomic_ref bell(own_.bell);
+  std::atomic_ref word(own_.wake_word);
   Nanos next_poll = 0;  // at once: this wait is long already
   for (;;) {
-    bell.store(bellFor(rank), std::memory_order_seq_cst);
-    if (!ready() && !watch_.failed()) sleepOn(own_.bell, bellFor(rank), patience_.sleep);
-    bell.store(0, std::memory_order_relaxed);
+    word.store(wakeWordFor(rank), std::memory_order_seq_cst);
+    if (!ready() && !watch_.failed()) sleepOn(own_.wake_word, wakeWordFor(rank), patience_.sleep);
+    word.store(0, std::memory_order_relaxed);
     if (ready()) return;
     if (now() >= next_poll || watch_.failed()) {
       watch_.poll(rank, ready);

@@ -1,9 +1,9 @@
 // Waiting for a flag: spin, then yield, then sleep on a futex.
 //
-// A waiter that sleeps says so in its page's bell and then looks once more; a publisher stores its
-// flag and then looks at the bells.  Both are sequentially consistent, so one of them sees the
-// other. A sleep ends after a few milliseconds in any case, to look after what flags cannot tell: a
-// dead process, a deadline, Ctrl-C.
+// A waiter sets its page's wake word, looks at the flag once more, and sleeps.  A publisher stores
+// its flag and then looks at the wake word.  Both are sequentially consistent, so one of them sees
+// the other.  A sleep ends after a few milliseconds in any case, to check for dead processes,
+// deadlines and Ctrl-C.
 #pragma once
 
 #include "base/clock.h"
@@ -20,30 +20,30 @@ inline void pause() {
 #endif
 }
 
-// Wakes the rank whose page this is, if it sleeps.
+// Wakes the owner of the page, if it sleeps.
 void wake(RankPage& page);
-// The same for rank `me`, which has just stored a flag: if that rank sleeps and waits for `me`.
-// Costs one load otherwise.
+// The same after rank `me` has stored a flag: only if the owner sleeps and waits for `me`.  Costs
+// one load otherwise.
 template <class Rules = HostRules>
-void ring(RankPage& page, int me) {
-  if (Rules::kWakes && std::atomic_ref(page.bell).load(std::memory_order_seq_cst) == bellFor(me))
+void wakeIfWaiting(RankPage& page, int me) {
+  if (Rules::kWakes &&
+      std::atomic_ref(page.wake_word).load(std::memory_order_seq_cst) == wakeWordFor(me))
     wake(page);
 }
 
-// Sleeps while `bell` has this value, no longer than `longest`.
-void sleepOn(uint32_t& bell, uint32_t value, Nanos longest);
-// Wakes who sleeps on `bell`, which is 0 afterwards.
-void ringBell(uint32_t& bell);
+// Sleeps while `word` has this value, no longer than `longest`.
+void sleepOn(uint32_t& word, uint32_t value, Nanos longest);
+// Wakes the thread that sleeps on `word`, and sets it to 0.
+void wakeSleeper(uint32_t& word);
 
 class Waiter {
  public:
-  // `own` is the page of the rank that waits; one thread at a time may wait on it.
+  // `own` is the page of the waiting rank; one thread at a time may wait on it.
   Waiter(RankPage& own, WaitGuard& watch) : own_(own), watch_(watch) {}
 
   void setPatience(Patience patience) { patience_ = patience; }
 
-  // Returns once ready() is true.  `rank` is who must make it so.  Throws what the WaitGuard
-  // throws.
+  // Waits until ready() is true; `rank` must make it so.  Throws what the WaitGuard throws.
   template <class F>
   void until(int rank, F&& ready) {
     if (!ready()) waitFor(rank, Ready(ready));

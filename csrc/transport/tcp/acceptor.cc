@@ -1,4 +1,4 @@
-// The port of this process: who connects to it, and who is let in.
+// The port of this process, and authentication of connections to it.
 #include "transport/tcp/acceptor.h"
 
 #include <linux/tcp.h>
@@ -23,20 +23,18 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "base/env.h"
+#include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/per_process.h"
 #include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/rate_limited_log.h"
 #include "transport/tcp/reactor.h"
 #include "transport/tcp/tls.h"
 
 namespace ringreduce::net {
 
-// ---- a connection whose handshake is not complete
+// ---- pending connections
 
 struct PendingConnection {
   Fd socket;
@@ -44,7 +42,7 @@ struct PendingConnection {
   Nanos until;  // the deadline of its handshake
   Handshake machine;
   std::string output;
-  uint32_t events;           // that epoll reports
+  uint32_t events;           // that epoll waits for
   std::unique_ptr<Tls> tls;  // after the handshake, if the group is encrypted
   bool leaving = false;      // refused; kept open until the other side has read the reason
   size_t discarded = 0;
@@ -55,8 +53,6 @@ struct PendingConnection {
   // Drops what arrives.  False if the connection has ended, or too much arrives.
   bool discard();
 };
-
-// ---- bytes of such a connection
 
 namespace {
 
@@ -87,7 +83,7 @@ bool PendingConnection::write() {
   return true;
 }
 
-// What was not read when a socket is closed makes the system throw away what was sent.
+// Closing a socket with unread bytes makes the kernel drop the bytes that were sent.
 bool PendingConnection::discard() {
   std::array<std::byte, 256> bytes;
   while (discarded < kMostDiscarded) {
@@ -100,12 +96,10 @@ bool PendingConnection::discard() {
 }
 
 // ---- endpoints as text
-//
-// Endpoints as text.
 
 namespace {
 
-// Whether this is an address but for the interface that it names.
+// Whether this is an address with an interface that this host lacks.
 bool isOfInterfaceElsewhere(const std::string& word) {
   const size_t percent = word.find('%'), end = word.find(']');
   if (percent == std::string::npos || end == std::string::npos || percent > end) return false;
@@ -146,27 +140,27 @@ Endpoint Endpoint::fromText(const std::string& text) {
 
 // ---- the port
 //
-// The door of a process: who knocks, who is held, and who is let in.  All of it happens in the
-// reactor's thread; other threads ask it to.
+// Everything happens in the reactor's thread; other threads call into it.
 
 namespace {
 
-// How many connections may be held that have not proven who they are: a quarter of the descriptors
-// that this process may have, so that groups still find some for themselves.
-size_t mostGuests() {
+// The bound of pending connections: a quarter of the descriptors that this process may have, so
+// that enough are left for groups.
+size_t maxPending() {
   constexpr rlim_t kMost = 256;
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMost;
   return static_cast<size_t>(std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMost));
 }
 
-constexpr int kGuestsATurn = 64;  // other sockets of the reactor's want their turn
+constexpr int kAcceptsPerTurn = 64;  // then other sockets are served
 constexpr Nanos kPause = 100 * kMillisecond;
-// A rank's first message is here by then, unless nothing at all goes on.
-constexpr Nanos kTimeToSpeak = kSecond;
-constexpr size_t kMostLeft = 256;  // that are known to have been here
+// A rank's first message has arrived by then, unless the machine is stuck.
+constexpr Nanos kTimeToHello = kSecond;
+constexpr size_t kMaxDeparted = 256;  // ranks that are remembered
 
-class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
+class ProcessAcceptor final : public Acceptor,
+                              public std::enable_shared_from_this<ProcessAcceptor> {
  private:
   // A callback for the reactor, which keeps this alive only while it runs.
   template <class Call>
@@ -177,25 +171,26 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
   }
 
  public:
-  Door(Listener listener, std::string choice)
+  ProcessAcceptor(Listener listener, std::string choice)
       : listener_(std::move(listener)), choice_(std::move(choice)) {
     endpoint_.addresses = listener_.addresses;
   }
-  ~Door() override {
+  ~ProcessAcceptor() override {
     // In a forked child it does nothing: the reactor is the parent's.
     reactor_->run([this] {
       for (const Fd& socket : listener_.sockets) reactor_->forget(socket.get());
-      for (const PendingConnection& guest : guests_) reactor_->forget(guest.socket.get());
+      for (const PendingConnection& one : pending_) reactor_->forget(one.socket.get());
       reactor_->cancel(expiry_);
-      reactor_->cancel(resumption_);
+      reactor_->cancel(resume_);
     });
   }
 
   void open() {
     reactor_->run([this] {
       for (const Fd& socket : listener_.sockets)
-        reactor_->watch(socket.get(), EPOLLIN,
-                        bound([&socket](Door& self, uint32_t) { self.hear(socket); }));
+        reactor_->watch(socket.get(), EPOLLIN, bound([&socket](ProcessAcceptor& self, uint32_t) {
+                          self.acceptFrom(socket);
+                        }));
     });
   }
 
@@ -205,48 +200,48 @@ class Door final : public Acceptor, public std::enable_shared_from_this<Door> {
                               bool encrypted) override;
 
  private:
-  using Guests = std::list<PendingConnection>;
+  using PendingList = std::list<PendingConnection>;
   using Key = std::pair<std::string, int>;  // a group and a rank of it
-  struct Host {
+  struct Admitted {
     Secret secret;
     std::shared_ptr<Taken> taken;
     bool encrypted;
   };
   struct Token;
 
-  void hear(const Fd& listener);
+  void acceptFrom(const Fd& listener);
   void receive(Fd socket, const Address& from);
-  void rest(int error);
-  void progress(Guests::iterator guest, uint32_t happened);
-  void lookFor(Guests::iterator guest, uint32_t events);
-  void encrypt(Guests::iterator guest);
-  void letIn(Guests::iterator guest);
-  void note(const PendingConnection& guest, const std::string& why);
-  void refuse(Guests::iterator guest, const std::string& why);
-  void remove(Guests::iterator guest);
-  bool dropStranger(const std::string& why, Nanos age = 0);
-  void makeRoom();
+  void pauseListening(int error);
+  void progress(PendingList::iterator one, uint32_t happened);
+  void setEvents(PendingList::iterator one, uint32_t events);
+  void encrypt(PendingList::iterator one);
+  void handOver(PendingList::iterator one);
+  void logRefusal(const PendingConnection& one, const std::string& why);
+  void refuse(PendingList::iterator one, const std::string& why);
+  void remove(PendingList::iterator one);
+  bool closeUnknown(const std::string& why, Nanos age = 0);
+  void closeSurplus();
   void expire();
   void awaitExpiry();
   void dismiss(const Key& key);
-  bool callsOneWhoLeft(const PendingConnection& guest) const;
+  bool callsDepartedRank(const PendingConnection& one) const;
 
   const std::shared_ptr<Reactor> reactor_ = Reactor::shared();
   Listener listener_;
   const std::string choice_;
   Endpoint endpoint_;
   // Of the reactor's thread:
-  Guests guests_;  // by their time
-  std::map<Key, Host> hosts_;
-  std::deque<Key> left_;  // were here: the last of them
-  Reactor::Timer expiry_ = 0, resumption_ = 0;
-  RateLimitedLog refusals_{reactor_}, troubles_{reactor_};
+  PendingList pending_;  // oldest first
+  std::map<Key, Admitted> admitted_;
+  std::deque<Key> departed_;  // ranks that were here
+  Reactor::Timer expiry_ = 0, resume_ = 0;
+  RateLimitedLog refusals_{reactor_}, failures_{reactor_};
 };
 
 // ---- new connections
 
-void Door::hear(const Fd& listener) {
-  for (int i = 0; i < kGuestsATurn; ++i) {
+void ProcessAcceptor::acceptFrom(const Fd& listener) {
+  for (int i = 0; i < kAcceptsPerTurn; ++i) {
     sockaddr_storage from{};
     socklen_t size = sizeof from;
     Fd socket(accept4(listener.get(), reinterpret_cast<sockaddr*>(&from), &size,
@@ -261,217 +256,220 @@ void Door::hear(const Fd& listener) {
       case EMFILE:
       case ENFILE:
         if (const int error = errno;
-            !dropStranger(std::generic_category().message(error), kTimeToSpeak))
-          return rest(error);
+            !closeUnknown(std::generic_category().message(error), kTimeToHello))
+          return pauseListening(error);
         continue;
       case ENOBUFS:
       case ENOMEM:
       case EBADF:
       case EINVAL:
       case ENOTSOCK:
-        return rest(errno);
-      default:  // of that one connection, which is over already
+        return pauseListening(errno);
+      default:  // an error of one connection, which is gone
         continue;
     }
   }
 }
 
-// The connection stays where it is, and the listener would be ready again at once.
-void Door::rest(int error) {
-  troubles_.add("cannot take a connection that another rank may have made: " +
+// Stops listening for a moment: the connection stays in the queue, so the listener would be ready
+// again at once.
+void ProcessAcceptor::pauseListening(int error) {
+  failures_.add("cannot take a connection that another rank may have made: " +
                 std::generic_category().message(error) + (error == EMFILE ? " (ulimit -n)" : "") +
                 "; it is tried again");
-  if (resumption_ != 0) return;
+  if (resume_ != 0) return;
   for (const Fd& socket : listener_.sockets) reactor_->change(socket.get(), 0);
-  resumption_ = reactor_->at(deadlineIn(kPause), bound([](Door& self) {
-                               self.resumption_ = 0;
-                               for (const Fd& socket : self.listener_.sockets)
-                                 self.reactor_->change(socket.get(), EPOLLIN);
-                             }));
+  resume_ = reactor_->at(deadlineIn(kPause), bound([](ProcessAcceptor& self) {
+                           self.resume_ = 0;
+                           for (const Fd& socket : self.listener_.sockets)
+                             self.reactor_->change(socket.get(), EPOLLIN);
+                         }));
 }
 
-void Door::receive(Fd socket, const Address& from) {
-  makeRoom();
+void ProcessAcceptor::receive(Fd socket, const Address& from) {
+  closeSurplus();
   const int on = 1;
   setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   const auto find = [this](const PeerHello& caller) -> std::optional<Secret> {
-    const auto host = hosts_.find(Key(caller.group, caller.to));
-    if (host == hosts_.end()) return std::nullopt;
-    return host->second.secret;
+    const auto admitted = admitted_.find(Key(caller.group, caller.to));
+    if (admitted == admitted_.end()) return std::nullopt;
+    return admitted->second.secret;
   };
-  guests_.push_back({.socket = std::move(socket),
-                     .from = from,
-                     .until = deadlineIn(kHandshakeTime),
-                     .machine = Handshake::acceptor(find),
-                     .output = {},
-                     .events = EPOLLIN | EPOLLRDHUP,
-                     .tls = nullptr});
-  const auto guest = std::prev(guests_.end());
+  pending_.push_back({.socket = std::move(socket),
+                      .from = from,
+                      .until = deadlineIn(kHandshakeTime),
+                      .machine = Handshake::acceptor(find),
+                      .output = {},
+                      .events = EPOLLIN | EPOLLRDHUP,
+                      .tls = nullptr});
+  const auto one = std::prev(pending_.end());
   try {
     reactor_->watch(
-        guest->socket.get(), guest->events,
-        bound([guest](Door& self, uint32_t happened) { self.progress(guest, happened); }));
+        one->socket.get(), one->events,
+        bound([one](ProcessAcceptor& self, uint32_t happened) { self.progress(one, happened); }));
   } catch (const Error& error) {
-    return refuse(guest, error.what());
+    return refuse(one, error.what());
   }
   awaitExpiry();
 }
 
-// Drops the oldest connection that has not named a group of this process; false if there is none of
-// that age.
-bool Door::dropStranger(const std::string& why, Nanos age) {
+// Closes the oldest connection that has not named a group of this process.  False if there is none
+// of that age.
+bool ProcessAcceptor::closeUnknown(const std::string& why, Nanos age) {
   const auto oldest =
-      std::find_if(guests_.begin(), guests_.end(),
-                   [](const PendingConnection& guest) { return !guest.machine.namedGroup(); });
-  if (oldest == guests_.end() || now() < oldest->until - kHandshakeTime + age) return false;
+      std::find_if(pending_.begin(), pending_.end(),
+                   [](const PendingConnection& one) { return !one.machine.namedGroup(); });
+  if (oldest == pending_.end() || now() < oldest->until - kHandshakeTime + age) return false;
   refuse(oldest, why);
   return true;
 }
 
-void Door::makeRoom() {
+void ProcessAcceptor::closeSurplus() {
   constexpr auto kWhy = "too many connect at once that have not proven who they are";
-  for (const size_t most = mostGuests(); guests_.size() >= most;)
-    if (!dropStranger(kWhy)) refuse(guests_.begin(), kWhy);
+  for (const size_t most = maxPending(); pending_.size() >= most;)
+    if (!closeUnknown(kWhy)) refuse(pending_.begin(), kWhy);
 }
 
-void Door::awaitExpiry() {
-  if (expiry_ != 0 || guests_.empty()) return;
-  expiry_ = reactor_->at(guests_.front().until, bound([](Door& self) { self.expire(); }));
+void ProcessAcceptor::awaitExpiry() {
+  if (expiry_ != 0 || pending_.empty()) return;
+  expiry_ =
+      reactor_->at(pending_.front().until, bound([](ProcessAcceptor& self) { self.expire(); }));
 }
 
-void Door::expire() {
+void ProcessAcceptor::expire() {
   expiry_ = 0;
-  while (!guests_.empty() && guests_.front().until <= now()) {
-    const PendingConnection& guest = guests_.front();
-    if (guest.leaving || callsOneWhoLeft(guest))
-      remove(guests_.begin());
+  while (!pending_.empty() && pending_.front().until <= now()) {
+    const PendingConnection& one = pending_.front();
+    if (one.leaving || callsDepartedRank(one))
+      remove(pending_.begin());
     else
-      refuse(guests_.begin(), guest.machine.waitsForGroup()
-                                  ? "it calls a group, or a rank of one, that is not here"
-                                  : "it did not prove in time who it is");
+      refuse(pending_.begin(), one.machine.waitsForGroup()
+                                   ? "it calls a group, or a rank of one, that is not here"
+                                   : "it did not prove in time who it is");
   }
   awaitExpiry();
 }
 
 // ---- handshakes
 
-// Moves a guest as far as it can be moved: the only place from which one is let in.
-void Door::progress(Guests::iterator guest, uint32_t happened) {
-  if (guest->leaving) return guest->discard() ? void() : remove(guest);
-  if (guest->tls) return encrypt(guest);
-  bool present = guest->read();
-  guest->output += guest->machine.takeOutput();
-  const bool spoke = !guest->output.empty();
-  present = guest->write() && present;
-  // One who waits for its group is not listened to, but seen if it goes.
-  const bool held = guest->machine.waitsForGroup();
+// Continues a handshake as far as possible.
+void ProcessAcceptor::progress(PendingList::iterator one, uint32_t happened) {
+  if (one->leaving) return one->discard() ? void() : remove(one);
+  if (one->tls) return encrypt(one);
+  bool present = one->read();
+  one->output += one->machine.takeOutput();
+  const bool spoke = !one->output.empty();
+  present = one->write() && present;
+  // A held connection is not read from, but its end is noticed.
+  const bool held = one->machine.waitsForGroup();
   if (held && (happened & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) present = false;
 
-  const Handshake::State state = guest->machine.state();
+  const Handshake::State state = one->machine.state();
   if (state == Handshake::State::kRefused) {
-    if (!spoke || !present) return refuse(guest, guest->machine.why());
-    note(*guest, guest->machine.why());
-    shutdown(guest->socket.get(), SHUT_WR);
-    guest->leaving = true;
-    return guest->discard() ? void() : remove(guest);
+    if (!spoke || !present) return refuse(one, one->machine.why());
+    logRefusal(*one, one->machine.why());
+    shutdown(one->socket.get(), SHUT_WR);
+    one->leaving = true;
+    return one->discard() ? void() : remove(one);
   }
   if (!present) {
-    // A rank that gave up, of a group that is here: its own log says why.
-    if (guest->machine.namedGroup() || callsOneWhoLeft(*guest)) return remove(guest);
-    return refuse(guest, "it went before it had proven who it is");
+    // A rank of a group that is here has given up: its own log says why.
+    if (one->machine.namedGroup() || callsDepartedRank(*one)) return remove(one);
+    return refuse(one, "it went before it had proven who it is");
   }
-  if (state == Handshake::State::kDone && guest->output.empty())
-    return guest->machine.caller().encrypted ? encrypt(guest) : letIn(guest);
-  lookFor(guest, EPOLLRDHUP | (held ? 0u : EPOLLIN) | (guest->output.empty() ? 0u : EPOLLOUT));
+  if (state == Handshake::State::kDone && one->output.empty())
+    return one->machine.caller().encrypted ? encrypt(one) : handOver(one);
+  setEvents(one, EPOLLRDHUP | (held ? 0u : EPOLLIN) | (one->output.empty() ? 0u : EPOLLOUT));
 }
 
-void Door::lookFor(Guests::iterator guest, uint32_t events) {
-  if (events == guest->events) return;
-  guest->events = events;
+void ProcessAcceptor::setEvents(PendingList::iterator one, uint32_t events) {
+  if (events == one->events) return;
+  one->events = events;
   try {
-    reactor_->change(guest->socket.get(), events);
+    reactor_->change(one->socket.get(), events);
   } catch (const Error& error) {
-    refuse(guest, error.what());
+    refuse(one, error.what());
   }
 }
 
-// Of one that has proven itself.
-void Door::encrypt(Guests::iterator guest) {
+// Continues the TLS handshake of an authenticated connection.
+void ProcessAcceptor::encrypt(PendingList::iterator one) {
   try {
-    if (!guest->tls)
-      guest->tls =
-          Tls::make(Tls::Side::kAcceptor, guest->socket.get(), guest->machine.keyForEncryption());
+    if (!one->tls)
+      one->tls =
+          Tls::make(Tls::Side::kAcceptor, one->socket.get(), one->machine.keyForEncryption());
   } catch (const Error& error) {
-    return refuse(guest, error.what());
+    return refuse(one, error.what());
   }
-  switch (guest->tls->shakeHands()) {
+  switch (one->tls->shakeHands()) {
     case Tls::State::kGoesOn:
-      return lookFor(guest, EPOLLRDHUP | EPOLLIN | (guest->tls->wantsToWrite() ? EPOLLOUT : 0u));
+      return setEvents(one, EPOLLRDHUP | EPOLLIN | (one->tls->wantsToWrite() ? EPOLLOUT : 0u));
     case Tls::State::kRefused:
     case Tls::State::kEnded:
-      return refuse(guest, guest->tls->why());
+      return refuse(one, one->tls->why());
     case Tls::State::kDone:
-      return letIn(guest);
+      return handOver(one);
   }
 }
 
-void Door::letIn(Guests::iterator guest) {
-  const PeerHello caller = guest->machine.caller();
-  const auto host = hosts_.find(Key(caller.group, caller.to));
-  if (host == hosts_.end()) return remove(guest);
-  if (host->second.encrypted != caller.encrypted)
-    return refuse(guest, std::string("RINGREDUCE_TLS=1 is set ") +
-                             (caller.encrypted ? "there and not here" : "here and not there"));
-  const std::shared_ptr<Taken> taken = host->second.taken;  // it may end its own admission
-  const Address from = guest->from;
-  reactor_->forget(guest->socket.get());
-  Socket socket(std::move(guest->socket), std::move(guest->tls));
-  guests_.erase(guest);
+void ProcessAcceptor::handOver(PendingList::iterator one) {
+  const PeerHello caller = one->machine.caller();
+  const auto admitted = admitted_.find(Key(caller.group, caller.to));
+  if (admitted == admitted_.end()) return remove(one);
+  if (admitted->second.encrypted != caller.encrypted)
+    return refuse(one, std::string("RINGREDUCE_TLS=1 is set ") +
+                           (caller.encrypted ? "there and not here" : "here and not there"));
+  const std::shared_ptr<Taken> taken = admitted->second.taken;  // it may destroy its own token
+  const Address from = one->from;
+  reactor_->forget(one->socket.get());
+  Socket socket(std::move(one->socket), std::move(one->tls));
+  pending_.erase(one);
   try {
     (*taken)(std::move(socket), caller);
   } catch (const std::exception& error) {
-    troubles_.add("lost a connection of rank " + std::to_string(caller.from) + " from " +
+    failures_.add("lost a connection of rank " + std::to_string(caller.from) + " from " +
                   from.text() + ": " + error.what());
   }
 }
 
-void Door::note(const PendingConnection& guest, const std::string& why) {
-  refusals_.add("refused a connection from " + guest.from.text() + ": " + why);
+void ProcessAcceptor::logRefusal(const PendingConnection& one, const std::string& why) {
+  refusals_.add("refused a connection from " + one.from.text() + ": " + why);
 }
 
-void Door::refuse(Guests::iterator guest, const std::string& why) {
-  note(*guest, why);
-  remove(guest);
+void ProcessAcceptor::refuse(PendingList::iterator one, const std::string& why) {
+  logRefusal(*one, why);
+  remove(one);
 }
 
-void Door::remove(Guests::iterator guest) {
-  reactor_->forget(guest->socket.get());
-  guests_.erase(guest);
+void ProcessAcceptor::remove(PendingList::iterator one) {
+  reactor_->forget(one->socket.get());
+  pending_.erase(one);
 }
 
 // ---- admission
 
-struct Door::Token {
-  const std::shared_ptr<Door> door;
+struct ProcessAcceptor::Token {
+  const std::shared_ptr<ProcessAcceptor> acceptor;
   const Key key;
 
-  Token(std::shared_ptr<Door> owner, Key admitted)
-      : door(std::move(owner)), key(std::move(admitted)) {}
+  Token(std::shared_ptr<ProcessAcceptor> owner, Key admitted)
+      : acceptor(std::move(owner)), key(std::move(admitted)) {}
   ~Token() {
-    door->reactor_->run([this] { door->dismiss(key); });
+    acceptor->reactor_->run([this] { acceptor->dismiss(key); });
   }
 };
 
-std::shared_ptr<void> Door::admit(const std::string& group, int to, const Secret& secret,
-                                  Taken taken, bool encrypted) {
+std::shared_ptr<void> ProcessAcceptor::admit(const std::string& group, int to, const Secret& secret,
+                                             Taken taken, bool encrypted) {
   const Key key(group, to);
   reactor_->run([&] {
-    if (!hosts_.emplace(key, Host{secret, std::make_shared<Taken>(std::move(taken)), encrypted})
+    if (!admitted_
+             .emplace(key, Admitted{secret, std::make_shared<Taken>(std::move(taken)), encrypted})
              .second)
       throw Error(Failure::kSetup, "rank " + std::to_string(to) + " of group " + group +
                                        " is in this process already");
-    for (auto guest = guests_.begin(); guest != guests_.end();) {
-      const auto held = guest++;  // it may be removed
+    for (auto one = pending_.begin(); one != pending_.end();) {
+      const auto held = one++;  // it may be removed
       if (!held->machine.waitsForGroup()) continue;
       held->machine.lookAgain();
       progress(held, 0);
@@ -480,19 +478,19 @@ std::shared_ptr<void> Door::admit(const std::string& group, int to, const Secret
   return std::make_shared<Token>(shared_from_this(), key);
 }
 
-// Ranks do not leave at the same moment, so one may call another that has just left: no stranger.
-bool Door::callsOneWhoLeft(const PendingConnection& guest) const {
-  if (!guest.machine.waitsForGroup()) return false;
-  const PeerHello& caller = guest.machine.caller();
-  return std::ranges::find(left_, Key(caller.group, caller.to)) != left_.end();
+// Ranks leave at different moments, so one may dial another that has just left.
+bool ProcessAcceptor::callsDepartedRank(const PendingConnection& one) const {
+  if (!one.machine.waitsForGroup()) return false;
+  const PeerHello& caller = one.machine.caller();
+  return std::ranges::find(departed_, Key(caller.group, caller.to)) != departed_.end();
 }
 
-void Door::dismiss(const Key& key) {
-  hosts_.erase(key);
-  left_.push_back(key);
-  if (left_.size() > kMostLeft) left_.pop_front();
-  for (auto guest = guests_.begin(); guest != guests_.end();) {
-    const auto one = guest++;
+void ProcessAcceptor::dismiss(const Key& key) {
+  admitted_.erase(key);
+  departed_.push_back(key);
+  if (departed_.size() > kMaxDeparted) departed_.pop_front();
+  for (auto next = pending_.begin(); next != pending_.end();) {
+    const auto one = next++;
     const PeerHello& caller = one->machine.caller();
     if (one->machine.namedGroup() && Key(caller.group, caller.to) == key) remove(one);
   }
@@ -508,8 +506,9 @@ std::string inWords(const std::vector<Interface>& all, const std::vector<Address
   });
 }
 
-std::shared_ptr<Door> doorFor(const std::string& store_host) {
-  const std::string wanted = env("RINGREDUCE_IF").value_or("");
+std::shared_ptr<ProcessAcceptor> acceptorFor(const std::string& store_host) {
+  const Config config = Config::read();
+  const std::string wanted = config.interfaces.get();
   const std::string store = store_host.empty() ? "the store" : "the store's host " + store_host;
   auto towards = addressTowards(store_host);
   std::string why = "by which " + store + " is reached";
@@ -520,13 +519,13 @@ std::shared_ptr<Door> doorFor(const std::string& store_host) {
     if (!towards) why = "which is what there is, since there is no default route either";
   }
   if (!wanted.empty()) why = "as RINGREDUCE_IF=" + wanted + " has it";
-  const auto ports = env("RINGREDUCE_PORTS");
+  const std::string ports = config.ports.get();
   const std::vector<Interface> all = interfaces();
   Listener listener =
-      listenOn(choose(all, wanted, towards), ports ? Ports::fromText(*ports) : Ports{});
+      listenOn(choose(all, wanted, towards), ports.empty() ? Ports{} : Ports::fromText(ports));
   std::string choice = inWords(all, listener.addresses);
   choice += ", " + why;
-  return std::make_shared<Door>(std::move(listener), std::move(choice));
+  return std::make_shared<ProcessAcceptor>(std::move(listener), std::move(choice));
 }
 
 constinit PerProcess<Acceptor> acceptor_of_process;
@@ -535,9 +534,9 @@ constinit PerProcess<Acceptor> acceptor_of_process;
 
 std::shared_ptr<Acceptor> Acceptor::shared(const std::string& store_host) {
   return acceptor_of_process.get([&] {
-    auto door = doorFor(store_host);
-    door->open();
-    return door;
+    auto acceptor = acceptorFor(store_host);
+    acceptor->open();
+    return acceptor;
   });
 }
 

@@ -1,15 +1,14 @@
-// Connections between processes: the port of this one, and how to reach another's.
+// Connections between processes: this process's port, and connecting to another's.
 //
-// A process listens on one port for all its groups.  Whoever connects has a few seconds to prove
-// that it knows the secret of one of them; until then it costs a descriptor and a few hundred
-// bytes, and there are no more of its kind than a bound: beyond that the oldest is dropped, those
-// first that have not named a group of this process.  What is refused is told nothing, and is
-// logged once a minute, with a count.
+// A process listens on one port for all its groups.  A connection has a few seconds to prove that
+// it knows the secret of a group; until then it is pending.  The number of pending connections is
+// bounded: beyond that the oldest is closed, those first that have not named a group of this
+// process. A refused connection gets no reason; refusals are logged once a minute, with a count.
 //
-// Ranks hear that they are in a group at different times, so one may be called before it has been
-// admitted here.  Its caller is not refused but held until it is admitted, or the time for
-// handshakes is over.  Whoever dials and is dropped before it was answered tries again, until its
-// own time is over: so neither a slow process nor a flood of strangers keeps a rank out for good.
+// Ranks learn at different times that they are in a group, so a rank may be dialled before it has
+// been admitted here.  Such a connection is held until the rank is admitted or the handshake times
+// out.  A dialling rank that is closed before it got an answer tries again until its own deadline.
+// So neither a slow process nor a flood of strangers keeps a rank out for good.
 #pragma once
 
 #include <functional>
@@ -24,58 +23,56 @@
 
 namespace ringreduce::net {
 
-// Where a rank can be reached, as text for the group's table: "10.0.0.3:4711 [fd00::3]:4711".
+// The addresses of a rank, as text for the group's table: "10.0.0.3:4711 [fd00::3]:4711".
 struct Endpoint {
-  std::vector<Address> addresses;  // best first, none twice
+  std::vector<Address> addresses;  // best first, without duplicates
   std::string text() const;
-  // Throws Error(kSetup).  Leaves out link-local addresses by an interface that is not here.
+  // Throws Error(kSetup).  Skips link-local addresses of an interface that this host lacks.
   static Endpoint fromText(const std::string& text);
 };
 
 class Acceptor {
  public:
-  // Takes over a connection that was proven: non-blocking, TCP_NODELAY.  Called in the reactor's
-  // thread, once for each.
+  // Takes an authenticated connection: non-blocking, TCP_NODELAY.  Called in the reactor's thread,
+  // once for each.
   using Taken = std::function<void(Socket socket, const PeerHello& caller)>;
 
-  // This process's; made, with its port, if there is none.  `store_host`: the host of the store, by
-  // name or number, or "".  Throws Error(kSetup).
+  // This process's acceptor; created, with its port, if there is none.  `store_host`: name or
+  // address of the store's host, or "".  Throws Error(kSetup).
   static std::shared_ptr<Acceptor> shared(const std::string& store_host);
   virtual ~Acceptor() = default;
 
   virtual const Endpoint& endpoint() const = 0;
-  // Where that is and how it was chosen, in words: "eth0 (10.0.0.3:4711), as RINGREDUCE_IF=eth0 has
-  // it".
+  // The endpoint and why it was chosen: "eth0 (10.0.0.3:4711), as RINGREDUCE_IF=eth0 has it".
   virtual const std::string& choice() const = 0;
-  // Lets in callers to rank `to` of this group until the returned token is destroyed: then `taken`
-  // is not running and will not be called again, unless it is itself what destroys it.  The token
-  // must not be destroyed with a lock held that `taken` wants.  `encrypted`: only those in that say
-  // the same of themselves (transport/tcp/tls.h).
+  // Admits connections to rank `to` of this group until the returned token is destroyed.  After
+  // that `taken` does not run and is not called again, unless `taken` itself destroys the token. Do
+  // not destroy the token while you hold a lock that `taken` needs.  `encrypted`: must be the same
+  // at the other end (transport/tcp/tls.h).
   virtual std::shared_ptr<void> admit(const std::string& group, int to, const Secret& secret,
                                       Taken taken, bool encrypted = false) = 0;
 };
 
 struct DialOptions {
-  Nanos timeout = 30 * kSecond;   // of all addresses and the handshake together; kNever: none
-  Nanos deaf = kNever;            // the same until a first address takes a connection
-  std::string congestion;         // RINGREDUCE_CONGESTION: "bbr", "cubic"; "": the system's default
-  size_t address = 0;             // which of the endpoint's (modulo their number) to try first
+  Nanos timeout = 30 * kSecond;   // for all addresses and the handshake together
+  Nanos deaf = kNever;            // until the first address accepts a connection
+  std::string congestion;         // RINGREDUCE_CONGESTION: "bbr", "cubic"; "": the kernel's default
+  size_t address = 0;             // the index (modulo their number) to try first
   void (*turn)(void*) = nullptr;  // called every few milliseconds; throws to give up
   void* context = nullptr;
 };
-// Connects to a rank: tries its addresses in turn, each for a share of the time and again after the
-// others, but not those that refuse, that no way leads to, or where somebody else answers.  A
-// process that is stopped lets its system take connections and says nothing: whoever wants to wait
-// for it as long as it takes gives no time but `deaf`, by which a firewall still shows.
-// Non-blocking, TCP_NODELAY, proven, encrypted if `self` says so; nothing beyond the handshake has
-// been read.  Throws
-// Error(kSetup) "cannot reach rank 3 at 10.0.0.3:4711: connection refused; ...", which names what
-// to look at (a firewall, RINGREDUCE_IF); `who` is the name of the other in it.
+// Connects to a rank.  Tries its addresses in turn, each for a share of the time, again and again;
+// not those that refuse, have no route, or answer as another program.  The kernel of a stopped
+// process accepts connections although the process does not answer.  To wait for it without a
+// limit, set no `timeout` but `deaf`, which still detects a firewall.  The connection is
+// non-blocking, has TCP_NODELAY, is authenticated, and encrypted if `self` says so; nothing beyond
+// the handshake has been read.  Throws Error(kSetup) "cannot reach rank 3 at 10.0.0.3:4711:
+// connection refused; ...", with what to check (a firewall, RINGREDUCE_IF).  `who` names the other
+// rank in it.
 Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secret,
             const DialOptions& options, const std::string& who);
 
-// Throws Error(kSetup), as dial would, where this process cannot have that congestion control;
-// there is always "".
+// Throws Error(kSetup), as dial would, if this process cannot use that congestion control.
 void checkCongestion(const std::string& name);
 
 }  // namespace ringreduce::net

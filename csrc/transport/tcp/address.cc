@@ -1,4 +1,4 @@
-// Addresses, the interfaces to be reached at, and listening sockets.
+// Addresses, the choice of interfaces, and listening sockets.
 #include "transport/tcp/address.h"
 
 #include <arpa/inet.h>
@@ -25,8 +25,6 @@
 namespace ringreduce::net {
 
 // ---- addresses
-//
-// Addresses as text and as the system has them; this machine's interfaces, and ways out of it.
 
 namespace {
 
@@ -37,7 +35,7 @@ const sockaddr_in6& six(const sockaddr* address) {
   return *reinterpret_cast<const sockaddr_in6*>(address);
 }
 
-// The bytes of the address alone.
+// The bytes of the address without port and scope.
 std::string_view bytesOf(const Address& address) {
   if (address.family() == AF_INET)
     return {reinterpret_cast<const char*>(&four(address.get()).sin_addr), 4};
@@ -46,7 +44,7 @@ std::string_view bytesOf(const Address& address) {
   return {};
 }
 
-// A whole number of digits only, from 0 to `most`; nullopt if it is none.
+// A number from 0 to `most` of digits only; nullopt otherwise.
 std::optional<uint32_t> number(std::string_view text, uint32_t most) {
   if (text.empty() || text.size() > 10) return std::nullopt;
   uint64_t value = 0;
@@ -79,7 +77,7 @@ std::optional<Address> parseSix(std::string text) {
   return Address(reinterpret_cast<sockaddr*>(&address), sizeof address);
 }
 
-// This machine's address on the way there.  A datagram socket sends nothing by being connected.
+// This machine's address on the route there.  Connecting a datagram socket sends nothing.
 std::optional<Address> onTheWayTo(const sockaddr* there, socklen_t length) {
   Fd fd(socket(there->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!fd || connect(fd.get(), there, length) != 0) return std::nullopt;
@@ -105,7 +103,7 @@ Address::Address(const sockaddr* address, socklen_t length)
 }
 
 std::optional<Address> Address::parseHost(const std::string& text) {
-  if (text.size() != std::strlen(text.c_str())) return std::nullopt;  // a zero within
+  if (text.size() != std::strlen(text.c_str())) return std::nullopt;  // it contains a zero
   return text.find(':') == std::string::npos ? parseFour(text) : parseSix(text);
 }
 
@@ -204,7 +202,7 @@ std::vector<Interface> interfaces() {
     one.address = Address(entry->ifa_addr, length).withPort(0);
     one.prefix = one.address.bits();
     if (entry->ifa_netmask) {
-      sockaddr_storage mask{};  // some systems leave its family out
+      sockaddr_storage mask{};  // some systems leave out its family
       std::memcpy(&mask, entry->ifa_netmask, length);
       mask.ss_family = static_cast<sa_family_t>(family);
       const Address bits(reinterpret_cast<sockaddr*>(&mask), length);
@@ -234,7 +232,7 @@ std::optional<Address> addressTowards(const std::string& host) {
 }
 
 std::optional<Address> addressTowardsOthers() {
-  // Addresses kept for documentation: nobody has them, so the way to them is the way to all.
+  // Addresses reserved for documentation: no host has them, so they follow the default route.
   for (const char* other : {"203.0.113.1:9", "[2001:db8::1]:9"}) {
     const auto there = Address::parse(other);
     if (auto address = onTheWayTo(there->get(), there->length())) return address;
@@ -242,17 +240,14 @@ std::optional<Address> addressTowardsOthers() {
   return std::nullopt;
 }
 
-// ---- interfaces
-//
-// Which of this machine's addresses to be reached at: the list of RINGREDUCE_IF, and what is done
-// without one.
+// ---- the choice of interfaces
 
 namespace {
 
-// One of the list: an interface by name, or a network.
+// An entry of RINGREDUCE_IF: an interface by name, or a network.
 struct Term {
   bool excludes = false;
-  std::string name;                // may hold * and ?
+  std::string name;                // may contain * and ?
   std::optional<Address> network;  // if it is not a name
   int prefix = 0;
 
@@ -297,12 +292,12 @@ std::vector<Term> termsOf(const std::string& wanted) {
     item.erase(item.find_last_not_of(" \t") + 1);
     if (!item.empty()) terms.push_back(termOf(item, wanted));
   }
-  if (terms.empty() && !wanted.empty()) refuse(wanted, wanted);  // nothing but commas and blanks
+  if (terms.empty() && !wanted.empty()) refuse(wanted, wanted);  // only commas and blanks
   return terms;
 }
 
-// Bridges and pairs that container and virtual machine runtimes make: other hosts often have one of
-// the same address.
+// Bridges and pairs of container and virtual machine runtimes: other hosts often have one with the
+// same address.
 bool isOfThisHostOnly(const std::string& name) {
   static constexpr const char* kNames[] = {"docker*", "br-*",  "veth*",    "virbr*", "vnet*",
                                            "cni*",    "cali*", "flannel*", "lxc*",   "podman*"};
@@ -320,20 +315,20 @@ std::string listOf(const std::vector<Interface>& all) {
 
 struct Candidate {
   const Interface* interface = nullptr;
-  size_t term = 0;          // the first of the list that it fits
-  bool by_network = false;  // which is a network or an address
+  size_t term = 0;          // the first entry that matches
+  bool by_network = false;  // that entry is a network or an address
 
   bool isLinkLocal() const { return interface->address.isLinkLocal() && !by_network; }
 };
 
-// Keeps those that are better, if there are any.
+// Keeps only the better ones, if there are any.
 template <class Better>
 void prefer(std::vector<Candidate>& candidates, Better better) {
   if (std::any_of(candidates.begin(), candidates.end(), better))
     std::erase_if(candidates, [&](const Candidate& one) { return !better(one); });
 }
 
-// Puts those that are better first, and otherwise leaves the order.
+// Moves the better ones to the front, and keeps the order otherwise.
 template <class Better>
 void putFirst(std::vector<Candidate>& candidates, Better better) {
   std::stable_partition(candidates.begin(), candidates.end(), better);
@@ -349,7 +344,7 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
 
   std::vector<Candidate> candidates;
   bool only_loopback = true;
-  std::string way;  // the interface by which the store's host is reached
+  std::string way;  // the interface that leads to the store's host
   for (const Interface& one : all) {
     if (!one.up) continue;
     only_loopback = only_loopback && one.loopback;
@@ -376,7 +371,7 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
     prefer(candidates, [](const Candidate& one) { return !isOfThisHostOnly(one.interface->name); });
   }
 
-  // The least weighty first: each later sorting goes before those above it.
+  // Least important criterion first: each later sort has precedence.
   putFirst(candidates,
            [](const Candidate& one) { return one.interface->address.family() == AF_INET; });
   putFirst(candidates, [&](const Candidate& one) {
@@ -401,20 +396,18 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
 }
 
 // ---- listening
-//
-// Listening sockets, and the port that they share.
 
 namespace {
 
-constexpr int kBacklog = 4096;   // as far as net.core.somaxconn goes
-constexpr int kAnyTries = 1000;  // for a port that is free at all addresses
+constexpr int kBacklog = 4096;   // net.core.somaxconn limits it
+constexpr int kAnyTries = 1000;  // to find a port that is free at all addresses
 
-// A socket that listens at this address; none, with errno, if it cannot be had.
+// A socket that listens at this address; none, with errno, on failure.
 Fd listenAt(const Address& address) {
   Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
   if (!fd) throwErrno(Failure::kSetup, "cannot make a socket");
   const int on = 1;
-  // A port of the range whose last owner has just ended; not one that is listened on.
+  // Allows a port whose last owner has just ended, but not one with a listener.
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (address.family() == AF_INET6) setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
   if (bind(fd.get(), address.get(), address.length()) != 0 || listen(fd.get(), kBacklog) != 0) {
@@ -433,7 +426,7 @@ uint16_t portOf(const Fd& fd) {
   return Address(reinterpret_cast<sockaddr*>(&name), size).port();
 }
 
-// All addresses at one port; nullopt if that port is taken at one of them.
+// Listens at all addresses on one port; nullopt if the port is taken at one of them.
 std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint16_t port) {
   Listener listener;
   listener.port = port;
@@ -442,7 +435,7 @@ std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint
     Fd fd = listenAt(address.withPort(listener.port));
     if (!fd && errno == EADDRINUSE) return std::nullopt;
     if (!fd && (errno == EADDRNOTAVAIL || errno == EAFNOSUPPORT)) {
-      // It is being made or has been taken away: the others remain.
+      // The address is being added or was removed: use the others.
       gone += ' ';
       gone += address.hostText();
       continue;

@@ -1,4 +1,4 @@
-// Connections to ranks: the threads that make them, and how one is made.
+// The threads that make connections; dialling one rank: its addresses, the handshake, errors.
 #include "transport/tcp/connector.h"
 
 #include <linux/tcp.h>
@@ -22,26 +22,24 @@
 namespace ringreduce::net {
 
 // ---- threads
-//
-// The threads: started when there is something to dial, ended when there is not.
 
 namespace {
 
-// How long a connection may keep a thread that others wait for: one packet may get lost within it.
+// How long a call may keep a thread while others wait for one.  One lost packet fits in.
 constexpr Nanos kShare = 2 * kSecond;
 
-// Thrown through a dial that is to be tried again later.
+// Thrown through a dial that yields its thread and is tried again later.
 struct GivesWay {};
 
 }  // namespace
 
 Connector::Connector(Dial dial, Nanos longest) : dial_(std::move(dial)), longest_(longest) {}
 
-void Connector::call(int to, int lane, Taken taken) {
+void Connector::call(int to, int number, Taken taken) {
   if (generation_ != forkGeneration()) return;
   std::unique_lock lock(mutex_);
   if (stopping_) return;
-  calls_.push_back({.to = to, .lane = lane, .taken = std::move(taken)});
+  calls_.push_back({.to = to, .number = number, .taken = std::move(taken)});
   if (alive_ >= kMostThreads) return;
   joinEnded();
   // Signals are for the threads of the user's program.
@@ -56,14 +54,14 @@ void Connector::call(int to, int lane, Taken taken) {
     error = {std::string("no thread can be started to connect to it: ") + thrown.what(), true};
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (error.why.empty() || alive_ > 0) return;  // one of those that are alive takes it
+  if (error.why.empty() || alive_ > 0) return;  // a running thread takes it
   const Call refused = std::move(calls_.back());
   calls_.pop_back();
   lock.unlock();
   refused.taken(Socket(), error);
 }
 
-// They have left the mutex, so none is waited for that needs it.
+// Ended threads have released the mutex, so joining them with the mutex held cannot deadlock.
 void Connector::joinEnded() {
   std::erase_if(*threads_, [this](std::thread& thread) {
     const bool ended = std::ranges::count(ended_, thread.get_id()) > 0;
@@ -99,7 +97,7 @@ bool Connector::othersWait() {
 Socket Connector::dial(Call& call) {
   if (call.until == 0) call.until = deadlineIn(longest_);
   const Nanos share = deadlineIn(kShare);
-  Socket socket = dial_(call.to, call.lane, [&] {
+  Socket socket = dial_(call.to, call.number, [&] {
     if (isStopping()) throw Error(Failure::kAborted, "nobody wants this connection any more");
     const Nanos time = now();
     if (time >= call.until) throw Error(Failure::kSetup, "it does not answer");
@@ -139,22 +137,20 @@ void Connector::run() {
 }
 
 // ---- one connection
-//
-// Connecting to a rank: its addresses in turn, the handshake, and what is said if it cannot be.
 
 namespace {
 
-// How long the first round waits for an address that says nothing; each later round twice as long.
-// Two packets may get lost within it.
+// How long the first round waits for an address that does not answer; each round doubles it.  Two
+// lost packets fit in.
 constexpr Nanos kFirstPatience = 4 * kSecond;
 constexpr Nanos kTurn = 5 * kMillisecond;
-// Between rounds: of a peer that drops callers, it is too busy, or not ready.
+// Between rounds: a peer that closes connections is busy, or not ready yet.
 constexpr Nanos kFirstPause = 20 * kMillisecond, kLongestPause = 500 * kMillisecond;
 
-// One address could not be connected to.
+// Connecting to one address failed.
 struct Failed {
   std::string why;
-  bool for_good;  // no use in trying it again
+  bool for_good;  // do not try it again
 };
 
 std::string systemText(int error) {
@@ -205,10 +201,10 @@ class Dialling {
     return {std::move(fd), std::move(tls)};
   }
 
-  // By when it must have succeeded, as far as is known.
+  // The deadline as far as it is known.
   Nanos deadline() const { return heard_ ? deadline_ : std::min(deadline_, deaf_); }
 
-  // Waits for that long, unless `turn` throws.
+  // Waits that long, unless the poll callback throws.
   void pause(Nanos time) {
     for (const Nanos until = deadlineIn(time); now() < until;) wait(nullptr, until);
   }
@@ -226,15 +222,16 @@ class Dialling {
       socklen_t size = sizeof error;
       if (getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
     }
-    if (error == 0 && isOwnOther(fd)) error = ECONNREFUSED;
+    if (error == 0 && isConnectedToItself(fd)) error = ECONNREFUSED;
     if (error == 0) return;
     const bool passing = error == EADDRNOTAVAIL || error == EAGAIN || error == ENOBUFS ||
                          error == ENOMEM || error == ETIMEDOUT || error == ECONNRESET;
     throw Failed{systemText(error), !passing};
   }
 
-  // A port of this host that nobody listens on may be the one that the system gave to us.
-  static bool isOwnOther(const Fd& fd) {
+  // Connecting to a local port without a listener may connect a socket to itself, if the kernel
+  // chose that port for it.
+  static bool isConnectedToItself(const Fd& fd) {
     sockaddr_storage here{}, there{};
     socklen_t here_size = sizeof here, there_size = sizeof there;
     if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&here), &here_size) != 0 ||
@@ -247,7 +244,7 @@ class Dialling {
 
   std::unique_ptr<Tls> shakeHands(const Fd& fd, Nanos until) {
     const Nanos started = now();
-    // A little longer than the other end has patience: it shall be the one that ends it.
+    // Longer than the acceptor's own deadline, so that the acceptor ends it.
     until = std::min(until, deadlineIn(kHandshakeTime + kSecond));
     Handshake machine = Handshake::dialler(self_, secret_);
     std::string output = machine.takeOutput();
@@ -289,11 +286,11 @@ class Dialling {
       else if (errno == EAGAIN)
         return;
       else if (errno != EINTR)
-        output.clear();  // it is closed; what it said before may still be there to be read
+        output.clear();  // closed; earlier bytes may still be readable
     }
   }
 
-  // True once the other end has ended the connection.
+  // True if the other end has closed the connection.
   static bool receive(const Fd& fd, Handshake& machine) {
     std::array<std::byte, 256> bytes;
     while (machine.wants() > 0) {
@@ -307,7 +304,7 @@ class Dialling {
     return false;
   }
 
-  // Waits for the descriptor, or a little; true if it is ready.
+  // Waits a short time for the descriptor; true if it is ready.
   bool wait(pollfd* wanted, Nanos until) {
     if (options_.turn) options_.turn(options_.context);
     const Nanos longest = options_.turn ? kTurn : 10 * kSecond;
@@ -320,7 +317,7 @@ class Dialling {
   const Secret& secret_;
   const DialOptions& options_;
   const Nanos deadline_ = deadlineIn(options_.timeout), deaf_ = deadlineIn(options_.deaf);
-  bool heard_ = false;  // an address has taken a connection
+  bool heard_ = false;  // an address has accepted a connection
 };
 
 struct Attempt {

@@ -1,9 +1,8 @@
-// Connections made in the background, several at a time: dialling blocks, and neither the reactor's
-// thread nor whoever waits for data must.
+// Makes connections in the background, several at a time: dialling blocks, and neither the
+// reactor's thread nor a thread that waits for data may block.
 //
-// There are threads while there is something to dial, and no more than a bound.  A connection that
-// is long in the making (its rank is stopped in a debugger) gives its thread to those that wait for
-// one, and is tried again after them.
+// Threads exist while there is something to dial, up to a bound.  A connection that takes long (its
+// rank is stopped in a debugger) yields its thread to waiting calls, and is tried again after them.
 #pragma once
 
 #include <deque>
@@ -22,18 +21,18 @@
 
 namespace ringreduce::net {
 
-// Makes a proven, non-blocking connection to a rank: number `lane` of those of one kind to it, or 0
-// where there is but one.  May block; calls `turn` every few milliseconds, which throws once nobody
-// wants the connection any more, and must be let through; throws.
-using Dial = std::function<Socket(int to, int lane, const std::function<void()>& turn)>;
+// Makes an authenticated, non-blocking connection to a rank: the one with this number among those
+// for the same purpose.  May block.  Calls `poll` every few milliseconds and passes on its
+// exception, which means that the connection is not needed any more.  Throws.
+using Dial = std::function<Socket(int to, int number, const std::function<void()>& poll)>;
 
-// A connection cannot be made, and that is this process's own fault, whomever it calls.
+// This process cannot make any connection, whichever rank it dials.
 class OwnTrouble final : public Error {
  public:
   explicit OwnTrouble(const std::string& text) : Error(Failure::kSetup, text) {}
 };
 
-// Why there is no connection; of no text where there is one.
+// Why there is no connection; `why` is empty if there is one.
 struct NotMade {
   std::string why;
   bool own = false;  // OwnTrouble
@@ -41,26 +40,26 @@ struct NotMade {
 
 class Connector {
  public:
-  // Takes what became of it: a connection, or why there is none.  Called in a thread of the
-  // dialler's, or by call() itself where no thread can be started.
+  // Takes the connection, or the reason why there is none.  Called in a thread of the connector, or
+  // by call() if no thread can be started.
   using Taken = std::function<void(Socket socket, const NotMade& error)>;
 
-  // Gives a connection up that takes longer than `longest` to make.
+  // A connection that takes longer than `longest` to make is given up.
   explicit Connector(Dial dial, Nanos longest = kNever);
   ~Connector() { stop(); }
   Connector(const Connector&) = delete;
   Connector& operator=(const Connector&) = delete;
 
-  // `taken` is called once, unless this dialler has been stopped by then.  From any thread.
-  void call(int to, int lane, Taken taken);
-  // Gives up what goes on, and waits for it.
+  // `taken` is called once, unless this connector is stopped before.  From any thread.
+  void call(int to, int number, Taken taken);
+  // Gives up all calls and joins the threads.
   void stop();
 
   static constexpr int kMostThreads = 16;
 
  private:
   struct Call {
-    int to, lane;
+    int to, number;
     Taken taken;
     Nanos until = 0;  // 0: not begun
   };
@@ -78,7 +77,7 @@ class Connector {
   bool stopping_ = false;
   int alive_ = 0;
   std::vector<std::thread::id> ended_;
-  // Never freed in a forked child, where there are no such threads.
+  // Never freed in a forked child, where these threads do not exist.
   std::vector<std::thread>* threads_ = new std::vector<std::thread>;
 };
 

@@ -1,6 +1,6 @@
-// The messages as bytes, and the two machines.
+// The messages as bytes, and the two state machines.
 //
-//     Hello      build 32 | group 16 | from 4 | to 4 | lane 4 | purpose 1 | encrypted 1 | 0 0
+//     Hello      build 32 | group 16 | from 4 | to 4 | connection 4 | purpose 1 | encrypted 1 | 0 0
 //                | nonce 32
 //     Challenge  build 32 | nonce 32 | proof 32
 //     Proof      proof 32
@@ -23,7 +23,7 @@
 namespace ringreduce::net {
 namespace {
 
-// Of all that ranks of different hosts send each other; goes up by one with each change of it.
+// Version of everything that ranks of different hosts send each other.
 #define RINGREDUCE_WIRE_VERSION "3"
 
 constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
@@ -37,7 +37,7 @@ constexpr std::string_view kAcceptorPlace = "ringreduce challenge";
 constexpr std::string_view kDiallerPlace = "ringreduce proof    ";
 constexpr std::string_view kWelcomePlace = "ringreduce welcome  ";
 constexpr std::string_view kKeyPlace = "ringreduce key      ";
-// Of one length: else a place and what follows could be cut elsewhere.
+// Of equal length, so that label and data cannot be split differently.
 static_assert(kAcceptorPlace.size() == kDiallerPlace.size());
 static_assert(kAcceptorPlace.size() == kWelcomePlace.size());
 static_assert(kAcceptorPlace.size() == kKeyPlace.size());
@@ -48,7 +48,7 @@ std::string build() {
   return text;
 }
 
-// A build as another sent it, fit for a log.
+// A build as another process sent it, made printable.
 std::string readable(std::string_view build) {
   build = build.substr(0, build.find_first_of(std::string_view("\n\0", 2)));
   std::string text;
@@ -60,7 +60,7 @@ void putNumber(std::string& text, uint32_t number) {
   for (int i = 0; i < 4; ++i) text += static_cast<char>(number >> 8 * i & 255);
 }
 
-// The number at the text's start, which is taken off.  More than an int holds is -1.
+// Removes the number at the start of the text and returns it; -1 if an int cannot hold it.
 int takeNumber(std::string_view& text) {
   uint32_t number = 0;
   for (size_t i = 0; i < 4; ++i) number |= uint32_t{static_cast<unsigned char>(text[i])} << 8 * i;
@@ -76,7 +76,7 @@ void fillRandom(void* data, size_t bytes) {
   ssize_t got;
   do got = getrandom(data, bytes, 0);
   while (got < 0 && errno == EINTR);
-  if (got != static_cast<ssize_t>(bytes))  // up to 256 bytes come at once
+  if (got != static_cast<ssize_t>(bytes))  // it returns up to 256 bytes at once
     throwErrno(Failure::kSetup, "no random numbers to be had");
 }
 
@@ -110,14 +110,15 @@ Secret secretFromText(const std::string& text) {
 }
 
 Handshake Handshake::dialler(const PeerHello& self, const Secret& secret, const Nonce& nonce) {
-  if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.lane < 0)
+  if (!isGroup(self.group) || self.from < 0 || self.to < 0 || self.connection < 0)
     throw Error(Failure::kArgument, "a caller names a group by 16 hexadecimal digits (not '" +
-                                        self.group + "') and ranks and a lane from 0 on");
+                                        self.group +
+                                        "') and ranks and a connection number from 0 on");
   Handshake machine;
   machine.caller_ = self;
   machine.secret_ = secret;
   std::string hello = build() + self.group;
-  for (int number : {self.from, self.to, self.lane})
+  for (int number : {self.from, self.to, self.connection})
     putNumber(hello, static_cast<uint32_t>(number));
   hello += static_cast<char>(self.purpose);
   hello += static_cast<char>(self.encrypted);
@@ -205,8 +206,8 @@ void Handshake::take() {
   }
 }
 
-// Whether in_ is our own build.  If it is another's, the acceptor says what it is itself: a caller
-// cannot know otherwise why it is not let in.
+// Whether in_ is our own build.  If not, the acceptor sends its own: otherwise the dialling rank
+// could not know why it is refused.
 bool Handshake::isBuildOurs(const char* who) {
   all_ += in_;
   if (in_ == build()) return true;
@@ -226,11 +227,11 @@ void Handshake::takeHello() {
   hello.remove_prefix(kGroupBytes);
   caller_.from = takeNumber(hello);
   caller_.to = takeNumber(hello);
-  caller_.lane = takeNumber(hello);
+  caller_.connection = takeNumber(hello);
   const auto purpose = static_cast<unsigned char>(hello[0]);
   const auto encrypted = static_cast<unsigned char>(hello[1]);
   const bool zeros = hello.substr(2, 2) == std::string_view("\0\0", 2);
-  if (!isGroup(caller_.group) || caller_.from < 0 || caller_.to < 0 || caller_.lane < 0 ||
+  if (!isGroup(caller_.group) || caller_.from < 0 || caller_.to < 0 || caller_.connection < 0 ||
       purpose >= kPurposes || encrypted > 1 || !zeros)
     return refuse("its hello is wrong: bytes were changed");
   caller_.purpose = static_cast<Purpose>(purpose);

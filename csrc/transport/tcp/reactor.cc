@@ -1,4 +1,4 @@
-// The loop: epoll, an eventfd that wakes it, and timers in order.
+// The loop: epoll, an eventfd that wakes it, and a sorted map of timers.
 #include "transport/tcp/reactor.h"
 
 #include <pthread.h>
@@ -24,7 +24,6 @@
 
 #include "base/error.h"
 #include "base/fd.h"
-#include "base/log.h"
 
 namespace ringreduce::net {
 namespace {
@@ -32,9 +31,9 @@ namespace {
 class Loop final : public Reactor {
  public:
   Loop();
-  // Starts the thread, which keeps `self` for as long as it lives.
+  // Starts the thread, which keeps `self` alive.
   void start(std::shared_ptr<Loop> self);
-  // The last user is gone.
+  // Ends the thread, after the last user is gone.
   void leave();
 
   void watch(int fd, uint32_t events, Ready ready) override;
@@ -47,15 +46,15 @@ class Loop final : public Reactor {
   bool isItsThread() const override { return current_ == this; }
 
  private:
-  using Id = uint64_t;  // of a watch or a timer; never used twice, as descriptors are
-  static constexpr Id kBell = 0;
+  using Id = uint64_t;  // of a watch or a timer; unlike descriptors, never used twice
+  static constexpr Id kWakeup = 0;
   struct Watched {
     int fd;
     Ready ready;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  bool isParents() const { return generation_ != forkGeneration(); }
+  bool isInherited() const { return generation_ != forkGeneration(); }
   void loop();
   int wait(std::array<epoll_event, 64>& events);
   bool runQueue();
@@ -68,13 +67,13 @@ class Loop final : public Reactor {
   static thread_local Loop* current_;
 
   const int generation_ = forkGeneration();
-  Fd epoll_, bell_;
+  Fd epoll_, wakeup_;
   std::thread* thread_ = nullptr;  // never deleted in a child, where there is no such thread
 
   std::mutex mutex_;  // of all below
   std::condition_variable ended_;
   bool stopping_ = false, woken_ = false, failed_ = false;
-  Id last_id_ = kBell, running_ = kBell;
+  Id last_id_ = kWakeup, running_ = kWakeup;
   std::unordered_map<int, Id> ids_;
   std::unordered_map<Id, std::shared_ptr<Watched>> watched_;
   std::map<std::pair<Nanos, Id>, std::shared_ptr<std::function<void()>>> timers_;
@@ -84,12 +83,13 @@ class Loop final : public Reactor {
 
 thread_local Loop* Loop::current_ = nullptr;
 
-Loop::Loop() : epoll_(epoll_create1(EPOLL_CLOEXEC)), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!epoll_ || !bell_) throwErrno(Failure::kSetup, "cannot wait for sockets (epoll, eventfd)");
+Loop::Loop()
+    : epoll_(epoll_create1(EPOLL_CLOEXEC)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_ || !wakeup_) throwErrno(Failure::kSetup, "cannot wait for sockets (epoll, eventfd)");
   epoll_event event{};
   event.events = EPOLLIN;
-  event.data.u64 = kBell;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0)
+  event.data.u64 = kWakeup;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) != 0)
     throwErrno(Failure::kSetup, "cannot wait for sockets (epoll_ctl)");
 }
 
@@ -113,7 +113,7 @@ void Loop::start(std::shared_ptr<Loop> self) {
 }
 
 void Loop::leave() {
-  if (isParents()) return;
+  if (isInherited()) return;
   {
     Lock lock(mutex_);
     stopping_ = true;
@@ -126,11 +126,11 @@ void Loop::leave() {
   delete std::exchange(thread_, nullptr);
 }
 
-// ---- what others ask
+// ---- from other threads
 
 void Loop::watch(int fd, uint32_t events, Ready ready) {
-  if (isParents()) return;
-  std::shared_ptr<Watched> stale;  // of a descriptor that was closed before it was forgotten
+  if (isInherited()) return;
+  std::shared_ptr<Watched> stale;  // its descriptor was closed but not forgotten
   {
     const Lock lock(mutex_);
     const Id id = ++last_id_;
@@ -147,7 +147,7 @@ void Loop::watch(int fd, uint32_t events, Ready ready) {
 }
 
 void Loop::change(int fd, uint32_t events) {
-  if (isParents()) return;
+  if (isInherited()) return;
   const Lock lock(mutex_);
   const auto found = ids_.find(fd);
   if (found == ids_.end()) return;
@@ -159,7 +159,7 @@ void Loop::change(int fd, uint32_t events) {
 }
 
 void Loop::forget(int fd) {
-  if (isParents()) return;
+  if (isInherited()) return;
   std::shared_ptr<Watched> forgotten;  // destroyed without the lock
   Lock lock(mutex_);
   const auto found = ids_.find(fd);
@@ -167,14 +167,14 @@ void Loop::forget(int fd) {
   const Id id = found->second;
   ids_.erase(found);
   if (auto node = watched_.extract(id)) forgotten = std::move(node.mapped());
-  // Fails only if it was closed, and then epoll has dropped it already.
+  // Fails only if it was closed; then epoll has dropped it.
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   awaitEnd(id, lock);
   lock.unlock();
 }
 
 Reactor::Timer Loop::at(Nanos when, std::function<void()> then) {
-  if (isParents()) return 0;
+  if (isInherited()) return 0;
   Lock lock(mutex_);
   const Id id = ++last_id_;
   const auto entry =
@@ -186,7 +186,7 @@ Reactor::Timer Loop::at(Nanos when, std::function<void()> then) {
 }
 
 void Loop::cancel(Timer timer) {
-  if (isParents() || timer == 0) return;
+  if (isInherited() || timer == 0) return;
   std::shared_ptr<std::function<void()>> cancelled;  // destroyed without the lock
   Lock lock(mutex_);
   if (const auto time = times_.find(timer); time != times_.end()) {
@@ -200,14 +200,14 @@ void Loop::cancel(Timer timer) {
 }
 
 void Loop::soon(std::function<void()> then) {
-  if (isParents()) return;
+  if (isInherited()) return;
   Lock lock(mutex_);
   queue_.push_back(std::move(then));
   wake(lock);
 }
 
 void Loop::run(const std::function<void()>& then) {
-  if (isParents()) return;
+  if (isInherited()) return;
   if (isItsThread()) return then();
   struct Done {
     std::mutex mutex;
@@ -222,7 +222,7 @@ void Loop::run(const std::function<void()>& then) {
     } catch (...) {
       error = std::current_exception();
     }
-    const std::lock_guard lock(done.mutex);  // held until the waiter may go: `done` is its
+    const std::lock_guard lock(done.mutex);  // `done` must live until it is unlocked
     done.error = std::move(error);
     done.over = true;
     done.changed.notify_all();
@@ -238,12 +238,12 @@ void Loop::wake(Lock&) {
   if (isItsThread() || woken_) return;
   woken_ = true;
   const uint64_t one = 1;
-  // It cannot be full: nobody writes again before it was read.
-  while (::write(bell_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+  // The counter cannot be full: it is read before the next write.
+  while (::write(wakeup_.get(), &one, sizeof one) < 0 && errno == EINTR) {
   }
 }
 
-// Waits until the callback that runs is another, unless it is the caller's own.
+// Waits until this callback does not run, unless the caller is the callback itself.
 void Loop::awaitEnd(Id id, Lock& lock) {
   if (!isItsThread()) ended_.wait(lock, [&] { return running_ != id; });
 }
@@ -254,7 +254,7 @@ void Loop::loop() {
     const int ready = wait(events);
     for (int i = 0; i < ready; ++i) {
       const epoll_event& event = events[static_cast<size_t>(i)];
-      if (event.data.u64 != kBell) serve(event.data.u64, event.events);
+      if (event.data.u64 != kWakeup) serve(event.data.u64, event.events);
     }
     runTimers();
     if (!runQueue()) return;
@@ -279,17 +279,17 @@ int Loop::wait(std::array<epoll_event, 64>& events) {
   Lock lock(mutex_);
   if (ready >= 0) {
     for (int i = 0; i < ready; ++i)
-      if (events[static_cast<size_t>(i)].data.u64 == kBell) {
+      if (events[static_cast<size_t>(i)].data.u64 == kWakeup) {
         uint64_t count;
-        while (::read(bell_.get(), &count, sizeof count) < 0 && errno == EINTR) {
+        while (::read(wakeup_.get(), &count, sizeof count) < 0 && errno == EINTR) {
         }
         woken_ = false;
       }
     return ready;
   }
   if (error == EINTR) return 0;
-  // Somebody has closed a descriptor that is ours.  Sockets are served no more, but nobody who
-  // waits for this thread may hang.
+  // The program has closed our descriptor.  Sockets are not served any more, but calls to this
+  // reactor must not hang.
   if (!std::exchange(failed_, true))
     log("cannot wait for sockets: " + std::system_category().message(error) +
         "; has the program closed descriptors that are not its own?");
@@ -297,7 +297,7 @@ int Loop::wait(std::array<epoll_event, 64>& events) {
   return 0;
 }
 
-// False if this was the end.
+// False if the loop is to end.
 bool Loop::runQueue() {
   std::deque<std::function<void()>> queue;
   {
@@ -305,12 +305,12 @@ bool Loop::runQueue() {
     if (queue_.empty()) return !stopping_;
     queue.swap(queue_);
   }
-  for (std::function<void()>& then : queue) call(kBell, std::move(then));
+  for (std::function<void()>& then : queue) call(kWakeup, std::move(then));
   return true;
 }
 
 void Loop::runTimers() {
-  // Those that are due now: one that sets itself anew must not keep sockets waiting.
+  // Only timers that are due now: one that sets itself again must not delay sockets.
   const Nanos time = now();
   for (;;) {
     std::shared_ptr<std::function<void()>> then;
@@ -340,16 +340,16 @@ void Loop::serve(Id id, uint32_t events) {
     running_ = id;
   }
   if (call(id, [events, watched = std::move(watched)] { watched->ready(events); })) return;
-  std::shared_ptr<Watched> distrusted;
+  std::shared_ptr<Watched> failed;
   const Lock lock(mutex_);
   if (const auto found = ids_.find(fd); found != ids_.end() && found->second == id) {
     ids_.erase(found);
-    if (auto node = watched_.extract(id)) distrusted = std::move(node.mapped());
+    if (auto node = watched_.extract(id)) failed = std::move(node.mapped());
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   }
 }
 
-// Calls, and drops the callback, before anybody who waits for its end goes on.
+// Calls the body and destroys it before awaitEnd() returns in other threads.  False if it threw.
 bool Loop::call(Id id, std::function<void()> body) {
   bool fine = false;
   try {
@@ -361,15 +361,15 @@ bool Loop::call(Id id, std::function<void()> body) {
     log("the thread for sockets met an error of an unknown kind");
   }
   body = nullptr;
-  if (id != kBell) {
+  if (id != kWakeup) {
     const Lock lock(mutex_);
-    running_ = kBell;
+    running_ = kWakeup;
     ended_.notify_all();
   }
   return fine;
 }
 
-// ---- one a process
+// ---- one per process
 
 struct Shared {
   const int generation = forkGeneration();
@@ -377,8 +377,8 @@ struct Shared {
   std::weak_ptr<Reactor> reactor;
 };
 
-// A child's is another one: the parent's mutex may have been held when it forked.
-Shared& ofThisProcess() {
+// A forked child gets a new one: the parent's mutex may have been locked during the fork.
+Shared& sharedOfThisProcess() {
   static std::atomic<Shared*> current{nullptr};
   Shared* known = current.load();
   while (!known || known->generation != forkGeneration()) {
@@ -392,19 +392,50 @@ Shared& ofThisProcess() {
 }  // namespace
 
 std::shared_ptr<Reactor> Reactor::shared() {
-  Shared& process = ofThisProcess();
+  Shared& process = sharedOfThisProcess();
   const std::lock_guard lock(process.mutex);
   if (auto reactor = process.reactor.lock()) return reactor;
   auto loop = std::make_shared<Loop>();
   loop->start(loop);
   Loop* raw = loop.get();
-  // The weak pointer below keeps the deleter itself, which must not keep the loop's descriptors.
+  // The weak pointer below keeps the deleter alive, which must not keep the loop's descriptors.
   std::shared_ptr<Reactor> reactor(raw, [loop = std::move(loop)](Reactor*) mutable {
     const std::shared_ptr<Loop> last = std::move(loop);
     last->leave();
   });
   process.reactor = reactor;
   return reactor;
+}
+
+// ---- the log
+
+RateLimitedLog::RateLimitedLog(std::shared_ptr<Reactor> reactor, Nanos every)
+    : reactor_(std::move(reactor)), every_(every), generation_(forkGeneration()) {}
+
+RateLimitedLog::~RateLimitedLog() {
+  if (generation_ != forkGeneration()) return;  // a forked child has its own
+  reactor_->cancel(timer_);
+  report();
+}
+
+void RateLimitedLog::add(const std::string& text) {
+  if (timer_ != 0) {
+    ++count_;
+    latest_ = text;
+    return;
+  }
+  log(text);
+  timer_ = reactor_->at(deadlineIn(every_), [this] {
+    timer_ = 0;
+    report();
+  });
+}
+
+void RateLimitedLog::report() {
+  if (const size_t more = std::exchange(count_, 0))
+    log(more == 1
+            ? latest_
+            : latest_ + " (and " + std::to_string(more - 1) + " others since the last such line)");
 }
 
 }  // namespace ringreduce::net

@@ -1,4 +1,4 @@
-// The hash, as the standard writes it down.
+// The hash, as in the standard.
 #include "transport/tcp/sha256.h"
 
 #include <algorithm>
@@ -95,7 +95,7 @@ Digest hmacSha256(std::string_view key, std::string_view first, std::string_view
 }
 
 bool sameDigest(const Digest& a, const Digest& b) {
-  volatile unsigned char difference = 0;  // volatile: no shortcut once a difference is known
+  volatile unsigned char difference = 0;  // volatile: no early exit
   for (size_t i = 0; i < a.size(); ++i)
     difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
   return difference == 0;

@@ -1,6 +1,6 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104): what proves knowledge of a group's secret.
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), by which ranks prove that they know the secret.
 //
-// A handshake hashes a few hundred bytes, so this is plain and portable rather than fast.
+// A handshake hashes a few hundred bytes, so this is simple and portable, not fast.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ using Digest = std::array<unsigned char, 32>;
 class Sha256 {
  public:
   Sha256& add(std::string_view bytes);
-  Digest digest() const;  // of all that was added; more may be added after
+  Digest digest() const;  // of all bytes so far; more may be added
 
  private:
   void take(const unsigned char* block);
@@ -29,7 +29,7 @@ class Sha256 {
 // The authentication code of `first` followed by `second`.
 Digest hmacSha256(std::string_view key, std::string_view first, std::string_view second = {});
 
-// Takes as long wherever they differ.
+// In constant time.
 bool sameDigest(const Digest& a, const Digest& b);
 
 // A digest, a secret or a nonce as bytes.

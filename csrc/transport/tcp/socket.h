@@ -1,5 +1,10 @@
-// A connection to another rank, plain or encrypted (transport/tcp/tls.h): chosen when it is made,
-// and the same to whoever sends and receives.
+// A connection to another rank, plain or encrypted (transport/tcp/tls.h), and how to find out that
+// it is dead although neither end closed it.
+//
+// A firewall or one of several paths may drop the packets of one connection, while others, such as
+// the control ring, still get through.  A sender notices that nothing is acknowledged (Silence).  A
+// stopped or slow rank is not mistaken for that: its system acknowledges, or reports that it has no
+// room.  A receiver sends nothing, so its system probes the other now and then (probeWhenIdle).
 #pragma once
 
 #include <sys/socket.h>
@@ -11,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/fd.h"
 #include "transport/tcp/tls.h"
 
@@ -25,7 +31,7 @@ class Socket {
   Socket& operator=(Socket&&) = default;
 
   explicit operator bool() const { return static_cast<bool>(fd_); }
-  // The socket itself: to be watched, asked and shut down, not to be read or written.
+  // The descriptor, for epoll, socket options and shutdown; not for reading or writing.
   int get() const { return fd_.get(); }
   operator const Fd&() const { return fd_; }
   bool isEncrypted() const { return tls_ != nullptr; }
@@ -34,8 +40,8 @@ class Socket {
     fd_.reset();
   }
 
-  // As sendmsg and recvmsg: never wait, raise no signal, -1 with errno, 0 at the end of what comes.
-  // After EAGAIN, or a part, the bytes that were not taken must be offered again before others.
+  // As sendmsg and recvmsg, but they never wait and raise no signal.  After EAGAIN, or a part,
+  // offer the same remaining bytes again before others.
   ssize_t send(const iovec* pieces, size_t count) {
     if (tls_) return tls_->send(pieces, count);
     const msghdr message = messageOf(pieces, count);
@@ -54,8 +60,8 @@ class Socket {
     const iovec piece{data, bytes};
     return receive(&piece, 1);
   }
-  // Whether there may be something to receive although the system has nothing more: for whoever
-  // leaves off before EAGAIN.
+  // Whether received bytes may wait here although the kernel has none, so that epoll reports
+  // nothing.  Ask after a read that did not end with EAGAIN.
   bool holdsBytes() const { return tls_ && tls_->holdsBytes(); }
 
  private:
@@ -70,7 +76,28 @@ class Socket {
   Fd fd_;
 };
 
-// What an errno of these means.
+// An errno of send or receive, in words.
 std::string textOfError(int error);
+
+// "from 10.0.0.2:41000 to 10.0.0.3:4711": from here to the other end.
+std::string routeOf(const Fd& socket);
+
+// How long a connection has been silent.  Look during waits; long times may pass between two looks.
+class Silence {
+ public:
+  // How long bytes have been in flight without a packet from the other system, as far as is known.
+  // `heard`, `sent`: how long ago the last packet came, and the last data went.
+  Nanos look(Nanos time, bool in_flight, Nanos heard, Nanos sent);
+  // The same with the values of the kernel; 0 if it has none.
+  Nanos look(const Fd& socket);
+
+ private:
+  Nanos since_ = 0, looked_ = 0;
+  bool in_flight_ = false;
+};
+
+// Makes the kernel probe the other system while the connection is idle.  It ends with ETIMEDOUT if
+// no answer comes for about `longest`, or a few seconds if that is shorter.
+void probeWhenIdle(const Fd& socket, Nanos longest);
 
 }  // namespace ringreduce::net

@@ -1,4 +1,4 @@
-// Cutting and joining frames.
+// Cutting a stream into frames, and joining them.
 #include "transport/tcp/stream.h"
 
 #include <sys/uio.h>
@@ -13,18 +13,18 @@ namespace ringreduce::net {
 namespace {
 
 constexpr std::align_val_t kBufferAlign{4096};
-constexpr size_t kMostPieces = 16;  // of memory, in one system call
-// A frame where several connections share a stream: small, so that a slow one holds up little.
+constexpr size_t kMostPieces = 16;  // in one system call
+// A frame if several connections share a stream: small, so that a slow connection delays little.
 constexpr size_t kSharedFrame = 64 << 10;
-// How much one connection may take in before others have their turn.
+// Bytes that are read from one connection before the next one is served.
 constexpr size_t kBudget = 512 << 10;
 
-std::string way(const Connection& connection) {
-  return " (connection " + wayOf(connection.socket) + ")";
+std::string route(const Connection& connection) {
+  return " (connection " + routeOf(connection.socket) + ")";
 }
 
 std::string failed(const Connection& connection, int error) {
-  return textOfError(error) + way(connection);
+  return textOfError(error) + route(connection);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ std::byte* Pool::take() {
 void Pool::trim(size_t bytes) {
   const size_t kept = bytes / kPieceBytes;
   if (all_.size() <= kept || free_.empty()) return;
-  // Those given back first.
+  // Free those that were returned first.
   const auto end =
       free_.begin() + static_cast<ptrdiff_t>(std::min(free_.size(), all_.size() - kept));
   std::vector<std::byte*> surplus(free_.begin(), end);
@@ -79,11 +79,11 @@ void SendStream::sendBuffer(std::byte* buffer, size_t bytes) {
 
 Connection& SendStream::add(Socket socket, int number) {
   const auto place =
-      std::ranges::find_if(lanes_, [&](const auto& lane) { return lane->number > number; });
-  Lane& lane = **lanes_.insert(place, std::make_unique<Lane>());
-  lane.connection.socket = std::move(socket);
-  lane.number = number;
-  return lane.connection;
+      std::ranges::find_if(writers_, [&](const auto& writer) { return writer->number > number; });
+  Writer& writer = **writers_.insert(place, std::make_unique<Writer>());
+  writer.connection.socket = std::move(socket);
+  writer.number = number;
+  return writer.connection;
 }
 
 size_t SendStream::spanAt(uint64_t position) const {
@@ -92,49 +92,51 @@ size_t SendStream::spanAt(uint64_t position) const {
   return static_cast<size_t>(after - spans_.begin()) - 1;
 }
 
-// The lane's next frame.
-void SendStream::cut(Lane& lane) {
+// Gives the writer its next frame.
+void SendStream::cutFrame(Writer& writer) {
   const uint64_t most = used() > 1 ? kSharedFrame : kLargestFrame;
-  lane.at = cut_;
-  lane.end = cut_ = std::min(posted_, cut_ + most);
-  lane.frame = sealed({.bytes = static_cast<uint32_t>(lane.end - lane.at), .position = lane.at});
-  lane.header_left = sizeof(Frame);
+  writer.at = cut_;
+  writer.end = cut_ = std::min(posted_, cut_ + most);
+  writer.frame =
+      sealed({.bytes = static_cast<uint32_t>(writer.end - writer.at), .position = writer.at});
+  writer.header_left = sizeof(Frame);
 }
 
-// False once the connection takes no more for now, or is broken.
-bool SendStream::write(Lane& lane) {
+// One system call.  False if the connection takes no more for now, or is broken.
+bool SendStream::write(Writer& writer) {
   std::array<iovec, kMostPieces> pieces;
-  size_t count = 0, wanted = lane.header_left;
-  if (lane.header_left > 0)
-    pieces[count++] = {reinterpret_cast<std::byte*>(&lane.frame) + sizeof(Frame) - lane.header_left,
-                       lane.header_left};
-  uint64_t at = lane.at;
-  for (size_t i = at < lane.end ? spanAt(at) : 0; at < lane.end && count < kMostPieces; ++i) {
+  size_t count = 0, wanted = writer.header_left;
+  if (writer.header_left > 0)
+    pieces[count++] = {
+        reinterpret_cast<std::byte*>(&writer.frame) + sizeof(Frame) - writer.header_left,
+        writer.header_left};
+  uint64_t at = writer.at;
+  for (size_t i = at < writer.end ? spanAt(at) : 0; at < writer.end && count < kMostPieces; ++i) {
     const Span& s = spans_[i];
-    const size_t n = std::min(lane.end, s.position + s.bytes) - at;
+    const size_t n = std::min(writer.end, s.position + s.bytes) - at;
     pieces[count++] = {const_cast<std::byte*>(s.data) + (at - s.position), n};
     wanted += n;
     at += n;
   }
-  const ssize_t n = lane.connection.socket.send(pieces.data(), count);
+  const ssize_t n = writer.connection.socket.send(pieces.data(), count);
   if (n < 0) {
     if (errno == EINTR) return true;
-    lane.connection.ready = false;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) why_ = failed(lane.connection, errno);
+    writer.connection.ready = false;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) why_ = failed(writer.connection, errno);
     return false;
   }
   auto moved = static_cast<size_t>(n);
   taken_ += moved;
-  lane.connection.ready = moved == wanted;
-  const size_t header = std::min(moved, lane.header_left);
-  lane.header_left -= header;
+  writer.connection.ready = moved == wanted;
+  const size_t header = std::min(moved, writer.header_left);
+  writer.header_left -= header;
   moved -= header;
-  handedOver(lane.at, lane.at + moved);
-  lane.at += moved;
+  markSent(writer.at, writer.at + moved);
+  writer.at += moved;
   return true;
 }
 
-void SendStream::handedOver(uint64_t from, uint64_t to) {
+void SendStream::markSent(uint64_t from, uint64_t to) {
   sent_ += to - from;
   for (size_t i = from < to ? spanAt(from) : 0; from < to; ++i) {
     Span& s = spans_[i];
@@ -153,22 +155,22 @@ void SendStream::handedOver(uint64_t from, uint64_t to) {
 
 Moved SendStream::progress() {
   bool moved = false;
-  // The connections in turn, each one system call: so that all of a small backlog is shared out.
+  // One system call for each connection in turn, so that even a small backlog is shared.
   for (bool again = true; again;) {
     again = false;
-    for (size_t i = 0; i < lanes_.size(); ++i) {
-      const size_t place = (turn_ + i) % lanes_.size();
-      Lane& lane = *lanes_[place];
-      if (!lane.connection.ready) continue;
-      if (!lane.busy()) {
+    for (size_t i = 0; i < writers_.size(); ++i) {
+      const size_t place = (first_ + i) % writers_.size();
+      Writer& writer = *writers_[place];
+      if (!writer.connection.ready) continue;
+      if (!writer.busy()) {
         if (cut_ == posted_ || place >= used_) continue;
-        cut(lane);
+        cutFrame(writer);
       }
-      if (write(lane)) again = moved = true;
+      if (write(writer)) again = moved = true;
       if (!why_.empty()) return Moved::kBroken;
     }
-    if (!lanes_.empty()) turn_ = (turn_ + 1) % lanes_.size();
-    if (used() == 1) break;  // one frame at a time: what comes in is looked at between
+    if (!writers_.empty()) first_ = (first_ + 1) % writers_.size();
+    if (used() == 1) break;  // the caller receives between two frames
   }
   return moved ? Moved::kSome : Moved::kNothing;
 }
@@ -191,13 +193,13 @@ void RecvStream::pop() {
 }
 
 void RecvStream::add(Socket socket) {
-  lanes_.push_back(std::make_unique<Lane>());
-  lanes_.back()->connection.socket = std::move(socket);
+  readers_.push_back(std::make_unique<Reader>());
+  readers_.back()->connection.socket = std::move(socket);
 }
 
-int RecvStream::openLanes() const {
+int RecvStream::openConnections() const {
   return static_cast<int>(
-      std::ranges::count_if(lanes_, [](const auto& lane) { return !lane->closed; }));
+      std::ranges::count_if(readers_, [](const auto& reader) { return !reader->closed; }));
 }
 
 bool RecvStream::broken(const std::string& why) {
@@ -207,13 +209,13 @@ bool RecvStream::broken(const std::string& why) {
 }
 
 size_t RecvStream::entryAt(uint64_t position) {
-  // Entries of no bytes share their position with the next: the last that begins there holds it.
+  // Empty entries share their position with the next one: the last that begins there is meant.
   const auto after = std::upper_bound(expected_.begin(), expected_.end(), position,
                                       [](uint64_t p, const Expected& e) { return p < e.position; });
   return static_cast<size_t>(after - expected_.begin()) - 1;
 }
 
-void RecvStream::credit(uint64_t from, uint64_t to) {
+void RecvStream::markReceived(uint64_t from, uint64_t to) {
   for (size_t i = from < to ? entryAt(from) : 0; from < to; ++i) {
     Expected& e = expected_[i];
     const size_t n = std::min(to, e.position + e.bytes) - from;
@@ -223,13 +225,13 @@ void RecvStream::credit(uint64_t from, uint64_t to) {
   }
 }
 
-// `bytes` more of the frame are at their places.
-void RecvStream::placed(Lane& lane, size_t bytes) {
-  credit(lane.at, lane.at + bytes);
-  lane.at += bytes;
+// `bytes` more of the frame have arrived at their destination.
+void RecvStream::advance(Reader& reader, size_t bytes) {
+  markReceived(reader.at, reader.at + bytes);
+  reader.at += bytes;
 }
 
-// Whether no other frame has brought any of these bytes.
+// Records a frame.  False if an earlier frame contained any of its bytes.
 bool RecvStream::claim(uint64_t begin, uint64_t end) {
   const auto next = claimed_.lower_bound(begin);
   if (begin < floor_ || end < begin || (next != claimed_.end() && next->first < end) ||
@@ -247,45 +249,46 @@ bool RecvStream::claim(uint64_t begin, uint64_t end) {
   return true;
 }
 
-// The next header, once it is there; false if it cannot be one.
-bool RecvStream::parse(Lane& lane) {
+// Reads the next header.  False if it is invalid.
+bool RecvStream::parseHeader(Reader& reader) {
   Frame frame;
-  std::memcpy(&frame, lane.ahead.data() + lane.ahead_begin, sizeof frame);
-  lane.ahead_begin += sizeof(Frame);
+  std::memcpy(&frame, reader.ahead.data() + reader.ahead_begin, sizeof frame);
+  reader.ahead_begin += sizeof(Frame);
   if (!isSound(frame))
-    return broken("what came is no frame of ringreduce's" + way(lane.connection));
-  lane.at = frame.position;
-  lane.end = lane.at + frame.bytes;
-  return claim(lane.at, lane.end);
+    return broken("what came is no frame of ringreduce's" + route(reader.connection));
+  reader.at = frame.position;
+  reader.end = reader.at + frame.bytes;
+  return claim(reader.at, reader.end);
 }
 
-// Puts what was read ahead where it belongs, as far as places are known.
-void RecvStream::takeAhead(Lane& lane) {
+// Copies bytes that were read ahead to their destination, as far as that is known.
+void RecvStream::takeAhead(Reader& reader) {
   size_t total = 0;
-  size_t n = std::min<uint64_t>(
-      lane.aheadBytes(), std::min(lane.end, expected_end_) - std::min(lane.at, expected_end_));
-  uint64_t at = lane.at;
+  size_t n = std::min<uint64_t>(reader.aheadBytes(), std::min(reader.end, expected_end_) -
+                                                         std::min(reader.at, expected_end_));
+  uint64_t at = reader.at;
   for (size_t i = n ? entryAt(at) : 0; n > 0; ++i) {
     Expected& e = expected_[i];
     const size_t here = std::min<uint64_t>(n, e.position + e.bytes - at);
     if (here == 0) continue;
     if (!e.data) e.data = pool_.take();
-    std::memcpy(e.data + (at - e.position), lane.ahead.data() + lane.ahead_begin, here);
-    lane.ahead_begin += here;
+    std::memcpy(e.data + (at - e.position), reader.ahead.data() + reader.ahead_begin, here);
+    reader.ahead_begin += here;
     at += here;
     n -= here;
     total += here;
   }
-  placed(lane, total);
+  advance(reader, total);
 }
 
-// One system call; false once there is no more for now, no place for it, or no more at all.
-bool RecvStream::read(Lane& lane, size_t& budget) {
+// One system call.  False if nothing is left for now, the destination is not known yet, or the
+// connection has ended.
+bool RecvStream::read(Reader& reader, size_t& budget) {
   std::array<iovec, kMostPieces> pieces;
   size_t count = 0, wanted = 0;
-  uint64_t at = lane.at;
-  const uint64_t known = std::min(lane.end, expected_end_);
-  if (at < lane.end && at >= known) return false;  // no place yet: it stays where it is
+  uint64_t at = reader.at;
+  const uint64_t known = std::min(reader.end, expected_end_);
+  if (at < reader.end && at >= known) return false;  // no destination yet: it stays in the socket
   for (size_t i = at < known ? entryAt(at) : 0; at < known && count + 1 < kMostPieces; ++i) {
     Expected& e = expected_[i];
     const size_t n = std::min(known, e.position + e.bytes) - at;
@@ -295,69 +298,71 @@ bool RecvStream::read(Lane& lane, size_t& budget) {
     wanted += n;
     at += n;
   }
-  // The header that follows the frame comes with it.
-  if (at == lane.end) {
-    if (lane.ahead_begin == lane.ahead_end) lane.ahead_begin = lane.ahead_end = 0;
-    if (lane.ahead_begin > 0 && lane.ahead.size() - lane.ahead_end < sizeof(Frame)) {
-      std::memmove(lane.ahead.data(), lane.ahead.data() + lane.ahead_begin, lane.aheadBytes());
-      lane.ahead_end -= lane.ahead_begin;
-      lane.ahead_begin = 0;
+  // Read the next header together with the end of the frame.
+  if (at == reader.end) {
+    if (reader.ahead_begin == reader.ahead_end) reader.ahead_begin = reader.ahead_end = 0;
+    if (reader.ahead_begin > 0 && reader.ahead.size() - reader.ahead_end < sizeof(Frame)) {
+      std::memmove(reader.ahead.data(), reader.ahead.data() + reader.ahead_begin,
+                   reader.aheadBytes());
+      reader.ahead_end -= reader.ahead_begin;
+      reader.ahead_begin = 0;
     }
-    pieces[count++] = {lane.ahead.data() + lane.ahead_end, lane.ahead.size() - lane.ahead_end};
+    pieces[count++] = {reader.ahead.data() + reader.ahead_end,
+                       reader.ahead.size() - reader.ahead_end};
   }
-  const ssize_t n = lane.connection.socket.receive(pieces.data(), count);
+  const ssize_t n = reader.connection.socket.receive(pieces.data(), count);
   if (n < 0 && errno == EINTR) return true;
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-    lane.connection.ready = false;
+    reader.connection.ready = false;
     return false;
   }
   if (n <= 0) {
-    lane.connection.ready = false;
-    lane.closed = true;
-    if (n < 0) return broken(failed(lane.connection, errno));
-    if (lane.at < lane.end || lane.aheadBytes() > 0)
+    reader.connection.ready = false;
+    reader.closed = true;
+    if (n < 0) return broken(failed(reader.connection, errno));
+    if (reader.at < reader.end || reader.aheadBytes() > 0)
       return broken("the connection ended in the midst of a frame");
     return false;
   }
   received_ += static_cast<uint64_t>(n);
   const size_t here = std::min(static_cast<size_t>(n), wanted);
-  lane.ahead_end += static_cast<size_t>(n) - here;
-  // Less than there was room for: that was all, unless an end stands behind it.
-  if (here < wanted || (at == lane.end && lane.ahead_end < lane.ahead.size()))
-    lane.connection.ready = lane.connection.hangup;
+  reader.ahead_end += static_cast<size_t>(n) - here;
+  // A short read: the socket is empty, unless the end of the connection follows.
+  if (here < wanted || (at == reader.end && reader.ahead_end < reader.ahead.size()))
+    reader.connection.ready = reader.connection.hangup;
   budget -= std::min(budget, static_cast<size_t>(n));
-  placed(lane, here);
+  advance(reader, here);
   return true;
 }
 
 Moved RecvStream::progress() {
   bool moved = false;
   size_t closed = 0;
-  for (const auto& each : lanes_) {
-    Lane& lane = *each;
+  for (const auto& each : readers_) {
+    Reader& reader = *each;
     size_t budget = kBudget;
     while (!dead_ && budget > 0) {
-      if (lane.at == lane.end && lane.aheadBytes() >= sizeof(Frame)) {
-        if (!parse(lane)) break;
+      if (reader.at == reader.end && reader.aheadBytes() >= sizeof(Frame)) {
+        if (!parseHeader(reader)) break;
       }
-      if (lane.at < lane.end && lane.aheadBytes() > 0) {
-        const uint64_t before = lane.at;
-        takeAhead(lane);
-        if (lane.at > before) {
+      if (reader.at < reader.end && reader.aheadBytes() > 0) {
+        const uint64_t before = reader.at;
+        takeAhead(reader);
+        if (reader.at > before) {
           moved = true;
           continue;
         }
-        break;  // no place for it yet
+        break;  // no destination yet
       }
-      if (!lane.connection.ready || lane.closed) break;
-      if (!read(lane, budget)) break;
+      if (!reader.connection.ready || reader.closed) break;
+      if (!read(reader, budget)) break;
       moved = true;
     }
-    closed += lane.closed ? 1 : 0;
+    closed += reader.closed ? 1 : 0;
   }
   if (dead_) return Moved::kBroken;
   if (moved) return Moved::kSome;
-  if (missing_ > 0 && !lanes_.empty() && closed == lanes_.size()) {
+  if (missing_ > 0 && !readers_.empty() && closed == readers_.size()) {
     if (why_.empty()) why_ = "it closed the connection";
     return Moved::kBroken;
   }

@@ -22,12 +22,10 @@
 #include <vector>
 
 #include "transport/tcp/frame.h"
-#include "transport/tcp/silence.h"
 #include "transport/tcp/socket.h"
+#include "transport/transport.h"
 
 namespace ringreduce::net {
-
-inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of the pool
 
 // Buffers of kPieceBytes.  The one returned last is taken first, since it is still in cache.
 class Pool {
@@ -65,22 +63,22 @@ class SendStream {
   void send(const void* data, size_t bytes);
   // The same for the first `bytes` of a buffer of the pool, which is returned to it.
   void sendBuffer(std::byte* buffer, size_t bytes);
-  size_t buffersUnderWay() const { return buffers_; }
+  size_t buffersInFlight() const { return buffers_; }
 
   // Whether the kernel has taken all bytes.
   bool idle() const { return spans_.empty(); }
   uint64_t unsent() const { return posted_ - sent_; }
   uint64_t sent() const { return sent_; }
-  // Bytes that its connections have taken, with frame headers.
+  // Bytes that the connections have taken, with frame headers.
   uint64_t taken() const { return taken_; }
 
   // Adds the connection with this number.  Numbers are unique and may come in any order.
   Connection& add(Socket socket, int number);
-  int lanes() const { return static_cast<int>(lanes_.size()); }
-  Connection& lane(int i) { return lanes_[static_cast<size_t>(i)]->connection; }
+  int connections() const { return static_cast<int>(writers_.size()); }
+  Connection& connection(int i) { return writers_[static_cast<size_t>(i)]->connection; }
   // Limits new frames to the `count` connections with the lowest numbers.
   void use(int count) { used_ = static_cast<size_t>(count); }
-  int used() const { return static_cast<int>(std::min(used_, lanes_.size())); }
+  int used() const { return static_cast<int>(std::min(used_, writers_.size())); }
 
   // Sends a frame, or the rest of one, on every connection that is ready.  After kBroken, `why` is
   // the reason.
@@ -94,7 +92,8 @@ class SendStream {
     size_t bytes, left;  // left: not yet taken by the kernel
     std::byte* buffer;   // of the pool, or null
   };
-  struct Lane {
+  // A connection and the frame that it is sending.
+  struct Writer {
     Connection connection;
     int number = 0;
     Frame frame;
@@ -103,16 +102,16 @@ class SendStream {
     bool busy() const { return header_left > 0 || at < end; }
   };
   void push(const void* data, size_t bytes, std::byte* buffer);
-  void cut(Lane& lane);
+  void cutFrame(Writer& writer);
   size_t spanAt(uint64_t position) const;
-  bool write(Lane& lane);
-  void handedOver(uint64_t from, uint64_t to);
+  bool write(Writer& writer);
+  void markSent(uint64_t from, uint64_t to);
 
   Pool& pool_;
   std::deque<Span> spans_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<Writer>> writers_;
   uint64_t posted_ = 0, cut_ = 0, sent_ = 0, taken_ = 0;
-  size_t buffers_ = 0, turn_ = 0, used_ = std::numeric_limits<size_t>::max();
+  size_t buffers_ = 0, first_ = 0, used_ = std::numeric_limits<size_t>::max();
   std::string why_;
 };
 
@@ -130,10 +129,10 @@ class RecvStream {
   void pop();
 
   void add(Socket socket);
-  int lanes() const { return static_cast<int>(lanes_.size()); }
-  Connection& lane(int i) { return lanes_[static_cast<size_t>(i)]->connection; }
-  bool isOpen() const { return openLanes() > 0; }  // more bytes may arrive
-  int openLanes() const;
+  int connections() const { return static_cast<int>(readers_.size()); }
+  Connection& connection(int i) { return readers_[static_cast<size_t>(i)]->connection; }
+  bool isOpen() const { return openConnections() > 0; }  // more bytes may arrive
+  int openConnections() const;
   uint64_t received() const { return received_; }  // bytes, with headers
 
   // Reads what has arrived, up to some hundred KiB from each connection.  kBroken: no more bytes
@@ -148,27 +147,28 @@ class RecvStream {
     size_t bytes, left;
     bool pooled;
   };
-  struct Lane {
+  // A connection and the frame that it is receiving.
+  struct Reader {
     Connection connection;
     uint64_t at = 0, end = 0;  // positions of the rest of the frame
-    // Bytes read beyond the frame: the next header, and what follows it.
+    // Bytes read beyond the frame: the next header and the start of its payload.
     std::array<std::byte, 4096> ahead;
     size_t ahead_begin = 0, ahead_end = 0;
     bool closed = false;
     size_t aheadBytes() const { return ahead_end - ahead_begin; }
   };
   bool claim(uint64_t begin, uint64_t end);
-  bool parse(Lane& lane);
-  void takeAhead(Lane& lane);
-  bool read(Lane& lane, size_t& budget);
-  void placed(Lane& lane, size_t bytes);
+  bool parseHeader(Reader& reader);
+  void takeAhead(Reader& reader);
+  bool read(Reader& reader, size_t& budget);
+  void advance(Reader& reader, size_t bytes);
   size_t entryAt(uint64_t position);
-  void credit(uint64_t from, uint64_t to);
+  void markReceived(uint64_t from, uint64_t to);
   bool broken(const std::string& why);
 
   Pool& pool_;
   std::deque<Expected> expected_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<Reader>> readers_;
   uint64_t expected_end_ = 0, missing_ = 0;  // bytes expected in total, and those still missing
   // Frames that have begun to arrive: all before `floor_`, and from begin to end those beyond it.
   uint64_t floor_ = 0;

@@ -1,4 +1,4 @@
-// The schedule of pairs, and a burst over one connection.
+// A burst over one connection, and the schedule of pairs.
 #include "transport/tcp/survey.h"
 
 #include <linux/tcp.h>
@@ -18,12 +18,12 @@ namespace ringreduce::net {
 namespace {
 
 constexpr size_t kProbeBytes = 256 << 10;
-// What the system may hold that has not been sent: it leaves with the connection, and not in the
-// next round.
+// Unsent bytes that the kernel may hold.  They are dropped with the connection, and must not
+// disturb the next round.
 constexpr int kUnsent = 128 << 10;
 constexpr char kHere = 'm';
 
-// How far what comes has got, at times that are far enough apart to be told.
+// Counts received bytes over time.
 class Count {
  public:
   void add(size_t bytes) {
@@ -63,7 +63,7 @@ class Count {
                   (error ? ": " + std::generic_category().message(error) : std::string()));
 }
 
-// Waits until both ends are there.
+// Waits until both ends are ready.
 void meet(Socket& socket, const std::string& who, const std::function<void()>& turn) {
   bool said = false;
   for (;;) {
@@ -94,7 +94,7 @@ Nanos roundTripOf(const Fd& connection) {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (getsockopt(connection.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-  // Unless it knows none yet.
+  // Without a minimum the kernel reports ~0.
   const uint32_t shortest = info.tcpi_min_rtt == ~0u ? info.tcpi_rtt : info.tcpi_min_rtt;
   return static_cast<Nanos>(shortest) * kMicrosecond;
 }
@@ -102,7 +102,7 @@ Nanos roundTripOf(const Fd& connection) {
 void sendBurst(Socket& connection, const std::string& who, const std::function<void()>& turn) {
   const int socket = connection.get();
   setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
-  // What has not left by then is of no use to anybody.
+  // Bytes that are unsent when the socket is closed are dropped.
   const linger at_once{.l_onoff = 1, .l_linger = 0};
   setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
   meet(connection, who, turn);
@@ -113,7 +113,7 @@ void sendBurst(Socket& connection, const std::string& who, const std::function<v
     pollfd wanted{
         .fd = socket, .events = static_cast<short>(POLLIN | (sends ? POLLOUT : 0)), .revents = 0};
     if (poll(&wanted, 1, 5) <= 0) continue;
-    // The other end closes it once it has had enough.
+    // The other end closes the connection when it has measured.
     if (wanted.revents & (POLLIN | POLLHUP | POLLERR)) return;
     const ssize_t n = connection.send(zeros.data(), zeros.size());
     if (n > 0) sent += static_cast<size_t>(n);
@@ -126,7 +126,7 @@ double receiveBurst(Socket& connection, const std::string& who, const std::funct
   const Nanos longest = lengthOf(connection), begin = now();
   std::vector<std::byte> place(kProbeBytes);
   Count count;
-  // The other end begins up to a round trip later.  What comes encrypted may be here already.
+  // The other end begins up to a round trip later.  TLS may hold bytes already.
   bool dry = !connection.holdsBytes();
   while (count.total() < Burst::kMostBytes &&
          now() < (count.began() ? count.began() + longest : begin + 2 * longest)) {
@@ -140,9 +140,9 @@ double receiveBurst(Socket& connection, const std::string& who, const std::funct
   return count.mbit();
 }
 
-// An odd number of hosts stand in a circle; in a round those meet whose numbers add up to that of
-// the round (modulo the circle), and one is left over.  Where hosts are even in number the last
-// stands outside and meets that one.
+// Round-robin tournament.  An odd number of hosts forms a circle; in a round two hosts are partners
+// if their numbers add up to the round's (modulo the circle), and one host is left over.  If the
+// number of hosts is even, the last host stands outside and is the partner of that one.
 int partnerOf(int host, int round, int hosts) {
   const int circle = hosts - 1 + hosts % 2;
   const bool odd = hosts % 2 != 0;

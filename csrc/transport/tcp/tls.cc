@@ -1,8 +1,8 @@
-// OpenSSL between a socket and whoever sends and receives.
+// TLS by OpenSSL.
 //
-// What OpenSSL writes goes to a buffer first, so that it is never in the midst of a write: several
-// records make one system call, and what was encrypted counts as sent once the system has all of
-// it.  What it reads comes straight from the socket.
+// OpenSSL writes to a buffer, so that it never has to repeat a partial write.  Several records make
+// one system call, and encrypted bytes count as sent once the kernel has taken all of them. OpenSSL
+// reads straight from the socket.
 #include "transport/tcp/tls.h"
 
 #include "base/error.h"
@@ -27,7 +27,7 @@ namespace ringreduce::net {
 namespace {
 
 constexpr size_t kRecord = 16 << 10;   // bytes, at most
-constexpr size_t kAtOnce = 128 << 10;  // bytes that are encrypted before they are sent
+constexpr size_t kAtOnce = 128 << 10;  // bytes that are encrypted before a send
 constexpr std::string_view kIdentity = "ringreduce";
 
 const unsigned char* identity() {
@@ -38,7 +38,7 @@ const unsigned char* identity() {
   throw Error(Failure::kSetup, std::string("OpenSSL cannot be used for RINGREDUCE_TLS=1: ") + what);
 }
 
-// The last of what OpenSSL has to say of an error.
+// The reason of the last error of OpenSSL.
 std::string textOfLibrary() {
   const unsigned long code = ERR_peek_last_error();
   const char* reason = code ? ERR_reason_error_string(code) : nullptr;
@@ -64,7 +64,7 @@ class OpenSsl final : public Tls {
       SSL_set_accept_state(ssl_);
   }
   ~OpenSsl() override {
-    SSL_free(ssl_);  // says nothing to the other end
+    SSL_free(ssl_);  // sends nothing
     OPENSSL_cleanse(key_.data(), key_.size());
   }
 
@@ -76,7 +76,7 @@ class OpenSsl final : public Tls {
   bool holdsBytes() const override { return SSL_has_pending(ssl_) == 1; }
 
  private:
-  // Where whoever sends is in its pieces.
+  // A position in the pieces to send.
   struct Cursor {
     const iovec* piece;
     const iovec* end;
@@ -123,18 +123,18 @@ class OpenSsl final : public Tls {
   const size_t bytes_of_a_key_;
   State state_ = State::kGoesOn;
   std::string why_;
-  std::vector<char> out_;  // encrypted, and from flushed_ on not sent yet
+  std::vector<char> out_;  // encrypted; not sent from flushed_ on
   size_t flushed_ = 0;
-  size_t owed_ = 0;  // bytes that out_ is made of, and that were not said to be sent
+  size_t owed_ = 0;  // plain bytes in out_ that send() has not reported as sent
   size_t of_this_key_ = 0;
-  bool ended_ = false;  // the socket has
+  bool ended_ = false;  // the socket is at its end
   int error_ = 0;       // of the socket
 };
 
-// ---- what all connections share
+// ---- shared by all connections
 
-// Never freed: threads may use it until the process has ended.  A library context of its own, since
-// another part of the process may free the common one before that, or set it up in its own way.
+// Never freed: threads may use it until the process ends.  It has a library context of its own,
+// because other code may free or configure the default one.
 SSL_CTX* OpenSsl::context() {
   static SSL_CTX* const shared = makeContext();
   return shared;
@@ -149,9 +149,9 @@ SSL_CTX* OpenSsl::makeContext() {
       SSL_CTX_set_ciphersuites(made, "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256") != 1)
     cannotBegin(textOfLibrary().c_str());
   SSL_CTX_clear_options(made, SSL_OP_ENABLE_MIDDLEBOX_COMPAT);
-  SSL_CTX_set_num_tickets(made, 0);  // nothing is ever said back on a connection for data
+  SSL_CTX_set_num_tickets(made, 0);  // data connections are one-way
   SSL_CTX_set_session_cache_mode(made, SSL_SESS_CACHE_OFF);
-  // Whoever does not use the key is asked for a certificate, and none is good.
+  // A peer that does not use the key is asked for a certificate, and no certificate is accepted.
   SSL_CTX_set_session_id_context(made, identity(), kIdentity.size());
   SSL_CTX_set_verify(made, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
   SSL_CTX_set_psk_use_session_callback(made, useSession);
@@ -171,7 +171,7 @@ BIO_METHOD* OpenSsl::method() {
   return shared;
 }
 
-// ---- what OpenSSL asks for
+// ---- callbacks of OpenSSL
 
 int OpenSsl::readSocket(BIO* bio, char* data, int bytes) {
   OpenSsl& self = of(bio);
@@ -204,7 +204,7 @@ long OpenSsl::control(BIO* bio, int what, long, void*) {
   return 0;
 }
 
-// The key as OpenSSL wants it: as if it were left from an earlier connection.
+// The key in the form of an earlier session, which is how OpenSSL takes pre-shared keys.
 SSL_SESSION* OpenSsl::session() const {
   constexpr std::array<unsigned char, 2> kAes128GcmSha256{0x13, 0x01};
   const SSL_CIPHER* cipher = SSL_CIPHER_find(ssl_, kAes128GcmSha256.data());
@@ -246,7 +246,7 @@ Tls::State OpenSsl::shakeHands() {
   const int done = SSL_do_handshake(ssl_);
   const int what = done == 1 ? SSL_ERROR_NONE : SSL_get_error(ssl_, done);
   const std::string reason = textOfLibrary();
-  const bool flushed = flush();  // also what it says to one whom it refuses
+  const bool flushed = flush();  // also the alert that refuses a peer
   if (!flushed && error_ == 0 && errno != EAGAIN && errno != EWOULDBLOCK) error_ = errno;
   if (what != SSL_ERROR_NONE && ended_)
     return refuse("it ended the connection before that was encrypted", State::kEnded);
@@ -257,13 +257,13 @@ Tls::State OpenSsl::shakeHands() {
                   "): the other end has another key, or bytes were changed on their way");
   if (SSL_session_reused(ssl_) != 1) return refuse("TLS: the other end did not use the key");
   if (!flushed) return state_;
-  SSL_set_read_ahead(ssl_, 1);  // not before: what follows the handshake stays in the socket
+  SSL_set_read_ahead(ssl_, 1);  // not before: data after the handshake must stay in the socket
   return state_ = State::kDone;
 }
 
 // ---- sending
 
-// False, with errno, if the system has not taken all.
+// False, with errno, if the kernel has not taken all bytes.
 bool OpenSsl::flush() {
   while (flushed_ < out_.size()) {
     const ssize_t n = ::send(socket_, out_.data() + flushed_, out_.size() - flushed_,
@@ -278,7 +278,7 @@ bool OpenSsl::flush() {
   return true;
 }
 
-// Encrypts the next bytes, as many as go together; `bytes` says how many.
+// Encrypts the next bytes; sets `bytes` to their number.
 bool OpenSsl::encrypt(Cursor& from, size_t& bytes) {
   if (of_this_key_ >= bytes_of_a_key_) {
     of_this_key_ = 0;
@@ -289,7 +289,7 @@ bool OpenSsl::encrypt(Cursor& from, size_t& bytes) {
     const std::byte* data = from.data();
     size_t n = std::min(from.left(), kAtOnce - bytes);
     if (n < kRecord) {
-      // A head and what follows it go in one record.
+      // A frame header and the bytes after it share a record.
       for (n = 0; n < kRecord && !from.atEnd();) {
         const size_t part = std::min(from.left(), kRecord - n);
         std::memcpy(small.data() + n, from.data(), part);
@@ -322,7 +322,7 @@ ssize_t OpenSsl::send(const iovec* pieces, size_t count) {
       errno = EIO;
       return -1;
     }
-    // encrypt() has gone on by what it is owed for.
+    // encrypt() has advanced `from` by owed_ already.
     if (!flush()) break;
     sent += std::exchange(owed_, 0);
   }
@@ -346,12 +346,12 @@ ssize_t OpenSsl::receive(const iovec* pieces, size_t count) {
         continue;
       }
       const int what = SSL_get_error(ssl_, 0);
-      // What cannot be decrypted is said at once: nobody might ask again.
+      // Report undecryptable bytes at once: there may be no later call.
       if (error_ == 0 && what != SSL_ERROR_WANT_READ && what != SSL_ERROR_ZERO_RETURN && !ended_) {
         errno = EBADMSG;
         return -1;
       }
-      // What came before a connection broke comes first, as from the system: it may say why.
+      // Return earlier bytes before the error, as the kernel does: they may contain the reason.
       if (got > 0) return static_cast<ssize_t>(got);
       if (error_ != 0) {
         errno = error_;

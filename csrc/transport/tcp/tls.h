@@ -1,15 +1,15 @@
-// Encryption of a connection: TLS 1.3 with a key that both ends have already, over a non-blocking
-// socket that stays the caller's.
+// Encryption of a connection: TLS 1.3 with a pre-shared key, over a non-blocking socket that the
+// caller owns.
 //
-// The key is new for each connection: both ends make it from the group's secret and all that their
-// handshake has said (transport/tcp/handshake.h).  So no certificates are needed, whoever lacks the
-// secret does not get through, and a connection cannot be mistaken for another.  A Diffie-Hellman
-// exchange goes with it: who records the bytes and learns the secret later cannot read them.
+// The key is new for each connection: both ends derive it from the group's secret and the bytes of
+// their handshake (transport/tcp/handshake.h).  So no certificates are needed, a peer without the
+// secret fails, and connections cannot be confused.  A Diffie-Hellman exchange adds forward
+// secrecy: recorded bytes stay unreadable if the secret leaks later.
 //
-// Ends are not announced: a connection ends as a plain one does, and what was sent before arrives.
+// TLS's end of stream is not sent: a connection ends as a plain one does, and earlier bytes arrive.
 // One thread at a time uses it.
 //
-// By OpenSSL 3, where the build has found it (RINGREDUCE_OPENSSL in CMakeLists.txt).
+// Uses OpenSSL 3 if the build has found it (RINGREDUCE_OPENSSL in CMakeLists.txt).
 #pragma once
 
 #include <sys/types.h>
@@ -28,33 +28,32 @@ class Tls {
   enum class Side { kDialler, kAcceptor };
   enum class State { kGoesOn, kDone, kRefused, kEnded };
 
-  // Whether this build has it.
+  // Whether this build has OpenSSL.
   static bool isBuiltIn();
   // "OpenSSL 3.0.19", or what is missing.
   static std::string version();
-  // Throws Error(kSetup) if this build has none.  Changes keys each time that it has sent so many
-  // bytes.
+  // Throws Error(kSetup) if this build has none.  Updates the key after so many sent bytes.
   static std::unique_ptr<Tls> make(Side side, int socket, const Digest& key,
                                    size_t bytes_of_a_key = kBytesOfAKey);
   virtual ~Tls() = default;
 
-  // Goes on with the handshake as far as it goes; reads nothing that follows it.
+  // Continues the handshake as far as possible.  Does not read beyond it.
   virtual State shakeHands() = 0;
-  // Whether it waits for the socket to take bytes, not only to bring some.
+  // Whether the handshake waits until the socket takes bytes.
   virtual bool wantsToWrite() const = 0;
   // After kRefused, and kEnded: the connection is over.
   virtual const std::string& why() const = 0;
 
-  // After kDone, as sendmsg and recvmsg on the socket: what was sent has all been handed to the
-  // system, and less than there was means that it takes, or has, no more for now.  After EAGAIN, or
-  // a part, the bytes that were not taken must be offered again before others.  EBADMSG: what came
-  // was not sent by the other end.
+  // After kDone, as sendmsg and recvmsg on the socket.  The result of send() counts bytes that the
+  // kernel has taken.  A short count means that the socket is full, or empty, for now.  After
+  // EAGAIN, or a part, offer the same remaining bytes again before others.  EBADMSG: the bytes that
+  // arrived were not sent by the other end.
   virtual ssize_t send(const iovec* pieces, size_t count) = 0;
   virtual ssize_t receive(const iovec* pieces, size_t count) = 0;
-  // Whether bytes have been taken from the socket that were not received yet.
+  // Whether bytes were read from the socket that receive() has not returned yet.
   virtual bool holdsBytes() const = 0;
 
-  // Far below what one key of AES-GCM is good for.
+  // Far below the limit of one AES-GCM key.
   static constexpr size_t kBytesOfAKey = size_t{64} << 30;
 };
 

@@ -1,0 +1,456 @@
+// Opening, the control ring, the order of the data ring, and the agreement of all ranks.
+#include "bootstrap/host_links.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <optional>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "base/config.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "bootstrap/meeting.h"
+#include "transport/tcp/connector.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/survey.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace ringreduce {
+namespace {
+
+// How long a connection may take where nothing but that says that the other is gone: for control,
+// or while no address of the other host answers at all.
+constexpr Nanos kDialTime = 30 * kSecond;
+constexpr size_t kMostPaths = 4;
+// How long the reason of a rank that gave up may take to be in the store.
+constexpr Nanos kReasonDelay = kSecond;
+// The period of polling the store for what another rank will put there.
+constexpr Nanos kStorePoll = 10 * kMillisecond;
+
+static_assert(Config::kMostLanes == kMaxConnections);
+
+// Which of a rank's addresses to share the data out to: those of the best one's family, since an
+// interface may have an address of each.
+std::vector<size_t> pathsOf(const net::Endpoint& endpoint) {
+  std::vector<size_t> paths;
+  for (size_t i = 0; i < endpoint.addresses.size(); ++i)
+    if (endpoint.addresses[i].family() == endpoint.addresses[0].family()) paths.push_back(i);
+  return paths;
+}
+
+// What a rank told the others: its address, its options, its wish for the ring, and its options for
+// the group of its host's ranks.
+enum Part { kAddress, kOptions, kWish, kLocalOptions };
+std::string toldPart(const Hosts& hosts, int rank, int part) {
+  std::string rest = hosts.toldBy(rank);
+  for (; part > 0; --part) rest.erase(0, rest.find('|') + 1);
+  return rest.substr(0, rest.find('|'));
+}
+
+// Another rank gave up making the group.
+struct Told final : std::exception {
+  explicit Told(std::string t) : text(std::move(t)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+  std::string text;
+};
+
+// Ends a wait of join(): at the deadline, by Ctrl-C, or when another rank has left its reason.
+class JoinGuard {
+ public:
+  JoinGuard(Store& store, const GroupOptions& options, const std::string& word,
+            const std::string& who, int rank)
+      : missing("a rank before " + who + " did not connect"),
+        store_(store),
+        options_(options),
+        key_("ringreduce/" + word + "/failed"),
+        who_(who),
+        rank_(rank),
+        stopwatch_(options) {}
+
+  void turn() {
+    stopwatch_.turn(options_.shownAs(rank_), [] { return "the control ring to be closed"; });
+    if (now() >= next_look_) {
+      next_look_ = now() + kTick;
+      if (const auto text = store_.get(key_)) throw Told(*text);
+    }
+    if (stopwatch_.over())
+      throw Error(Failure::kTimeout, "the control ring of group '" + options_.name +
+                                         "' was not closed within " + seconds(options_.timeout) +
+                                         ": " + missing);
+  }
+
+  // Leaves the reason for the others, unless another rank left one first; returns that one.
+  std::optional<std::string> leaveReason(const std::string& text) {
+    std::optional<std::string> theirs;
+    attempt([&] { theirs = store_.get(key_); });
+    if (!theirs) attempt([&] { store_.set(key_, text); });
+    return theirs;
+  }
+
+  std::string missing;
+
+ private:
+  template <class Call>
+  void attempt(Call call) {
+    try {
+      call();
+    } catch (const std::exception& error) {  // the first error matters more
+      log(who_ + " cannot tell the others of group '" + options_.name +
+          "' why it gave up: " + error.what());
+    }
+  }
+
+  Store& store_;
+  const GroupOptions& options_;
+  const std::string key_, who_;
+  const int rank_;
+  Stopwatch stopwatch_;
+  Nanos next_look_ = 0;
+};
+
+std::string await(Store& store, const std::string& key, const HostLinks::Turn& turn) {
+  for (;;) {
+    if (const auto text = store.get(key)) return *text;
+    turn();
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kStorePoll));
+  }
+}
+
+std::string ringKey(const std::string& word) {
+  return "ringreduce/" + word + "/ring";
+}
+
+std::string rateKey(const std::string& word, int host) {
+  return ringKey(word) + "/" + std::to_string(host);
+}
+
+}  // namespace
+
+SharedOptions HostLinks::localOptions(const Hosts& hosts) {
+  return SharedOptions::fromText(toldPart(hosts, hosts.neighbours().front(), kLocalOptions));
+}
+
+std::string HostLinks::open(const Hosts& hosts) {
+  // Called again if the rendezvous starts over.
+  admitted_.reset();
+  early_.clear();
+  who_.clear();
+  rank_ = hosts.rank();
+  size_ = hosts.size();
+  word_ = hosts.word();
+  secret_ = net::secretFromText(hosts.secret());
+  for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
+  shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
+  shared_.validate();
+  // Errors in this rank's settings are thrown here, where the other ranks are told.
+  const Config config = Config::read();
+  congestion_ = config.congestion.get();
+  net::checkCongestion(congestion_);
+  connections_ = static_cast<int>(config.lanes.get());
+  lost_after_ = static_cast<Nanos>(config.lost_seconds.get() * static_cast<double>(kSecond));
+  config.log.get();
+  reactor_ = net::Reactor::shared();
+  acceptor_ = net::Acceptor::shared(options_.store_host);
+  if (logsInfo())
+    log(who(rank_) + " of group '" + options_.name + "' is reached at " + acceptor_->choice());
+  admitted_ = acceptor_->admit(
+      word_, rank_, secret_,
+      [this](net::Socket socket, const net::PeerHello& caller) { take(std::move(socket), caller); },
+      shared_.encrypted);
+  wish_ = config.ring.get();
+  RingWish::fromText(wish_);
+  slowest_ = Slowness::fromEnvironment();
+  const int here = static_cast<int>(hosts.neighbours().size());
+  const SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
+  return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + wish_ + "|" + local.toText();
+}
+
+size_t HostLinks::mostPaths() const {
+  size_t most = 1;
+  for (const net::Endpoint& endpoint : endpoints_)
+    most = std::max(most, std::min(kMostPaths, pathsOf(endpoint).size()));
+  return most;
+}
+
+void HostLinks::join(const Hosts& hosts, Store& store,
+                     const std::function<void(const Turn&)>& local) {
+  const std::string& me = who(rank_);
+  JoinGuard guard(store, options_, word_, me, rank_);
+  const Turn turn = [&] { guard.turn(); };
+  const auto told = [&](const std::string& text) {
+    return Error(Failure::kSetup, text + ", learned by rank " + options_.shown(rank_));
+  };
+  try {
+    turn();
+    connect(hosts, turn);
+    host_ring_ = findRing(hosts, store, turn);
+    local([&] {
+      lookAtNext(turn);
+      turn();
+    });
+    guard.missing = "a rank did not finish what those of its host make together";
+    lookAtWires();
+    agree(turn);
+    slowest_.putInto(cost_);
+    if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
+      store.remove(ringKey(word_));
+  } catch (const Told& theirs) {
+    throw told(theirs.text);
+  } catch (const Error& error) {
+    const std::string text = me + ": " + error.what();
+    if (const auto theirs = guard.leaveReason(text)) throw told(*theirs);
+    throw Error(error.kind(), text);
+  } catch (...) {  // the store, or Ctrl-C
+    guard.leaveReason(reasonOf(std::current_exception(), me).text);
+    throw;
+  }
+}
+
+// What all have told.  Throws, on all ranks, if some want encryption and others do not.
+void HostLinks::readOptions(const Hosts& hosts) {
+  std::optional<int> encrypted, plain;
+  for (int r = size_ - 1; r >= 0; --r) {
+    shared_ = SharedOptions::fromText(toldPart(hosts, r, kOptions));
+    (shared_.encrypted ? encrypted : plain) = r;
+  }
+  if (encrypted && plain)
+    throw Error(Failure::kSetup, "RINGREDUCE_TLS=1 is set on " + who(*encrypted) + " and not on " +
+                                     who(*plain) +
+                                     ": nothing was sent; set it on all ranks or on none");
+  for (int r = 0; r < size_; ++r)
+    endpoints_.push_back(net::Endpoint::fromText(toldPart(hosts, r, kAddress)));
+}
+
+void HostLinks::connect(const Hosts& hosts, const Turn& turn) {
+  readOptions(hosts);
+  compareWishes(hosts);
+  // Ranks of a host are neighbours, so that a host that is cut off is one stretch of the ring.
+  for (int host = 0; host < hosts.count(); ++host) {
+    const std::vector<int>& ranks = hosts.ranksOn(host);
+    ring_.insert(ring_.end(), ranks.begin(), ranks.end());
+    ranks_on_host_ = std::max(ranks_on_host_, static_cast<int>(ranks.size()));
+  }
+  if (size_ == 1) return;
+  const int next = besideInRing(1), previous = besideInRing(-1);
+  next_ = dial(next, net::Purpose::kControl, 0, turn);
+  previous_ = awaitEarly(previous, net::Purpose::kControl, turn);
+}
+
+int HostLinks::besideInRing(int step) const {
+  const auto place = std::ranges::find(ring_, rank_) - ring_.begin();
+  return ring_[static_cast<size_t>(place + step + size_) % ring_.size()];
+}
+
+// A connection that another rank makes while the group is made.
+net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Turn& turn) {
+  for (;;) {
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = std::find_if(early_.begin(), early_.end(), [&](const Early& e) {
+        return e.caller.purpose == purpose && e.caller.from == from;
+      });
+      if (found != early_.end()) {
+        net::Socket socket = std::move(found->socket);
+        early_.erase(found);
+        return socket;
+      }
+    }
+    lookAtNext(turn);
+    turn();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// A token goes twice around the control ring.  Each rank passes it on when it has done its part;
+// the second round tells all ranks that all have.  The token carries the cost of the slowest wire,
+// so all ranks have the same one at the end.  A rank that gives up closes its connections: its
+// neighbours see that at once.
+void HostLinks::agree(const Turn& turn) {
+  if (size_ == 1) return;
+  const int next = besideInRing(1), previous = besideInRing(-1);
+  const auto pass = [&](char round) {
+    const std::string word = round + slowest_.text();
+    for (size_t sent = 0; sent < word.size();) {
+      const ssize_t n = next_.send(&word[sent], word.size() - sent);
+      if (n > 0) {
+        sent += static_cast<size_t>(n);
+        continue;
+      }
+      if (errno != EINTR && errno != EAGAIN) gaveUp(next, turn);
+      turn();
+    }
+  };
+  const auto await = [&](char round) {
+    std::string word(1 + slowest_.text().size(), 0);
+    for (size_t got = 0;;) {
+      const ssize_t n = previous_.receive(&word[got], word.size() - got);
+      if (n > 0) {
+        if (word[0] != round)
+          throw Error(Failure::kSetup,
+                      who(previous) + " sent what no rank does while the group was made");
+        got += static_cast<size_t>(n);
+        if (got == word.size()) return slowest_.take(word.substr(1));
+        continue;
+      }
+      if (n == 0 || (errno != EINTR && errno != EAGAIN)) gaveUp(previous, turn);
+      lookAtNext(turn);
+      turn();
+      pollfd wanted{.fd = previous_.get(), .events = POLLIN, .revents = 0};
+      poll(&wanted, 1, 5);
+    }
+  };
+  const bool first = ring_.front() == rank_, last = ring_.back() == rank_;
+  for (const char round : {1, 2}) {
+    if (!first) await(round);
+    if (round == 1 || !last) pass(round);
+    if (first && round == 1) await(round);
+  }
+}
+
+// Throws if the next rank has given up.  Nothing is taken from the connection, encrypted or not.
+void HostLinks::lookAtNext(const Turn& turn) const {
+  char word = 0;
+  const ssize_t n = recv(next_.get(), &word, 1, MSG_DONTWAIT | MSG_PEEK);
+  if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) gaveUp(besideInRing(1), turn);
+}
+
+// `turn` throws what it has told the others, which may take a moment to be read.
+void HostLinks::gaveUp(int rank, const Turn& turn) const {
+  for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
+    turn();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  throw Error(Failure::kSetup, who(rank) +
+                                   " ended its connection while the group was made, without a "
+                                   "word why: look whether its process has ended");
+}
+// Makes a connection and proves it.
+net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Turn& turn) const {
+  const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
+  const net::DialOptions options{
+      // A stopped rank is not lost.  Data and messages wait until the rank is known to be lost or
+      // the operation ends.
+      .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
+      .deaf = kDialTime,
+      .congestion =
+          purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
+      .address = paths[static_cast<size_t>(number) % paths.size()],
+      .turn = [](void* context) { (*static_cast<const std::function<void()>*>(context))(); },
+      .context = const_cast<std::function<void()>*>(&turn)};
+  const net::PeerHello self{.group = word_,
+                            .from = rank_,
+                            .to = to,
+                            .purpose = purpose,
+                            .connection = number,
+                            .encrypted = shared_.encrypted};
+  return net::dial(endpoints_[static_cast<size_t>(to)], self, secret_, options, who(to));
+}
+
+void HostLinks::take(net::Socket socket, const net::PeerHello& caller) {
+  if (caller.from < 0 || caller.from >= size_ || caller.from == rank_) return;
+  const std::lock_guard lock(mutex_);
+  if (handler_)
+    handler_(std::move(socket), caller);
+  else
+    early_.push_back({std::move(socket), caller});
+}
+
+void HostLinks::deliverTo(Handler handler) {
+  const std::lock_guard lock(mutex_);
+  handler_ = std::move(handler);
+  for (Early& early : early_) handler_(std::move(early.socket), early.caller);
+  early_.clear();
+}
+
+// ---- the order of the data ring
+//
+// Each host's lowest rank meets those of the other hosts, puts the rates of what came from each
+// into the store, and rank 0 decides for all.
+
+// All see the same, so all refuse, or none.
+void HostLinks::compareWishes(const Hosts& hosts) const {
+  const std::string wish = toldPart(hosts, 0, kWish);
+  const auto inWords = [](const std::string& text) {
+    return text.empty() ? std::string("not set") : "'" + text + "'";
+  };
+  for (int r = 1; r < size_; ++r) {
+    const std::string theirs = toldPart(hosts, r, kWish);
+    if (theirs == wish) continue;
+    std::string text = "RINGREDUCE_RING is ";
+    text += inWords(wish);
+    text += " at " + who(0) + ", and ";
+    text += inWords(theirs);
+    text += " at " + who(r) + ": set the same for all ranks";
+    throw Error(Failure::kSetup, text);
+  }
+}
+
+HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Turn& turn) {
+  const RingWish wish = RingWish::fromText(wish_);
+  HostRing ring = HostRing::of(hosts, wish, options_);
+  if (wish.measure) {
+    const size_t H = static_cast<size_t>(hosts.count());
+    if (hosts.placeOf(rank_) == 0 && rank_ != 0) {
+      std::ostringstream row;
+      for (const double rate : survey(hosts, turn)) row << rate << ' ';
+      store.set(rateKey(word_, hosts.hostOf(rank_)), row.str());
+    }
+    if (rank_ == 0) {
+      Rates mbit(H, std::vector<double>(H));
+      for (size_t to = 0; to < H; ++to) {
+        std::vector<double> into = to == 0 ? survey(hosts, turn) : std::vector<double>(H);
+        if (to > 0) {
+          const std::string key = rateKey(word_, static_cast<int>(to));
+          std::istringstream row(await(store, key, turn));
+          for (double& rate : into) row >> rate;
+          store.remove(key);
+        }
+        for (size_t from = 0; from < H; ++from) mbit[from][to] = into[from];
+      }
+      store.set(ringKey(word_), HostRing::measured(hosts, mbit).toText());
+    }
+    ring = HostRing::fromText(hosts, await(store, ringKey(word_), turn));
+  }
+  const bool told = ring.source == HostRing::Source::kMeasured || logsInfo();
+  if (rank_ == 0 && told && ring.source != HostRing::Source::kRanks)
+    log("group '" + options_.name + "': " + ring.told(hosts));
+  return ring;
+}
+
+// The rates at which data comes to this host from each.
+std::vector<double> HostLinks::survey(const Hosts& hosts, const Turn& turn) {
+  const int H = hosts.count(), own = hosts.hostOf(rank_);
+  std::vector<double> rates(static_cast<size_t>(H));
+  for (int round = 0; round < net::roundsOf(H); ++round) {
+    const int host = net::partnerOf(own, round, H);
+    if (host < 0) continue;
+    const int other = hosts.ranksOn(host).front();
+    const std::string& name = who(other);
+    for (const bool low_sends : {true, false}) {
+      const bool is_low = own < host;
+      net::Socket connection = is_low ? dial(other, net::Purpose::kSurvey, 0, turn)
+                                      : awaitEarly(other, net::Purpose::kSurvey, turn);
+      if (is_low == low_sends)
+        net::sendBurst(connection, name, turn);
+      else
+        rates[static_cast<size_t>(host)] = net::receiveBurst(connection, name, turn);
+    }
+  }
+  return rates;
+}
+
+// Of the wires to the next host, or in the ring that was measured.
+void HostLinks::lookAtWires() {
+  cost_.ranks_on_host = ranks_on_host_;
+  if (next_) slowest_.seeRoundTrip(net::roundTripOf(next_));
+  if (host_ring_.mbit.size() > 1)
+    slowest_.seeBandwidth(slowestLink(host_ring_.mbit, host_ring_.hosts));
+}
+
+}  // namespace ringreduce

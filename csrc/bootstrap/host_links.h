@@ -1,0 +1,117 @@
+// Makes a group of ranks that share no memory: opens this process's port, connects the control ring
+// through proven sockets, finds the order of the data ring, and has all ranks commit or none.
+//
+//     rendezvous(..., [&](const Hosts& hosts) { return links.open(hosts); })
+//     links.join(hosts, store, local);                                       // collective
+//     links.deliverTo(handler);   // connections that other ranks make later
+//
+// The control connections are made at once, all others when they are first used.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bootstrap/host_ring.h"
+#include "bootstrap/hosts.h"
+#include "bootstrap/options.h"
+#include "bootstrap/slowness.h"
+#include "bootstrap/store.h"
+#include "transport/tcp/acceptor.h"
+#include "transport/tcp/reactor.h"
+#include "transport/tcp/socket.h"
+
+namespace ringreduce {
+
+class HostLinks {
+ public:
+  using Turn = std::function<void()>;
+
+  explicit HostLinks(const GroupOptions& options) : options_(options) {}
+
+  // Opens the port and admits the ranks of the group.  Returns the text for the other ranks.
+  std::string open(const Hosts& hosts);
+
+  // Connects the control ring, and calls `local` to make what the ranks of this host share; `local`
+  // calls its argument while it waits, and passes on what that throws.  Collective.  Throws on all
+  // ranks if it throws on any, with one exception: if a rank is interrupted or killed in the last
+  // round, some ranks learn of it later, as of a process that ended.
+  void join(const Hosts& hosts, Store& store, const std::function<void(const Turn&)>& local);
+
+  // Makes a connection to a rank and proves it.  Waits.
+  net::Socket dial(int to, net::Purpose purpose, int number, const Turn& turn) const;
+  // From now on `handler` gets the connections that other ranks make, first those that are here
+  // already, until close().  Called in the reactor's thread.
+  using Handler = std::function<void(net::Socket, const net::PeerHello&)>;
+  void deliverTo(Handler handler);
+  void close() { admitted_.reset(); }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const GroupOptions& options() const { return options_; }
+  const SharedOptions& sharedOptions() const { return shared_; }
+  // The options of the group of this host's ranks.
+  static SharedOptions localOptions(const Hosts& hosts);
+  const HostRing& ring() const { return host_ring_; }
+  const WireCost& cost() const { return cost_; }
+  // All ranks in the order of the control ring, and its two connections; none with one rank.
+  const std::vector<int>& controlRing() const { return ring_; }
+  net::Socket takeNext() { return std::move(next_); }
+  net::Socket takePrevious() { return std::move(previous_); }
+  const std::shared_ptr<net::Reactor>& reactor() const { return reactor_; }
+  // The most addresses of one rank that data is shared out to.
+  size_t mostPaths() const;
+  int connections() const { return connections_; }  // RINGREDUCE_LANES; 0: as many as help
+  Nanos lostAfter() const { return lost_after_; }   // RINGREDUCE_LOST_SECONDS
+
+ private:
+  struct Early {
+    net::Socket socket;
+    net::PeerHello caller;
+  };
+
+  void take(net::Socket socket, const net::PeerHello& caller);
+  void readOptions(const Hosts& hosts);
+  void connect(const Hosts& hosts, const Turn& turn);
+  void agree(const Turn& turn);
+  void compareWishes(const Hosts& hosts) const;
+  HostRing findRing(const Hosts& hosts, Store& store, const Turn& turn);
+  std::vector<double> survey(const Hosts& hosts, const Turn& turn);
+  void lookAtWires();
+  net::Socket awaitEarly(int from, net::Purpose purpose, const Turn& turn);
+  void lookAtNext(const Turn& turn) const;
+  [[noreturn]] void gaveUp(int rank, const Turn& turn) const;
+  int besideInRing(int step) const;
+  const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
+
+  const GroupOptions options_;
+  int rank_ = 0, size_ = 0;
+  int ranks_on_host_ = 1;  // the most
+  int connections_ = 0;
+  Nanos lost_after_ = 0;
+  std::string word_;
+  net::Secret secret_{};
+  SharedOptions shared_;
+  std::vector<net::Endpoint> endpoints_;
+  std::string congestion_;  // RINGREDUCE_CONGESTION
+  std::string wish_;        // RINGREDUCE_RING, as this rank has it
+  HostRing host_ring_;
+  Slowness slowest_;  // of all wires that were looked at
+  WireCost cost_;
+  std::vector<std::string> who_;
+  std::vector<int> ring_;  // the control ring's order: ranks of a host beside each other
+
+  std::shared_ptr<net::Reactor> reactor_;
+  std::shared_ptr<net::Acceptor> acceptor_;
+  net::Socket next_, previous_;
+
+  std::mutex mutex_;         // of the next two
+  std::deque<Early> early_;  // came before there was a handler
+  Handler handler_;
+  std::shared_ptr<void> admitted_;  // destroyed first: no connection is admitted after that
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,380 @@
+// The two sides of the exchange.
+#include "bootstrap/membership.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "bootstrap/process.h"
+#include "transport/shm/channel.h"
+
+namespace ringreduce {
+namespace {
+
+// Only the leader knows which ranks are missing, so the others give it that much time to say so.
+constexpr Nanos kLeaderGrace = 3 * kSecond;
+
+std::string unjoined(const GroupOptions& options, const std::vector<int>& missing, int size,
+                     const char* what) {
+  return rankList(options.shownAs(missing)) + " of " + std::to_string(size) + " did not " + what +
+         " within " + seconds(options.timeout) + ", making group '" + options.name + "'";
+}
+
+std::string leaderName(const LocalRanks& ranks) {
+  return "rank " + ranks.options.shown(0);
+}
+
+std::string nameOfThis(const LocalRanks& ranks) {
+  return "rank " + ranks.options.shown(ranks.rank) + " (pid " + std::to_string(getpid()) +
+         " on host " + hostName() + ")";
+}
+
+}  // namespace
+
+Layout::Layout(const SharedOptions& options, int world_size) {
+  const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
+  const auto P = static_cast<size_t>(world_size);
+  exchange = roundUp(sizeof(RankPage), 4096);
+  link = exchange + slots;
+  boxes = link + slots;
+  rings = roundUp(boxes + P * sizeof(Box), 4096);
+  bytes = rings + P * kRingBytes;
+}
+
+Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
+  const std::string gave_up = who + " gave up making the group: ";
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    return {known.kind(), known.what()};
+  } catch (const std::exception& known) {  // the store's, or Ctrl-C
+    return {Failure::kAborted, gave_up + known.what()};
+  } catch (...) {
+    return {Failure::kAborted, gave_up + "interrupted"};
+  }
+}
+
+// ---- the leader
+
+HostLeader::HostLeader(LocalRanks ranks, Check check)
+    : ranks_(std::move(ranks)),
+      check_(std::move(check)),
+      joined_(static_cast<size_t>(ranks_.size)) {
+  table_.options = ranks_.shared;
+  table_.members.resize(joined_.size());
+  Member& self = table_.members[0];
+  self.pid = static_cast<int>(getpid());
+  self.host = hostName();
+  self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+  self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
+  joined_[0] = true;
+  if (ranks_.size > 1) listener_ = listenAt(ranks_.socket, ranks_.size + 16);
+}
+
+Membership HostLeader::run(const Turn& turn, const std::function<void()>& all_there) {
+  if (ranks_.size > 1) {
+    while (std::ranges::count(joined_, false) > 0) step(turn, "join");
+    all_there();
+    for (const Caller& caller : callers_)
+      if (caller.rank > 0) sendTable(caller);
+    while (!missing().empty()) step(turn, "map the memory");
+    for (const Caller& caller : callers_)
+      if (caller.rank > 0) tell(caller, {{"say", "go"}});
+  }
+  for (const Member& member : table_.members) member.segment->closeFd();
+  return std::move(table_);
+}
+
+void HostLeader::sendAway() {
+  acceptAll();
+  for (const Caller& caller : callers_) sendPacket(caller.socket, encode(Fields{{"say", "away"}}));
+  listener_.reset();
+}
+
+void HostLeader::fail(const Reason& reason) {
+  try {
+    acceptAll();
+  } catch (const Error& error) {
+    log(std::string("cannot tell all ranks why the group is not made: ") + error.what());
+  }
+  for (const Caller& caller : callers_)
+    sendPacket(caller.socket, encode({{"say", "fail"},
+                                      {"kind", std::to_string(static_cast<int>(reason.kind))},
+                                      {"text", reason.text.substr(0, 3000)}}));
+}
+
+// The ranks that are not as far as the others.
+std::vector<int> HostLeader::missing() const {
+  std::vector<int> ranks;
+  for (int r = 1; r < ranks_.size; ++r)
+    if (!joined_[static_cast<size_t>(r)]) ranks.push_back(r);
+  if (!ranks.empty()) return ranks;
+  for (const Caller& caller : callers_)
+    if (caller.rank > 0 && !caller.ready) ranks.push_back(caller.rank);
+  return ranks;
+}
+
+void HostLeader::step(const Turn& turn, const char* what) {
+  std::vector<int> wanted{listener_.get()};
+  for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
+  waitReadable(wanted, std::clamp<Nanos>((now() - began_) / 4, kMillisecond, kTick));
+  acceptAll();
+  for (size_t i = 0; i < callers_.size();)
+    if (hear(callers_[i]))
+      ++i;
+    else
+      callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
+  if (const std::vector<int> late = missing(); !late.empty()) turn(late, what);
+}
+
+void HostLeader::acceptAll() {
+  while (listener_) {
+    Fd socket = acceptFrom(listener_);
+    if (!socket) return;
+    const Peer peer = peerOf(socket);
+    if (peer.uid == geteuid())
+      callers_.push_back({.socket = std::move(socket), .peer = peer});
+    else if (!strangers_++)
+      log("a process of user id " + std::to_string(peer.uid) + " was refused");
+  }
+}
+
+// False: forget this caller.
+bool HostLeader::hear(Caller& caller) {
+  Packet packet;
+  switch (receivePacket(caller.socket, packet)) {
+    case Received::kNothingYet:
+      return true;
+    case Received::kClosed:
+      if (caller.rank < 0) return false;
+      throw Error(Failure::kPeerLost, "rank " + nameOf(caller.rank) + " (pid " +
+                                          std::to_string(caller.pid) + ") ended while group '" +
+                                          ranks_.options.name + "' was being made");
+    case Received::kMessage:
+      break;
+  }
+  const Fields fields = decode(packet.bytes);
+  if (!sameSecret(word(fields, "secret"), ranks_.secret)) {
+    if (!strangers_++) log("a process that does not know the group's secret was refused");
+    return false;
+  }
+  if (word(fields, "say") == "ready")
+    caller.ready = true;
+  else if (word(fields, "say") == "fail")
+    throw Error(Failure::kSetup, word(fields, "text"));
+  else
+    admit(caller, fields, std::move(packet.fds));
+  return true;
+}
+
+void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds) {
+  const int64_t rank = number(fields, "rank");
+  const int64_t pid = number(fields, "pid");
+  caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
+  const std::string host = word(fields, "host");
+  if (check_) check_(static_cast<int>(rank), fields);
+  if (rank <= 0 || rank >= ranks_.size || fds.size() != 1)
+    throw Error(Failure::kSetup, "rank " + nameOf(rank) + " (pid " + std::to_string(caller.pid) +
+                                     ") is not a rank of a group of " +
+                                     std::to_string(ranks_.size));
+  Member& member = table_.members[static_cast<size_t>(rank)];
+  if (joined_[static_cast<size_t>(rank)])
+    throw Error(Failure::kSetup, "two processes claim rank " + nameOf(rank) + ": pid " +
+                                     std::to_string(member.pid) + " on host " + member.host +
+                                     ", and pid " + std::to_string(caller.pid) + " on host " +
+                                     host);
+  member.pid = caller.pid;
+  member.host = host;
+  member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
+  member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));
+  caller.rank = static_cast<int>(rank);
+  joined_[static_cast<size_t>(rank)] = true;
+}
+
+void HostLeader::tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds) {
+  if (!sendPacket(caller.socket, encode(fields), fds))
+    throw Error(Failure::kPeerLost,
+                "rank " + nameOf(caller.rank) + " (pid " + std::to_string(caller.pid) +
+                    ") no longer listens while group '" + ranks_.options.name + "' is being made");
+}
+
+void HostLeader::sendTable(const Caller& caller) {
+  for (int r = 0; r < ranks_.size; ++r) {
+    const Member& member = table_.members[static_cast<size_t>(r)];
+    std::vector<int> fds{member.segment->fd()};
+    if (member.process && *member.process) fds.push_back(member.process->get());
+    tell(caller,
+         {{"say", "member"},
+          {"rank", std::to_string(r)},
+          {"pid", std::to_string(member.pid)},
+          {"host", member.host}},
+         fds);
+  }
+}
+
+// A rank's number in messages; the caller may have made it up.
+std::string HostLeader::nameOf(int64_t rank) const {
+  return rank >= 0 && rank < ranks_.size ? ranks_.options.shown(static_cast<int>(rank))
+                                         : std::to_string(rank);
+}
+
+// ---- the other ranks
+
+namespace {
+
+class HostMember {
+ public:
+  HostMember(Fd socket, const LocalRanks& ranks, const std::function<void()>& turn)
+      : socket_(std::move(socket)), ranks_(ranks), turn_(turn) {
+    table_.options = ranks.shared;
+    table_.members.resize(static_cast<size_t>(ranks.size));
+  }
+
+  std::optional<Membership> run(const std::function<void()>& all_there) {
+    try {
+      sayHello();
+      for (int known = 0; known < ranks_.size; ++known) {
+        Packet packet;
+        if (!await(packet)) return std::nullopt;
+        if (known == 0) all_there();
+        take(std::move(packet));
+      }
+      sendPacket(socket_, encode({{"say", "ready"}, {"secret", ranks_.secret}}));
+      Packet go;
+      if (!await(go)) return std::nullopt;
+    } catch (const Error& error) {
+      if (told_ || error.kind() != Failure::kSetup) throw;
+      const Error named(error.kind(), nameOfThis(ranks_) + ": " + error.what());
+      sendPacket(socket_,
+                 encode({{"say", "fail"}, {"secret", ranks_.secret}, {"text", named.what()}}));
+      Packet answer;
+      await(answer);  // throws the error that all ranks get
+      throw named;
+    }
+    for (const Member& member : table_.members) member.segment->closeFd();
+    return std::move(table_);
+  }
+
+ private:
+  void sayHello() {
+    Member& self = table_.members[static_cast<size_t>(ranks_.rank)];
+    self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+    Fields hello = ranks_.record;
+    hello["say"] = "hello";
+    hello["secret"] = ranks_.secret;
+    hello["rank"] = std::to_string(ranks_.rank);
+    hello["pid"] = std::to_string(getpid());
+    hello["host"] = hostName();
+    sendPacket(socket_, encode(hello),
+               {self.segment->fd()});  // if the leader is gone, the answer says so
+  }
+
+  // False if the leader sent this rank away.
+  bool await(Packet& packet) {
+    for (;;) {
+      switch (receivePacket(socket_, packet)) {
+        case Received::kClosed:
+          throw LeaderClosed();
+        case Received::kNothingYet:
+          turn_();
+          waitReadable({socket_.get()}, kTick);
+          continue;
+        case Received::kMessage:
+          break;
+      }
+      const Fields fields = decode(packet.bytes);
+      if (word(fields, "say") == "away") return false;
+      if (word(fields, "say") != "fail") return true;
+      told_ = true;
+      throw Error(static_cast<Failure>(number(fields, "kind")), word(fields, "text"));
+    }
+  }
+
+  void take(Packet packet) {
+    const Fields fields = decode(packet.bytes);
+    const int64_t rank = number(fields, "rank");
+    if (rank < 0 || rank >= ranks_.size || packet.fds.empty())
+      throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
+    Member& member = table_.members[static_cast<size_t>(rank)];
+    member.pid = static_cast<int>(number(fields, "pid"));
+    member.host = word(fields, "host");
+    if (rank != ranks_.rank)
+      member.segment =
+          Segment::attach(std::move(packet.fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
+    if (packet.fds.size() > 1) member.process = shareProcessFd(std::move(packet.fds[1]));
+  }
+
+  const Fd socket_;
+  const LocalRanks& ranks_;
+  const std::function<void()>& turn_;
+  Membership table_;
+  bool told_ = false;  // the error is the leader's
+};
+
+}  // namespace
+
+void checkUser(const Fd& socket, const LocalRanks& ranks) {
+  const Peer peer = peerOf(socket);
+  if (peer.uid != geteuid())
+    throw Error(Failure::kSetup, nameOfThis(ranks) + " runs as user id " +
+                                     std::to_string(geteuid()) + ", " + leaderName(ranks) +
+                                     " as user id " + std::to_string(peer.uid) +
+                                     "; all ranks must run as the same user");
+}
+
+std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
+                                     const std::function<void()>& turn,
+                                     const std::function<void()>& all_there) {
+  return HostMember(std::move(socket), ranks, turn).run(all_there);
+}
+
+// ---- both, between ranks that know that they share a host
+
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn) {
+  const GroupOptions& options = ranks.options;
+  const Stopwatch stopwatch(options);
+  if (ranks.rank == 0) {
+    HostLeader leader(ranks);
+    try {
+      return leader.run(
+          [&](const std::vector<int>& missing, const char* what) {
+            turn();
+            if (stopwatch.over())
+              throw Error(Failure::kTimeout, unjoined(options, missing, ranks.size, what));
+          },
+          [] {});
+    } catch (...) {
+      leader.fail(reasonOf(std::current_exception(), leaderName(ranks)));
+      throw;
+    }
+  }
+  const auto wait = [&] {
+    turn();
+    if (stopwatch.over(kLeaderGrace))
+      throw Error(Failure::kTimeout, unjoined(options, {0}, ranks.size, "share its memory"));
+  };
+  try {
+    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      wait();
+      Fd socket = connectTo(ranks.socket);
+      if (!socket) continue;  // the leader does not listen yet
+      checkUser(socket, ranks);
+      if (auto membership = joinLeader(std::move(socket), ranks, wait, [] {}))
+        return std::move(*membership);
+    }
+  } catch (const LeaderClosed&) {
+    throw Error(Failure::kPeerLost, leaderName(ranks) + " ended while group '" + options.name +
+                                        "' was being made (this is rank " +
+                                        options.shown(ranks.rank) + ")");
+  }
+}
+
+}  // namespace ringreduce

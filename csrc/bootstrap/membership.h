@@ -1,0 +1,131 @@
+// The ranks of one host hand each other their shared memory and a descriptor of their process.
+//
+// The host's lowest rank leads.  It listens on an abstract Unix socket whose name and secret all
+// ranks have from the rendezvous.  Every other rank connects, proves its user id and the secret,
+// and sends its memory.  Once all are there, the leader sends the table of all members.  Each rank
+// maps the memory and says so.  The leader's last word then starts the group on all ranks, or ends
+// it on all ranks with the first error that any of them met.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "bootstrap/meeting.h"
+#include "bootstrap/options.h"
+#include "bootstrap/unix_socket.h"
+#include "transport/shm/page.h"
+#include "transport/shm/segment.h"
+
+namespace ringreduce {
+
+struct Member {
+  int pid = 0;  // in its own PID namespace
+  std::string host;
+  std::shared_ptr<Segment> segment;
+  std::shared_ptr<Fd> process;  // readable once the process has ended; null if the kernel has none
+};
+
+struct Membership {
+  SharedOptions options;
+  std::vector<Member> members;  // by rank
+};
+
+// A rank's shared memory: its page, the exchange's slots, the inbound link's slots, and a box and a
+// ring for each rank's messages.  Pages that nothing was written to cost nothing.
+struct Layout {
+  Layout(const SharedOptions& options, int world_size);
+  size_t exchange, link, boxes, rings, bytes;  // offsets, and the whole
+};
+
+// A rank's segment, and the page at its start.
+inline std::byte* memoryOf(const Membership& membership, int rank) {
+  return membership.members[static_cast<size_t>(rank)].segment->data();
+}
+inline RankPage& pageOf(const Membership& membership, int rank) {
+  return *reinterpret_cast<RankPage*>(memoryOf(membership, rank));
+}
+
+// Why making a group failed, as all ranks report it.
+struct Reason {
+  Failure kind;
+  std::string text;
+};
+// `who` names this rank, for errors that do not.
+Reason reasonOf(const std::exception_ptr& error, const std::string& who);
+
+// What a rank knows of its host's ranks before the exchange.
+struct LocalRanks {
+  int rank = 0, size = 1;      // among the host's ranks
+  std::string socket, secret;  // the leader's
+  SharedOptions shared;
+  GroupOptions options;  // how messages name the ranks
+  Fields record = {};    // what this rank says of itself when it connects
+};
+
+// The lowest rank.
+class HostLeader {
+ public:
+  // Called for each rank that connects, with its record; throws if it does not belong here.
+  using Check = std::function<void(int rank, const Fields& record)>;
+  // Listens from now on.
+  explicit HostLeader(LocalRanks ranks, Check check = nullptr);
+  // Called while the leader waits: the ranks that did not do `what` yet.
+  using Turn = std::function<void(const std::vector<int>& missing, const char* what)>;
+  // `all_there` is called once, when all ranks have connected.  After an exception call `fail`.
+  Membership run(const Turn& turn, const std::function<void()>& all_there);
+  // Tells the ranks that have connected that the rendezvous goes on without this exchange.
+  void sendAway();
+  void fail(const Reason& reason);
+
+ private:
+  struct Caller {
+    Fd socket;
+    Peer peer;
+    int pid = 0;    // in its own PID namespace
+    int rank = -1;  // not known yet
+    bool ready = false;
+  };
+
+  void step(const Turn& turn, const char* what);
+  void acceptAll();
+  bool hear(Caller& caller);
+  void admit(Caller& caller, const Fields& fields, std::vector<Fd> fds);
+  void tell(const Caller& caller, const Fields& fields, const std::vector<int>& fds = {});
+  void sendTable(const Caller& caller);
+  std::vector<int> missing() const;
+  std::string nameOf(int64_t rank) const;
+
+  const LocalRanks ranks_;
+  const Check check_;
+  const Nanos began_ = now();
+  Membership table_;
+  Fd listener_;
+  std::vector<Caller> callers_;
+  std::vector<bool> joined_;  // by rank
+  int strangers_ = 0;
+};
+
+// The leader closed its connection and sent no reason.
+struct LeaderClosed {};
+
+// Throws Error(kSetup) if the leader runs as another user: it would refuse this rank in silence.
+void checkUser(const Fd& socket, const LocalRanks& ranks);
+
+// Any other rank.  `socket` is connected to the leader.  `turn` is called now and then and may
+// throw; `all_there` once, when all ranks have connected.  Returns none if the leader sent this
+// rank away.  Throws LeaderClosed, or Error.
+std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
+                                     const std::function<void()>& turn,
+                                     const std::function<void()>& all_there);
+
+// The whole exchange, for ranks that know that they share a host.  Collective on the host.
+Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& turn);
+
+}  // namespace ringreduce

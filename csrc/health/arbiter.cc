@@ -1,0 +1,694 @@
+// How the arbiter polls, decides why the group has failed, finds the rank to blame, and takes news
+// of ranks of other hosts.
+#include "health/arbiter.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "base/op_signature.h"
+#include "base/text.h"
+#include "bootstrap/process.h"
+#include "transport/shm/wait.h"
+
+namespace ringreduce {
+namespace {
+
+// After a connection ended: how long a wait gives the control ring to say why.
+constexpr Nanos kReasonTime = 600 * kMillisecond;
+// The same for a connection for messages, which ends when its rank leaves or fails: that news has
+// to go round the ring.
+constexpr Nanos kExplainedTime = 2 * kSecond;
+// Between hosts: how long a rank that found a mismatch collects what the others called, and the
+// time between its questions, since a rank that has just arrived has more to tell.
+constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
+// How long a rank reads what has arrived already, before it trusts what it knows of the others.
+constexpr Nanos kReadTime = 20 * kMillisecond;
+
+constexpr uint64_t pack(const GroupFailure& failure) {
+  return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
+         static_cast<uint64_t>(failure.reporter);
+}
+
+// A rank that does not wait for another in an operation (the root of a broadcast) does not see what
+// the other called there.  So each announcement carries this hash of all before it, and a
+// difference shows at the next operation at the latest.
+uint64_t extended(uint64_t history, const OpSignature& a) {
+  for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
+                        static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
+    history = mixed(history, word);
+  return history;
+}
+
+void sleepMillisecond() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+}  // namespace
+
+std::vector<Seat> seatsOf(const Membership& membership) {
+  std::vector<Seat> seats;
+  for (const Member& member : membership.members)
+    seats.push_back({.page = reinterpret_cast<RankPage*>(member.segment->data()),
+                     .process = member.process,
+                     .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
+                     .pid = pidSeenHere(member.process)});
+  return seats;
+}
+
+Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
+                 PeerChannel* channel)
+    : rank_(rank),
+      size_(static_cast<int>(seats.size())),
+      options_(options),
+      channel_(channel),
+      peers_(seats.size()) {
+  for (size_t r = 0; r < seats.size(); ++r) {
+    processes_.push_back(seats[r].process);
+    peers_[r].seat = std::move(seats[r]);
+  }
+}
+
+void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
+  current_ = operation;
+  current_.history = history_;
+  history_ = extended(history_, operation);
+  inline_ = in_users_thread;
+  in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
+  check();
+  started_ = now();
+  timeout_ = timeout;
+  deadline_ = deadlineIn(timeout);
+  next_report_ = deadlineIn(options_.stall);
+  // Before the log names ranks that are late.
+  next_question_ = std::min(started_ + kSecond, next_report_ - kCensus);
+  waits_for_.store(-1, std::memory_order_relaxed);
+  if (channel_) return recordSignature(rank_, operation.sequence, current_);
+  RankPage& own = page(rank_);
+  own.announcements[operation.sequence % kAnnouncements] = current_;
+  own.announced.publish(operation.sequence + 1);
+}
+
+void Arbiter::end() {
+  in_monitored_barrier_ = false;
+  waits_for_.store(-1, std::memory_order_relaxed);
+}
+
+void Arbiter::depart(Declared how) {
+  std::atomic_ref(page(rank_).departed)
+      .store(static_cast<uint32_t>(how), std::memory_order_release);
+  if (channel_) return channel_->depart(how);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    wakeIfWaiting(page(r), rank_);
+    wakeSleeper(page(r).messenger_wake_word);
+  }
+}
+
+void Arbiter::wakeMessenger(int rank) {
+  uint32_t& word = page(rank).messenger_wake_word;
+  if (channel_ && rank != rank_)
+    channel_->wakePeer(rank);
+  else if (channel_ || std::atomic_ref(word).load(std::memory_order_seq_cst))
+    wakeSleeper(word);
+}
+
+// ---- the failure
+
+// The first cause wins.
+void Arbiter::decide(const GroupFailure& failure) {
+  if (!failed()) {
+    // One thread of this rank at a time; the others find the word set.
+    const std::lock_guard lock(mutex_);
+    if (!failed()) {
+      RankPage& reporters = page(failure.reporter);
+      std::strncpy(reporters.record, failure.text.c_str(), sizeof reporters.record - 1);
+      uint64_t none = 0;
+      failureWord().compare_exchange_strong(none, pack(failure), std::memory_order_acq_rel);
+      if (channel_ && failure.reporter == rank_) channel_->broadcastError(failure);
+    }
+  }
+  wakeAll();
+}
+
+void Arbiter::wakeAll() {
+  for (int r = 0; r < size_; ++r) {
+    wake(page(r));
+    wakeSleeper(page(r).messenger_wake_word);
+  }
+}
+
+void Arbiter::check() const {
+  if (failed()) throwFailure();
+}
+
+void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
+  decide({.kind = kind, .culprit = culprit, .reporter = rank_, .text = text});
+  throwFailure();
+}
+
+void Arbiter::failLost(int rank, const std::string& when, const std::string& how) {
+  const PeerState state = stateOf(rank);
+  const std::string why = state.isLost() ? howLost(rank) : state.isHere() ? how : "";
+  fail(Failure::kPeerLost, rank,
+       who(rank) + (why.empty() ? " has left the group" : " is lost: " + why) + " " + when);
+}
+
+void Arbiter::failLate(int peer, const std::string& missing, const std::string& doing,
+                       Nanos timeout) {
+  // The other rank may itself wait for a third one in a collective.
+  const int culprit = peer < 0 ? 0 : heldUpBy(peer);
+  std::string text = missing;
+  if (peer >= 0 && culprit != peer)
+    text = whereabouts({culprit}) + " holds up the others; late too: " + missing;
+  fail(Failure::kTimeout, culprit,
+       text + ": to " + doing + " timed out after a timeout of " + seconds(timeout));
+}
+
+Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doing) {
+  const std::string waited = "; rank " + options_.shown(rank_) + " waited to " + doing;
+  for (int r : ranks)
+    if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere)
+      fail(Failure::kPeerLost, r, who(r) + " is lost: " + howLost(r) + waited);
+  return Error(
+      Failure::kPeerLost,
+      (ranks.size() == 1 ? who(ranks[0]) + " has" : rankList(options_.shownAs(ranks)) + " have") +
+          " left group '" + options_.name + "'" + waited);
+}
+
+void Arbiter::abort(const std::string& why) {
+  decide({.kind = Failure::kAborted,
+          .culprit = rank_,
+          .reporter = rank_,
+          .text = who(rank_) + " aborted group '" + options_.name + "': " + why});
+}
+
+void Arbiter::throwFailure() const {
+  const uint64_t word = failureWord().load(std::memory_order_acquire);
+  const auto kind = static_cast<Failure>(word >> 48);
+  const auto reporter = static_cast<int>(word & 0xffffff);
+  std::string text = page(reporter).record;
+  if (kind != Failure::kMismatch && kind != Failure::kAborted)
+    text += ", in group '" + options_.name + "'";
+  text += "; noticed by rank " + options_.shown(reporter);
+  if (reporter != rank_) text += ", learned by rank " + options_.shown(rank_);
+  if (in_monitored_barrier_ && rank_ != 0)
+    text += ". Rank " + options_.shown(rank_) +
+            " successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank " +
+            options_.shown(0);
+  text += ". The group has failed: destroy it and make a new one.";
+  throw Error(kind, text);
+}
+
+// ---- the state of ranks
+
+void Arbiter::readProcesses() const {
+  const std::vector<bool> all = ended(processes_);
+  for (int r = 0; r < size_; ++r)
+    if (all[static_cast<size_t>(r)]) recordLost({r}, Observed::kEnded, kProcessEnded);
+}
+
+// The order matters: a rank says that it left before its process ends.
+PeerState Arbiter::known(int rank) const {
+  PeerState state;
+  state.observed = peer(rank).observed;
+  state.drained = peer(rank).drained;
+  state.declared =
+      static_cast<Declared>(std::atomic_ref(page(rank).departed).load(std::memory_order_acquire));
+  if (!channel_) state.drained = state.isLost() || state.declared == Declared::kGone;
+  return state;
+}
+
+PeerState Arbiter::stateOf(int rank) const {
+  readProcesses();
+  return known(rank);
+}
+
+std::vector<PeerState> Arbiter::states() const {
+  readProcesses();
+  std::vector<PeerState> all;
+  for (int r = 0; r < size_; ++r) all.push_back(known(r));
+  return all;
+}
+
+std::string Arbiter::howLost(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).how;
+}
+
+bool Arbiter::isStopped(int rank) const {
+  const Peer& one = peer(rank);
+  return (one.seat.pid != 0 && ringreduce::isStopped(one.seat.pid)) ||
+         one.observed == Observed::kStopped;
+}
+
+std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {
+  std::vector<int> stopped;
+  for (int r : ranks)
+    if (isStopped(r)) stopped.push_back(r);
+  return stopped;
+}
+
+std::vector<int> Arbiter::stoppedOnHost() {
+  std::vector<int> stopped;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && peer(r).seat.pid != 0 && isStopped(r)) stopped.push_back(r);
+  return stopped;
+}
+
+void Arbiter::recordLost(const std::vector<int>& ranks, Observed observed,
+                         const std::string& how) const {
+  const std::lock_guard lock(mutex_);
+  for (int r : ranks) {
+    Peer& one = peer(r);
+    if (known(r).isLost()) continue;
+    one.how = how;
+    std::vector<int> others = ranks;
+    std::erase(others, r);
+    if (!others.empty())
+      one.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
+    one.lost_since = now();
+    one.observed = observed;
+  }
+}
+
+// ---- polling
+
+void Arbiter::poll(int rank, Ready ready) {
+  check();
+  if (inline_ && options_.interrupt) options_.interrupt();
+  if (!inline_ && options_.interrupted && options_.interrupted(started_)) {
+    abort("interrupted in " + textOf(current_));
+    throwFailure();
+  }
+  waits_for_.store(rank, std::memory_order_relaxed);
+  compareSignatures();
+  if (channel_)
+    askNowAndThen();  // the transport, which knows what is still in flight, reports lost ranks
+  else
+    blameMissing(rank, ready);
+  const Nanos time = now();
+  if (time >= deadline_ && !ready()) {
+    refreshProgress();
+    compareSignatures();
+    if (ready()) return;
+    const Laggards late = laggards(rank);
+    std::string text =
+        late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
+    if (current_.kind == Kind::kMonitoredBarrier)
+      text = monitoredBarrierText(late.ranks) + ". " + text;
+    fail(Failure::kTimeout, late.ranks.front(), text);
+  }
+  if (time >= next_report_ && !ready()) {
+    next_report_ = time + std::max(time - started_, kSecond);
+    log("rank " + options_.shown(rank_) + " of group '" + options_.name + "' has waited " +
+        seconds(time - started_) + " in " + textOf(current_) + ": " + laggards(rank).text);
+  }
+}
+
+// Compares what ranks announced.  Between hosts, ranks that wait for each other in different
+// operations send nothing that shows it, nor does a rank that waits for one that went on, as that
+// had nothing to do there.  So a rank compares the latest operation that it knows of another rank
+// with its own of that number: of two ranks, the one that is further ahead finds the mismatch.
+void Arbiter::compareSignatures() {
+  for (int r = 0; r < size_; ++r) {
+    bool differs = false;
+    uint64_t sequence = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const uint64_t announced = page(r).announced.observe();
+      sequence = channel_ ? announced - 1 : current_.sequence;
+      if (r == rank_ || announced == 0 || announced <= sequence) continue;
+      const OpSignature& theirs = page(r).announcements[sequence % kAnnouncements];
+      const OpSignature& own = page(rank_).announcements[sequence % kAnnouncements];
+      differs = theirs != own && (!channel_ || theirs.sequence == own.sequence);
+    }
+    if (differs) mismatch(r, nullptr, sequence);
+  }
+}
+
+// Where all ranks share memory.  A lost rank or one that left is missing if it never announced this
+// operation, or if this wait is for it.  What it did before is visible by now, so `ready` is asked
+// once more.
+void Arbiter::blameMissing(int rank, Ready ready) {
+  const std::vector<PeerState> all = states();
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || all[static_cast<size_t>(r)].isHere()) continue;
+    if ((!hasAnnounced(r) || r == rank) && !ready())
+      failLost(r, (hasAnnounced(r) ? "during " : "before it came to ") + textOf(current_));
+  }
+}
+
+// All ranks that wait need the progress of the others, and all receive the answers to one question.
+// So the first rank asks, and each other one a little later than the rank before it, if none did.
+void Arbiter::askNowAndThen() {
+  const Nanos time = now();
+  if (time < next_question_) return;
+  const Nanos next = last_answer_ + kSecond + kSecond * rank_ / size_;
+  if (time < next) {
+    next_question_ = next;
+    return;
+  }
+  next_question_ = time + kSecond;
+  channel_->askForProgress();
+}
+
+// The rank that this one waits for may be healthy and wait for a lost rank.
+void Arbiter::idle(Ready ready) {
+  for (int r = 0; r < size_ && channel_; ++r) {
+    if (!known(r).isLost() || now() - peer(r).lost_since < kReasonTime || ready()) continue;
+    broken(r, kProcessEnded);
+  }
+}
+
+void Arbiter::broken(int rank, const std::string& how) {
+  // The control ring is about to say more.
+  for (const Nanos until = deadlineIn(kReasonTime);
+       !failed() && stateOf(rank).isHere() && now() < until;)
+    sleepMillisecond();
+  check();
+  failLost(rank, "during " + textOf(current_), how);
+}
+
+void Arbiter::verify(int rank) {
+  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
+}
+
+void Arbiter::verify(int rank, const OpSignature& theirs) {
+  recordSignature(rank, theirs.sequence, theirs);
+  if (theirs != current_) mismatch(rank, &theirs);
+}
+
+void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {
+  const auto elements = [](uint64_t n) {
+    return std::to_string(n) + (n == 1 ? " element" : " elements");
+  };
+  fail(Failure::kMismatch, sender,
+       "ranks disagree on " + textOf(current_) + ": rank " + options_.shown(sender) + " sends " +
+           elements(sent) + " to rank " + options_.shown(receiver) + ", which expects " +
+           elements(expected));
+}
+
+// ---- late ranks
+
+void Arbiter::refreshProgress() const {
+  if (!channel_) return check();
+  const Nanos asked = now(), until = asked + kCensus;
+  channel_->askForProgress();
+  const auto all_answered = [&] {
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_ && peer(r).last_progress < asked - kSecond / 2) return false;
+    return true;
+  };
+  while ((now() < asked + kReadTime || !all_answered()) && !failed() && now() < until)
+    sleepMillisecond();
+  check();
+}
+
+// The sum of all flags that the rank has moved: how far it has come.
+uint64_t Arbiter::progressOf(int r) const {
+  RankPage& own = page(r);
+  return own.posted.observe() + own.reduced.observe() + own.done.observe() +
+         page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
+}
+
+// The ranks to blame of `absent`, which have not arrived: those that are stopped, else those that
+// announced the fewest operations, since the others may wait for them.
+std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
+  std::vector<int> last = stoppedOf(absent);
+  if (!last.empty()) return last;
+  uint64_t least = UINT64_MAX;
+  for (int r : absent) {
+    const uint64_t come = page(r).announced.observe();
+    if (come > least) continue;
+    if (come < least) last.clear();
+    least = come;
+    last.push_back(r);
+  }
+  // One of these may wait for another of them.
+  std::vector<int> free = last;
+  std::erase_if(free, [&](int r) { return heldUpBy(r) != r; });
+  return free.empty() ? last : free;
+}
+
+int Arbiter::heldUpBy(int rank) const {
+  // A stopped rank may have received by now what it waited for.
+  for (int steps = 0; channel_ && steps < size_ && !isStopped(rank); ++steps) {
+    const int next = peer(rank).waits_for;
+    if (next < 0 || next == rank_ || now() - peer(rank).last_progress > 3 * kSecond) break;
+    rank = next;
+  }
+  return rank;
+}
+
+Arbiter::Laggards Arbiter::laggards(int waited_for) const {
+  Laggards late;
+  std::vector<int> absent;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && !hasAnnounced(r)) absent.push_back(r);
+  if (!absent.empty()) {
+    late.ranks = current_.kind == Kind::kMonitoredBarrier ? absent : lastOf(absent);
+    late.text = whereabouts(late.ranks) + " did not arrive";
+    std::erase_if(absent, [&](int r) { return std::ranges::count(late.ranks, r) > 0; });
+    if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
+    return late;
+  }
+  // All have arrived: blame a stopped process, else the rank that has come least far, or between
+  // hosts the end of the chain in which one rank waits for another.
+  int slowest = waited_for;
+  bool stopped = false;
+  for (int r = 0; r < size_ && !stopped; ++r) {
+    if (r == rank_) continue;
+    stopped = isStopped(r);
+    if (stopped || (!channel_ && progressOf(r) < progressOf(slowest))) slowest = r;
+  }
+  if (!stopped) slowest = heldUpBy(slowest);
+  late.ranks = {slowest};
+  late.text = who(slowest) + " arrived but stopped moving data" +
+              (stopped ? ": its process is stopped" : "");
+  return late;
+}
+
+// ---- mismatches
+
+Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* sent) const {
+  const std::lock_guard lock(mutex_);
+  Census found;
+  for (found.sequence = first;; ++found.sequence) {
+    const uint64_t sequence = found.sequence;
+    found.parties.clear();
+    for (int r = 0; r < size_; ++r) {
+      const OpSignature* theirs = nullptr;
+      if (page(r).announced.observe() > sequence) {
+        theirs = &page(r).announcements[sequence % kAnnouncements];
+        // A mirror may not hold this operation, or not any more.
+        if (channel_ && theirs->sequence != sequence) {
+          const bool over = theirs->sequence != kNoOperation && theirs->sequence > sequence;
+          found.complete = found.complete && (over || !known(r).isHere());
+          theirs = nullptr;
+        }
+      } else {
+        found.complete = found.complete && channel_ && !known(r).isHere();
+      }
+      if (!theirs && sent && r == other && sequence == current_.sequence) theirs = sent;
+      if (!theirs) continue;
+      auto party = std::find_if(found.parties.begin(), found.parties.end(),
+                                [&](const Party& p) { return p.operation == *theirs; });
+      if (party == found.parties.end())
+        party = found.parties.insert(party, {.operation = *theirs, .ranks = {}});
+      party->ranks.push_back(r);
+    }
+    if (found.parties.size() > 1 || sequence == current_.sequence) return found;
+  }
+}
+
+void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
+  // Ask what the others called, to tell the majority from the minority.  They may disagree about
+  // this operation, or about one in which this rank did not wait.
+  const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
+  const uint64_t first = std::min(
+      about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));
+  Nanos next_ask = 0;
+  Census found = census(first, other, sent);
+  while (!found.complete && !failed() && now() < until) {
+    if (channel_ && now() >= next_ask) {
+      channel_->askForProgress(first);
+      next_ask = now() + kCensusPeriod;
+    }
+    sleepMillisecond();
+    // A rank that only sends runs ahead, and its later announcements replace what was found.
+    Census again = census(first, other, sent);
+    if (again.parties.size() > 1 || found.parties.size() < 2) found = std::move(again);
+  }
+  auto& [sequence, parties, complete] = found;
+  // All announced the same, but the data that came were of another operation.
+  if (parties.size() == 1 && sent) {
+    std::erase(parties[0].ranks, other);
+    parties.push_back({.operation = *sent, .ranks = {other}});
+  }
+  // The largest party is right; of equal ones, the first, which has the lowest rank.
+  const auto right = std::max_element(
+      parties.begin(), parties.end(),
+      [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
+  std::string text = "ranks disagree on operation #" + std::to_string(sequence) + ": ";
+  int culprit = -1;
+  for (const Party& party : parties) {
+    if (party.ranks == right->ranks) continue;
+    if (culprit < 0) culprit = party.ranks.front();
+    text += rankList(options_.shownAs(party.ranks)) + " called " + textOf(party.operation) + ", ";
+  }
+  if (culprit < 0) culprit = rank_;  // cannot happen: a mismatch makes at least two parties
+  text +=
+      "where " + rankList(options_.shownAs(right->ranks)) + " called " + textOf(right->operation);
+  fail(Failure::kMismatch, culprit, text);
+}
+
+// ---- ranks of other hosts
+
+// Stores a signature in that rank's mirror.
+void Arbiter::recordSignature(int rank, uint64_t sequence, const OpSignature& signature) {
+  const std::lock_guard lock(mutex_);
+  RankPage& mirror = page(rank);
+  OpSignature& slot = mirror.announcements[sequence % kAnnouncements];
+  // A late message does not replace what came after it.
+  if (slot.sequence != kNoOperation && slot.sequence > sequence) return;
+  slot = signature;
+  if (mirror.announced.observe() <= sequence) mirror.announced.publish(sequence + 1);
+}
+
+void Arbiter::onProcessEnded(int rank) {
+  recordLost({rank}, Observed::kEnded, kProcessEnded);
+  wakeAll();
+}
+
+void Arbiter::onPeersLost(const std::vector<int>& ranks, Observed observed,
+                          const std::string& how) {
+  recordLost(ranks, observed, how);
+  for (int r : ranks) checkDrained(r);
+  wakeAll();
+}
+
+void Arbiter::onDeparture(int rank, Declared how) {
+  std::atomic_ref(page(rank).departed).store(static_cast<uint32_t>(how), std::memory_order_release);
+  checkDrained(rank);
+  wakeAll();
+}
+
+void Arbiter::onDisconnect(int rank, const std::string& how, bool damaged) {
+  checkDrained(rank);
+  wakeAll();
+  if (std::exchange(peer(rank).disconnected, true)) return;
+  // Both ranks may be healthy, and the network between them broken: no other rank sees that.
+  channel_->callLater(damaged ? 0 : kExplainedTime, [this, rank, how] {
+    if (!known(rank).isHere() || known(rank_).declared == Declared::kGone) return;
+    decide({.kind = Failure::kPeerLost,
+            .culprit = rank,
+            .reporter = rank_,
+            .text = who(rank) + " is lost: " + how});
+  });
+}
+
+// An open connection may carry more of what a rank sent before it ended or left.
+void Arbiter::checkDrained(int rank) {
+  const PeerState state = known(rank);
+  const bool sends_no_more =
+      state.declared == Declared::kGone || state.observed == Observed::kEnded;
+  if (sends_no_more && !channel_->mayReceiveFrom(rank)) peer(rank).drained = true;
+}
+
+void Arbiter::onRemoteError(const GroupFailure& failure) {
+  decide(failure);
+}
+
+void Arbiter::onProgress(int rank, const net::Progress& progress) {
+  for (const OpSignature& one : progress.earlier) recordSignature(rank, one.sequence, one);
+  if (progress.announced > 0) recordSignature(rank, progress.announced - 1, progress.last);
+  const std::lock_guard lock(mutex_);
+  Peer& one = peer(rank);
+  one.waits_for = progress.waits_for;
+  one.streams = progress.streams;
+  if (!progress.stopped) one.streams_heard = now();
+  if (!known(rank).isLost()) one.observed = progress.stopped ? Observed::kStopped : Observed::kHere;
+  last_answer_ = one.last_progress = now();
+}
+
+net::Progress Arbiter::ownProgress(uint64_t since) {
+  const std::lock_guard lock(mutex_);
+  RankPage& own = page(rank_);
+  net::Progress progress;
+  progress.waits_for = waits_for_.load(std::memory_order_relaxed);
+  progress.streams = peer(rank_).streams;
+  progress.announced = own.announced.observe();
+  const uint64_t announced = progress.announced;
+  if (announced == 0) return progress;
+  progress.last = own.announcements[(announced - 1) % kAnnouncements];
+  since = std::max(since, announced - std::min(announced, kAnnouncements));
+  for (; since < announced - 1; ++since)
+    progress.earlier.push_back(own.announcements[since % kAnnouncements]);
+  return progress;
+}
+
+void Arbiter::publishStreams(const StreamProgress& own) {
+  const std::lock_guard lock(mutex_);
+  peer(rank_).streams = own;
+}
+
+std::pair<StreamProgress, Nanos> Arbiter::streamsOf(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const Peer& one = peers_[static_cast<size_t>(rank)];
+  return {one.streams, one.streams_heard};
+}
+
+// ---- texts
+
+// PyTorch's words for monitored_barrier: the ranks that did not arrive, and the one that waited.
+std::string Arbiter::monitoredBarrierText(const std::vector<int>& late) const {
+  const long ms = timeout_ / kMillisecond;
+  std::string text = late.size() > 1 ? "Ranks " : "Rank ";
+  text += joined(options_.shownAs(late), ", ");
+  text += " failed to pass monitoredBarrier in " + std::to_string(ms) + " ms";
+  if (late.size() > 1) text += ", Rank " + options_.shown(late.front()) + " first";
+  return text + ". Rank " + options_.shown(rank_) + " timed out in monitoredBarrier";
+}
+
+// With the root's rank as users know it.
+std::string Arbiter::textOf(OpSignature operation) const {
+  if (operation.root != kNoRoot) operation.root = options_.shownAs(operation.root);
+  return describe(operation);
+}
+
+std::string Arbiter::who(int r) const {
+  return "rank " + options_.shown(r) + " (" + peer(r).seat.name + ")";
+}
+
+std::string Arbiter::details(int r) const {
+  std::string text = peer(r).seat.name;
+  if (isStopped(r)) text += ", stopped";
+  const uint64_t done = page(r).announced.observe();
+  if (done == 0) return text + ", no operation so far";
+  OpSignature last;
+  {
+    const std::lock_guard lock(mutex_);
+    last = page(r).announcements[(done - 1) % kAnnouncements];
+  }
+  return text + ", last seen in " + textOf(last);
+}
+
+std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {
+  std::string text = rankList(options_.shownAs(ranks)) + " (";
+  for (int r : ranks) {
+    if (r != ranks.front()) text += "; ";
+    text += details(r);
+  }
+  return text + ")";
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,585 @@
+// Streams to and from all ranks, moved by the thread that waits.
+#include "transport/tcp/tcp_transport.h"
+
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/tcp/connection_count.h"
+#include "transport/tcp/stream.h"
+
+namespace ringreduce {
+
+using net::Connection;
+using net::Moved;
+
+struct TcpTransport::State {
+  struct Out {
+    Out(net::Pool& pool, const TcpOptions& options)
+        : stream(pool), count(options.min_connections, options.max_connections) {}
+    net::SendStream stream;
+    net::ConnectionCount count;
+    int requested = 0;  // connections, ever
+    Nanos next_look = 0;
+    bool busy = true;        // had a backlog at every look since the last sample
+    uint64_t operation = 0;  // the last one whose signature was sent
+    bool active = false;
+  };
+  struct In {
+    explicit In(net::Pool& pool) : stream(pool) {}
+    net::RecvStream stream;
+    OpSignature theirs;
+    uint64_t operation = 0;  // the last one in which something was expected
+    bool verified = true;
+    int expected = 0;  // expectations that were not released
+    bool active = false;
+  };
+  // What other threads pass in.
+  struct Accepted {
+    int from;
+    net::Socket socket;
+  };
+  struct Dialled {
+    int to, number;
+    net::Socket socket;
+    net::NotMade error;
+  };
+  // A lost rank, as the thread that waits for it sees it.
+  struct LostPeer {
+    Nanos quiet_since = 0;  // 0: the rank is not lost
+    uint64_t received = 0;
+  };
+
+  State(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options);
+
+  Out& out(int r) {
+    auto& out = outs[static_cast<size_t>(r)];
+    if (!out) out = std::make_unique<Out>(pool, options);
+    return *out;
+  }
+  In& in(int r) {
+    auto& in = ins[static_cast<size_t>(r)];
+    if (!in) in = std::make_unique<In>(pool);
+    return *in;
+  }
+  Out& announced(int to);
+  In& expecting(int from);
+
+  // ---- connections
+  void wake() const;
+  void collect();
+  void watch(Connection& connection) const;
+  static void limitUnsent(Out& o);
+  void dialFailed(int to, const net::NotMade& error);
+  void adaptConnections(int to, Out& o);
+  void request(int to, Out& o, int wanted);
+  void request(int to, Out& o);
+
+  // ---- waiting
+  bool progress();
+  bool pollSockets(int longest_ms);
+  void waitUntil(int r, Ready ready);
+  void checkPeers(int r, Ready ready, LostPeer& lost);
+  void throwIfLost(int r, Ready ready, LostPeer& lost);
+  void throwIfSilent();
+  void backOff(Nanos idle);
+
+  // How long a connection may be silent while the control connections live.
+  Nanos longestSilence() const { return 5 * options.lost_after; }
+
+  const int rank, size;
+  WaitGuard& guard;
+  const TcpOptions options;
+  Patience patience;
+  net::Pool pool;
+  Fd epoll, wakeup;
+  std::vector<std::unique_ptr<Out>> outs;  // by rank; null until something is sent
+  std::vector<std::unique_ptr<In>> ins;
+  std::vector<int> sending, receiving;  // ranks with bytes to move
+  OpSignature operation;
+  uint64_t operations = 0;
+  std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
+  Nanos next_silence_look = 0;
+  net::ConnectionBudget budget;
+
+  std::mutex mutex;  // of the next two
+  std::vector<Accepted> accepted;
+  std::vector<Dialled> dialled;
+
+  net::Connector connector;  // last: its threads use the members above
+};
+
+namespace {
+
+// A backlog from which the number of connections is reconsidered.
+constexpr uint64_t kBacklog = 1 << 20;
+constexpr Nanos kLookEvery = 10 * kMillisecond;
+// Limits of unsent bytes in a socket that shares a stream.  On a short path: enough until this
+// thread is back.  On a long path, where one connection may be far slower than the others: no more
+// than it sends soon, or all would wait for it at the end.
+constexpr int kMostUnsentNear = 256 << 10, kMostUnsentFar = 64 << 10;
+// A wait in which nothing moves for this long asks whether anything ever will.
+constexpr Nanos kIdle = kSecond / 2;
+// Bytes of buffers that are kept from one operation to the next.
+constexpr size_t kKeptBuffers = 64 << 20;
+
+bool isBbr(const Fd& socket) {
+  std::array<char, 16> name{};  // with the terminating zero
+  socklen_t size = name.size() - 1;
+  return getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) == 0 &&
+         std::string_view(name.data()).starts_with("bbr");
+}
+
+net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
+  net::ConnectionCount::Sample sample{
+      .time = now(), .sent = stream.sent(), .connections = stream.connections()};
+  for (int i = 0; i < stream.connections(); ++i) {
+    const Connection& connection = stream.connection(i);
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    // The minimum: the smoothed round trip includes the time that our own bytes queue.
+    const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
+    sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
+    sample.retransmits += info.tcpi_total_retrans;
+    if (i == 0) sample.bbr = isBbr(connection.socket);
+  }
+  return sample;
+}
+
+}  // namespace
+
+TcpTransport::State::State(int rank_, int size_, WaitGuard& guard_, net::Dial dial,
+                           const TcpOptions& options_)
+    : rank(rank_),
+      size(size_),
+      guard(guard_),
+      options(options_),
+      epoll(epoll_create1(EPOLL_CLOEXEC)),
+      wakeup(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      outs(static_cast<size_t>(size_)),
+      ins(static_cast<size_t>(size_)),
+      connector(std::move(dial)) {
+  if (!epoll || !wakeup)
+    throwErrno(Failure::kSetup, "no descriptors are left for a group's sockets");
+  epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
+  epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wakeup.get(), &event);
+}
+
+// The stream to a rank, after the signature of the operation.
+TcpTransport::State::Out& TcpTransport::State::announced(int to) {
+  Out& o = out(to);
+  if (o.operation != operations) {
+    o.operation = operations;
+    o.stream.send(&operation, sizeof operation);
+  }
+  if (!o.active) {
+    o.active = true;
+    sending.push_back(to);
+  }
+  return o;
+}
+
+TcpTransport::State::In& TcpTransport::State::expecting(int from) {
+  In& i = in(from);
+  if (i.operation != operations) {
+    i.operation = operations;
+    i.verified = false;
+    i.stream.expect(&i.theirs, sizeof i.theirs);
+  }
+  ++i.expected;
+  if (!i.active) {
+    i.active = true;
+    receiving.push_back(from);
+  }
+  return i;
+}
+
+// ---- connections
+
+void TcpTransport::State::wake() const {
+  const uint64_t one = 1;
+  // Fails only if the counter is full; then the thread wakes up anyway.
+  [[maybe_unused]] const ssize_t n = write(wakeup.get(), &one, sizeof one);
+}
+
+// Takes the connections that other threads have passed in.
+void TcpTransport::State::collect() {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t n = ::read(wakeup.get(), &count, sizeof count);
+  std::vector<Accepted> new_accepted;
+  std::vector<Dialled> new_dialled;
+  {
+    const std::lock_guard lock(mutex);
+    new_accepted.swap(accepted);
+    new_dialled.swap(dialled);
+  }
+  for (Accepted& one : new_accepted) {
+    net::RecvStream& stream = in(one.from).stream;
+    if (stream.openConnections() >= kMaxConnections) continue;  // no rank makes as many
+    net::probeWhenIdle(one.socket, longestSilence());
+    stream.add(std::move(one.socket));
+    watch(stream.connection(stream.connections() - 1));
+  }
+  for (Dialled& one : new_dialled) {
+    Out& o = out(one.to);
+    if (!one.error.why.empty()) dialFailed(one.to, one.error);
+    if (!one.socket) continue;
+    watch(o.stream.add(std::move(one.socket), one.number));
+    limitUnsent(o);
+  }
+}
+
+void TcpTransport::State::watch(Connection& connection) const {
+  epoll_event event{.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                    .data = {.ptr = &connection}};
+  if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0)
+    throwErrno(Failure::kSetup, "a connection cannot be watched");
+}
+
+// Keeps bytes here, where any connection may take them, and not in the socket of a slow one.  A
+// single connection takes all it can, so that it does not run dry while this thread is away.
+void TcpTransport::State::limitUnsent(Out& o) {
+  net::SendStream& stream = o.stream;
+  const int bytes = stream.used() == 1     ? -1
+                    : o.count.isLongPath() ? kMostUnsentFar
+                                           : kMostUnsentNear;
+  for (int i = 0; i < stream.connections(); ++i)
+    setsockopt(stream.connection(i).socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes,
+               sizeof bytes);
+}
+
+// An additional connection is optional; the first one is not.
+void TcpTransport::State::dialFailed(int to, const net::NotMade& error) {
+  Out& o = out(to);
+  if (o.stream.connections() > 0) return o.count.limit(o.stream.connections());
+  guard.broken(error.own ? rank : to, error.why);
+}
+
+// Adapts the number of connections to the stream's speed.
+void TcpTransport::State::adaptConnections(int to, Out& o) {
+  if (o.requested == 0) return request(to, o, options.min_connections);
+  o.busy = o.busy && o.stream.unsent() >= kBacklog;
+  if (o.stream.connections() == 0 || now() < o.next_look) return;
+  o.next_look = now() + kLookEvery;
+  const int wanted = o.count.look(sampleOf(o.stream), o.busy);
+  o.busy = true;
+  request(to, o, wanted);
+  if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
+    limitUnsent(o);
+}
+
+// The first connection in any case, more as far as the process may have them.
+void TcpTransport::State::request(int to, Out& o, int wanted) {
+  while (o.requested < wanted && (o.requested == 0 || budget.take())) request(to, o);
+  if (o.requested < wanted) o.count.limit(o.requested);
+}
+
+void TcpTransport::State::request(int to, Out& o) {
+  const int number = o.requested++;
+  connector.call(to, number, [this, to, number](net::Socket socket, const net::NotMade& error) {
+    const std::lock_guard lock(mutex);
+    dialled.push_back({to, number, std::move(socket), error});
+    wake();
+  });
+}
+
+// ---- waiting
+
+// Moves what can be moved; false if nothing could.
+bool TcpTransport::State::progress() {
+  bool moved = false;
+  for (size_t i = 0; i < receiving.size(); ++i) {
+    const int from = receiving[i];
+    net::RecvStream& stream = in(from).stream;
+    const Moved result = stream.progress();
+    if (result == Moved::kBroken) guard.broken(from, stream.why());
+    moved = moved || result == Moved::kSome;
+  }
+  for (size_t i = 0; i < sending.size();) {
+    const int to = sending[i];
+    Out& o = out(to);
+    adaptConnections(to, o);
+    const Moved result = o.stream.progress();
+    if (result == Moved::kBroken) guard.broken(to, o.stream.why());
+    moved = moved || result == Moved::kSome;
+    if (o.stream.idle()) {
+      o.active = false;
+      sending[i] = sending.back();
+      sending.pop_back();
+    } else {
+      ++i;
+    }
+  }
+  return moved;
+}
+
+// Marks the connections for which epoll reports something, waiting up to `longest_ms` for it. False
+// if there is none.
+bool TcpTransport::State::pollSockets(int longest_ms) {
+  std::array<epoll_event, 64> events;
+  const int n = epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), longest_ms);
+  bool woken = false;
+  for (int i = 0; i < n; ++i) {
+    const epoll_event& event = events[static_cast<size_t>(i)];
+    auto* connection = static_cast<Connection*>(event.data.ptr);
+    if (!connection) {
+      woken = true;
+      continue;
+    }
+    connection->ready = true;
+    if (event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) connection->hangup = true;
+  }
+  if (woken) collect();
+  return n > 0;
+}
+
+// Waits until ready() is true; rank r must make it so.
+void TcpTransport::State::waitUntil(int r, const Ready ready) {
+  if (ready()) return;
+  Nanos idle_since = 0;  // 0: something moved
+  Nanos next_check = now() + kLongestSleep;
+  LostPeer lost;
+  for (;;) {
+    const bool moved = progress();
+    if (ready()) return;
+    const Nanos time = now();
+    if (moved)
+      idle_since = 0;
+    else if (idle_since == 0)
+      idle_since = time;
+    if (time >= next_check || guard.failed()) {
+      checkPeers(r, ready, lost);
+      if (idle_since != 0 && time - idle_since >= kIdle) guard.idle(ready);
+      next_check = now() + kLongestSleep / 2;
+    }
+    if (moved)
+      pollSockets(0);
+    else
+      backOff(time - idle_since);
+  }
+}
+
+// Throws if the group has failed, or the wait cannot end.
+void TcpTransport::State::checkPeers(int r, const Ready ready, LostPeer& lost) {
+  // If this process was stopped, all that it waits for may be in its sockets already.
+  auto ready_after_draining = [&] {
+    while (progress()) {
+    }
+    return ready();
+  };
+  guard.poll(r, Ready(ready_after_draining));
+  throwIfLost(r, ready, lost);
+  throwIfSilent();
+}
+
+// Throws if rank r is lost and all that it sent before has arrived: its system goes on sending the
+// rest for as long as that takes.
+void TcpTransport::State::throwIfLost(int r, const Ready ready, LostPeer& lost) {
+  const PeerState state = guard.stateOf(r);
+  if (state.isHere()) return;
+  collect();
+  while (progress()) {
+  }
+  if (ready()) return;
+  const net::RecvStream& stream = in(r).stream;
+  if (lost.quiet_since == 0 || lost.received != stream.received())
+    lost = {.quiet_since = now(), .received = stream.received()};
+  if (state.observed == Observed::kUnreachable || !stream.isOpen() ||
+      now() - lost.quiet_since > 2 * options.lost_after)
+    guard.broken(r, "it is gone");
+}
+
+// Throws if a connection is dead.  Looks at those to all ranks: the rank that is awaited may itself
+// wait for bytes from a dead connection of this one.
+void TcpTransport::State::throwIfSilent() {
+  const Nanos time = now();
+  if (time < next_silence_look) return;
+  next_silence_look = time + longestSilence() / 8;
+  for (int r = 0; r < size; ++r) {
+    const auto& o = outs[static_cast<size_t>(r)];
+    for (int i = 0; o && i < o->stream.connections(); ++i) {
+      Connection& connection = o->stream.connection(i);
+      const Nanos silent = connection.silence.look(connection.socket);
+      if (silent <= longestSilence() || !guard.stateOf(r).isHere()) continue;
+      guard.broken(r, "nothing that was sent " + net::routeOf(connection.socket) +
+                          " has arrived for " + std::to_string(silent / kSecond) +
+                          " s, while its control connection lives: something between these two "
+                          "addresses drops packets");
+    }
+  }
+}
+
+// Spins, then yields, then sleeps, after `idle` of time in which nothing moved.
+void TcpTransport::State::backOff(Nanos idle) {
+  if (idle < patience.spin) {
+    pollSockets(0);
+  } else if (idle < patience.spin + patience.yield) {
+    if (!pollSockets(0)) sched_yield();
+  } else {
+    pollSockets(static_cast<int>(kLongestSleep / kMillisecond));
+  }
+}
+
+// ---- the interface
+
+TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
+                           const TransportOptions& options, const TcpOptions& tcp)
+    : Transport(rank, size, guard, options),
+      state_(std::make_unique<State>(rank, size, guard, std::move(dial), tcp)) {}
+
+TcpTransport::~TcpTransport() = default;
+
+void TcpTransport::setPatience(Patience patience) {
+  state_->patience = patience;
+}
+
+void TcpTransport::accept(int from, net::Socket socket) {
+  const std::lock_guard lock(state_->mutex);
+  std::vector<State::Accepted>& accepted = state_->accepted;
+  if (std::ranges::count(accepted, from, &State::Accepted::from) >= kMaxConnections) return;
+  accepted.push_back({from, std::move(socket)});
+  state_->wake();
+}
+
+void TcpTransport::begin(const OpSignature& operation) {
+  scratch_.reset();
+  ++state_->operations;
+  // It is sent as it lies in memory, so the padding must be zero.
+  std::memset(static_cast<void*>(&state_->operation), 0, sizeof operation);
+  OpSignature& own = state_->operation;
+  own.sequence = operation.sequence;
+  own.count = operation.count;
+  own.history = operation.history;
+  own.kind = operation.kind;
+  own.dtype = operation.dtype;
+  own.op = operation.op;
+  own.root = operation.root;
+  own.parts = operation.parts;
+}
+
+void TcpTransport::advance() {
+  state_->pollSockets(0);
+  state_->progress();
+}
+
+void TcpTransport::finish() {
+  while (!state_->sending.empty()) {
+    const int to = state_->sending.front();
+    auto sent = [&] { return state_->out(to).stream.idle(); };
+    state_->waitUntil(to, Ready(sent));
+    state_->progress();  // removes idle streams from `sending`
+  }
+  state_->pool.trim(kKeptBuffers);
+  uint64_t taken = 0;
+  for (const auto& out : state_->outs)
+    if (out) taken += out->stream.taken();
+  state_->taken.store(taken, std::memory_order_relaxed);
+}
+
+uint64_t TcpTransport::bytesSent() const {
+  return state_->taken.load(std::memory_order_relaxed);
+}
+
+void TcpTransport::send(int to, const void* data, size_t bytes) {
+  state_->announced(to).stream.send(data, bytes);
+}
+
+std::byte* TcpTransport::acquire(int to) {
+  net::SendStream& stream = state_->out(to).stream;
+  auto has_room = [&] { return stream.buffersInFlight() < kWindow; };
+  state_->waitUntil(to, Ready(has_room));
+  return state_->pool.take();
+}
+
+void TcpTransport::post(int to, std::byte* buffer, size_t bytes) {
+  state_->announced(to).stream.sendBuffer(buffer, bytes);
+}
+
+void TcpTransport::expect(int from, void* data, size_t bytes) {
+  state_->expecting(from).stream.expect(data, bytes);
+}
+
+void TcpTransport::expect(int from, size_t bytes) {
+  state_->expecting(from).stream.expect(nullptr, bytes);
+}
+
+const std::byte* TcpTransport::peek(int from) {
+  State::In& in = state_->in(from);
+  auto arrived = [&] { return in.stream.ready(); };
+  if (!in.verified) {
+    state_->waitUntil(from, Ready(arrived));
+    in.stream.pop();
+    if (!isSound(in.theirs, state_->size))
+      state_->guard.broken(from, "it announced what no rank would");
+    in.verified = true;
+    state_->guard.verify(from, in.theirs);
+  }
+  state_->waitUntil(from, Ready(arrived));
+  return in.stream.front();
+}
+
+void TcpTransport::release(int from) {
+  State::In& in = state_->in(from);
+  in.stream.pop();
+  if (--in.expected > 0) return;
+  in.active = false;
+  std::erase(state_->receiving, from);
+}
+
+void TcpTransport::leave(Nanos longest) {
+  const auto forEachConnection = [&](const auto& body) {
+    for (int r = 0; r < state_->size; ++r)
+      if (const auto& out = state_->outs[static_cast<size_t>(r)])
+        for (int i = 0; i < out->stream.connections(); ++i)
+          body(r, out->stream.connection(i).socket.get());
+  };
+  const auto isInFlight = [&] {
+    bool in_flight = false;
+    forEachConnection([&](int r, int socket) {
+      int bytes = 0;
+      in_flight = in_flight || (state_->guard.stateOf(r).isHere() &&
+                                ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0);
+    });
+    return in_flight;
+  };
+  Nanos nap = 100 * kMicrosecond;
+  for (const Nanos limit = deadlineIn(longest);
+       now() < limit && !state_->guard.failed() && isInFlight();
+       nap = std::min(2 * nap, 5 * kMillisecond))
+    std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
+  forEachConnection([](int, int socket) { shutdown(socket, SHUT_WR); });
+}
+
+size_t TcpTransport::stagingBytes() const {
+  return state_->pool.bytes();
+}
+
+std::vector<std::string> TcpTransport::routes() const {
+  const std::vector<int>& shown = state_->options.shown;
+  std::vector<std::string> all;
+  for (int r = 0; r < state_->size; ++r)
+    if (const auto& out = state_->outs[static_cast<size_t>(r)]; out && out->requested > 0)
+      all.push_back("to rank " + std::to_string(shown.empty() ? r : shown[static_cast<size_t>(r)]) +
+                    ": " + out->count.why());
+  return all;
+}
+
+}  // namespace ringreduce

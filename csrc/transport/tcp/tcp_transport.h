@@ -1,0 +1,67 @@
+// The transport over TCP: one or more connections in each direction between two ranks, made when a
+// rank first sends.  The thread that waits moves all bytes; there is no other thread for data.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "transport/tcp/connector.h"
+#include "transport/tcp/socket.h"
+#include "transport/transport.h"
+#include "transport/wait_guard.h"
+
+namespace ringreduce {
+
+// Connections that a rank may make to another.
+inline constexpr int kMaxConnections = 64;
+
+struct TcpOptions {
+  // Connections to a rank; the number is adapted between these two (connection_count.h).
+  int min_connections = 1;
+  int max_connections = kMaxConnections;
+  // The rank numbers to show in routes(), if they differ from the transport's own.
+  std::vector<int> shown = {};
+  // When the control ring declares a rank lost.  Bytes of a rank that has left or ended are awaited
+  // for twice as long after the last ones arrived.
+  Nanos lost_after = 3 * kSecond;
+};
+
+class TcpTransport final : public Transport {
+ public:
+  // `dial` makes connections of any number to a rank.
+  TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
+               const TransportOptions& options = {}, const TcpOptions& tcp = {});
+  ~TcpTransport() override;
+
+  // Takes a connection that rank `from` has made, or closes it if that rank has kMaxConnections.
+  // From any thread.
+  void accept(int from, net::Socket socket);
+
+  void begin(const OpSignature& operation) override;
+  void advance() override;
+  void finish() override;
+  void send(int to, const void* data, size_t bytes) override;
+  std::byte* acquire(int to) override;
+  void post(int to, std::byte* buffer, size_t bytes) override;
+  void expect(int from, void* data, size_t bytes) override;
+  void expect(int from, size_t bytes) override;
+  const std::byte* peek(int from) override;
+  void release(int from) override;
+
+  void setPatience(Patience patience) override;
+  void leave(Nanos longest) override;
+  size_t stagingBytes() const override;
+  uint64_t bytesSent() const override;
+  // How many connections there are to each rank, and why.
+  std::vector<std::string> routes() const override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,147 @@
+// The interface between collectives and a network: one ordered stream of bytes to and one from each
+// rank.  A network implements this class; collectives know nothing else of it.  Ranks that share
+// memory use transport/shm/exchange.h instead.
+//
+// An operation runs between begin() and finish().
+//
+// Matching.  Sends and expectations match by order only: what one rank sends, the other must expect
+// in the same order.  The pieces may differ: one send may fill two expectations.  The first bytes
+// that two ranks exchange in an operation, in each direction, are its signature; the transport adds
+// it.  peek() compares it with its own before it returns.  Lengths may be 0: the signature is sent
+// and awaited all the same.
+//
+// Memory.  Memory given to send() and expect() belongs to the transport until finish() returns, or
+// until release() for what was expected.  It may be read at any time until then, so it must not
+// change; the exception is in collectives/stream_primitives.h.
+//
+// Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
+// from all ranks, polls the WaitGuard, and throws what it throws.  So a collective cannot deadlock
+// if for each rank that waits in peek(), the sender reaches its send().
+//
+// One thread at a time uses a transport, unless a function says otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "algorithm/choose.h"
+#include "base/bytes.h"
+#include "base/clock.h"
+#include "base/op_signature.h"
+#include "transport/wait_guard.h"
+
+namespace ringreduce {
+
+inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
+
+// What collectives choose their algorithms by.
+struct TransportOptions {
+  Algorithm algorithm = Algorithm::kAuto;
+  WireCost cost = {};
+};
+
+// Memory for one operation.  Blocks are kept for the next one, so that small calls allocate
+// nothing; large blocks are freed.
+class Scratch {
+ public:
+  // Aligned for any element; not initialised.
+  std::byte* take(size_t bytes) {
+    while (current_ < blocks_.size()) {
+      Block& block = blocks_[current_];
+      if (bytes <= block.bytes - block.taken) {
+        std::byte* memory = block.memory.get() + block.taken;
+        block.taken += roundUp(bytes, kAlignment);
+        return memory;
+      }
+      ++current_;
+    }
+    const size_t size = roundUp(bytes < kSmallest ? kSmallest : bytes, kAlignment);
+    blocks_.push_back({std::make_unique_for_overwrite<std::byte[]>(size), size, 0});
+    return take(bytes);
+  }
+
+  // Makes all memory available again.
+  void reset() {
+    std::erase_if(blocks_, [](const Block& block) { return block.bytes > kLargestKept; });
+    for (Block& block : blocks_) block.taken = 0;
+    current_ = 0;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kSmallest = 64 << 10, kLargestKept = 4 << 20;
+
+  struct Block {
+    std::unique_ptr<std::byte[]> memory;
+    size_t bytes, taken;
+  };
+  std::vector<Block> blocks_;
+  size_t current_ = 0;  // the first that may have room
+};
+
+class Transport {
+ public:
+  Transport(int rank, int size, WaitGuard& guard, TransportOptions options)
+      : rank_(rank), size_(size), guard_(guard), options_(options) {}
+  virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  WaitGuard& guard() const { return guard_; }
+  const TransportOptions& options() const { return options_; }
+
+  // Starts an operation.
+  virtual void begin(const OpSignature& operation) = 0;
+  // Moves what can be moved.  Call it during long computations.
+  virtual void advance() = 0;
+  // Waits until everything was sent.  Then all memory belongs to the caller again.
+  virtual void finish() = 0;
+
+  // Sends bytes to a rank.
+  virtual void send(int to, const void* data, size_t bytes) = 0;
+  // Returns a buffer of kPieceBytes, to be filled and passed to post().  Waits while kWindow
+  // buffers to that rank are in flight.
+  virtual std::byte* acquire(int to) = 0;
+  static constexpr size_t kWindow = 256;
+  // Sends the first `bytes` of that buffer.
+  virtual void post(int to, std::byte* buffer, size_t bytes) = 0;
+
+  // Names the destination of the next bytes from a rank.
+  virtual void expect(int from, void* data, size_t bytes) = 0;
+  // The same, into a buffer of the transport: at most kPieceBytes.
+  virtual void expect(int from, size_t bytes) = 0;
+  // Waits until the oldest expectation is complete, and returns its data.
+  virtual const std::byte* peek(int from) = 0;
+  // Ends the oldest expectation.
+  virtual void release(int from) = 0;
+
+  // Memory until finish(), to send from or to receive into.
+  std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
+
+  virtual void setPatience(Patience) {}
+  // After the last operation: waits, at most `longest`, until the other ranks' systems have all
+  // bytes, and closes this side.
+  virtual void leave(Nanos /*longest*/) {}
+
+  // Bytes of memory for its buffers.
+  virtual size_t stagingBytes() const { return 0; }
+  // Bytes sent up to the end of the last operation, headers included.  From any thread.
+  virtual uint64_t bytesSent() const { return 0; }
+  // For each rank that was sent to: how it is reached, in words.
+  virtual std::vector<std::string> routes() const { return {}; }
+
+ protected:
+  Scratch scratch_;  // begin() resets it
+
+ private:
+  const int rank_, size_;
+  WaitGuard& guard_;
+  const TransportOptions options_;
+};
+
+}  // namespace ringreduce

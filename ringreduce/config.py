@@ -1,0 +1,53 @@
+"""`python -m ringreduce.config`: all environment variables, and what is in force now.
+
+The table is that of csrc/base/config.cc.  The exit status is 1 if a value cannot be read.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from ringreduce._backend import extension
+
+
+def variables() -> list[dict[str, str]]:
+    """A dictionary for each variable.
+
+    Its keys are name, default, values (which are allowed), meaning, holds (whose value holds),
+    reader ("core" or "Python"), value (in force now; the default if the variable is not set),
+    source ("environment" or "default") and error ("" if the value can be read).
+    """
+    rows = extension().config()
+    for row in rows:
+        row["source"] = "environment" if row["value"] else "default"
+        row["value"] = row["value"] or row["default"]
+    return list(rows)
+
+
+def text_of(row: dict[str, str]) -> str:
+    """A variable as lines for people."""
+    lines = [f"{row['name']} = {row['value']}  ({row['source']})"]
+    if row["error"]:
+        lines.append(f"    error: {row['error']}")
+    reader = ", read by Python" if row["reader"] == "Python" else ""
+    lines.append(f"    {row['meaning']} ({row['holds']}{reader})")
+    lines.append(f"    values: {row['values']}; default: {row['default']}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the variables; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ringreduce.config",
+        description="Print all environment variables of ringreduce and the values in force.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    rows = variables()
+    print(json.dumps(rows, indent=2) if options.json else "\n".join(map(text_of, rows)))
+    return int(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

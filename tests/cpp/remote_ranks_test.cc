@@ -1,0 +1,299 @@
+// The watchdog between hosts, without a GPU: groups over sockets, where an operation is a switch.
+#include "cuda/remote_ranks.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+
+#include "check.h"
+#include "processes.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+using namespace ringreduce::cuda;
+using ranks::failureOf;
+
+namespace {
+
+constexpr Nanos kSoon = 100 * kMillisecond;
+
+void sleepFor(Nanos time) {
+  std::this_thread::sleep_for(std::chrono::nanoseconds(time));
+}
+
+GroupOptions named() {
+  return {.name = "test", .timeout = 20 * kSecond, .stall = 3600 * kSecond};
+}
+
+struct Rank {
+  explicit Rank(Group& of)
+      : group(of),
+        watcher(of, std::make_unique<RemoteRanks>(
+                        of, RemoteRanks::Hooks{
+                                .transport_error = [this] { return broken ? "NCCL says so" : ""; },
+                                .check_host =
+                                    [this] {
+                                      if (host_failed)
+                                        group.fail(Failure::kPeerLost, 0, "a neighbour died");
+                                    },
+                                .poison = [this] { poisoned = true; },
+                                .end_waits =
+                                    [this](const std::string&) {
+                                      begun = done = true;
+                                      ++ended;
+                                    }})) {}
+
+  void start(uint64_t count, Nanos timeout = 20 * kSecond, bool has_begun = true) {
+    watcher.announce({.count = count,
+                      .kind = Kind::kAllReduce,
+                      .dtype = DType::kFloat32,
+                      .op = static_cast<uint8_t>(ReduceOp::kSum)});
+    begun = has_begun;
+    watcher.entrust(timeout, [this] { return done.load(); }, {}, [this] { return begun.load(); });
+  }
+  Failure ends(const std::string& words) {
+    return failureOf([&] { watcher.wait(20 * kSecond); }, words);
+  }
+  // The group's error, as all ranks have it.
+  std::string error() {
+    try {
+      watcher.wait(20 * kSecond);
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      return text.substr(0, text.find_first_of(",.", text.find("; noticed by")));
+    }
+    return "";
+  }
+
+  Group& group;
+  std::function<void()> meet;  // waits for all ranks, once, whatever becomes of the group
+  std::atomic<bool> begun{true}, done{false}, broken{false}, host_failed{false}, poisoned{false};
+  std::atomic<int> ended{0};
+  Watcher watcher;  // last: its threads use the rest
+};
+
+// Ranks are threads.  Afterwards all have the same error.
+void inRanks(int size, const std::function<void(Rank&)>& body,
+             const GroupOptions& options = named()) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  std::atomic<int> here{0}, met{0}, over{0};
+  std::vector<std::string> errors(static_cast<size_t>(size));
+  ranks::inGroup(
+      size,
+      [&](Group& group) {
+        Rank rank(group);
+        const auto await = [&](std::atomic<int>& count) {
+          for (++count; count < size;) sleepFor(kMillisecond);
+        };
+        rank.meet = [&] { await(met); };
+        await(here);
+        try {
+          body(rank);
+          errors[static_cast<size_t>(group.rank())] = rank.error();
+        } catch (...) {
+          await(over);
+          throw;
+        }
+        await(over);  // a rank that leaves early would be reported
+      },
+      options);
+  for (const std::string& error : errors) CHECK_EQ(error, errors[0]);
+}
+
+// Ranks are processes, of which `doomed` is killed.
+void inProcesses(int size, const std::function<void(Rank&)>& body, int doomed) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  processes::inGroup(size,
+                     [&](Group& group) {
+                       Rank rank(group);
+                       group.run({Barrier{}});
+                       body(rank);
+                     },
+                     named(), {doomed});
+}
+
+}  // namespace
+
+TEST(operations_that_end_are_waited_for) {
+  inRanks(2, [](Rank& rank) {
+    for (int i = 0; i < 3; ++i) {
+      rank.done = false;
+      rank.start(100);
+      CHECK(!rank.watcher.wait(i == 0 ? 1500 * kMillisecond : 0));
+      const StreamProgress other = rank.group.streamsOf(1 - rank.group.rank()).first;
+      CHECK(i > 0 || (other.announced >= 1 && other.oldest.count == 100 && other.begun));
+      rank.group.run({Barrier{}});
+      rank.done = true;
+      CHECK(rank.watcher.wait(20 * kSecond));
+    }
+    rank.watcher.check();
+    CHECK(rank.watcher.settle(0));
+    CHECK(rank.ended == 0 && !rank.poisoned);
+  });
+}
+
+TEST(a_timeout_names_who_did_not_come) {
+  std::atomic<int> told{0};
+  inRanks(4, [&](Rank& rank) {
+    const bool absent = rank.group.rank() % 2 == 1;
+    while (absent && told < 2) sleepFor(kMillisecond);
+    if (absent) {
+      CHECK(failureOf([&] { rank.start(100); }, "did not arrive") == Failure::kTimeout);
+    } else {
+      rank.start(100, 6 * kSoon);
+      CHECK(rank.ends("ranks 1 and 3 (pid ") == Failure::kTimeout);
+      ++told;
+      CHECK(rank.ends(") did not arrive: GPU all_reduce #0 (float32, 100 elements, SUM) timed out "
+                      "after a timeout of 0.6 s") == Failure::kTimeout);
+      CHECK(rank.poisoned);
+      CHECK_EQ(rank.ended.load(), 1);
+    }
+  });
+}
+
+TEST(who_has_other_work_before_it_is_behind) {
+  inRanks(2, [](Rank& rank) {
+    rank.start(100, 8 * kSoon, rank.group.rank() == 0);
+    CHECK(rank.ends("came, but with other work in its stream before it") == Failure::kTimeout);
+    CHECK(rank.ends("rank 1 (pid") == Failure::kTimeout);
+  });
+}
+
+TEST(when_all_have_come_nobody_is_blamed) {
+  inRanks(3, [](Rank& rank) {
+    rank.start(100, 8 * kSoon);
+    CHECK(rank.ends("all ranks came") == Failure::kTimeout);
+  });
+}
+
+TEST(time_counts_from_when_the_stream_has_come_to_it) {
+  inRanks(2, [](Rank& rank) {
+    rank.start(100, kSoon, false);
+    CHECK(!rank.watcher.wait(8 * kSoon));
+    rank.begun = true;
+    CHECK(rank.ends("timed out") == Failure::kTimeout);
+  });
+}
+
+TEST(ranks_that_wait_in_different_operations_are_told) {
+  inRanks(3, [](Rank& rank) {
+    rank.start(rank.group.rank() == 2 ? 101 : 100);
+    CHECK(rank.ends("ranks disagree on GPU operation #0: rank") == Failure::kMismatch);
+    CHECK(rank.ends("100 elements") == Failure::kMismatch);
+    CHECK(rank.ends("101 elements") == Failure::kMismatch);
+  });
+}
+
+TEST(an_abort_reaches_those_who_wait) {
+  inRanks(3, [](Rank& rank) {
+    if (rank.group.rank() != 1) rank.start(100);
+    rank.meet();
+    if (rank.group.rank() == 1) rank.watcher.abort("for a test");
+    CHECK(rank.ends("rank 1 (pid") == Failure::kAborted);
+    CHECK(rank.ends("aborted group 'test': for a test; noticed by rank 1") == Failure::kAborted);
+    CHECK(failureOf([&] { rank.start(1); }, "for a test") == Failure::kAborted);
+  });
+}
+
+TEST(an_interrupt_ends_it_for_all) {
+  static thread_local bool interrupted;
+  GroupOptions options = named();
+  options.interrupt = [] {
+    if (interrupted) throw std::runtime_error("Ctrl-C");
+  };
+  inRanks(
+      2,
+      [](Rank& rank) {
+        rank.start(100);
+        interrupted = rank.group.rank() == 0;
+        try {
+          CHECK(rank.ends("interrupted while it waited for GPU operations") == Failure::kAborted);
+        } catch (const std::runtime_error& error) {
+          CHECK_EQ(std::string(error.what()), "Ctrl-C");
+        }
+        interrupted = false;
+      },
+      options);
+}
+
+// NCCL says that a rank is gone, but not which; a rank that knows is believed.
+TEST(who_only_guesses_lets_others_tell_first) {
+  inRanks(3, [](Rank& rank) {
+    rank.start(100);
+    sleepFor(rank.group.rank() == 1 ? 3 * kSoon : 0);
+    (rank.group.rank() == 1 ? rank.host_failed : rank.broken) = true;
+    CHECK(rank.ends("a neighbour died, in group 'test'; noticed by rank 1") == Failure::kPeerLost);
+  });
+  inRanks(2, [](Rank& rank) {
+    rank.start(100);
+    rank.broken = true;
+    CHECK(rank.ends("NCCL says so, in group 'test'; noticed by rank") == Failure::kPeerLost);
+    CHECK_EQ(rank.ended.load(), 1);
+  });
+}
+
+TEST(a_gpu_that_fails_ends_it_for_all) {
+  inRanks(2, [](Rank& rank) {
+    if (rank.group.rank() == 0) {
+      rank.start(100);
+      rank.meet();
+    } else {
+      rank.watcher.announce({.count = 100, .kind = Kind::kAllReduce});
+      rank.meet();
+      rank.watcher.entrust(kSecond,
+                           []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
+    }
+    CHECK(rank.ends("gave up: the GPU has failed") == Failure::kAborted);
+  });
+}
+
+// Whatever NCCL does: its transfers simply never end here.
+TEST(a_killed_process_is_named_and_its_waits_end) {
+  inProcesses(
+      3,
+      [](Rank& rank) {
+        rank.start(100);
+        if (rank.group.rank() == 2) raise(SIGKILL);
+        CHECK(rank.ends("rank 2 (pid ") == Failure::kPeerLost);
+        CHECK(rank.error().ends_with(
+            "is lost: its process ended during GPU all_reduce #0 (float32, 100 elements, SUM), in "
+            "group 'test'; noticed by rank 0"));
+        CHECK(rank.poisoned);
+        CHECK_EQ(rank.ended.load(), 1);
+      },
+      2);
+}
+
+TEST(a_stopped_process_is_named) {
+  inProcesses(
+      3,
+      [](Rank& rank) {
+        rank.start(100, kSecond);
+        const int pid = getpid();
+        int pids[3];
+        rank.group.run({AllGather{.input = &pid,
+                                  .outputs = {&pids[0], &pids[1], &pids[2]},
+                                  .counts = {1, 1, 1},
+                                  .dtype = DType::kInt32}});
+        if (rank.group.rank() == 1) raise(SIGSTOP);
+        CHECK(rank.ends("rank 1 (pid ") == Failure::kTimeout);
+        CHECK(rank.ends("came, and then stood still") == Failure::kTimeout);
+        if (rank.group.rank() == 0) kill(pids[1], SIGKILL);
+      },
+      1);
+}
+
+TEST(a_rank_that_leaves_is_named) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  ranks::inGroup(
+      2,
+      [](Group& group) {
+        Rank rank(group);
+        group.run({Barrier{}});
+        if (group.rank() == 1) return;
+        rank.start(100);
+        CHECK(rank.ends("has left the group during GPU all_reduce #0") == Failure::kPeerLost);
+      },
+      named());
+}

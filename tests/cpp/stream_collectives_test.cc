@@ -1,0 +1,138 @@
+// The collectives over streams, over TCP and over the stand-in, which is as hard on them as the
+// contract allows, against what they must give: the bits that shared memory gives.
+#include "collectives/stream_primitives.h"
+#include "ranks.h"
+#include "stand_in_transport.h"
+#include "stream_cases.h"
+#include "stream_meetings.h"
+#include "stream_moves.h"
+#include "tcp_world.h"
+
+using namespace ringreduce;
+using stream_cases::Caller;
+using stream_cases::kMostRanks;
+using tcp_world::OneRank;
+
+namespace {
+
+void overTcp(int P, const TransportOptions& options, const std::function<void(Caller&)>& body) {
+  tcp_world::overTcp(
+      P,
+      [&](OneRank& one) {
+        Caller call(one.transport(),
+                    [&](const OpSignature& a, const std::function<void(Transport&)>& run) {
+                      one.operation(run, a.kind, a.count);
+                    });
+        body(call);
+      },
+      {}, 60 * kSecond, options);
+}
+
+void overStandIn(int P, const TransportOptions& options, const std::function<void(Caller&)>& body) {
+  stand_in::overStandIn(P, options, [&](Caller& call, stand_in::Net&) { body(call); });
+}
+
+// What the stand-in says of `body`, run by two ranks.
+std::string complaint(const std::function<void(Transport&, stand_in::Net&)>& body) {
+  try {
+    stand_in::overStandIn(2, {}, [&](Caller& call, stand_in::Net& net) {
+      call.perform([&](Transport& transport) { body(transport, net); });
+    });
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST(reductions_of_every_kind) {
+  stream_cases::checkReductions(overTcp, kMostRanks, 60000);
+}
+
+TEST(reductions_of_every_kind_over_the_stand_in) {
+  stream_cases::checkReductions(overStandIn, kMostRanks, 60000);
+}
+
+TEST(moves_of_every_kind) {
+  stream_cases::checkMoves(overTcp, kMostRanks, 50000);
+}
+
+TEST(moves_of_every_kind_over_the_stand_in) {
+  stream_cases::checkMoves(overStandIn, kMostRanks, 50000);
+}
+
+TEST(a_barrier_is_one) {
+  stream_cases::checkBarrier(overTcp, kMostRanks);
+  stream_cases::checkBarrier(overStandIn, kMostRanks);
+}
+
+TEST(ranks_that_disagree_find_out) {
+  stream_cases::checkMeetings(overTcp, 4);
+  stream_cases::checkUnequalCounts(overTcp, 3);
+  stream_cases::checkMeetings(overStandIn, 5);
+  stream_cases::checkUnequalCounts(overStandIn, 4);
+}
+
+TEST(a_ring_of_more_slices_than_buffers) {
+  stream_cases::checkWindow(overTcp, 4, Transport::kWindow, 300);
+}
+
+TEST(a_ring_runs_with_few_buffers) {
+  const auto few = [](int P, const TransportOptions& options, const auto& body) {
+    stand_in::overStandIn(P, options, [&](Caller& call, stand_in::Net&) { body(call); },
+                          {.buffers_out = 6, .buffers_in = 1});
+  };
+  stream_cases::checkWindow(few, 6, 6, 23);
+}
+
+TEST(the_stand_in_is_hard_on_mistakes) {
+  const auto other = [](const Transport& transport) { return 1 - transport.rank(); };
+  int memory[] = {1, 1};  // outlives both ranks: one may read it while the other fails
+  CHECK_EQ(complaint([&](Transport& transport, stand_in::Net& net) {
+             int got = 0, &lent = memory[transport.rank()];
+             transport.send(other(transport), &lent, sizeof lent);
+             {  // The write is the mistake.  The lock keeps it from being a data race too.
+               const std::lock_guard lock(net.mutex);
+               lent = 2;
+             }
+             transport.expect(other(transport), &got, sizeof got);
+             transport.peek(other(transport));
+             transport.release(other(transport));
+             transport.finish();
+           }),
+           "memory was written while it was lent");
+  CHECK_EQ(complaint([&](Transport& transport, stand_in::Net&) {
+             transport.expect(other(transport), 1);
+             transport.peek(other(transport));
+           }),
+           "deadlock");
+  CHECK_EQ(complaint([&](Transport& transport, stand_in::Net&) {
+             transport.expect(other(transport), 1);
+           }),
+           "something was expected and not taken");
+}
+
+TEST(a_window_is_bounded_by_what_the_whole_ring_has_under_way) {
+  CHECK_EQ(streamWindow(1000, 4, 256), 127u);
+  CHECK_EQ(streamWindow(100, 4, 256), 100u);
+  for (const int ranks : {16, 100, 1000, 16'000}) {
+    const size_t window = streamWindow(1000, ranks, 256);
+    CHECK(window >= 1 &&
+          window * static_cast<size_t>(ranks) <=
+              std::max<size_t>(kMostUnderWay / kPieceBytes, static_cast<size_t>(ranks)));
+  }
+}
+
+TEST(shared_memory_gives_the_same_bits) {
+  for (int P : {2, 3, 5}) {
+    const auto cases = stream_cases::reductions(P, static_cast<uint32_t>(P), 60000);
+    ranks::inGroup(P, [&](Group& group) {
+      for (const stream_cases::Reducing& c : cases) {
+        stream_cases::Bytes data = c.addends[stream_cases::at(group.rank())];
+        group.run({AllReduce{data.data(), c.count, c.dtype, c.op, c.factor(group.rank())}});
+        c.expect(data.data(), c.reduced.data(), c.count, "all_reduce in shared memory");
+      }
+    });
+  }
+}

@@ -1,0 +1,417 @@
+// A transport and its connections: how many there are, which of them are dead, and what becomes of
+// those of ranks that are gone.
+#include <linux/filter.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "check.h"
+#include "tcp_world.h"
+#include "transport/tcp/connection_count.h"
+#include "transport/tcp/stream.h"
+
+using namespace ringreduce;
+using namespace tcp_world;
+
+namespace {
+
+// Rank 0 of two, whose other is a socket of the test's.
+struct Alone {
+  explicit Alone(const TcpOptions& options)
+      : me(
+            0, 2, failed, [this](int, int, const std::function<void()>&) { return dialled(); },
+            options, 20 * kSecond) {}
+
+  Fd dialled() {
+    TcpPair pair = tcpPair();
+    const std::lock_guard lock(mutex);
+    if (prepare) prepare(pair);
+    ours.emplace_back(dup(pair.dialled.get()));
+    theirs.push_back(std::move(pair.accepted));
+    return std::move(pair.dialled);
+  }
+  // A connection from the other.
+  Fd heard() {
+    TcpPair pair = tcpPair();
+    me.transport().accept(1, std::move(pair.accepted));
+    return std::move(pair.dialled);
+  }
+
+  std::atomic<bool> failed = false;
+  std::mutex mutex;
+  std::function<void(const TcpPair&)> prepare;
+  std::vector<Fd> ours, theirs;  // of connections that were dialled; `ours` are copies
+  OneRank me;
+};
+
+// What the other sends first: the same announcement.
+std::string operationAnd(size_t bytes) {
+  OpSignature announcement{};
+  std::memset(static_cast<void*>(&announcement), 0, sizeof announcement);
+  announcement.kind = Kind::kAllReduce;
+  announcement.dtype = DType::kUInt8;
+  announcement.op = kNoReduceOp;
+  announcement.root = kNoRoot;
+  const auto total = static_cast<uint32_t>(sizeof announcement + bytes);
+  const auto raw = framed(net::sealed({.bytes = total, .position = 0}), total);
+  std::string text(raw.begin(), raw.end());
+  std::memcpy(text.data() + sizeof(net::Frame), &announcement, sizeof announcement);
+  return text;
+}
+
+void say(const Fd& socket, const std::string& text) {
+  CHECK(send(socket.get(), text.data(), text.size(), MSG_NOSIGNAL) ==
+        static_cast<ssize_t>(text.size()));
+}
+
+// `bytes` at a time, with pauses between.
+void saySlowly(const Fd& socket, const std::string& text, size_t bytes, Nanos pause) {
+  for (size_t at = 0; at < text.size(); at += bytes) {
+    say(socket, text.substr(at, bytes));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(pause));
+  }
+}
+
+void expectAll(Alone& alone, size_t bytes) {
+  std::vector<unsigned char> data(bytes);
+  alone.me.operation([&](Transport& transport) {
+    transport.expect(1, data.data(), bytes);
+    transport.peek(1);
+    transport.release(1);
+  });
+  CHECK(data == std::vector<unsigned char>(bytes, 7));
+}
+
+}  // namespace
+
+TEST(the_last_bytes_of_a_rank_that_has_left_are_awaited_while_they_come) {
+  Alone alone({.lost_after = 150 * kMillisecond});
+  const Fd other = alone.heard();
+  alone.me.watch().state = PeerState{.declared = Declared::kGone};
+  // For much longer than it may be quiet.
+  std::jthread slow([&] { saySlowly(other, operationAnd(1200), 50, 60 * kMillisecond); });
+  expectAll(alone, 1200);
+  slow.join();
+  // And then no longer: it sends the half, and nothing more.
+  CHECK(ranks::failureOf([&] { expectAll(alone, 100); }, "rank 1: it is gone") ==
+        Failure::kPeerLost);
+}
+
+TEST(a_wait_in_which_nothing_moves_asks_whether_it_ever_will) {
+  Alone alone({});
+  const Fd other = alone.heard();
+  alone.me.watch().hopeless = true;
+  // Not as long as bytes come.
+  std::jthread slow([&] { saySlowly(other, operationAnd(1200), 100, 80 * kMillisecond); });
+  expectAll(alone, 1200);
+  slow.join();
+  CHECK(ranks::failureOf([&] { expectAll(alone, 100); }, "a third rank is lost") ==
+        Failure::kPeerLost);
+}
+
+TEST(who_leaves_waits_until_all_is_there_and_closes) {
+  Alone alone({});
+  std::vector<unsigned char> data(8 << 20, 7);
+  alone.prepare = [](const TcpPair& pair) {
+    const int little = 16 << 10;
+    setsockopt(pair.accepted.get(), SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
+    const int much = 16 << 20;
+    setsockopt(pair.dialled.get(), SOL_SOCKET, SO_SNDBUF, &much, sizeof much);
+  };
+  std::atomic<size_t> read{0};
+  std::thread reader([&] {
+    const auto there = [&] {
+      const std::lock_guard lock(alone.mutex);
+      return alone.theirs.empty() ? -1 : alone.theirs[0].get();
+    };
+    while (there() < 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::vector<char> buffer(64 << 10);
+    for (ssize_t n; (n = recv(there(), buffer.data(), buffer.size(), 0)) > 0;)
+      read += static_cast<size_t>(n);
+  });
+  alone.me.operation([&](Transport& transport) { transport.send(1, data.data(), data.size()); });
+  alone.me.transport().leave(20 * kSecond);
+  int under_way = -1;
+  CHECK(ioctl(alone.ours[0].get(), SIOCOUTQ, &under_way) == 0);
+  CHECK(under_way <= 1);  // its end
+  reader.join();          // it is told the end, although a copy of the socket is still open
+  CHECK(read > data.size());
+}
+
+TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
+  for (const int connections : {1, 2, 5}) {
+    Alone alone({.min_connections = connections});
+    const Fd other = alone.heard();
+    std::jthread answer([&] {
+      const auto made = [&] {
+        const std::lock_guard lock(alone.mutex);
+        return alone.ours.size();
+      };
+      while (made() < static_cast<size_t>(connections))
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      say(other, operationAnd(1));
+    });
+    char byte = 0;
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
+    });
+    answer.join();
+    const std::lock_guard lock(alone.mutex);
+    CHECK_EQ(alone.ours.size(), static_cast<size_t>(connections));
+    for (const Fd& socket : alone.ours) {
+      unsigned limit = 0;
+      socklen_t size = sizeof limit;
+      CHECK(getsockopt(socket.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &limit, &size) == 0);
+      CHECK_EQ(limit > 0 && limit < (1u << 20), connections > 1);
+    }
+  }
+}
+
+TEST(connections_are_no_more_than_there_are_descriptors_for) {
+  rlimit before{}, few{};
+  CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+  few = before;
+  few.rlim_cur = 80;  // of which a fourth may be more connections than one to each rank
+  {
+    net::ConnectionBudget one, other;
+    int taken = 0;
+    CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    while (one.take()) ++taken;
+    CHECK(!other.take());
+    CHECK_EQ(taken, 20);
+    // Even so each rank has one.
+    Alone alone({.min_connections = 8});
+    const Fd other_rank = alone.heard();
+    say(other_rank, operationAnd(1));
+    char byte = 0;
+    alone.me.operation([&](Transport& transport) {
+      transport.send(1, nullptr, 0);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+      transport.release(1);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const std::lock_guard lock(alone.mutex);
+    CHECK_EQ(alone.ours.size(), 1u);
+  }
+  net::ConnectionBudget again;
+  CHECK(again.take());
+  CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+}
+
+TEST(a_rank_has_no_more_connections_here_than_any_makes) {
+  for (const bool at_once : {true, false}) {
+    Alone alone({});
+    std::vector<Fd> others;
+    others.push_back(alone.heard());
+    for (int i = 0; at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
+    char byte = 0;
+    if (at_once) CHECK(recv(others.back().get(), &byte, 1, MSG_DONTWAIT) == 0);
+    say(others[0], operationAnd(1));
+    expectAll(alone, 1);
+    for (int i = 0; !at_once && i <= kMaxConnections; ++i) others.push_back(alone.heard());
+    CHECK(ranks::failureOf(
+              [&] {
+                alone.me.watch().state =
+                    PeerState{.observed = Observed::kUnreachable};  // looks at what has come
+                expectAll(alone, 1);
+              },
+              "it is gone") == Failure::kPeerLost);
+    int closed = 0;
+    for (const Fd& socket : others) {
+      closed += recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0 ? 1 : 0;
+    }
+    CHECK_EQ(closed, 2);
+  }
+}
+
+namespace {
+
+// From now on no packet gets through to this end: not even its system hears it.
+void deafen(const Fd& socket) {
+  sock_filter none[] = {{.code = BPF_RET | BPF_K, .jt = 0, .jf = 0, .k = 0}};
+  const sock_fprog program{.len = 1, .filter = none};
+  CHECK(setsockopt(socket.get(), SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program) == 0);
+}
+
+}  // namespace
+
+TEST(a_connection_that_nothing_gets_through_is_found_by_who_sends) {
+  Alone alone({.lost_after = 100 * kMillisecond});
+  alone.prepare = [](const TcpPair& pair) { deafen(pair.accepted); };
+  const Fd other = alone.heard();
+  char byte = 0;
+  const auto kind = ranks::failureOf(
+      [&] {
+        alone.me.operation([&](Transport& transport) {
+          transport.send(1, &byte, 1);
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
+        });
+      },
+      "rank 1: nothing that was sent from 127.0.0.1:");
+  CHECK(kind == Failure::kPeerLost);
+}
+
+TEST(a_connection_that_nothing_gets_through_is_found_by_who_receives) {
+  Alone alone({.lost_after = 100 * kMillisecond});
+  const Fd other = alone.heard();
+  deafen(other);
+  char byte = 0;
+  const auto kind = ranks::failureOf(
+      [&] {
+        alone.me.operation([&](Transport& transport) {
+          transport.expect(1, &byte, 1);
+          transport.peek(1);
+        });
+      },
+      "rank 1: Connection timed out (connection from 127.0.0.1:");
+  CHECK(kind == Failure::kPeerLost);
+}
+
+TEST(who_is_slow_or_was_idle_is_not_taken_for_dead) {
+  // One that acknowledges and never reads, so that its window is full, for longer than a silence.
+  Alone alone({.lost_after = 100 * kMillisecond});
+  const Fd other = alone.heard();
+  std::jthread late([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    say(other, operationAnd(1));
+    const std::lock_guard lock(alone.mutex);
+    alone.theirs.clear();
+  });
+  std::vector<char> data(32 << 20);
+  char byte = 0;
+  CHECK(ranks::failureOf(
+            [&] {
+              alone.me.operation([&](Transport& transport) {
+                transport.send(1, data.data(), data.size());
+                transport.expect(1, &byte, 1);
+                transport.peek(1);
+                transport.release(1);
+              });
+            },
+            "rank 1: ") == Failure::kPeerLost);  // its end
+  late.join();
+  CHECK_EQ(byte, 7);
+
+  net::Silence idle;
+  const Nanos second = kSecond;
+  CHECK_EQ(idle.look(100 * second, false, 3 * second, 3 * second), 0);
+  CHECK_EQ(idle.look(200 * second, true, 103 * second, 0), 0);  // sent after a long time
+  CHECK_EQ(idle.look(201 * second, true, 104 * second, second), second);
+  CHECK_EQ(idle.look(261 * second, true, second / 2, 0), 0);  // acknowledged meanwhile
+  CHECK_EQ(idle.look(300 * second, true, 40 * second, 9 * second), 39 * second);
+  CHECK_EQ(idle.look(310 * second, true, 20 * second, 20 * second), 0);  // the last try was
+  CHECK_EQ(idle.look(320 * second, false, 60 * second, second), 0);
+}
+
+TEST(buffers_that_are_not_used_are_given_back) {
+  net::Pool pool;
+  std::vector<std::byte*> taken;
+  for (int i = 0; i < 10; ++i) taken.push_back(pool.take());
+  pool.trim(0);
+  CHECK_EQ(pool.bytes(), 10 * kPieceBytes);  // all of them are in use
+  for (int i = 0; i < 7; ++i) {
+    pool.give(taken.back());
+    taken.pop_back();
+  }
+  pool.trim(5 * kPieceBytes);
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  for (std::byte* buffer : taken) std::memset(buffer, 1, kPieceBytes);
+  for (int i = 0; i < 2; ++i) taken.push_back(pool.take());
+  CHECK_EQ(pool.bytes(), 5 * kPieceBytes);
+  std::memset(pool.take(), 1, kPieceBytes);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
+  pool.trim(0);
+  CHECK_EQ(pool.bytes(), 6 * kPieceBytes);
+
+  // What comes before it is looked at takes many buffers, and they do not stay.
+  overTcp(3, [](OneRank& me) {
+    const size_t pieces = 400;
+    std::vector<std::byte> data(kPieceBytes);
+    std::byte byte{};
+    me.operation([&](Transport& transport) {
+      const auto await = [&](int from) {
+        transport.peek(from);
+        transport.release(from);
+      };
+      if (me.rank() == 1) {
+        for (size_t i = 0; i < pieces; ++i) transport.send(0, data.data(), data.size());
+        transport.finish();
+        transport.send(2, &byte, 1);
+      } else if (me.rank() == 2) {
+        transport.expect(1, &byte, 1);
+        await(1);
+        transport.send(0, &byte, 1);
+      } else {
+        for (size_t i = 0; i < pieces; ++i) transport.expect(1, data.size());
+        transport.expect(2, &byte, 1);
+        await(2);
+        CHECK(transport.stagingBytes() > 64 << 20);
+        for (size_t i = 0; i < pieces; ++i) await(1);
+      }
+    });
+    CHECK(me.transport().stagingBytes() <= 64 << 20);
+  });
+}
+
+TEST(connections_are_added_where_they_help) {
+  const auto sample = [](Nanos ms, uint64_t sent, double rtt_ms, uint64_t lost, int connections) {
+    return net::ConnectionCount::Sample{.time = 1 + ms * kMillisecond,
+                                        .sent = sent,
+                                        .round_trip = static_cast<Nanos>(rtt_ms * kMillisecond),
+                                        .retransmits = lost,
+                                        .connections = connections};
+  };
+  CHECK_EQ(net::initialConnections(200 * kMicrosecond), 1);
+  CHECK_EQ(net::initialConnections(50 * kMillisecond), 4);
+  net::ConnectionCount near(1, 64);  // a short way without loss stays as it is
+  for (int i = 0; i < 50; ++i)
+    CHECK_EQ(near.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 0.2, 0, 1), true), 1);
+  // A long one has several, more while that helps, and then no more.
+  net::ConnectionCount far(1, 64);
+  CHECK_EQ(far.look(sample(0, 0, 50, 0, 1), true), 1);
+  CHECK_EQ(far.look(sample(10, 100'000, 50, 0, 1), true), 8);
+  CHECK_EQ(far.look(sample(100, 200'000, 50, 0, 3), true), 8);  // not all there yet
+  Nanos ms = 200;
+  uint64_t sent = 300'000;
+  const auto measure = [&](net::ConnectionCount& count, double rtt, int connections,
+                           uint64_t bytes) {
+    count.look(sample(ms, sent, rtt, 1, connections), true);  // the measurement starts, or goes on
+    return count.look(sample(ms += 200, sent += bytes, rtt, 2, connections), true);
+  };
+  CHECK_EQ(measure(far, 50, 8, 10'000'000), 16);
+  CHECK_EQ(measure(far, 50, 16, 5'100'000), 16);
+  for (int i = 0; i < 10; ++i) CHECK_EQ(measure(far, 50, 16, 50'000'000), 16);
+  CHECK(far.why().find("16: round trip 50.0 ms") == 0);
+  // Nearby, where packets are lost, it tries more, and goes back to the fewer for good.
+  net::ConnectionCount lossy(1, 64);
+  CHECK_EQ(measure(lossy, 0.2, 1, 5'000'000), 2);
+  CHECK_EQ(measure(lossy, 0.2, 2, 8'000'000), 4);
+  CHECK_EQ(measure(lossy, 0.2, 4, 8'100'000), 2);
+  for (int i = 0; i < 10; ++i) CHECK_EQ(measure(lossy, 0.2, 4, 50'000'000), 2);
+  CHECK(lossy.why().find("; 4 were no faster") != std::string::npos);
+  net::ConnectionCount bbr(1, 64);  // BBR on a long way needs but those
+  for (int i = 0; i < 50; ++i) {
+    net::ConnectionCount::Sample one =
+        sample(250 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 4);
+    one.bbr = true;
+    CHECK_EQ(bbr.look(one, true), i == 0 ? 1 : 4);
+  }
+  net::ConnectionCount fixed(6, 6);
+  for (int i = 0; i < 50; ++i)
+    CHECK_EQ(fixed.look(sample(100 * i, 10'000'000 * static_cast<uint64_t>(i), 50, 9, 6), true), 6);
+  net::ConnectionCount idle(2, 64);  // what has nothing to send learns nothing
+  for (int i = 0; i < 50; ++i) CHECK_EQ(idle.look(sample(100 * i, 0, 50, 9, 2), false), 2);
+}

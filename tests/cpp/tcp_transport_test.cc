@@ -1,0 +1,219 @@
+// The transport: bytes arrive in order and at their places, however they are cut, over any number
+// of connections; and what is wrong is told.
+#include <sys/socket.h>
+
+#include <cstring>
+#include <random>
+
+#include "check.h"
+#include "tcp_world.h"
+#include "transport/tcp/stream.h"
+
+using namespace ringreduce;
+using namespace tcp_world;
+
+namespace {
+
+std::vector<unsigned char> pattern(int from, int to, uint32_t seed, size_t bytes) {
+  std::minstd_rand random(seed * 7919 + static_cast<uint32_t>(from * 64 + to));
+  std::vector<unsigned char> data(bytes);
+  for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+    const uint64_t word = random() * 0x9e3779b97f4a7c15u;
+    std::memcpy(&data[at], &word, std::min(bytes - at, sizeof word));
+  }
+  return data;
+}
+
+// Everybody sends everybody the same lengths, and expects them in other pieces.
+void exchangeAll(OneRank& me, uint32_t seed) {
+  std::mt19937 random(seed);
+  const size_t total = random() % 3 == 0 ? random() % 200 : random() % 3'000'000;
+  std::vector<std::vector<unsigned char>> sent, received;
+  me.operation([&](Transport& transport) {
+    for (int r = 0; r < me.size(); ++r) {
+      sent.push_back(r == me.rank() ? std::vector<unsigned char>{}
+                                    : pattern(me.rank(), r, seed, total));
+      received.emplace_back(r == me.rank() ? 0 : total);
+    }
+    struct Piece {
+      int from;
+      size_t at, bytes;
+      bool pooled;
+    };
+    std::vector<Piece> pieces;
+    for (int k = 1; k < me.size(); ++k) {
+      const int from = (me.rank() + k) % me.size();
+      for (size_t at = 0; at < total || at == 0;) {
+        const bool pooled = random() % 2;
+        size_t n = std::min<size_t>(total - at, random() % (2 * kPieceBytes));
+        if (pooled) n = std::min(n, kPieceBytes);
+        if (pooled)
+          transport.expect(from, n);
+        else
+          transport.expect(from, received[static_cast<size_t>(from)].data() + at, n);
+        pieces.push_back({from, at, n, pooled});
+        at += n;
+        if (total == 0) break;
+      }
+    }
+    std::mt19937 cuts(seed + 1000 + static_cast<uint32_t>(me.rank()));
+    for (int k = 1; k < me.size(); ++k) {
+      const int to = (me.rank() + k) % me.size();
+      const auto& data = sent[static_cast<size_t>(to)];
+      if (total == 0) transport.send(to, nullptr, 0);
+      for (size_t at = 0; at < total;) {
+        size_t n = std::min<size_t>(total - at, 1 + cuts() % (2 * kPieceBytes));
+        if (cuts() % 2) {
+          n = std::min(n, kPieceBytes);
+          std::byte* buffer = transport.acquire(to);
+          std::memcpy(buffer, data.data() + at, n);
+          transport.post(to, buffer, n);
+        } else {
+          transport.send(to, data.data() + at, n);
+        }
+        at += n;
+      }
+    }
+    for (const Piece& piece : pieces) {
+      const std::byte* there = transport.peek(piece.from);
+      if (piece.pooled && piece.bytes > 0)
+        std::memcpy(received[static_cast<size_t>(piece.from)].data() + piece.at, there,
+                    piece.bytes);
+      transport.release(piece.from);
+    }
+  });
+  for (int r = 0; r < me.size(); ++r)
+    if (r != me.rank())
+      CHECK(received[static_cast<size_t>(r)] == pattern(r, me.rank(), seed, total));
+}
+
+}  // namespace
+
+TEST(bytes_arrive_in_order_whatever_the_pieces) {
+  for (const int size : {2, 3, 5})
+    overTcp(size, [](OneRank& me) {
+      for (uint32_t seed = 0; seed < 12; ++seed) exchangeAll(me, seed);
+    });
+}
+
+TEST(the_same_over_many_connections) {
+  for (const int connections : {2, 7})
+    overTcp(3,
+            [](OneRank& me) {
+              for (uint32_t seed = 20; seed < 28; ++seed) exchangeAll(me, seed);
+            },
+            {.min_connections = connections});
+}
+
+TEST(another_operation_is_told_before_anything_is_returned) {
+  const auto kind = ranks::failureOf(
+      [] {
+        overTcp(2, [](OneRank& me) {
+          int mine = me.rank(), theirs = 0;
+          me.operation(
+              [&](Transport& transport) {
+                transport.expect(1 - me.rank(), &theirs, sizeof theirs);
+                transport.send(1 - me.rank(), &mine, sizeof mine);
+                transport.peek(1 - me.rank());
+                transport.release(1 - me.rank());
+              },
+              Kind::kAllReduce, static_cast<uint64_t>(me.rank()));
+        });
+      },
+      "called another operation");
+  CHECK(kind == Failure::kMismatch);
+}
+
+TEST(an_operation_that_no_rank_would_announce_is_not_believed) {
+  for (const bool kind : {false, true})
+    CHECK(ranks::failureOf(
+              [&] {
+                overTcp(2, [&](OneRank& me) {
+                  char byte = 0;
+                  const auto body = [&](Transport& transport) {
+                    if (me.rank() == 1) return transport.send(0, &byte, 1);
+                    transport.expect(1, &byte, 1);
+                    transport.peek(1);
+                    transport.release(1);
+                  };
+                  if (me.rank() == 0)
+                    me.operation(body);
+                  else
+                    me.announce({.kind = kind ? static_cast<Kind>(200) : Kind::kBroadcast,
+                                 .root = kind ? 0 : 2},
+                                body);
+                });
+              },
+              "rank 1: it announced what no rank would") == Failure::kPeerLost);
+}
+
+TEST(who_does_not_send_is_named) {
+  const auto kind = ranks::failureOf(
+      [] {
+        overTcp(
+            3,
+            [](OneRank& me) {
+              char byte = 0;
+              me.operation([&](Transport& transport) {
+                const int next = (me.rank() + 1) % 3, previous = (me.rank() + 2) % 3;
+                transport.expect(previous, &byte, 1);
+                if (me.rank() != 1) transport.send(next, &byte, 1);
+                transport.peek(previous);
+                transport.release(previous);
+              });
+            },
+            {}, 300 * kMillisecond);
+      },
+      "rank 1 did not come");
+  CHECK(kind == Failure::kTimeout);
+}
+
+namespace {
+
+// Sends raw bytes to a stream that expects `bytes`, and returns why it broke.
+std::string brokenBy(const std::vector<unsigned char>& raw, size_t bytes) {
+  net::Pool pool;
+  net::RecvStream stream(pool);
+  TcpPair pair = tcpPair();
+  stream.add(std::move(pair.accepted));
+  std::vector<unsigned char> data(bytes);
+  stream.expect(data.data(), bytes);
+  CHECK(send(pair.dialled.get(), raw.data(), raw.size(), 0) == static_cast<ssize_t>(raw.size()));
+  pair.dialled.reset();
+  for (const Nanos end = deadlineIn(10 * kSecond); now() < end;) {
+    stream.connection(0).ready = true;
+    if (stream.progress() == net::Moved::kBroken) return stream.why();
+    if (stream.ready()) return "";
+  }
+  return "nothing came";
+}
+
+}  // namespace
+
+TEST(what_is_no_frame_breaks_the_stream_and_nothing_else) {
+  const auto good = net::sealed({.bytes = 100, .position = 0});
+  CHECK_EQ(brokenBy(framed(good, 100), 100), "");
+  CHECK_EQ(brokenBy(framed(good, 50), 100), "the connection ended in the midst of a frame");
+  CHECK_EQ(brokenBy(framed(good, 100), 200), "it closed the connection");
+  CHECK(brokenBy(std::vector<unsigned char>(500, 'x'), 100)
+            .starts_with("what came is no frame of ringreduce's (connection from 127.0.0.1:"));
+  CHECK(brokenBy(framed(net::sealed({.bytes = 100, .position = 1'000'000}), 100), 100) != "");
+  CHECK(brokenBy(framed(net::sealed({.bytes = 0}), 100), 100) != "");
+  CHECK(brokenBy(framed(net::sealed({.bytes = net::kLargestFrame + 1}), 100), 100) != "");
+  CHECK(brokenBy(framed(net::sealed({.bytes = 100, .position = ~uint64_t{0} - 10}), 100), 100) !=
+        "");
+  for (size_t bit = 0; bit < 8 * sizeof good; ++bit) {
+    auto raw = framed(good, 100);
+    raw[bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+    CHECK(brokenBy(raw, 100) != "");
+  }
+}
+
+TEST(a_frame_that_comes_twice_breaks_the_stream) {
+  auto raw = framed(net::sealed({.bytes = 100, .position = 0}), 100);
+  const auto once = raw;
+  raw.insert(raw.end(), once.begin(), once.end());
+  // The first fills the front of what is expected, the second would be written over it.
+  const std::string why = brokenBy(raw, 300);
+  CHECK_EQ(why, "a frame came for bytes that had come before");
+}
