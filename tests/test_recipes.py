@@ -28,7 +28,9 @@ SHIFT = {
     },
     "collectives/shift.cc": {
         "": """#include "base/bytes.h"
-#include "collectives/stream_calls.h"
+#include "collectives/collectives.h"
+#include "collectives/shared_memory.h"
+#include "transport/transport.h"
 namespace ringreduce {
 void shift(Communicator& c, const Shift& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);

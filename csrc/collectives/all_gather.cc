@@ -10,9 +10,8 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_blocks.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
 

@@ -9,12 +9,8 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/host_primitives.h"
 #include "collectives/reduction.h"
-#include "collectives/stream_blocks.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {
@@ -88,8 +84,8 @@ void bruck(Transport& transport, const AllReduce& a, int radix) {
   });
 }
 
-// Each rank adds its chunk of what all send it, and sends all the sum, slice by slice.  The sums
-// are awaited where addends may still be lent: see stream_primitives.h for why that is safe.
+// Each rank adds its chunk of all inputs, and sends all the sum, slice by slice.  The sums
+// are awaited where addends may still be lent: see stream_algorithms.h for why that is safe.
 void twoShot(Transport& transport, const AllReduce& a) {
   const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(a.dtype);

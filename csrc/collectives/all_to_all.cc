@@ -12,8 +12,8 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 

@@ -5,7 +5,7 @@
 // it has heard of.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
 // synchronization" (1988).
 #include "collectives/collectives.h"
-#include "collectives/stream_calls.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 

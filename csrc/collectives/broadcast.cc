@@ -10,8 +10,7 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_slices.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
 

@@ -2,7 +2,7 @@
 // says how it works.
 //
 // A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
-// shared memory (a Communicator) and streams of bytes (a Transport; stream_calls.h).
+// shared memory (a Communicator) and streams of bytes (a Transport).
 // group/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
 // inputs, outputs.  A call that needs more has one of these members:
 //
@@ -22,7 +22,7 @@
 
 #include "base/dtype.h"
 #include "base/op_signature.h"
-#include "collectives/communicator.h"
+#include "collectives/shared_memory.h"
 #include "kernels/codec.h"
 
 namespace ringreduce {
@@ -223,6 +223,31 @@ void perform(Wires& wires, const CollectiveCall& call) {
   } function{wires};
   std::visit(function, call);
 }
+
+// ---- between hosts (hierarchy.h)
+
+// A compressed all-reduce between the ranks of a list, this one among them, in that order.  An
+// average divides by `world_size`: inputs may be sums of several ranks'.
+struct CompressedAmong {
+  CompressedAllReduce call;
+  std::vector<int> ranks;
+  int world_size;
+  size_t slice = 0, window = 0;  // elements, and slices in flight; 0: chosen for the message
+};
+void compressedAllReduce(Transport&, const CompressedAmong&);
+
+// Adds up partial sums of several hosts, as reduceScatterSums makes them, round the ring of
+// `ranks`, this rank among them.  The owner of a chunk adds its own sums last.
+struct SumsOfHosts {
+  std::byte* sums;    // of the partial type; overwritten, and lent
+  std::byte* output;  // may be `sums` if these have the same dtype
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  std::vector<int> ranks;
+  int world_size;  // addends of each element, for the average
+};
+void allReduceSums(Transport&, const SumsOfHosts&);
 
 // ---- helpers for calls with lists of their own
 

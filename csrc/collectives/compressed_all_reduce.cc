@@ -17,7 +17,7 @@
 //
 // Streams: a rank has one coded copy of the message.  A slice of it holds the bytes that this rank
 // sends of that slice, and then the coded sum that comes back.  The sum is made of the very bytes
-// that were lent, so nothing of it can come before all of them have arrived (stream_primitives.h).
+// that were lent, so nothing of it can come before all of them have arrived (stream_algorithms.h).
 // The owner also has room for the addends of each other rank that may be under way.  Floats lie in
 // the caller's memory and in one slice of a sum.
 #include <algorithm>
@@ -32,9 +32,8 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_slices.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/codec.h"
 #include "kernels/reduce.h"
 
@@ -62,31 +61,46 @@ class CodedMessage {
  public:
   // `rank` is a place among `size`, which is at least 2.  An average divides by `world_size`.  A
   // slice has `slice` elements, a multiple of kChunkElements.
-  CodedMessage(const CompressedAllReduce& call, int rank, int size, int world_size, size_t slice);
+  CodedMessage(const CompressedAllReduce& call, int rank, int size, int world_size, size_t slice)
+      : call_(call),
+        cut_{call.count, size},
+        slice_(slice),
+        slices_(std::max<size_t>(1, ceilDiv(cut_.chunkSize(), slice))),
+        world_size_(world_size),
+        seed_(mixedSeed(call.coding.seed, static_cast<uint64_t>(rank))),
+        sum_(std::min(slice, cut_.chunkSize())) {}
 
   size_t slices() const { return slices_; }  // a chunk, at least 1
   // Slice j of a chunk, in the message; empty where this chunk is shorter than the first.
-  Span span(int chunk, size_t j) const {
-    const Span whole = cut_.chunk(chunk);
-    Span s = piece(whole.size, slice_, j);
-    s.begin += whole.begin;
-    return s;
-  }
+  Span span(int chunk, size_t j) const { return cut_.slice(chunk, slice_, j); }
   size_t bytes(Span s) const { return codedBytes(call_.coding.codec, s.size); }
   // Its place in a coded copy of the whole message.
   size_t place(Span s) const { return codedBytes(call_.coding.codec, s.begin); }
 
   // This rank's addends, coded.
-  void encodeAddends(std::byte* out, Span s) const;
+  void encodeAddends(std::byte* out, Span s) const { encode(out, call_.input + s.begin, s); }
 
   // ---- The sum of the others' addends, one rank at a time.  False for bytes that no rank encodes.
   bool begin(const std::byte* in, Span s) { return read(sum_.data(), in, s); }
-  bool add(const std::byte* in, Span s);
-  void addOwn(Span s);
+  bool add(const std::byte* in, Span s) {
+    return decodeAdd(call_.coding.codec, sum_.data(), in, bytes(s), s.size);
+  }
+  void addOwn(Span s) {
+    reduceKernels(DType::kFloat32, ReduceOp::kSum)
+        .combine(sum_.data(), sum_.data(), call_.input + s.begin, s.size);
+  }
   // The same for the last addends: completes the sum.
-  void finish(Span s);
+  void finish(Span s) {
+    reduceKernels(DType::kFloat32, call_.op)
+        .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, world_size_);
+  }
   // The sum, coded.
-  void encodeSum(std::byte* out, Span s, bool finished) const;
+  void encodeSum(std::byte* out, Span s, bool finished) const {
+    encode(out, sum_.data(), s);
+    if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
+    const auto ranks = static_cast<float>(world_size_);
+    for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
+  }
 
   // The result, when it has arrived.
   bool decodeResult(const std::byte* in, Span s) const {
@@ -94,8 +108,14 @@ class CodedMessage {
   }
 
  private:
-  bool read(float* out, const std::byte* in, Span s) const;
-  void encode(std::byte* out, const float* in, Span s) const;
+  bool read(float* out, const std::byte* in, Span s) const {
+    return decode(call_.coding.codec, out, in, bytes(s), s.size);
+  }
+  void encode(std::byte* out, const float* in, Span s) const {
+    const Draw draw{.seed = seed_, .first = s.begin};
+    ringreduce::encode(call_.coding.codec, out, call_.error ? call_.error + s.begin : nullptr, in,
+                       s.size, call_.coding.stochastic ? &draw : nullptr);
+  }
 
   const CompressedAllReduce call_;
   const Cut cut_;
@@ -104,57 +124,6 @@ class CodedMessage {
   const uint64_t seed_;     // of this rank's draws
   std::vector<float> sum_;  // a slice
 };
-
-// Of one rank alone: nothing travels.
-void copyUncoded(const CompressedAllReduce& call);
-
-// What is wrong with a rank whose bytes cannot be decoded.
-std::string undecodable(Codec codec);
-
-CodedMessage::CodedMessage(const CompressedAllReduce& call, int rank, int size, int world_size,
-                           size_t slice)
-    : call_(call),
-      cut_{call.count, size},
-      slice_(slice),
-      slices_(std::max<size_t>(1, ceilDiv(cut_.chunkSize(), slice))),
-      world_size_(world_size),
-      seed_(mixedSeed(call.coding.seed, static_cast<uint64_t>(rank))),
-      sum_(std::min(slice, cut_.chunkSize())) {}
-
-void CodedMessage::encodeAddends(std::byte* out, Span s) const {
-  encode(out, call_.input + s.begin, s);
-}
-
-bool CodedMessage::add(const std::byte* in, Span s) {
-  return decodeAdd(call_.coding.codec, sum_.data(), in, bytes(s), s.size);
-}
-
-void CodedMessage::addOwn(Span s) {
-  reduceKernels(DType::kFloat32, ReduceOp::kSum)
-      .combine(sum_.data(), sum_.data(), call_.input + s.begin, s.size);
-}
-
-void CodedMessage::finish(Span s) {
-  reduceKernels(DType::kFloat32, call_.op)
-      .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, world_size_);
-}
-
-void CodedMessage::encodeSum(std::byte* out, Span s, bool finished) const {
-  encode(out, sum_.data(), s);
-  if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
-  const auto ranks = static_cast<float>(world_size_);
-  for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
-}
-
-bool CodedMessage::read(float* out, const std::byte* in, Span s) const {
-  return decode(call_.coding.codec, out, in, bytes(s), s.size);
-}
-
-void CodedMessage::encode(std::byte* out, const float* in, Span s) const {
-  const Draw draw{.seed = seed_, .first = s.begin};
-  ringreduce::encode(call_.coding.codec, out, call_.error ? call_.error + s.begin : nullptr, in,
-                     s.size, call_.coding.stochastic ? &draw : nullptr);
-}
 
 // For a group of one.
 void copyUncoded(const CompressedAllReduce& call) {
@@ -438,7 +407,7 @@ class ByOwners : CodedPass {
   std::byte* const addends_;  // by the other ranks, slices that are under way
 };
 
-// The ring is run twice, as in primitives.h: to say where everything goes, and to move it.
+// The ring runs twice, as in stream_algorithms.h.
 class CodedRing : CodedPass {
  public:
   using CodedPass::CodedPass;

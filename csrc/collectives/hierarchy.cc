@@ -6,8 +6,8 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "bootstrap/process.h"
+#include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_calls.h"
 #include "kernels/reduce.h"
 #include "transport/places.h"
 #include "transport/transport.h"
@@ -115,31 +115,38 @@ bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
                         transport.options().cost);
 }
 
+Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t count, DType dtype,
+                                       ReduceOp op) const {
+  const int places = static_cast<int>(hosts_.neighbours().size());
+  const int me = hosts_.placeOf(hosts_.rank());
+  const Cut cut{count, places};
+  InsideHost made{
+      .inside = {.inputs = {}, .counts = {}, .output = nullptr, .dtype = dtype, .op = op},
+      .spread = {.input = nullptr, .dtype = dtype},
+      .mine = cut.chunk(me)};
+  for (int place = 0; place < places; ++place) {
+    const Span part = cut.chunk(place);
+    const size_t begin = part.begin * sizeOf(dtype);
+    made.inside.inputs.push_back(static_cast<const std::byte*>(input) + begin);
+    made.inside.counts.push_back(part.size);
+    made.spread.outputs.push_back(static_cast<std::byte*>(output) + begin);
+    made.spread.counts.push_back(part.size);
+  }
+  made.inside.output = made.spread.outputs[static_cast<size_t>(me)];
+  made.spread.input = made.inside.output;
+  return made;
+}
+
 void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
   transport.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
-  const size_t width = sizeOf(a.dtype);
-  const auto places = hosts_.neighbours().size();
-  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
-  const Cut cut{a.count, static_cast<int>(places)};
-
-  ReduceScatter inside{.inputs = {}, .counts = {}, .output = nullptr, .dtype = a.dtype, .op = op};
-  AllGather spread{.input = nullptr, .dtype = a.dtype};
-  for (size_t place = 0; place < places; ++place) {
-    const Span part = cut.chunk(static_cast<int>(place));
-    std::byte* const begin = static_cast<std::byte*>(a.data) + part.begin * width;
-    inside.inputs.push_back(begin);
-    inside.counts.push_back(part.size);
-    spread.outputs.push_back(begin);
-    spread.counts.push_back(part.size);
-  }
-  auto* const mine = static_cast<std::byte*>(spread.outputs[me]);
-  const size_t count = spread.counts[me];
+  auto [inside, spread, part] = parts(a.data, a.data, a.count, a.dtype, op);
+  auto* const mine = static_cast<std::byte*>(inside.output);
+  const size_t count = part.size;
   std::byte* const sums = partial == a.dtype ? mine : transport.scratch(count * sizeOf(partial));
   inside.output = sums;
-  spread.input = mine;
 
   Communicator& host = neighbours_->begin();
   reduceScatterSums(host, inside);
@@ -162,25 +169,8 @@ bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) co
 
 void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
   transport.begin(arbiter_.current());
-  const auto places = hosts_.neighbours().size();
-  const auto me = static_cast<size_t>(hosts_.placeOf(hosts_.rank()));
-  const Cut cut{a.count, static_cast<int>(places)};
-  ReduceScatter inside{.inputs = {},
-                       .counts = {},
-                       .output = nullptr,
-                       .dtype = DType::kFloat32,
-                       .op = ReduceOp::kSum};
-  AllGather spread{.input = nullptr, .dtype = DType::kFloat32};
-  for (size_t place = 0; place < places; ++place) {
-    const Span part = cut.chunk(static_cast<int>(place));
-    inside.inputs.push_back(a.input + part.begin);
-    inside.counts.push_back(part.size);
-    spread.outputs.push_back(a.output + part.begin);
-    spread.counts.push_back(part.size);
-  }
-  const Span part = cut.chunk(static_cast<int>(me));
-  inside.output = spread.outputs[me];
-  spread.input = spread.outputs[me];
+  const auto [inside, spread, part] =
+      parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
   if (a.error) {
     std::fill_n(a.error, part.begin, 0.0F);
     std::fill(a.error + part.end(), a.error + a.count, 0.0F);
@@ -192,7 +182,8 @@ void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllRed
   between.input = between.output = a.output + part.begin;
   between.count = part.size;
   // Elements of several parts have the same numbers between the hosts.
-  between.coding.seed = mixedSeed(a.coding.seed, me);
+  between.coding.seed =
+      mixedSeed(a.coding.seed, static_cast<uint64_t>(hosts_.placeOf(hosts_.rank())));
   between.error = a.error ? a.error + part.begin : nullptr;
   ringreduce::compressedAllReduce(
       transport, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});

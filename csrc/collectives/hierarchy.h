@@ -26,6 +26,7 @@
 
 #include <memory>
 
+#include "algorithm/cut.h"
 #include "bootstrap/host_ring.h"
 #include "bootstrap/hosts.h"
 #include "bootstrap/membership.h"
@@ -43,7 +44,7 @@ class Hierarchy {
   // memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
   // Null where it does not fit.  The rings between hosts, and the transport's ranks, are in the
-  // order of `ring`.  `neighbours`: what shareMemory gave.  These, the hosts and the arbiter must
+  // order of `ring`.  `neighbours` comes from shareMemory.  These, the hosts and the arbiter must
   // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
                                            const HostRing& ring, const Membership& neighbours,
@@ -64,11 +65,18 @@ class Hierarchy {
   Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
             Arbiter& arbiter);
 
+  // The two calls inside the host, over its output memory, and this rank's part of the message.
+  struct InsideHost {
+    ReduceScatter inside;
+    AllGather spread;
+    Span mine;
+  };
+  InsideHost parts(const void* input, void* output, size_t count, DType dtype, ReduceOp op) const;
+
   const Hosts& hosts_;
   Arbiter& arbiter_;
   std::unique_ptr<Neighbours> neighbours_;
-  std::vector<int>
-      ring_;  // the ranks of this one's place, host by host, as the transport knows them
+  std::vector<int> ring_;  // the transport's ranks of this place, host by host
 };
 
 }  // namespace ringreduce

@@ -9,9 +9,7 @@
 #include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/reduction.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
 

@@ -15,10 +15,8 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {

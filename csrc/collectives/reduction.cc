@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
-#include "collectives/pipeline.h"
+#include "collectives/shared_memory.h"
 
 namespace ringreduce {
 

@@ -21,7 +21,6 @@
 #include "group/auto_tuner.h"
 #include "group/group.h"
 #include "kernels/message.h"
-#include "kernels/residuals.h"
 
 namespace ringreduce {
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/dtype.h"
-#include "kernels/half.h"
 #include "kernels/reduce.h"
 #include "kernels/tile.h"
 
@@ -400,7 +399,7 @@ const ReduceKernels* table(DType dtype, ReduceOp op) {
   return found.reduce ? &found : nullptr;
 }
 
-// reduce.cc lets floating dtypes only come here.
+// dispatch.cc passes floating dtypes only.
 void scale(DType dtype, void* dst, const void* src, size_t n, double factor) {
   kScales.of[static_cast<size_t>(dtype)](dst, src, n, factor);
 }

@@ -22,6 +22,9 @@ namespace ringreduce {
 // Throws Error(kArgument) for a dtype the core does not know.
 DType dtypeOf(const at::Tensor& tensor, const char* call);
 
+// Refuses a tensor that is not in CPU memory, and says for a CUDA tensor what is missing.
+void requireCpu(const at::Tensor& tensor, const char* call);
+
 // Refuses anything but an ordinary tensor on `device`, where the call's other tensors are.
 void requireDense(const at::Tensor& tensor, const char* call, c10::Device device = at::kCPU);
 

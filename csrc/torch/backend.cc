@@ -19,10 +19,8 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "torch/arguments.h"
-#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
 #include "torch/staged_backend.h"
 
 namespace ringreduce {
@@ -141,7 +139,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
           if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
           return made;
         },
-        c10::make_intrusive<StagedBackend>(*this));
+        makeStagedBackend(*this));
   liveGroups().add(group_, gpu_);
 }
 

@@ -21,9 +21,6 @@ Context describeBucket(c10d::GradBucket& bucket);
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
                                                           c10d::GradBucket& bucket);
 
-// From now on `reducer` averages its buckets over `backend`, a ringreduce one.
-void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend);
-
 // ---- compressed gradients (group/compression.h)
 
 // The state of a hook from step to step.  It identifies parameters by their tensors but does not
@@ -43,8 +40,9 @@ class HookState {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;
 };
 
-// From now on `reducer` averages its buckets over `backend`, a ringreduce one, by way of `state`.
-void registerCompressedHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
-                            std::shared_ptr<HookState> state);
+// From now on `reducer` averages its buckets over `backend`, a ringreduce one: exactly, or by way
+// of `state`.
+void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+                      std::shared_ptr<HookState> state = nullptr);
 
 }  // namespace ringreduce

@@ -16,10 +16,9 @@
 #include "group/compression.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
-#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/host_trip.h"
+#include "torch/staged_backend.h"
 
 namespace ringreduce {
 namespace {
@@ -117,11 +116,11 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    return start({.type = c10d::OpType::ALLREDUCE,
-                  .title = "ringreduce:all_reduce",
-                  .inputs = tensors,
-                  .outputs = tensors,
-                  .operations = {allReduceOf(tensor, options, "all_reduce")}},
+    return start({c10d::OpType::ALLREDUCE,
+                  "ringreduce:all_reduce",
+                  tensors,
+                  tensors,
+                  {allReduceOf(tensor, options, "all_reduce")}},
                  options.asyncOp);
   });
 }
@@ -132,10 +131,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   constexpr auto kCall = "all_reduce_coalesced";
   return translated([&] {
     requireSome(tensors, kCall);
-    Job job{.type = c10d::OpType::ALLREDUCE_COALESCED,
-            .title = "ringreduce:all_reduce",
-            .inputs = tensors,
-            .outputs = tensors};
+    Job job{c10d::OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", tensors, tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
     // Tensors that share memory are all read before one is written.  The list of operations must
     // not depend on it, because other ranks' tensors may not share memory.
@@ -174,17 +170,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor&
   return translated([&] {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
-    return start({.type = c10d::OpType::ALLREDUCE,
-                  .title = "ringreduce:all_reduce",
-                  .inputs = {bucket},
-                  .outputs = {bucket},
-                  .operations = {{AllReduce{.data = staged.data(),
-                                            .count = countOf(bucket),
-                                            .dtype = dtypeOf(bucket, "DDP hook"),
-                                            .op = ReduceOp::kAvg},
-                                  0, [staged] { staged.giveBack(); }}},
-                  .context = std::move(context),
-                  .future_of_one = true},
+    return start({c10d::OpType::ALLREDUCE,
+                  "ringreduce:all_reduce",
+                  {bucket},
+                  {bucket},
+                  {{AllReduce{.data = staged.data(),
+                              .count = countOf(bucket),
+                              .dtype = dtypeOf(bucket, "DDP hook"),
+                              .op = ReduceOp::kAvg},
+                    0, [staged] { staged.giveBack(); }}},
+                  std::move(context),
+                  true},
                  /*async=*/true)
         ->getFuture();
   });
@@ -198,18 +194,18 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
     const at::Tensor real = addable(tensor, op, "reduce");
     const bool root = options.rootRank == rank_;
     const Staged staged(real, root ? Use::kBoth : Use::kRead, "reduce");
-    return start({.type = c10d::OpType::REDUCE,
-                  .title = "ringreduce:reduce",
-                  .inputs = tensors,
-                  .outputs = tensors,
-                  .operations = {{Reduce{.input = staged.data(),
-                                         .output = staged.data(),
-                                         .count = countOf(real),
-                                         .dtype = dtypeOf(real, "reduce"),
-                                         .op = op,
-                                         .root = static_cast<int>(options.rootRank),
-                                         .factor = numberOf(factorOf(options.reduceOp))},
-                                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
+    return start({c10d::OpType::REDUCE,
+                  "ringreduce:reduce",
+                  tensors,
+                  tensors,
+                  {{Reduce{.input = staged.data(),
+                           .output = staged.data(),
+                           .count = countOf(real),
+                           .dtype = dtypeOf(real, "reduce"),
+                           .op = op,
+                           .root = static_cast<int>(options.rootRank),
+                           .factor = numberOf(factorOf(options.reduceOp))},
+                    timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
                  options.asyncOp);
   });
 }
@@ -220,12 +216,12 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   return translated([&] {
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), "reduce_scatter", "input");
-    return start({.type = c10d::OpType::REDUCE_SCATTER,
-                  .title = "ringreduce:reduce_scatter",
-                  .inputs = list,
-                  .outputs = outputs,
-                  .operations = {reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true,
-                                                 rank_, size_, options, "reduce_scatter")}},
+    return start({c10d::OpType::REDUCE_SCATTER,
+                  "ringreduce:reduce_scatter",
+                  list,
+                  outputs,
+                  {reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, rank_, size_,
+                                   options, "reduce_scatter")}},
                  options.asyncOp);
   });
 }
@@ -235,14 +231,13 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
   if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
     requireDense(input, "reduce_scatter_tensor");
-    return start(
-        {.type = c10d::OpType::_REDUCE_SCATTER_BASE,
-         .title = "ringreduce:reduce_scatter_tensor",
-         .inputs = {input},
-         .outputs = {output},
-         .operations = {reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
-                                        rank_, size_, options, "reduce_scatter_tensor")}},
-        options.asyncOp);
+    return start({c10d::OpType::_REDUCE_SCATTER_BASE,
+                  "ringreduce:reduce_scatter_tensor",
+                  {input},
+                  {output},
+                  {reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false, rank_,
+                                   size_, options, "reduce_scatter_tensor")}},
+                 options.asyncOp);
   });
 }
 
@@ -253,10 +248,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
   constexpr auto kCall = "reduce_scatter_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);
-    Job job{.type = c10d::OpType::COALESCED,
-            .title = "ringreduce:reduce_scatter_tensor_coalesced",
-            .inputs = inputs,
-            .outputs = outputs};
+    Job job{c10d::OpType::COALESCED, "ringreduce:reduce_scatter_tensor_coalesced", inputs, outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
@@ -376,11 +368,11 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
   return translated([&] {
     if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
-    return start({.type = c10d::OpType::_ALLREDUCE_SPARSE,
-                  .title = "ringreduce:sparse_all_reduce",
-                  .inputs = {},  // the profiler has no record of sparse shapes
-                  .outputs = tensors,
-                  .operations = {sparseAllReduce(tensors[0], options)}},
+    return start({c10d::OpType::_ALLREDUCE_SPARSE,
+                  "ringreduce:sparse_all_reduce",
+                  {},  // the profiler has no record of sparse shapes
+                  tensors,
+                  {sparseAllReduce(tensors[0], options)}},
                  options.asyncOp);
   });
 }
@@ -464,23 +456,22 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(
-        {.type = c10d::OpType::ALLREDUCE,
-         .title = "ringreduce:compressed_all_reduce",
-         .inputs = {input},
-         .outputs = {output},
-         .operations = {{CompressedAllReduce{
-                             .input = static_cast<const float*>(same ? out.data() : in.data()),
-                             .output = static_cast<float*>(out.data()),
-                             .count = countOf(input),
-                             .coding = coding,
-                             .op = op,
-                             .schedule = schedule,
-                             .error = lost ? static_cast<float*>(lost->data()) : nullptr},
-                         0,
-                         [in, out, lost] {
-                           out.giveBack();
-                           if (lost) lost->giveBack();
-                         }}}},
+        {c10d::OpType::ALLREDUCE,
+         "ringreduce:compressed_all_reduce",
+         {input},
+         {output},
+         {{CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
+                               .output = static_cast<float*>(out.data()),
+                               .count = countOf(input),
+                               .coding = coding,
+                               .op = op,
+                               .schedule = schedule,
+                               .error = lost ? static_cast<float*>(lost->data()) : nullptr},
+           0,
+           [in, out, lost] {
+             out.giveBack();
+             if (lost) lost->giveBack();
+           }}}},
         async);
   });
 }
@@ -511,13 +502,13 @@ FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compress
       then();
       staged.giveBack();
     };
-    const auto averaged = start({.type = c10d::OpType::ALLREDUCE,
-                                 .title = "ringreduce:compressed_all_reduce",
-                                 .inputs = {bucket},
-                                 .outputs = {trip ? trip->host() : bucket},
-                                 .operations = std::move(operations),
-                                 .context = std::move(context),
-                                 .future_of_one = true},
+    const auto averaged = start({c10d::OpType::ALLREDUCE,
+                                 "ringreduce:compressed_all_reduce",
+                                 {bucket},
+                                 {trip ? trip->host() : bucket},
+                                 std::move(operations),
+                                 std::move(context),
+                                 true},
                                 /*async=*/true)
                               ->getFuture();
     return trip ? broughtBack(averaged, trip, bucket) : averaged;

@@ -3,13 +3,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "torch/errors.h"
 
 namespace ringreduce {
+
 namespace {
 
 std::string textOf(const Context& context) {

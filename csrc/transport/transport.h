@@ -12,7 +12,7 @@
 //
 // Memory.  Memory given to send() and expect() belongs to the transport until finish() returns, or
 // until release() for what was expected.  It may be read at any time until then, so it must not
-// change; the exception is in collectives/stream_primitives.h.
+// change; the exception is in collectives/stream_algorithms.h.
 //
 // Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
 // from all ranks, polls the WaitGuard, and throws what it throws.  So a collective cannot deadlock

@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "algorithm/explain.h"
+#include "algorithm/choose.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"

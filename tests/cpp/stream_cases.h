@@ -10,9 +10,10 @@
 #include <vector>
 
 #include "check.h"
-#include "collectives/stream_calls.h"
+#include "collectives/collectives.h"
 #include "group/operation.h"
 #include "ring_oracle.h"
+#include "transport/transport.h"
 
 namespace stream_cases {
 

@@ -1,13 +1,14 @@
 // Chooses the kernels for this CPU once: the widest that it can run, or those of RINGREDUCE_ISA.
-#include "kernels/reduce.h"
-
 #include <array>
 #include <cstdio>
+#include <cstring>
 #include <span>
 #include <string>
 
 #include "base/config.h"
 #include "base/error.h"
+#include "kernels/codec.h"
+#include "kernels/reduce.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,6 +20,7 @@ namespace ringreduce {
   namespace kernels_##isa {                                                       \
     const ReduceKernels* table(DType dtype, ReduceOp op);                         \
     void scale(DType dtype, void* dst, const void* src, size_t n, double factor); \
+    const CodecKernels& codecs(Codec codec);                                      \
   }
 #if defined(__x86_64__)
 RINGREDUCE_DECLARE_KERNELS(v2)
@@ -120,6 +122,40 @@ void scale(DType dtype, void* dst, const void* src, size_t n, double factor) {
 
 const char* instructionSet() {
   return chosenKernels().name;
+}
+
+namespace {
+
+const CodecSet& chosenCodecs() {
+  static const CodecSet& set = []() -> const CodecSet& {
+    const char* const wanted = instructionSet();  // throws where this CPU can run none
+    const CodecSet* found = nullptr;
+    for (const CodecSet& each : codecSets())
+      if (std::strcmp(each.name, wanted) == 0) found = &each;
+    return *found;
+  }();
+  return set;
+}
+
+}  // namespace
+
+std::span<const CodecSet> codecSets() {
+#if defined(__x86_64__)
+  constexpr std::array kernels{kernels_v2::codecs, kernels_v3::codecs, kernels_v4::codecs};
+#else
+  constexpr std::array kernels{kernels_aarch64::codecs};
+#endif
+  static const auto sets = [&] {
+    std::array<CodecSet, kernels.size()> made;
+    const std::span<const KernelSet> reduce = kernelSets();
+    for (size_t i = 0; i < made.size(); ++i) made[i] = {reduce[i].name, reduce[i].runs, kernels[i]};
+    return made;
+  }();
+  return sets;
+}
+
+const CodecKernels& codecKernels(Codec codec) {
+  return chosenCodecs().kernels(codec);
 }
 
 }  // namespace ringreduce
