@@ -14,7 +14,6 @@
 #include "kernels/reduce.h"
 
 namespace ringreduce {
-
 namespace {
 
 void ring(Communicator& c, const AllReduce& a) {

@@ -20,7 +20,6 @@
 #include "kernels/reduce.h"
 
 namespace ringreduce {
-
 namespace {
 
 // Adds up `sources` into partial sums.

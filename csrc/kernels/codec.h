@@ -15,7 +15,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "base/op_signature.h"
 
@@ -75,15 +74,5 @@ inline bool decode(Codec codec, float* out, const std::byte* in, size_t bytes, s
 inline bool decodeAdd(Codec codec, float* sum, const std::byte* in, size_t bytes, size_t n) {
   return codecKernels(codec).decodeAdd(sum, in, bytes, n);
 }
-
-// The kernels of an instruction set; tests and benchmarks compare them.
-struct CodecSet {
-  const char* name;  // "x86-64-v3"
-  bool runs;         // this CPU (and its operating system) can execute it
-  const CodecKernels& (*kernels)(Codec codec);
-};
-
-// In the order of kernelSets() (kernels/reduce.h).
-std::span<const CodecSet> codecSets();
 
 }  // namespace ringreduce

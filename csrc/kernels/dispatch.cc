@@ -1,7 +1,6 @@
-// Chooses the kernels for this CPU once: the widest that it can run, or those of RINGREDUCE_ISA.
+// The kernels of this CPU, chosen once: the widest that it can run, or those of RINGREDUCE_ISA.
 #include <array>
 #include <cstdio>
-#include <cstring>
 #include <span>
 #include <string>
 
@@ -97,13 +96,17 @@ const KernelSet& chosenKernels() {
 std::span<const KernelSet> kernelSets() {
 #if defined(__x86_64__)
   static const std::array sets{
-      KernelSet{"x86-64-v2", "v2", cpuHasV2(), kernels_v2::table, kernels_v2::scale},
-      KernelSet{"x86-64-v3", "v3", cpuHasV3(), kernels_v3::table, kernels_v3::scale},
-      KernelSet{"x86-64-v4", "v4", cpuHasV4(), kernels_v4::table, kernels_v4::scale},
+      KernelSet{"x86-64-v2", "v2", cpuHasV2(), kernels_v2::table, kernels_v2::scale,
+                kernels_v2::codecs},
+      KernelSet{"x86-64-v3", "v3", cpuHasV3(), kernels_v3::table, kernels_v3::scale,
+                kernels_v3::codecs},
+      KernelSet{"x86-64-v4", "v4", cpuHasV4(), kernels_v4::table, kernels_v4::scale,
+                kernels_v4::codecs},
   };
 #else
   static const std::array sets{
-      KernelSet{"aarch64", "aarch64", true, kernels_aarch64::table, kernels_aarch64::scale},
+      KernelSet{"aarch64", "aarch64", true, kernels_aarch64::table, kernels_aarch64::scale,
+                kernels_aarch64::codecs},
   };
 #endif
   return sets;
@@ -124,38 +127,8 @@ const char* instructionSet() {
   return chosenKernels().name;
 }
 
-namespace {
-
-const CodecSet& chosenCodecs() {
-  static const CodecSet& set = []() -> const CodecSet& {
-    const char* const wanted = instructionSet();  // throws where this CPU can run none
-    const CodecSet* found = nullptr;
-    for (const CodecSet& each : codecSets())
-      if (std::strcmp(each.name, wanted) == 0) found = &each;
-    return *found;
-  }();
-  return set;
-}
-
-}  // namespace
-
-std::span<const CodecSet> codecSets() {
-#if defined(__x86_64__)
-  constexpr std::array kernels{kernels_v2::codecs, kernels_v3::codecs, kernels_v4::codecs};
-#else
-  constexpr std::array kernels{kernels_aarch64::codecs};
-#endif
-  static const auto sets = [&] {
-    std::array<CodecSet, kernels.size()> made;
-    const std::span<const KernelSet> reduce = kernelSets();
-    for (size_t i = 0; i < made.size(); ++i) made[i] = {reduce[i].name, reduce[i].runs, kernels[i]};
-    return made;
-  }();
-  return sets;
-}
-
 const CodecKernels& codecKernels(Codec codec) {
-  return chosenCodecs().kernels(codec);
+  return chosenKernels().codecs(codec);
 }
 
 }  // namespace ringreduce

@@ -12,7 +12,6 @@
 #include "kernels/reduce.h"
 
 namespace ringreduce {
-
 namespace {
 
 const ReduceKernels& kernelsOf(DType dtype) {

@@ -199,7 +199,14 @@ Backend::WorkPtr Backend::start(Job job, bool async) {
   return collected(Work::start(*group(), std::move(job), !async));
 }
 
-Backend::WorkPtr Backend::startMessage(Job job, Message message) {
+Backend::WorkPtr Backend::start(c10d::OpType type, const char* title, Tensors inputs,
+                                Tensors outputs, Operation operation, bool async) {
+  return start({type, title, std::move(inputs), std::move(outputs), {std::move(operation)}}, async);
+}
+
+Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
+                                       Message message) {
+  Job job{type, title, tensors, tensors};
   job.observer = observer_;
   return collected(Work::start(*group(), std::move(job), std::move(message)));
 }

@@ -157,7 +157,10 @@ class Backend final : public c10d::Backend {
   GpuBackend* gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::Plane> makePlaneOn(c10::Device device);
   WorkPtr start(Job job, bool async);
-  WorkPtr startMessage(Job job, Message message);
+  WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
+                Operation operation, bool async);
+  WorkPtr startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
+                       Message message);
   WorkPtr collected(WorkPtr work);
   c10::intrusive_ptr<c10d::Store> meeting(const char* why, const std::vector<int>& ranks) const;
   BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,

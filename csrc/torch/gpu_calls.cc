@@ -14,7 +14,6 @@
 #include "torch/gpu_backend.h"
 
 namespace ringreduce {
-
 namespace {
 
 using Use = Staged::Use;
@@ -49,6 +48,12 @@ bool haveSameSize(const std::vector<at::Tensor>& tensors, const at::Tensor& as) 
   });
 }
 
+std::vector<at::Tensor> joined(const std::vector<Tensors>& lists) {
+  std::vector<at::Tensor> all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
 // Copies the inputs that overlap an output, except where this rank's own part lies in place.  NCCL,
 // to which the call may go, allows that one overlap too.
 std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
@@ -65,12 +70,6 @@ std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
   return all;
 }
 
-// Everything a list of an all_gather or a reduce_scatter must be besides of equal sizes.
-void requireList(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* call,
-                 const char* what) {
-  for (const at::Tensor& tensor : list) requireLike(tensor, like.numel(), like, call, what);
-}
-
 }  // namespace
 
 GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -79,12 +78,10 @@ GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::Allreduc
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const c10::Device device = onlyOne(tensors, kCall, tensors.at(0).device()).device();
-    c10d::AllreduceCoalescedOptions all;
-    all.reduceOp = options.reduceOp;
-    all.timeout = options.timeout;
-    all.asyncOp = options.asyncOp;
     if (!performs(device, Kind::kAllReduce))
       return other(tensors[0], options.reduceOp).allreduce(tensors, options);
+    c10d::AllreduceCoalescedOptions all;
+    static_cast<c10d::AllreduceOptions&>(all) = options;
     return allreduce_coalesced(tensors, all);
   });
 }
@@ -242,7 +239,8 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
       std::vector<Tensors> sources = {OutputMemory(outputs).copyIfShared(list)};
       return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
     }
-    requireList(list, output, kCall, "each input");
+    for (const at::Tensor& input : list)
+      requireLike(input, output.numel(), output, kCall, "each input");
     const at::NoGradGuard no_grad;
     Tensors flat;
     for (const at::Tensor& tensor : list) flat.push_back(tensor.detach().reshape({-1}));
@@ -335,16 +333,13 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
         even &= list[i].defined() && list[i].numel() == inputs[i].numel();
     }
     if (!even || !performs(device, Kind::kAllGather)) {
-      Tensors written;
-      for (const Tensors& list : outputs) written.insert(written.end(), list.begin(), list.end());
-      Tensors sources = OutputMemory(written).copyIfShared(inputs);
+      Tensors sources = OutputMemory(joined(outputs)).copyIfShared(inputs);
       return other(inputs[0]).allgather_coalesced(outputs, sources, options);
     }
     std::vector<Staged> from;
     std::vector<at::Tensor> whole;
     std::vector<cuda::GpuAllGather> calls;
-    Tensors used = inputs, results;
-    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    Tensors used = inputs, results = joined(outputs);
     used.insert(used.end(), results.begin(), results.end());
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall, device);

@@ -94,15 +94,12 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
     const bool root = options.rootRank == rank_;
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, "broadcast");
-    return start({c10d::OpType::BROADCAST,
-                  "ringreduce:broadcast",
-                  tensors,
-                  tensors,
-                  {{Broadcast{.data = staged.data(),
-                              .count = countOf(tensor),
-                              .dtype = dtypeOf(tensor, "broadcast"),
-                              .root = static_cast<int>(options.rootRank)},
-                    timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
+    return start(c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
+                 {Broadcast{.data = staged.data(),
+                            .count = countOf(tensor),
+                            .dtype = dtypeOf(tensor, "broadcast"),
+                            .root = static_cast<int>(options.rootRank)},
+                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -113,13 +110,9 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), "all_gather", "output");
-    return start(
-        {c10d::OpType::ALLGATHER,
-         "ringreduce:all_gather",
-         inputs,
-         list,
-         {gatherList(list, input, OutputMemory(list), rank_, options.timeout, "all_gather")}},
-        options.asyncOp);
+    return start(c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
+                 gatherList(list, input, OutputMemory(list), rank_, options.timeout, "all_gather"),
+                 options.asyncOp);
   });
 }
 
@@ -154,12 +147,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
   if (GpuBackend* gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
   return translated([&] {
-    return start({c10d::OpType::_ALLGATHER_BASE,
-                  "ringreduce:all_gather_into_tensor",
-                  {input},
-                  {output},
-                  {gatherInto(output, input, OutputMemory({output}), rank_, size_, options.timeout,
-                              "all_gather_into_tensor")}},
+    return start(c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather_into_tensor", {input},
+                 {output},
+                 gatherInto(output, input, OutputMemory({output}), rank_, size_, options.timeout,
+                            "all_gather_into_tensor"),
                  options.asyncOp);
   });
 }
@@ -206,12 +197,9 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     const bool in_place = root && isPartOf(input, own, 0);
     gather.input = staged.add(OutputMemory(list).copyIfShared(input, in_place ? &own : nullptr),
                               Use::kRead, "gather");
-    return start({c10d::OpType::GATHER,
-                  "ringreduce:gather",
-                  inputs,
-                  list,
-                  {{std::move(gather), timeoutOf(options.timeout),
-                    [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
+                 {std::move(gather), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -240,12 +228,9 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
       scatter.inputs.push_back(staged.add(
           written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }
-    return start({c10d::OpType::SCATTER,
-                  "ringreduce:scatter",
-                  list,
-                  outputs,
-                  {{std::move(scatter), timeoutOf(options.timeout),
-                    [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::SCATTER, "ringreduce:scatter", list, outputs,
+                 {std::move(scatter), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -282,12 +267,9 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
         exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
-    return start({c10d::OpType::ALLTOALL_BASE,
-                  "ringreduce:all_to_all",
-                  {input},
-                  {output},
-                  {{std::move(exchange), timeoutOf(options.timeout),
-                    [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::ALLTOALL_BASE, "ringreduce:all_to_all", {input}, {output},
+                 {std::move(exchange), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -319,12 +301,9 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
     }
     for (const at::Tensor& input : OutputMemory(outputs).copyIfShared(inputs))
       exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
-    return start({c10d::OpType::ALLTOALL,
-                  "ringreduce:all_to_all",
-                  inputs,
-                  outputs,
-                  {{std::move(exchange), timeoutOf(options.timeout),
-                    [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::ALLTOALL, "ringreduce:all_to_all", inputs, outputs,
+                 {std::move(exchange), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -378,7 +357,7 @@ Message messageOf(const Tensors& tensors, Message::Way way, int peer, int tag, c
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->send(tensors, peer, tag);
   return translated([&] {
-    return startMessage({c10d::OpType::SEND, "ringreduce:send", tensors, tensors},
+    return startMessage(c10d::OpType::SEND, "ringreduce:send", tensors,
                         messageOf(tensors, Message::Way::kSend, peer, tag, "send"));
   });
 }
@@ -389,7 +368,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
     if (peer < 0)
       refuse("recv",
              "from rank " + std::to_string(peer) + " in a group of " + std::to_string(size_));
-    return startMessage({c10d::OpType::RECV, "ringreduce:recv", tensors, tensors},
+    return startMessage(c10d::OpType::RECV, "ringreduce:recv", tensors,
                         messageOf(tensors, Message::Way::kReceive, peer, tag, "recv"));
   });
 }
@@ -397,7 +376,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recvAnysource(tensors, tag);
   return translated([&] {
-    return startMessage({c10d::OpType::RECVANYSOURCE, "ringreduce:recvAnySource", tensors, tensors},
+    return startMessage(c10d::OpType::RECVANYSOURCE, "ringreduce:recvAnySource", tensors,
                         messageOf(tensors, Message::Way::kReceive, kAnySource, tag, "recv"));
   });
 }

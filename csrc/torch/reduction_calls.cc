@@ -116,12 +116,8 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    return start({c10d::OpType::ALLREDUCE,
-                  "ringreduce:all_reduce",
-                  tensors,
-                  tensors,
-                  {allReduceOf(tensor, options, "all_reduce")}},
-                 options.asyncOp);
+    return start(c10d::OpType::ALLREDUCE, "ringreduce:all_reduce", tensors, tensors,
+                 allReduceOf(tensor, options, "all_reduce"), options.asyncOp);
   });
 }
 
@@ -194,18 +190,15 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
     const at::Tensor real = addable(tensor, op, "reduce");
     const bool root = options.rootRank == rank_;
     const Staged staged(real, root ? Use::kBoth : Use::kRead, "reduce");
-    return start({c10d::OpType::REDUCE,
-                  "ringreduce:reduce",
-                  tensors,
-                  tensors,
-                  {{Reduce{.input = staged.data(),
-                           .output = staged.data(),
-                           .count = countOf(real),
-                           .dtype = dtypeOf(real, "reduce"),
-                           .op = op,
-                           .root = static_cast<int>(options.rootRank),
-                           .factor = numberOf(factorOf(options.reduceOp))},
-                    timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
+    return start(c10d::OpType::REDUCE, "ringreduce:reduce", tensors, tensors,
+                 {Reduce{.input = staged.data(),
+                         .output = staged.data(),
+                         .count = countOf(real),
+                         .dtype = dtypeOf(real, "reduce"),
+                         .op = op,
+                         .root = static_cast<int>(options.rootRank),
+                         .factor = numberOf(factorOf(options.reduceOp))},
+                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -216,12 +209,9 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   return translated([&] {
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), "reduce_scatter", "input");
-    return start({c10d::OpType::REDUCE_SCATTER,
-                  "ringreduce:reduce_scatter",
-                  list,
-                  outputs,
-                  {reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, rank_, size_,
-                                   options, "reduce_scatter")}},
+    return start(c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
+                 reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, rank_, size_,
+                                 options, "reduce_scatter"),
                  options.asyncOp);
   });
 }
@@ -231,12 +221,10 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
   if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
     requireDense(input, "reduce_scatter_tensor");
-    return start({c10d::OpType::_REDUCE_SCATTER_BASE,
-                  "ringreduce:reduce_scatter_tensor",
-                  {input},
-                  {output},
-                  {reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false, rank_,
-                                   size_, options, "reduce_scatter_tensor")}},
+    return start(c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor", {input},
+                 {output},
+                 reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false, rank_,
+                                 size_, options, "reduce_scatter_tensor"),
                  options.asyncOp);
   });
 }
@@ -368,12 +356,9 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
   return translated([&] {
     if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
-    return start({c10d::OpType::_ALLREDUCE_SPARSE,
-                  "ringreduce:sparse_all_reduce",
-                  {},  // the profiler has no record of sparse shapes
-                  tensors,
-                  {sparseAllReduce(tensors[0], options)}},
-                 options.asyncOp);
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce",
+                 {},  // the profiler has no record of sparse shapes
+                 tensors, sparseAllReduce(tensors[0], options), options.asyncOp);
   });
 }
 
@@ -456,22 +441,19 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(
-        {c10d::OpType::ALLREDUCE,
-         "ringreduce:compressed_all_reduce",
-         {input},
-         {output},
-         {{CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
-                               .output = static_cast<float*>(out.data()),
-                               .count = countOf(input),
-                               .coding = coding,
-                               .op = op,
-                               .schedule = schedule,
-                               .error = lost ? static_cast<float*>(lost->data()) : nullptr},
-           0,
-           [in, out, lost] {
-             out.giveBack();
-             if (lost) lost->giveBack();
-           }}}},
+        c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output},
+        {CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
+                             .output = static_cast<float*>(out.data()),
+                             .count = countOf(input),
+                             .coding = coding,
+                             .op = op,
+                             .schedule = schedule,
+                             .error = lost ? static_cast<float*>(lost->data()) : nullptr},
+         0,
+         [in, out, lost] {
+           out.giveBack();
+           if (lost) lost->giveBack();
+         }},
         async);
   });
 }

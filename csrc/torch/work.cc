@@ -12,7 +12,6 @@
 #include "torch/errors.h"
 
 namespace ringreduce {
-
 namespace {
 
 std::string textOf(const Context& context) {
