@@ -68,10 +68,10 @@ Settings parse(int argc, char** argv) {
       s.sizes.clear();
       for (const std::string& size : split(value)) s.sizes.push_back(std::stoul(size));
     } else if (key == "--dtype") {
-      int t = 0;
-      while (t < kReducibleDTypes && value != name(static_cast<DType>(t))) ++t;
-      if (t == kReducibleDTypes) usage("no dtype " + value + " that can be reduced");
-      s.dtype = static_cast<DType>(t);
+      const auto named = std::ranges::find(kDTypes, value, &DTypeInfo::name);
+      if (named == kDTypes.end() || named->numbers == NumberKind::kNone)
+        usage("no dtype " + value + " that can be reduced");
+      s.dtype = static_cast<DType>(named - kDTypes.begin());
     } else {
       usage("no option " + key);
     }

@@ -1,4 +1,4 @@
-"""benchmarks/ddp.py: what it compares, that wrong results are seen."""
+"""benchmarks/ddp.py: what it compares, and that wrong results are seen."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "cuda/kernels.h"
 #include "floors.h"
 
 namespace perf {
@@ -153,7 +154,8 @@ std::vector<T> listOf(const char* what, const std::string& text, int count, Name
 }
 
 inline std::vector<ringreduce::DType> dtypesNamed(const std::string& text) {
-  return listOf<ringreduce::DType>("dtype that can be reduced", text, ringreduce::kReducibleDTypes,
+  return listOf<ringreduce::DType>("dtype that can be reduced", text,
+                                   ringreduce::cuda::kKernelDTypes,
                                    [](ringreduce::DType t) { return ringreduce::name(t); });
 }
 inline std::vector<ringreduce::ReduceOp> opsNamed(const std::string& text) {

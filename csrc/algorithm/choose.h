@@ -32,7 +32,9 @@
 #include <cstdint>
 #include <iterator>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/op_signature.h"
 
@@ -167,7 +169,7 @@ constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, in
   return two_shot < ring && world_size > 2 ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
-// ---- compressed values (collectives/coded.h)
+// ---- compressed values
 //
 //   owner    each rank sends each owner its part, coded once; the owner adds, codes the sum once
 //            and sends it to all: two-shot, and no error grows with the ranks
@@ -259,5 +261,24 @@ constexpr bool broadcastsByChain(size_t bytes, int world_size, const WireCost& c
   const double S = static_cast<double>(bytes) * cost.byte;
   return (world_size - 1) * (cost.hop + cost.message) + S < levels * (cost.hop + cost.message + S);
 }
+
+// ---- why: each candidate between hosts with its modelled time
+
+struct Candidate {
+  Algorithm algorithm;
+  double seconds;
+  double hops;   // one after the other
+  double bytes;  // that a host's wire carries each way
+};
+
+struct Explanation {
+  Algorithm choice;
+  std::vector<Candidate> candidates;
+  std::string why;
+};
+
+// Of `world_size` ranks, as many on each of several hosts.
+Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost);
 
 }  // namespace ringreduce

@@ -47,6 +47,11 @@ struct Cut {
     return roundUp(ceilDiv(elements, static_cast<size_t>(world_size)), kChunkElements);
   }
   constexpr Span chunk(int c) const { return piece(elements, chunkSize(), static_cast<size_t>(c)); }
+  // Slice j of a chunk that is cut every `step` elements; empty where this chunk is too short.
+  constexpr Span slice(int c, size_t step, size_t j) const {
+    const Span whole = chunk(c), s = piece(whole.size, step, j);
+    return {whole.begin + s.begin, s.size};
+  }
   // The chunk that holds element i (i < elements).
   constexpr int chunkOf(size_t i) const { return static_cast<int>(i / chunkSize()); }
 

@@ -16,7 +16,7 @@
 // W slots: a receive always precedes a send, so with at most P*W slices in the ring and more than W
 // slots a link, some rank can always proceed.
 //
-// `Primitives` defines moving and adding: for a CPU thread (collectives/host_primitives.h) and for
+// `Primitives` defines moving and adding: for a CPU thread (collectives/reduction.h) and for
 // a thread block of a GPU (cuda/primitives.h).
 #pragma once
 

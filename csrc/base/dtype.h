@@ -7,8 +7,7 @@
 
 namespace ringreduce {
 
-// The first ten can be reduced; the rest are only moved.  Ranks compare these numbers before an
-// operation, so they never change meaning.
+// Ranks send each other these values, so they never change meaning.
 enum class DType : uint8_t {
   kFloat32,
   kFloat64,
@@ -33,27 +32,31 @@ enum class DType : uint8_t {
   kFloat4E2M1FNx2,
   kComplex32,
 };
-inline constexpr int kReducibleDTypes = 10;
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBand, kBor, kBxor, kPremulSum };
 inline constexpr int kReduceOps = 9;
 
+// How elements are reduced.  A half is a floating-point type whose partial results are float32.
+enum class NumberKind : uint8_t { kNone, kFloat, kHalf, kInteger, kTruth };
+
 struct DTypeInfo {
-  const char* name;  // torch's own spelling, without "torch."
-  uint32_t size;     // bytes an element
+  const char* name;                        // torch's own spelling, without "torch."
+  uint32_t size;                           // bytes an element
+  NumberKind numbers = NumberKind::kNone;  // none: the elements can only be moved
 };
 
+// In the order of DType.
 inline constexpr std::array kDTypes{
-    DTypeInfo{"float32", 4},
-    DTypeInfo{"float64", 8},
-    DTypeInfo{"float16", 2},
-    DTypeInfo{"bfloat16", 2},
-    DTypeInfo{"int8", 1},
-    DTypeInfo{"uint8", 1},
-    DTypeInfo{"int16", 2},
-    DTypeInfo{"int32", 4},
-    DTypeInfo{"int64", 8},
-    DTypeInfo{"bool", 1},
+    DTypeInfo{"float32", 4, NumberKind::kFloat},
+    DTypeInfo{"float64", 8, NumberKind::kFloat},
+    DTypeInfo{"float16", 2, NumberKind::kHalf},
+    DTypeInfo{"bfloat16", 2, NumberKind::kHalf},
+    DTypeInfo{"int8", 1, NumberKind::kInteger},
+    DTypeInfo{"uint8", 1, NumberKind::kInteger},
+    DTypeInfo{"int16", 2, NumberKind::kInteger},
+    DTypeInfo{"int32", 4, NumberKind::kInteger},
+    DTypeInfo{"int64", 8, NumberKind::kInteger},
+    DTypeInfo{"bool", 1, NumberKind::kTruth},
     DTypeInfo{"uint16", 2},
     DTypeInfo{"uint32", 4},
     DTypeInfo{"uint64", 8},
@@ -81,25 +84,30 @@ constexpr const char* name(ReduceOp op) {
   return kReduceOpNames[static_cast<size_t>(op)];
 }
 
-constexpr bool isFloating(DType t) {
-  return t == DType::kFloat32 || t == DType::kFloat64 || t == DType::kFloat16 ||
-         t == DType::kBFloat16;
+constexpr NumberKind numberKindOf(DType t) {
+  return kDTypes[static_cast<size_t>(t)].numbers;
 }
 constexpr bool isHalf(DType t) {
-  return t == DType::kFloat16 || t == DType::kBFloat16;
+  return numberKindOf(t) == NumberKind::kHalf;
+}
+constexpr bool isFloating(DType t) {
+  return numberKindOf(t) == NumberKind::kFloat || isHalf(t);
+}
+constexpr bool isReducible(DType t) {
+  return numberKindOf(t) != NumberKind::kNone;
 }
 
 // Whether `op` has a meaning for elements of type `t`.  bool: SUM and MAX are "or", PRODUCT and MIN
 // are "and"; an average of truth values, and bits of floating-point numbers, have none.
 constexpr bool isSupported(DType t, ReduceOp op) {
-  if (static_cast<int>(t) >= kReducibleDTypes) return false;
+  if (!isReducible(t)) return false;
   switch (op) {
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:
       return !isFloating(t);
     case ReduceOp::kAvg:
-      return t != DType::kBool;
+      return numberKindOf(t) != NumberKind::kTruth;
     case ReduceOp::kPremulSum:
       return isFloating(t);
     default:

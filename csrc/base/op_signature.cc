@@ -4,22 +4,19 @@
 #include <cstdio>
 
 #include "base/bytes.h"
+#include "base/text.h"
 
 namespace ringreduce {
 namespace {
-
-bool toRoot(Kind kind) {
-  return kind == Kind::kReduce || kind == Kind::kGather;
-}
 
 // "int8, owner, stochastic (seed hash 0123abcd)"
 std::string describeCoding(uint64_t bits) {
   const uint64_t codec = bits & 0xff, schedule = bits >> 8 & 0xff;
   // A peer may have sent anything.
-  std::string text = codec < std::size(kCodecNames) ? kCodecNames[codec] : "an unknown codec";
+  std::string text = codec < kCodecTable.size() ? kCodecTable[codec].name : "an unknown codec";
   text += ", ";
-  text += schedule < std::size(kCodedScheduleNames) ? kCodedScheduleNames[schedule]
-                                                    : "an unknown schedule";
+  text +=
+      schedule < kCodedScheduleNames.size() ? kCodedScheduleNames[schedule] : "an unknown schedule";
   if ((bits >> 16 & 0xffff) == 0) return text;
   char seed[48];
   std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",
@@ -27,7 +24,36 @@ std::string describeCoding(uint64_t bits) {
   return text + seed;
 }
 
+std::string describeParts(KindInfo::Parts meaning, uint64_t parts) {
+  if (meaning == KindInfo::Parts::kCoding) return ", " + describeCoding(parts);
+  if (meaning == KindInfo::Parts::kCountsOfEachRank || parts == 0) return "";
+  char text[48];
+  std::snprintf(text, sizeof text, " in %s (hash %08x)",
+                meaning == KindInfo::Parts::kShape ? "a shape" : "uneven parts",
+                static_cast<unsigned>(parts ^ parts >> 32));
+  return text;
+}
+
 }  // namespace
+
+void OpSignature::setParts(const std::vector<size_t>& counts) {
+  bool even = true;
+  uint64_t hash = 0;
+  for (const size_t n : counts) {
+    count += n;
+    even = even && n == counts[0];
+    hash = mixed(hash, n);
+  }
+  if (!even) parts = hash;
+}
+
+std::string codecNames() {
+  return listed(kCodecTable, [](const CodecInfo& codec) { return codec.name; });
+}
+
+std::string codedScheduleNames() {
+  return listed(kCodedScheduleNames, [](const char* name) { return name; });
+}
 
 uint64_t codingBits(const Coding& coding, CodedSchedule schedule) {
   uint64_t bits = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
@@ -40,29 +66,20 @@ uint64_t codingBits(const Coding& coding, CodedSchedule schedule) {
 }
 
 std::string describe(const OpSignature& operation) {
-  std::string text = kKindNames[static_cast<size_t>(operation.kind)];
-  text += " #" + std::to_string(operation.sequence);
-  if (operation.kind == Kind::kBarrier || operation.kind == Kind::kMonitoredBarrier) return text;
+  const KindInfo& kind = infoOf(operation.kind);
+  std::string text = std::string(kind.name) + " #" + std::to_string(operation.sequence);
+  if (!kind.has_elements) return text;
   text += std::string(" (") + name(operation.dtype);
-  if (operation.kind == Kind::kAllToAll && operation.parts != 0)
+  if (kind.parts == KindInfo::Parts::kCountsOfEachRank && operation.parts != 0)
     text += ", with counts for each rank";
   else
     text +=
         ", " + std::to_string(operation.count) + (operation.count == 1 ? " element" : " elements");
-  if (operation.kind == Kind::kCompressedAllReduce) {
-    text += ", " + describeCoding(operation.parts);
-  } else if (operation.kind != Kind::kAllToAll && operation.parts != 0) {
-    char parts[48];
-    std::snprintf(parts, sizeof parts, " in %s (hash %08x)",
-                  operation.kind == Kind::kSparseAllReduce ? "a shape" : "uneven parts",
-                  static_cast<unsigned>(operation.parts ^ operation.parts >> 32));
-    text += parts;
-  }
+  text += describeParts(kind.parts, operation.parts);
   if (operation.op != kNoReduceOp)
     text += std::string(", ") + name(static_cast<ReduceOp>(operation.op));
   if (operation.root != kNoRoot)
-    text +=
-        (toRoot(operation.kind) ? ", to rank " : ", from rank ") + std::to_string(operation.root);
+    text += std::string(", ") + kind.root + " rank " + std::to_string(operation.root);
   return text + ")";
 }
 

@@ -1,17 +1,19 @@
 // The signature of an operation: the part of it that ranks must agree on, and the same as text.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/dtype.h"
 
 namespace ringreduce {
 
+// The collectives.  Ranks send each other these values, so they never change meaning.
 enum class Kind : uint8_t {
   kAllReduce,
   kReduce,
@@ -26,27 +28,72 @@ enum class Kind : uint8_t {
   kMonitoredBarrier,
   kCompressedAllReduce,
 };
-inline constexpr const char* kKindNames[] = {"all_reduce",        "reduce",
-                                             "reduce_scatter",    "broadcast",
-                                             "all_gather",        "gather",
-                                             "scatter",           "all_to_all",
-                                             "barrier",           "sparse all_reduce",
-                                             "monitored_barrier", "compressed all_reduce"};
-inline constexpr size_t kKindCount = std::size(kKindNames);
+
+struct KindInfo {
+  // What OpSignature::parts of this kind means.
+  enum class Parts : uint8_t { kUneven, kShape, kCountsOfEachRank, kCoding };
+
+  const char* name;
+  const char* root = "from";  // "from rank 2" or "to rank 2"
+  Parts parts = Parts::kUneven;
+  bool has_elements = true;
+};
+
+// In the order of Kind.
+inline constexpr std::array kKindTable{
+    KindInfo{"all_reduce"},
+    KindInfo{"reduce", "to"},
+    KindInfo{"reduce_scatter"},
+    KindInfo{"broadcast"},
+    KindInfo{"all_gather"},
+    KindInfo{"gather", "to"},
+    KindInfo{"scatter"},
+    KindInfo{.name = "all_to_all", .parts = KindInfo::Parts::kCountsOfEachRank},
+    KindInfo{.name = "barrier", .has_elements = false},
+    KindInfo{.name = "sparse all_reduce", .parts = KindInfo::Parts::kShape},
+    KindInfo{.name = "monitored_barrier", .has_elements = false},
+    KindInfo{.name = "compressed all_reduce", .parts = KindInfo::Parts::kCoding},
+};
+constexpr const KindInfo& infoOf(Kind kind) {
+  return kKindTable[static_cast<size_t>(kind)];
+}
+constexpr const char* name(Kind kind) {
+  return infoOf(kind).name;
+}
+
 // How a compressed all-reduce codes values.  Ranks compare these numbers, so they never change
 // meaning.
 enum class Codec : uint8_t { kBfloat16, kFloat16, kInt8, kInt4 };
-inline constexpr const char* kCodecNames[] = {"bfloat16", "float16", "int8", "int4"};
-inline constexpr int kCodecs = static_cast<int>(std::size(kCodecNames));
+
+struct CodecInfo {
+  const char* name;
+  size_t bits;             // an element
+  size_t scale_bytes = 0;  // of each block; 0: an element is coded by itself
+};
+
+// In the order of Codec.
+inline constexpr std::array kCodecTable{
+    CodecInfo{"bfloat16", 16},
+    CodecInfo{"float16", 16},
+    CodecInfo{"int8", 8, 2},
+    CodecInfo{"int4", 4, 2},
+};
+inline constexpr int kCodecs = static_cast<int>(kCodecTable.size());
+
+constexpr const CodecInfo& infoOf(Codec codec) {
+  return kCodecTable[static_cast<size_t>(codec)];
+}
 
 constexpr std::optional<Codec> codecNamed(std::string_view name) {
   for (uint8_t i = 0; i < kCodecs; ++i)
-    if (name == kCodecNames[i]) return static_cast<Codec>(i);
+    if (name == kCodecTable[i].name) return static_cast<Codec>(i);
   return std::nullopt;
 }
 constexpr const char* name(Codec codec) {
-  return kCodecNames[static_cast<int>(codec)];
+  return infoOf(codec).name;
 }
+// "bfloat16, float16, int8 and int4"
+std::string codecNames();
 
 struct Coding {
   Codec codec = Codec::kBfloat16;
@@ -54,15 +101,17 @@ struct Coding {
   uint64_t seed = 0;
 };
 
-// Which ranks decode, add and code again (collectives/coded.h).
+// Which ranks decode, add and code again (collectives/compressed_all_reduce.cc).
 enum class CodedSchedule : uint8_t { kAuto, kOwner, kRing };
-inline constexpr const char* kCodedScheduleNames[] = {"auto", "owner", "ring"};
+inline constexpr std::array kCodedScheduleNames{"auto", "owner", "ring"};
 
 constexpr std::optional<CodedSchedule> codedScheduleNamed(std::string_view name) {
-  for (uint8_t i = 0; i < std::size(kCodedScheduleNames); ++i)
+  for (uint8_t i = 0; i < kCodedScheduleNames.size(); ++i)
     if (name == kCodedScheduleNames[i]) return static_cast<CodedSchedule>(i);
   return std::nullopt;
 }
+// "auto, owner and ring"
+std::string codedScheduleNames();
 
 // For `parts` of the signature of a compressed all-reduce: codec and schedule, a byte each, whether
 // it is stochastic, and the low half of the seed's hash.
@@ -71,6 +120,7 @@ uint64_t codingBits(const Coding& coding, CodedSchedule schedule);
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
+// What ranks compare with each other before an operation.
 struct OpSignature {
   uint64_t sequence = 0;  // operations of this group before this one
   uint64_t count = 0;     // elements
@@ -79,8 +129,11 @@ struct OpSignature {
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
   int32_t root = kNoRoot;
-  // A hash of the parts' sizes, where they are unequal; the codingBits of a compressed all-reduce.
+  // Depends on the kind: 0, a hash of the parts' sizes or of a shape, or codingBits.
   uint64_t parts = 0;
+
+  // The elements of all parts together, and a hash of their sizes if these differ.
+  void setParts(const std::vector<size_t>& counts);
 
   bool operator==(const OpSignature&) const = default;
 };
@@ -95,10 +148,10 @@ struct StreamProgress {
   bool operator==(const StreamProgress&) const = default;
 };
 
-// Whether a rank of a group of `size` can have announced this.  Checks signatures from other ranks,
-// since texts index tables by their fields.
+// Whether a rank of a group of `size` can have announced this.  A signature that was received is
+// checked before it is used, because texts name its kind, dtype and ranks.
 constexpr bool isSound(const OpSignature& a, int size) {
-  return static_cast<size_t>(a.kind) < kKindCount &&
+  return static_cast<size_t>(a.kind) < kKindTable.size() &&
          static_cast<size_t>(a.dtype) < kDTypes.size() &&
          (a.op < kReduceOps || a.op == kNoReduceOp) &&
          (a.root == kNoRoot || (a.root >= 0 && a.root < size));

@@ -11,12 +11,8 @@ constexpr std::string_view kHexDigits = "0123456789abcdef";
 }  // namespace
 
 std::string rankList(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
+  return (ranks.size() == 1 ? "rank " : "ranks ") +
+         listed(ranks, [](int rank) { return std::to_string(rank); });
 }
 
 std::vector<int> otherRanks(int rank, int size) {

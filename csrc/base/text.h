@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,17 @@ std::vector<int> otherRanks(int rank, int size);
 
 // "2.5 s"
 std::string seconds(Nanos time);
+
+// "a, b and c"
+template <class All, class Text>
+std::string listed(const All& all, Text&& textOf) {
+  std::string text;
+  for (size_t i = 0; i < std::size(all); ++i) {
+    if (i > 0) text += i + 1 == std::size(all) ? " and " : ", ";
+    text += textOf(all[i]);
+  }
+  return text;
+}
 
 // The texts of all elements, with `between` between two of them.
 template <class All, class Text>

@@ -1,4 +1,8 @@
-// All-gather.  First over shared memory, then over streams of bytes.
+// All-gather.
+//
+// Shared memory: each rank fills its slots and copies those of all others out.
+// Streams: Bruck's algorithm for small messages, otherwise the ring, straight from and to the
+// caller's memory.
 #include <algorithm>
 #include <numeric>
 
@@ -6,15 +10,22 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_blocks.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
 
+void SparseAllReduce::reorder(const std::vector<int>& ranks) {
+  gather.place = [ranks, whole = gather.place](const std::vector<size_t>& ordered) {
+    std::vector<size_t> counts(ranks.size());
+    for (size_t p = 0; p < ranks.size(); ++p) counts[static_cast<size_t>(ranks[p])] = ordered[p];
+    std::vector<void*> outputs = whole(counts);
+    reorderList(outputs, ranks);
+    return outputs;
+  };
+}
+
 // ---- over shared memory
-//
-// All-gather over the exchange: everybody fills slots, everybody copies all of them out.
 
 void allGather(Communicator& c, const AllGather& a) {
   Exchange& exchange = c.exchange;
@@ -62,9 +73,6 @@ void allGatherUnknown(Communicator& c, const AllGatherUnknown& a) {
 }
 
 // ---- over streams
-//
-// All-gather over a transport: by Bruck where there is little, else round the ring, straight from
-// and to the caller's memory.
 
 void allGather(Transport& transport, const AllGather& a) {
   const auto P = static_cast<size_t>(transport.size()), me = static_cast<size_t>(transport.rank());

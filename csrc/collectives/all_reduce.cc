@@ -1,24 +1,19 @@
-// All-reduce.  First over shared memory, then over streams of bytes.
+// All-reduce.
+//
+// Shared memory: direct, two-shot (both reduction.h) or the ring.
+// Streams: four algorithms.  Bruck's all-gather and a sum on each rank; direct, which is the same
+// in one hop; two-shot; the ring. All of them give the same bits.
 #include <algorithm>
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/host_primitives.h"
 #include "collectives/reduction.h"
-#include "collectives/stream_blocks.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// All-reduce by three algorithms, which give the same bits: direct, two-shot and ring.
-
 namespace {
 
 void ring(Communicator& c, const AllReduce& a) {
@@ -37,7 +32,7 @@ void ring(Communicator& c, const AllReduce& a) {
 
 void allReduce(Communicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
-  if (c.size == 1) return;  // the sum, the average, the least of one value is that value
+  if (c.size == 1) return;  // of one value, any reduction is that value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};
   switch (chooseAllReduce(a.count * sizeOf(a.dtype), c.size, c.algorithm)) {
     case Algorithm::kTwoShot:
@@ -50,9 +45,6 @@ void allReduce(Communicator& c, const AllReduce& a) {
 }
 
 // ---- over streams
-//
-// All-reduce over a transport by four algorithms, which give the same bits: Bruck's all-gather and
-// a sum at every rank, direct (the same in one hop), two-shot, and the ring.
 
 namespace {
 
@@ -66,8 +58,8 @@ std::vector<RingChunk> chunksOf(const AllReduce& a, int world_size) {
   return chunks;
 }
 
-// Everybody's addends come to everybody.  The own ones are lent, and the sum is written where they
-// are, so a copy is.
+// Every rank gathers all inputs.  The transport borrows this rank's while the sum is written over
+// them, so it gets a copy.
 void bruck(Transport& transport, const AllReduce& a, int radix) {
   const auto P = static_cast<size_t>(transport.size());
   const size_t width = sizeOf(a.dtype), bytes = a.count * width;
@@ -91,8 +83,8 @@ void bruck(Transport& transport, const AllReduce& a, int radix) {
   });
 }
 
-// Each rank adds its chunk of what all send it, and sends all the sum, slice by slice.  The sums
-// are awaited where addends may still be lent: see primitives.h for why that is safe.
+// Each rank adds its chunk of all inputs, and sends all the sum, slice by slice.  The sums
+// are awaited where addends may still be lent: see stream_algorithms.h for why that is safe.
 void twoShot(Transport& transport, const AllReduce& a) {
   const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(a.dtype);
@@ -133,7 +125,7 @@ void twoShot(Transport& transport, const AllReduce& a) {
 void allReduce(Transport& transport, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const int P = transport.size();
-  if (P == 1) return;  // the sum, the average, the least of one value is that value
+  if (P == 1) return;  // of one value, any reduction is that value
   const WireCost& cost = transport.options().cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
   switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,

@@ -1,27 +1,52 @@
-// All-to-all.  First over shared memory, then over streams of bytes.
+// All-to-all.
+//
+// Shared memory: each rank shares its slots out between the others.  The number of slices depends
+// on the longest message between any two ranks. Streams: each rank sends each other its part,
+// beginning with the next rank, so that the ranks do not all begin with the same one.
+//
+// Unless all messages are equally long by agreement, the ranks exchange their counts first.  That
+// also finds a rank that expects another number of elements than it is sent.
 #include <algorithm>
 #include <cstring>
 
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/parts.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
 
+std::string AllToAll::problem(int world_size) const {
+  if (std::string wrong = wrongLength("send counts", send_counts.size(), world_size);
+      !wrong.empty())
+    return wrong;
+  if (std::string wrong = wrongLength("receive counts", recv_counts.size(), world_size);
+      !wrong.empty())
+    return wrong;
+  const auto equal = [&](size_t n) { return n == send_counts[0]; };
+  if (even && !(std::ranges::all_of(send_counts, equal) && std::ranges::all_of(recv_counts, equal)))
+    return "called even, but not all counts are equal";
+  return "";
+}
+
+// Uneven counts are compared while it runs.
+void AllToAll::sign(OpSignature& signature) const {
+  if (even) signature.setParts(send_counts);
+  signature.parts = even ? 0 : 1;
+}
+
+void AllToAll::reorder(const std::vector<int>& ranks) {
+  reorderList(send_counts, ranks);
+  reorderList(recv_counts, ranks);
+}
+
 // ---- over shared memory
-//
-// All-to-all over the exchange: each rank shares its slots out between the others.
-//
-// How many slices that takes depends on the longest message between any two ranks.  Unless all are
-// equally long by agreement, the ranks tell each other what they send first, which also shows if
-// one expects something else than another sends.
 
 namespace {
 
-// The elements of the longest message.  Throws where rank a sends what rank b does not expect.
+// The elements of the longest message.  Throws if a rank sends another count than its receiver
+// expects.
 uint64_t agreeOnLongest(Communicator& c, const AllToAll& a) {
   const auto P = static_cast<size_t>(c.size);
   const std::vector<uint64_t> mine(a.send_counts.begin(), a.send_counts.end());
@@ -76,12 +101,6 @@ void allToAll(Communicator& c, const AllToAll& a) {
 }
 
 // ---- over streams
-//
-// All-to-all over a transport: each rank sends each other its part, from the next rank on, so that
-// not all begin with the same.
-//
-// Unless all are equally long by agreement, a count goes before each part: it shows if one expects
-// something else than another sends.
 
 void allToAll(Transport& transport, const AllToAll& a) {
   const int P = transport.size(), me = transport.rank();
@@ -90,7 +109,7 @@ void allToAll(Transport& transport, const AllToAll& a) {
   const auto forEachSource = [&](auto visit) {
     for (int k = 1; k < P; ++k) visit((me + P - k) % P);
   };
-  // Before anything leaves: who got its part would take this operation for done.
+  // Before anything is sent: a rank that got its part would take this operation as done.
   if (a.send_counts[index(me)] != a.recv_counts[index(me)])
     transport.guard().disagree(me, me, a.send_counts[index(me)], a.recv_counts[index(me)]);
   forEachSource([&](int r) {

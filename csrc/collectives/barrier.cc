@@ -1,12 +1,13 @@
-// Barrier.  First over shared memory, then over streams of bytes.
+// Barrier.
+//
+// Shared memory: a step of the exchange without data.
+// Streams: in hop k a rank tells the rank 2^k after it which ranks have arrived, itself and those
+// it has heard of.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
+// synchronization" (1988).
 #include "collectives/collectives.h"
-#include "collectives/stream_calls.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Barrier: a step of the exchange without data.
 
 void barrier(Communicator& c, const Barrier&) {
   const uint64_t step = c.exchange.begin(1);
@@ -17,10 +18,6 @@ void barrier(Communicator& c, const Barrier&) {
 }
 
 // ---- over streams
-//
-// Barrier over a transport: in hop k a rank tells the rank 2^k after it that it has come, and all
-// of whom it has heard.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
-// synchronization" (1988).
 
 void barrier(Transport& transport, const Barrier&) {
   static constexpr std::byte kHere{1};

@@ -1,22 +1,18 @@
-// Broadcast.  First over shared memory, then over streams of bytes.
+// Broadcast.
+//
+// Shared memory: the root fills slots and the others copy them out.  The root waits only if it has
+// no free slot, so it may be as many steps ahead as it has slots.  The other ranks post their steps
+// too, without data, so that each rank sees which ranks have arrived. Streams: a binomial tree for
+// small messages, otherwise a chain of all ranks, which pass each slice on as it comes.
 #include <algorithm>
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_slices.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Broadcast over the exchange: the root fills slots, everybody else copies them out.
-//
-// The root waits only if it has no free slot, so it may be ahead of the other ranks by as many
-// steps as it has slots.  The other ranks post their steps too, without data, so that every rank
-// can see which ranks have arrived.
 
 void broadcast(Communicator& c, const Broadcast& b) {
   if (c.size == 1) return;
@@ -39,9 +35,6 @@ void broadcast(Communicator& c, const Broadcast& b) {
 }
 
 // ---- over streams
-//
-// Broadcast over a transport: down a binomial tree where there is little, else down a chain of all
-// ranks, which pass each slice on as it comes.
 
 namespace {
 

@@ -1,21 +1,37 @@
-// The collectives: their arguments and their functions.  One .cc file each says how it works.
+// The collectives: their arguments, their functions, and the list of them all.  One .cc file each
+// says how it works.
+//
+// A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
+// shared memory (a Communicator) and streams of bytes (a Transport).
+// group/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
+// inputs, outputs.  A call that needs more has one of these members:
+//
+//     std::string problem(int world_size) const     why it is refused; empty if it is not
+//     void sign(OpSignature&) const                  what else the ranks compare
+//     void reorder(const std::vector<int>& ranks)    its other lists by rank, in another order
 //
 // Memory is the caller's and dense.  A list that is `by rank` has an entry for each rank of the
-// group.  Inputs are only read; unless it is said, an output shares no memory with an input.
+// group.  Inputs are only read.  An output shares no memory with an input unless it is said.
 #pragma once
 
 #include <cstddef>
 #include <functional>
+#include <string>
+#include <variant>
 #include <vector>
 
 #include "base/dtype.h"
-#include "collectives/communicator.h"
+#include "base/op_signature.h"
+#include "collectives/shared_memory.h"
 #include "kernels/codec.h"
 
 namespace ringreduce {
 
+class Transport;
+
 // In place: `data` holds this rank's addends and receives the reduction over all ranks.
 struct AllReduce {
+  static constexpr Kind kKind = Kind::kAllReduce;
   void* data;
   size_t count;
   DType dtype;
@@ -23,28 +39,36 @@ struct AllReduce {
   double factor = 1;  // PREMUL_SUM: this rank's, applied to its addends first
 };
 void allReduce(Communicator&, const AllReduce&);
+void allReduce(Transport&, const AllReduce&);
 
-// Sums, or averages, of float32 that travel in fewer bytes, and not exactly: collectives/coded.h.
-// A group of one has nothing to send: its input comes out as it is.
+// Sums or averages of float32 that travel in fewer bytes, and not exactly.  A group of one sends
+// nothing: its input is copied as it is.
 struct CompressedAllReduce {
+  static constexpr Kind kKind = Kind::kCompressedAllReduce;
   const float* input;
   float* output;  // may be the input
   size_t count;
   Coding coding;
   ReduceOp op;  // kSum or kAvg
   CodedSchedule schedule = CodedSchedule::kAuto;
-  // If not null, memory of its own: receives what this rank's encodings lost.  What arrives is what
-  // the inputs less all ranks' errors come to, but for the rounding of float32: so a rank that adds
-  // its error to its next input makes up for it.  0 where the value was not finite.
+  // If not null, memory of its own that receives the error of this rank's encodings.  The result is
+  // that of the inputs less the errors of all ranks, except for the rounding of float32: so a rank
+  // that adds its error to its next input makes up for it.  0 where the value was not finite.
   float* error = nullptr;
-  // Elements for which kAuto chooses, where all messages of a caller are to go the same way; 0:
+  // Elements for which kAuto chooses, if all messages of a caller must take the same schedule; 0:
   // `count`.  The same on all ranks.
   size_t chosen_for = 0;
+
+  std::string problem(int world_size) const;
+  void sign(OpSignature& signature) const;
 };
 void compressedAllReduce(Communicator&, const CompressedAllReduce&);
+void compressedAllReduce(Transport&, const CompressedAllReduce&);
 
-// The reduction lands in `output` of `root`, which may be its input; the others' is not touched.
+// The reduction arrives in `output` of `root`, which may be its input.  Other outputs stay as they
+// are.
 struct Reduce {
+  static constexpr Kind kKind = Kind::kReduce;
   const void* input;
   void* output;
   size_t count;
@@ -54,10 +78,12 @@ struct Reduce {
   double factor = 1;
 };
 void reduce(Communicator&, const Reduce&);
+void reduce(Transport&, const Reduce&);
 
-// `output` receives the reduction of everybody's inputs[this rank], counts[this rank] elements.
-// It may be that very input.
+// `output` receives the reduction of inputs[this rank] of all ranks, counts[this rank] elements. It
+// may be that input.
 struct ReduceScatter {
+  static constexpr Kind kKind = Kind::kReduceScatter;
   std::vector<const void*> inputs;  // by rank
   std::vector<size_t> counts;       // by rank, the same on all ranks
   void* output;
@@ -66,29 +92,34 @@ struct ReduceScatter {
   double factor = 1;
 };
 void reduceScatter(Communicator&, const ReduceScatter&);
-// The same, but what lands are partial sums (kernels/reduce.h), not rounded and not divided: for
-// who adds more to them.  `output` may be the input only where these are of the dtype.
+void reduceScatter(Transport&, const ReduceScatter&);
+// The same, but the output receives partial sums (kernels/reduce.h), not rounded and not divided,
+// to which more can be added.  `output` may be the input only if partial sums have the dtype.
 void reduceScatterSums(Communicator&, const ReduceScatter&);
 
-// `data` of `root` is copied over everybody's.
+// `data` of `root` is copied to all ranks.
 struct Broadcast {
+  static constexpr Kind kKind = Kind::kBroadcast;
   void* data;
   size_t count;
   DType dtype;
   int root;
 };
 void broadcast(Communicator&, const Broadcast&);
+void broadcast(Transport&, const Broadcast&);
 
 // outputs[r] receives rank r's input of counts[r] elements.  An output may be the input itself.
 struct AllGather {
+  static constexpr Kind kKind = Kind::kAllGather;
   const void* input;
   std::vector<void*> outputs = {};  // by rank
   std::vector<size_t> counts = {};  // by rank, the same on all ranks
   DType dtype;
 };
 void allGather(Communicator&, const AllGather&);
+void allGather(Transport&, const AllGather&);
 
-// The same where a rank knows its own count only: once all are known, `place` says where each
+// The same where a rank knows only its own count: once all are known, `place` returns where each
 // rank's elements go.
 struct AllGatherUnknown {
   const void* input;
@@ -97,40 +128,142 @@ struct AllGatherUnknown {
   std::function<std::vector<void*>(const std::vector<size_t>& counts)> place;
 };
 void allGatherUnknown(Communicator&, const AllGatherUnknown&);
+void allGatherUnknown(Transport&, const AllGatherUnknown&);
+
+// An all-gather of the elements of sparse tensors.  Were they dense they would have `count`
+// elements; `shape` is a hash of their shape.
+struct SparseAllReduce {
+  static constexpr Kind kKind = Kind::kSparseAllReduce;
+  AllGatherUnknown gather;
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  uint64_t shape = 0;
+
+  void sign(OpSignature& signature) const { signature.parts = shape; }
+  void reorder(const std::vector<int>& ranks);
+};
 
 // outputs[r] of `root` receives rank r's input: `count` elements each.  The root's own may be its
 // input.
 struct Gather {
+  static constexpr Kind kKind = Kind::kGather;
   const void* input;
-  std::vector<void*> outputs;  // by rank; empty but for the root
+  std::vector<void*> outputs;  // by rank; empty except on the root
   size_t count;
   DType dtype;
   int root;
 };
 void gather(Communicator&, const Gather&);
+void gather(Transport&, const Gather&);
 
 // `output` receives inputs[this rank] of `root`: `count` elements.  The root's may be that input.
 struct Scatter {
-  std::vector<const void*> inputs;  // by rank; empty but for the root
+  static constexpr Kind kKind = Kind::kScatter;
+  std::vector<const void*> inputs;  // by rank; empty except on the root
   void* output;
   size_t count;
   DType dtype;
   int root;
 };
 void scatter(Communicator&, const Scatter&);
+void scatter(Transport&, const Scatter&);
 
 // outputs[r] receives inputs[this rank] of rank r.
 struct AllToAll {
+  static constexpr Kind kKind = Kind::kAllToAll;
   std::vector<const void*> inputs;               // by rank
   std::vector<void*> outputs;                    // by rank
   std::vector<size_t> send_counts, recv_counts;  // by rank
-  bool even;  // all counts, of all ranks, are the same; where not so, the ranks tell each other
+  bool even;  // all counts of all ranks are equal; if not, the ranks exchange them first
   DType dtype;
+
+  std::string problem(int world_size) const;
+  void sign(OpSignature& signature) const;
+  void reorder(const std::vector<int>& ranks);
 };
 void allToAll(Communicator&, const AllToAll&);
+void allToAll(Transport&, const AllToAll&);
 
 // Returns when all ranks have called it.
-struct Barrier {};
+struct Barrier {
+  static constexpr Kind kKind = Kind::kBarrier;
+};
 void barrier(Communicator&, const Barrier&);
+void barrier(Transport&, const Barrier&);
+
+// A barrier whose error names the absent ranks in the words of torch's monitored_barrier.
+struct MonitoredBarrier {
+  static constexpr Kind kKind = Kind::kMonitoredBarrier;
+};
+
+// ---- all of them
+
+using CollectiveCall =
+    std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
+                 Barrier, SparseAllReduce, MonitoredBarrier, CompressedAllReduce>;
+
+// The function of each call.  `wires`: a Communicator or a Transport.
+template <class Wires>
+void perform(Wires& wires, const CollectiveCall& call) {
+  struct {
+    Wires& w;
+    void operator()(const AllReduce& a) { allReduce(w, a); }
+    void operator()(const Reduce& r) { reduce(w, r); }
+    void operator()(const ReduceScatter& r) { reduceScatter(w, r); }
+    void operator()(const Broadcast& b) { broadcast(w, b); }
+    void operator()(const AllGather& a) { allGather(w, a); }
+    void operator()(const Gather& g) { gather(w, g); }
+    void operator()(const Scatter& s) { scatter(w, s); }
+    void operator()(const AllToAll& a) { allToAll(w, a); }
+    void operator()(const Barrier& b) { barrier(w, b); }
+    void operator()(const SparseAllReduce& s) { allGatherUnknown(w, s.gather); }
+    void operator()(const MonitoredBarrier&) { barrier(w, Barrier{}); }
+    void operator()(const CompressedAllReduce& a) { compressedAllReduce(w, a); }
+  } function{wires};
+  std::visit(function, call);
+}
+
+// ---- between hosts (hierarchy.h)
+
+// A compressed all-reduce between the ranks of a list, this one among them, in that order.  An
+// average divides by `world_size`: inputs may be sums of several ranks'.
+struct CompressedAmong {
+  CompressedAllReduce call;
+  std::vector<int> ranks;
+  int world_size;
+  size_t slice = 0, window = 0;  // elements, and slices in flight; 0: chosen for the message
+};
+void compressedAllReduce(Transport&, const CompressedAmong&);
+
+// Adds up partial sums of several hosts, as reduceScatterSums makes them, round the ring of
+// `ranks`, this rank among them.  The owner of a chunk adds its own sums last.
+struct SumsOfHosts {
+  std::byte* sums;    // of the partial type; overwritten, and lent
+  std::byte* output;  // may be `sums` if these have the same dtype
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  std::vector<int> ranks;
+  int world_size;  // addends of each element, for the average
+};
+void allReduceSums(Transport&, const SumsOfHosts&);
+
+// ---- helpers for calls with lists of their own
+
+// Why a list by rank is refused: "3 inputs where 2 are needed"; empty if it is not.
+inline std::string wrongLength(const char* what, size_t size, int world_size) {
+  if (size == static_cast<size_t>(world_size)) return "";
+  return std::to_string(size) + " " + what + " where " + std::to_string(world_size) + " are needed";
+}
+
+// From a list by rank to one in the order of `ranks`.  A list that is empty stays empty.
+template <class T>
+void reorderList(std::vector<T>& list, const std::vector<int>& ranks) {
+  if (list.empty()) return;
+  std::vector<T> ordered;
+  for (const int rank : ranks) ordered.push_back(list[static_cast<size_t>(rank)]);
+  list = std::move(ordered);
+}
 
 }  // namespace ringreduce

@@ -1,26 +1,143 @@
-// All-reduce of coded values.  First over shared memory, then over streams of bytes.
+// All-reduce of coded values (kernels/codec.h).
+//
+// The message is cut as always (algorithm/cut.h).  A chunk's slices begin at multiples of
+// kChunkElements, and so do the codecs' blocks.  A rank encodes one thing of each chunk, once:
+//
+//     owner   its addends of the others' chunks; the sum of its own
+//     ring    its addends of the chunk that begins with it; a partial sum of the others; the sum of
+//             its own
+//
+// So its errors are that one encoding's, in units of its addends: times the number of ranks where
+// an average was encoded.  An owner adds its own addends as they are, last, as the canonical order
+// has it.  All sums are float32.  All ranks decode the coded sums, the owners too, so all end with
+// the same bits.  These depend on the schedule, but not on slices or wires.
+//
+// Shared memory: slots hold coded slices, and nothing is kept besides but the sum of one slice.
+// This is for trying a codec on one host, and for the same bits as between hosts.
+//
+// Streams: a rank has one coded copy of the message.  A slice of it holds the bytes that this rank
+// sends of that slice, and then the coded sum that comes back.  The sum is made of the very bytes
+// that were lent, so nothing of it can come before all of them have arrived (stream_algorithms.h).
+// The owner also has room for the addends of each other rank that may be under way.  Floats lie in
+// the caller's memory and in one slice of a sum.
 #include <algorithm>
+#include <iterator>
 #include <numeric>
+#include <string>
+#include <vector>
 
 #include "algorithm/choose.h"
+#include "algorithm/cut.h"
 #include "algorithm/ring.h"
 #include "base/bytes.h"
 #include "base/error.h"
-#include "collectives/coded.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_slices.h"
+#include "collectives/collectives.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
+#include "kernels/codec.h"
+#include "kernels/reduce.h"
 
 namespace ringreduce {
 
-// ---- over shared memory
-//
-// Compressed all-reduce inside a host: by the owners, as two-shot is built, and round the ring.
-//
-// Memory is no slow wire: this is for who tries a codec on one host, and for the same bits as
-// between hosts.  Slots hold coded slices and nothing is kept beside them but the sum of one.
+std::string CompressedAllReduce::problem(int) const {
+  if (op != ReduceOp::kSum && op != ReduceOp::kAvg)
+    return std::string("can take SUM or AVG, not ") + name(op);
+  if (static_cast<size_t>(coding.codec) >= kCodecTable.size() ||
+      static_cast<size_t>(schedule) >= kCodedScheduleNames.size())
+    return "no such codec or schedule";
+  return "";
+}
+
+void CompressedAllReduce::sign(OpSignature& signature) const {
+  signature.dtype = DType::kFloat32;
+  signature.parts = codingBits(coding, schedule);
+}
 
 namespace {
+
+// ---- the arithmetic, the same over all wires
+
+class CodedMessage {
+ public:
+  // `rank` is a place among `size`, which is at least 2.  An average divides by `world_size`.  A
+  // slice has `slice` elements, a multiple of kChunkElements.
+  CodedMessage(const CompressedAllReduce& call, int rank, int size, int world_size, size_t slice)
+      : call_(call),
+        cut_{call.count, size},
+        slice_(slice),
+        slices_(std::max<size_t>(1, ceilDiv(cut_.chunkSize(), slice))),
+        world_size_(world_size),
+        seed_(mixedSeed(call.coding.seed, static_cast<uint64_t>(rank))),
+        sum_(std::min(slice, cut_.chunkSize())) {}
+
+  size_t slices() const { return slices_; }  // a chunk, at least 1
+  // Slice j of a chunk, in the message; empty where this chunk is shorter than the first.
+  Span span(int chunk, size_t j) const { return cut_.slice(chunk, slice_, j); }
+  size_t bytes(Span s) const { return codedBytes(call_.coding.codec, s.size); }
+  // Its place in a coded copy of the whole message.
+  size_t place(Span s) const { return codedBytes(call_.coding.codec, s.begin); }
+
+  // This rank's addends, coded.
+  void encodeAddends(std::byte* out, Span s) const { encode(out, call_.input + s.begin, s); }
+
+  // ---- The sum of the others' addends, one rank at a time.  False for bytes that no rank encodes.
+  bool begin(const std::byte* in, Span s) { return read(sum_.data(), in, s); }
+  bool add(const std::byte* in, Span s) {
+    return decodeAdd(call_.coding.codec, sum_.data(), in, bytes(s), s.size);
+  }
+  void addOwn(Span s) {
+    reduceKernels(DType::kFloat32, ReduceOp::kSum)
+        .combine(sum_.data(), sum_.data(), call_.input + s.begin, s.size);
+  }
+  // The same for the last addends: completes the sum.
+  void finish(Span s) {
+    reduceKernels(DType::kFloat32, call_.op)
+        .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, world_size_);
+  }
+  // The sum, coded.
+  void encodeSum(std::byte* out, Span s, bool finished) const {
+    encode(out, sum_.data(), s);
+    if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
+    const auto ranks = static_cast<float>(world_size_);
+    for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
+  }
+
+  // The result, when it has arrived.
+  bool decodeResult(const std::byte* in, Span s) const {
+    return read(call_.output + s.begin, in, s);
+  }
+
+ private:
+  bool read(float* out, const std::byte* in, Span s) const {
+    return decode(call_.coding.codec, out, in, bytes(s), s.size);
+  }
+  void encode(std::byte* out, const float* in, Span s) const {
+    const Draw draw{.seed = seed_, .first = s.begin};
+    ringreduce::encode(call_.coding.codec, out, call_.error ? call_.error + s.begin : nullptr, in,
+                       s.size, call_.coding.stochastic ? &draw : nullptr);
+  }
+
+  const CompressedAllReduce call_;
+  const Cut cut_;
+  const size_t slice_, slices_;
+  const int world_size_;
+  const uint64_t seed_;     // of this rank's draws
+  std::vector<float> sum_;  // a slice
+};
+
+// For a group of one.
+void copyUncoded(const CompressedAllReduce& call) {
+  if (call.output != call.input) copyBytes(call.output, call.input, call.count * sizeof(float));
+  if (call.error) std::fill_n(call.error, call.count, 0.0F);
+}
+
+// The error of a rank whose bytes cannot be decoded.
+std::string undecodable(Codec codec) {
+  return std::string("what came from it is nothing that ") + name(codec) +
+         " makes: memory or the network corrupts data";
+}
+
+// ---- over shared memory
 
 // The elements of a slice whose code fits into one of so many parts of a slot, and that is in
 // cache.
@@ -162,21 +279,13 @@ void compressedAllReduce(Communicator& c, const CompressedAllReduce& a) {
 }
 
 // ---- over streams
-//
-// Compressed all-reduce over a transport: by the owners, as two-shot is built, and round the ring.
-//
-// A rank has one coded copy of the message.  A slice of it holds what this rank sends of that
-// slice, and then the coded sum that comes back: this is made of the very bytes that were lent, so
-// nothing of it can come before all of them have arrived (primitives.h).  The owner has besides,
-// for each other rank, what may be under way of its addends.  Floats lie in the caller's memory and
-// in one slice of a sum.
 
 namespace {
 
 // A slice is to stay in cache between decoding, adding and encoding, and of one chunk that is large
 // enough there are some.
 constexpr size_t kLeastElements = 8 << 10, kMostElements = 32 << 10;
-// What is under way from one rank to another: enough for half a Gbit/s with a round trip of 50 ms.
+// Bytes under way from one rank to another: enough for half a Gbit/s with a round trip of 50 ms.
 constexpr size_t kUnderWay = 4 << 20;
 
 size_t codedSlice(size_t count) {
@@ -188,7 +297,7 @@ size_t windowOf(Codec codec, size_t slice) {
   return std::max<size_t>(1, kUnderWay / codedBytes(codec, slice));
 }
 
-// What both schedules have in common.
+// The common part of both schedules.
 class CodedPass {
  public:
   CodedPass(Transport& transport, const CompressedAmong& among)
@@ -222,11 +331,11 @@ class CodedPass {
   std::byte* const coded_;  // the message
 };
 
-// What rank r sends to another, and that one expects, is
+// A rank sends to each other, which expects it in this order:
 //
 //     addends 0 ... W-1, addends W, sum 0, addends W+1, sum 1, ...
 //
-// A step waits for what others do in earlier steps only, so no rank waits for ever.
+// A step waits only for earlier steps of others, so no rank waits for ever.
 class ByOwners : CodedPass {
  public:
   ByOwners(Transport& transport, const CompressedAmong& among)
@@ -298,7 +407,7 @@ class ByOwners : CodedPass {
   std::byte* const addends_;  // by the other ranks, slices that are under way
 };
 
-// The ring is run twice, as in primitives.h: to say where everything goes, and to move it.
+// The ring runs twice, as in stream_algorithms.h.
 class CodedRing : CodedPass {
  public:
   using CodedPass::CodedPass;
@@ -348,7 +457,7 @@ class CodedRing : CodedPass {
       pass(s);
       ring.message_.decodeResult(ring.at(s), s);
     }
-    // Decoded before it goes on, so that nobody is blamed for what he has only passed on.
+    // Decoded before it is passed on, so that no rank is blamed for bytes of another.
     void recvCopySend(int c, size_t j) {
       recv(c, j);
       pass(ring.message_.span(c, j));

@@ -1,17 +1,16 @@
-// Gather.  First over shared memory, then over streams of bytes.
+// Gather.
+//
+// Shared memory: all ranks but the root fill slots, and the root copies them out.
+// Streams: each rank sends to the root, all at once.
 #include <algorithm>
 
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Gather over the exchange: everybody but the root fills slots, and the root copies them out.
 
 void gather(Communicator& c, const Gather& g) {
   Exchange& exchange = c.exchange;
@@ -41,8 +40,6 @@ void gather(Communicator& c, const Gather& g) {
 }
 
 // ---- over streams
-//
-// Gather over a transport: each rank sends to the root, all at once.
 
 void gather(Transport& transport, const Gather& g) {
   const size_t bytes = g.count * sizeOf(g.dtype);

@@ -1,4 +1,4 @@
-// The three stages, and the watch over those inside the host.
+// The three stages, and the wait guard of those inside the host.
 #include "collectives/hierarchy.h"
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "bootstrap/process.h"
+#include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "collectives/stream_calls.h"
 #include "kernels/reduce.h"
 #include "transport/transport.h"
 #include "transport/wait_guard.h"
@@ -16,8 +16,8 @@ namespace ringreduce {
 
 // The ranks of this host, by their places, and their shared memory.
 //
-// Operations have numbers of their own here, without gaps, since some of the group's do not come
-// this way; the pages hold them as the whole group announces them.
+// Operations have their own numbers here, without gaps, because not all of the group's run here.
+// The pages hold the signatures that the whole group announces.
 class Hierarchy::Neighbours final : public RingPositionGuard {
  public:
   Neighbours(const Hosts& hosts, const Membership& membership, Arbiter& arbiter)
@@ -49,8 +49,8 @@ class Hierarchy::Neighbours final : public RingPositionGuard {
       if (p == me_) continue;
       const bool dead = gone[static_cast<size_t>(p)];
       if (!dead && arbiter_.stateOf(rankAt(p)).isHere()) continue;
-      // Whoever is gone is missed if it never came, or if what is waited for was its to do; and
-      // what it did before is in memory by now.
+      // A rank that has ended is lost if it never arrived here, or if this wait needs it.  What it
+      // wrote before is in memory by now.
       if ((hasAnnounced(p) && p != place) || ready()) continue;
       if (dead) arbiter_.onProcessEnded(rankAt(p));
       arbiter_.broken(rankAt(p), kProcessEnded);
@@ -63,7 +63,7 @@ class Hierarchy::Neighbours final : public RingPositionGuard {
 
  private:
   RankPage& page(int place) const { return pageOf(membership_, place); }
-  // Whether it has come as far as this one.
+  // Whether that rank has arrived at this operation.
   bool hasAnnounced(int place) const { return page(place).announced.observe() >= next_; }
 
   const int me_;
@@ -115,31 +115,38 @@ bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
                         transport.options().cost);
 }
 
+Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t count, DType dtype,
+                                       ReduceOp op) const {
+  const int places = static_cast<int>(hosts_.localRanks().size());
+  const int me = hosts_.localRankOf(hosts_.rank());
+  const Cut cut{count, places};
+  InsideHost made{
+      .inside = {.inputs = {}, .counts = {}, .output = nullptr, .dtype = dtype, .op = op},
+      .spread = {.input = nullptr, .dtype = dtype},
+      .mine = cut.chunk(me)};
+  for (int place = 0; place < places; ++place) {
+    const Span part = cut.chunk(place);
+    const size_t begin = part.begin * sizeOf(dtype);
+    made.inside.inputs.push_back(static_cast<const std::byte*>(input) + begin);
+    made.inside.counts.push_back(part.size);
+    made.spread.outputs.push_back(static_cast<std::byte*>(output) + begin);
+    made.spread.counts.push_back(part.size);
+  }
+  made.inside.output = made.spread.outputs[static_cast<size_t>(me)];
+  made.spread.input = made.inside.output;
+  return made;
+}
+
 void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
   transport.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
-  const size_t width = sizeOf(a.dtype);
-  const auto places = hosts_.localRanks().size();
-  const auto me = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
-  const Cut cut{a.count, static_cast<int>(places)};
-
-  ReduceScatter inside{.inputs = {}, .counts = {}, .output = nullptr, .dtype = a.dtype, .op = op};
-  AllGather spread{.input = nullptr, .dtype = a.dtype};
-  for (size_t place = 0; place < places; ++place) {
-    const Span part = cut.chunk(static_cast<int>(place));
-    std::byte* const begin = static_cast<std::byte*>(a.data) + part.begin * width;
-    inside.inputs.push_back(begin);
-    inside.counts.push_back(part.size);
-    spread.outputs.push_back(begin);
-    spread.counts.push_back(part.size);
-  }
-  auto* const mine = static_cast<std::byte*>(spread.outputs[me]);
-  const size_t count = spread.counts[me];
+  auto [inside, spread, part] = parts(a.data, a.data, a.count, a.dtype, op);
+  auto* const mine = static_cast<std::byte*>(inside.output);
+  const size_t count = part.size;
   std::byte* const sums = partial == a.dtype ? mine : transport.scratch(count * sizeOf(partial));
   inside.output = sums;
-  spread.input = mine;
 
   Communicator& host = neighbours_->begin();
   reduceScatterSums(host, inside);
@@ -155,32 +162,15 @@ void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
 }
 
 bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) const {
-  // Whoever compresses has a slow wire: there each part is to be coded, and to travel, once a host.
+  // Compression is for a slow wire: so each part is coded, and travels, once a host.
   const Algorithm wanted = transport.options().algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
 void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
   transport.begin(arbiter_.current());
-  const auto places = hosts_.localRanks().size();
-  const auto me = static_cast<size_t>(hosts_.localRankOf(hosts_.rank()));
-  const Cut cut{a.count, static_cast<int>(places)};
-  ReduceScatter inside{.inputs = {},
-                       .counts = {},
-                       .output = nullptr,
-                       .dtype = DType::kFloat32,
-                       .op = ReduceOp::kSum};
-  AllGather spread{.input = nullptr, .dtype = DType::kFloat32};
-  for (size_t place = 0; place < places; ++place) {
-    const Span part = cut.chunk(static_cast<int>(place));
-    inside.inputs.push_back(a.input + part.begin);
-    inside.counts.push_back(part.size);
-    spread.outputs.push_back(a.output + part.begin);
-    spread.counts.push_back(part.size);
-  }
-  const Span part = cut.chunk(static_cast<int>(me));
-  inside.output = spread.outputs[me];
-  spread.input = spread.outputs[me];
+  const auto [inside, spread, part] =
+      parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
   if (a.error) {
     std::fill_n(a.error, part.begin, 0.0F);
     std::fill(a.error + part.end(), a.error + a.count, 0.0F);
@@ -192,7 +182,8 @@ void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllRed
   between.input = between.output = a.output + part.begin;
   between.count = part.size;
   // Elements of several parts have the same numbers between the hosts.
-  between.coding.seed = mixedSeed(a.coding.seed, me);
+  between.coding.seed =
+      mixedSeed(a.coding.seed, static_cast<uint64_t>(hosts_.localRankOf(hosts_.rank())));
   between.error = a.error ? a.error + part.begin : nullptr;
   ringreduce::compressedAllReduce(
       transport, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});

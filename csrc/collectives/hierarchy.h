@@ -1,5 +1,5 @@
-// The all-reduce of hosts that hold several ranks each: added up inside each host through shared
-// memory, then between the hosts, then spread inside each host.
+// The all-reduce of hosts with several ranks each: a reduce-scatter inside each host through shared
+// memory, a ring between the hosts, an all-gather inside each host.
 //
 //     reduce-scatter   part l of the message, of as many parts as a host has ranks, is added up at
 //                      the rank of place l of each host
@@ -9,23 +9,24 @@
 //
 // Order of addition.  Parts are cut as chunks are (algorithm/cut.h), for p ranks; in a host part l
 // is added in the order of places l+1, ..., l (mod p).  The part is cut again for H hosts, and
-// there chunk h is made of the hosts' sums in the order h+1, ..., h (mod H): hosts are numbered as
-// they stand in the ring (bootstrap/topology.h).  That is another order than the other
-// algorithms': results may differ from theirs in the last bits, but are the same on all ranks, and
-// each time.  Halves stay float32 through all of it, and are rounded once.
+// there chunk h is made of the hosts' sums in the order h+1, ..., h (mod H).  Hosts are numbered in
+// the order of the ring (bootstrap/topology.h).  The other algorithms add in another order:
+// results may differ from theirs in the last bits, but are the same on all ranks and in each run.
+// Halves are float32 throughout, and are rounded once.
 //
-// A compressed all-reduce goes the same way: sums inside the host are exact, only what goes between
-// hosts is coded, by one rank of each host for each part, which has that part's errors; elsewhere a
-// rank has none.  The results go round the host as they were decoded.
+// A compressed all-reduce has the same stages.  Sums inside the host are exact.  Between hosts one
+// rank of each host codes each part, and has that part's errors; elsewhere its errors are 0.  The
+// host's ranks share the results as decoded.
 //
-// It is for hosts that hold as many ranks as each other; elsewhere the ring goes through all ranks.
+// All hosts must have the same number of ranks; otherwise the ring goes through all ranks.
 //
-// Failure.  Waits inside the host are watched by the whole group's arbiter: deadlines, Ctrl-C and
-// failures end them as they end those for sockets, and errors there fail the whole group.
+// Failure.  The whole group's arbiter watches the waits inside the host: deadlines, Ctrl-C and the
+// group's failure end them as they end waits for sockets, and an error there fails the whole group.
 #pragma once
 
 #include <memory>
 
+#include "algorithm/cut.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/topology.h"
 #include "collectives/collectives.h"
@@ -38,18 +39,19 @@ class Transport;
 
 class Hierarchy {
  public:
-  // Whether hosts are several, and even, and hold several ranks each, which may share memory.
+  // Whether there are several hosts with the same number of ranks, several each, that may share
+  // memory.
   static bool fits(const Hosts& hosts, const SharedOptions& options);
-  // Null where they are not.  The rings between hosts, and the transport's ranks, are in the order
-  // of `ring`.  `neighbours`: what shareMemory gave.  These, the hosts and the arbiter must live as
-  // long.
+  // Null where it does not fit.  The rings between hosts, and the transport's ranks, are in the
+  // order of `ring`.  `neighbours` comes from shareMemory.  These, the hosts and the arbiter must
+  // live as long.
   static std::unique_ptr<Hierarchy> create(const Hosts& hosts, const SharedOptions& options,
                                            const HostRing& ring, const Membership& neighbours,
                                            Arbiter& arbiter);
   ~Hierarchy();
 
   void setPatience(Patience patience);
-  // Whether this is its to do.  The same on all ranks.
+  // Whether the hierarchy performs this call.  The same on all ranks.
   bool takes(const Transport& transport, const AllReduce& call) const;
   // Begins and finishes the transport's operation.
   void allReduce(Transport& transport, const AllReduce& call);
@@ -62,11 +64,18 @@ class Hierarchy {
   Hierarchy(const Hosts& hosts, const HostRing& ring, const Membership& neighbours,
             Arbiter& arbiter);
 
+  // The two calls inside the host, over its output memory, and this rank's part of the message.
+  struct InsideHost {
+    ReduceScatter inside;
+    AllGather spread;
+    Span mine;
+  };
+  InsideHost parts(const void* input, void* output, size_t count, DType dtype, ReduceOp op) const;
+
   const Hosts& hosts_;
   Arbiter& arbiter_;
   std::unique_ptr<Neighbours> neighbours_;
-  std::vector<int>
-      ring_;  // the ranks of this one's place, host by host, as the transport knows them
+  std::vector<int> ring_;  // the transport's ranks of this place, host by host
 };
 
 }  // namespace ringreduce

@@ -1,19 +1,17 @@
-// Reduce.  First over shared memory, then over streams of bytes.
+// Reduce: an all-reduce whose result only one rank wants.  The same bits with less traffic.
+//
+// Shared memory: direct or two-shot (reduction.h).
+// Streams: for small messages the root receives all addends and adds them; otherwise the first half
+// of the ring, whose results go to the root.
 #include <vector>
 
 #include "algorithm/choose.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/reduction.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Reduce: an all-reduce whose result one rank wants.  The same bits, less traffic.
 
 void reduce(Communicator& c, const Reduce& r) {
   const size_t bytes = r.count * sizeOf(r.dtype);
@@ -29,7 +27,7 @@ void reduce(Communicator& c, const Reduce& r) {
     if (r.output != reducible.input) copyBytes(r.output, reducible.input, bytes);
     return;
   }
-  // The ring is all-reduce's alone: here it would carry the whole message to no end.
+  // Not the ring, which would carry the whole message to all ranks.
   if (chooseAllReduce(bytes, c.size, Algorithm::kAuto) == Algorithm::kTwoShot)
     Reduction(c, reducible).twoShot();
   else
@@ -37,9 +35,6 @@ void reduce(Communicator& c, const Reduce& r) {
 }
 
 // ---- over streams
-//
-// Reduce over a transport: the root gets everybody's addends and adds them where there is little,
-// else the first half of the ring, whose results go to the root.
 
 void reduce(Transport& transport, const Reduce& r) {
   const int P = transport.size();

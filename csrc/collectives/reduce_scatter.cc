@@ -1,4 +1,12 @@
-// Reduce-scatter.  First over shared memory, then over streams of bytes.
+// Reduce-scatter.
+//
+// Shared memory: each rank puts the others' parts into its slot, and adds its own part of all
+// slots. That moves the bytes which an all-reduce moves to get its sums, and no more. Streams: for
+// small messages each rank sends each other its part and adds what it receives; otherwise the first
+// half of the ring.
+//
+// Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
+// the same bits.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -7,26 +15,14 @@
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/parts.h"
-#include "collectives/pipeline.h"
-#include "collectives/stream_calls.h"
-#include "collectives/stream_direct_sum.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/shared_memory.h"
+#include "collectives/stream_algorithms.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Reduce-scatter over the exchange: each rank puts the others' parts into its slot, and adds its
-// own part of everybody's.  It moves what an all-reduce moves on its way to the sum, and no more.
-//
-// Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
-// the same bits.
-
 namespace {
 
-// Adds up `sources` into what is not rounded yet.
+// Adds up `sources` into partial sums.
 void addUp(const ReduceKernels& kernels, std::byte* sum, const std::vector<const void*>& sources,
            size_t n) {
   kernels.widen(sum, sources[0], n);
@@ -100,12 +96,6 @@ void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
 }
 
 // ---- over streams
-//
-// Reduce-scatter over a transport: each rank sends each other its part and adds what it gets where
-// there is little, else the first half of the ring.
-//
-// Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
-// the same bits.
 
 void reduceScatter(Transport& transport, const ReduceScatter& r) {
   const int P = transport.size(), me = transport.rank();

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
-#include "collectives/pipeline.h"
+#include "collectives/shared_memory.h"
 
 namespace ringreduce {
 
@@ -15,7 +15,7 @@ Reduction::Reduction(Communicator& c, const Reducible& r)
       cut_{r.count, c.size},
       width_(sizeOf(r.dtype)),
       slice_(c.exchange.slotBytes() / width_ / kChunkElements * kChunkElements),
-      // Zero elements take a step as well: ranks meet, and find out if they disagree.
+      // Zero elements take a step as well: so the ranks compare their calls.
       slices_(std::max<uint64_t>(1, ceilDiv(r.count, slice_))),
       first_(c.exchange.begin(slices_)),
       sources_(static_cast<size_t>(c.size)),

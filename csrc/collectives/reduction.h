@@ -1,5 +1,5 @@
-// A reduction under way over the exchange, by one of two algorithms that give the same bits.  What
-// comes of it lands at all ranks (all_reduce.cc) or at one (reduce.cc).
+// A reduction over the exchange by one of two algorithms that give the same bits.  The result
+// arrives at all ranks (all_reduce.cc) or at one (reduce.cc).
 //
 // Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, with
 // halves accumulated in float32 and rounded once.
@@ -10,7 +10,10 @@
 #include <vector>
 
 #include "algorithm/cut.h"
-#include "collectives/communicator.h"
+#include "algorithm/ring.h"
+#include "base/bytes.h"
+#include "collectives/collectives.h"
+#include "collectives/shared_memory.h"
 #include "kernels/reduce.h"
 
 namespace ringreduce {
@@ -30,12 +33,12 @@ class Reduction {
  public:
   Reduction(Communicator& c, const Reducible& r);
 
-  // Each rank puts all of a slice into its slot, then whoever wants the result adds all slots.  Its
-  // own addends it takes from its own memory, which is in cache and about to be written.
+  // Each rank puts all of a slice into its slot; a rank that wants the result adds all slots.  It
+  // reads its own addends from its own memory, which is in cache and about to be written.
   void direct();
 
-  // A slice is shared out: each rank puts into its slot what others are to add, adds its own part
-  // of everybody's, writes that into its slot, and whoever wants it copies it from there.
+  // A slice is shared out: each rank puts the others' parts into its slot, adds its own part of all
+  // slots, and writes the sum into its slot; a rank that wants the result copies it from there.
   void twoShot();
 
  private:
@@ -53,7 +56,7 @@ class Reduction {
   }
   // Where an element of slice j lies in a slot.
   size_t inSlot(size_t element, uint64_t j) const { return (element - slice(j).begin) * width_; }
-  // Waits for everybody's slot of slice j.
+  // Waits for all slots of slice j.
   void gatherSources(uint64_t j);
   // dst = the reduction of `span`, whose elements lie in the slots of slice j and in user memory.
   void reduce(Span span, std::byte* dst, uint64_t j);
@@ -66,6 +69,78 @@ class Reduction {
   const uint64_t slices_, first_;
   std::vector<const std::byte*> sources_;  // the peers' slots of the slice being added
   std::vector<const void*> ordered_;       // the addends of a chunk, first to last
+};
+
+// The five ring primitives (algorithm/ring.h) for a CPU: slots of links, and the reduction kernels.
+//
+// On their way to the owner, halves travel as float32 (the kernels' partial type): they are rounded
+// once, by the owner.  From there on the finished values travel as they are.
+class HostPrimitives {
+ public:
+  // `slice` is in elements; a slice of the partial type fits a slot.
+  HostPrimitives(Communicator& c, const AllReduce& a, const ReduceKernels& kernels, size_t slice)
+      : c_(c),
+        kernels_(kernels),
+        data_(static_cast<std::byte*>(a.data)),
+        width_(sizeOf(a.dtype)),
+        slice_(slice),
+        cut_{a.count, c.size} {}
+
+  void send(int chunk, size_t j) {
+    const Span s = span(chunk, j);
+    kernels_.widen(c_.next.acquire(), at(s), s.size);
+    c_.next.post();
+  }
+
+  void recvReduceSend(int chunk, size_t j) {
+    const Span s = span(chunk, j);
+    const std::byte* in = peek();
+    kernels_.combine(c_.next.acquire(), in, at(s), s.size);
+    c_.prev.release();
+    c_.next.post();
+  }
+
+  void recvReduceCopySend(int chunk, size_t j) {
+    const Span s = span(chunk, j);
+    kernels_.finish(at(s), peek(), at(s), s.size, c_.size);
+    c_.prev.release();
+    copyBytes(c_.next.acquire(), at(s), s.size * width_);
+    c_.next.post();
+  }
+
+  void recvCopySend(int chunk, size_t j) {
+    recv(chunk, j);
+    const Span s = span(chunk, j);
+    copyBytes(c_.next.acquire(), at(s), s.size * width_);
+    c_.next.post();
+  }
+
+  void recv(int chunk, size_t j) {
+    const Span s = span(chunk, j);
+    const std::byte* in = peek();
+    copyBytes(at(s), in, s.size * width_);
+    c_.prev.release();
+  }
+
+ private:
+  Span span(int chunk, size_t j) const { return cut_.slice(chunk, slice_, j); }
+  std::byte* at(Span s) const { return data_ + s.begin * width_; }
+
+  const std::byte* peek() {
+    const std::byte* slot = c_.prev.peek();
+    if (!verified_) {
+      c_.watch.verify(c_.previousRank());
+      verified_ = true;
+    }
+    return slot;
+  }
+
+  Communicator& c_;
+  const ReduceKernels& kernels_;
+  std::byte* const data_;
+  const size_t width_, slice_;
+  const Cut cut_;
+  bool verified_ = false;
 };
 
 }  // namespace ringreduce

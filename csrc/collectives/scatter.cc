@@ -1,17 +1,16 @@
-// Scatter.  First over shared memory, then over streams of bytes.
+// Scatter.
+//
+// Shared memory: the root shares its slots out, and each rank copies its part.
+// Streams: the root sends to each rank, all at once.
 #include <algorithm>
 
 #include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "collectives/collectives.h"
-#include "collectives/parts.h"
-#include "collectives/stream_calls.h"
+#include "collectives/shared_memory.h"
+#include "transport/transport.h"
 
 namespace ringreduce {
-
-// ---- over shared memory
-//
-// Scatter over the exchange: the root shares its slots out, and each rank copies its part.
 
 void scatter(Communicator& c, const Scatter& s) {
   Exchange& exchange = c.exchange;
@@ -43,8 +42,6 @@ void scatter(Communicator& c, const Scatter& s) {
 }
 
 // ---- over streams
-//
-// Scatter over a transport: the root sends to each rank, all at once.
 
 void scatter(Transport& transport, const Scatter& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);

@@ -1,4 +1,4 @@
-// Where everything lies in the members' segments.
+// The places of pages and slots in the members' segments.
 #include "collectives/shared_memory.h"
 
 namespace ringreduce {

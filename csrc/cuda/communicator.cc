@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "cuda/communicator_state.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 
@@ -62,7 +62,7 @@ void loadKernels() {
     cudaFuncAttributes attributes;
     cuda::check(cudaFuncGetAttributes(&attributes, kernel), "load a kernel");
   };
-  for (int t = 0; t < kReducibleDTypes; ++t) {
+  for (int t = 0; t < kKernelDTypes; ++t) {
     const Kernels& kernels = kernelsOf(static_cast<DType>(t));
     for (const void* kernel : kernels.all_reduce) load(kernel);
     load(kernels.direct);
@@ -82,7 +82,7 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
     : group(std::move(of)), device(on), options(wanted) {
   const OnDevice here(device);
   Introduction mine;
-  together(*group, [&] {
+  agreeOnStatus(*group, [&] {
     facts = describeDevice(device);
     if (group->size() > kMostRanks)
       throw Error(Failure::kArgument, "a GPU communicator has at most " +
@@ -108,7 +108,7 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   if (setting.ranks_on_device > 1 || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.way);
 
-  together(*group, [&] {
+  agreeOnStatus(*group, [&] {
     constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
     local = allocate(device, kBytes);
     Stream stream(device);

@@ -23,7 +23,7 @@
 #include "cuda/peer_memory.h"
 #include "cuda/ranges.h"
 #include "cuda/schedule.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 

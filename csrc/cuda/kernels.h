@@ -24,7 +24,8 @@ struct Kernels {
   const void* hop;                            // takes a HopCall
 };
 
-// Of a dtype that can be reduced.
+// The dtypes that kernels.cu compiles kernels for: the first of DType.
+inline constexpr int kKernelDTypes = 10;
 const Kernels& kernelsOf(DType dtype);
 // For all dtypes; takes a DeliverCall.
 const void* deliverKernel();

@@ -1,12 +1,12 @@
 // Registers everybody's pages.
 #include "cuda/mapped_pages.h"
 
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 
 MappedPages::MappedPages(Group& group, int device, size_t bytes) : pages_(group, bytes) {
-  together(group, [&] {
+  agreeOnStatus(group, [&] {
     for (int r = 0; r < group.size(); ++r)
       mapped_.push_back(registerSegment(device, pages_.segment(r)));
   });

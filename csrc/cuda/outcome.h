@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "cuda/errors.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 

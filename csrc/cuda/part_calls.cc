@@ -17,8 +17,7 @@ bool Communicator::performs(Kind kind) const {
 namespace {
 
 [[noreturn]] void refuse(Kind kind, const std::string& why) {
-  throw Error(Failure::kArgument,
-              std::string(kKindNames[static_cast<size_t>(kind)]) + " on a GPU: " + why);
+  throw Error(Failure::kArgument, std::string(name(kind)) + " on a GPU: " + why);
 }
 
 uintptr_t addressOf(const void* p) {

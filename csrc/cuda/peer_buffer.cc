@@ -9,8 +9,8 @@
 #include "cuda/driver.h"
 #include "cuda/errors.h"
 #include "cuda/outcome.h"
+#include "group/agreement.h"
 #include "group/exchange_fds.h"
-#include "group/gather.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -15,7 +15,7 @@
 #include "cuda/errors.h"
 #include "cuda/peer_trial.h"
 #include "cuda/same_process.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 namespace {
@@ -75,7 +75,7 @@ Obstacles gatherObstacles(Group& group, int device, const std::vector<Resident>&
   struct Texts {
     char text[kWays][240] = {};
   } mine;
-  together(group, [&] {
+  agreeOnStatus(group, [&] {
     const auto me = static_cast<size_t>(group.rank());
     std::vector<Reach> reach;
     for (const Resident& other : residents) reach.push_back(reachOf(device, residents[me], other));
@@ -102,7 +102,7 @@ void keep(MemoryPtr memory) {
 
 PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Way> wish) {
   Facts mine;
-  together(group, [&] { mine = factsOf(device, bytes, wish); });
+  agreeOnStatus(group, [&] { mine = factsOf(device, bytes, wish); });
   const std::vector<Facts> facts = gatherEach(group, mine);
   const std::vector<std::string> names = namesIn(group);
   requireSameWishes(facts, names);

@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "cuda/spanning_state.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce::cuda {
 namespace {
@@ -44,7 +44,7 @@ Spanning::State::State(std::shared_ptr<Group> all, const Hosts& of, std::shared_
 void Spanning::State::join() {
   std::shared_ptr<const NcclLibrary> library;
   NcclId id{};
-  together(*group, [&] {
+  agreeOnStatus(*group, [&] {
     library = NcclLibrary::load();
     if (hosts.rank() == maker()) id = library->makeId();
   });

@@ -19,7 +19,7 @@
 
 namespace ringreduce::cuda {
 
-// The text of a group's error without what Session adds: the group, who noticed it, what to do.
+// The text of a group's error without what Arbiter adds: the group, who noticed it, what to do.
 std::string causeOf(const std::string& text);
 
 // What the host sets and kernels see.

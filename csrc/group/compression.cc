@@ -1,5 +1,5 @@
-// Averages of compressed gradients: the agreement of ranks, steps and the state; then the
-// operations of a bucket.
+// Averages of compressed gradients: the tuner of `automatic`, the agreement of the ranks, steps and
+// their residuals, and the operations of one bucket.
 #include "group/compression.h"
 
 #include <algorithm>
@@ -76,23 +76,20 @@ struct Compression::Step {
   const Nanos began = now();
   std::vector<bool> seen;  // by parameter
   size_t unseen;
-  bool last = false;  // its last bucket was there
+  bool last = false;  // had its last bucket
   std::vector<std::shared_ptr<Residuals::Store>> stores;
-  size_t started = 0;  // buckets; of them have arrived:
+  size_t started = 0;  // buckets
   std::atomic<size_t> arrived{0};
   std::atomic<bool> finite{true};
-  std::atomic<Nanos> busy{0};  // with operations
+  std::atomic<Nanos> busy{0};  // the time of its operations
 
   bool complete() const { return last || unseen == 0; }
   bool underWay() const { return arrived != started; }
 };
 
-// Refuses before anything is sent.
 [[noreturn]] inline void refuseGradients(const std::string& why) {
   throw Error(Failure::kArgument, "ringreduce compressed gradients: " + why);
 }
-
-// ---- agreement and state
 
 Compression::Compression(const CompressionSettings& settings,
                          std::vector<CompressedParameter> parameters)
@@ -101,8 +98,8 @@ Compression::Compression(const CompressionSettings& settings,
         for (const CompressedParameter& parameter : parameters_) counts.push_back(parameter.count);
         return counts;
       }()) {
-  // No bucket's own size: which schedule it takes decides about bits.
-  constexpr size_t kBucket = (25 << 20) / sizeof(float);  // DDP's, unless it is told otherwise
+  // Not the size of each bucket: bits depend on the schedule, and so must not depend on buckets.
+  constexpr size_t kBucket = (25 << 20) / sizeof(float);  // DDP's default
   for (const CompressedParameter& parameter : parameters_)
     if (!parameter.exact) usual_ += parameter.count;
   usual_ = std::min(usual_, kBucket);
@@ -111,7 +108,7 @@ Compression::Compression(const CompressionSettings& settings,
 
 Compression::~Compression() = default;
 
-// ---- agreeing
+// ---- agreement
 
 void Compression::agree(Group& group) {
   const std::lock_guard lock(mutex_);
@@ -136,7 +133,7 @@ void Compression::agreeLocked(Group& group) {
     gather.counts.push_back(1);
   }
   group.run({gather});
-  // The most frequent is right, and of two as frequent the one of the lowest rank.
+  // The most frequent value is right; of two as frequent, that of the lowest rank.
   const auto frequency = [&](uint64_t value) { return std::count(all.begin(), all.end(), value); };
   const uint64_t right = *std::max_element(
       all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
@@ -151,8 +148,8 @@ void Compression::agreeLocked(Group& group) {
                                         "the other ranks; give all ranks "
                                         "the same");
   agreed_ = group.weak_from_this();
-  message_ = nullptr;  // another group's operations may still use it
-  // Nor is the rest of a step, or of a trial, the same on ranks that were elsewhere before.
+  message_ = nullptr;  // operations of the previous group may still use it
+  // The rest of a step or of a measurement may differ on ranks that were in other groups before.
   settleIfOver();
   step_ = nullptr;
   measured_.reset();
@@ -173,19 +170,19 @@ void Compression::begin(Group& group) {
   if (tuner_ && measured_ && group.size() > 1) {
     tuner_->record(
         {measured_->operations, static_cast<double>(ended - measured_->began) / kSecond});
-    endTuning(group);
+    updateTuner(group);
   }
   measured_.reset();
   const Mode mode = modeOf(steps_, group);
   step_ = std::make_shared<Step>(steps_++, mode, parameters_.size());
 }
 
-// The residuals that the latest step made are valid from now on, if it succeeded.
+// Puts the residuals of the latest step into force, if it succeeded.
 void Compression::settle() {
   if (!step_) return;
   const auto step = std::exchange(step_, nullptr);
   if (!step->complete() || step->underWay()) return;
-  if (tuner_ && tries(step->number))
+  if (tuner_ && isMeasured(step->number))
     measured_ = {step->began, static_cast<double>(step->busy) / kSecond};
   if (!step->finite) return;
   for (const auto& store : step->stores) store->kept.swap(store->made);
@@ -196,7 +193,7 @@ void Compression::settleIfOver() {
   if (step_ && step_->complete() && !step_->underWay()) settle();
 }
 
-bool Compression::tries(uint64_t step) const {
+bool Compression::isMeasured(uint64_t step) const {
   return tuner_ && step >= settings_.start_after;
 }
 
@@ -208,8 +205,8 @@ Compression::Mode Compression::modeOf(uint64_t step, Group& group) const {
   return codes_ ? Mode::kCoded : exact;
 }
 
-// All ranks average the numbers, so all decide alike.
-void Compression::endTuning(Group& group) {
+// The ranks decide by the same averages, so they decide alike.
+void Compression::updateTuner(Group& group) {
   if (!tuner_->hasPair()) return;
   AutoTuner::Numbers numbers = tuner_->numbers();
   group.run({AllReduce{numbers.data(), numbers.size(), DType::kFloat64, ReduceOp::kAvg}});
@@ -222,7 +219,7 @@ void Compression::endTuning(Group& group) {
         " from now on: " + why_);
 }
 
-// Whether the bucket is of the step that is under way.
+// Whether the bucket belongs to the step under way.
 bool Compression::continues(const GradientBucket& bucket) const {
   return step_ && !step_->complete() &&
          std::none_of(bucket.parts.begin(), bucket.parts.end(),
@@ -236,7 +233,7 @@ uint64_t Compression::steps() {
   return steps_;
 }
 
-// The state must not change under running operations.
+// Operations write to the state while they run.
 void Compression::requireQuiet() {
   settleIfOver();
   if (step_ && step_->underWay() && step_.use_count() > 1)
@@ -285,17 +282,7 @@ std::string Compression::why() {
   return why_;
 }
 
-// ---- a bucket
-//
-// The operations that average one bucket: coded, exact, or exact with residuals added.
-
-namespace {
-
-bool canBeCoded(DType dtype) {
-  return dtype == DType::kFloat32 || isHalf(dtype);
-}
-
-}  // namespace
+// ---- the operations that average one bucket: coded, exact, or exact with the residuals added
 
 std::vector<Operation> Compression::average(const GradientBucket& bucket, Group& group) {
   size_t elements = 0;
@@ -320,14 +307,14 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
     const bool codes = canBeCoded(bucket.dtype) && !parameters_[part.parameter].exact;
     (codes ? coded : exact).push_back(part);
   }
-  // In the order of parameters, whatever that in the bucket is.
+  // In the order of parameters, which does not depend on the bucket.
   const auto by_number = [](const Part& a, const Part& b) { return a.parameter < b.parameter; };
   std::sort(coded.begin(), coded.end(), by_number);
   std::sort(exact.begin(), exact.end(), by_number);
 
   std::vector<Operation> operations;
   if (step_->mode == Mode::kExact && !settings_.automatic && group.size() > 2) {
-    // In place the order of addition would depend on the bucket.
+    // In place, the order of addition would depend on the bucket.
     exact.insert(exact.end(), coded.begin(), coded.end());
     std::sort(exact.begin(), exact.end(), by_number);
     if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
@@ -339,7 +326,7 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
   }
   if (operations.empty())  // a bucket of no parameters
     operations.push_back({AllReduce{bucket.data, 0, bucket.dtype, ReduceOp::kAvg}});
-  watch(operations);
+  track(operations);
   return operations;
 }
 
@@ -351,7 +338,7 @@ std::shared_ptr<std::vector<double>> Compression::messageOf(size_t bytes) {
   return message_;
 }
 
-// The bucket as it is; or, where coding ends, with the residuals, so that nothing is lost.
+// The bucket as it is.  When coding ends, the residuals are added, so that nothing is lost.
 Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageLayout& layout) {
   Operation operation{AllReduce{bucket.data, bucket.count, bucket.dtype, ReduceOp::kAvg}};
   if (step_->mode == Mode::kDraining && !layout.parts().empty()) {
@@ -362,7 +349,7 @@ Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageL
       std::fill(store->made.begin(), store->made.end(), 0.f);
     };
   }
-  // The buckets without a residual too: whatever is not finite undoes the step.
+  // Buckets without a residual too: a value that is not finite undoes the step.
   if (step_->mode == Mode::kDraining)
     operation.after = [step = step_, bucket] {
       if (!allFinite(bucket.data, bucket.dtype, bucket.count)) step->finite = false;
@@ -393,8 +380,8 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
                                           .schedule = settings_.schedule,
                                           .error = made,
                                           .chosen_for = usual_}};
-  // A parameter without a gradient here keeps its residual for a step that has one: if no rank has
-  // one, DDP treats it as unused and drops the result.
+  // A parameter without a gradient here keeps its residual for a step with one: if no rank has a
+  // gradient, DDP treats the parameter as unused and discards the average.
   const auto absent = std::make_shared<std::vector<size_t>>();
   operation.before = [=] {
     if (kept) *absent = partsOfZeros(layout, bucket.data, bucket.dtype);
@@ -404,7 +391,7 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
   operation.after = [=, step = step_] {
     if (!scatter(bucket.data, bucket.dtype, layout, message)) step->finite = false;
     for (const size_t i : *absent) addPart(made, layout, i, kept);
-    (void)memory, (void)store;  // live until then
+    (void)memory, (void)store;  // keeps them alive
   };
   return operation;
 }
@@ -422,7 +409,7 @@ Operation Compression::exactPart(const GradientBucket& bucket, const MessageLayo
 }
 
 // Notes when the bucket has arrived, and how long its operations took.
-void Compression::watch(std::vector<Operation>& operations) const {
+void Compression::track(std::vector<Operation>& operations) const {
   ++step_->started;
   const auto begun = std::make_shared<Nanos>();
   operations.front().before = [first = std::move(operations.front().before), begun] {

@@ -1,10 +1,10 @@
-// The operations of a DDP hook for compressed gradients: which elements are coded and which travel
-// exactly, in which steps, and the residuals of error feedback.
+// Compressed gradients for a DDP hook: which elements of its buckets are coded and which travel
+// exactly, in which steps, and which residuals error feedback keeps.
 //
-// A step ends before the first bucket with a parameter that the step contains already.  The
-// residuals that a step makes are valid once all its buckets have arrived and are finite; they are
-// swapped in when the next step begins, or when the state is read.  After an infinite gradient or
-// an error, residuals stay as they were, on all ranks alike, since results are the same on all.
+// A step ends before a bucket with a parameter that the step has already had.  The residuals that a
+// step makes come into force only after all its buckets have arrived and are finite: when the next
+// step begins, or when the state is read.  After an infinite gradient or an error the residuals
+// stay as they were, on all ranks alike, because the results are the same on all ranks.
 //
 // Thread-safe.  The operations run one at a time, in the order in which they were asked for.
 #pragma once
@@ -22,7 +22,6 @@
 #include "base/clock.h"
 #include "group/group.h"
 #include "kernels/message.h"
-#include "kernels/residuals.h"
 
 namespace ringreduce {
 
@@ -79,7 +78,7 @@ struct CompressedParameter {
   uint64_t name;  // a hash, for the ranks to compare
 };
 
-// One bucket of gradients, in dense memory, in place of which the average comes.
+// One bucket of gradients in dense memory.  The average replaces it.
 struct GradientBucket {
   void* data;
   size_t count;
@@ -93,25 +92,27 @@ class Compression {
   Compression(const CompressionSettings& settings, std::vector<CompressedParameter> parameters);
   ~Compression();
 
-  // Throws on all ranks if settings or parameters differ.  Collective where `group` is new to it or
-  // the state was loaded since, and then `automatic` measures anew; `average` calls it first.
+  // Throws on all ranks if settings, parameters or steps differ between ranks.  Collective if the
+  // group is new or a state was loaded since; `automatic` then measures anew.  `average` calls it
+  // first.
   void agree(Group& group);
 
   // The operations that average a bucket over the group, to be queued in the order of these calls.
   std::vector<Operation> average(const GradientBucket& bucket, Group& group);
 
-  // ---- the state.  Changes throw Error(kArgument) while a step's operations run, and drop a step
-  // that has not ended. So far; setting it is part of loading a state.
+  // ---- the state.  A change throws Error(kArgument) while a step's operations are under way, and
+  // drops a step that has not ended.
+  // The number of steps so far; setting it is part of loading a state.
   uint64_t steps();
   void setSteps(uint64_t steps);
-  // Of the last step that was settled; false if there is none.
+  // The residual in force; false if there is none.
   bool readResidual(size_t parameter, float* to);
   void writeResidual(size_t parameter, const float* from);
   void scaleResiduals(float factor);
   size_t residualBytes();
   size_t count(size_t parameter) const { return parameters_.at(parameter).count; }
 
-  // "int8", "exact", or "measuring" while the trial of `automatic` lasts; and why.
+  // "int8", "exact", or "measuring" while `automatic` measures; and why.
   std::string choice();
   std::string why();
 
@@ -129,28 +130,28 @@ class Compression {
   void settle();
   void settleIfOver();
   void requireQuiet();
-  bool tries(uint64_t step) const;
+  bool isMeasured(uint64_t step) const;
   Mode modeOf(uint64_t step, Group& group) const;
-  void endTuning(Group& group);
+  void updateTuner(Group& group);
   bool continues(const GradientBucket& bucket) const;
   std::shared_ptr<std::vector<double>> messageOf(size_t bytes);
   Operation exactInPlace(const GradientBucket& bucket, const MessageLayout& layout);
   Operation codedPart(const GradientBucket& bucket, const MessageLayout& layout);
   Operation exactPart(const GradientBucket& bucket, const MessageLayout& layout);
-  void watch(std::vector<Operation>& operations) const;
+  void track(std::vector<Operation>& operations) const;
 
   const CompressionSettings settings_;
   const std::vector<CompressedParameter> parameters_;
-  size_t usual_ = 0;  // elements of a message, as if all buckets were alike: for kAuto to choose by
+  size_t usual_ = 0;  // elements of a usual message, by which kAuto chooses
 
-  std::mutex mutex_;  // of all that follows
+  std::mutex mutex_;  // guards all below
   Residuals residuals_;
   std::shared_ptr<std::vector<double>> message_;  // operations work in it, one at a time
   uint64_t steps_ = 0;
   std::shared_ptr<Step> step_;        // the latest; null once it is settled
-  std::optional<AutoTuner> tuner_;    // while it lasts
-  std::optional<Measured> measured_;  // of the latest step, if it was one of the trial's
-  bool codes_ = true;                 // after the trial, if there was one
+  std::optional<AutoTuner> tuner_;    // while `automatic` measures
+  std::optional<Measured> measured_;  // the latest step, if the tuner measures it
+  bool codes_ = true;                 // the tuner's decision
   std::string why_ = "asked for";
   std::weak_ptr<Group> agreed_;
 };

@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/unix_socket.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 
 namespace ringreduce {
 
@@ -39,7 +39,7 @@ class FdExchange {
 
   std::vector<Fd> run() {
     Invitation invitation;
-    together(group_, [&] {
+    agreeOnStatus(group_, [&] {
       setText(invitation.socket, "ringreduce-fds-" + randomSecretText());
       setText(invitation.secret, randomSecretText());
       listener_ = listenAt(invitation.socket, group_.size() + 16);
@@ -215,9 +215,9 @@ constexpr size_t kPageBytes = 4096;
 HostPages::HostPages(Group& group, size_t bytes) : segments_(static_cast<size_t>(group.size())) {
   const size_t size = roundUp(bytes == 0 ? 1 : bytes, kPageBytes);
   std::shared_ptr<Segment>& own = segments_[static_cast<size_t>(group.rank())];
-  together(group, [&] { own = Segment::create(size); });
+  agreeOnStatus(group, [&] { own = Segment::create(size); });
   std::vector<Fd> fds = exchangeFds(group, own->fd(), "shared memory");
-  together(group, [&] {
+  agreeOnStatus(group, [&] {
     for (int r = 0; r < group.size(); ++r)
       if (r != group.rank())
         segments_[static_cast<size_t>(r)] =

@@ -1,4 +1,4 @@
-// Which call goes where.
+// Groups in shared memory, and groups between hosts: which wires a call uses.
 #include "group/wires.h"
 
 #include <mutex>
@@ -73,14 +73,14 @@ class StreamWires final : public Wires {
     const std::lock_guard lock(closing_);
     return transport_ ? transport_->bytesSent() : 0;
   }
-  // Its sockets, which whoever still holds a group that has left has no more use for.
+  // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);
     transport_.reset();
   }
 
  private:
-  mutable std::mutex closing_;  // what asks about the transport may come from any thread
+  mutable std::mutex closing_;  // questions about the transport come from any thread
   std::unique_ptr<Transport> transport_;
   const std::unique_ptr<Hierarchy> hierarchy_;
   const std::vector<int> ranks_;

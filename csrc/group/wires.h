@@ -1,4 +1,4 @@
-// What a group's operations run over: shared memory, or sockets with a hierarchy above them.
+// The wires of a group's operations: shared memory, or sockets with a hierarchy above them.
 #pragma once
 
 #include <cstddef>
@@ -24,14 +24,14 @@ class Wires {
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }
   virtual uint64_t bytesSent() const { return 0; }
-  // There will be no more operations: gives back what it can.
+  // There will be no more operations: releases sockets and memory.
   virtual void close() {}
 };
 
-// Those of ranks that share memory.  Both must outlive it.
+// For ranks that share memory.  Both must outlive it.
 std::unique_ptr<Wires> wiresInMemory(int rank, const Membership& membership, Arbiter& arbiter);
-// Those of ranks that do not; `neighbours` are those of this host where there is a hierarchy.  The
-// network and the arbiter must outlive it, and from now on the arbiter is told by the network.
+// For ranks on several hosts; `neighbours`: the ranks of this host, if there is a hierarchy.  The
+// network and the arbiter must outlive it.  The network reports to the arbiter from now on.
 std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const Membership& neighbours,
                                     Arbiter& arbiter);

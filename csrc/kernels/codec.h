@@ -15,7 +15,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "base/op_signature.h"
 
@@ -26,20 +25,15 @@ inline constexpr size_t kCodecBlock = 32;
 
 // The coded size of `count` elements.
 constexpr size_t codedBytes(Codec codec, size_t count) {
+  const CodecInfo& info = infoOf(codec);
+  if (info.scale_bytes == 0) return count * info.bits / 8;
   const size_t blocks = count / kCodecBlock + (count % kCodecBlock != 0);
-  switch (codec) {
-    case Codec::kInt8:
-      return blocks * (2 + kCodecBlock);
-    case Codec::kInt4:
-      return blocks * (2 + kCodecBlock / 2);
-    default:
-      return 2 * count;
-  }
+  return blocks * (info.scale_bytes + kCodecBlock * info.bits / 8);
 }
 
 // The random numbers of stochastic rounding: a function of the seed and of an element's index in
-// the message, so that they do not depend on the cut.  A caller that encodes an index more than
-// once, or that of another rank, mixes this into the seed (mixedSeed).
+// the message, so that they do not depend on the cut.  To encode an index more than once, or on
+// several ranks, mix that into the seed (mixedSeed).
 struct Draw {
   uint64_t seed = 0;
   uint64_t first = 0;  // the index of the first element; a multiple of kCodecBlock
@@ -80,15 +74,5 @@ inline bool decode(Codec codec, float* out, const std::byte* in, size_t bytes, s
 inline bool decodeAdd(Codec codec, float* sum, const std::byte* in, size_t bytes, size_t n) {
   return codecKernels(codec).decodeAdd(sum, in, bytes, n);
 }
-
-// The kernels of an instruction set; tests and benchmarks compare them.
-struct CodecSet {
-  const char* name;  // "x86-64-v3"
-  bool runs;         // this CPU (and its operating system) can execute it
-  const CodecKernels& (*kernels)(Codec codec);
-};
-
-// In the order of kernelSets() (kernels/reduce.h).
-std::span<const CodecSet> codecSets();
 
 }  // namespace ringreduce

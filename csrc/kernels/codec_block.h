@@ -132,7 +132,7 @@ RINGREDUCE_CODING float scaleOf(uint16_t bits) {
 // --- A block as vectors --------------------------------------------------------------------------
 
 #ifdef RINGREDUCE_ISA
-#include "kernels/half.h"
+#include "kernels/tile.h"
 
 namespace ringreduce {
 namespace {

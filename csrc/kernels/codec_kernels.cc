@@ -70,13 +70,16 @@ bool decodeAll(float* to, const std::byte* in, size_t bytes, size_t n) {
 
 template <class C, Codec codec>
 constexpr CodecKernels kernelsOf() {
+  static_assert(C::kBytes == codedBytes(codec, kCodecBlock));
   return {encode<C>, decodeAll<C, codec, false>, decodeAll<C, codec, true>};
 }
 
+// In the order of Codec.
 constexpr CodecKernels kTable[] = {kernelsOf<Halves<codec::Bfloat16Code>, Codec::kBfloat16>(),
                                    kernelsOf<Halves<codec::Float16Code>, Codec::kFloat16>(),
                                    kernelsOf<Int8, Codec::kInt8>(),
                                    kernelsOf<Int4, Codec::kInt4>()};
+static_assert(sizeof kTable == sizeof(CodecKernels) * kCodecs);
 
 }  // namespace
 

@@ -19,8 +19,11 @@
 #include <span>
 
 #include "base/dtype.h"
+#include "base/op_signature.h"
 
 namespace ringreduce {
+
+struct CodecKernels;
 
 struct ReduceKernels {
   DType partial;  // float32 for half types, else the dtype itself
@@ -66,6 +69,7 @@ struct KernelSet {
   // The kernels of a pair, or null for one that isSupported (base/dtype.h) denies.
   const ReduceKernels* (*table)(DType dtype, ReduceOp op);
   void (*scale)(DType dtype, void* dst, const void* src, size_t n, double factor);
+  const CodecKernels& (*codecs)(Codec codec);  // codec.h
 };
 
 // From the narrowest vectors to the widest.  The first call determines `runs`.

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/dtype.h"
-#include "kernels/half.h"
 #include "kernels/reduce.h"
 #include "kernels/tile.h"
 
@@ -282,7 +281,8 @@ void reduce(void* dst, const void* const* sources, int count, size_t n, int worl
 
 // --- The tables ----------------------------------------------------------------------------------
 
-// Element: how it is loaded and stored.  Value: the type that is compared and divided.
+// One for each dtype that can be reduced.  Element: how it is loaded and stored.  Value: the type
+// that is compared and divided.
 template <DType type>
 struct TypeOf;
 template <class E, class T>
@@ -323,13 +323,11 @@ constexpr ReduceKernels kernelsOf() {
 }
 
 template <DType type, ReduceOp op>
-constexpr ReduceKernels entry() {
+constexpr ReduceKernels supportedEntry() {
   using T = typename TypeOf<type>::Value;
-  constexpr bool kTruth = type == DType::kBool;
-  if constexpr (!isSupported(type, op)) {
-    return {};
-  } else if constexpr (op == ReduceOp::kBor || (kTruth && op == ReduceOp::kSum) ||
-                       (kTruth && op == ReduceOp::kMax)) {
+  constexpr bool kTruth = numberKindOf(type) == NumberKind::kTruth;
+  if constexpr (op == ReduceOp::kBor || (kTruth && op == ReduceOp::kSum) ||
+                (kTruth && op == ReduceOp::kMax)) {
     return kernelsOf<type, Or>();
   } else if constexpr (op == ReduceOp::kBand || (kTruth && op == ReduceOp::kProduct) ||
                        (kTruth && op == ReduceOp::kMin)) {
@@ -350,8 +348,16 @@ constexpr ReduceKernels entry() {
   }
 }
 
+template <DType type, ReduceOp op>
+constexpr ReduceKernels entry() {
+  if constexpr (isSupported(type, op))
+    return supportedEntry<type, op>();
+  else
+    return {};
+}
+
 struct Table {
-  ReduceKernels entries[kReducibleDTypes * kReduceOps];
+  ReduceKernels entries[kDTypes.size() * kReduceOps];
 };
 
 template <size_t... indices>
@@ -360,39 +366,42 @@ constexpr Table makeTable(std::index_sequence<indices...>) {
                  static_cast<ReduceOp>(indices % kReduceOps)>()...}};
 }
 
-constexpr Table kTable = makeTable(std::make_index_sequence<kReducibleDTypes * kReduceOps>());
+constexpr Table kTable = makeTable(std::make_index_sequence<kDTypes.size() * kReduceOps>());
 
 template <DType type>
 void scaleBy(void* dst, const void* src, size_t n, double factor) {
-  using E = typename TypeOf<type>::Element;
-  using T = typename TypeOf<type>::Value;
-  fold<E, E, E, Sum, 1>(dst, &src, 1, n, MultiplyBy<T>{static_cast<T>(factor)});
+  if constexpr (isFloating(type)) {
+    using E = typename TypeOf<type>::Element;
+    using T = typename TypeOf<type>::Value;
+    fold<E, E, E, Sum, 1>(dst, &src, 1, n, MultiplyBy<T>{static_cast<T>(factor)});
+  }
 }
+
+using Scale = void (*)(void* dst, const void* src, size_t n, double factor);
+struct Scales {
+  Scale of[kDTypes.size()];
+};
+
+template <size_t... types>
+constexpr Scales makeScales(std::index_sequence<types...>) {
+  return {{scaleBy<static_cast<DType>(types)>...}};
+}
+
+constexpr Scales kScales = makeScales(std::make_index_sequence<kDTypes.size()>());
 
 }  // namespace
 
 namespace RINGREDUCE_NAMESPACE {
 
 const ReduceKernels* table(DType dtype, ReduceOp op) {
-  const int type = static_cast<int>(dtype);
-  if (type >= kReducibleDTypes) return nullptr;
-  const ReduceKernels& found = kTable.entries[type * kReduceOps + static_cast<int>(op)];
+  const ReduceKernels& found =
+      kTable.entries[static_cast<int>(dtype) * kReduceOps + static_cast<int>(op)];
   return found.reduce ? &found : nullptr;
 }
 
+// dispatch.cc passes floating dtypes only.
 void scale(DType dtype, void* dst, const void* src, size_t n, double factor) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return scaleBy<DType::kFloat32>(dst, src, n, factor);
-    case DType::kFloat64:
-      return scaleBy<DType::kFloat64>(dst, src, n, factor);
-    case DType::kFloat16:
-      return scaleBy<DType::kFloat16>(dst, src, n, factor);
-    case DType::kBFloat16:
-      return scaleBy<DType::kBFloat16>(dst, src, n, factor);
-    default:
-      return;  // reduce.cc passes floating dtypes only
-  }
+  kScales.of[static_cast<size_t>(dtype)](dst, src, n, factor);
 }
 
 }  // namespace RINGREDUCE_NAMESPACE

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "torch/cuda_build.h"
+#include "torch/gpu_backend.h"
 
 namespace ringreduce {
 
@@ -20,54 +20,46 @@ void refuse(const char* call, const std::string& why) {
 }
 
 DType dtypeOf(const at::Tensor& tensor, const char* call) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kChar:
-      return DType::kInt8;
-    case at::kByte:
-      return DType::kUInt8;
-    case at::kShort:
-      return DType::kInt16;
-    case at::kInt:
-      return DType::kInt32;
-    case at::kLong:
-      return DType::kInt64;
-    case at::kBool:
-      return DType::kBool;
-    case at::kUInt16:
-      return DType::kUInt16;
-    case at::kUInt32:
-      return DType::kUInt32;
-    case at::kUInt64:
-      return DType::kUInt64;
-    case at::kComplexFloat:
-      return DType::kComplex64;
-    case at::kComplexDouble:
-      return DType::kComplex128;
-    case at::kFloat8_e4m3fn:
-      return DType::kFloat8E4M3FN;
-    case at::kFloat8_e5m2:
-      return DType::kFloat8E5M2;
-    case at::kFloat8_e4m3fnuz:
-      return DType::kFloat8E4M3FNUZ;
-    case at::kFloat8_e5m2fnuz:
-      return DType::kFloat8E5M2FNUZ;
-    case at::kFloat8_e8m0fnu:
-      return DType::kFloat8E8M0FNU;
-    case at::kFloat4_e2m1fn_x2:
-      return DType::kFloat4E2M1FNx2;
-    case at::kComplexHalf:
-      return DType::kComplex32;
-    default:
-      refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
-  }
+  static constexpr std::pair<at::ScalarType, DType> kAll[] = {
+      {at::kFloat, DType::kFloat32},
+      {at::kDouble, DType::kFloat64},
+      {at::kHalf, DType::kFloat16},
+      {at::kBFloat16, DType::kBFloat16},
+      {at::kChar, DType::kInt8},
+      {at::kByte, DType::kUInt8},
+      {at::kShort, DType::kInt16},
+      {at::kInt, DType::kInt32},
+      {at::kLong, DType::kInt64},
+      {at::kBool, DType::kBool},
+      {at::kUInt16, DType::kUInt16},
+      {at::kUInt32, DType::kUInt32},
+      {at::kUInt64, DType::kUInt64},
+      {at::kComplexFloat, DType::kComplex64},
+      {at::kComplexDouble, DType::kComplex128},
+      {at::kFloat8_e4m3fn, DType::kFloat8E4M3FN},
+      {at::kFloat8_e5m2, DType::kFloat8E5M2},
+      {at::kFloat8_e4m3fnuz, DType::kFloat8E4M3FNUZ},
+      {at::kFloat8_e5m2fnuz, DType::kFloat8E5M2FNUZ},
+      {at::kFloat8_e8m0fnu, DType::kFloat8E8M0FNU},
+      {at::kFloat4_e2m1fn_x2, DType::kFloat4E2M1FNx2},
+      {at::kComplexHalf, DType::kComplex32},
+  };
+  for (const auto& [theirs, ours] : kAll)
+    if (theirs == tensor.scalar_type()) return ours;
+  refuse(call, std::string("no such elements: ") + c10::toString(tensor.scalar_type()));
+}
+
+void requireCpu(const at::Tensor& tensor, const char* call) {
+  if (tensor.device().is_cpu()) return;
+  std::string why = "takes tensors in CPU memory, not on " + tensor.device().str();
+  if (tensor.is_cuda())
+    why +=
+        hasCuda()
+            ? ", where the call's other tensors are not"
+            : ": this ringreduce was built without CUDA; use nccl for CUDA tensors "
+              "(\"cpu:ringreduce,cuda:nccl\"), or rebuild it with nvcc in PATH and a CUDA build of "
+              "torch";
+  throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
 }
 
 void requireDense(const at::Tensor& tensor, const char* call, c10::Device device) {
@@ -201,28 +193,21 @@ Nanos timeoutOf(std::chrono::milliseconds timeout) {
 }
 
 ReduceOp opOf(const c10d::ReduceOp& op, const char* call) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::kAvg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND:
-      return ReduceOp::kBand;
-    case c10d::ReduceOp::BOR:
-      return ReduceOp::kBor;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOp::kBxor;
-    case c10d::ReduceOp::PREMUL_SUM:
-      return ReduceOp::kPremulSum;
-    default:
-      refuse(call, "an unknown reduce op");
-  }
+  using Theirs = c10d::ReduceOp;
+  static constexpr std::pair<Theirs::RedOpType, ReduceOp> kAll[] = {
+      {Theirs::SUM, ReduceOp::kSum},
+      {Theirs::AVG, ReduceOp::kAvg},
+      {Theirs::PRODUCT, ReduceOp::kProduct},
+      {Theirs::MIN, ReduceOp::kMin},
+      {Theirs::MAX, ReduceOp::kMax},
+      {Theirs::BAND, ReduceOp::kBand},
+      {Theirs::BOR, ReduceOp::kBor},
+      {Theirs::BXOR, ReduceOp::kBxor},
+      {Theirs::PREMUL_SUM, ReduceOp::kPremulSum},
+  };
+  for (const auto& [theirs, ours] : kAll)
+    if (theirs == op.op_) return ours;
+  refuse(call, "an unknown reduce op");
 }
 
 namespace {

@@ -1,5 +1,6 @@
-// Torch's arguments as the core's: dtypes, dense memory, reduce ops, timeouts.  What the core
-// cannot take is refused here, with an error that names the call, before anything is sent.
+// Torch's arguments as the core's: dtypes, dense memory, reduce ops, timeouts.  Arguments
+// that the core cannot take are refused here, with an error that names the call, before anything is
+// sent.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,7 +22,10 @@ namespace ringreduce {
 // Throws Error(kArgument) for a dtype the core does not know.
 DType dtypeOf(const at::Tensor& tensor, const char* call);
 
-// Refuses what is not an ordinary tensor on `device`, where the call's other tensors are.
+// Refuses a tensor that is not in CPU memory, and says for a CUDA tensor what is missing.
+void requireCpu(const at::Tensor& tensor, const char* call);
+
+// Refuses anything but an ordinary tensor on `device`, where the call's other tensors are.
 void requireDense(const at::Tensor& tensor, const char* call, c10::Device device = at::kCPU);
 
 // Torch calls lists of tensors, one for each device; there is one.
@@ -35,7 +39,7 @@ bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index);
 // interleave count as sharing.
 bool anyShareMemory(const std::vector<at::Tensor>& tensors);
 
-// The memory that a call writes to.  Each question about an input takes logarithmic time.
+// The memory that a call writes to.  Each check of an input takes logarithmic time.
 class OutputMemory {
  public:
   explicit OutputMemory(const std::vector<at::Tensor>& outputs);
@@ -87,7 +91,7 @@ struct Factor {
 Factor factorOf(const c10d::ReduceOp& op);
 double numberOf(const Factor& factor);
 
-// What can be added of a tensor: of a complex one the pairs of real numbers.
+// The tensor as real numbers that can be added: pairs of them if it is complex.
 at::Tensor addable(const at::Tensor& tensor, ReduceOp op, const char* call);
 
 // Refuses a tensor that has not `elements` elements of `like`'s dtype.

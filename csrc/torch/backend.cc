@@ -1,5 +1,5 @@
-// The backend as a whole: its group's life, groups made of it, what is known of it.  Its calls are
-// in reduction_calls.cc and moving_calls.cc.
+// The backend as a whole: its group's life, groups made of it, its state and its memory.  Its calls
+// are in reduction_calls.cc and moving_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>
@@ -19,10 +19,8 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "torch/arguments.h"
-#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
 #include "torch/staged_backend.h"
 
 namespace ringreduce {
@@ -48,7 +46,7 @@ class TorchStore final : public Store {
   }
   std::optional<std::string> get(const std::string& key) override {
     // Not check and get: a key that is removed between the two would be waited for.  compareSet
-    // returns what there is, or what it was told to expect.
+    // returns the present value, or the expected one if there is none.
     static const std::vector<uint8_t> nothing{0};
     return fromStore([&]() -> std::optional<std::string> {
       try {
@@ -93,7 +91,7 @@ struct LiveGroups {
   }
 };
 
-// Where nobody can be told of an error any more, NCCL's inside it included.
+// Logs errors, those of the NCCL backend inside it too: at this point no caller can receive them.
 void leave(GpuBackend& gpu) {
   try {
     gpu.shutdown();
@@ -141,7 +139,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
           if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
           return made;
         },
-        c10::make_intrusive<StagedBackend>(*this));
+        makeStagedBackend(*this));
   liveGroups().add(group_, gpu_);
 }
 
@@ -201,7 +199,14 @@ Backend::WorkPtr Backend::start(Job job, bool async) {
   return collected(Work::start(*group(), std::move(job), !async));
 }
 
-Backend::WorkPtr Backend::startMessage(Job job, Message message) {
+Backend::WorkPtr Backend::start(c10d::OpType type, const char* title, Tensors inputs,
+                                Tensors outputs, Operation operation, bool async) {
+  return start({type, title, std::move(inputs), std::move(outputs), {std::move(operation)}}, async);
+}
+
+Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
+                                       Message message) {
+  Job job{type, title, tensors, tensors};
   job.observer = observer_;
   return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
@@ -291,7 +296,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
 
-// ---- what is known of it
+// ---- its state
 
 void Backend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {

@@ -32,7 +32,8 @@ class Backend final : public c10d::Backend {
   // they go through the host's memory.
   using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
-  // What a rank tells the others of its GPUs, and what it makes of what they all tell.
+  // The facts of its GPUs that a rank gives the others, and the backend that it makes from all
+  // facts.
   struct Gpus {
     std::string facts;  // in the store, behind "ringreduce/gpus/" and the rank
     MakeInner make_inner;
@@ -78,7 +79,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
 
   // ---- compressed (reduction_calls.cc)
-  // Of float32 tensors; `error` receives what this rank's encodings lost.
+  // Of float32 tensors; `error` receives the errors of this rank's encodings.
   WorkPtr compressedAllReduce(const at::Tensor& input, const at::Tensor& output,
                               const std::optional<at::Tensor>& error, const Coding& coding,
                               ReduceOp op, CodedSchedule schedule, bool async);
@@ -120,7 +121,7 @@ class Backend final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { observer_->timing = true; }
   c10d::ErrorType getError() override;
-  // Overrides what torch has since 2.12.
+  // Overrides a method that torch has since 2.12.
   std::unordered_map<std::string, uint64_t> getMemoryStats();
   void abort() override;
   // Leaves the group.  Releases its memory, descriptors and threads, even if references to this
@@ -133,7 +134,7 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
-  // Runs what every living group of this process has queued, and leaves them all: for a process
+  // Runs the queued operations of all living groups of this process, and leaves them: for a process
   // that ends without having destroyed its groups.
   static void shutdownAll();
 
@@ -156,7 +157,10 @@ class Backend final : public c10d::Backend {
   GpuBackend* gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::Plane> makePlaneOn(c10::Device device);
   WorkPtr start(Job job, bool async);
-  WorkPtr startMessage(Job job, Message message);
+  WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
+                Operation operation, bool async);
+  WorkPtr startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
+                       Message message);
   WorkPtr collected(WorkPtr work);
   c10::intrusive_ptr<c10d::Store> meeting(const char* why, const std::vector<int>& ranks) const;
   BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -179,7 +183,7 @@ class Backend final : public c10d::Backend {
 };
 
 // Gives whole pages, huge ones where the system has them, so that a pass over a large bucket costs
-// few address translations.  What it gives outlives every group.
+// few address translations.  The memory outlives every group.
 class PageAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override;

@@ -1,4 +1,4 @@
-// ringreduce._C: what Python sees of the extension.  Its stubs are ringreduce/_C.pyi.
+// ringreduce._C, the extension's Python module.  Its stubs are ringreduce/_C.pyi.
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -13,19 +13,20 @@
 #include <utility>
 #include <vector>
 
-#include "algorithm/explain.h"
+#include "algorithm/choose.h"
 #include "base/config.h"
 #include "bootstrap/options.h"
 #include "bootstrap/topology.h"
 #include "kernels/reduce.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
-#include "torch/cuda_build.h"
 #include "torch/errors.h"
+#include "torch/gpu_backend.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace ringreduce {
 namespace {
@@ -107,7 +108,7 @@ double stallSeconds(const std::string& rank) {
   }
 }
 
-// What is not given comes from the environment.
+// Settings that are not given come from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
                          const std::vector<int>& global_ranks,
@@ -132,7 +133,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
-    // Given by the caller: rank 0 refuses for all what it cannot work with.  The environment is
+    // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
     if (rank == 0 && (algorithm || slot_bytes || slots)) {
       options.shared = SharedOptions::fromEnvironment(size);
@@ -178,25 +179,22 @@ std::vector<int> bestRingOf(const Rates& rates) {
   }
 }
 
+constexpr std::pair<const char*, double WireCost::*> kCosts[] = {{"hop", &WireCost::hop},
+                                                                 {"message", &WireCost::message},
+                                                                 {"byte", &WireCost::byte},
+                                                                 {"memory", &WireCost::memory},
+                                                                 {"crowd", &WireCost::crowd}};
+
 WireCost costFrom(const py::dict& given) {
   WireCost cost;
-  const std::pair<const char*, double*> fields[] = {{"hop", &cost.hop},
-                                                    {"message", &cost.message},
-                                                    {"byte", &cost.byte},
-                                                    {"memory", &cost.memory},
-                                                    {"crowd", &cost.crowd}};
-  for (const auto& [name, field] : fields)
-    if (given.contains(name)) *field = given[name].cast<double>();
+  for (const auto& [name, field] : kCosts)
+    if (given.contains(name)) cost.*field = given[name].cast<double>();
   return cost;
 }
 
 py::dict costTo(const WireCost& cost) {
   py::dict all;
-  all["hop"] = cost.hop;
-  all["message"] = cost.message;
-  all["byte"] = cost.byte;
-  all["memory"] = cost.memory;
-  all["crowd"] = cost.crowd;
+  for (const auto& [name, field] : kCosts) all[name] = cost.*field;
   all["system"] = WireCost::kSystem;
   return all;
 }
@@ -230,9 +228,9 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
 
 // ---- compressed all-reduces and the compressing hook
 
-// What `find` finds by a name, or ValueError.
+// The value that `find` finds by a name, or ValueError.
 template <class Find>
-auto named(Find find, const std::string& given, const char* what, const char* known) {
+auto named(Find find, const std::string& given, const char* what, const std::string& known) {
   const auto found = find(given);
   if (!found)
     throw py::value_error("ringreduce has no " + std::string(what) + " \"" + given + "\", but " +
@@ -240,11 +238,11 @@ auto named(Find find, const std::string& given, const char* what, const char* kn
   return *found;
 }
 Codec codecOf(const std::string& given) {
-  return named(codecNamed, given, "codec", "bfloat16, float16, int8 and int4");
+  return named(codecNamed, given, "codec", codecNames());
 }
 CodedSchedule scheduleOf(const std::string& given) {
   return named(codedScheduleNamed, given, "schedule of compressed all-reduces",
-               "auto, owner and ring");
+               codedScheduleNames());
 }
 ReduceOp sumOrAverage(const std::string& given) {
   if (given == "sum") return ReduceOp::kSum;
@@ -305,45 +303,43 @@ void writeResidual(HookState& state, size_t parameter, const std::optional<at::T
 }
 
 void bindCompression(py::module_& m) {
-  m.def("compressed_all_reduce", &startCompressed, py::arg("backend"), py::arg("input"),
-        py::arg("output"), py::kw_only(), py::arg("codec"), py::arg("op") = "sum",
-        py::arg("schedule") = "auto", py::arg("stochastic") = false, py::arg("seed") = 0,
-        py::arg("error") = py::none(), py::arg("async_op") = true);
+  m.def("compressed_all_reduce", &startCompressed, "backend"_a, "input"_a, "output"_a,
+        py::kw_only(), "codec"_a, "op"_a = "sum", "schedule"_a = "auto", "stochastic"_a = false,
+        "seed"_a = 0, "error"_a = py::none(), "async_op"_a = true);
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<HookState, std::shared_ptr<HookState>>(m, "HookState")
-      .def(py::init(&makeState), py::arg("parameters"), py::arg("exact"), py::arg("names"),
-           py::arg("codec"), py::arg("feedback"), py::arg("start_after"), py::arg("schedule"),
-           py::arg("stochastic"), py::arg("seed"))
+      .def(py::init(&makeState), "parameters"_a, "exact"_a, "names"_a, "codec"_a, "feedback"_a,
+           "start_after"_a, "schedule"_a, "stochastic"_a, "seed"_a)
       .def(
           "agree",
           [](HookState& state, const BackendPtr& backend) {
             translated([&] { state.core().agree(*asRingreduce(checked(backend)).group()); });
           },
-          no_gil, py::arg("backend"))
+          no_gil, "backend"_a)
       .def(
           "register",
           [](const std::shared_ptr<HookState>& state, c10d::Reducer& reducer,
              const BackendPtr& backend) {
             checked(backend);
-            registerCompressedHook(reducer, backend, state);
+            registerCommHook(reducer, backend, state);
           },
-          py::arg("reducer"), py::arg("backend"))
+          "reducer"_a, "backend"_a)
       .def(
           "average_bucket",
           [](const std::shared_ptr<HookState>& state, const BackendPtr& backend,
              c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
             return c10::make_intrusive<HookWork>(state->average(checked(backend), bucket));
           },
-          no_gil, py::arg("backend"), py::arg("bucket"))
-      .def("residual", &readResidual, no_gil, py::arg("parameter"))
-      .def("set_residual", &writeResidual, no_gil, py::arg("parameter"), py::arg("values"))
+          no_gil, "backend"_a, "bucket"_a)
+      .def("residual", &readResidual, no_gil, "parameter"_a)
+      .def("set_residual", &writeResidual, no_gil, "parameter"_a, "values"_a)
       .def(
           "scale_residuals",
           [](HookState& state, float factor) {
             translated([&] { state.core().scaleResiduals(factor); });
           },
-          no_gil, py::arg("factor"))
+          no_gil, "factor"_a)
       .def(
           "residual_bytes", [](HookState& state) { return state.core().residualBytes(); }, no_gil)
       .def(
@@ -353,13 +349,13 @@ void bindCompression(py::module_& m) {
           [](HookState& state, uint64_t steps) {
             translated([&] { state.core().setSteps(steps); });
           },
-          no_gil, py::arg("steps"))
+          no_gil, "steps"_a)
       .def(
           "choice", [](HookState& state) { return state.core().choice(); }, no_gil)
       .def("why", [](HookState& state) { return state.core().why(); }, no_gil);
 }
 
-// What layers above base find wrong with a variable that base can read; throws Error.
+// Checks a variable with the layers above base; throws Error.
 void checkFurther(const std::string& name, const std::string& text) {
   const Config config = Config::read();
   if (name == "RINGREDUCE_SLOT_BYTES")
@@ -380,16 +376,9 @@ py::list config() {
     } catch (const Error& error) {
       each.error = error.what();
     }
-    py::dict row;
-    row["name"] = each.name;
-    row["default"] = each.fallback;
-    row["values"] = each.values;
-    row["meaning"] = each.meaning;
-    row["holds"] = each.holds;
-    row["reader"] = each.reader;
-    row["value"] = each.text;
-    row["error"] = each.error;
-    all.append(row);
+    all.append(py::dict("name"_a = each.name, "default"_a = each.fallback, "values"_a = each.values,
+                        "meaning"_a = each.meaning, "holds"_a = each.holds,
+                        "reader"_a = each.reader, "value"_a = each.text, "error"_a = each.error));
   }
   return all;
 }
@@ -400,44 +389,40 @@ py::list config() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringreduce;
   py::module_::import("torch.distributed");  // registers the types that the signatures name
-  // What Backend.mem_allocator returns: torch's CPU builds have no class for allocators.
+  // The type of Backend.mem_allocator: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
-  m.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
-        py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),
-        py::arg("algorithm") = py::none(), py::arg("slot_bytes") = py::none(),
-        py::arg("slots") = py::none(), py::arg("stall_seconds") = py::none(), py::kw_only(),
-        py::arg("gpu_facts"), py::arg("make_inner"), py::arg("of_ranks") = 0);
+  m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
+        "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
+        "slots"_a = py::none(), "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a,
+        "make_inner"_a, "of_ranks"_a = 0);
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
+  const auto property = [&](const char* name, auto method, auto... guard) {
+    const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };
+    m.def(name, get, guard..., "backend"_a);
+  };
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  property("staging_bytes", &Backend::stagingBytes);
+  property("gpu_bytes", &Backend::gpuBytes, no_gil);
+  property("routes", &Backend::routes);
+  property("has_raised", &Backend::hasRaised, no_gil);
+  property("has_failed", &Backend::hasFailed);
   m.def(
-      "staging_bytes",
-      [](const BackendPtr& backend) { return asRingreduce(*backend).stagingBytes(); },
-      py::arg("backend"));
-  m.def(
-      "gpu_bytes", [](const BackendPtr& backend) { return asRingreduce(*backend).gpuBytes(); },
-      py::call_guard<py::gil_scoped_release>(), py::arg("backend"));
-  m.def(
-      "routes", [](const BackendPtr& backend) { return asRingreduce(*backend).routes(); },
-      py::arg("backend"));
-  m.def(
-      "has_raised", [](const BackendPtr& backend) { return asRingreduce(*backend).hasRaised(); },
-      py::arg("backend"), py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "has_failed", [](const BackendPtr& backend) { return asRingreduce(*backend).hasFailed(); },
-      py::arg("backend"));
-  m.def("register_comm_hook", &registerCommHook, py::arg("reducer"), py::arg("backend"));
-  m.def("average_bucket", &averageBucket, py::arg("backend"), py::arg("bucket"));
+      "register_comm_hook",
+      [](c10d::Reducer& reducer, const BackendPtr& backend) { registerCommHook(reducer, backend); },
+      "reducer"_a, "backend"_a);
+  m.def("average_bucket", &averageBucket, "backend"_a, "bucket"_a);
   bindCompression(m);
-  m.def("topology", &topologyOf, py::arg("backend"));
-  m.def("best_ring", &bestRingOf, py::arg("rates"));
-  m.def("explain", &explain, py::arg("bytes"), py::arg("partial_bytes"), py::arg("world_size"),
-        py::arg("ranks_on_host"), py::arg("sockets"), py::arg("wanted"), py::arg("cost"));
+  m.def("topology", &topologyOf, "backend"_a);
+  m.def("best_ring", &bestRingOf, "rates"_a);
+  m.def("explain", &explain, "bytes"_a, "partial_bytes"_a, "world_size"_a, "ranks_on_host"_a,
+        "sockets"_a, "wanted"_a, "cost"_a);
   m.def(
       "wire_cost",
       [](const BackendPtr& backend) {
         return costTo(backend ? asRingreduce(*backend).group()->wireCost() : WireCost{});
       },
-      py::arg("backend"));
+      "backend"_a);
   m.def("config", &config);
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);
@@ -447,6 +432,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const py::object& aborted, const py::object& other) {
         setErrorTypes(peer_lost.ptr(), timeout.ptr(), mismatch.ptr(), aborted.ptr(), other.ptr());
       },
-      py::arg("peer_lost"), py::arg("timeout"), py::arg("mismatch"), py::arg("aborted"),
-      py::arg("other"));
+      "peer_lost"_a, "timeout"_a, "mismatch"_a, "aborted"_a, "other"_a);
 }

@@ -12,8 +12,8 @@
 namespace ringreduce {
 namespace {
 
-// What an error says of a bucket.  It holds no tensors: whoever lets go of it last may hold a lock,
-// and the last reference to a parameter needs the interpreter's.
+// The name of a bucket in an error.  It holds no tensors: the thread that drops the last reference
+// may hold a lock, and the last reference to a parameter needs the interpreter's lock.
 struct Description {
   static constexpr size_t kMostShapes = 3;
   size_t index, parameters;
@@ -36,12 +36,18 @@ struct Description {
   }
 };
 
-class AverageHook final : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::Backend>> {
+struct Registered {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<HookState> state;  // null: exact
+};
+
+class Hook final : public c10d::CppCommHookInterface<Registered> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return averageGradBucket(*state_, bucket);
+    return state_.state ? state_.state->average(*state_.backend, bucket)
+                        : averageGradBucket(*state_.backend, bucket);
   }
 };
 
@@ -56,28 +62,16 @@ c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend
   return asRingreduce(backend).averageBucket(bucket.getBufferRef(), describeBucket(bucket));
 }
 
-void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend) {
+void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+                      std::shared_ptr<HookState> state) {
   asRingreduce(*backend);
-  reducer.register_comm_hook(std::make_unique<AverageHook>(std::move(backend)));
+  reducer.register_comm_hook(
+      std::make_unique<Hook>(Registered{std::move(backend), std::move(state)}));
 }
 
 // ---- compressed gradients
 
 namespace {
-
-struct Registered {
-  c10::intrusive_ptr<c10d::Backend> backend;
-  std::shared_ptr<HookState> state;
-};
-
-class CompressedHook final : public c10d::CppCommHookInterface<Registered> {
- public:
-  using CppCommHookInterface::CppCommHookInterface;
-
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_.state->average(*state_.backend, bucket);
-  }
-};
 
 // Numbers that a bucket has of it: DDP takes a complex one for two.
 size_t numbersOf(const at::Tensor& parameter) {
@@ -123,13 +117,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::average(c10d::Backend& backen
     return asRingreduce(backend).averageBucket(bucket.getBufferRef(), core_, std::move(parts),
                                                bucket.isLast(), describeBucket(bucket));
   });
-}
-
-void registerCompressedHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
-                            std::shared_ptr<HookState> state) {
-  asRingreduce(*backend);
-  reducer.register_comm_hook(
-      std::make_unique<CompressedHook>(Registered{std::move(backend), std::move(state)}));
 }
 
 }  // namespace ringreduce

@@ -14,20 +14,17 @@
 
 namespace ringreduce {
 
-// What names a bucket in errors: "DDP bucket 2 with 4 parameters of shape ...".
+// The name of a bucket in errors: "DDP bucket 2 with 4 parameters of shape ...".
 Context describeBucket(c10d::GradBucket& bucket);
 
 // Averages a bucket over the backend's ranks, in place; the Future's value is the bucket's tensor.
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
                                                           c10d::GradBucket& bucket);
 
-// From now on `reducer` averages its buckets over `backend`, a ringreduce one.
-void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend);
-
 // ---- compressed gradients (group/compression.h)
 
-// What a hook keeps from step to step.  It knows parameters by their tensors, which it does not
-// hold: they live as long as the model, and the last reference to one needs the interpreter.
+// The state of a hook from step to step.  It identifies parameters by their tensors but does not
+// hold them: they live as long as the model, and the last reference to one needs the interpreter.
 class HookState {
  public:
   HookState(const CompressionSettings& settings, const std::vector<at::Tensor>& parameters,
@@ -43,8 +40,9 @@ class HookState {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;
 };
 
-// From now on `reducer` averages its buckets over `backend`, a ringreduce one, by way of `state`.
-void registerCompressedHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
-                            std::shared_ptr<HookState> state);
+// From now on `reducer` averages its buckets over `backend`, a ringreduce one: exactly, or by way
+// of `state`.
+void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+                      std::shared_ptr<HookState> state = nullptr);
 
 }  // namespace ringreduce

@@ -21,10 +21,10 @@ void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, P
                    PyObject* other);
 
 // The error as one that Python understands, with `context` (a bucket, say) in parentheses behind
-// its text.  kArgument becomes ValueError; what is not an Error stays as it is.
+// its text.  kArgument becomes ValueError; other exceptions stay as they are.
 std::exception_ptr toPython(std::exception_ptr error, const std::string& context = "");
 
-// Throws what toPython makes of the exception being handled.
+// Throws the exception being handled, converted by toPython.
 [[noreturn]] void rethrowToPython(const std::string& context = "");
 
 // Runs `call` so that the core's errors leave as Python's.
@@ -40,13 +40,13 @@ auto translated(F&& call) {
 // Runs Python's signal handlers; throws KeyboardInterrupt after Ctrl-C.  Waits call it.
 void checkSignals();
 
-// From now on notices SIGINT itself, before Python does, unless somebody has taken it over from
-// Python: a thread that waits in torch's own code (DDP's backward, Future.wait) runs no Python, so
-// only the group's worker can end its wait.  Called with the GIL, for each group that is made by
-// name: the program may have set Python's handler again.
+// Installs a SIGINT handler that runs before Python's, unless another handler has replaced
+// Python's.  A thread that waits in torch's own code (DDP's backward, Future.wait) runs no Python,
+// so only the group's worker can end its wait.  Called with the GIL for each group, because the
+// program may have set Python's handler again.
 void watchInterrupts();
 
-// Whether SIGINT came after `since` and more than a second ago: until then Python may hear of it.
+// Whether SIGINT came after `since` and more than a second ago: until then Python may handle it.
 bool interruptedSince(Nanos since);
 
 }  // namespace ringreduce

@@ -1,5 +1,5 @@
 // Ordering calls behind the caller's stream and putting them into one; planes, and the backend's
-// life. The calls themselves are in gpu_calls.cc and gpu_other_calls.cc.
+// life. The calls themselves are in gpu_calls.cc.
 //
 // An asynchronous call runs in a stream of the backend's own; tensors are recorded on it, so that
 // torch's allocator does not give their memory away too early.  A blocking call runs in the
@@ -12,19 +12,207 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "torch/errors.h"
-#include "torch/gpu_plane.h"
-#include "torch/stream_work.h"
+#include "torch/work.h"
+
+#ifdef RINGREDUCE_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/build_info.h"
+#include "cuda/communicator.h"
+#include "cuda/spanning.h"
+#endif
 
 namespace ringreduce {
+
+// ---- built with or without CUDA
+
+#ifdef RINGREDUCE_CUDA
+
+std::string cudaBuild() {
+  return cuda::buildInfo().text();
+}
+
+std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device) {
+  return cuda::Communicator::create(group, device.index(),
+                                    cuda::CommunicatorOptions::fromEnvironment());
+}
+
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
+                                                   c10::Device device) {
+  return cuda::Spanning::create(group, *group->hosts(), group->local(),
+                                makePlane(group->local(), device), device.index());
+}
+
+CUstream_st* handleOf(const c10::Stream& stream) {
+  return c10::cuda::CUDAStream(stream).stream();
+}
+
+bool isCapturing(c10::Device device) {
+  const c10::cuda::CUDAGuard on(device);
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+#else
+
+namespace {
+
+// Never called: requireCpu refuses CUDA tensors in this build.
+[[noreturn]] void withoutCuda() {
+  throw Error(Failure::kArgument, "this ringreduce was built without CUDA");
+}
+
+}  // namespace
+
+std::string cudaBuild() {
+  return "";
+}
+
+std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>&, c10::Device) {
+  withoutCuda();
+}
+
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>&, c10::Device) {
+  withoutCuda();
+}
+
+CUstream_st* handleOf(const c10::Stream&) {
+  withoutCuda();
+}
+
+bool isCapturing(c10::Device) {
+  withoutCuda();
+}
+
+#endif
+
 namespace {
 
 c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
+
+// torch's handle on an operation that was put into a stream: the contract of ProcessGroupNCCL.
+//
+// Nothing waits on the host, unless `wait` is given a timeout: it lets the caller's current stream
+// wait, and the Future is complete once the operation is in its stream; work that uses its value
+// is ordered behind it.  So an operation that fails later is not this Work's error but the group's,
+// which `wait`, `exception` and the next call raise as soon as it is known.
+class StreamWork final : public c10d::Work {
+ public:
+  // Ignores the job's operations: the caller puts them into the stream, then calls `enqueued`.  The
+  // context of an error comes from the plane (its calls' labels).
+  StreamWork(int rank, uint64_t sequence, const Job& job, const std::shared_ptr<cuda::Plane>& plane,
+             const c10::Stream& stream)
+      : c10d::Work(rank, job.type, job.title, job.inputs),
+        outputs_(job.outputs),
+        sequence_(sequence),
+        future_of_one_(job.future_of_one),
+        observer_(job.observer),
+        plane_(plane),
+        stream_(stream),
+        timed_(observer_->timing),
+        begin_(stream.device_type(),
+               timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT),
+        end_(stream.device_type(), begin_.flag()),
+        future_(c10::make_intrusive<c10::ivalue::Future>(
+            futureType(job.future_of_one), std::vector<c10::Device>{stream.device()})) {
+    if (timed_) begin_.record(stream_);
+  }
+
+  void enqueued() {
+    end_.record(stream_);
+    finish();
+    // A Future takes the end of the current streams for the time at which its value is there.
+    const c10::StreamGuard on(stream_);
+    if (future_of_one_)
+      future_->markCompleted(outputs_.at(0));
+    else
+      future_->markCompleted(c10::IValue(outputs_));
+  }
+  // Call it without a lock: the observer may be the user's.
+  void tell() const {
+    if (observer_->hooked) tellObserver(*observer_, opType_, sequence_, started_, now(), rank_);
+  }
+  void failed(std::exception_ptr error) {
+    finish(error);
+    future_->setError(std::move(error));
+  }
+
+  bool isCompleted() override { return exception() != nullptr || end_.query(); }
+  bool isSuccess() const override { return exception() == nullptr && end_.query(); }
+  std::exception_ptr exception() const override {
+    try {
+      raise();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+  // With a timeout it does wait on the host, as NCCL's does.
+  bool wait(std::chrono::milliseconds timeout) override {
+    synchronize();
+    if (timeout.count() <= 0 || timeout.count() >= kNever / kMillisecond) return true;
+    for (const Nanos end = now() + timeout.count() * kMillisecond; !end_.query();) {
+      raise();
+      if (now() > end)
+        translated([&] {
+          throw Error(Failure::kTimeout, "operation #" + std::to_string(sequence_) + " on " +
+                                             stream_.device().str() + " was not done within the " +
+                                             std::to_string(timeout.count()) +
+                                             " ms that Work.wait was given; it goes on");
+        });
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    raise();
+    return true;
+  }
+  void synchronize() override {
+    raise();
+    end_.block(guardOf(stream_.device()).getStream(stream_.device()));
+  }
+  void abort() override {
+    TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group");
+  }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+    const auto code = exception() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+    result->markCompleted(c10::IValue(static_cast<int64_t>(code)));
+    return result;
+  }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  float getDuration() const override {  // in ms, of its stream's time, once it is over
+    TORCH_CHECK(timed_, "call _enable_collectives_timing() on the group before the operation");
+    TORCH_CHECK(end_.query(), "the operation is not over yet");
+    return static_cast<float>(begin_.elapsedTime(end_));
+  }
+
+ private:
+  void raise() const {  // the group's error, if there is one
+    if (const auto plane = plane_.lock()) translated([&] { plane->check(); });
+  }
+
+  const std::vector<at::Tensor> outputs_;
+  const uint64_t sequence_;
+  const bool future_of_one_;
+  const std::shared_ptr<Observer> observer_;
+  const Nanos started_ = now();
+  // Not kept alive: a plane that is gone has run or failed its operations.
+  const std::weak_ptr<cuda::Plane> plane_;
+  const c10::Stream stream_;
+  const bool timed_;
+  c10::Event begin_, end_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
 
 }  // namespace
 
@@ -96,10 +284,9 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   return work;
 }
 
-// A bucket is seen here at every step, and it is all ranks' that DDP makes new ones, so what is new
-// to one rank is new to all.  It is kept until the group ends, since peers map its memory; but
-// there are few, DDP makes its buckets once and again after the first step.  Of one that was
-// refused only what tells it from others is kept: while that is there, no other is at its address.
+// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none.  Its
+// memory is kept until the group ends, since peers map it; DDP makes few buckets.  Of a refused
+// bucket only a weak pointer is kept, so that its address is not reused.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
   const std::shared_ptr<Lane> lane = laneOf(bucket.device());
   if (!lane->plane->gainsByRegistering() || isCapturing(bucket.device())) return;
@@ -177,8 +364,7 @@ void GpuBackend::shutdown() {
   {
     const std::lock_guard lock(mutex_);
     lanes.swap(lanes_);
-    // Not to be made again: calls from now on go to the CPU's backend, which says what has
-    // happened.
+    // Not made again: later calls go to the CPU's backend, which has the error.
     nccl = std::exchange(nccl_, BackendPtr());
   }
   if (forkGeneration() != generation_) {  // in a child their threads are not there

@@ -1,9 +1,6 @@
-// The backend's calls on CUDA tensors: what the plane of GPUs performs goes into streams, as in
-// ProcessGroupNCCL; all other calls go to another backend, so that none is missing.
-//
-// That other one is torch's NCCL backend, or, for what NCCL does not know and where it cannot start
-// (ranks that share a GPU), the CPU's with copies of the tensors in the host's memory
-// (staged_backend.h).
+// The backend's calls on CUDA tensors.  Calls that the plane of GPUs performs go into streams, as
+// in ProcessGroupNCCL.  All others go to torch's NCCL backend, or, if NCCL does not support them or
+// cannot start (ranks that share a GPU), through the host's memory (staged_backend.h).
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,16 +12,36 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "base/fd.h"
 #include "cuda/plane.h"
 #include "group/group.h"
-#include "torch/host_trip.h"
+#include "torch/staged_backend.h"
 #include "torch/work.h"
 
 namespace ringreduce {
+
+// The GPU code of this build, as in "13.0, sm_80 sm_90 and newer"; empty if there is none.
+std::string cudaBuild();
+inline bool hasCuda() {
+  return !cudaBuild().empty();
+}
+
+// The four functions that need CUDA to be built.  All else knows streams and events by torch's
+// interface for any device.
+
+// Collective over the group: the plane of its ranks' GPUs, `device` this rank's.  Throws Error.
+std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device);
+// The same over several hosts.
+std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
+                                                   c10::Device device);
+// As the data plane takes it.
+CUstream_st* handleOf(const c10::Stream& stream);
+// Whether the device's current stream is captured into a CUDA graph.
+bool isCapturing(c10::Device device);
 
 class GpuBackend final : public c10d::Backend {
  public:
@@ -43,7 +60,7 @@ class GpuBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringreduce"; }
 
-  // ---- native (gpu_calls.cc)
+  // ---- native
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
   WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
   WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
@@ -62,7 +79,7 @@ class GpuBackend final : public c10d::Backend {
   // The average over all ranks, in place, of one DDP bucket.
   FuturePtr averageBucket(const at::Tensor& bucket, Context context);
 
-  // ---- the other backend's (gpu_other_calls.cc)
+  // ---- the other backend's
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
   WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
   WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
@@ -91,9 +108,8 @@ class GpuBackend final : public c10d::Backend {
   std::shared_ptr<HostTrip> toHost(const at::Tensor& tensor);
 
  private:
-  // What there is for one device.
   struct Lane {
-    // Those that were registered, or could not be.  What peers map is kept until the plane is gone.
+    // A bucket that was registered or refused.  Memory that peers map is kept as long as the plane.
     struct Bucket {
       c10::weak_intrusive_ptr<c10::StorageImpl> known;
       c10::Storage kept;  // empty: refused
@@ -102,15 +118,15 @@ class GpuBackend final : public c10d::Backend {
     std::shared_ptr<cuda::Plane> plane;
     c10::Stream stream;  // asynchronous operations run here, one after the other
   };
-  // What puts an operation into the current stream, which is `stream`.
+  // Puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::Plane&, const c10::Stream&)>;
 
-  // Kept alive by who uses it, whoever shuts the group down meanwhile.
+  // The caller keeps it alive, even if the group shuts down meanwhile.
   std::shared_ptr<Lane> laneOf(c10::Device device);
   bool performs(c10::Device device, Kind kind) { return laneOf(device)->plane->performs(kind); }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
   void registerBucket(const at::Tensor& bucket);
-  // Whoever takes a call on such a tensor, or on tensors of such a kind.
+  // The backend that takes a call which no plane performs.
   c10d::Backend* nccl();  // null: it cannot start.  With the lock held
   c10d::Backend& other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
   c10d::Backend& other(const Tensors& tensors) { return other(tensors.at(0)); }
@@ -120,8 +136,8 @@ class GpuBackend final : public c10d::Backend {
   const MakePlane make_plane_;
   const MakeNccl make_nccl_;
   const BackendPtr staged_;
-  // Of what follows; held while an operation is put into its stream.  Recursive, since what waits
-  // for the other ranks meanwhile runs Python's signal handlers, and these may end the group.
+  // Guards the rest; held while an operation is put into its stream.  Recursive: a wait for other
+  // ranks runs Python's signal handlers meanwhile, and these may end the group.
   mutable std::recursive_mutex mutex_;
   std::map<c10::DeviceIndex, std::shared_ptr<Lane>> lanes_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;

@@ -3,6 +3,7 @@
 //
 // A check that fails here raises ValueError before anything is put into a stream.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -11,7 +12,6 @@
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
 
 namespace ringreduce {
 namespace {
@@ -48,6 +48,12 @@ bool haveSameSize(const std::vector<at::Tensor>& tensors, const at::Tensor& as) 
   });
 }
 
+std::vector<at::Tensor> joined(const std::vector<Tensors>& lists) {
+  std::vector<at::Tensor> all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
 // Copies the inputs that overlap an output, except where this rank's own part lies in place.  NCCL,
 // to which the call may go, allows that one overlap too.
 std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
@@ -64,12 +70,6 @@ std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
   return all;
 }
 
-// Everything a list of an all_gather or a reduce_scatter must be besides of equal sizes.
-void requireList(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* call,
-                 const char* what) {
-  for (const at::Tensor& tensor : list) requireLike(tensor, like.numel(), like, call, what);
-}
-
 }  // namespace
 
 GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -78,12 +78,10 @@ GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::Allreduc
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const c10::Device device = onlyOne(tensors, kCall, tensors.at(0).device()).device();
-    c10d::AllreduceCoalescedOptions all;
-    all.reduceOp = options.reduceOp;
-    all.timeout = options.timeout;
-    all.asyncOp = options.asyncOp;
     if (!performs(device, Kind::kAllReduce))
       return other(tensors[0], options.reduceOp).allreduce(tensors, options);
+    c10d::AllreduceCoalescedOptions all;
+    static_cast<c10d::AllreduceOptions&>(all) = options;
     return allreduce_coalesced(tensors, all);
   });
 }
@@ -125,10 +123,8 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
                        .timeout = timeoutOf(options.timeout)});
     }
     const bool single = tensors.size() == 1;
-    return enqueue({.type = single ? c10d::OpType::ALLREDUCE : c10d::OpType::ALLREDUCE_COALESCED,
-                    .title = "ringreduce:all_reduce",
-                    .inputs = tensors,
-                    .outputs = tensors},
+    return enqueue({single ? c10d::OpType::ALLREDUCE : c10d::OpType::ALLREDUCE_COALESCED,
+                    "ringreduce:all_reduce", tensors, tensors},
                    device, options.asyncOp, used,
                    [&](cuda::Plane& plane, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
@@ -220,10 +216,8 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
                        .factor_on_device = factor.onDevice(),
                        .timeout = timeoutOf(options.timeout)});
     }
-    return enqueue({.type = single ? c10d::OpType::_REDUCE_SCATTER_BASE : c10d::OpType::COALESCED,
-                    .title = "ringreduce:reduce_scatter_tensor",
-                    .inputs = inputs,
-                    .outputs = outputs},
+    return enqueue({single ? c10d::OpType::_REDUCE_SCATTER_BASE : c10d::OpType::COALESCED,
+                    "ringreduce:reduce_scatter_tensor", inputs, outputs},
                    device, options.asyncOp, used,
                    [&](cuda::Plane& plane, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
@@ -245,7 +239,8 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
       std::vector<Tensors> sources = {OutputMemory(outputs).copyIfShared(list)};
       return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
     }
-    requireList(list, output, kCall, "each input");
+    for (const at::Tensor& input : list)
+      requireLike(input, output.numel(), output, kCall, "each input");
     const at::NoGradGuard no_grad;
     Tensors flat;
     for (const at::Tensor& tensor : list) flat.push_back(tensor.detach().reshape({-1}));
@@ -267,10 +262,7 @@ GpuBackend::WorkPtr GpuBackend::broadcast(Tensors& tensors, const c10d::Broadcas
                                   .dtype = dtypeOf(tensor, kCall),
                                   .root = static_cast<int>(options.rootRank),
                                   .timeout = timeoutOf(options.timeout)};
-    return enqueue({.type = c10d::OpType::BROADCAST,
-                    .title = "ringreduce:broadcast",
-                    .inputs = tensors,
-                    .outputs = tensors},
+    return enqueue({c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors},
                    tensor.device(), options.asyncOp, {tensor, staged.memory()},
                    [&](cuda::Plane& plane, const c10::Stream& stream) {
                      plane.broadcast(call, handleOf(stream));
@@ -314,10 +306,8 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
                        .dtype = dtypeOf(inputs[i], kCall),
                        .timeout = timeoutOf(options.timeout)});
     }
-    return enqueue({.type = single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
-                    .title = "ringreduce:all_gather_into_tensor",
-                    .inputs = inputs,
-                    .outputs = outputs},
+    return enqueue({single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
+                    "ringreduce:all_gather_into_tensor", inputs, outputs},
                    device, options.asyncOp, used,
                    [&](cuda::Plane& plane, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
@@ -343,16 +333,13 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
         even &= list[i].defined() && list[i].numel() == inputs[i].numel();
     }
     if (!even || !performs(device, Kind::kAllGather)) {
-      Tensors written;
-      for (const Tensors& list : outputs) written.insert(written.end(), list.begin(), list.end());
-      Tensors sources = OutputMemory(written).copyIfShared(inputs);
+      Tensors sources = OutputMemory(joined(outputs)).copyIfShared(inputs);
       return other(inputs[0]).allgather_coalesced(outputs, sources, options);
     }
     std::vector<Staged> from;
     std::vector<at::Tensor> whole;
     std::vector<cuda::GpuAllGather> calls;
-    Tensors used = inputs, results;
-    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    Tensors used = inputs, results = joined(outputs);
     used.insert(used.end(), results.begin(), results.end());
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall, device);
@@ -370,10 +357,8 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
     }
     const bool single = inputs.size() == 1;
     return enqueue(
-        {.type = single ? c10d::OpType::ALLGATHER : c10d::OpType::ALLGATHER_COALESCED,
-         .title = "ringreduce:all_gather",
-         .inputs = inputs,
-         .outputs = std::move(results)},
+        {single ? c10d::OpType::ALLGATHER : c10d::OpType::ALLGATHER_COALESCED,
+         "ringreduce:all_gather", inputs, std::move(results)},
         device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
           const at::NoGradGuard no_grad;
           // All inputs are read before an output is written, because they may overlap.
@@ -400,6 +385,112 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
     std::vector<Tensors> by_rank;
     for (const at::Tensor& output : list) by_rank.push_back({output});
     return allgather_coalesced(by_rank, inputs, options);
+  });
+}
+
+// ---- calls on CUDA tensors that no plane performs: the choice of the backend that takes them
+
+namespace {
+
+bool isKnownToNccl(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR)
+    return false;
+  constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+                                       at::kByte,  at::kInt,    at::kLong, at::kBool};
+  return tensor.layout() == at::kStrided && std::ranges::count(kTypes, tensor.scalar_type()) > 0;
+}
+
+}  // namespace
+
+c10d::Backend* GpuBackend::nccl() {
+  if (!nccl_) nccl_ = make_nccl_();
+  return nccl_->get();
+}
+
+c10d::Backend& GpuBackend::other(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const std::lock_guard lock(mutex_);
+  c10d::Backend* chosen = staged_.get();
+  if (tensor.defined() && isKnownToNccl(tensor, op))
+    if (c10d::Backend* made = nccl()) chosen = made;
+  if (chosen == staged_.get() && tensor.defined() && isCapturing(tensor.device()))
+    throw Error(
+        Failure::kArgument,
+        "ringreduce: this call goes through the host's memory here, which no CUDA graph can "
+        "hold; make it outside of the capture");
+  if (coalescing_ && std::find(others_coalesce_.begin(), others_coalesce_.end(), chosen) ==
+                         others_coalesce_.end()) {
+    chosen->startCoalescing();
+    others_coalesce_.push_back(chosen);
+  }
+  return *chosen;
+}
+
+GpuBackend::WorkPtr GpuBackend::allreduce_sparse(Tensors& tensors,
+                                                 const c10d::AllreduceOptions& options) {
+  return other(tensors).allreduce_sparse(tensors, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return other(tensors.at(0), options.reduceOp).reduce(tensors, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
+  const Tensors written = outputs.empty() ? Tensors() : outputs[0];
+  Tensors from = OutputMemory(written).copyIfShared(inputs);
+  return other(inputs).gather(outputs, from, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                        const c10d::ScatterOptions& options) {
+  std::vector<Tensors> from;
+  for (const Tensors& list : inputs) from.push_back(OutputMemory(outputs).copyIfShared(list));
+  return other(outputs).scatter(outputs, from, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<int64_t>& output_splits,
+                                              std::vector<int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
+  at::Tensor from = OutputMemory({output}).copyIfShared(input);
+  return other(input).alltoall_base(output, from, output_splits, input_splits, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
+  Tensors from = OutputMemory(outputs).copyIfShared(inputs);
+  return other(inputs).alltoall(outputs, from, options);
+}
+
+GpuBackend::WorkPtr GpuBackend::send(Tensors& tensors, int peer, int tag) {
+  return other(tensors).send(tensors, peer, tag);
+}
+
+GpuBackend::WorkPtr GpuBackend::recv(Tensors& tensors, int peer, int tag) {
+  return other(tensors).recv(tensors, peer, tag);
+}
+
+GpuBackend::WorkPtr GpuBackend::recvAnysource(Tensors& tensors, int tag) {
+  return other(tensors).recvAnysource(tensors, tag);
+}
+
+GpuBackend::WorkPtr GpuBackend::barrier(const c10d::BarrierOptions& options) {
+  return translated([&] {
+    c10d::BarrierOptions mine = options;
+    c10d::Backend* made = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      made = nccl();
+      // Or else NCCL guesses a device by the rank's number.
+      if (mine.device_ids.empty())
+        mine.device_ids = {lanes_.empty()
+                               ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index()
+                               : lanes_.begin()->first};
+    }
+    if (!made)
+      throw Error(Failure::kArgument,
+                  "ringreduce barrier: between hosts it takes NCCL, which cannot start here");
+    return made->barrier(mine);
   });
 }
 

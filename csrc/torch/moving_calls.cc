@@ -94,15 +94,12 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
     const bool root = options.rootRank == rank_;
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, "broadcast");
-    return start({.type = c10d::OpType::BROADCAST,
-                  .title = "ringreduce:broadcast",
-                  .inputs = tensors,
-                  .outputs = tensors,
-                  .operations = {{Broadcast{.data = staged.data(),
-                                            .count = countOf(tensor),
-                                            .dtype = dtypeOf(tensor, "broadcast"),
-                                            .root = static_cast<int>(options.rootRank)},
-                                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
+    return start(c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
+                 {Broadcast{.data = staged.data(),
+                            .count = countOf(tensor),
+                            .dtype = dtypeOf(tensor, "broadcast"),
+                            .root = static_cast<int>(options.rootRank)},
+                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -113,12 +110,8 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), "all_gather", "output");
-    return start({.type = c10d::OpType::ALLGATHER,
-                  .title = "ringreduce:all_gather",
-                  .inputs = inputs,
-                  .outputs = list,
-                  .operations = {gatherList(list, input, OutputMemory(list), rank_, options.timeout,
-                                            "all_gather")}},
+    return start(c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
+                 gatherList(list, input, OutputMemory(list), rank_, options.timeout, "all_gather"),
                  options.asyncOp);
   });
 }
@@ -132,9 +125,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
     if (outputs.size() != static_cast<size_t>(size_))
       refuse(kCall, c10::str("needs ", size_, " lists of outputs, one for each rank, not ",
                              outputs.size()));
-    Job job{.type = c10d::OpType::ALLGATHER_COALESCED,
-            .title = "ringreduce:all_gather",
-            .inputs = inputs};
+    Job job{c10d::OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", inputs};
     for (const Tensors& list : outputs) {
       if (list.size() != inputs.size())
         refuse(kCall,
@@ -156,12 +147,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
   if (GpuBackend* gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
   return translated([&] {
-    return start({.type = c10d::OpType::_ALLGATHER_BASE,
-                  .title = "ringreduce:all_gather_into_tensor",
-                  .inputs = {input},
-                  .outputs = {output},
-                  .operations = {gatherInto(output, input, OutputMemory({output}), rank_, size_,
-                                            options.timeout, "all_gather_into_tensor")}},
+    return start(c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather_into_tensor", {input},
+                 {output},
+                 gatherInto(output, input, OutputMemory({output}), rank_, size_, options.timeout,
+                            "all_gather_into_tensor"),
                  options.asyncOp);
   });
 }
@@ -173,10 +162,8 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   constexpr auto kCall = "all_gather_into_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);
-    Job job{.type = c10d::OpType::COALESCED,
-            .title = "ringreduce:all_gather_into_tensor_coalesced",
-            .inputs = inputs,
-            .outputs = outputs};
+    Job job{c10d::OpType::COALESCED, "ringreduce:all_gather_into_tensor_coalesced", inputs,
+            outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i)
       job.operations.push_back(
@@ -210,12 +197,9 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     const bool in_place = root && isPartOf(input, own, 0);
     gather.input = staged.add(OutputMemory(list).copyIfShared(input, in_place ? &own : nullptr),
                               Use::kRead, "gather");
-    return start({.type = c10d::OpType::GATHER,
-                  .title = "ringreduce:gather",
-                  .inputs = inputs,
-                  .outputs = list,
-                  .operations = {{std::move(gather), timeoutOf(options.timeout),
-                                  [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
+                 {std::move(gather), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -244,12 +228,9 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
       scatter.inputs.push_back(staged.add(
           written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }
-    return start({.type = c10d::OpType::SCATTER,
-                  .title = "ringreduce:scatter",
-                  .inputs = list,
-                  .outputs = outputs,
-                  .operations = {{std::move(scatter), timeoutOf(options.timeout),
-                                  [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::SCATTER, "ringreduce:scatter", list, outputs,
+                 {std::move(scatter), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -286,12 +267,9 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
         exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
-    return start({.type = c10d::OpType::ALLTOALL_BASE,
-                  .title = "ringreduce:all_to_all",
-                  .inputs = {input},
-                  .outputs = {output},
-                  .operations = {{std::move(exchange), timeoutOf(options.timeout),
-                                  [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::ALLTOALL_BASE, "ringreduce:all_to_all", {input}, {output},
+                 {std::move(exchange), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -323,20 +301,17 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
     }
     for (const at::Tensor& input : OutputMemory(outputs).copyIfShared(inputs))
       exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
-    return start({.type = c10d::OpType::ALLTOALL,
-                  .title = "ringreduce:all_to_all",
-                  .inputs = inputs,
-                  .outputs = outputs,
-                  .operations = {{std::move(exchange), timeoutOf(options.timeout),
-                                  [staged = std::move(staged)] { staged.giveBack(); }}}},
+    return start(c10d::OpType::ALLTOALL, "ringreduce:all_to_all", inputs, outputs,
+                 {std::move(exchange), timeoutOf(options.timeout),
+                  [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
 
 // ---- barriers
 
-// For a GPU it also waits for what was put into the current stream before it, so also for the calls
-// whose Works were waited for.
+// For a GPU it also waits for all work in the current stream, so also for the calls whose Works
+// were waited for.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   if (gpu_ && options.device && options.device->is_cuda())
     c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
@@ -351,7 +326,7 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 // All absent ranks are always named, so `wait_all_ranks` changes nothing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
   translated([&] {
-    // A timeout of 0 is one, here: who is not there already is late.
+    // Here a timeout of 0 is a timeout: a rank that is not there already is late.
     const Nanos timeout = options.timeout.count() == 0 ? 1 : timeoutOf(options.timeout);
     start({.type = c10d::OpType::BARRIER,
            .title = "ringreduce:monitored_barrier",
@@ -384,10 +359,7 @@ Message messageOf(const Tensors& tensors, Message::Direction direction, int peer
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->send(tensors, peer, tag);
   return translated([&] {
-    return startMessage({.type = c10d::OpType::SEND,
-                         .title = "ringreduce:send",
-                         .inputs = tensors,
-                         .outputs = tensors},
+    return startMessage(c10d::OpType::SEND, "ringreduce:send", tensors,
                         messageOf(tensors, Message::Direction::kSend, peer, tag, "send"));
   });
 }
@@ -398,10 +370,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
     if (peer < 0)
       refuse("recv",
              "from rank " + std::to_string(peer) + " in a group of " + std::to_string(size_));
-    return startMessage({.type = c10d::OpType::RECV,
-                         .title = "ringreduce:recv",
-                         .inputs = tensors,
-                         .outputs = tensors},
+    return startMessage(c10d::OpType::RECV, "ringreduce:recv", tensors,
                         messageOf(tensors, Message::Direction::kReceive, peer, tag, "recv"));
   });
 }
@@ -409,10 +378,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recvAnysource(tensors, tag);
   return translated([&] {
-    return startMessage({.type = c10d::OpType::RECVANYSOURCE,
-                         .title = "ringreduce:recvAnySource",
-                         .inputs = tensors,
-                         .outputs = tensors},
+    return startMessage(c10d::OpType::RECVANYSOURCE, "ringreduce:recvAnySource", tensors,
                         messageOf(tensors, Message::Direction::kReceive, kAnySource, tag, "recv"));
   });
 }

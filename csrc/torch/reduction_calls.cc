@@ -16,10 +16,9 @@
 #include "group/compression.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
-#include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/host_trip.h"
+#include "torch/staged_backend.h"
 
 namespace ringreduce {
 namespace {
@@ -39,8 +38,8 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
           timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
 }
 
-// Several small tensors of one dtype as one message: each operation is a wait for everybody.  A
-// large one is better off alone, since it would be copied twice.
+// Several small tensors of one dtype become one message, because each operation waits for all
+// ranks.  A large tensor goes alone, because it would be copied twice.
 constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = 1 << 20;
 
 Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& options,
@@ -50,7 +49,7 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
   Tensors flat;
   for (const at::Tensor& tensor : tensors) flat.push_back(addable(tensor, op, call).detach());
   for (const at::Tensor& tensor : flat)
-    (void)Staged(tensor, Use::kBoth, call);  // refuses what cannot be written back
+    (void)Staged(tensor, Use::kBoth, call);  // refuses a tensor that cannot be written back
   Tensors pieces;
   for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
   const at::Tensor all = at::cat(pieces);
@@ -117,12 +116,8 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    return start({.type = c10d::OpType::ALLREDUCE,
-                  .title = "ringreduce:all_reduce",
-                  .inputs = tensors,
-                  .outputs = tensors,
-                  .operations = {allReduceOf(tensor, options, "all_reduce")}},
-                 options.asyncOp);
+    return start(c10d::OpType::ALLREDUCE, "ringreduce:all_reduce", tensors, tensors,
+                 allReduceOf(tensor, options, "all_reduce"), options.asyncOp);
   });
 }
 
@@ -132,10 +127,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   constexpr auto kCall = "all_reduce_coalesced";
   return translated([&] {
     requireSome(tensors, kCall);
-    Job job{.type = c10d::OpType::ALLREDUCE_COALESCED,
-            .title = "ringreduce:all_reduce",
-            .inputs = tensors,
-            .outputs = tensors};
+    Job job{c10d::OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", tensors, tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
     // Tensors that share memory are all read before one is written.  The list of operations must
     // not depend on it, because other ranks' tensors may not share memory.
@@ -174,17 +166,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor&
   return translated([&] {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
-    return start({.type = c10d::OpType::ALLREDUCE,
-                  .title = "ringreduce:all_reduce",
-                  .inputs = {bucket},
-                  .outputs = {bucket},
-                  .operations = {{AllReduce{.data = staged.data(),
-                                            .count = countOf(bucket),
-                                            .dtype = dtypeOf(bucket, "DDP hook"),
-                                            .op = ReduceOp::kAvg},
-                                  0, [staged] { staged.giveBack(); }}},
-                  .context = std::move(context),
-                  .future_of_one = true},
+    return start({c10d::OpType::ALLREDUCE,
+                  "ringreduce:all_reduce",
+                  {bucket},
+                  {bucket},
+                  {{AllReduce{.data = staged.data(),
+                              .count = countOf(bucket),
+                              .dtype = dtypeOf(bucket, "DDP hook"),
+                              .op = ReduceOp::kAvg},
+                    0, [staged] { staged.giveBack(); }}},
+                  std::move(context),
+                  true},
                  /*async=*/true)
         ->getFuture();
   });
@@ -198,18 +190,15 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
     const at::Tensor real = addable(tensor, op, "reduce");
     const bool root = options.rootRank == rank_;
     const Staged staged(real, root ? Use::kBoth : Use::kRead, "reduce");
-    return start({.type = c10d::OpType::REDUCE,
-                  .title = "ringreduce:reduce",
-                  .inputs = tensors,
-                  .outputs = tensors,
-                  .operations = {{Reduce{.input = staged.data(),
-                                         .output = staged.data(),
-                                         .count = countOf(real),
-                                         .dtype = dtypeOf(real, "reduce"),
-                                         .op = op,
-                                         .root = static_cast<int>(options.rootRank),
-                                         .factor = numberOf(factorOf(options.reduceOp))},
-                                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }}}},
+    return start(c10d::OpType::REDUCE, "ringreduce:reduce", tensors, tensors,
+                 {Reduce{.input = staged.data(),
+                         .output = staged.data(),
+                         .count = countOf(real),
+                         .dtype = dtypeOf(real, "reduce"),
+                         .op = op,
+                         .root = static_cast<int>(options.rootRank),
+                         .factor = numberOf(factorOf(options.reduceOp))},
+                  timeoutOf(options.timeout), [staged] { staged.giveBack(); }},
                  options.asyncOp);
   });
 }
@@ -220,12 +209,9 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   return translated([&] {
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), "reduce_scatter", "input");
-    return start({.type = c10d::OpType::REDUCE_SCATTER,
-                  .title = "ringreduce:reduce_scatter",
-                  .inputs = list,
-                  .outputs = outputs,
-                  .operations = {reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true,
-                                                 rank_, size_, options, "reduce_scatter")}},
+    return start(c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
+                 reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, rank_, size_,
+                                 options, "reduce_scatter"),
                  options.asyncOp);
   });
 }
@@ -235,14 +221,11 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
   if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
     requireDense(input, "reduce_scatter_tensor");
-    return start(
-        {.type = c10d::OpType::_REDUCE_SCATTER_BASE,
-         .title = "ringreduce:reduce_scatter_tensor",
-         .inputs = {input},
-         .outputs = {output},
-         .operations = {reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
-                                        rank_, size_, options, "reduce_scatter_tensor")}},
-        options.asyncOp);
+    return start(c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor", {input},
+                 {output},
+                 reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false, rank_,
+                                 size_, options, "reduce_scatter_tensor"),
+                 options.asyncOp);
   });
 }
 
@@ -253,10 +236,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
   constexpr auto kCall = "reduce_scatter_tensor_coalesced";
   return translated([&] {
     requirePairs(outputs, inputs, kCall);
-    Job job{.type = c10d::OpType::COALESCED,
-            .title = "ringreduce:reduce_scatter_tensor_coalesced",
-            .inputs = inputs,
-            .outputs = outputs};
+    Job job{c10d::OpType::COALESCED, "ringreduce:reduce_scatter_tensor_coalesced", inputs, outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
@@ -270,13 +250,13 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
 // ---- sparse
 //
 // Every rank gathers the elements of all and adds them in the order of ranks: so all have the same
-// bits.  What travels is the number of elements, their indices, and their values.
+// bits.  The number of elements, their indices and their values travel.
 
 namespace {
 
 constexpr auto kSparseCall = "sparse all_reduce";
 
-// What ranks must agree on, or one would read and write beside another's elements.
+// A hash on which the ranks must agree: otherwise indices would point outside a tensor.
 uint64_t shapeOf(const at::Tensor& tensor) {
   uint64_t hash = mixed(0, static_cast<uint64_t>(tensor.sparse_dim()));
   for (int64_t size : tensor.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
@@ -376,12 +356,9 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
   return translated([&] {
     if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
-    return start({.type = c10d::OpType::_ALLREDUCE_SPARSE,
-                  .title = "ringreduce:sparse_all_reduce",
-                  .inputs = {},  // the profiler has no record of sparse shapes
-                  .outputs = tensors,
-                  .operations = {sparseAllReduce(tensors[0], options)}},
-                 options.asyncOp);
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce",
+                 {},  // the profiler has no record of sparse shapes
+                 tensors, sparseAllReduce(tensors[0], options), options.asyncOp);
   });
 }
 
@@ -404,8 +381,8 @@ void requireFloats(const at::Tensor& tensor, const at::Tensor& like, const char*
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Waits until the bucket is in the host's memory, or the group has failed.  It runs in the group's
-// worker and must end by itself: a GPU may take long, or stand still.
+// Waits until the bucket is in the host's memory, or the group has failed.  Called in the group's
+// worker; a GPU may take long or hang, so this wait checks for failure and Ctrl-C itself.
 void await(const HostTrip& trip, Group& group) {
   const Nanos began = now();
   try {
@@ -436,7 +413,7 @@ FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>
     } catch (...) {
       return future->setError(std::current_exception());
     }
-    // A Future takes the end of the current streams for the time at which its value is there.
+    // A Future takes its value to be there at the end of the current streams.
     const c10::StreamGuard in(trip->wayBack());
     future->markCompleted(bucket);
   });
@@ -464,23 +441,19 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(
-        {.type = c10d::OpType::ALLREDUCE,
-         .title = "ringreduce:compressed_all_reduce",
-         .inputs = {input},
-         .outputs = {output},
-         .operations = {{CompressedAllReduce{
-                             .input = static_cast<const float*>(same ? out.data() : in.data()),
+        c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output},
+        {CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
                              .output = static_cast<float*>(out.data()),
                              .count = countOf(input),
                              .coding = coding,
                              .op = op,
                              .schedule = schedule,
                              .error = lost ? static_cast<float*>(lost->data()) : nullptr},
-                         0,
-                         [in, out, lost] {
-                           out.giveBack();
-                           if (lost) lost->giveBack();
-                         }}}},
+         0,
+         [in, out, lost] {
+           out.giveBack();
+           if (lost) lost->giveBack();
+         }},
         async);
   });
 }
@@ -511,13 +484,13 @@ FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compress
       then();
       staged.giveBack();
     };
-    const auto averaged = start({.type = c10d::OpType::ALLREDUCE,
-                                 .title = "ringreduce:compressed_all_reduce",
-                                 .inputs = {bucket},
-                                 .outputs = {trip ? trip->host() : bucket},
-                                 .operations = std::move(operations),
-                                 .context = std::move(context),
-                                 .future_of_one = true},
+    const auto averaged = start({c10d::OpType::ALLREDUCE,
+                                 "ringreduce:compressed_all_reduce",
+                                 {bucket},
+                                 {trip ? trip->host() : bucket},
+                                 std::move(operations),
+                                 std::move(context),
+                                 true},
                                 /*async=*/true)
                               ->getFuture();
     return trip ? broughtBack(averaged, trip, bucket) : averaged;

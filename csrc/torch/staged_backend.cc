@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <mutex>
@@ -18,9 +19,12 @@
 #include "torch/work.h"
 
 namespace ringreduce {
+namespace {
+
+using Use = Staged::Use;
 
 // A call's tensors in the host's memory, and which of them are its results.
-class StagedBackend::Copies {
+class Copies {
  public:
   explicit Copies(const char* call) : call_(call) {}
 
@@ -36,20 +40,19 @@ class StagedBackend::Copies {
   at::Tensor both(const at::Tensor& tensor) {
     return known(tensor) ? result(tensor, read(tensor)) : tensor;
   }
-  Tensors read(const Tensors& list) {
-    Tensors all;
-    for (const at::Tensor& tensor : list) all.push_back(read(tensor));
-    return all;
+  // Lists of these, and lists of lists.
+  template <class T>
+  std::vector<T> read(const std::vector<T>& list) {
+    return each(list, [&](const T& one) { return read(one); });
   }
-  Tensors write(const Tensors& list) {
-    Tensors all;
-    for (const at::Tensor& tensor : list) all.push_back(write(tensor));
-    return all;
+  template <class T>
+  std::vector<T> write(const std::vector<T>& list) {
+    return each(list, [&](const T& one) { return write(one); });
   }
-  Tensors both(const Tensors& list) {
-    Tensors all;
-    for (const at::Tensor& tensor : list) all.push_back(both(tensor));
-    return all;
+  Tensors of(const Tensors& list, Use use) {
+    if (use == Use::kRead) return read(list);
+    if (use == Use::kWrite) return write(list);
+    return each(list, [&](const at::Tensor& tensor) { return both(tensor); });
   }
 
   c10::Device device() const { return device_.value_or(at::kCPU); }
@@ -64,9 +67,15 @@ class StagedBackend::Copies {
   }
 
  private:
+  template <class T, class Copy>
+  static std::vector<T> each(const std::vector<T>& list, Copy copy) {
+    std::vector<T> all;
+    for (const T& one : list) all.push_back(copy(one));
+    return all;
+  }
   static bool isDense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided; }
 
-  // What the CPU backend refuses anyway is left to it, but for what would look right once copied.
+  // Refuses only tensors whose copies would be accepted; the CPU backend refuses the others.
   bool known(const at::Tensor& tensor) {
     if (!tensor.defined()) return false;
     if (device_ && *device_ != tensor.device())
@@ -97,10 +106,7 @@ class StagedBackend::Copies {
   Tensors results_, copies_;  // in pairs
 };
 
-namespace {
-
-// Nothing comes back before the CPU's Work is over, and then in the stream of who asks first.
-template <class Copies>
+// Results are copied back once the CPU's Work is over, in the stream of the first caller.
 class StagedWork final : public c10d::Work {
  public:
   StagedWork(int rank, c10d::OpType type, c10::intrusive_ptr<c10d::Work> inner, Copies copies)
@@ -169,7 +175,7 @@ class StagedWork final : public c10d::Work {
     if (!has_streams_) return copies_.giveBack();
     const c10::DeviceGuard on(copies_.device());
     const c10::Stream stream = current();
-    called_->block(stream);  // what the caller had put into its stream may use the results' memory
+    called_->block(stream);  // earlier work of the caller may use the results' memory
     copies_.giveBack();
     for (const at::Tensor& tensor : copies_.results())
       if (tensor.has_storage()) guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
@@ -185,215 +191,200 @@ class StagedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+class StagedBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  explicit StagedBackend(c10d::Backend& cpu)
+      : c10d::Backend(cpu.getRank(), cpu.getSize()), cpu_(cpu) {}
+
+  const std::string getBackendName() const override { return "ringreduce"; }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return onOne(c10d::OpType::ALLREDUCE, "all_reduce", &c10d::Backend::allreduce, tensors,
+                 Use::kBoth, options);
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override {
+    return onOne(c10d::OpType::ALLREDUCE_COALESCED, "all_reduce_coalesced",
+                 &c10d::Backend::allreduce_coalesced, tensors, Use::kBoth, options);
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return onOne(c10d::OpType::_ALLREDUCE_SPARSE, "sparse all_reduce",
+                 &c10d::Backend::allreduce_sparse, tensors, Use::kBoth, options);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return onOne(c10d::OpType::REDUCE, "reduce", &c10d::Backend::reduce, tensors,
+                 options.rootRank == rank_ ? Use::kBoth : Use::kRead, options);
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return onOne(c10d::OpType::BROADCAST, "broadcast", &c10d::Backend::broadcast, tensors,
+                 options.rootRank == rank_ ? Use::kRead : Use::kWrite, options);
+  }
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    return onOne(c10d::OpType::SEND, "send", &c10d::Backend::send, tensors, Use::kRead, peer, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    return onOne(c10d::OpType::RECV, "recv", &c10d::Backend::recv, tensors, Use::kWrite, peer, tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return onOne(c10d::OpType::RECVANYSOURCE, "recv", &c10d::Backend::recvAnysource, tensors,
+                 Use::kWrite, tag);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    return fromTo(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", &c10d::Backend::reduce_scatter,
+                  outputs, inputs, options);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    return fromTo(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor",
+                  &c10d::Backend::_reduce_scatter_base, output, input, options);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override {
+    return fromTo(c10d::OpType::COALESCED, "reduce_scatter_tensor_coalesced",
+                  &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, inputs, options);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    return fromTo(c10d::OpType::ALLGATHER, "all_gather", &c10d::Backend::allgather, outputs, inputs,
+                  options);
+  }
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override {
+    return fromTo(c10d::OpType::ALLGATHER_COALESCED, "all_gather_coalesced",
+                  &c10d::Backend::allgather_coalesced, outputs, inputs, options);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    return fromTo(c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor",
+                  &c10d::Backend::_allgather_base, output, input, options);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override {
+    return fromTo(c10d::OpType::COALESCED, "all_gather_into_tensor_coalesced",
+                  &c10d::Backend::allgather_into_tensor_coalesced, outputs, inputs, options);
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    return fromTo(c10d::OpType::GATHER, "gather", &c10d::Backend::gather, outputs, inputs, options);
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override {
+    return fromTo(c10d::OpType::SCATTER, "scatter", &c10d::Backend::scatter, outputs, inputs,
+                  options);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override {
+    return fromTo(c10d::OpType::ALLTOALL_BASE, "all_to_all_single", &c10d::Backend::alltoall_base,
+                  output, input, output_splits, input_splits, options);
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override {
+    return fromTo(c10d::OpType::ALLTOALL, "all_to_all", &c10d::Backend::alltoall, outputs, inputs,
+                  options);
+  }
+
+  // Every call is started by itself, as it comes.
+  void startCoalescing() override {
+    const std::lock_guard lock(mutex_);
+    coalescing_ = true;
+    works_.clear();
+  }
+
+  WorkPtr endCoalescing() override {
+    const std::lock_guard lock(mutex_);
+    coalescing_ = false;
+    return c10::make_intrusive<WorkList>(rank_, std::exchange(works_, {}));
+  }
+
+ private:
+  // `call` makes the copies and starts the CPU's call on them.
+  template <class Call>
+  WorkPtr run(c10d::OpType type, const char* name, Call&& call) {
+    return translated([&] {
+      Copies copies(name);
+      WorkPtr inner = call(copies);
+      WorkPtr work = c10::make_intrusive<StagedWork>(rank_, type, std::move(inner), copies);
+      const std::lock_guard lock(mutex_);
+      if (coalescing_) works_.push_back(work);
+      return work;
+    });
+  }
+
+  template <class Method, class... Options>
+  WorkPtr onOne(c10d::OpType type, const char* name, Method method, const Tensors& tensors, Use use,
+                Options&... options) {
+    return run(type, name, [&](Copies& copies) {
+      Tensors host = copies.of(tensors, use);
+      return (cpu_.*method)(host, options...);
+    });
+  }
+
+  template <class Method, class Outputs, class Inputs, class... Options>
+  WorkPtr fromTo(c10d::OpType type, const char* name, Method method, const Outputs& outputs,
+                 const Inputs& inputs, Options&... options) {
+    return run(type, name, [&](Copies& copies) {
+      Inputs from = copies.read(inputs);
+      Outputs to = copies.write(outputs);
+      return (cpu_.*method)(to, from, options...);
+    });
+  }
+
+  c10d::Backend& cpu_;
+  std::mutex mutex_;  // of the next two
+  bool coalescing_ = false;
+  std::vector<WorkPtr> works_;
+};
+
 }  // namespace
 
-template <class Call>
-StagedBackend::WorkPtr StagedBackend::run(c10d::OpType type, const Copies& copies, Call&& call) {
-  WorkPtr work = c10::make_intrusive<StagedWork<Copies>>(rank_, type, call(), copies);
-  const std::lock_guard lock(mutex_);
-  if (coalescing_) works_.push_back(work);
-  return work;
+c10::intrusive_ptr<c10d::Backend> makeStagedBackend(c10d::Backend& cpu) {
+  return c10::make_intrusive<StagedBackend>(cpu);
 }
 
-void StagedBackend::startCoalescing() {
-  const std::lock_guard lock(mutex_);
-  coalescing_ = true;
-  works_.clear();
+namespace {
+
+c10::impl::VirtualGuardImpl guardOf(const at::Tensor& tensor) {
+  return c10::impl::VirtualGuardImpl(tensor.device().type());
 }
 
-StagedBackend::WorkPtr StagedBackend::endCoalescing() {
-  const std::lock_guard lock(mutex_);
-  coalescing_ = false;
-  return c10::make_intrusive<WorkList>(rank_, std::exchange(works_, {}));
+// torch does so for pinned memory, but for a GPU's only if it was allocated for the stream.
+void copyIn(const c10::Stream& stream, const at::Tensor& to, const at::Tensor& from,
+            const at::Tensor& on_gpu) {
+  const at::NoGradGuard no_grad;
+  if (on_gpu.has_storage())
+    guardOf(on_gpu).recordDataPtrOnStream(on_gpu.storage().data_ptr(), stream);
+  const c10::StreamGuard in(stream);
+  to.copy_(from, /*non_blocking=*/true);
 }
 
-StagedBackend::WorkPtr StagedBackend::allreduce(Tensors& tensors,
-                                                const c10d::AllreduceOptions& options) {
-  return translated([&] {
-    Copies copies("all_reduce");
-    Tensors host = copies.both(tensors);
-    return run(c10d::OpType::ALLREDUCE, copies, [&] { return cpu_.allreduce(host, options); });
-  });
+}  // namespace
+
+HostTrip::Streams HostTrip::makeStreams(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return {guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true),
+          guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)};
 }
 
-StagedBackend::WorkPtr StagedBackend::allreduce_coalesced(
-    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return translated([&] {
-    Copies copies("all_reduce_coalesced");
-    Tensors host = copies.both(tensors);
-    return run(c10d::OpType::ALLREDUCE_COALESCED, copies,
-               [&] { return cpu_.allreduce_coalesced(host, options); });
-  });
+HostTrip::HostTrip(at::Tensor tensor, const Streams& streams)
+    : tensor_(tensor.detach()),
+      streams_(streams),
+      arrived_(tensor.device().type()),
+      host_(at::empty(
+          tensor.sizes(),
+          at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU).pinned_memory(true))) {
+  c10::Event ready(tensor.device().type());
+  ready.record(guardOf(tensor).getStream(tensor.device()));
+  ready.block(streams_.to_host);
+  copyIn(streams_.to_host, host_, tensor_, tensor_);
+  arrived_.record(streams_.to_host);
 }
 
-StagedBackend::WorkPtr StagedBackend::allreduce_sparse(Tensors& tensors,
-                                                       const c10d::AllreduceOptions& options) {
-  return translated([&] {
-    Copies copies("sparse all_reduce");
-    Tensors host = copies.both(tensors);
-    return run(c10d::OpType::_ALLREDUCE_SPARSE, copies,
-               [&] { return cpu_.allreduce_sparse(host, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return translated([&] {
-    Copies copies("reduce");
-    Tensors host = options.rootRank == rank_ ? copies.both(tensors) : copies.read(tensors);
-    return run(c10d::OpType::REDUCE, copies, [&] { return cpu_.reduce(host, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                                     const c10d::ReduceScatterOptions& options) {
-  return translated([&] {
-    Copies copies("reduce_scatter");
-    std::vector<Tensors> from;
-    for (const Tensors& list : inputs) from.push_back(copies.read(list));
-    Tensors to = copies.write(outputs);
-    return run(c10d::OpType::REDUCE_SCATTER, copies,
-               [&] { return cpu_.reduce_scatter(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return translated([&] {
-    Copies copies("reduce_scatter_tensor");
-    at::Tensor from = copies.read(input), to = copies.write(output);
-    return run(c10d::OpType::_REDUCE_SCATTER_BASE, copies,
-               [&] { return cpu_._reduce_scatter_base(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return translated([&] {
-    Copies copies("reduce_scatter_tensor_coalesced");
-    Tensors from = copies.read(inputs), to = copies.write(outputs);
-    return run(c10d::OpType::COALESCED, copies,
-               [&] { return cpu_.reduce_scatter_tensor_coalesced(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::broadcast(Tensors& tensors,
-                                                const c10d::BroadcastOptions& options) {
-  return translated([&] {
-    Copies copies("broadcast");
-    Tensors host = options.rootRank == rank_ ? copies.read(tensors) : copies.write(tensors);
-    return run(c10d::OpType::BROADCAST, copies, [&] { return cpu_.broadcast(host, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                                const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    Copies copies("all_gather");
-    Tensors from = copies.read(inputs);
-    std::vector<Tensors> to;
-    for (const Tensors& list : outputs) to.push_back(copies.write(list));
-    return run(c10d::OpType::ALLGATHER, copies, [&] { return cpu_.allgather(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::allgather_coalesced(std::vector<Tensors>& outputs,
-                                                          Tensors& inputs,
-                                                          const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    Copies copies("all_gather_coalesced");
-    Tensors from = copies.read(inputs);
-    std::vector<Tensors> to;
-    for (const Tensors& list : outputs) to.push_back(copies.write(list));
-    return run(c10d::OpType::ALLGATHER_COALESCED, copies,
-               [&] { return cpu_.allgather_coalesced(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    Copies copies("all_gather_into_tensor");
-    at::Tensor from = copies.read(input), to = copies.write(output);
-    return run(c10d::OpType::_ALLGATHER_BASE, copies,
-               [&] { return cpu_._allgather_base(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return translated([&] {
-    Copies copies("all_gather_into_tensor_coalesced");
-    Tensors from = copies.read(inputs), to = copies.write(outputs);
-    return run(c10d::OpType::COALESCED, copies,
-               [&] { return cpu_.allgather_into_tensor_coalesced(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                             const c10d::GatherOptions& options) {
-  return translated([&] {
-    Copies copies("gather");
-    Tensors from = copies.read(inputs);
-    std::vector<Tensors> to;
-    for (const Tensors& list : outputs) to.push_back(copies.write(list));
-    return run(c10d::OpType::GATHER, copies, [&] { return cpu_.gather(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                              const c10d::ScatterOptions& options) {
-  return translated([&] {
-    Copies copies("scatter");
-    std::vector<Tensors> from;
-    for (const Tensors& list : inputs) from.push_back(copies.read(list));
-    Tensors to = copies.write(outputs);
-    return run(c10d::OpType::SCATTER, copies, [&] { return cpu_.scatter(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                    std::vector<int64_t>& output_splits,
-                                                    std::vector<int64_t>& input_splits,
-                                                    const c10d::AllToAllOptions& options) {
-  return translated([&] {
-    Copies copies("all_to_all_single");
-    at::Tensor from = copies.read(input), to = copies.write(output);
-    return run(c10d::OpType::ALLTOALL_BASE, copies,
-               [&] { return cpu_.alltoall_base(to, from, output_splits, input_splits, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                               const c10d::AllToAllOptions& options) {
-  return translated([&] {
-    Copies copies("all_to_all");
-    Tensors from = copies.read(inputs), to = copies.write(outputs);
-    return run(c10d::OpType::ALLTOALL, copies, [&] { return cpu_.alltoall(to, from, options); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::send(Tensors& tensors, int peer, int tag) {
-  return translated([&] {
-    Copies copies("send");
-    Tensors host = copies.read(tensors);
-    return run(c10d::OpType::SEND, copies, [&] { return cpu_.send(host, peer, tag); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::recv(Tensors& tensors, int peer, int tag) {
-  return translated([&] {
-    Copies copies("recv");
-    Tensors host = copies.write(tensors);
-    return run(c10d::OpType::RECV, copies, [&] { return cpu_.recv(host, peer, tag); });
-  });
-}
-
-StagedBackend::WorkPtr StagedBackend::recvAnysource(Tensors& tensors, int tag) {
-  return translated([&] {
-    Copies copies("recv");
-    Tensors host = copies.write(tensors);
-    return run(c10d::OpType::RECVANYSOURCE, copies, [&] { return cpu_.recvAnysource(host, tag); });
-  });
+void HostTrip::giveBack() const {
+  copyIn(streams_.to_gpu, tensor_, host_, tensor_);
 }
 
 }  // namespace ringreduce

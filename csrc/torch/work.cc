@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "torch/errors.h"
 
@@ -31,7 +33,7 @@ const c10::TypePtr& futureType(bool of_one) {
   return of_one ? *one : *list;
 }
 
-// The operation is over for everybody already: what the hook throws is not its error.
+// The operation is over, so an exception from the hook is logged and dropped.
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
                   Nanos ended, int rank) {
   try {
@@ -54,14 +56,14 @@ Work::Work(Group& group, const Job& job)
       observer_(job.observer) {}
 
 Work::Pointer Work::start(Group& group, Job job, bool blocking) {
-  const auto alive = group.shared_from_this();  // whatever a signal handler destroys meanwhile
+  const auto alive = group.shared_from_this();  // a signal handler may destroy the group meanwhile
   auto work = c10::make_intrusive<Work>(group, job);
   try {
     if (blocking && group.tryRunHere(job.operations)) {
       work->complete(nullptr);
       return work;
     }
-    work->ticket_ = group.submitAll(std::move(job.operations), [work](std::exception_ptr error) {
+    work->handle_ = group.submitAll(std::move(job.operations), [work](std::exception_ptr error) {
       work->complete(std::move(error));
     });
   } catch (...) {
@@ -81,8 +83,9 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
     work->finish(std::current_exception());
     rethrowToPython();
   }
-  work->ticket_ = work->delivery_;
-  // Whoever watches is told without a wait; else that costs more than a small message does.
+  work->handle_ = work->delivery_;
+  // A profiler or a hook is notified without a wait; otherwise that would cost more than a small
+  // message.
   const bool watched = work->recordFunctionEndCallback_ || work->observer_->hooked;
   const bool told_later = watched && work->delivery_->setCompletion([work](std::exception_ptr e) {
     work->complete(std::move(e));
@@ -91,12 +94,12 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
   return work;
 }
 
-// Settles the profiler's record and the Future.  Called by whoever is first, a thread that has
-// waited or the group's thread for completions, and never by the worker: what hangs on the Future
-// may itself wait for operations of this group.
+// Settles the profiler's record and the Future.  Called first by a thread that has waited or by the
+// group's thread for completions, never by the worker: callbacks of the Future may themselves wait
+// for operations of this group.
 void Work::complete(std::exception_ptr error) {
   if (claimed_.exchange(true)) {
-    // The other is about to; when it calls what hangs on the Future, that may come by here.
+    // Another thread completes it.  The Future's callbacks, which that thread runs, may get here.
     while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
     return;
   }
@@ -139,7 +142,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (known_) settle(*future);  // nothing hangs on it yet
     if (known_) return future;
   }
-  // Whoever asks for a Future will wait for it, somewhere in torch.
+  // The Future will be waited for, somewhere in torch.
   if (const auto group = group_.lock(); group && delivery_) group->expect(*delivery_);
   if (delivery_ && !delivery_->setCompletion(
                        [work = self()](std::exception_ptr e) { work->complete(std::move(e)); }))
@@ -151,7 +154,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
   auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
   getFuture()->addCallback([result, work = self()](c10::ivalue::Future&) {
     auto code = c10d::WorkResult::SUCCESS;
-    if (const std::exception_ptr error = work->ticket_ ? work->ticket_->error() : nullptr) {
+    if (const std::exception_ptr error = work->handle_ ? work->handle_->error() : nullptr) {
       code = c10d::WorkResult::UNKNOWN;
       try {
         std::rethrow_exception(error);
@@ -167,34 +170,34 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
 }
 
 bool Work::isCompleted() {
-  return !ticket_ || ticket_->isDone();
+  return !handle_ || handle_->isDone();
 }
 
 bool Work::isSuccess() const {
-  return !ticket_ || (ticket_->isDone() && !ticket_->error());
+  return !handle_ || (handle_->isDone() && !handle_->error());
 }
 
 std::exception_ptr Work::exception() const {
-  const std::exception_ptr error = ticket_ ? ticket_->error() : nullptr;
+  const std::exception_ptr error = handle_ ? handle_->error() : nullptr;
   return error ? toPython(error, textOf(context_)) : nullptr;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
-  if (!ticket_) return true;
+  if (!handle_) return true;
   const bool limited = timeout.count() > 0 && timeout.count() < kNever / kMillisecond;
   const Nanos longest = limited ? timeout.count() * kMillisecond : kNever;
   translated([&] {
     const std::shared_ptr<Group> group = group_.lock();
     // A group that is gone has run all its operations, or failed them.
-    const bool done = !group      ? ticket_->wait(longest, nullptr)
+    const bool done = !group      ? handle_->wait(longest, nullptr)
                       : delivery_ ? group->await(*delivery_, longest)
-                                  : group->await(*ticket_, longest);
+                                  : group->await(*handle_, longest);
     if (!done)
       throw Error(Failure::kTimeout,
                   "operation #" + std::to_string(sequence_) + " was not done within the " +
                       std::to_string(timeout.count()) + " ms that Work.wait was given; it goes on");
   });
-  const std::exception_ptr error = ticket_->error();
+  const std::exception_ptr error = handle_->error();
   complete(error);
   if (error) std::rethrow_exception(toPython(error, textOf(context_)));
   return true;
@@ -274,8 +277,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkList::getFuture() {
     futures.push_back(future);
     devices.insert(devices.end(), future->devices().begin(), future->devices().end());
   }
-  // collectAll's own Future knows no devices.  This one does: whoever waits for it is ordered
-  // behind what is in the streams of all of them, as the stream in which it is completed has to be.
+  // collectAll's own Future knows no devices.  This one does: a wait for it is ordered behind the
+  // work in the streams of all of them, as is the stream in which it is completed.
   auto result = c10::make_intrusive<c10::ivalue::Future>(futureType(false), std::move(devices));
   c10::collectAll(futures)->addCallback([result, futures, tensors = this->result()](auto& all) {
     if (all.hasError()) return result->setError(all.exception_ptr());

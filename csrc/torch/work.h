@@ -1,4 +1,4 @@
-// torch's handle on an operation: c10d::Work over a OperationHandle of the core.
+// torch's handle on an operation: c10d::Work over an OperationHandle of the core.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,10 +16,10 @@
 
 namespace ringreduce {
 
-// Makes what stands behind an error's text; called only if there is one.  May be null.
+// Makes the context that follows an error's text; called only on an error.  May be null.
 using Context = std::function<std::string()>;
 
-// What a backend wants to know of all its operations.
+// A backend's observation of all its operations: timing and torch's onCompletion hook.
 struct Observer {
   std::atomic<bool> timing{false};
   std::atomic<bool> hooked{false};  // on_completion is set
@@ -32,14 +32,14 @@ void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence
 // The type of a Future's value: a tensor, or a list of them.
 const c10::TypePtr& futureType(bool of_one);
 
-// What there is to do besides the core's operations.
+// The operations of one call of torch, and the data of its Work.
 struct Job {
   c10d::OpType type;
   const char* title;                       // for the profiler: "ringreduce:all_reduce"
   std::vector<at::Tensor> inputs = {};     // for the profiler
   std::vector<at::Tensor> outputs = {};    // the Future's value
   std::vector<Operation> operations = {};  // one after the other; not for messages
-  Context context = {};                    // behind an error's text: the DDP bucket
+  Context context = {};                    // follows an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
   std::shared_ptr<Observer> observer = {};
 };
@@ -64,7 +64,7 @@ class Work final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override { return sequence_; }
-  int sourceRank() const override;     // of what a receive has received, once it has
+  int sourceRank() const override;     // of a receive that is done
   float getDuration() const override;  // in ms, from its start to its end
 
   Work(Group& group, const Job& job);
@@ -86,11 +86,11 @@ class Work final : public c10d::Work {
   std::atomic<Nanos> ended_{0};
 
   // Null: it ran in the caller's thread and is over.
-  std::shared_ptr<OperationHandle> ticket_;
+  std::shared_ptr<OperationHandle> handle_;
   std::shared_ptr<Delivery> delivery_;  // the same, for messages
 
-  std::atomic<bool> claimed_{false};  // somebody completes it
-  std::mutex outcome_mutex_;          // of the next three
+  std::atomic<bool> claimed_{false};  // a thread completes it
+  std::mutex outcome_mutex_;          // guards the next three
   bool known_ = false;                // how it ended
   std::exception_ptr outcome_;
   FuturePtr future_;  // made when it is first asked for

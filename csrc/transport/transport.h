@@ -11,8 +11,8 @@
 // and awaited all the same.
 //
 // Memory.  Memory given to send() and expect() belongs to the transport until finish() returns, or
-// until release() of an expectation.  It may be read at any time until then, so it must not
-// change; the exception is in collectives/stream_primitives.h.
+// until release() for what was expected.  It may be read at any time until then, so it must not
+// change; the exception is in collectives/stream_algorithms.h.
 //
 // Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
 // from all ranks, polls the WaitGuard, and passes on its exceptions.  So a collective cannot

@@ -1,12 +1,13 @@
 """The list of all that can be measured, and the barrier, which has no buffers.
 
-To measure another collective, add a class beside its like (`reducing`, `moving`,
-`point_to_point`) and list it in `COLLECTIVES`.
+To measure another collective, add a class with a `name` beside its like (`reducing`, `moving`,
+`point_to_point`).
 """
 
 from __future__ import annotations
 
 import time
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -37,24 +38,19 @@ class Barrier(Collective):
         return {"wrong": 0, "digest": "", "came": came, "left": time.monotonic()}
 
 
-COLLECTIVES: dict[str, type[Collective]] = {
-    cls.name: cls
-    for cls in (
-        reducing.AllReduce,
-        reducing.AllReduceCoalesced,
-        reducing.Reduce,
-        reducing.ReduceScatter,
-        reducing.ReduceScatterList,
-        moving.Broadcast,
-        moving.AllGather,
-        moving.AllGatherList,
-        moving.Gather,
-        moving.Scatter,
-        moving.AllToAll,
-        moving.AllToAllList,
-        moving.AllToAllUneven,
-        point_to_point.SendRecv,
-        point_to_point.Exchange,
-        Barrier,
-    )
-}
+def _named(module: ModuleType) -> list[type[Collective]]:
+    """The collectives that a module defines, in its order, without abstract ones."""
+    return [
+        cls
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+        and issubclass(cls, Collective)
+        and cls.__module__ == module.__name__
+        and "name" in vars(cls)
+    ]
+
+
+_ALL: list[type[Collective]] = [
+    *_named(reducing), *_named(moving), *_named(point_to_point), Barrier
+]  # fmt: skip
+COLLECTIVES: dict[str, type[Collective]] = {cls.name: cls for cls in _ALL}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringreduce.bench.settings import CODECS
+
 PERIOD = 1_000_003
 
 
@@ -126,11 +128,6 @@ def _combine(op: str, total: torch.Tensor, values: torch.Tensor) -> torch.Tensor
     raise ValueError(f"the oracle does not know the operation {op!r}")
 
 
-# The distance of neighbouring values that a codec knows, as a share of the greatest value of its
-# block (of the value itself for the halves).
-STEPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "int8": 1 / 127, "int4": 1 / 7}
-
-
 def coded(expected: Expected, inputs: Inputs, codec: str) -> Expected:
     """`expected` with room for what a codec loses: for each encoding on a value's way a step.
 
@@ -140,7 +137,7 @@ def coded(expected: Expected, inputs: Inputs, codec: str) -> Expected:
     greatest = sum(float(inputs.of(rank).abs().max()) for rank in range(inputs.world))
     if inputs.op == "avg":
         greatest /= inputs.world
-    room = max(2, inputs.world) * STEPS[codec] * greatest
+    room = max(2, inputs.world) * CODECS[codec] * greatest
     assert expected.bound is not None  # these are float sums
     return Expected(expected.reference, expected.bound + room)
 

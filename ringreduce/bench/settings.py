@@ -23,8 +23,10 @@ PEERS = (
     "gloo", "mpi", "nccl", "symm_mem",
     *dict.fromkeys((*ALGORITHMS["cuda"][1:], *ALGORITHMS["cpu"][1:])),
 )  # fmt: skip
-# How float32 values may travel, and who adds them: `--codec int8` or `--codec int8@ring`.
-CODECS = ("bfloat16", "float16", "int8", "int4")
+# How float32 values may travel, and who adds them: `--codec int8` or `--codec int8@ring`. The
+# number is the distance of neighbouring values, as a share of the greatest value of the block (for
+# the halves, of the value itself).
+CODECS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "int8": 1 / 127, "int4": 1 / 7}
 SCHEDULES = ("auto", "owner", "ring")
 
 OURS = "ours"

@@ -101,15 +101,14 @@ void expectMismatch(const std::string& what, Kind usual, Kind odd_kind, const Kn
           group.run(mine);
           group.run({Barrier{}});
         };
-        const std::string words =
-            "rank " + std::to_string(odd) + " called " + kKindNames[static_cast<size_t>(odd_kind)];
+        const std::string words = "rank " + std::to_string(odd) + " called " + name(odd_kind);
         CHECK(failureOf(twice, words) == Failure::kMismatch);
         CHECK(group.failure() == Failure::kMismatch);
       });
     } catch (const std::exception& error) {
       check::fail(__FILE__, __LINE__,
-                  kKindNames[static_cast<size_t>(usual)] + (", other " + what) + " on rank " +
-                      std::to_string(odd) + ": " + error.what());
+                  name(usual) + (", other " + what) + " on rank " + std::to_string(odd) + ": " +
+                      error.what());
     }
   }
 }

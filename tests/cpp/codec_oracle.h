@@ -13,6 +13,7 @@
 #include "kernels/codec.h"
 #include "kernels/halves.h"
 #include "kernels/integers.h"
+#include "kernels/reduce.h"
 
 namespace oracle {
 
@@ -120,11 +121,11 @@ void forEachCodec(Body body) {
 // Calls body(set, codec, its kernels there).
 template <class Body>
 void forEachKernel(Body body) {
-  for (const CodecSet& set : codecSets())
-    if (set.runs) forEachCodec([&](Codec codec) { body(set, codec, set.kernels(codec)); });
+  for (const KernelSet& set : kernelSets())
+    if (set.runs) forEachCodec([&](Codec codec) { body(set, codec, set.codecs(codec)); });
 }
 
-inline std::string describe(const CodecSet& set, Codec codec, size_t n) {
+inline std::string describe(const KernelSet& set, Codec codec, size_t n) {
   return std::string(set.name)
       .append(" ")
       .append(name(codec))

@@ -46,9 +46,9 @@ class Guarded {
 };
 
 // Encodes, decodes and adds where a byte too far is a crash, and compares with the oracle.
-void tryOne(const CodecSet& set, Codec codec, const std::vector<float>& values, const Draw* draw,
+void tryOne(const KernelSet& set, Codec codec, const std::vector<float>& values, const Draw* draw,
             bool end) {
-  const CodecKernels& kernels = set.kernels(codec);
+  const CodecKernels& kernels = set.codecs(codec);
   const size_t n = values.size(), bytes = codedBytes(codec, n);
   const std::string what = describe(set, codec, n);
   static const Guarded memory[4];
@@ -85,7 +85,7 @@ void tryOne(const CodecSet& set, Codec codec, const std::vector<float>& values, 
 }
 
 TEST(every_size_and_alignment_gives_the_oracles_bytes) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels&) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels&) {
     for (size_t n = 0; n <= kMost; ++n) {
       const Draw draw{.seed = n, .first = 128 * n};
       const std::vector<float> values = someValues(n, n, n % 3 == 0);
@@ -97,7 +97,7 @@ TEST(every_size_and_alignment_gives_the_oracles_bytes) {
 
 TEST(pointers_need_no_alignment) {
   const std::vector<float> values = someValues(kMost, 1, true);
-  forEachKernel([&](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([&](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     const Bytes want = encoded(codec, values);
     for (size_t off = 1; off < 4; ++off) {
       std::vector<char> in(4 * kMost + off), error(in), out(in), coded(want.size() + off);
@@ -117,7 +117,7 @@ TEST(pointers_need_no_alignment) {
 TEST(a_cut_at_a_block_changes_nothing) {
   const size_t n = 5 * 128 + 77;
   const std::vector<float> values = someValues(n, 2, true);
-  forEachKernel([&](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([&](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     for (const bool stochastic : {false, true}) {
       const Draw whole{.seed = 9, .first = 256};
       const Bytes want = encoded(codec, values, stochastic ? &whole : nullptr);
@@ -151,7 +151,7 @@ TEST(sizes_are_what_is_promised) {
 
 // The bytes that docs/compression.md tells of, on any machine.
 TEST(the_layout_is_the_documented_one) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     std::vector<float> values(33);
     values[0] = codec == Codec::kInt8 ? 127.f : 8.f;
     values[1] = -2;
@@ -192,7 +192,7 @@ bool takes(const CodecKernels& kernels, const Bytes& coded, size_t n) {
 }
 
 TEST(any_other_length_is_refused) {
-  forEachKernel([](const CodecSet&, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet&, Codec codec, const CodecKernels& kernels) {
     for (const size_t n : {size_t{1}, size_t{31}, size_t{32}, size_t{33}, size_t{128}, kMost}) {
       const Bytes coded = encoded(codec, someValues(n, n, false));
       CHECK(takes(kernels, coded, n));
@@ -210,7 +210,7 @@ TEST(any_other_length_is_refused) {
 
 // A block among others.  Only of some 16 bits an encoder makes a scale; of no codes yet fewer.
 TEST(scales_that_no_encoder_makes_are_refused) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     if (codec != Codec::kInt8 && codec != Codec::kInt4) return;
     const bool signs = codec == Codec::kInt4;
     const uint16_t greatest = signs ? codec::kGreatestInt4Scale : codec::kGreatestInt8Scale;
@@ -234,7 +234,7 @@ TEST(scales_that_no_encoder_makes_are_refused) {
 }
 
 TEST(codes_that_no_encoder_makes_are_refused) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     const size_t n = 70;  // the last block has 6 elements
     const Bytes coded = encoded(codec, std::vector<float>(n, 3.f));
     if (codec == Codec::kInt8 || codec == Codec::kInt4) {
@@ -268,8 +268,8 @@ TEST(codes_that_no_encoder_makes_are_refused) {
 TEST(the_chosen_kernels_are_of_a_set) {
   forEachCodec([](Codec codec) {
     bool found = false;
-    for (const CodecSet& set : codecSets())
-      found |= set.runs && &set.kernels(codec) == &codecKernels(codec);
+    for (const KernelSet& set : kernelSets())
+      found |= set.runs && &set.codecs(codec) == &codecKernels(codec);
     CHECK(found);
   });
   const std::vector<float> values = someValues(kMost, 3, false);

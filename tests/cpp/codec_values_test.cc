@@ -39,7 +39,7 @@ double mostOff(Codec codec, const float* block, size_t n) {
 }
 
 TEST(no_value_is_further_off_than_half_a_step) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     if (codec != Codec::kInt8 && codec != Codec::kInt4) return;
     for (uint64_t seed = 0; seed < 300; ++seed) {
       const std::vector<float> values = someValues(333, seed, false);
@@ -58,7 +58,7 @@ TEST(no_value_is_further_off_than_half_a_step) {
 
 // All values of a half type, each its own code, and between two neighbours the nearer one.
 TEST(halves_round_to_the_nearest) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     if (codec == Codec::kInt8 || codec == Codec::kInt4) return;
     const uint16_t infinite = codec == Codec::kFloat16 ? 0x7c00 : 0x7f80;
     Bytes codes(2 * size_t{infinite});
@@ -89,7 +89,7 @@ TEST(halves_round_to_the_nearest) {
 }
 
 TEST(what_is_not_finite_arrives_so_and_leaves_no_error) {
-  forEachKernel([](const CodecSet&, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet&, Codec codec, const CodecKernels& kernels) {
     const bool blocks = codec == Codec::kInt8 || codec == Codec::kInt4;
     for (const bool stochastic : {false, true})
       for (const float special : {kInf, -kInf, kNan, -kNan})
@@ -113,7 +113,7 @@ TEST(what_is_not_finite_arrives_so_and_leaves_no_error) {
 }
 
 TEST(zeros_and_ends) {
-  forEachKernel([](const CodecSet&, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet&, Codec codec, const CodecKernels& kernels) {
     const Draw random{.seed = 5, .first = 0}, *const none = nullptr;
     for (const Draw* draw : {none, &random}) {
       for (const float zero : {0.f, -0.f})
@@ -146,7 +146,7 @@ TEST(zeros_and_ends) {
 // --- At random -----------------------------------------------------------------------------------
 
 TEST(the_mean_of_random_rounding_is_right) {
-  forEachKernel([](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     std::vector<float> values(64);
     std::mt19937 random(4);
     std::uniform_real_distribution<float> uniform(-1, 1);
@@ -178,7 +178,7 @@ TEST(the_mean_of_random_rounding_is_right) {
 }
 
 TEST(what_has_a_code_keeps_it_at_random_too) {
-  forEachKernel([](const CodecSet&, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([](const KernelSet&, Codec codec, const CodecKernels& kernels) {
     std::vector<float> values(64);
     // The scale is 1 for int8 and int4: 7 and -7, whole numbers between.
     const int most = codec == Codec::kInt8 ? 127 : 7;
@@ -226,7 +226,7 @@ TEST(draws_differ_by_seed_and_place) {
 // A rank whose threads flush subnormals (torch.set_flush_denormal) decodes as the others do.
 TEST(decoding_knows_no_modes) {
   const std::vector<float> values = someValues(4000, 11, true);
-  forEachKernel([&](const CodecSet& set, Codec codec, const CodecKernels& kernels) {
+  forEachKernel([&](const KernelSet& set, Codec codec, const CodecKernels& kernels) {
     const Bytes coded = encoded(codec, values);
     std::vector<float> want(values.size()), got(values.size());
     CHECK(kernels.decode(want.data(), coded.data(), coded.size(), want.size()));

@@ -1,5 +1,6 @@
 // What compressed all-reduces are given, and what must come of them: worked out once more from
-// collectives/coded.h's words, whole chunks at a time, and with every error known to float64.
+// collectives/compressed_all_reduce.cc's words, whole chunks at a time, and with every error known
+// to float64.
 #pragma once
 
 #include <algorithm>

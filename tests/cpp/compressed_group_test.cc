@@ -4,7 +4,7 @@
 #include <csignal>
 #include <thread>
 
-#include "collectives/stream_calls.h"
+#include "collectives/collectives.h"
 #include "compressed_cases.h"
 #include "processes.h"
 #include "ranks.h"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "collectives/stream_calls.h"
+#include "collectives/collectives.h"
 #include "compressed_cases.h"
 #include "ranks.h"
 #include "stand_in_transport.h"

@@ -112,7 +112,7 @@ TEST(an_answer_that_no_rank_gives_is_not_believed) {
   };
   CHECK(isBelieved({}));
   CHECK(isBelieved({.kind = Kind::kReduce, .dtype = DType::kBFloat16, .op = 8, .root = 3}));
-  CHECK(!isBelieved({.kind = static_cast<Kind>(kKindCount)}));
+  CHECK(!isBelieved({.kind = static_cast<Kind>(kKindTable.size())}));
   CHECK(!isBelieved({.dtype = static_cast<DType>(kDTypes.size())}));
   CHECK(!isBelieved({.op = kReduceOps}));
   CHECK(!isBelieved({.root = 4}));

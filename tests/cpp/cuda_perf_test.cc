@@ -104,7 +104,7 @@ TEST(memory_is_shared_with_children) {
 // --- Data ----------------------------------------------------------------------------------------
 
 TEST(any_part_of_the_elements_is_made_alike) {
-  for (int t = 0; t < kReducibleDTypes; ++t)
+  for (int t = 0; t < cuda::kKernelDTypes; ++t)
     for (Texture draw : {Texture::kRough, Texture::kExact}) {
       const auto dtype = static_cast<DType>(t);
       const uint32_t key = random_elements::keyOf(5, 2);
@@ -179,7 +179,7 @@ TEST(the_oracle_gives_the_bits_of_the_cpus_ring) {
   const ranks::Setting ring("RINGREDUCE_ALGORITHM", "ring");
   for (int P : {2, 3, 4})
     ranks::inGroup(P, [&](Group& group) {
-      for (int t = 0; t < kReducibleDTypes; ++t)
+      for (size_t t = 0; t < kDTypes.size(); ++t)
         for (int o = 0; o < kReduceOps; ++o) {
           const auto dtype = static_cast<DType>(t);
           const auto op = static_cast<ReduceOp>(o);

@@ -53,7 +53,7 @@ struct Call {
 
   std::string text() const {
     return std::string(kind == Kind::kAllReduce ? kDeviceAlgorithmNames[static_cast<int>(algorithm)]
-                                                : kKindNames[static_cast<int>(kind)]) +
+                                                : name(kind)) +
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
            std::to_string(slice) + (in_place ? ", in place" : "") + ", place " +
            std::to_string(static_cast<int>(place));

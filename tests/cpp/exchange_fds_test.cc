@@ -12,7 +12,7 @@
 
 #include "bootstrap/unix_socket.h"
 #include "check.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 #include "processes.h"
 #include "ranks.h"
 
@@ -68,7 +68,7 @@ struct ByHand {
     char socket[96], secret[72];
   };
   explicit ByHand(Group& group) {
-    together(group, [] {});
+    agreeOnStatus(group, [] {});
     Invitation mine{};
     setText(mine.secret, "mine");
     theirs = gatherEach(group, mine)[0];
@@ -87,7 +87,7 @@ struct ByHand {
 // What the exchange does with the group before its sockets are used: the calls of a rank that then
 // goes no further.
 void comeAsFarAsTheSockets(Group& group) {
-  together(group, [] {});
+  agreeOnStatus(group, [] {});
   gatherEach(group, std::array<char, 168>{});
 }
 
@@ -306,8 +306,8 @@ TEST(an_error_of_one_rank_is_everybodys_and_the_group_goes_on) {
       if (group.rank() >= 2)
         throw Error(Failure::kSetup, "no luck for " + std::to_string(group.rank()));
     };
-    CHECK(failureOf([&] { together(group, step); }, "): no luck for 2") == Failure::kSetup);
-    together(group, [] {});
+    CHECK(failureOf([&] { agreeOnStatus(group, step); }, "): no luck for 2") == Failure::kSetup);
+    agreeOnStatus(group, [] {});
     struct Numbers {
       int rank;
       char text[8];

@@ -9,7 +9,6 @@
 
 #include "check.h"
 #include "kernels/message.h"
-#include "kernels/residuals.h"
 
 using namespace ringreduce;
 

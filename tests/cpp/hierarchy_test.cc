@@ -179,7 +179,7 @@ void outlast(Group& group) {
 TEST(sums_are_added_in_the_hosts_and_then_between_them) {
   for (const std::string letters : {"aabb", "abab", "aaabbb", "abccab"}) {
     std::vector<Case> cases;
-    for (int type = 0; type < kReducibleDTypes; ++type)
+    for (int type = 0; type < static_cast<int>(kDTypes.size()); ++type)
       for (int op = 0; op < kReduceOps; ++op) {
         const auto dtype = static_cast<DType>(type);
         const auto reduce = static_cast<ReduceOp>(op);

@@ -302,7 +302,7 @@ TEST(forgotten_barriers_are_found) {
     }
   for (const Kind kind : kOfParts)
     for (const Mutant& how : {Mutant{.forgets_sync = true}, Mutant{.forgets_any = true}})
-      races(kKindNames[static_cast<size_t>(kind)],
+      races(name(kind),
             record<Byte>({.ranks = 2, .lanes = 2}, {callOf(kind, {.ranks = 2}, 2)}, how));
 }
 

@@ -10,7 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
-#include "collectives/host_primitives.h"
+#include "collectives/reduction.h"
 #include "mutants.h"
 #include "ranks.h"
 #include "transport/shm/channel.h"

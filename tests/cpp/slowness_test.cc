@@ -2,7 +2,7 @@
 // all.
 #include <functional>
 
-#include "algorithm/explain.h"
+#include "algorithm/choose.h"
 #include "bootstrap/topology.h"
 #include "check.h"
 #include "processes.h"

@@ -107,7 +107,7 @@ class Generator {
     const bool reduces = s.kind == Kind::kAllReduce || s.kind == Kind::kReduce ||
                          s.kind == Kind::kReduceScatter || s.kind == Kind::kSparseAllReduce;
     do {
-      s.dtype = reduces ? static_cast<DType>(below(kReducibleDTypes)) : anyDType();
+      s.dtype = anyDType();
       s.op = static_cast<ReduceOp>(below(kReduceOps));
     } while (reduces && !isSupported(s.dtype, s.op));
     s.root = below(P);
@@ -156,7 +156,7 @@ class Generator {
 Bytes elements(const Step& s, int from, int to, size_t n) {
   Bytes bytes(n * sizeOf(s.dtype));
   uint32_t word = static_cast<uint32_t>(s.number * 64 + from * 8 + to) * 2654435761u;
-  const bool computed = static_cast<int>(s.dtype) < kReducibleDTypes;
+  const bool computed = isReducible(s.dtype);
   if (!computed)
     for (unsigned char& b : bytes) b = static_cast<unsigned char>((word += 0x9e3779b9u) >> 24);
   for (size_t i = 0; i < n && computed; ++i) {
@@ -274,8 +274,7 @@ class Rank {
   void collective(Group& group, const Step& s) {
     auto flight = std::make_unique<Flight>();
     Flight& f = *flight;
-    f.what = std::string(kKindNames[static_cast<size_t>(s.kind)]) + ", operation " +
-             std::to_string(s.number);
+    f.what = std::string(name(s.kind)) + ", operation " + std::to_string(s.number);
     f.group = s.group;
     Operation operation{call(group.rank(), group.size(), s, f)};
     if (!s.queued) {

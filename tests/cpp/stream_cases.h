@@ -10,9 +10,10 @@
 #include <vector>
 
 #include "check.h"
-#include "collectives/stream_calls.h"
+#include "collectives/collectives.h"
 #include "group/operation.h"
 #include "ring_oracle.h"
+#include "transport/transport.h"
 
 namespace stream_cases {
 
@@ -180,7 +181,7 @@ inline std::vector<Reducing> reductions(int P, uint32_t seed, size_t most_bytes)
   std::minstd_rand random(seed);
   const auto below = [&](size_t n) { return static_cast<size_t>(random()) % n; };
   std::vector<Reducing> cases;
-  for (int t = 0; t < kReducibleDTypes; ++t)
+  for (size_t t = 0; t < kDTypes.size(); ++t)
     for (int o = 0; o < kReduceOps; ++o) {
       const auto dtype = static_cast<DType>(t);
       const auto op = static_cast<ReduceOp>(o);

@@ -1,6 +1,6 @@
 // The collectives over streams, over TCP and over the stand-in, which is as hard on them as the
 // contract allows, against what they must give: the bits that shared memory gives.
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 #include "ranks.h"
 #include "stand_in_transport.h"
 #include "stream_cases.h"

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "collectives/stream_primitives.h"
+#include "collectives/stream_algorithms.h"
 #include "stream_cases.h"
 #include "stream_moves.h"
 

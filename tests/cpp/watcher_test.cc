@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "cuda/host_ranks.h"
-#include "group/gather.h"
+#include "group/agreement.h"
 #include "processes.h"
 #include "ranks.h"
 #include "thread_gpu.h"

@@ -134,10 +134,10 @@ class Data {
         if (kind_ == Kind::kReduceScatter ? !ring_oracle::same(dtype_, &got[i], expected + i)
                                           : std::memcmp(&got[i], expected + i, width) != 0)
           check::fail(__FILE__, __LINE__,
-                      how + ": " + kKindNames[static_cast<size_t>(kind_)] + ", " +
-                          std::to_string(P_) + " ranks, " + name(dtype_) + ", " + name(op_) +
-                          ", rank " + std::to_string(r) + ", element " + std::to_string(i / width) +
-                          " of " + std::to_string(count_));
+                      how + ": " + name(kind_) + ", " + std::to_string(P_) + " ranks, " +
+                          name(dtype_) + ", " + name(op_) + ", rank " + std::to_string(r) +
+                          ", element " + std::to_string(i / width) + " of " +
+                          std::to_string(count_));
     }
   }
 

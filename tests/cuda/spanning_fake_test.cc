@@ -54,9 +54,9 @@ const void* pointerTo(HostKernel kernel) {
 
 namespace ringreduce::cuda {
 const Kernels& kernelsOf(DType dtype) {
-  static std::array<Kernels, kReducibleDTypes> all = [] {
-    std::array<Kernels, kReducibleDTypes> made{};
-    for (int t = 0; t < kReducibleDTypes; ++t)
+  static std::array<Kernels, kKernelDTypes> all = [] {
+    std::array<Kernels, kKernelDTypes> made{};
+    for (int t = 0; t < kKernelDTypes; ++t)
       random_elements::withDType(static_cast<DType>(t), [&]<DType of>() {
         made[static_cast<size_t>(t)].copy_in = pointerTo(hostCopyIn<of>);
         made[static_cast<size_t>(t)].hop = pointerTo(hostHop<of>);
@@ -257,7 +257,7 @@ TEST(one_ring_over_all_ranks_gives_the_bits_of_the_core) {
     onHosts(hosts, [&](Rank& rank) {
       CHECK(!rank.plane.hierarchical());
       uint32_t seed = 0;
-      for (int t = 0; t < kReducibleDTypes; ++t)
+      for (int t = 0; t < kKernelDTypes; ++t)
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kBxor,
                             ReduceOp::kPremulSum}) {
           const Case c{.ranks = rank.size,

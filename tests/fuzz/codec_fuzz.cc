@@ -17,6 +17,7 @@
 #include "fuzz.h"
 #include "input.h"
 #include "kernels/codec.h"
+#include "kernels/reduce.h"
 
 using namespace ringreduce;
 
@@ -105,12 +106,12 @@ class Play {
       return;
     }
     std::vector<float> first;
-    for (const CodecSet& set : codecSets()) {
+    for (const KernelSet& set : kernelSets()) {
       if (!set.runs) continue;
       std::vector<float> out(n + 16, kUntouched), sum(n + 16, kUntouched);
       std::fill_n(sum.begin(), n, 1.f);
-      took_ = set.kernels(codec).decode(out.data(), in, bytes.size(), n);
-      if (took_ != set.kernels(codec).decodeAdd(sum.data(), in, bytes.size(), n))
+      took_ = set.codecs(codec).decode(out.data(), in, bytes.size(), n);
+      if (took_ != set.codecs(codec).decodeAdd(sum.data(), in, bytes.size(), n))
         wrong_ = "adds what it does not decode, or the other way round";
       if (took_ != right) wrong_ = took_ ? "took what no encoder makes" : "refused what one makes";
       for (size_t i = n; i < out.size(); ++i)
@@ -137,11 +138,11 @@ class Play {
     if (n > 0) std::memcpy(in.data(), bytes.data(), 4 * n);
     const Draw draw{.seed = n, .first = 0};
     std::byte* const coded = endOf(size);
-    for (const CodecSet& set : codecSets()) {
+    for (const KernelSet& set : kernelSets()) {
       if (!set.runs) continue;
-      set.kernels(codec).encode(coded, error.data(), in.data(), n, stochastic ? &draw : nullptr);
+      set.codecs(codec).encode(coded, error.data(), in.data(), n, stochastic ? &draw : nullptr);
       if (!couldBeEncoded(codec, coded, size, n)) wrong_ = "encoded what is to be refused";
-      if (!set.kernels(codec).decode(out.data(), coded, size, n)) wrong_ = "refuses its own";
+      if (!set.codecs(codec).decode(out.data(), coded, size, n)) wrong_ = "refuses its own";
       for (size_t i = 0; i < n; ++i)
         if (error[i] != (std::isfinite(out[i]) ? in[i] - out[i] : 0))
           wrong_ = "lost something else";

@@ -1,10 +1,9 @@
 // All-gather by Bruck and by the ring.
-#include "collectives/stream_blocks.h"
+#include "collectives/stream_algorithms.h"
 
 #include <algorithm>
 
 #include "algorithm/cut.h"
-#include "collectives/stream_slices.h"
 
 namespace ringreduce {
 namespace {

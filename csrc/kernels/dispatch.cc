@@ -1,6 +1,4 @@
-// Chooses the kernels for this CPU once: the widest that it can run, or those of RINGREDUCE_ISA.
-#include "kernels/reduce.h"
-
+// The kernels of this CPU, chosen once: the widest that it can run, or those of RINGREDUCE_ISA.
 #include <array>
 #include <cstdio>
 #include <span>
@@ -8,6 +6,8 @@
 
 #include "base/config.h"
 #include "base/error.h"
+#include "kernels/codec.h"
+#include "kernels/reduce.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,6 +19,7 @@ namespace ringreduce {
   namespace kernels_##isa {                                                       \
     const ReduceKernels* table(DType dtype, ReduceOp op);                         \
     void scale(DType dtype, void* dst, const void* src, size_t n, double factor); \
+    const CodecKernels& codecs(Codec codec);                                      \
   }
 #if defined(__x86_64__)
 RINGREDUCE_DECLARE_KERNELS(v2)
@@ -95,13 +96,17 @@ const KernelSet& chosenKernels() {
 std::span<const KernelSet> kernelSets() {
 #if defined(__x86_64__)
   static const std::array sets{
-      KernelSet{"x86-64-v2", "v2", cpuHasV2(), kernels_v2::table, kernels_v2::scale},
-      KernelSet{"x86-64-v3", "v3", cpuHasV3(), kernels_v3::table, kernels_v3::scale},
-      KernelSet{"x86-64-v4", "v4", cpuHasV4(), kernels_v4::table, kernels_v4::scale},
+      KernelSet{"x86-64-v2", "v2", cpuHasV2(), kernels_v2::table, kernels_v2::scale,
+                kernels_v2::codecs},
+      KernelSet{"x86-64-v3", "v3", cpuHasV3(), kernels_v3::table, kernels_v3::scale,
+                kernels_v3::codecs},
+      KernelSet{"x86-64-v4", "v4", cpuHasV4(), kernels_v4::table, kernels_v4::scale,
+                kernels_v4::codecs},
   };
 #else
   static const std::array sets{
-      KernelSet{"aarch64", "aarch64", true, kernels_aarch64::table, kernels_aarch64::scale},
+      KernelSet{"aarch64", "aarch64", true, kernels_aarch64::table, kernels_aarch64::scale,
+                kernels_aarch64::codecs},
   };
 #endif
   return sets;
@@ -120,6 +125,10 @@ void scale(DType dtype, void* dst, const void* src, size_t n, double factor) {
 
 const char* instructionSet() {
   return chosenKernels().name;
+}
+
+const CodecKernels& codecKernels(Codec codec) {
+  return chosenKernels().codecs(codec);
 }
 
 }  // namespace ringreduce

@@ -1,3 +1,145 @@
+// The common parts of collectives over streams: slices, all-gathers of blocks, the direct sum, the
+// ring.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "algorithm/cut.h"
+#include "algorithm/ring.h"
+#include "base/dtype.h"
+#include "kernels/reduce.h"
+#include "transport/transport.h"
+
+namespace ringreduce {
+
+// ---- slices
+//
+// The size of slices in a stream: small enough that ranks send while they add, large enough that a
+// slice costs little, and at most a buffer of the transport.
+
+inline constexpr size_t kLeastSlice = 16 << 10;
+inline constexpr size_t kSlicesWanted = 16;
+
+// Elements of a slice, for a message of `count` elements of `width` bytes.  A multiple of
+// kChunkElements.
+constexpr size_t sliceElements(size_t count, size_t width) {
+  const size_t bytes = std::clamp(ceilDiv(count * width, kSlicesWanted), kLeastSlice, kPieceBytes);
+  return bytes / width / kChunkElements * kChunkElements;
+}
+static_assert(sliceElements(0, 16) > 0);
+
+// The same for bytes that are not added.
+constexpr size_t sliceBytes(size_t bytes) {
+  return sliceElements(bytes, 1);
+}
+
+// Even an empty message has a slice, so that ranks compare signatures.
+constexpr size_t slicesOf(size_t count, size_t slice) {
+  return std::max<size_t>(1, ceilDiv(count, slice));
+}
+
+// ---- blocks
+//
+// All-gather of blocks, for the all-gather and the small all-reduce.
+//
+// A rank numbers blocks from its own: block x belongs to rank + x (mod P).
+
+struct Blocks {
+  const std::byte* own;
+  std::vector<std::byte*> places;  // destinations; the first is not used
+  std::vector<size_t> bytes;
+
+  const std::byte* at(size_t x) const { return x == 0 ? own : places[x]; }
+};
+
+// Few steps.  Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
+// communications in multiport message-passing systems" (1997).  A rank that has the blocks 0 ...
+// n-1 sends them to the ranks n, 2n, ... (radix-1) n before it, and receives as many from those
+// after it: each step multiplies the number of blocks by the radix.
+void gatherByBruck(Transport& transport, const Blocks& blocks, int radix);
+
+// Slice by slice round the ring: each rank forwards the blocks that it receives, except the last.
+void gatherByRing(Transport& transport, const Blocks& blocks);
+
+// ---- direct sum
+//
+// One rank adds the inputs of all, slice by slice, in the canonical order: the small reduce
+// and reduce-scatter, and the first half of two-shot.
+
+class DirectSum {
+ public:
+  // Of `count` elements.  `owned_by`: the rank whose order of addition applies, or kByChunk: each
+  // chunk has its owner's order.
+  static constexpr int kByChunk = -1;
+  DirectSum(Transport& transport, DType dtype, ReduceOp op, size_t count, int owned_by)
+      : transport_(transport),
+        kernels_(reduceKernels(dtype, op)),
+        width_(sizeOf(dtype)),
+        count_(count),
+        slice_(sliceElements(count, width_)),
+        slices_(slicesOf(count, slice_)),
+        owned_by_(owned_by) {}
+
+  // Call it once, before any other expectation of this rank.
+  void expect() {
+    for (; expected_ < slices_ && expected_ < kAhead; ++expected_) expectSlice(expected_);
+  }
+  // Whether all slices are expected.
+  bool expectsAll() const { return expected_ == slices_; }
+
+  // Adds all slices; `output` may be `own`.  Calls visit(span) after each slice.
+  template <class Visit>
+  void run(const std::byte* own, std::byte* output, Visit visit) {
+    const auto P = static_cast<size_t>(transport_.size());
+    std::vector<const std::byte*> sources(P);
+    std::vector<const void*> ordered(P);
+    const auto add = [&](int owner, size_t begin, size_t n, size_t slice_begin) {
+      for (int k = 0; k < transport_.size(); ++k) {
+        const auto r = static_cast<size_t>(kthToAdd(owner, k, transport_.size()));
+        ordered[static_cast<size_t>(k)] = sources[r] + (begin - slice_begin) * width_;
+      }
+      kernels_.reduce(output + begin * width_, ordered.data(), transport_.size(), n,
+                      transport_.size());
+    };
+    for (size_t j = 0; j < slices_; ++j) {
+      const Span s = piece(count_, slice_, j);
+      forEachOther([&](int r) { sources[static_cast<size_t>(r)] = transport_.peek(r); });
+      sources[static_cast<size_t>(transport_.rank())] = own + s.begin * width_;
+      if (owned_by_ != kByChunk)
+        add(owned_by_, s.begin, s.size, s.begin);
+      else
+        Cut{count_, transport_.size()}.forEachChunk(
+            s, [&](int chunk, size_t begin, size_t n) { add(chunk, begin, n, s.begin); });
+      forEachOther([&](int r) { transport_.release(r); });
+      if (expected_ < slices_) expectSlice(expected_++);
+      visit(s);
+    }
+  }
+
+ private:
+  // Slices expected from a rank in advance: bounds the memory that a fast rank fills while this one
+  // waits for a slow rank.
+  static constexpr size_t kAhead = 32;
+
+  template <class Visit>
+  void forEachOther(Visit visit) {
+    for (int k = 1; k < transport_.size(); ++k) visit((transport_.rank() + k) % transport_.size());
+  }
+  void expectSlice(size_t j) {
+    forEachOther([&](int r) { transport_.expect(r, piece(count_, slice_, j).size * width_); });
+  }
+
+  Transport& transport_;
+  const ReduceKernels& kernels_;
+  const size_t width_, count_, slice_, slices_;
+  const int owned_by_;
+  size_t expected_ = 0;
+};
+
+// ---- ring
+//
 // The five ring primitives (algorithm/ring.h) over a transport.  The ring runs twice: once to name
 // the destinations of everything that will arrive (ExpectRing), and once to send and add
 // (MoveRing).
@@ -17,20 +159,6 @@
 //
 // If the inputs are sums of ranks of a host (RingCall::ofSums), they are of the partial type, and
 // are added in place.
-#pragma once
-
-#include <algorithm>
-#include <cstddef>
-#include <vector>
-
-#include "algorithm/cut.h"
-#include "algorithm/ring.h"
-#include "base/dtype.h"
-#include "collectives/stream_slices.h"
-#include "kernels/reduce.h"
-#include "transport/transport.h"
-
-namespace ringreduce {
 
 enum class Ending { kEverybody, kOwner, kRoot };
 

@@ -1,5 +1,5 @@
 // The candidates, each with its modelled time.
-#include "algorithm/explain.h"
+#include "algorithm/choose.h"
 
 #include <algorithm>
 

@@ -1,6 +1,7 @@
-// Setting something up together: what each rank has to say, and one outcome for all.
+// A step of the set-up that all ranks take: gathers a value of each rank, and gives all ranks the
+// same outcome.
 //
-// Collective calls like any other: all ranks make the same ones, in the same order.
+// These are collective calls: all ranks make the same ones in the same order.
 #pragma once
 
 #include <cstring>
@@ -13,13 +14,13 @@
 
 namespace ringreduce {
 
-// Copies text into a field of such a struct; what is too long is cut off.
+// Copies text into a field of a gathered struct, cut off at the field's size.
 template <size_t N>
 void setText(char (&field)[N], const std::string& text) {
   field[text.copy(field, N - 1)] = 0;
 }
 
-// Everybody's `mine`, by rank: a small struct of plain values.
+// The value of each rank, by rank: a small struct of plain values.
 template <class T>
 std::vector<T> gatherEach(Group& group, const T& mine) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -31,21 +32,18 @@ std::vector<T> gatherEach(Group& group, const T& mine) {
   return all;
 }
 
-// How a step went at one rank.
-struct Account {
+// How a step went on one rank.
+struct StepStatus {
   Failure kind = Failure::kNone;
   char text[1000] = {};
 };
 
-// Throws, on all ranks, the error of the lowest rank whose account is of one; the group stays
+// Runs `step`, a part of the work that concerns this rank only, and returns if it succeeded on all
+// ranks.  Otherwise throws the error of the lowest rank that failed, on all ranks; the group stays
 // usable.
-void settle(Group& group, const Account& mine);
-
-// Runs `step`, a part of the work that concerns this rank only, and returns if it went well on all
-// ranks; else throws the same error on all.
 template <class F>
-void together(Group& group, F&& step) {
-  Account mine;
+void agreeOnStatus(Group& group, F&& step) {
+  StepStatus mine;
   try {
     step();
   } catch (const Error& error) {
@@ -55,7 +53,10 @@ void together(Group& group, F&& step) {
     mine.kind = Failure::kSetup;
     setText(mine.text, error.what());
   }
-  settle(group, mine);
+  const std::vector<StepStatus> all = gatherEach(group, mine);
+  for (int r = 0; r < group.size(); ++r)
+    if (const StepStatus& status = all[static_cast<size_t>(r)]; status.kind != Failure::kNone)
+      throw Error(status.kind, group.who(r) + ": " + status.text);
 }
 
 }  // namespace ringreduce
