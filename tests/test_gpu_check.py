@@ -10,10 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
 
-import gpu_check  # noqa: E402
-import gpu_machine  # noqa: E402
-import gpu_stages  # noqa: E402
-from gpu_runner import Stage, Step  # noqa: E402
+import gpu_check
+import gpu_machine
+import gpu_stages
+from gpu_runner import Stage, Step
 
 
 def test_without_a_gpu_the_build_runs_and_nothing_counts_as_checked(
