@@ -115,32 +115,6 @@ def test_ddps_backward_raises(pool: Pool, world: MakeWorld, way: str) -> None:
     assert pool.run(add_up, world(3)) == [6.0] * 3
 
 
-def abort_amid(me: Rank, how: str) -> None:
-    dist.all_reduce(torch.ones(3))
-    if me.rank == 1:
-        time.sleep(0.3)
-        group = dist.group.WORLD
-        assert group is not None
-        if how == "abort":
-            group.abort()
-        else:
-            group._get_backend(torch.device("cpu")).abort()
-        me.tell(time.monotonic())
-        return
-    dist.all_reduce(torch.ones(100))
-
-
-@pytest.mark.parametrize("how", ["abort", "backend abort"])
-def test_abort_ends_everybodys_wait(pool: Pool, world: MakeWorld, how: str) -> None:
-    call = pool.start(abort_amid, world(3), how)
-    at = call.heard(1)
-    outcomes = call.outcomes(deadline=10.0)
-    for rank in (0, 2):
-        raised = expect(outcomes[rank], "Aborted", {1})
-        assert raised.when - at < 10.0
-    assert isinstance(outcomes[1], Done), outcomes[1]
-
-
 def wait_for_a_while(me: Rank) -> float:
     dist.barrier()
     if me.rank == 1:

@@ -232,6 +232,7 @@ def differences(name: str) -> dict[str, Change]:
         changes["codec"] = lambda at: compressed(at, codec="int4")
         changes["schedule"] = lambda at: compressed(at, schedule="ring")
         changes["op"] = lambda at: compressed(at, op="avg")
+        changes["rounding"] = lambda at: compressed(at, stochastic=True)
         del changes["dtype"]  # of float32 alone
     if name == "all_to_all_single with splits":
         changes["splits"] = lambda at: call(replace(at, splits=(3, 3, 3)))
