@@ -139,7 +139,7 @@ def test_the_store_may_go_away(pool: Pool, world: MakeWorld) -> None:
     for rank in range(3):
         call.heard(rank)
     server.signal(0, signal.SIGKILL)
-    server.outcomes(5.0)
+    server.outcomes()
     for rank in range(3):
         call.tell(rank)
     assert call.results() == [81.0] * 3

@@ -228,7 +228,7 @@ TEST(options_that_cannot_be_fail_on_all_ranks) {
 
 TEST(who_does_not_join_is_named) {
   ranks::MemoryStore store;
-  const GroupOptions hasty{.name = "test", .timeout = 200 * kMillisecond};
+  const GroupOptions hasty{.name = "test", .timeout = kSecond};
   ranks::inThreads(2, [&](int r) {
     CHECK(failureOf([&] { Group::create(store, r, 4, hasty); },
                     r == 0 ? "ranks 2 and 3" : "join") == Failure::kTimeout);
