@@ -164,6 +164,13 @@ def title(name: str) -> str:
     return TITLES.get(name, name)
 
 
+def limited(at: Site, seconds: float) -> Site:
+    """The same site, with another timeout for the calls from now on."""
+    limit = timedelta(seconds=seconds)
+    at.group.set_timeout(limit)  # type: ignore[attr-defined]
+    return replace(at, timeout=limit)
+
+
 def new_site(name: str, timeout: float, size: int = 0, **arguments: Any) -> Site | None:
     """A group of its own for a call; None on ranks that it does without.  All ranks call this."""
     size = 2 if name in MESSAGES else size or dist.get_world_size()
