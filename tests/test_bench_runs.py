@@ -44,7 +44,7 @@ def start(*arguments: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 120.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, seconds: float = 400.0) -> tuple[int, str, str]:
     """Exit status, stdout and stderr; kills a process that does not end."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -61,7 +61,7 @@ def rows_of(text: str) -> list[list[str]]:
 def four_ranks(controller: subprocess.Popen) -> list[int]:
     """Process ids of the rank processes of a benchmark, once it has started all four."""
     children = Path(f"/proc/{controller.pid}/task/{controller.pid}/children")
-    assert wait_until(lambda: len(children.read_text().split()) == 4, 60), "no four rank processes"
+    assert wait_until(lambda: len(children.read_text().split()) == 4, 240), "no four rank processes"
     return [int(pid) for pid in children.read_text().split()]
 
 
