@@ -103,11 +103,11 @@ def _receive_any(at: Site, t: torch.Tensor, peer: int) -> None:
     assert dist.recv(t, group=at.group, tag=at.tag) == peer
 
 
-def compressed(at: Site, codec: str = "int8", schedule: str = "auto", op: str = "sum") -> None:
+def compressed(at: Site, **how: Any) -> None:
     from ringreduce import backend_of, extension
 
     backend, t = backend_of(at.group), at.full()
-    extension().compressed_all_reduce(backend, t, t, codec=codec, op=op, schedule=schedule).wait()
+    extension().compressed_all_reduce(backend, t, t, **{"codec": "int8", "op": "sum", **how}).wait()
 
 
 CALLS: dict[str, Callable[[Site], Any]] = {
@@ -130,7 +130,9 @@ CALLS: dict[str, Callable[[Site], Any]] = {
     "all_to_all_single with splits": _splits,
     "barrier": lambda at: dist.barrier(group=at.group),
     # torch's own function takes gloo alone.
-    "monitored_barrier": lambda at: at.group.monitored_barrier(at.timeout),  # type: ignore[attr-defined]
+    "monitored_barrier": lambda at: at.group.monitored_barrier(  # type: ignore[attr-defined]
+        at.timeout, wait_all_ranks=True
+    ),
     "send": lambda at: _message(at, True, _receive),
     "recv": lambda at: _message(at, False, _receive),
     "recv from any": lambda at: _message(at, False, _receive_any),
@@ -160,6 +162,13 @@ TITLES = {
 
 def title(name: str) -> str:
     return TITLES.get(name, name)
+
+
+def limited(at: Site, seconds: float) -> Site:
+    """The same site, with another timeout for the calls from now on."""
+    limit = timedelta(seconds=seconds)
+    at.group.set_timeout(limit)  # type: ignore[attr-defined]
+    return replace(at, timeout=limit)
 
 
 def new_site(name: str, timeout: float, size: int = 0, **arguments: Any) -> Site | None:

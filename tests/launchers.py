@@ -58,7 +58,7 @@ def mpirun(world_size: int, *arguments: str) -> list[str]:
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 240.0
+    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 400.0
 ) -> subprocess.CompletedProcess[str]:
     """Runs a launcher to its end; after the timeout, ends it with all that it started."""
     # Open MPI refuses to run as root, which one is in a container, without these.

@@ -142,7 +142,7 @@ class Call:
                 self.workers[rank].process.join(5)
             self.ended[rank] = Died(rank, self.workers[rank].process.exitcode)
 
-    def heard(self, rank: int, timeout: float = 30.0) -> Any:
+    def heard(self, rank: int, timeout: float = 60.0) -> Any:
         """The next thing that the rank sent with `Rank.tell`."""
         until = time.monotonic() + timeout
         while not self.events[rank]:
@@ -159,7 +159,7 @@ class Call:
         while not awaited <= self.ended.keys() and (left := until - time.monotonic()) > 0:
             self._take(left)
 
-    def outcomes(self, deadline: float = 60.0) -> list[Outcome]:
+    def outcomes(self, deadline: float = 120.0) -> list[Outcome]:
         """What came of the job on each rank, after `deadline` seconds at the most."""
         self.await_end(range(len(self.workers)), deadline)
         for rank, worker in enumerate(self.workers):
@@ -168,7 +168,7 @@ class Call:
         self.pool.take_back(self)
         return [self.ended[rank] for rank in range(len(self.workers))]
 
-    def results(self, deadline: float = 60.0) -> list[Any]:
+    def results(self, deadline: float = 120.0) -> list[Any]:
         """The ranks' return values; `RanksFailed` if any rank has none."""
         outcomes = self.outcomes(deadline)
         values = [outcome.value for outcome in outcomes if isinstance(outcome, Done)]
@@ -241,7 +241,7 @@ class Pool:
         return call
 
     def run(
-        self, function: Callable[..., Any], world: World, *args: Any, deadline: float = 60.0
+        self, function: Callable[..., Any], world: World, *args: Any, deadline: float = 120.0
     ) -> list[Any]:
         """Runs a job that must succeed on every rank; returns the ranks' values."""
         return self.start(function, world, *args).results(deadline)
@@ -264,7 +264,7 @@ class Pool:
 
 
 def run_ranks(
-    script: Path, world_size: int, env: dict[str, str] | None = None, timeout: float = 150.0
+    script: Path, world_size: int, env: dict[str, str] | None = None, timeout: float = 400.0
 ) -> list[subprocess.CompletedProcess[str]]:
     """Runs a script as `world_size` whole Python processes, with RANK and the rest set (env://).
 

@@ -7,16 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def _state(pid: int) -> str:
+    """R, S, Z ...: of the process's first thread; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether the process is there and has not ended, which one that nobody waited for has."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    return _state(pid) not in ("", "Z")
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
+def asleep(pid: int) -> bool:
+    """Whether its first thread waits, and not for a processor."""
+    return _state(pid) == "S"
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
     """Polls until the condition holds; whether it did within `timeout` seconds."""
     until = time.monotonic() + timeout
     while not condition():

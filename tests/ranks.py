@@ -81,7 +81,7 @@ class Rank:
         """Sends `what` to the test, which takes it with `Call.heard`."""
         self.conn.send_bytes(pickle.dumps(("event", what)))
 
-    def hear(self, timeout: float = 30.0) -> Any:
+    def hear(self, timeout: float = 60.0) -> Any:
         """Waits for what the test sends with `Call.tell`."""
         if not self.conn.poll(timeout):
             raise TimeoutError("the test sent nothing")
@@ -158,7 +158,10 @@ def _enter_group(me: Rank, world: World, key: str) -> None:
     os.environ.update(GIVEN)
     os.environ.update(world.env)
     if world.size:
-        me.init(key, timeout=world.timeout)
+        # The timeout is for calls.  On a busy machine ranks may take longer to make the group.
+        me.init(key, timeout=max(60.0, world.timeout))
+        if world.timeout < 60.0 and dist.group.WORLD is not None and me.backend != "gloo":
+            dist.group.WORLD.set_timeout(timedelta(seconds=world.timeout))
 
 
 def _enter_place(me: Rank, places: Places | None, home: int) -> None:

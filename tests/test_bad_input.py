@@ -174,21 +174,21 @@ def make(me: Rank, path: str, rank: int, size: int, timeout: float, way: str) ->
 
 
 def start_each(
-    pool: Pool, world: MakeWorld, jobs: list[tuple[int, int]], way: str = ""
+    pool: Pool, world: MakeWorld, jobs: list[tuple[int, int]], way: str = "", timeout: float = 30.0
 ) -> list[str]:
     """Starts processes as (rank, world size), all meeting on one file; returns what each said."""
     path = pool.folder / pool.name("meeting")
-    call = pool.start(make_as, world(0), str(path), jobs, way, ranks=len(jobs), fresh=True)
-    outcomes = call.outcomes(deadline=30.0)
+    arguments = str(path), jobs, way, timeout
+    outcomes = pool.start(make_as, world(0), *arguments, ranks=len(jobs), fresh=True).outcomes()
     for outcome in outcomes:
         assert isinstance(outcome, Raised), f"rank {outcome.rank}: {outcome}"
         assert not outcome.isa("AssertionError"), outcome
     return [o.message for o in outcomes if isinstance(o, Raised)]
 
 
-def make_as(me: Rank, path: str, jobs: list[tuple[int, int]], way: str) -> float:
+def make_as(me: Rank, path: str, jobs: list[tuple[int, int]], way: str, timeout: float) -> float:
     rank, size = jobs[me.rank]
-    return make(me, path, rank, size, 6.0, way)
+    return make(me, path, rank, size, timeout, way)
 
 
 def test_world_sizes_differ(pool: Pool, world: MakeWorld) -> None:
@@ -204,7 +204,7 @@ def test_two_ranks_of_one_number(pool: Pool, world: MakeWorld) -> None:
 
 
 def test_a_rank_that_never_joins(pool: Pool, world: MakeWorld) -> None:
-    messages = start_each(pool, world, [(0, 3), (1, 3)])
+    messages = start_each(pool, world, [(0, 3), (1, 3)], timeout=6.0)
     assert any(re.search(r"\brank 2\b", m) for m in messages), messages
 
 
@@ -244,32 +244,35 @@ def test_ranks_in_pid_namespaces_of_their_own(pool: Pool, world: MakeWorld, wire
     assert "rank 1 (pid 1 on host" in said and nothing == ""
 
 
-def without_extension(tmp_path: Path, error: str) -> str:
-    """What `import ringreduce` raises where the extension's own import raises this."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import importlib, torch\n"
-        "known = importlib.import_module\n"
-        "def other(name, *args):\n"
-        f"    if name == 'ringreduce._C': raise {error}\n"
-        "    return known(name, *args)\n"
-        "importlib.import_module = other\n"
-        "import ringreduce\n"
-    )
-    done = run_ranks(script, 1)[0]
-    assert done.returncode == 1
-    return done.stderr.splitlines()[-1]
+WITHOUT_EXTENSION = """
+import importlib, sys, torch
+known = importlib.import_module
+for error in (
+    ImportError("_C.so: undefined symbol: _ZN3c10"),
+    ImportError("_C.so: failed to map: Cannot allocate memory"),
+    ModuleNotFoundError("none", name="ringreduce._C"),
+):
+    def other(name, *args):
+        if name == "ringreduce._C":
+            raise error
+        return known(name, *args)
+    importlib.import_module = other
+    try:
+        import ringreduce
+    except ImportError as raised:
+        print(raised)
+    for name in [name for name in sys.modules if name.split(".")[0] == "ringreduce"]:
+        del sys.modules[name]
+"""
 
 
 def test_an_extension_that_does_not_load(tmp_path: Path) -> None:
-    said = without_extension(tmp_path, "ImportError('_C.so: undefined symbol: _ZN3c10')")
-    assert "built for torch" in said and "pip install" in said
-    said = without_extension(
-        tmp_path, "ImportError('_C.so: failed to map: Cannot allocate memory')"
-    )
-    assert said.endswith("does not load: _C.so: failed to map: Cannot allocate memory")
-    missing = "ModuleNotFoundError('none', name='ringreduce._C')"
-    assert "has not been built" in without_extension(tmp_path, missing)
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_EXTENSION)
+    other_torch, no_memory, missing = run_ranks(script, 1)[0].stdout.splitlines()
+    assert "built for torch" in other_torch and "pip install" in other_torch
+    assert no_memory.endswith("does not load: _C.so: failed to map: Cannot allocate memory")
+    assert "has not been built" in missing
 
 
 def test_a_file_of_an_earlier_run(pool: Pool, world: MakeWorld) -> None:
@@ -277,17 +280,17 @@ def test_a_file_of_an_earlier_run(pool: Pool, world: MakeWorld) -> None:
     path = Path(pool.folder / pool.name("stale"))
 
     def start(way: str, timeout: float) -> object:
-        args = (str(path), [(0, 2), (1, 2)], way)
+        args = (str(path), [(0, 2), (1, 2)], way, timeout)
         return pool.start(make_as, world(0), *args, ranks=2, fresh=True)
 
-    first = start("stay", 6.0)
+    first = start("stay", 30.0)
     for rank in range(2):
         assert first.heard(rank) == "joined"  # type: ignore[attr-defined]
     for rank in range(2):
         first.signal(rank, signal.SIGKILL)  # type: ignore[attr-defined]
-    first.outcomes(5.0)  # type: ignore[attr-defined]
+    first.outcomes()  # type: ignore[attr-defined]
     assert os.path.exists(path)
-    for outcome in start("", 6.0).outcomes(deadline=15.0):  # type: ignore[attr-defined]
+    for outcome in start("", 6.0).outcomes():  # type: ignore[attr-defined]
         if not (isinstance(outcome, Done) and outcome.value == 2.0):
             assert isinstance(outcome, Raised), outcome
             assert re.search(r"(?i)stale|earlier|left", outcome.message), outcome.message
@@ -306,7 +309,7 @@ def test_killed_before_the_group_is_whole(pool: Pool, world: MakeWorld) -> None:
     call.heard(0), call.heard(1)
     time.sleep(0.5)
     killed = call.signal(1, signal.SIGKILL)
-    survivor = call.outcomes(deadline=10.0)[0]
+    survivor = call.outcomes()[0]
     if over_sockets:
         # Ranks that share no memory have nothing but the store until all have come to it: there the
         # dead one has left its entry, and it is the deadline that ends the wait for the third.

@@ -44,7 +44,7 @@ def start(*arguments: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 120.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, seconds: float = 400.0) -> tuple[int, str, str]:
     """Exit status, stdout and stderr; kills a process that does not end."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -61,7 +61,7 @@ def rows_of(text: str) -> list[list[str]]:
 def four_ranks(controller: subprocess.Popen) -> list[int]:
     """Process ids of the rank processes of a benchmark, once it has started all four."""
     children = Path(f"/proc/{controller.pid}/task/{controller.pid}/children")
-    assert wait_until(lambda: len(children.read_text().split()) == 4, 60), "no four rank processes"
+    assert wait_until(lambda: len(children.read_text().split()) == 4, 240), "no four rank processes"
     return [int(pid) for pid in children.read_text().split()]
 
 
@@ -124,13 +124,6 @@ class TestRuns:
         assert "rank 1 failed" in err and "SIGKILL" in err
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
-    def test_an_error_names_its_rank(self):
-        status, _, err = finish(
-            start("-m", "ringreduce.bench", "all_reduce", "--backend", "no_such", "--sizes", "1K")
-        )
-        assert status == 1
-        assert "failed" in err and "no_such" in err and "Traceback" in err
-
     def test_interrupt_leaves_nothing(self):
         process = start(*GLOO, "--sizes", "1K", "--rounds", "1000")
         ranks = four_ranks(process)
@@ -185,22 +178,6 @@ def test_training(tmp_path, capsys, where):
         assert len(way["step"]) == 2 and (way["wrong"], way["same_bits"]) == (0, True)
         assert way["choice"].startswith(("exact: a step", "int8: a step") if key == "auto" else "")
         assert where or way["link_bytes"] > 1000
-
-
-@needs_hosts
-def test_a_run_between_hosts(tmp_path, capsys):
-    arguments = ["--paths", "lan_2", "--backend", "gloo", "--sizes", "4K", "--rounds", "2"]
-    assert compare.main([*arguments, "--out", str(tmp_path)]) == 0
-    document = json.loads((tmp_path / "net_lan_2.json").read_text())
-    [measured] = document["rows"]
-    assert measured["measurements"].keys() == {"ours", "gloo"}
-    for measurement in measured["measurements"].values():
-        assert measurement["wrong"] == 0
-        assert measurement["median_us"] > 200  # a round trip, at the very least
-    assert all(link["packets"] > 100 for link in document["statistics"]["links"])
-    assert "gloo (as ours)" in capsys.readouterr().out
-    assert compare.main(["--paths", "lan_2", "--backend", "nobody", "--sizes", "4K"]) == 1
-    assert "left out: nobody (as ours): " in capsys.readouterr().out
 
 
 @needs_hosts

@@ -65,7 +65,7 @@ def test_a_killed_rank_whose_child_lives_on(
     killed = call.signal(victim, signal.SIGKILL)
     call.await_end(range(3), 15.0)
     orphan = alive(children[victim][0])
-    outcomes = call.outcomes(deadline=20.0)
+    outcomes = call.outcomes()
     assert isinstance(outcomes[victim], Died)
     for raised in expect_all(outcomes, {victim}, "PeerLost", {victim}):
         assert raised.when - killed <= 10.0, f"took {raised.when - killed:.3f} s"

@@ -400,7 +400,7 @@ def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld, way: str) -> None:
         for rank in range(3):
             call.heard(rank)
         call.signal(victim, signal.SIGKILL)
-        outcomes = call.outcomes(20.0)
+        outcomes = call.outcomes()
         assert isinstance(outcomes[victim], Died)
         for raised in expect_all(outcomes, [victim], "PeerLost", [victim]):
             assert isinstance(raised, Raised)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from blame import blamed, expect, expect_all
 from conftest import MakeWorld
 from pool import Call, Died, Done, Outcome, Pool, Raised, Rank
+from processes import asleep, wait_until
 
 pytestmark = pytest.mark.ringreduce
 ALGORITHMS = ("auto", "ring", "direct", "twoshot")
@@ -83,7 +84,7 @@ def test_sigkill_amid_all_reduces(pool: Pool, world: MakeWorld, full: bool) -> N
             assert call.heard(rank) == "flowing"
         time.sleep(draw.random() * 0.05)
         killed = call.signal(victim, signal.SIGKILL)
-        outcomes = call.outcomes(deadline=10.0)
+        outcomes = call.outcomes()
         assert outcomes[victim] == Died(victim, -signal.SIGKILL), case
         for raised in expect_all(outcomes, {victim}, "PeerLost", {victim}):
             assert raised.when - killed <= soon, f"{case}: took {raised.when - killed:.3f} s"
@@ -126,7 +127,7 @@ def test_a_rank_that_never_arrives(
 ) -> None:
     deadline = 2.0  # making the group must not take longer, on a busy machine either
     job = pool.start(arrive_late, world(size, timeout=deadline), late, 3.0, call, remade=True)
-    outcomes = job.outcomes(deadline=30.0)
+    outcomes = job.outcomes()
     name = "all_reduce" if call == "async" else call
     for raised in expect_all(outcomes, {late}, "Timeout", {late}, says=rf"{name} #1\b"):
         waited = raised.when - job.heard(raised.rank)
@@ -142,16 +143,16 @@ def test_sigstop_amid_an_all_reduce(
 ) -> None:
     """A Timeout names the end of the chain: who stopped, not who waits for him."""
     victim = 1
-    group = world(size, timeout=2.0, ALGORITHM=algorithm)
+    group = world(size, timeout=3.0, ALGORITHM=algorithm)
     job = pool.start(loop_forever, group, 500_000, "blocking")
     for rank in range(size):
         job.heard(rank)
     stopped = job.signal(victim, signal.SIGSTOP)
     job.await_end(set(range(size)) - {victim}, 15.0)
     job.signal(victim, signal.SIGCONT)
-    outcomes = job.outcomes(deadline=10.0)
+    outcomes = job.outcomes()
     for raised in expect_all(outcomes, {victim}, "Timeout", {victim}):
-        assert 1.8 <= raised.when - stopped <= 12.0
+        assert 2.0 <= raised.when - stopped <= 15.0
     expect(outcomes[victim], "Error", {victim})
     assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
 
@@ -160,14 +161,15 @@ def test_the_log_names_who_is_missing(pool: Pool, world: MakeWorld) -> None:
     """Long before any deadline, on standard error."""
     group = world(3, STALL_SECONDS="0.5")
     job = pool.start(arrive_late, group, 1, 1.6, "all_reduce", remade=True)
-    job.results(deadline=20.0)
+    job.results()
     for rank in (0, 2):
-        lines = [line for line in job.log(rank).splitlines() if "waited" in line]
+        said = job.log(rank).splitlines()
+        lines = [line for line in said if "waited" in line and "all_reduce #1" in line]
         assert lines, f"rank {rank} logged nothing: {job.log(rank)}"
         assert len(lines) <= 4, "the log is flooded"
-        who = lines[0].split(": ", 1)[1]
-        assert blamed(who) == {1}, lines[0]
-        assert "all_reduce #1" in lines[0], lines[0]
+        named = [blamed(line.split(": ", 1)[1]) for line in lines]
+        # On a busy machine the first one may name a rank that is a little late as well.
+        assert {1} in named and all(1 in ranks for ranks in named), lines
 
 
 def wait_for_ever(me: Rank, call: str) -> None:
@@ -207,10 +209,11 @@ def signal_a_wait(job: Call, number: int) -> tuple[float, list[Outcome]]:
     """A signal for rank 0 once it waits; rank 1 is told to end after it.  When, and what came."""
     job.heard(0)
     time.sleep(0.3)
+    assert wait_until(lambda: asleep(job.workers[0].pid), 20.0), "rank 0 does not wait"
     sent = job.signal(0, number)
     job.await_end([0], 20.0)
     job.tell(1)
-    return sent, job.outcomes(deadline=10.0)
+    return sent, job.outcomes()
 
 
 def press_ctrl_c(pool: Pool, world: MakeWorld, job: Call) -> None:
@@ -262,17 +265,19 @@ def test_no_rank_ever_names_a_survivor(pool: Pool, world: MakeWorld, full: bool)
             assert job.heard(rank) == "flowing"
         job.signal(victim, signal.SIGKILL)
         for rank in set(range(size)) - {victim}:
-            message = job.heard(rank, timeout=10.0)
+            message = job.heard(rank)
             assert message.startswith("PeerLost"), f"trial {trial}, rank {rank}: {message}"
             assert blamed(message) == {victim}, f"trial {trial}, rank {rank}: {message}"
-        job.outcomes(deadline=10.0)
+        job.outcomes()
 
 
 def late_learners(me: Rank, victim: int) -> list[str]:
     """Rank 0 comes to its next operation only after the others have failed and left."""
     dist.all_reduce(torch.ones(4))
     if me.rank == victim:
+        me.hear()  # once the first call has ended on all ranks
         os.kill(os.getpid(), signal.SIGKILL)
+    me.tell("begun")
     if me.rank == 0:
         time.sleep(1.0)
     said = []
@@ -287,8 +292,11 @@ def late_learners(me: Rank, victim: int) -> list[str]:
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_late_survivor_blames_the_dead(pool: Pool, world: MakeWorld, victim: int) -> None:
-    outcomes = pool.start(late_learners, world(3), victim).outcomes(deadline=15.0)
-    for outcome in outcomes:
+    call = pool.start(late_learners, world(3), victim)
+    for rank in {0, 1, 2} - {victim}:
+        call.heard(rank)
+    call.tell(victim)
+    for outcome in call.outcomes():
         if outcome.rank != victim:
             assert isinstance(outcome, Done), outcome
             assert [blamed(message) for message in outcome.value] == [{victim}] * 2, outcome

@@ -214,7 +214,7 @@ def test_shrink_after_a_rank_was_killed(pool: Pool, world: MakeWorld, flags: int
         call.heard(rank)
     time.sleep(0.05)
     call.signal(2, signal.SIGKILL)
-    outcomes = call.outcomes(40.0)
+    outcomes = call.outcomes()
     assert isinstance(outcomes[2], Died)
     for group_rank, rank in enumerate([0, 1, 3]):
         outcome = outcomes[rank]

@@ -75,29 +75,7 @@ def test_torchrun(tmp_path: Path, backend: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script)], env=env, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 3.0") == 2, done.stdout
-
-
-@pytest.mark.slow
-def test_mp_spawn(tmp_path: Path, backend: str) -> None:
-    script = write(
-        tmp_path,
-        """
-        import torch.multiprocessing as mp
-
-        def main(rank, meeting):
-            work(init_method=f"file://{meeting}", rank=rank, world_size=2)
-
-        if __name__ == "__main__":
-            mp.spawn(main, args=(sys.argv[0] + ".meeting",), nprocs=2)
-        """,
-    )
-    env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=180
+        [*command, str(script)], env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0") == 2, done.stdout
@@ -161,15 +139,15 @@ def test_the_store_may_go_away(pool: Pool, world: MakeWorld) -> None:
     for rank in range(3):
         call.heard(rank)
     server.signal(0, signal.SIGKILL)
-    server.outcomes(5.0)
+    server.outcomes()
     for rank in range(3):
         call.tell(rank)
     assert call.results() == [81.0] * 3
 
 
-def join_slowly(me: Rank, path: str, wait: float) -> float:
+def join_late(me: Rank, path: str, wait: float) -> float:
     time.sleep(wait * me.rank)
-    me.init(path)
+    me.init(path, size=4)
     t = torch.ones(1)
     dist.all_reduce(t)
     dist.destroy_process_group()
@@ -180,8 +158,3 @@ def test_ranks_that_come_late(pool: Pool, world: MakeWorld) -> None:
     for wait in (0.0, 0.4):
         call = pool.start(join_late, world(0), pool.name("late"), wait, ranks=4)
         assert call.results() == [4.0] * 4
-
-
-def join_late(me: Rank, path: str, wait: float) -> float:
-    me.world_size = 4
-    return join_slowly(me, path, wait)

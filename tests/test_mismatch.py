@@ -62,7 +62,7 @@ def check(
     pool: Pool, group: Any, what: str, others: list[int], named: set[int], style: str
 ) -> None:
     call = pool.start(disagree, group, what, others, style, remade=True)
-    outcomes = call.outcomes(deadline=20.0)
+    outcomes = call.outcomes()
     for outcome in outcomes:
         raised = expect(outcome, "Mismatch", named)
         assert re.search(r"#1\b", raised.message), raised.message
@@ -98,7 +98,7 @@ def out_of_order(me: Rank) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_order(pool: Pool, world: MakeWorld, size: int) -> None:
-    for outcome in pool.start(out_of_order, world(size, timeout=8.0)).outcomes(deadline=20.0):
+    for outcome in pool.start(out_of_order, world(size, timeout=8.0)).outcomes():
         raised = expect(outcome, "Mismatch", {1})
         assert "all_reduce" in raised.message and "broadcast" in raised.message
 
@@ -109,7 +109,7 @@ def three_ways(me: Rank) -> None:
 
 
 def test_everybody_differs(pool: Pool, world: MakeWorld) -> None:
-    for outcome in pool.start(three_ways, world(3, timeout=8.0)).outcomes(deadline=20.0):
+    for outcome in pool.start(three_ways, world(3, timeout=8.0)).outcomes():
         raised = expect(outcome, "Mismatch", {1, 2})
         for count in ("10 elements", "11 elements", "12 elements"):
             assert count in raised.message
@@ -131,7 +131,7 @@ def one_more(me: Rank) -> str:
 def test_a_call_that_the_others_never_make(pool: Pool, world: MakeWorld) -> None:
     """They left the group: that is said, not waited out."""
     began = time.monotonic()
-    outcomes = pool.start(one_more, world(3)).outcomes(deadline=20.0)
+    outcomes = pool.start(one_more, world(3)).outcomes()
     assert time.monotonic() - began < 15
     said = [o.value for o in outcomes if isinstance(o, Done)]
     assert len(said) == 3, outcomes

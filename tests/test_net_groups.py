@@ -90,7 +90,7 @@ def loop(me: Rank, victim: int, own_end: bool) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_by_all(pool: Pool, three: Hosts, victim: int) -> None:
     call = pool.start(loop, on(three), victim, True, fresh=True)
-    for outcome in call.outcomes(30):
+    for outcome in call.outcomes():
         if outcome.rank == victim:
             assert outcome == Died(victim, -signal.SIGKILL)
         else:
@@ -105,7 +105,7 @@ def test_a_host_that_is_cut_off_is_named_and_names_the_others(pool: Pool) -> Non
         for rank in range(3):
             assert call.heard(rank) == "flowing"
         hosts.cut(2)
-        for outcome in call.outcomes(30):
+        for outcome in call.outcomes():
             assert isinstance(outcome, Raised) and outcome.isa("PeerLost"), outcome
             lost = "rank 2" if outcome.rank != 2 else "rank [01]"
             assert re.search(lost + r" \(.* is lost", outcome.message), outcome.message
@@ -130,7 +130,7 @@ def test_who_waits_for_a_message_hears_why_it_will_not_come(pool: Pool) -> None:
         hosts.cut(2)
         call.await_end([0, 1], 20)
         call.tell(2)
-        for outcome in call.outcomes(20)[:2]:
+        for outcome in call.outcomes()[:2]:
             expect(outcome, "PeerLost", [2], "is lost: no packet from its host came")
 
 
@@ -143,4 +143,4 @@ def test_a_stopped_rank_is_not_taken_for_dead(pool: Pool, three: Hosts) -> None:
     for rank in (0, 2):
         expect(call.ended[rank], "Timeout", [1])
     call.signal(1, signal.SIGKILL)
-    call.outcomes(10)
+    call.outcomes()

@@ -78,7 +78,7 @@ def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: 
                 environment={**variables, "RINGREDUCE_LOG": level},
                 port=29400 + bool(level),
             )
-            for outcome in job.wait(60):
+            for outcome in job.wait(240):
                 assert outcome.code == 0, outcome.output
                 name = variables.get("RINGREDUCE_IF", "eth0")
                 line = (

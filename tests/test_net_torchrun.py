@@ -51,7 +51,7 @@ def on_two(per_host: int, meeting: str, more: dict[str, str]) -> list[dict[str, 
         script = " ".join([*SCRIPT, "--record", folder])
         command = f"exec {launcher} --nproc-per-node={per_host} {script}"
         job = hosts.start(["sh", "-c", command], environment=more)
-        for outcome in job.wait(120):
+        for outcome in job.wait(400):
             assert outcome.code == 0, outcome.output
         return records(folder, 2 * per_host)
 

@@ -62,6 +62,7 @@ def test_a_bad_rank_is_reported_and_replaced(
     monkeypatch.setattr("pool.shutil.which", lambda name: None)  # gdb takes seconds
     call = pool.start(misbehave, world(2), how)
     assert call.heard(1) == "here"
+    call.await_end([0], 20.0)
     good, bad = call.outcomes(deadline=2.0 if how == "hang" else 20.0)
     assert good == Done(0, 0)
     if how == "raise":

@@ -72,7 +72,7 @@ def in_a_subgroup(me: Rank, what: str) -> None:
 
 @pytest.mark.parametrize(("what", "error"), [("kill", "PeerLost"), ("mismatch", "Mismatch")])
 def test_a_subgroup_names_global_ranks(pool: Pool, world: MakeWorld, what: str, error: str) -> None:
-    outcomes = pool.start(in_a_subgroup, world(4), what, remade=True).outcomes(deadline=10.0)
+    outcomes = pool.start(in_a_subgroup, world(4), what, remade=True).outcomes()
     assert isinstance(outcomes[0], Done) and isinstance(outcomes[2], Done)
     raised = outcomes[1]
     assert isinstance(raised, Raised) and raised.isa(error), raised

@@ -114,7 +114,7 @@ def test_a_stranger_cannot_join(pool: Pool, world: MakeWorld, uid: int, says: by
     assert wait_until(lambda: bool(listening(pids[0]))), "rank 0 listens nowhere"
     doors = listening(pids[0])
     stranger = pool.start(knock, world(0), doors, uid, says, ranks=1, fresh=True)
-    answers = stranger.results(deadline=20.0)[0]
+    answers = stranger.results()[0]
     assert answers, "the stranger found no door: this test tests nothing"
     assert all("bytes" not in a or a == "0 bytes, 0 fds" for a in answers), answers
     call.tell(1)
@@ -123,7 +123,7 @@ def test_a_stranger_cannot_join(pool: Pool, world: MakeWorld, uid: int, says: by
     doors = [name for pid in pids for name in listening(pid)]
     if doors:
         again = pool.start(knock, world(0), doors, uid, says, ranks=1, fresh=True)
-        answers = again.results(deadline=20.0)[0]
+        answers = again.results()[0]
         assert all("bytes" not in a or a == "0 bytes, 0 fds" for a in answers), answers
     for rank in range(2):
         call.tell(rank)
@@ -252,6 +252,6 @@ def mixed_users(me: Rank, key: str) -> None:
 @pytest.mark.root
 def test_ranks_of_two_users_are_refused(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(mixed_users, world(0), pool.name("users"), ranks=2, fresh=True)
-    for outcome in call.outcomes(deadline=15.0):
+    for outcome in call.outcomes():
         message = getattr(outcome, "message", "")
         assert re.search(r"(?i)\buser", message) and re.search(r"\brank 1\b", message), outcome

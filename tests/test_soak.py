@@ -297,9 +297,3 @@ def test_soak(pool: Pool, world: MakeWorld, full: bool) -> None:
     for seed in seeds:
         print(f"RINGREDUCE_SEED={seed}")
         assert pool.run(run_program, world(WORLD), seed, length, deadline=120.0) == [length] * WORLD
-
-
-def test_a_program_is_repeatable() -> None:
-    assert program(5, 200) == program(5, 200)
-    assert program(5, 200) != program(6, 200)
-    assert {step.call for step in program(5, 1000)} == set(CALLS)

@@ -68,7 +68,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     if package().parent.name != "site-packages":
         env["MYPYPATH"] = str(package().parent)
     command = (sys.executable, "-m", *command)
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
 
 
 def test_markers_are_there() -> None:

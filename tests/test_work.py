@@ -100,8 +100,11 @@ def timed(me: Rank) -> tuple[float, float, str]:
     short = dist.all_reduce(t, group=group, async_op=True)
     short.wait()
     if me.rank == 0:
-        time.sleep(0.3)
+        dist.recv(torch.ones(1), 1)  # when rank 1 has begun
+        time.sleep(0.5)
     long = dist.all_reduce(t, group=group, async_op=True)
+    if me.rank == 1:
+        dist.send(torch.ones(1), 0)
     long.wait()
     return short._get_duration(), long._get_duration(), refused
 

@@ -301,19 +301,3 @@ TEST(what_cannot_be_decoded_names_whom_it_came_from) {
             Failure::kPeerLost);
     }
 }
-
-TEST(it_goes_between_other_operations_and_in_the_worker) {
-  overEach([] {
-    ranks::inGroup(3, [](Group& group) {
-      for (int i = 0; i < 30; ++i) {
-        Floats data(3000, 1.F);
-        const auto ticket = group.submit({some(data)}, nullptr);
-        int32_t word = group.rank() == i % 3 ? i : -1;
-        group.run({Broadcast{&word, 1, DType::kInt32, i % 3}});
-        CHECK(group.await(*ticket, kNever) && !ticket->error());
-        CHECK(data[2999] > 2.9F && data[2999] < 3.1F);
-        CHECK_EQ(word, i);
-      }
-    });
-  });
-}

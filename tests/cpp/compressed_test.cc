@@ -207,25 +207,3 @@ TEST(what_is_not_finite_arrives_as_such_everywhere) {
         });
       }
 }
-
-TEST(ranks_that_disagree_find_out) {
-  const Case c(3, 0, {Codec::kInt8}, ReduceOp::kSum, CodedSchedule::kOwner);
-  for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing}) {
-    std::atomic<int> found = 0;
-    const auto disagreeing = [&] {
-      overStandIn(3, [&](stream_cases::Caller& call) {
-        CompressedAllReduce a = c.call(nullptr, nullptr, nullptr);
-        a.schedule = schedule;
-        if (call.transport.rank() == 2) a.coding.codec = Codec::kInt4;
-        try {
-          call(a);
-        } catch (const Error& error) {
-          if (error.kind() == Failure::kMismatch) ++found;
-          throw;
-        }
-      });
-    };
-    CHECK_THROWS(std::exception, disagreeing());
-    CHECK(found > 0);
-  }
-}

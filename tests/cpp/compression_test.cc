@@ -3,10 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstring>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 #include "check.h"
@@ -74,12 +71,6 @@ std::vector<float> residual(Compression& state, size_t parameter) {
   return values;
 }
 
-double average(int P, size_t step, size_t parameter, size_t i) {
-  double sum = 0;
-  for (int r = 0; r < P; ++r) sum += gradient(r, step, parameter, i);
-  return sum / P;
-}
-
 const CompressionSettings kInt4{.codec = Codec::kInt4};
 
 }  // namespace
@@ -102,73 +93,6 @@ TEST(no_bit_depends_on_the_buckets) {
     });
 }
 
-TEST(what_is_lost_is_made_up_for) {
-  for (int P : {2, 3})
-    ranks::inGroup(P, [&](Group& group) {
-      Compression state(kInt4, kParameters);
-      std::vector<double> total(5000);
-      for (size_t s = 0; s < 5; ++s) {
-        const Gradients got = step(state, group, s, kTwo);
-        for (size_t i = 0; i < total.size(); ++i) total[i] += got[0][i] - average(P, s, 0, i);
-        for (size_t i = 0; i < 10; ++i)
-          CHECK(std::abs(got[1][i] - average(P, s, 1, i)) < 1e-6);  // exact
-      }
-      std::vector<float> held = residual(state, 0);
-      group.run({AllReduce{held.data(), held.size(), DType::kFloat32, ReduceOp::kAvg}});
-      double most = 0;
-      for (size_t i = 0; i < total.size(); ++i) {
-        CHECK(std::abs(total[i] + held[i]) < 1e-5);
-        most = std::max(most, std::abs(total[i]));
-      }
-      CHECK(most > 1e-3);  // or nothing was coded
-      std::vector<float> none(10);
-      CHECK(!state.readResidual(1, none.data()));
-      CHECK(state.residualBytes() >= 2 * sizeof(float) * 5300);
-    });
-}
-
-TEST(what_is_owed_waits_for_a_gradient) {
-  ranks::inGroup(3, [&](Group& group) {
-    Compression state(kInt4, kParameters);
-    const auto without = [](Gradients& all) { std::fill(all[0].begin(), all[0].end(), -0.f); };
-    std::vector<double> total(5000);
-    const auto count = [&](const Gradients& got, auto wanted) {
-      for (size_t i = 0; i < total.size(); ++i) total[i] += got[0][i] - wanted(i);
-    };
-    count(step(state, group, 0, kTwo), [](size_t i) { return average(3, 0, 0, i); });
-    // Nobody has one: DDP would throw away what comes.
-    const std::vector<float> before = residual(state, 0), other = residual(state, 2);
-    CHECK(step(state, group, 1, kTwo, without)[0] == std::vector<float>(5000));
-    CHECK(residual(state, 0) == before);
-    CHECK(residual(state, 2) != other);
-    // One rank has none.
-    count(step(state, group, 2, kTwo,
-               [&](Gradients& all) {
-                 if (group.rank() == 1) without(all);
-               }),
-          [](size_t i) { return (gradient(0, 2, 0, i) + gradient(2, 2, 0, i)) / 3.; });
-    std::vector<float> held = residual(state, 0);
-    group.run({AllReduce{held.data(), held.size(), DType::kFloat32, ReduceOp::kAvg}});
-    for (size_t i = 0; i < total.size(); ++i) CHECK(std::abs(total[i] + held[i]) < 1e-5);
-  });
-}
-
-TEST(a_step_that_is_not_finite_leaves_no_trace) {
-  for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")})
-    for (const size_t parameter : {0, 1, 2})
-      ranks::inGroup(3, [&](Group& group) {
-        Compression state(kInt4, kParameters), calm(kInt4, kParameters);
-        for (size_t s = 0; s < 2; ++s) step(state, group, s, kThree), step(calm, group, s, kThree);
-        const std::vector<float> before = residual(state, 0);
-        const Gradients got = step(state, group, 2, kThree, [&](Gradients& all) {
-          if (group.rank() == 1) all[parameter][3] = bad;
-        });
-        CHECK(!std::isfinite(got[parameter][3]));
-        CHECK(residual(state, 0) == before);
-        CHECK(step(state, group, 3, kThree) == step(calm, group, 3, kThree));
-      });
-}
-
 TEST(what_began_but_did_not_end_leaves_no_trace) {
   ranks::inGroup(2, [&](Group& group) {
     Compression state(kInt4, kParameters), calm(kInt4, kParameters);
@@ -184,51 +108,6 @@ TEST(what_began_but_did_not_end_leaves_no_trace) {
     CHECK(step(state, group, 1, kThree) == step(calm, group, 1, kThree));
     CHECK(residual(state, 0) != before);
     CHECK_EQ(state.steps(), uint64_t{3});
-  });
-}
-
-TEST(it_goes_on_from_what_was_kept) {
-  ranks::inGroup(3, [&](Group& group) {
-    Compression first(kInt4, kParameters), second(kInt4, kParameters);
-    for (size_t s = 0; s < 3; ++s) step(first, group, s, kTwo);
-    for (const size_t p : {0, 2}) second.writeResidual(p, residual(first, p).data());
-    second.setSteps(first.steps());
-    for (size_t s = 3; s < 5; ++s)
-      CHECK(step(first, group, s, kTwo) == step(second, group, s, s == 3 ? kOne : kTwo));
-    first.scaleResiduals(2);
-    const std::vector<float> twice = residual(first, 0), once = residual(second, 0);
-    for (size_t i = 0; i < once.size(); ++i) CHECK_EQ(twice[i], 2 * once[i]);
-  });
-}
-
-TEST(the_first_steps_are_exact_if_asked_for) {
-  ranks::inGroup(2, [&](Group& group) {
-    CompressionSettings settings = kInt4;
-    settings.start_after = 2;
-    Compression state(settings, kParameters);
-    for (size_t s = 0; s < 4; ++s) {
-      const Gradients got = step(state, group, s, kOne);
-      double off = 0;
-      for (size_t i = 0; i < 5000; ++i)
-        off = std::max(off, std::abs(got[0][i] - average(2, s, 0, i)));
-      CHECK_EQ(off < 1e-6, s < 2);
-    }
-  });
-}
-
-TEST(a_trial_ends_with_one_answer_for_all) {
-  ranks::inGroup(3, [&](Group& group) {
-    CompressionSettings settings;
-    settings.automatic = true;
-    Compression state(settings, kParameters);
-    CHECK_EQ(state.choice(), std::string("measuring"));
-    for (size_t s = 0; s < 14; ++s) step(state, group, s, kTwo);
-    CHECK(state.choice() == "int8" || state.choice() == "exact");
-    uint64_t coded = state.choice() == "int8", sum = coded;
-    group.run({AllReduce{&sum, 1, DType::kInt64, ReduceOp::kSum}});
-    CHECK(sum == 3 * coded);
-    // What was held back in coded steps has been sent.
-    if (!coded) CHECK_EQ(state.residualBytes(), size_t{0});
   });
 }
 

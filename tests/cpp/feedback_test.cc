@@ -190,17 +190,6 @@ TEST(what_is_not_finite_is_no_residual) {
   }
 }
 
-TEST(a_layout_that_comes_back_has_what_changed_meanwhile) {
-  Residuals residuals({300, 200});
-  const MessageLayout both(partsOf({300, 200}), 2);
-  residuals.storeOf(both);
-  residuals.storeOf(MessageLayout({{1, 0, 200}}, 2));  // a step without the first
-  residuals.write(1, numbers(200).data());
-  std::vector<float> bucket(500);
-  CHECK(scatter(bucket.data(), DType::kFloat32, both, residuals.storeOf(both)->kept.data()));
-  CHECK(std::vector<float>(bucket.begin() + 300, bucket.end()) == numbers(200));
-}
-
 TEST(a_parameter_without_a_gradient_is_found) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     const MessageLayout layout(partsOf({1000, 1, 0, 257, 300}), 2);

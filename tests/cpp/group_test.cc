@@ -4,7 +4,6 @@
 // be; what needs processes (a killed rank, a fork) is tested from Python.
 #include <atomic>
 #include <chrono>
-#include <numeric>
 #include <vector>
 
 #include "algorithm/cut.h"
@@ -70,27 +69,6 @@ TEST(fewest_slots) {
     const Setting chosen("RINGREDUCE_ALGORITHM", algorithm);
     allReduceMatches(3);
   }
-}
-
-TEST(broadcast_gather_barrier) {
-  const Setting small("RINGREDUCE_SLOT_BYTES", "4096");
-  for (int P : {1, 2, 3, 5})
-    for (size_t n : {0, 1, 1000, 5000})
-      ranks::inGroup(P, [&](Group& group) {
-        for (int root = 0; root < P; ++root) {
-          std::vector<float> data = input(group.rank(), n);
-          group.run({Broadcast{data.data(), n, DType::kFloat32, root}});
-          CHECK(data == input(root, n));
-        }
-        group.run({Barrier{}});
-        const std::vector<float> mine = input(group.rank(), n);
-        std::vector<std::vector<float>> all(static_cast<size_t>(P), std::vector<float>(n));
-        AllGather gather{.input = mine.data(), .dtype = DType::kFloat32};
-        for (auto& part : all) gather.outputs.push_back(part.data());
-        gather.counts.assign(all.size(), n);
-        group.run({gather});
-        for (int r = 0; r < P; ++r) CHECK(all[static_cast<size_t>(r)] == input(r, n));
-      });
 }
 
 TEST(queued_and_blocking_operations_keep_their_order) {
@@ -184,30 +162,7 @@ TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
         CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1 (") == Failure::kTimeout);
         ++raised;
       },
-      {.name = "test", .timeout = 200 * kMillisecond});
-}
-
-TEST(ranks_that_disagree_are_named) {
-  for (int odd : {0, 2}) {
-    for (int what = 0; what < 5; ++what) {
-      ranks::inGroup(4, [&](Group& group) {
-        float data[64] = {};
-        Operation mine{AllReduce{data, 8, DType::kFloat32, ReduceOp::kSum}};
-        if (group.rank() == odd) {
-          if (what == 0) mine.call = AllReduce{data, 9, DType::kFloat32, ReduceOp::kSum};
-          if (what == 1) mine.call = AllReduce{data, 8, DType::kInt32, ReduceOp::kSum};
-          if (what == 2) mine.call = AllReduce{data, 8, DType::kFloat32, ReduceOp::kMax};
-          if (what == 3) mine.call = Barrier{};
-          if (what == 4) mine.call = Broadcast{data, 8, DType::kFloat32, odd};
-        }
-        const auto twice = [&] {
-          group.run(mine);
-          group.run({Barrier{}});
-        };
-        CHECK(failureOf(twice, "rank " + std::to_string(odd) + " called") == Failure::kMismatch);
-      });
-    }
-  }
+      {.name = "test", .timeout = 500 * kMillisecond});
 }
 
 TEST(a_difference_that_nobody_waited_for_shows_at_the_next_operation) {
@@ -243,32 +198,6 @@ TEST(abort_ends_a_wait_everywhere) {
   });
 }
 
-TEST(bad_arguments_leave_the_group_usable) {
-  ranks::inGroup(2, [](Group& group) {
-    float x = 1;
-    CHECK(failureOf([&] { group.run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kBand}}); }) ==
-          Failure::kArgument);
-    CHECK(failureOf([&] { group.run({AllReduce{&x, 1, DType::kComplex64, ReduceOp::kSum}}); }) ==
-          Failure::kArgument);
-    CHECK(failureOf([&] { group.run({Broadcast{&x, 1, DType::kFloat32, 2}}); }) ==
-          Failure::kArgument);
-    group.run({AllReduce{&x, 1, DType::kFloat32, ReduceOp::kSum}});
-    CHECK_EQ(x, 2.f);
-  });
-}
-
-TEST(world_sizes_and_ranks_must_agree) {
-  ranks::MemoryStore store;
-  ranks::inThreads(2, [&](int r) {
-    CHECK(failureOf([&] { Group::create(store, r, r == 0 ? 2 : 3, {.name = "test"}); },
-                    "world size mismatch") == Failure::kSetup);
-  });
-  ranks::inThreads(3, [&](int t) {
-    CHECK(failureOf([&] { Group::create(store, t == 0 ? 0 : 1, 3, {.name = "test"}); },
-                    "two processes claim rank 1") == Failure::kSetup);
-  });
-}
-
 TEST(the_reason_reaches_every_rank_and_those_who_come_later) {
   for (int round = 0; round < 4; ++round) {
     ranks::MemoryStore store;
@@ -299,7 +228,7 @@ TEST(options_that_cannot_be_fail_on_all_ranks) {
 
 TEST(who_does_not_join_is_named) {
   ranks::MemoryStore store;
-  const GroupOptions hasty{.name = "test", .timeout = 200 * kMillisecond};
+  const GroupOptions hasty{.name = "test", .timeout = kSecond};
   ranks::inThreads(2, [&](int r) {
     CHECK(failureOf([&] { Group::create(store, r, 4, hasty); },
                     r == 0 ? "ranks 2 and 3" : "join") == Failure::kTimeout);

@@ -98,13 +98,17 @@ inline void inThreads(int size, const std::function<void(int)>& body) {
   if (first) std::rethrow_exception(first);
 }
 
-// The same with a new group for all of them.
+// The same with a new group for all of them.  The timeout is for operations: making the group may
+// take longer on a busy machine.
 inline void inGroup(int size, const std::function<void(ringreduce::Group&)>& body,
                     ringreduce::GroupOptions options = {}) {
   MemoryStore store;
   if (options.name.empty()) options.name = "test";
+  const ringreduce::Nanos timeout = options.timeout;
+  options.timeout = std::max(timeout, 60 * ringreduce::kSecond);
   inThreads(size, [&](int r) {
     const auto group = ringreduce::Group::create(store, r, size, options);
+    group->setTimeout(timeout);
     body(*group);
   });
 }

@@ -246,37 +246,22 @@ void deafen(const Fd& socket) {
 
 }  // namespace
 
-TEST(a_connection_that_nothing_gets_through_is_found_by_who_sends) {
-  Alone alone({.lost_after = 100 * kMillisecond});
-  alone.prepare = [](const TcpPair& pair) { deafen(pair.accepted); };
-  const Fd other = alone.heard();
-  char byte = 0;
-  const auto kind = ranks::failureOf(
-      [&] {
-        alone.me.operation([&](Transport& transport) {
-          transport.send(1, &byte, 1);
-          transport.expect(1, &byte, 1);
-          transport.peek(1);
-        });
-      },
-      "rank 1: nothing that was sent from 127.0.0.1:");
-  CHECK(kind == Failure::kPeerLost);
-}
-
-TEST(a_connection_that_nothing_gets_through_is_found_by_who_receives) {
-  Alone alone({.lost_after = 100 * kMillisecond});
-  const Fd other = alone.heard();
-  deafen(other);
-  char byte = 0;
-  const auto kind = ranks::failureOf(
-      [&] {
-        alone.me.operation([&](Transport& transport) {
-          transport.expect(1, &byte, 1);
-          transport.peek(1);
-        });
-      },
-      "rank 1: Connection timed out (connection from 127.0.0.1:");
-  CHECK(kind == Failure::kPeerLost);
+TEST(a_connection_that_nothing_gets_through_is_found_by_both_sides) {
+  for (const bool sends : {true, false}) {
+    Alone alone({.lost_after = 100 * kMillisecond});
+    if (sends) alone.prepare = [](const TcpPair& pair) { deafen(pair.accepted); };
+    const Fd other = alone.heard();
+    if (!sends) deafen(other);
+    char byte = 0;
+    const auto waitForByte = [&](Transport& transport) {
+      if (sends) transport.send(1, &byte, 1);
+      transport.expect(1, &byte, 1);
+      transport.peek(1);
+    };
+    const char* const words = sends ? "rank 1: nothing that was sent from 127.0.0.1:"
+                                    : "rank 1: Connection timed out (connection from 127.0.0.1:";
+    CHECK(ranks::failureOf([&] { alone.me.operation(waitForByte); }, words) == Failure::kPeerLost);
+  }
 }
 
 TEST(who_is_slow_or_was_idle_is_not_taken_for_dead) {

@@ -151,33 +151,6 @@ TEST(ranks_that_disagree_are_told) {
       named());
 }
 
-// Each rank's announcement stands in the error as that rank made it, with the rank's own label.
-TEST(ranks_that_disagree_on_a_root_are_told) {
-  ranks::inGroup(
-      2,
-      [](Group& group) {
-        Rank rank(group);
-        const auto broadcast = [&](int root) {
-          rank.watcher().announce(
-              {.count = 5, .kind = Kind::kBroadcast, .dtype = DType::kComplex64, .root = root});
-          const auto failed = [&] { return group.failed(); };
-          rank.watcher().entrust(kLong, failed, bucket);
-        };
-        const auto error = [&](const std::string& words) {
-          return ranks::failureOf(
-              [&] {
-                broadcast(group.rank());
-                rank.watcher().wait(kLong);
-              },
-              words);
-        };
-        CHECK(error("broadcast #0 (complex64, 5 elements, from rank 1)") == Failure::kMismatch);
-        CHECK(ranks::failureOf([&] { rank.watcher().check(); }, " (DDP bucket 2), rank ") ==
-              Failure::kMismatch);
-      },
-      named());
-}
-
 // As far as a host can be that puts work into a stream whose peer has not come yet.
 TEST(a_rank_far_ahead_is_told_too) {
   constexpr int kAhead = 2000, kDiffers = 9;
