@@ -55,7 +55,7 @@ def test_nccl_goes_only_to_what_is_beside_it() -> None:
         for stage in gpu_stages.stages(plan)
         if any(step.env.get("RINGREDUCE_NCCL") == "/lib/libnccl.so.2" for step in stage.steps)
     ]
-    assert with_nccl == ["spanning_test", "single", "latency"]
+    assert with_nccl == ["internode_test", "single", "latency"]
     # A process with torch has an NCCL already, in whose place this one is loaded.
     preloaded = [
         stage.name

@@ -1,12 +1,13 @@
-// A thread block, as the algorithms see it: lanes that move data side by side and meet at barriers.
+// A thread block, as the algorithms see it: threads that move data side by side and meet at
+// barriers.
 //
-// The algorithms are templates on this.  Tests run them on the host, with a thread a lane and
+// The algorithms are templates on this.  Tests run them on the host, with a thread a thread and
 // memory accesses that are counted or recorded (tests/cpp/host_block.h); on a GPU it is
 // DeviceBlock.
 //
-//     lane(), lanes()        this thread, of how many
-//     sync()                 all lanes have come here, and each sees what the others wrote before
-//     any(x)                 the same, and whether x is true on any lane
+//     thread(), threads()        this thread, of how many
+//     sync()                 all threads have come here, and each sees what the others wrote before
+//     any(x)                 the same, and whether x is true on any thread
 //     load(p), store(p, v)   data, of up to 16 bytes and aligned to its size
 //     nanoseconds()          a clock, for deadlines
 //     pause()                between two looks at a flag
@@ -18,19 +19,19 @@
 
 namespace ringreduce::cuda {
 
-// What one lane moves at once: the widest access that a GPU has.
+// What one thread moves at once: the widest access that a GPU has.
 struct alignas(16) Pack {
   uint32_t words[4];
 };
 
 #ifdef __CUDACC__
 
-// The number of threads is known when it is compiled, so that the packs of a lane lie at fixed
+// The number of threads is known when it is compiled, so that the packs of a thread lie at fixed
 // offsets from each other, in the instruction, instead of each having an address in two registers.
-template <int threads>
+template <int count>
 struct DeviceBlock {
-  __device__ int lane() const { return static_cast<int>(threadIdx.x); }
-  __device__ static constexpr int lanes() { return threads; }
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ static constexpr int threads() { return count; }
   __device__ void sync() const { __syncthreads(); }
   __device__ bool any(bool x) const { return __syncthreads_or(x) != 0; }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "base/dtype.h"
-#include "cuda/fold.h"
 #include "cuda/layout.h"
+#include "cuda/reduce_n.h"
 
 namespace ringreduce::cuda {
 
@@ -57,8 +57,8 @@ struct RankCall {
   uint64_t operation;  // its number in the group, for messages
   size_t slice;        // elements (tuning.h): of a ring slice, or of a part pushed
   size_t window;       // ring: slices under way
-  bool scatter;        // two-shot: only its first half; broadcast: in two hops (spread.h)
-  int root;            // who gives its elements, or kEverybody
+  bool scatter;  // two-shot: only its first half; broadcast: in two hops (two_hop_broadcast.h)
+  int root;      // who gives its elements, or kEverybody
 };
 
 }  // namespace ringreduce::cuda

@@ -24,7 +24,7 @@ std::optional<Choice> choiceNamed(const std::string& name) {
 CommunicatorOptions CommunicatorOptions::fromEnvironment() {
   const Config config = Config::read();
   return {.algorithm = choiceNamed(config.cuda_algorithm.get()).value(),
-          .way = wayNamed(config.cuda_way.get())};
+          .access = memoryAccessNamed(config.cuda_way.get())};
 }
 
 // ---- making it
@@ -67,7 +67,7 @@ void loadKernels() {
     for (const void* kernel : kernels.all_reduce) load(kernel);
     load(kernels.direct);
     load(kernels.copy_in);
-    load(kernels.hop);
+    load(kernels.ring_step);
   }
   load(deliverKernel());
   for (int unit = 0; unit < kUnits; ++unit) {
@@ -101,12 +101,12 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   pages = std::make_unique<MappedPages>(*group, device, sizeof(HostState));
   tuning = tune(setting);
   memory = std::make_unique<PeerMemory>(*group, device, tuning.layout(setting.ranks).bytes(),
-                                        options.way);
+                                        options.access);
   // Only which algorithm is taken depends on the way.
-  setting.all_to_all = memory->way() != Way::kHost;
+  setting.all_to_all = memory->access() != MemoryAccess::kHost;
   tuning = tune(setting);
   if (setting.ranks_on_device > 1 || options.algorithm == Choice::kDirect)
-    staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.way);
+    staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.access);
 
   together(*group, [&] {
     constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
@@ -125,8 +125,8 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   });
   std::vector<HostState*> states;
   for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
-  watcher =
-      std::make_unique<Watcher>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
+  watchdog =
+      std::make_unique<Watchdog>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
 }
 
 std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<Group> group, int device,
@@ -140,17 +140,17 @@ Communicator::Communicator(std::unique_ptr<State> state) : state_(std::move(stat
 Communicator::~Communicator() {
   constexpr Nanos kPatience = 5 * kSecond;
   State& s = *state_;
-  // In a forked child neither CUDA nor the watcher's threads are there.
+  // In a forked child neither CUDA nor the watchdog's threads are there.
   if (forkGeneration() != s.generation) {
     (void)state_.release();
     return;
   }
-  if (!s.watcher->settle(kPatience)) {
+  if (!s.watchdog->settle(kPatience)) {
     log("rank " + s.group->options().shown(rank()) + " of group '" + s.group->options().name +
         "' leaves " + std::to_string(bytes() >> 20) +
         " MiB of GPU memory to the end of the process: GPU operations that may touch it are still "
         "under way");
-    state_.release()->watcher.reset();
+    state_.release()->watchdog.reset();
   }
 }
 
@@ -166,8 +166,8 @@ const Tuning& Communicator::tuning() const {
 const Device& Communicator::device() const {
   return state_->facts;
 }
-Way Communicator::way() const {
-  return state_->memory->way();
+MemoryAccess Communicator::access() const {
+  return state_->memory->access();
 }
 int Communicator::ranksOnDevice() const {
   return state_->ranks_on_device;
@@ -184,13 +184,13 @@ size_t Communicator::bytes() const {
 }
 
 void Communicator::check() {
-  state_->watcher->check();
+  state_->watchdog->check();
 }
 bool Communicator::wait(Nanos longest) {
-  return state_->watcher->wait(longest);
+  return state_->watchdog->wait(longest);
 }
 void Communicator::abort(const std::string& why) {
-  state_->watcher->abort(why);
+  state_->watchdog->abort(why);
 }
 
 }  // namespace ringreduce::cuda

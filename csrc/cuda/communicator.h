@@ -24,9 +24,9 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "cuda/device.h"
+#include "cuda/gpu_communicator.h"
 #include "cuda/kernel.h"
 #include "cuda/peer_memory.h"
-#include "cuda/plane.h"
 #include "cuda/tuning.h"
 #include "group/group.h"
 
@@ -34,7 +34,8 @@ namespace ringreduce::cuda {
 
 struct CommunicatorOptions {
   Choice algorithm = Choice::kAuto;  // rank 0's holds for all
-  std::optional<Way> way;  // how peers reach each other's memory; unset: the best there is
+  std::optional<MemoryAccess>
+      access;  // how peers reach each other's memory; unset: the best there is
   // Kernels of ranks that share a GPU are known to run at once: all in one process, by
   // allReduceTogether.
   bool together = false;
@@ -42,7 +43,7 @@ struct CommunicatorOptions {
   static CommunicatorOptions fromEnvironment();  // throws Error(kArgument)
 };
 
-class Communicator final : public Plane {
+class Communicator final : public GpuCommunicator {
  public:
   // Collective; takes device memory of bytes() and some pages of the host's.  Throws Error, the
   // same on all ranks.
@@ -78,7 +79,7 @@ class Communicator final : public Plane {
   size_t bytes() const override;
   const Tuning& tuning() const;
   const Device& device() const;
-  Way way() const;                // how peers' memory is reached
+  MemoryAccess access() const;    // how peers' memory is reached
   int ranksOnDevice() const;      // of this group, on this rank's GPU
   bool kernelsRunAtOnce() const;  // if not, the direct schedule is taken
   // What a call of so many bytes would take: never kAuto.

@@ -1,5 +1,5 @@
 // One all-reduce of a communicator: checking it, choosing its algorithm, putting its kernel into a
-// stream and leaving it to the watcher.  The other calls are in part_calls.cc, the direct schedule
+// stream and leaving it to the watchdog.  The other calls are in part_calls.cc, the direct schedule
 // of all of them in direct_stream.cc.
 #include <cuda_runtime_api.h>
 
@@ -150,7 +150,7 @@ bool Communicator::State::isCapturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   cuda::check(cudaStreamIsCapturing(stream, &status), "ask whether a stream is being captured");
   if (status == cudaStreamCaptureStatusNone) return false;
-  watcher->stayAwake();
+  watchdog->stayAwake();
   return true;
 }
 
@@ -166,29 +166,29 @@ void Communicator::State::follow(cudaStream_t stream) {
   last_->holdBack(stream);
 }
 
-void Communicator::State::entrust(const Told& told, cudaStream_t stream) {
+void Communicator::State::track(const Told& told, cudaStream_t stream) {
   if (isCapturing(stream)) {
     // Nothing runs yet, and no event of a capture tells when it will have.
-    watcher->entrust(told.timeout, [] { return true; });
+    watchdog->track(told.timeout, [] { return true; });
     return;
   }
   auto event = events.take();
   event->record(stream);
   last_ = event;
   last_stream_ = numberOf(stream);
-  // Asked in a thread of the watcher, which shall not make a context on another device.
+  // Asked in a thread of the watchdog, which shall not make a context on another device.
   const auto is_reached = [event, device = device] {
     const OnDevice here(device);
     return event->isReached();
   };
-  watcher->entrust(told.timeout, is_reached, told.label);
+  watchdog->track(told.timeout, is_reached, told.label);
 }
 
-void Communicator::State::entrustRest(const Told& told, cudaStream_t stream) {
+void Communicator::State::trackRest(const Told& told, cudaStream_t stream) {
   try {
-    entrust(told, stream);
+    track(told, stream);
   } catch (const Error&) {  // a GPU that says nothing any more is not waited for
-    watcher->entrust(told.timeout, [] { return true; });
+    watchdog->track(told.timeout, [] { return true; });
   }
 }
 
@@ -249,7 +249,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
       throw Error(Failure::kArgument,
                   "ranks of one launch are on one device and make the same call");
   }
-  size_t announced = 0, entrusted = 0;
+  size_t announced = 0, tracked = 0;
   const Range range(Kind::kAllReduce);
   const auto toldOf = [&](size_t i) {
     return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
@@ -258,17 +258,17 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
     for (; announced < ranks.size(); ++announced) {
       State& s = *ranks[announced]->state_;
       arguments.calls[announced] =
-          s.rankCall(calls[announced], shape, s.watcher->announce(toldOf(announced).what));
+          s.rankCall(calls[announced], shape, s.watchdog->announce(toldOf(announced).what));
     }
     for (Communicator* rank : ranks) rank->state_->follow(stream);
     if (calls[0].count > 0)
       launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(shape.algorithm)],
              shape.channels * arguments.ranks, &arguments, true, stream);
-    for (; entrusted < ranks.size(); ++entrusted)
-      ranks[entrusted]->state_->entrust(toldOf(entrusted), stream);
+    for (; tracked < ranks.size(); ++tracked)
+      ranks[tracked]->state_->track(toldOf(tracked), stream);
   } catch (const Error& error) {
-    for (; entrusted < announced; ++entrusted)
-      ranks[entrusted]->state_->entrustRest(toldOf(entrusted), stream);
+    for (; tracked < announced; ++tracked)
+      ranks[tracked]->state_->trackRest(toldOf(tracked), stream);
     first.giveUp(error, calls[0].label);
   }
 }

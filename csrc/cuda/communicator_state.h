@@ -18,11 +18,11 @@
 #include "cuda/host_ranks.h"
 #include "cuda/kernels.h"
 #include "cuda/mapped_pages.h"
-#include "cuda/own_lead.h"
 #include "cuda/peer_buffer.h"
 #include "cuda/peer_memory.h"
 #include "cuda/ranges.h"
 #include "cuda/schedule.h"
+#include "cuda/self_reduce.h"
 #include "group/gather.h"
 
 namespace ringreduce::cuda {
@@ -39,7 +39,7 @@ struct Communicator::State {
 
   // --- calls
 
-  // What ranks compare of a call, and what the watcher is told besides.
+  // What ranks compare of a call, and what the watchdog is told besides.
   struct Told {
     OpSignature what;
     Nanos timeout;
@@ -70,13 +70,13 @@ struct Communicator::State {
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
   bool isCapturing(cudaStream_t stream);
   void follow(cudaStream_t stream);
-  void entrust(const Told& told, cudaStream_t stream);
-  // Announces the call, lets put(its number) put it into the stream, and leaves it to the watcher.
+  void track(const Told& told, cudaStream_t stream);
+  // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
   template <class Put>
   void dispatch(const Told& told, cudaStream_t stream, Put&& put);
   // Of a call that failed on its way something may be in the stream; and the other ranks, who wait
   // for the rest, are to learn why it does not come.
-  void entrustRest(const Told& told, cudaStream_t stream);
+  void trackRest(const Told& told, cudaStream_t stream);
   [[noreturn]] void giveUp(const Error& why, const Label& label);
   // In a kernel that waits for its peers.
   void push(const RankCall& call, const void* kernel, size_t bytes, cudaStream_t stream);
@@ -131,18 +131,18 @@ struct Communicator::State {
   EventPool events;
   std::shared_ptr<Event> last_;         // of the last call, in its stream
   unsigned long long last_stream_ = 0;  // its number, which no other stream ever has
-  std::unique_ptr<Watcher> watcher;     // last: its threads use the rest
+  std::unique_ptr<Watchdog> watchdog;   // last: its threads use the rest
 };
 
 template <class Put>
 void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
-  const uint64_t number = watcher->announce(told.what);
+  const uint64_t number = watchdog->announce(told.what);
   try {
     put(number);
-    entrust(told, stream);
+    track(told, stream);
   } catch (const Error& error) {
-    entrustRest(told, stream);
+    trackRest(told, stream);
     giveUp(error, told.label);
   }
 }

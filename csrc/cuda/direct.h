@@ -51,7 +51,7 @@ template <class E, class Block>
 RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, int channel, int channels) {
   using Stored = AsStored<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored);
-  if (block.any(block.lane() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
   const size_t each =
       roundUp(ceilDiv(call.elements, static_cast<size_t>(channels)), kChunkElements);
   Span mine = piece(call.elements, each, static_cast<size_t>(channel));
@@ -79,7 +79,7 @@ RINGREDUCE_DEVICE void copyIn(Block& block, const CopyCall& call, int channel, i
   constexpr size_t kWidth = sizeof(typename E::Stored);
   // Of the call before, a leader may be at work there still, if it was giving up that let this rank
   // come here.
-  if (block.any(block.lane() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
   const size_t each = roundUp(ceilDiv(call.count, static_cast<size_t>(channels)), kChunkElements);
   const Span mine = piece(call.count, each, static_cast<size_t>(channel));
   Arithmetic arithmetic = call.arithmetic;
@@ -101,7 +101,7 @@ struct CarryCall {
 
 template <size_t unit, class Block>
 RINGREDUCE_DEVICE void carry(Block& block, const CarryCall& call, int channel, int channels) {
-  if (block.any(block.lane() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
   const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), kLine);
   const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
   for (int i = 0; i < call.places; ++i)
@@ -126,11 +126,11 @@ struct DeliverCall {
 template <class Block>
 RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channel, int channels) {
   // All waits of the schedule are over, which is what its deadline is for.
-  if (channel == 0 && block.lane() == 0)
+  if (channel == 0 && block.thread() == 0)
     publishWord(*call.delivered, observeWord(*call.delivered) + 1);
   // After giving up a leader may still be writing there.
-  const bool spoilt = block.any(block.lane() == 0 && observeWord(*call.abort) != 0);
-  if (call.from && !spoilt) {
+  const bool poisoned = block.any(block.thread() == 0 && observeWord(*call.abort) != 0);
+  if (call.from && !poisoned) {
     const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), sizeof(Pack));
     const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
     copyElements<Raw<1>>(block, mine.size, call.from + mine.begin,

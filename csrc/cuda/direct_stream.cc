@@ -290,7 +290,7 @@ std::string Communicator::registerBuffer(void* data, size_t bytes) {
 void Communicator::unregisterBuffer(void* data) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
-  s.watcher->wait(kNever);
+  s.watchdog->wait(kNever);
   // Nobody may still be at work on it.
   s.group->run({Barrier{}});
   s.registered.erase(reinterpret_cast<uintptr_t>(data));

@@ -205,8 +205,8 @@ struct Element {
 
 // What AVG does last; integers are divided towards zero, as C++ does.
 //
-// A division of integers is a long piece of code, and here each lane would have sixteen of them in
-// a row.  Those of up to 16 bits are multiplied by ceil(2^32 / n) instead: the error, less than
+// A division of integers is a long piece of code, and here each thread would have sixteen of them
+// in a row.  Those of up to 16 bits are multiplied by ceil(2^32 / n) instead: the error, less than
 // 2^16 / 2^32, never reaches the next whole number, which is at least 1/n away.
 template <class E>
 class Divider {

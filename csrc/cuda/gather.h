@@ -3,7 +3,7 @@
 //
 // Of an all-gather everybody gives, of a broadcast the root alone.  The others post their steps all
 // the same: that tells the root how far they have read (push.h).  Long messages of a root go by
-// spread.h.
+// two_hop_broadcast.h.
 //
 // Pipelined: the next slice is pushed before this one is waited for.
 //

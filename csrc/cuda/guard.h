@@ -25,17 +25,17 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint6
                                    void* output, size_t bytes) {
   block.sync();
   bool last = false;
-  if (block.lane() == 0) last = countWord(local.blocks_done) + 1 == static_cast<uint32_t>(blocks);
+  if (block.thread() == 0) last = countWord(local.blocks_done) + 1 == static_cast<uint32_t>(blocks);
   if (!block.any(last)) return;
-  bool spoilt = peekWord(local.cause) != 0;
-  if (block.lane() == 0) {
+  bool poisoned = peekWord(local.cause) != 0;
+  if (block.thread() == 0) {
     local.blocks_done = 0;
-    if (abort) spoilt |= observeWord(*abort) != 0;
+    if (abort) poisoned |= observeWord(*abort) != 0;
   }
-  if (!block.any(spoilt)) return;
+  if (!block.any(poisoned)) return;
   auto* at = static_cast<unsigned char*>(output);
-  for (size_t i = static_cast<size_t>(block.lane()); i < bytes;
-       i += static_cast<size_t>(block.lanes()))
+  for (size_t i = static_cast<size_t>(block.thread()); i < bytes;
+       i += static_cast<size_t>(block.threads()))
     block.store(at + i, static_cast<unsigned char>(0xff));
 }
 
@@ -47,16 +47,16 @@ class Guard {
     failed_ = block.any(peekWord(call.comm->local->cause) != 0);
   }
 
-  // All lanes agree on this.
+  // All threads agree on this.
   RINGREDUCE_DEVICE bool failed() const { return failed_; }
 
-  // Returns once ready(i) holds for all i < n, each polled by one lane; false if the block has
+  // Returns once ready(i) holds for all i < n, each polled by one thread; false if the block has
   // given up.  A barrier in any case.  peer(i) and step(i) say who is waited for, and for what.
   template <class Ready, class Peer, class Step>
   RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step) {
     bool gave_up = false;
     if (!failed_)
-      for (int i = block_.lane(); i < n; i += block_.lanes())
+      for (int i = block_.thread(); i < n; i += block_.threads())
         gave_up |= !poll([&] { return ready(i); }, peer(i), step(i));
     failed_ |= block_.any(gave_up);
     return !failed_;

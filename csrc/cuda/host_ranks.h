@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cuda/host_state.h"
-#include "cuda/watcher.h"
+#include "cuda/watchdog.h"
 
 namespace ringreduce::cuda {
 

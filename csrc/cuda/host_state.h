@@ -51,7 +51,7 @@ class Announced {
 
 struct HostState {
   // Set by any rank's host once the group has failed: the owner's kernels stop waiting and write no
-  // more, its outputs are spoilt.
+  // more, its outputs are poisoned.
   alignas(kLine) uint64_t abort;
 
   // Set to 1 by the owner's stream when a direct schedule begins and to 0 when it ends; `delivered`

@@ -5,7 +5,7 @@
 #include "cuda/gather.h"
 #include "cuda/one_shot.h"
 #include "cuda/ring.h"
-#include "cuda/spread.h"
+#include "cuda/two_hop_broadcast.h"
 #include "cuda/two_shot.h"
 
 namespace ringreduce::cuda {
@@ -41,7 +41,7 @@ template <size_t unit, class Rules, class Block>
 RINGREDUCE_DEVICE void gatherBlock(Block& block, const RankCall& call, int channel, int channels) {
   Guard<Block> guard(block, call, channel);
   if (call.scatter)
-    Spread<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
+    TwoHopBroadcast<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
   else
     Gather<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
   // A root's own elements were never written, and stay.

@@ -40,9 +40,10 @@ RINGREDUCE_KERNEL copyInKernel(const __grid_constant__ CopyCall call) {
 }
 
 template <DType dtype>
-RINGREDUCE_KERNEL hopKernel(const __grid_constant__ HopCall call) {
+RINGREDUCE_KERNEL ringStepKernel(const __grid_constant__ RingStepCall call) {
   Block block;
-  addHop<Element<dtype>>(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  addRingStep<Element<dtype>>(block, call, static_cast<int>(blockIdx.x),
+                              static_cast<int>(gridDim.x));
 }
 
 #ifdef __CUDACC__  // else the C++ compiler makes functions of the kernels, and who asked for it has
@@ -60,7 +61,7 @@ const Kernels& compiled() {
                                 pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
                                pointerTo(directKernel<dtype>),
                                pointerTo(copyInKernel<dtype>),
-                               pointerTo(hopKernel<dtype>)};
+                               pointerTo(ringStepKernel<dtype>)};
   return kernels;
 }
 

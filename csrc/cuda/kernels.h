@@ -4,7 +4,7 @@
 
 #include "base/dtype.h"
 #include "cuda/direct.h"
-#include "cuda/hop.h"
+#include "cuda/ring_step.h"
 #include "cuda/tuning.h"
 
 namespace ringreduce::cuda {
@@ -21,7 +21,7 @@ struct Kernels {
   const void* all_reduce[kDeviceAlgorithms];  // by DeviceAlgorithm; takes a RanksLaunch
   const void* direct;                         // takes a DirectCall
   const void* copy_in;                        // takes a CopyCall
-  const void* hop;                            // takes a HopCall
+  const void* ring_step;                      // takes a RingStepCall
 };
 
 // Of a dtype that can be reduced.

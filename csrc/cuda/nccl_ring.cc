@@ -12,15 +12,15 @@
 #include "base/text.h"
 #include "cuda/communicator_state.h"
 #include "cuda/device.h"
-#include "cuda/hop.h"
 #include "cuda/kernels.h"
+#include "cuda/ring_step.h"
 
 namespace ringreduce::cuda {
 namespace {
 
 // Blocks of a kernel that adds: some 30 GB/s each, and links between hosts take 50 in all.  The
 // rest of the GPU is for what it overlaps with.
-constexpr int kHopBlocks = 32;
+constexpr int kRingBlocks = 32;
 // Exchanges that the host may be ahead of the wire: far fewer than the launches, about a thousand,
 // that CUDA takes before it makes the host wait.
 constexpr uint64_t kMostAhead = 256, kMarkEvery = 32;
@@ -93,7 +93,7 @@ NcclRing::NcclRing(std::unique_ptr<NcclCommunicator> comm, int device, Nanos tim
       multiprocessors_(describeDevice(device).multiprocessors),
       next_((comm_->rank() + 1) % comm_->worldSize()),
       previous_((comm_->rank() + comm_->worldSize() - 1) % comm_->worldSize()),
-      slots_(allocate(device, kHopSlots * kHopSlotBytes)),
+      slots_(allocate(device, kRingSlots * kRingSlotBytes)),
       wire_(device) {
   try {
     greet(timeout);
@@ -108,7 +108,7 @@ NcclRing::~NcclRing() = default;
 // NCCL connects two ranks in their first call for each other, which waits for both.
 void NcclRing::greet(Nanos timeout) {
   const int mine = comm_->rank();
-  std::byte* const theirs = slots_->data() + kHopSlotBytes;
+  std::byte* const theirs = slots_->data() + kRingSlotBytes;
   wire_.copy(slots_->data(), &mine, sizeof mine);
   NcclGroup group(comm_->library());
   comm_->send(slots_->data(), sizeof mine, next_, wire_.get());
@@ -140,23 +140,23 @@ void NcclRing::allReduce(const RingSum& sum, cudaStream_t stream,
   if (sum.count == 0) return;
   const int size = comm_->worldSize();
   const bool wide = travelsWide(sum.dtype, size);
-  const HopPlan plan{.rank = comm_->rank(),
-                     .size = size,
-                     .count = sum.count,
-                     .slice = hopSlice(sum.count, size, wide ? sizeof(float) : sizeOf(sum.dtype)),
-                     .wide = wide,
-                     .scaled = sum.arithmetic.scale};
+  const RingPlan plan{.rank = comm_->rank(),
+                      .size = size,
+                      .count = sum.count,
+                      .slice = ringSlice(sum.count, size, wide ? sizeof(float) : sizeOf(sum.dtype)),
+                      .wide = wide,
+                      .scaled = sum.arithmetic.scale};
   cudaStreamCaptureStatus capture;
   cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
   const bool paced = capture == cudaStreamCaptureStatusNone;
-  for (const HopStep& step : hopSteps(plan)) {
+  for (const RingStep& step : ringSteps(plan)) {
     const cudaStream_t in = isOnWire(step) ? wire_.get() : stream;
     if (step.waits >= 0) events_[static_cast<size_t>(step.waits)].holdBack(in);
     if (isOnWire(step)) {
       exchange(step, plan, sum);
       ++exchanges_;
       if (paced) keepPace(meanwhile);
-    } else if (step.what == HopStep::Do::kStage || step.what == HopStep::Do::kAdd) {
+    } else if (step.what == RingStep::Do::kStage || step.what == RingStep::Do::kAdd) {
       add(step, plan, sum, stream);
     }
     if (step.records >= 0) events_[static_cast<size_t>(step.records)].record(in);
@@ -177,9 +177,9 @@ void NcclRing::keepPace(const std::function<void()>& meanwhile) {
   }
 }
 
-std::byte* NcclRing::place(const HopPlace& p, size_t begin, const HopPlan& plan,
+std::byte* NcclRing::place(const RingPlace& p, size_t begin, const RingPlan& plan,
                            const RingSum& sum) const {
-  using In = HopPlace::In;
+  using In = RingPlace::In;
   const size_t offset = begin * sizeOf(sum.dtype);
   switch (p.in) {
     case In::kInput:
@@ -187,14 +187,14 @@ std::byte* NcclRing::place(const HopPlace& p, size_t begin, const HopPlan& plan,
     case In::kOutput:
       return static_cast<std::byte*>(sum.output) + offset;
     default:
-      return slots_->data() + p.slot * kHopSlotBytes +
+      return slots_->data() + p.slot * kRingSlotBytes +
              (p.in == In::kAddends && plan.wide ? plan.slice * sizeof(float) : 0);
   }
 }
 
-void NcclRing::exchange(const HopStep& step, const HopPlan& plan, const RingSum& sum) {
-  const auto bytes = [&](const HopPlace& p, size_t n) {
-    return n * (p.in == HopPlace::In::kSums && plan.wide ? sizeof(float) : sizeOf(sum.dtype));
+void NcclRing::exchange(const RingStep& step, const RingPlan& plan, const RingSum& sum) {
+  const auto bytes = [&](const RingPlace& p, size_t n) {
+    return n * (p.in == RingPlace::In::kSums && plan.wide ? sizeof(float) : sizeOf(sum.dtype));
   };
   if (step.elements.size + step.coming.size == 0) return;
   NcclGroup group(comm_->library());
@@ -207,16 +207,16 @@ void NcclRing::exchange(const HopStep& step, const HopPlan& plan, const RingSum&
   group.end();
 }
 
-void NcclRing::add(const HopStep& step, const HopPlan& plan, const RingSum& sum,
+void NcclRing::add(const RingStep& step, const RingPlan& plan, const RingSum& sum,
                    cudaStream_t stream) {
-  using In = HopPlace::In;
+  using In = RingPlace::In;
   const Span what = step.elements;
   const int blocks = std::min(
-      kHopBlocks, blocksToMove(what.size * sizeOf(sum.dtype), std::max(1, multiprocessors_)));
+      kRingBlocks, blocksToMove(what.size * sizeOf(sum.dtype), std::max(1, multiprocessors_)));
   const std::byte* own = place({In::kInput}, what.begin, plan, sum);
   std::byte* to = place(step.to, what.begin, plan, sum);
   const void* factor = sum.arithmetic.scale ? sum.factor_on_device : nullptr;
-  if (step.what == HopStep::Do::kStage) {
+  if (step.what == RingStep::Do::kStage) {
     const CopyCall call{.from = own,
                         .to = to,
                         .count = what.size,
@@ -226,16 +226,16 @@ void NcclRing::add(const HopStep& step, const HopPlan& plan, const RingSum& sum,
     launch(kernelsOf(sum.dtype).copy_in, blocks, &call, false, stream);
     return;
   }
-  const HopCall call{.partial = place(step.from, what.begin, plan, sum),
-                     .own = own,
-                     .to = to,
-                     .count = what.size,
-                     .partial_is_wide = step.from.in == In::kSums && plan.wide,
-                     .to_is_wide = step.to.in == In::kSums && plan.wide,
-                     .last = step.last,
-                     .arithmetic = sum.arithmetic,
-                     .factor = factor};
-  launch(kernelsOf(sum.dtype).hop, blocks, &call, false, stream);
+  const RingStepCall call{.partial = place(step.from, what.begin, plan, sum),
+                          .own = own,
+                          .to = to,
+                          .count = what.size,
+                          .partial_is_wide = step.from.in == In::kSums && plan.wide,
+                          .to_is_wide = step.to.in == In::kSums && plan.wide,
+                          .last = step.last,
+                          .arithmetic = sum.arithmetic,
+                          .factor = factor};
+  launch(kernelsOf(sum.dtype).ring_step, blocks, &call, false, stream);
 }
 
 }  // namespace ringreduce::cuda

@@ -2,7 +2,8 @@
 // communicator of NCCL.
 //
 // Bits are those of the core's ring over the same ranks (algorithm/ring.h).  It knows nothing of
-// deadlines and other errors than NCCL's and CUDA's: who uses it looks after these (spanning.h).
+// deadlines and other errors than NCCL's and CUDA's: who uses it looks after these
+// (internode_communicator.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,9 +16,9 @@
 #include "base/clock.h"
 #include "cuda/device_memory.h"
 #include "cuda/events.h"
-#include "cuda/fold.h"
 #include "cuda/nccl.h"
 #include "cuda/nccl_schedule.h"
+#include "cuda/reduce_n.h"
 
 namespace ringreduce::cuda {
 
@@ -60,16 +61,17 @@ class NcclRing {
  private:
   void greet(Nanos timeout);
   void keepPace(const std::function<void()>& meanwhile);
-  void exchange(const HopStep& step, const HopPlan& plan, const RingSum& sum);
-  void add(const HopStep& step, const HopPlan& plan, const RingSum& sum, cudaStream_t stream);
-  std::byte* place(const HopPlace& p, size_t begin, const HopPlan& plan, const RingSum& sum) const;
+  void exchange(const RingStep& step, const RingPlan& plan, const RingSum& sum);
+  void add(const RingStep& step, const RingPlan& plan, const RingSum& sum, cudaStream_t stream);
+  std::byte* place(const RingPlace& p, size_t begin, const RingPlan& plan,
+                   const RingSum& sum) const;
 
   const std::unique_ptr<NcclCommunicator> comm_;
   const int device_, multiprocessors_;
   const int next_, previous_;
   MemoryPtr slots_;
   Stream wire_;
-  std::array<Event, kHopEvents> events_;
+  std::array<Event, kRingEvents> events_;
   EventPool pool_;
   // How far the wire has come, by the number of exchanges.
   struct Mark {

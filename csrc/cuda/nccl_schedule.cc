@@ -6,8 +6,8 @@
 namespace ringreduce::cuda {
 namespace {
 
-using In = HopPlace::In;
-using Do = HopStep::Do;
+using In = RingPlace::In;
+using Do = RingStep::Do;
 
 struct Sent {
   enum class What : uint8_t { kOwn, kSum, kComplete, kCopy } what;  // kComplete: here, just now
@@ -22,7 +22,7 @@ struct Received {
 
 class Notes {
  public:
-  explicit Notes(const HopPlan& plan) : plan_(plan) {}
+  explicit Notes(const RingPlan& plan) : plan_(plan) {}
 
   void send(int chunk, size_t j) { sends.push_back({Sent::What::kOwn, span(chunk, j)}); }
   void recvReduceSend(int chunk, size_t j) { add(chunk, j, Sent::What::kSum); }
@@ -53,31 +53,31 @@ class Notes {
     return s;
   }
 
-  const HopPlan& plan_;
+  const RingPlan& plan_;
 };
 
 }  // namespace
 
-std::vector<HopStep> hopSteps(const HopPlan& plan) {
-  std::vector<HopStep> steps{{.what = Do::kBegin, .records = kOwnEvent}};
+std::vector<RingStep> ringSteps(const RingPlan& plan) {
+  std::vector<RingStep> steps{{.what = Do::kBegin, .records = kOwnEvent}};
   Notes notes(plan);
   if (plan.count > 0)
     runRing(notes, {.rank = plan.rank,
                     .world_size = plan.size,
                     .slices = ceilDiv(Cut{plan.count, plan.size}.chunkSize(), plan.slice),
-                    .window = kHopWindow});
-  const auto slot = [](In in, size_t exchange) { return HopPlace{in, exchange % kHopSlots}; };
+                    .window = kRingWindow});
+  const auto slot = [](In in, size_t exchange) { return RingPlace{in, exchange % kRingSlots}; };
   std::vector<size_t> step_of;  // by exchange
   // The step that is put in next waits until that exchange is done.
   const auto awaited = [&](size_t exchange) {
-    HopStep& step = steps[step_of[exchange]];
+    RingStep& step = steps[step_of[exchange]];
     return step.records = static_cast<int>(exchange % static_cast<size_t>(kOwnEvent));
   };
 
   for (size_t t = 0; t < notes.sends.size(); ++t) {
     const Sent& out = notes.sends[t];
     const Received& in = notes.receipts[t];
-    HopStep exchange{.what = Do::kExchange, .elements = out.elements, .coming = in.elements};
+    RingStep exchange{.what = Do::kExchange, .elements = out.elements, .coming = in.elements};
     exchange.from.in = In::kOutput;
     bool prepared = t == 0;  // or else it is there already
     if (out.what == Sent::What::kOwn) {
@@ -108,7 +108,7 @@ std::vector<HopStep> hopSteps(const HopPlan& plan) {
     }
     exchange.to =
         in.what == Received::What::kComplete
-            ? HopPlace{In::kOutput}
+            ? RingPlace{In::kOutput}
             : slot(in.what == Received::What::kAddends ? In::kAddends : In::kSums, in.sent);
     if (prepared) exchange.waits = kOwnEvent;
     step_of.push_back(steps.size());

@@ -2,10 +2,10 @@
 //
 // On one stream, the wire, are the exchanges: each sends a slice to the next rank and receives one
 // from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
-// came to this rank's own addends (hop.h).  Exchange t sends what comes of what exchange t - W
-// received, W being the window, so while W - 1 exchanges are on the wire there is time to add.  All
-// ranks have the same exchanges, and number t of one meets number t of the next: nobody can wait in
-// a circle.
+// came to this rank's own addends (ring_step.h).  Exchange t sends what comes of what exchange t -
+// W received, W being the window, so while W - 1 exchanges are on the wire there is time to add.
+// All ranks have the same exchanges, and number t of one meets number t of the next: nobody can
+// wait in a circle.
 //
 // What is complete is received where the user wants it and sent on from there, and what is only a
 // rank's own is sent from the user's input: nothing is copied but by adding.  Addends travel as
@@ -35,24 +35,24 @@
 
 namespace ringreduce::cuda {
 
-inline constexpr size_t kHopWindow = 2;
-inline constexpr size_t kHopSlots = kHopWindow + 1;
-inline constexpr size_t kHopBytes = size_t{4} << 20;    // the most that is exchanged at once
-inline constexpr size_t kHopLeast = size_t{128} << 10;  // from twice this on a chunk is cut up
+inline constexpr size_t kRingWindow = 2;
+inline constexpr size_t kRingSlots = kRingWindow + 1;
+inline constexpr size_t kRingBytes = size_t{4} << 20;    // the most that is exchanged at once
+inline constexpr size_t kRingLeast = size_t{128} << 10;  // from twice this on a chunk is cut up
 // A slot has place for addends as they are stored beside their sum as float32.
-inline constexpr size_t kHopSlotBytes = kHopBytes + kHopBytes / 2;
+inline constexpr size_t kRingSlotBytes = kRingBytes + kRingBytes / 2;
 
 // Events: of exchanges, in turn, and one of the other stream.
-inline constexpr int kHopEvents = static_cast<int>(kHopSlots) + 1;
-inline constexpr int kOwnEvent = kHopEvents - 1;
+inline constexpr int kRingEvents = static_cast<int>(kRingSlots) + 1;
+inline constexpr int kOwnEvent = kRingEvents - 1;
 
-struct HopPlace {
+struct RingPlace {
   enum class In : uint8_t { kNowhere, kInput, kOutput, kAddends, kSums };
   In in = In::kNowhere;
   size_t slot = 0;  // kAddends: as they are stored; kSums: as they are added
 };
 
-struct HopStep {
+struct RingStep {
   enum class Do : uint8_t {
     kBegin,     // the caller's stream has come here
     kStage,     // own addends, scaled, to a slot
@@ -61,17 +61,17 @@ struct HopStep {
     kEnd,       // the caller's stream goes on
   };
   Do what;
-  HopPlace from = {}, to = {};      // kAdd: from the partial sums; the own addends are in the input
+  RingPlace from = {}, to = {};     // kAdd: from the partial sums; the own addends are in the input
   Span elements = {}, coming = {};  // of the message; kExchange: what is sent, what is received
   bool last = false;                // kAdd: complete now
   int waits = -1, records = -1;     // events
 };
 
-constexpr bool isOnWire(const HopStep& step) {
-  return step.what == HopStep::Do::kExchange;
+constexpr bool isOnWire(const RingStep& step) {
+  return step.what == RingStep::Do::kExchange;
 }
 
-struct HopPlan {
+struct RingPlan {
   int rank, size;  // size >= 2
   size_t count;    // elements
   size_t slice;    // of a chunk, in elements
@@ -85,16 +85,16 @@ constexpr bool travelsWide(DType dtype, int size) {
 }
 
 // Elements of a slice: what a slot takes, and the window comes out even.
-constexpr size_t hopSlice(size_t count, int size, size_t widest) {
+constexpr size_t ringSlice(size_t count, int size, size_t widest) {
   const size_t chunk = Cut{count, size}.chunkSize();
-  if (chunk * widest < 2 * kHopLeast) return chunk;
-  const size_t most = kHopBytes / widest / kChunkElements * kChunkElements;
-  const size_t slices = roundUp(ceilDiv(chunk, most), kHopWindow);
+  if (chunk * widest < 2 * kRingLeast) return chunk;
+  const size_t most = kRingBytes / widest / kChunkElements * kChunkElements;
+  const size_t slices = roundUp(ceilDiv(chunk, most), kRingWindow);
   return roundUp(ceilDiv(chunk, slices), kChunkElements);
 }
-static_assert(hopSlice(size_t{1} << 28, 2, 4) * 4 == kHopBytes);
-static_assert(hopSlice(1 << 20, 2, 4) == (1 << 18) && hopSlice(100, 2, 4) == 128);
+static_assert(ringSlice(size_t{1} << 28, 2, 4) * 4 == kRingBytes);
+static_assert(ringSlice(1 << 20, 2, 4) == (1 << 18) && ringSlice(100, 2, 4) == 128);
 
-std::vector<HopStep> hopSteps(const HopPlan& plan);
+std::vector<RingStep> ringSteps(const RingPlan& plan);
 
 }  // namespace ringreduce::cuda

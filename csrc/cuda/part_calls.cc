@@ -207,7 +207,7 @@ void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
     const int unit = unitOf(sizeOf(call.dtype));
     RankCall of_rank =
         movingCall(call.data, call.data, bytes, unit, call.root, told.timeout, number);
-    of_rank.scatter = spreads(s.tuning, bytes, size());
+    of_rank.scatter = takesTwoHops(s.tuning, bytes, size());
     s.push(of_rank, gatherKernel(unit), unitBytes(unit), stream);
   });
 }

@@ -101,7 +101,7 @@ void look(Offer& offer, Fd& fd, int device, bool alone) {
 Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, size_t bytes) {
   const int me = group.rank(), device = memory.device();
   const auto& residents = memory.residents();
-  if (memory.way() == Way::kHost)
+  if (memory.access() == MemoryAccess::kHost)
     return {nullptr, "the ranks' GPUs do not reach each other's memory"};
   const auto sharesAll = [&](int a, int b) {  // then the pointer itself serves
     const Resident &x = residents[static_cast<size_t>(a)], &y = residents[static_cast<size_t>(b)];

@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "cuda/access_probe.h"
 #include "cuda/device.h"
 #include "cuda/errors.h"
-#include "cuda/peer_trial.h"
 #include "cuda/same_process.h"
 #include "group/gather.h"
 
@@ -27,7 +27,7 @@ struct Facts {
   int wish = -1;
 };
 
-Facts factsOf(int device, size_t bytes, std::optional<Way> wish) {
+Facts factsOf(int device, size_t bytes, std::optional<MemoryAccess> wish) {
   Facts facts;
   facts.bytes = bytes;
   if (wish) facts.wish = static_cast<int>(*wish);
@@ -51,7 +51,7 @@ std::vector<std::string> namesIn(const Group& group) {
 void requireSameWishes(const std::vector<Facts>& all, const std::vector<std::string>& names) {
   const auto wishOf = [](const Facts& facts) {
     return std::to_string(facts.bytes) + " bytes by " +
-           (facts.wish < 0 ? "any way" : name(static_cast<Way>(facts.wish)));
+           (facts.wish < 0 ? "any way" : name(static_cast<MemoryAccess>(facts.wish)));
   };
   for (size_t r = 1; r < all.size(); ++r)
     if (all[r].bytes != all[0].bytes || all[r].wish != all[0].wish)
@@ -73,19 +73,20 @@ Reach reachOf(int device, const Resident& own, const Resident& other) {
 Obstacles gatherObstacles(Group& group, int device, const std::vector<Resident>& residents,
                           const std::vector<std::string>& names) {
   struct Texts {
-    char text[kWays][240] = {};
+    char text[kMemoryAccesses][240] = {};
   } mine;
   together(group, [&] {
     const auto me = static_cast<size_t>(group.rank());
     std::vector<Reach> reach;
     for (const Resident& other : residents) reach.push_back(reachOf(device, residents[me], other));
     const Obstacles own = obstaclesOf(me, residents, reach, names);
-    for (size_t way = 0; way < kWays; ++way) setText(mine.text[way], own[way]);
+    for (size_t access = 0; access < kMemoryAccesses; ++access)
+      setText(mine.text[access], own[access]);
   });
   std::vector<Obstacles> all;
   for (const Texts& texts : gatherEach(group, mine)) {
     Obstacles& one = all.emplace_back();
-    for (size_t way = 0; way < kWays; ++way) one[way] = texts.text[way];
+    for (size_t access = 0; access < kMemoryAccesses; ++access) one[access] = texts.text[access];
   }
   return merged(all);
 }
@@ -100,7 +101,7 @@ void keep(MemoryPtr memory) {
 
 }  // namespace
 
-PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Way> wish) {
+PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<MemoryAccess> wish) {
   Facts mine;
   together(group, [&] { mine = factsOf(device, bytes, wish); });
   const std::vector<Facts> facts = gatherEach(group, mine);
@@ -114,19 +115,19 @@ PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Way
   }
 
   Obstacles obstacles = gatherObstacles(group, device, residents, names);
-  while (const auto way = chooseWay(obstacles, wish)) {
+  while (const auto access = chooseAccess(obstacles, wish)) {
     auto state = std::make_unique<State>(group, device, residents);
-    state->way = *way;
-    const std::string obstacle = tryWay(group, *state, bytes, granularity, names);
+    state->access = *access;
+    const std::string obstacle = tryAccess(group, *state, bytes, granularity, names);
     if (obstacle.empty()) {
-      state->why = explain(obstacles, way);
+      state->why = explain(obstacles, access);
       state_ = std::move(state);
-      if (*way == Way::kHost && !wish && group.rank() == 0)
+      if (*access == MemoryAccess::kHost && !wish && group.rank() == 0)
         log("the GPUs of group '" + group.options().name +
             "' exchange data through host memory, which is slow: " + state_->why);
       return;
     }
-    obstacles[static_cast<size_t>(*way)] = obstacle;
+    obstacles[static_cast<size_t>(*access)] = obstacle;
   }
   throw Error(Failure::kSetup,
               "the ranks of group '" + group.options().name +

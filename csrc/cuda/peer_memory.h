@@ -1,9 +1,9 @@
 // GPU memory that all ranks of a group reach: a piece on each rank's GPU, mapped by every rank.
 //
-// Kernels see pointers only.  How a pointer comes to be is chosen once for the group (peer_ways.h),
-// by trying: when the pieces are mapped every rank reads a pattern in each that its owner wrote,
-// and writes one of its own for the owner to read, since there are machines where mapping succeeds
-// and the data goes nowhere.
+// Kernels see pointers only.  How a pointer comes to be is chosen once for the group
+// (memory_access.h), by trying: when the pieces are mapped every rank reads a pattern in each that
+// its owner wrote, and writes one of its own for the owner to read, since there are machines where
+// mapping succeeds and the data goes nowhere.
 //
 // Giving it back needs no barrier, so that it also works after a failure:
 //
@@ -26,7 +26,7 @@
 
 #include "base/clock.h"
 #include "cuda/device_memory.h"
-#include "cuda/peer_ways.h"
+#include "cuda/memory_access.h"
 #include "group/group.h"
 #include "group/host_pages.h"
 
@@ -38,7 +38,8 @@ class PeerMemory {
   // process.  Without a wish the best way is taken.  The memory is zeroed, on all ranks, when it
   // returns.  Throws the same Error on all ranks, with nothing left behind; the group stays usable,
   // unless it has failed.
-  PeerMemory(Group& group, int device, size_t bytes, std::optional<Way> wish = std::nullopt);
+  PeerMemory(Group& group, int device, size_t bytes,
+             std::optional<MemoryAccess> wish = std::nullopt);
   ~PeerMemory();  // release()
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -47,7 +48,7 @@ class PeerMemory {
   std::byte* at(int rank) const { return state_->memory[static_cast<size_t>(rank)]->data(); }
   size_t bytes() const { return state_->bytes; }  // of each piece, as allocated
   int device() const { return state_->device; }
-  Way way() const { return state_->way; }
+  MemoryAccess access() const { return state_->access; }
   // Why no better way was taken: "not by pointer: ranks ..."; empty if it is the best.
   const std::string& why() const { return state_->why; }
   // Which ranks share a process or a GPU.
@@ -68,7 +69,7 @@ class PeerMemory {
     const int rank, device;
     const int generation = forkGeneration();
     const std::vector<Resident> residents;
-    Way way = Way::kPointer;
+    MemoryAccess access = MemoryAccess::kPointer;
     std::string why;
     size_t bytes = 0;
     std::vector<MemoryPtr> memory;  // by rank

@@ -1,10 +1,10 @@
 // The five ring primitives (algorithm/ring.h) for a thread block: pipes into the next rank's
-// memory, one channel a block, and elements moved by all lanes.
+// memory, one channel a block, and elements moved by all threads.
 //
 // The channels of a rank share out the slices of each chunk: slice j here is slice j * channels +
-// channel of the chunk.  Lane 0 watches and posts for the pipe that comes in, another for the one
+// channel of the chunk.  Thread 0 watches and posts for the pipe that comes in, another for the one
 // that goes out; a barrier before the flags are published, and one in each wait, make of what one
-// lane knows what all know.
+// thread knows what all know.
 //
 // Addends travel unrounded to the owner: halves are rounded once, as on a CPU.  Finished values
 // travel from the owner as they are stored.
@@ -13,8 +13,8 @@
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
 #include "cuda/call.h"
-#include "cuda/fold.h"
 #include "cuda/guard.h"
+#include "cuda/reduce_n.h"
 #include "transport/shm/pipe.h"
 
 namespace ringreduce::cuda {
@@ -77,9 +77,9 @@ class DevicePrimitives {
     finish(true, false);
   }
 
-  // For the next kernel; called once, by all lanes.
+  // For the next kernel; called once, by all threads.
   RINGREDUCE_DEVICE void save() const {
-    if (block_.lane() != 0) return;
+    if (block_.thread() != 0) return;
     counters().sent = sender_.next;
     counters().received = receiver_.next;
   }
@@ -100,8 +100,8 @@ class DevicePrimitives {
 
   RINGREDUCE_DEVICE void finish(bool in, bool out) {
     block_.sync();
-    if (out) sender_.post(block_.lane() == 0);
-    if (in) receiver_.release(block_.lane() == block_.lanes() - 1);
+    if (out) sender_.post(block_.thread() == 0);
+    if (in) receiver_.release(block_.thread() == block_.threads() - 1);
   }
 
   // Slice j of a chunk; empty where this chunk is shorter than the first.

@@ -58,7 +58,7 @@ class PushExchange {
   RINGREDUCE_DEVICE void post(Of what, uint64_t step) const {
     block_.sync();
     if (guard_.failed()) return;
-    for (int p = block_.lane(); p < comm_.size; p += block_.lanes())
+    for (int p = block_.thread(); p < comm_.size; p += block_.threads())
       if (p != comm_.rank) flag(p, what, comm_.rank).template publish<Rules>(step + 1);
   }
 
@@ -71,9 +71,9 @@ class PushExchange {
         [&](int i) { return peer(i); }, [&](int) { return step; });
   }
 
-  // For the next kernel; called once, by all lanes.
+  // For the next kernel; called once, by all threads.
   RINGREDUCE_DEVICE void save(Of what, uint64_t step) const {
-    if (block_.lane() == 0) counter(what) = step;
+    if (block_.thread() == 0) counter(what) = step;
   }
 
   // The peers in an order of each rank's own, so that not all write to the same one at a time.

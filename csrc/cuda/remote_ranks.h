@@ -11,7 +11,7 @@
 #include <functional>
 #include <string>
 
-#include "cuda/watcher.h"
+#include "cuda/watchdog.h"
 
 namespace ringreduce::cuda {
 

@@ -44,7 +44,7 @@ struct ScheduleStep {
     kAwait,    // the stream waits for the word to be 1
     kTake,     // the word becomes 0
     kLead,     // a leader's kernel: adds, or carries
-    kDeliver,  // copy the sums to the output, or spoil them
+    kDeliver,  // copy the sums to the output, or poison them
   };
   Do what;
   Word word = Word::kReady;

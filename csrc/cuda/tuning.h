@@ -16,8 +16,8 @@
 //
 // Reduce-scatter and all-gather go by push whatever their size: one hop, and of S in all parts
 // (P-1)/P S sent, which is as little as a ring's P-1 hops would send.  A broadcast in one hop sends
-// (P-1) S from the root, H + (P-1) S / B, and in two as often as two-shot (spread.h): so the same
-// size as between one-shot and two-shot decides, and for two ranks one hop is always best.
+// (P-1) S from the root, H + (P-1) S / B, and in two as often as two-shot (two_hop_broadcast.h): so
+// the same size as between one-shot and two-shot decides, and for two ranks one hop is always best.
 //
 // Where ranks share one GPU, and kernels of all can run at once (one process, or MPS), a hop costs
 // about a microsecond and B is the memory's: bytes as each algorithm's header counts them.  Where
@@ -157,7 +157,7 @@ constexpr PartShape partShapeOf(const Tuning& t, size_t count, int ranks, size_t
 }
 
 // Whether a broadcast of so many bytes goes in two hops.
-constexpr bool spreads(const Tuning& t, size_t bytes, int ranks) {
+constexpr bool takesTwoHops(const Tuning& t, size_t bytes, int ranks) {
   return ranks > 2 && bytes > t.one_shot_most;
 }
 

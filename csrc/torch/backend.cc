@@ -22,7 +22,7 @@
 #include "torch/cuda_build.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
+#include "torch/gpu_communicators.h"
 #include "torch/staged_backend.h"
 
 namespace ringreduce {
@@ -135,7 +135,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   });
   if (hasCuda())
     gpu_ = c10::make_intrusive<GpuBackend>(
-        rank, size, observer_, [this](c10::Device device) { return makePlaneOn(device); },
+        rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
         [this] {
           const auto made = gpus_.make_inner(store_, rank_, size_);
           if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
@@ -172,10 +172,11 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   if (const auto group = groupIfAny()) group->setTimeout(nanosOf(timeout));
 }
 
-std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
+std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device device) {
   const auto group = this->group();
   const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
-  return several_hosts ? makePlaneBetweenHosts(group, device) : makePlane(group, device);
+  return several_hosts ? makeInterNodeCommunicator(group, device)
+                       : makeHostCommunicator(group, device);
 }
 
 GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {

@@ -1,5 +1,5 @@
-// Ordering calls behind the caller's stream and putting them into one; planes, and the backend's
-// life. The calls themselves are in gpu_calls.cc and gpu_other_calls.cc.
+// Ordering calls behind the caller's stream and putting them into one; communicators, and the
+// backend's life. The calls themselves are in gpu_calls.cc and gpu_other_calls.cc.
 //
 // An asynchronous call runs in a stream of the backend's own; tensors are recorded on it, so that
 // torch's allocator does not give their memory away too early.  A blocking call runs in the
@@ -16,7 +16,7 @@
 
 #include "base/error.h"
 #include "torch/errors.h"
-#include "torch/gpu_plane.h"
+#include "torch/gpu_communicators.h"
 #include "torch/stream_work.h"
 
 namespace ringreduce {
@@ -28,11 +28,11 @@ c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
 
 }  // namespace
 
-GpuBackend::GpuBackend(int rank, int size, std::shared_ptr<Observer> observer, MakePlane make_plane,
-                       MakeNccl make_nccl, BackendPtr staged)
+GpuBackend::GpuBackend(int rank, int size, std::shared_ptr<Observer> observer,
+                       MakeCommunicator make_communicator, MakeNccl make_nccl, BackendPtr staged)
     : c10d::Backend(rank, size),
       observer_(std::move(observer)),
-      make_plane_(std::move(make_plane)),
+      make_communicator_(std::move(make_communicator)),
       make_nccl_(std::move(make_nccl)),
       staged_(std::move(staged)) {}
 
@@ -40,10 +40,10 @@ GpuBackend::~GpuBackend() = default;
 
 // ---- putting operations into streams
 
-std::shared_ptr<GpuBackend::Lane> GpuBackend::laneOf(c10::Device device) {
+std::shared_ptr<GpuBackend::DeviceContext> GpuBackend::contextOf(c10::Device device) {
   const std::lock_guard lock(mutex_);
-  const auto known = lanes_.find(device.index());
-  if (known != lanes_.end()) return known->second;
+  const auto known = contexts_.find(device.index());
+  if (known != contexts_.end()) return known->second;
   if (isCapturing(device))
     throw Error(Failure::kArgument,
                 "ringreduce: a group's first call on " + device.str() +
@@ -51,16 +51,16 @@ std::shared_ptr<GpuBackend::Lane> GpuBackend::laneOf(c10::Device device) {
                     "taken first; make one before, or name the device when the group is made "
                     "(device_id=)");
   const c10::DeviceGuard on(device);
-  auto lane = std::make_shared<Lane>(
-      Lane{{}, make_plane_(device), guardOf(device).getStreamFromGlobalPool(device, true)});
-  return lanes_.emplace(device.index(), std::move(lane)).first->second;
+  auto context = std::make_shared<DeviceContext>(DeviceContext{
+      {}, make_communicator_(device), guardOf(device).getStreamFromGlobalPool(device, true)});
+  return contexts_.emplace(device.index(), std::move(context)).first->second;
 }
 
 GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
                                         const Tensors& used, const Put& put) {
-  const std::shared_ptr<Lane> lane = laneOf(device);
+  const std::shared_ptr<DeviceContext> context = contextOf(device);
   std::unique_lock lock(mutex_);
-  if (lane->plane->callsNccl() && nccl_ &&
+  if (context->communicator->callsNccl() && nccl_ &&
       std::find(others_coalesce_.begin(), others_coalesce_.end(), nccl_->get()) !=
           others_coalesce_.end())
     throw Error(
@@ -70,9 +70,10 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const c10::DeviceGuard on(device);
   const auto guard = guardOf(device);
   const c10::Stream caller = guard.getStream(device);
-  const c10::Stream stream = async ? lane->stream : caller;
+  const c10::Stream stream = async ? context->stream : caller;
   job.observer = observer_;
-  const auto work = c10::make_intrusive<StreamWork>(rank_, sequence_++, job, lane->plane, stream);
+  const auto work =
+      c10::make_intrusive<StreamWork>(rank_, sequence_++, job, context->communicator, stream);
   try {
     if (async) {
       c10::Event ready(device.type());
@@ -84,7 +85,7 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
           guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
     }
     const c10::StreamGuard in(stream);
-    put(*lane->plane, stream);
+    put(*context->communicator, stream);
     work->enqueued();
   } catch (...) {
     work->failed(std::current_exception());
@@ -101,18 +102,19 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
 // there are few, DDP makes its buckets once and again after the first step.  Of one that was
 // refused only what tells it from others is kept: while that is there, no other is at its address.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
-  const std::shared_ptr<Lane> lane = laneOf(bucket.device());
-  if (!lane->plane->gainsByRegistering() || isCapturing(bucket.device())) return;
+  const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
+  if (!context->communicator->gainsByRegistering() || isCapturing(bucket.device())) return;
   const std::lock_guard lock(mutex_);
   const c10::Storage& storage = bucket.storage();
   void* const data = storage.mutable_data();
   if (!data) return;
-  const auto [seen, is_new] = lane->buckets.try_emplace(
-      storage.unsafeGetStorageImpl(), Lane::Bucket{storage.getWeakStorageImpl(), storage});
+  const auto [seen, is_new] = context->buckets.try_emplace(
+      storage.unsafeGetStorageImpl(), DeviceContext::Bucket{storage.getWeakStorageImpl(), storage});
   if (!is_new) return;
   const c10::DeviceGuard on(bucket.device());
   // Why not does not matter here: the bucket then goes by way of staging memory, like any other.
-  if (!lane->plane->registerBuffer(data, storage.nbytes()).empty()) seen->second.kept = {};
+  if (!context->communicator->registerBuffer(data, storage.nbytes()).empty())
+    seen->second.kept = {};
 }
 
 std::shared_ptr<HostTrip> GpuBackend::toHost(const at::Tensor& tensor) {
@@ -156,7 +158,7 @@ GpuBackend::WorkPtr GpuBackend::endCoalescing() {
 }
 
 void GpuBackend::eagerConnectSingleDevice(at::Device device) {
-  translated([&] { laneOf(device); });
+  translated([&] { contextOf(device); });
 }
 
 void GpuBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -166,37 +168,37 @@ void GpuBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 void GpuBackend::abort() {
   const std::lock_guard lock(mutex_);
-  for (const auto& [index, lane] : lanes_)
-    translated([&] { lane->plane->abort("abort() was called"); });
+  for (const auto& [index, context] : contexts_)
+    translated([&] { context->communicator->abort("abort() was called"); });
   if (nccl_ && *nccl_) (*nccl_)->abort();
 }
 
 void GpuBackend::shutdown() {
-  decltype(lanes_) lanes;
+  decltype(contexts_) contexts;
   std::optional<BackendPtr> nccl;
   {
     const std::lock_guard lock(mutex_);
-    lanes.swap(lanes_);
+    contexts.swap(contexts_);
     // Not to be made again: calls from now on go to the CPU's backend, which says what has
     // happened.
     nccl = std::exchange(nccl_, BackendPtr());
   }
   if (forkGeneration() != generation_) {  // in a child their threads are not there
     if (nccl) (void)nccl->release();
-    (void)new decltype(lanes)(std::move(lanes));
+    (void)new decltype(contexts)(std::move(contexts));
     return;
   }
   if (!nccl || !*nccl) return;
   const auto has_failed = [](const auto& entry) {
     try {
-      entry.second->plane->check();
+      entry.second->communicator->check();
     } catch (const Error&) {
       return true;
     }
     return false;
   };
   // With a rank that is gone, NCCL would wait for calls that never end.
-  if (std::any_of(lanes.begin(), lanes.end(), has_failed))
+  if (std::any_of(contexts.begin(), contexts.end(), has_failed))
     (*nccl)->abort();
   else
     (*nccl)->shutdown();
@@ -205,7 +207,7 @@ void GpuBackend::shutdown() {
 size_t GpuBackend::bytes() const {
   const std::lock_guard lock(mutex_);
   size_t sum = 0;
-  for (const auto& [index, lane] : lanes_) sum += lane->plane->bytes();
+  for (const auto& [index, context] : contexts_) sum += context->communicator->bytes();
   return sum;
 }
 

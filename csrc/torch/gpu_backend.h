@@ -1,4 +1,4 @@
-// The backend's calls on CUDA tensors: what the plane of GPUs performs goes into streams, as in
+// The backend's calls on CUDA tensors: what the communicator performs goes into streams, as in
 // ProcessGroupNCCL; all other calls go to another backend, so that none is missing.
 //
 // That other one is torch's NCCL backend, or, for what NCCL does not know and where it cannot start
@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "cuda/plane.h"
+#include "cuda/gpu_communicator.h"
 #include "group/group.h"
 #include "torch/host_trip.h"
 #include "torch/work.h"
@@ -34,11 +34,11 @@ class GpuBackend final : public c10d::Backend {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   // Makes the NCCL backend when it is first needed; null where it cannot start.
   using MakeNccl = std::function<BackendPtr()>;
-  // Makes the plane of a device, with all ranks, when it is first used.
-  using MakePlane = std::function<std::shared_ptr<cuda::Plane>(c10::Device)>;
+  // Makes the communicator of a device, with all ranks, when it is first used.
+  using MakeCommunicator = std::function<std::shared_ptr<cuda::GpuCommunicator>(c10::Device)>;
 
-  GpuBackend(int rank, int size, std::shared_ptr<Observer> observer, MakePlane make_plane,
-             MakeNccl make_nccl, BackendPtr staged);
+  GpuBackend(int rank, int size, std::shared_ptr<Observer> observer,
+             MakeCommunicator make_communicator, MakeNccl make_nccl, BackendPtr staged);
   ~GpuBackend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -78,36 +78,39 @@ class GpuBackend final : public c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
-  // Makes the device's plane, so that the first call need not.  Collective.
+  // Makes the device's communicator, so that the first call need not.  Collective.
   void eagerConnectSingleDevice(at::Device device) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
 
-  size_t bytes() const;  // of device memory that the planes hold
+  size_t bytes() const;  // of device memory that the communicators hold
 
   // Starts to copy a tensor to the host's memory, for a call that goes through it without a wait.
-  // Needs no plane.
+  // Needs no communicator.
   std::shared_ptr<HostTrip> toHost(const at::Tensor& tensor);
 
  private:
   // What there is for one device.
-  struct Lane {
-    // Those that were registered, or could not be.  What peers map is kept until the plane is gone.
+  struct DeviceContext {
+    // Those that were registered, or could not be.  What peers map is kept until the communicator
+    // is gone.
     struct Bucket {
       c10::weak_intrusive_ptr<c10::StorageImpl> known;
       c10::Storage kept;  // empty: refused
     };
     std::map<c10::StorageImpl*, Bucket> buckets;
-    std::shared_ptr<cuda::Plane> plane;
+    std::shared_ptr<cuda::GpuCommunicator> communicator;
     c10::Stream stream;  // asynchronous operations run here, one after the other
   };
   // What puts an operation into the current stream, which is `stream`.
-  using Put = std::function<void(cuda::Plane&, const c10::Stream&)>;
+  using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
   // Kept alive by who uses it, whoever shuts the group down meanwhile.
-  std::shared_ptr<Lane> laneOf(c10::Device device);
-  bool performs(c10::Device device, Kind kind) { return laneOf(device)->plane->performs(kind); }
+  std::shared_ptr<DeviceContext> contextOf(c10::Device device);
+  bool performs(c10::Device device, Kind kind) {
+    return contextOf(device)->communicator->performs(kind);
+  }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
   void registerBucket(const at::Tensor& bucket);
   // Whoever takes a call on such a tensor, or on tensors of such a kind.
@@ -117,13 +120,13 @@ class GpuBackend final : public c10d::Backend {
 
   const int generation_ = forkGeneration();  // forks before it was made
   const std::shared_ptr<Observer> observer_;
-  const MakePlane make_plane_;
+  const MakeCommunicator make_communicator_;
   const MakeNccl make_nccl_;
   const BackendPtr staged_;
   // Of what follows; held while an operation is put into its stream.  Recursive, since what waits
   // for the other ranks meanwhile runs Python's signal handlers, and these may end the group.
   mutable std::recursive_mutex mutex_;
-  std::map<c10::DeviceIndex, std::shared_ptr<Lane>> lanes_;
+  std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
   std::optional<BackendPtr> nccl_;  // null: it cannot start
   uint64_t sequence_ = 0;

@@ -1,5 +1,5 @@
-// The calls that a plane of GPUs performs: torch's arguments, checked and turned into the plane's
-// calls.
+// The calls that a communicator performs: torch's arguments, checked and turned into the
+// communicator's calls.
 //
 // A check that fails here raises ValueError before anything is put into a stream.
 #include <ATen/core/grad_mode.h>
@@ -11,14 +11,14 @@
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
+#include "torch/gpu_communicators.h"
 
 namespace ringreduce {
 namespace {
 
 using Use = Staged::Use;
 
-// PREMUL_SUM's factor as the plane takes it: a tensor stays on its device.
+// PREMUL_SUM's factor as the communicator takes it: a tensor stays on its device.
 struct GpuFactor {
   double number;
   at::Tensor tensor;  // of float64 for float64 and else of float32
@@ -130,9 +130,9 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
                     .inputs = tensors,
                     .outputs = tensors},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.allReduce(calls[i], handleOf(stream));
+                       communicator.allReduce(calls[i], handleOf(stream));
                        all[i].staged.giveBack();
                      }
                      for (size_t i = 0; copied && i < tensors.size(); ++i)
@@ -170,8 +170,8 @@ GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Contex
                     .outputs = {bucket},
                     .future_of_one = true},
                    bucket.device(), /*async=*/true, {bucket, staged.memory()},
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
-                     plane.allReduce(call, handleOf(stream));
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
+                     communicator.allReduce(call, handleOf(stream));
                      staged.giveBack();
                    })
         ->getFuture();
@@ -225,9 +225,9 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
                     .inputs = inputs,
                     .outputs = outputs},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.reduceScatter(calls[i], handleOf(stream));
+                       communicator.reduceScatter(calls[i], handleOf(stream));
                        to[i].staged.giveBack();
                      }
                    });
@@ -272,8 +272,8 @@ GpuBackend::WorkPtr GpuBackend::broadcast(Tensors& tensors, const c10d::Broadcas
                     .inputs = tensors,
                     .outputs = tensors},
                    tensor.device(), options.asyncOp, {tensor, staged.memory()},
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
-                     plane.broadcast(call, handleOf(stream));
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
+                     communicator.broadcast(call, handleOf(stream));
                      staged.giveBack();
                    });
   });
@@ -319,9 +319,9 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
                     .inputs = inputs,
                     .outputs = outputs},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.allGather(calls[i], handleOf(stream));
+                       communicator.allGather(calls[i], handleOf(stream));
                        to[i].giveBack();
                      }
                    });
@@ -374,10 +374,12 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
          .title = "ringreduce:all_gather",
          .inputs = inputs,
          .outputs = std::move(results)},
-        device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
+        device, options.asyncOp, used,
+        [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
           const at::NoGradGuard no_grad;
           // All inputs are read before an output is written, because they may overlap.
-          for (const cuda::GpuAllGather& call : calls) plane.allGather(call, handleOf(stream));
+          for (const cuda::GpuAllGather& call : calls)
+            communicator.allGather(call, handleOf(stream));
           for (size_t i = 0; i < calls.size(); ++i) {
             for (size_t r = 0; r < size; ++r)
               outputs[r][i].detach().copy_(

@@ -1,4 +1,4 @@
-// The calls on CUDA tensors that no plane of GPUs performs: which backend takes them.
+// The calls on CUDA tensors that no communicator of GPUs performs: which backend takes them.
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
-#include "torch/gpu_plane.h"
+#include "torch/gpu_communicators.h"
 
 namespace ringreduce {
 namespace {
@@ -113,9 +113,9 @@ GpuBackend::WorkPtr GpuBackend::barrier(const c10d::BarrierOptions& options) {
       made = nccl();
       // Or else NCCL guesses a device by the rank's number.
       if (mine.device_ids.empty())
-        mine.device_ids = {lanes_.empty()
+        mine.device_ids = {contexts_.empty()
                                ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index()
-                               : lanes_.begin()->first};
+                               : contexts_.begin()->first};
     }
     if (!made)
       throw Error(Failure::kArgument,

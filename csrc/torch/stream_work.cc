@@ -14,13 +14,14 @@
 namespace ringreduce {
 
 StreamWork::StreamWork(int rank, uint64_t sequence, const Job& job,
-                       const std::shared_ptr<cuda::Plane>& plane, const c10::Stream& stream)
+                       const std::shared_ptr<cuda::GpuCommunicator>& communicator,
+                       const c10::Stream& stream)
     : c10d::Work(rank, job.type, job.title, job.inputs),
       outputs_(job.outputs),
       sequence_(sequence),
       future_of_one_(job.future_of_one),
       observer_(job.observer),
-      plane_(plane),
+      communicator_(communicator),
       stream_(stream),
       timed_(observer_->timing),
       begin_(stream.device_type(),
@@ -54,7 +55,7 @@ void StreamWork::failed(std::exception_ptr error) {
 }
 
 void StreamWork::raise() const {
-  if (const auto plane = plane_.lock()) translated([&] { plane->check(); });
+  if (const auto communicator = communicator_.lock()) translated([&] { communicator->check(); });
 }
 
 bool StreamWork::isCompleted() {

@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "cuda/plane.h"
+#include "cuda/gpu_communicator.h"
 #include "torch/work.h"
 
 namespace ringreduce {
@@ -22,9 +22,10 @@ namespace ringreduce {
 class StreamWork final : public c10d::Work {
  public:
   // The job's operations are not looked at: who makes this puts them into the stream, then calls
-  // `enqueued`.  What stands behind an error's text is the plane's to say (its calls' labels).
-  StreamWork(int rank, uint64_t sequence, const Job& job, const std::shared_ptr<cuda::Plane>& plane,
-             const c10::Stream& stream);
+  // `enqueued`.  What stands behind an error's text is the communicator's to say (its calls'
+  // labels).
+  StreamWork(int rank, uint64_t sequence, const Job& job,
+             const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream);
 
   // All of it is in the stream.
   void enqueued();
@@ -53,8 +54,9 @@ class StreamWork final : public c10d::Work {
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const Nanos started_ = now();
-  // Not kept alive: a plane that is gone has run what was put into its streams, or failed it.
-  const std::weak_ptr<cuda::Plane> plane_;
+  // Not kept alive: a communicator that is gone has run what was put into its streams, or failed
+  // it.
+  const std::weak_ptr<cuda::GpuCommunicator> communicator_;
   const c10::Stream stream_;
   const bool timed_;
   c10::Event begin_, end_;

@@ -63,8 +63,8 @@ class Block {
   Block(const Block&) = delete;
   ~Block() { team_.bytes += bytes_; }
 
-  int lane() const { return lane_; }
-  int lanes() const { return team_.lanes; }
+  int thread() const { return lane_; }
+  int threads() const { return team_.lanes; }
   void sync() { team_.barrier.wait(); }
   bool any(bool x) {
     std::atomic<bool>& vote = team_.votes[turn_ % 3];

@@ -29,36 +29,36 @@ GroupOptions named() {
 struct Rank {
   explicit Rank(Group& of)
       : group(of),
-        watcher(of, std::make_unique<RemoteRanks>(
-                        of, RemoteRanks::Hooks{
-                                .transport_error = [this] { return broken ? "NCCL says so" : ""; },
-                                .check_host =
-                                    [this] {
-                                      if (host_failed)
-                                        group.fail(Failure::kPeerLost, 0, "a neighbour died");
-                                    },
-                                .poison = [this] { poisoned = true; },
-                                .end_waits =
-                                    [this](const std::string&) {
-                                      begun = done = true;
-                                      ++ended;
-                                    }})) {}
+        watchdog(of, std::make_unique<RemoteRanks>(
+                         of, RemoteRanks::Hooks{
+                                 .transport_error = [this] { return broken ? "NCCL says so" : ""; },
+                                 .check_host =
+                                     [this] {
+                                       if (host_failed)
+                                         group.fail(Failure::kPeerLost, 0, "a neighbour died");
+                                     },
+                                 .poison = [this] { poisoned = true; },
+                                 .end_waits =
+                                     [this](const std::string&) {
+                                       begun = done = true;
+                                       ++ended;
+                                     }})) {}
 
   void start(uint64_t count, Nanos timeout = 20 * kSecond, bool has_begun = true) {
-    watcher.announce({.count = count,
-                      .kind = Kind::kAllReduce,
-                      .dtype = DType::kFloat32,
-                      .op = static_cast<uint8_t>(ReduceOp::kSum)});
+    watchdog.announce({.count = count,
+                       .kind = Kind::kAllReduce,
+                       .dtype = DType::kFloat32,
+                       .op = static_cast<uint8_t>(ReduceOp::kSum)});
     begun = has_begun;
-    watcher.entrust(timeout, [this] { return done.load(); }, {}, [this] { return begun.load(); });
+    watchdog.track(timeout, [this] { return done.load(); }, {}, [this] { return begun.load(); });
   }
   Failure ends(const std::string& words) {
-    return failureOf([&] { watcher.wait(20 * kSecond); }, words);
+    return failureOf([&] { watchdog.wait(20 * kSecond); }, words);
   }
   // The group's error, as all ranks have it.
   std::string error() {
     try {
-      watcher.wait(20 * kSecond);
+      watchdog.wait(20 * kSecond);
     } catch (const Error& error) {
       const std::string text = error.what();
       return text.substr(0, text.find_first_of(",.", text.find("; noticed by")));
@@ -70,7 +70,7 @@ struct Rank {
   std::function<void()> meet;  // waits for all ranks, once, whatever becomes of the group
   std::atomic<bool> begun{true}, done{false}, broken{false}, host_failed{false}, poisoned{false};
   std::atomic<int> ended{0};
-  Watcher watcher;  // last: its threads use the rest
+  Watchdog watchdog;  // last: its threads use the rest
 };
 
 // Ranks are threads.  Afterwards all have the same error.
@@ -120,15 +120,15 @@ TEST(operations_that_end_are_waited_for) {
     for (int i = 0; i < 3; ++i) {
       rank.done = false;
       rank.start(100);
-      CHECK(!rank.watcher.wait(i == 0 ? 1500 * kMillisecond : 0));
+      CHECK(!rank.watchdog.wait(i == 0 ? 1500 * kMillisecond : 0));
       const StreamProgress other = rank.group.streamsOf(1 - rank.group.rank()).first;
       CHECK(i > 0 || (other.announced >= 1 && other.oldest.count == 100 && other.begun));
       rank.group.run({Barrier{}});
       rank.done = true;
-      CHECK(rank.watcher.wait(20 * kSecond));
+      CHECK(rank.watchdog.wait(20 * kSecond));
     }
-    rank.watcher.check();
-    CHECK(rank.watcher.settle(0));
+    rank.watchdog.check();
+    CHECK(rank.watchdog.settle(0));
     CHECK(rank.ended == 0 && !rank.poisoned);
   });
 }
@@ -170,7 +170,7 @@ TEST(when_all_have_come_nobody_is_blamed) {
 TEST(time_counts_from_when_the_stream_has_come_to_it) {
   inRanks(2, [](Rank& rank) {
     rank.start(100, kSoon, false);
-    CHECK(!rank.watcher.wait(8 * kSoon));
+    CHECK(!rank.watchdog.wait(8 * kSoon));
     rank.begun = true;
     CHECK(rank.ends("timed out") == Failure::kTimeout);
   });
@@ -189,7 +189,7 @@ TEST(an_abort_reaches_those_who_wait) {
   inRanks(3, [](Rank& rank) {
     if (rank.group.rank() != 1) rank.start(100);
     rank.meet();
-    if (rank.group.rank() == 1) rank.watcher.abort("for a test");
+    if (rank.group.rank() == 1) rank.watchdog.abort("for a test");
     CHECK(rank.ends("rank 1 (pid") == Failure::kAborted);
     CHECK(rank.ends("aborted group 'test': for a test; noticed by rank 1") == Failure::kAborted);
     CHECK(failureOf([&] { rank.start(1); }, "for a test") == Failure::kAborted);
@@ -239,10 +239,10 @@ TEST(a_gpu_that_fails_ends_it_for_all) {
       rank.start(100);
       rank.meet();
     } else {
-      rank.watcher.announce({.count = 100, .kind = Kind::kAllReduce});
+      rank.watchdog.announce({.count = 100, .kind = Kind::kAllReduce});
       rank.meet();
-      rank.watcher.entrust(kSecond,
-                           []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
+      rank.watchdog.track(kSecond,
+                          []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
     }
     CHECK(rank.ends("gave up: the GPU has failed") == Failure::kAborted);
   });

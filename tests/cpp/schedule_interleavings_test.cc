@@ -91,7 +91,7 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
   then(lane, {.what = Do::kAccess, .reads = {at(rank, mine)}});
 }
 
-// One stream a rank; `mistake` spoils the list of each call, in the order of ranks and calls.
+// One stream a rank; `mistake` poisons the list of each call, in the order of ranks and calls.
 Program programOf(const Direct& d, const Mistake& mistake = [](List&) {}) {
   Program program;
   for (int rank = 0; rank < d.ranks; ++rank) {

@@ -13,7 +13,7 @@
 
 #include "cuda/direct.h"
 #include "cuda/host_state.h"
-#include "cuda/own_lead.h"
+#include "cuda/self_reduce.h"
 #include "device_calls.h"
 #include "mutants.h"
 #include "ranks.h"
@@ -38,7 +38,7 @@ struct DirectMessage {
   size_t most = 0;      // of a part, elements or bytes, that is staged at once; 0: all
 };
 
-// Ranks with a thread for a stream each.  `mistake` spoils the steps of each call.
+// Ranks with a thread for a stream each.  `mistake` poisons the steps of each call.
 class Streams {
  public:
   using Mistake = std::function<void(Steps&)>;
@@ -109,7 +109,7 @@ class Streams {
   // That the rank's kernels have loaded and stored.
   uint64_t bytesMoved(int rank) const { return bytes_[at(rank)]; }
 
-  bool isSpoilt(size_t call, int rank) {
+  bool isPoisoned(size_t call, int rank) {
     const Bytes output = calls_[call].tensors[at(rank)].result();
     return std::all_of(output.begin(), output.end(), [](unsigned char b) { return b == 0xff; });
   }
@@ -379,7 +379,7 @@ void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
       if (i < kLate || (kind == Kind::kBroadcast && r == 1))
         streams.expectRight(i, r);
       else
-        CHECK(streams.isSpoilt(i, r));
+        CHECK(streams.isPoisoned(i, r));
     }
 }
 
@@ -449,7 +449,7 @@ TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
       }
 }
 
-TEST(who_gives_up_spoils_outputs_and_waits_no_more) {
+TEST(who_gives_up_poisons_outputs_and_waits_no_more) {
   for (int again = 0; again < 5; ++again)
     for (bool staged : {false, true}) late(staged, GivesUp::kTogether);
   for (Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
@@ -458,7 +458,7 @@ TEST(who_gives_up_spoils_outputs_and_waits_no_more) {
 
 // The call's output comes in two pieces, the second by two blocks, and the group gives up between
 // these: nothing of the output may look right.
-TEST(what_is_given_up_in_the_middle_is_spoilt_as_a_whole) {
+TEST(what_is_given_up_in_the_middle_is_poisoned_as_a_whole) {
   constexpr size_t kPiece = 4096;
   std::vector<std::byte> staging(kPiece), output(3 * kPiece);
   uint64_t abort = 0, delivered = 0;

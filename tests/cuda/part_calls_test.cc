@@ -105,7 +105,7 @@ class Data {
     return gpu::fromGpu<unsigned char>(outputs_[static_cast<size_t>(r)],
                                        parts * count_ * sizeOf(dtype_));
   }
-  bool isSpoilt(int r) const {
+  bool isPoisoned(int r) const {
     const Bytes got = output(r);
     return std::all_of(got.begin(), got.end(), [](unsigned char b) { return b == 0xff; });
   }
@@ -283,7 +283,7 @@ TEST(a_group_of_one_copies_and_scales) {
     }
 }
 
-TEST(a_rank_that_does_not_come_is_named_and_outputs_are_spoilt) {
+TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
   for (bool kernels : {true, false})
     for (Kind kind : kKinds) {
       const Ranks ranks = ranksOf(3, kernels);
@@ -300,7 +300,7 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_spoilt) {
           failure = ranks::failureOf([&] { ranks.comm(r).check(); }, "(DDP bucket 2)");
         CHECK(failure == Failure::kTimeout);
         gpu::finish(ranks.stream(r), "a stream after an error");
-        if (r != absent) CHECK(data.isSpoilt(r));
+        if (r != absent) CHECK(data.isPoisoned(r));
       }
       CHECK(ranks::failureOf([&] { ranks.comm(0).check(); }, "rank " + std::to_string(absent)) ==
             Failure::kTimeout);

@@ -23,8 +23,8 @@ namespace ringreduce::cuda {
 
 template <int>
 struct DeviceBlock {
-  int lane() const { return 0; }
-  static constexpr int lanes() { return 1; }
+  int thread() const { return 0; }
+  static constexpr int threads() { return 1; }
   void sync() const {}
   bool any(bool x) const { return x; }
   template <class T>

@@ -35,7 +35,7 @@ struct Failed {
 // Keeps the words for ncclGetLastError, and shows them where NCCL would.
 void warn(const std::string& words);
 std::string lastWarning();
-// Ends the process: a program may not do that, and NCCL would hang, crash or spoil data.
+// Ends the process: a program may not do that, and NCCL would hang, crash or poison data.
 [[noreturn]] void punish(const std::string& words);
 
 // What a rank tells the others when it joins.

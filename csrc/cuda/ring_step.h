@@ -4,11 +4,11 @@
 #pragma once
 
 #include "algorithm/cut.h"
-#include "cuda/fold.h"
+#include "cuda/reduce_n.h"
 
 namespace ringreduce::cuda {
 
-struct HopCall {
+struct RingStepCall {
   const std::byte* partial;
   const std::byte* own;
   std::byte* to;  // may be `partial` if they are as wide as each other, or `own` if it is narrow
@@ -20,7 +20,8 @@ struct HopCall {
 };
 
 template <class E, class Block>
-RINGREDUCE_DEVICE void addHop(Block& block, const HopCall& call, int channel, int channels) {
+RINGREDUCE_DEVICE void addRingStep(Block& block, const RingStepCall& call, int channel,
+                                   int channels) {
   using Stored = AsStored<E>;
   using Value = AsValue<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored), kWide = sizeof(typename E::Value);

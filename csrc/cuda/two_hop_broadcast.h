@@ -16,10 +16,10 @@ namespace ringreduce::cuda {
 
 // R is a Raw.
 template <class R, class Rules, class Block>
-class Spread {
+class TwoHopBroadcast {
  public:
-  RINGREDUCE_DEVICE Spread(Block& block, Guard<Block>& guard, const RankCall& call, int channel,
-                           int channels)
+  RINGREDUCE_DEVICE TwoHopBroadcast(Block& block, Guard<Block>& guard, const RankCall& call,
+                                    int channel, int channels)
       : block_(block),
         guard_(guard),
         call_(call),

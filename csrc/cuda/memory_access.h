@@ -21,16 +21,17 @@
 
 namespace ringreduce::cuda {
 
-enum class Way : uint8_t { kPointer, kDescriptor, kLegacyIpc, kHost };
-inline constexpr int kWays = 4;
-inline constexpr std::array<const char*, kWays> kWayNames{"pointer", "descriptor", "ipc", "host"};
+enum class MemoryAccess : uint8_t { kPointer, kDescriptor, kLegacyIpc, kHost };
+inline constexpr int kMemoryAccesses = 4;
+inline constexpr std::array<const char*, kMemoryAccesses> kMemoryAccessNames{
+    "pointer", "descriptor", "ipc", "host"};
 
-constexpr const char* name(Way way) {
-  return kWayNames[static_cast<size_t>(way)];
+constexpr const char* name(MemoryAccess access) {
+  return kMemoryAccessNames[static_cast<size_t>(access)];
 }
-constexpr std::optional<Way> wayNamed(std::string_view name) {
-  for (size_t i = 0; i < kWays; ++i)
-    if (name == kWayNames[i]) return static_cast<Way>(i);
+constexpr std::optional<MemoryAccess> memoryAccessNamed(std::string_view name) {
+  for (size_t i = 0; i < kMemoryAccesses; ++i)
+    if (name == kMemoryAccessNames[i]) return static_cast<MemoryAccess>(i);
   return std::nullopt;
 }
 
@@ -54,7 +55,7 @@ struct Resident {
 enum class Reach : uint8_t { kYes, kNo, kUnknown };
 
 // By way: why it cannot be, in words; empty if nothing is known against it.
-using Obstacles = std::array<std::string, kWays>;
+using Obstacles = std::array<std::string, kMemoryAccesses>;
 
 // What rank `me` knows.  `reach[r]` is from its GPU to rank r's; `names[r]` how messages call rank
 // r.
@@ -62,21 +63,23 @@ inline Obstacles obstaclesOf(size_t me, const std::vector<Resident>& ranks,
                              const std::vector<Reach>& reach,
                              const std::vector<std::string>& names) {
   Obstacles found;
-  const auto add = [&](Way way, const std::string& why) {
-    if (auto& text = found[static_cast<size_t>(way)]; text.empty()) text = why;
+  const auto add = [&](MemoryAccess access, const std::string& why) {
+    if (auto& text = found[static_cast<size_t>(access)]; text.empty()) text = why;
   };
   const Resident& own = ranks[me];
   for (size_t r = 0; r < ranks.size(); ++r) {
     if (!own.sharesProcess(ranks[r]))
-      add(Way::kPointer, names[me] + " and " + names[r] + " are different processes");
+      add(MemoryAccess::kPointer, names[me] + " and " + names[r] + " are different processes");
     if (!own.sharesGpu(ranks[r]) && reach[r] == Reach::kNo)
-      for (Way way : {Way::kPointer, Way::kDescriptor, Way::kLegacyIpc})
-        add(way, "the GPU of " + names[me] + " has no peer access to that of " + names[r]);
+      for (MemoryAccess access :
+           {MemoryAccess::kPointer, MemoryAccess::kDescriptor, MemoryAccess::kLegacyIpc})
+        add(access, "the GPU of " + names[me] + " has no peer access to that of " + names[r]);
   }
   if (!own.exports_memory)
-    add(Way::kDescriptor, "the GPU of " + names[me] + " cannot hand memory to other processes");
+    add(MemoryAccess::kDescriptor,
+        "the GPU of " + names[me] + " cannot hand memory to other processes");
   if (!own.registers_host_memory)
-    add(Way::kHost, "the GPU of " + names[me] + " cannot register host memory");
+    add(MemoryAccess::kHost, "the GPU of " + names[me] + " cannot register host memory");
   return found;
 }
 
@@ -84,27 +87,28 @@ inline Obstacles obstaclesOf(size_t me, const std::vector<Resident>& ranks,
 inline Obstacles merged(const std::vector<Obstacles>& by_rank) {
   Obstacles all;
   for (const Obstacles& one : by_rank)
-    for (size_t way = 0; way < kWays; ++way)
-      if (all[way].empty()) all[way] = one[way];
+    for (size_t access = 0; access < kMemoryAccesses; ++access)
+      if (all[access].empty()) all[access] = one[access];
   return all;
 }
 
 // None if there is no way, or not the one that is wanted.
-constexpr std::optional<Way> chooseWay(const Obstacles& obstacles, std::optional<Way> wanted) {
-  for (size_t way = 0; way < kWays; ++way)
-    if (obstacles[way].empty() && (!wanted || *wanted == static_cast<Way>(way)))
-      return static_cast<Way>(way);
+constexpr std::optional<MemoryAccess> chooseAccess(const Obstacles& obstacles,
+                                                   std::optional<MemoryAccess> wanted) {
+  for (size_t access = 0; access < kMemoryAccesses; ++access)
+    if (obstacles[access].empty() && (!wanted || *wanted == static_cast<MemoryAccess>(access)))
+      return static_cast<MemoryAccess>(access);
   return std::nullopt;
 }
 
 // "not by pointer: ranks 0 and 1 are ...; not by descriptor: ...": why none of those before `way`
 // was taken, or, without one, why none is.
-inline std::string explain(const Obstacles& obstacles, std::optional<Way> way) {
+inline std::string explain(const Obstacles& obstacles, std::optional<MemoryAccess> access) {
   std::string text;
-  const size_t end = way ? static_cast<size_t>(*way) : kWays;
+  const size_t end = access ? static_cast<size_t>(*access) : kMemoryAccesses;
   for (size_t w = 0; w < end; ++w)
     if (!obstacles[w].empty())
-      text += (text.empty() ? "not by " : "; not by ") + std::string(kWayNames[w]) + ": " +
+      text += (text.empty() ? "not by " : "; not by ") + std::string(kMemoryAccessNames[w]) + ": " +
               obstacles[w];
   return text;
 }

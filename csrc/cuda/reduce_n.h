@@ -2,10 +2,10 @@
 //
 //     sinks[i] = finish(source 0 [i] (op) source 1 [i] (op) ...)
 //
-// A lane reads several packs of 16 bytes before it uses the first, which is what hides the memory's
-// latency; lanes of a block read neighbouring packs.  Where a pointer is not aligned to 16 bytes
-// the elements go one by one (still neighbouring ones at a time, so the memory moves the same
-// bytes); where all are off by the same, only the first few do, and so always the last few.
+// A thread reads several packs of 16 bytes before it uses the first, which is what hides the
+// memory's latency; threads of a block read neighbouring packs.  Where a pointer is not aligned to
+// 16 bytes the elements go one by one (still neighbouring ones at a time, so the memory moves the
+// same bytes); where all are off by the same, only the first few do, and so always the last few.
 //
 // Bytes moved: (sources + sinks) * n elements, each of its size on its wire.
 #pragma once
@@ -126,12 +126,12 @@ struct Pass {
   RINGREDUCE_DEVICE static void run(Block& block, size_t n, const Sources& sources,
                                     const Sinks& sinks, const Arithmetic& a, bool last) {
     const auto whole = [&](size_t size, size_t of) { return size / of * of; };
-    const size_t lanes = static_cast<size_t>(block.lanes());
+    const size_t threads = static_cast<size_t>(block.threads());
     const size_t head = headOf(n, sources, sinks);
     const size_t packs = head + whole(n - head, kPer);
-    // Where a lane has one pack in flight there is nothing to do several at a time.
-    const size_t tiles = kPacks == 1 ? head : head + whole(n - head, lanes * kPer * kPacks);
-    const size_t rows = kPacks == 1 ? 0 : whole(head, lanes * kPacks);
+    // Where a thread has one pack in flight there is nothing to do several at a time.
+    const size_t tiles = kPacks == 1 ? head : head + whole(n - head, threads * kPer * kPacks);
+    const size_t rows = kPacks == 1 ? 0 : whole(head, threads * kPacks);
     if constexpr (kPacks > 1) sweep<1, kPacks>(block, 0, rows, sources, sinks, a, last);
     sweep<1, 1>(block, rows, head, sources, sinks, a, last);
     if constexpr (kPacks > 1) sweep<kPer, kPacks>(block, head, tiles, sources, sinks, a, last);
@@ -167,13 +167,13 @@ struct Pass {
            0;
   }
 
-  // Elements [from, to): each lane takes `per` neighbouring ones at `packs` places.  With several
-  // places that must come out even; with one, some lanes may get one turn less.
+  // Elements [from, to): each thread takes `per` neighbouring ones at `packs` places.  With several
+  // places that must come out even; with one, some threads may get one turn less.
   template <int per, int packs, class Block, class Sources, class Sinks>
   RINGREDUCE_DEVICE static void sweep(Block& block, size_t from, size_t to, const Sources& sources,
                                       const Sinks& sinks, const Arithmetic& a, bool last) {
-    const size_t stride = static_cast<size_t>(block.lanes()) * per;
-    for (size_t i = from + static_cast<size_t>(block.lane()) * per; i < to; i += stride * packs) {
+    const size_t stride = static_cast<size_t>(block.threads()) * per;
+    for (size_t i = from + static_cast<size_t>(block.thread()) * per; i < to; i += stride * packs) {
       Value acc[packs][per];
       take<First, packs, per>(block, sources(0), i, stride, [&](int u, const Value(&in)[per]) {
         RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) acc[u][v] = in[v];

@@ -12,7 +12,7 @@ namespace ringreduce::cuda {
 // of `granularity` where it is exported.  Returns "" if every rank reaches every piece, else, on
 // all ranks, what stands against it.  Throws the same Error on all ranks where no other way would
 // do better: a GPU without memory left, a process whose CUDA is ruined.
-std::string tryWay(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
-                   const std::vector<std::string>& names);
+std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
+                      const std::vector<std::string>& names);
 
 }  // namespace ringreduce::cuda

@@ -1,8 +1,8 @@
 // What an all-reduce puts into a stream: rails, parts, and its end.
 #include <utility>
 
+#include "cuda/internode_state.h"
 #include "cuda/ranges.h"
-#include "cuda/spanning_state.h"
 
 namespace ringreduce::cuda {
 namespace {
@@ -13,7 +13,7 @@ constexpr size_t kLeastInParts = size_t{256} << 10;
 
 }  // namespace
 
-void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
+void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   State& s = *state_;
   validate(call);
   const std::lock_guard lock(s.calls);
@@ -22,16 +22,16 @@ void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   cudaStreamCaptureStatus capture;
   cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  if (captured) s.watcher->stayAwake();
-  s.watcher->announce({.count = call.count,
-                       .kind = Kind::kAllReduce,
-                       .dtype = call.dtype,
-                       .op = static_cast<uint8_t>(call.op)});
+  if (captured) s.watchdog->stayAwake();
+  s.watchdog->announce({.count = call.count,
+                        .kind = Kind::kAllReduce,
+                        .dtype = call.dtype,
+                        .op = static_cast<uint8_t>(call.op)});
   const auto pending = std::make_shared<State::Pending>();
   try {
     if (captured) {
       // Nothing runs yet, and no event of a capture tells when it will have.
-      s.watcher->entrust(s.timeoutOf(call), [] { return true; });
+      s.watchdog->track(s.timeoutOf(call), [] { return true; });
       s.put(call, stream);
       return;
     }
@@ -39,8 +39,8 @@ void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
     const auto begun = s.events.take();
     begun->record(stream);
     // Before it is put there, since a host that is far ahead waits in the midst of it.  The
-    // watcher's threads ask, who shall not make a context on another device.
-    s.watcher->entrust(
+    // watchdog's threads ask, who shall not make a context on another device.
+    s.watchdog->track(
         s.timeoutOf(call),
         [pending, device = s.device] {
           const OnDevice there(device);
@@ -58,7 +58,7 @@ void Spanning::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   }
 }
 
-void Spanning::State::finish(Pending& pending, cudaStream_t stream) {
+void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream) {
   const auto done = events.take();
   done->record(stream);
   last = done;
@@ -68,8 +68,8 @@ void Spanning::State::finish(Pending& pending, cudaStream_t stream) {
 
 // Of a call that failed on its way something may be in the streams, and the other ranks wait for
 // the rest.
-void Spanning::State::giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
-                             cudaStream_t stream) {
+void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
+                                          Pending& pending, cudaStream_t stream) {
   try {
     // The error of this host's group names the rank to blame.
     if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
@@ -77,7 +77,7 @@ void Spanning::State::giveUp(const GpuAllReduce& call, const Error& why, Pending
                 group->who(hosts.rank()) + " gave up: " + why.what() +
                     (call.label ? " (" + call.label() + ")" : ""));
   } catch (const Error&) {
-    spoil();
+    poison();
     try {
       deliver(call, stream);
       finish(pending, stream);
@@ -88,7 +88,7 @@ void Spanning::State::giveUp(const GpuAllReduce& call, const Error& why, Pending
   }
 }
 
-void Spanning::State::put(const GpuAllReduce& call, cudaStream_t stream) {
+void InterNodeCommunicator::State::put(const GpuAllReduce& call, cudaStream_t stream) {
   if (!hierarchical)
     overAll(call, stream);
   else if (call.count * sizeOf(call.dtype) >= kLeastInParts)
@@ -99,11 +99,11 @@ void Spanning::State::put(const GpuAllReduce& call, cudaStream_t stream) {
 }
 
 // Calls follow each other, whatever their streams.
-void Spanning::State::follow(cudaStream_t stream) {
+void InterNodeCommunicator::State::follow(cudaStream_t stream) {
   if (last && last_stream != numberOf(stream)) last->holdBack(stream);
 }
 
-void Spanning::State::overAll(const GpuAllReduce& call, cudaStream_t stream) {
+void InterNodeCommunicator::State::overAll(const GpuAllReduce& call, cudaStream_t stream) {
   const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
                               .divide = call.op == ReduceOp::kAvg,
                               .scale = call.op == ReduceOp::kPremulSum,
@@ -116,12 +116,12 @@ void Spanning::State::overAll(const GpuAllReduce& call, cudaStream_t stream) {
                    .arithmetic = arithmetic,
                    .factor_on_device = call.factor_on_device,
                    .abort = &onDevice()->abort},
-                  stream, [this] { watcher->check(); });
+                  stream, [this] { watchdog->check(); });
 }
 
 // What hosts have summed, in place: scaled already, and divided by all ranks only now.
-void Spanning::State::between(void* data, size_t count, const GpuAllReduce& call,
-                              cudaStream_t stream) {
+void InterNodeCommunicator::State::between(void* data, size_t count, const GpuAllReduce& call,
+                                           cudaStream_t stream) {
   const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
                               .divide = call.op == ReduceOp::kAvg,
                               .scale = false,
@@ -133,10 +133,10 @@ void Spanning::State::between(void* data, size_t count, const GpuAllReduce& call
                    .dtype = call.dtype,
                    .arithmetic = arithmetic,
                    .abort = &onDevice()->abort},
-                  stream, [this] { watcher->check(); });
+                  stream, [this] { watchdog->check(); });
 }
 
-void Spanning::State::sumWhole(const GpuAllReduce& call, cudaStream_t stream) {
+void InterNodeCommunicator::State::sumWhole(const GpuAllReduce& call, cudaStream_t stream) {
   GpuAllReduce inside = call;
   if (call.op == ReduceOp::kAvg) inside.op = ReduceOp::kSum;
   inside.timeout = timeoutOf(call);
@@ -145,7 +145,7 @@ void Spanning::State::sumWhole(const GpuAllReduce& call, cudaStream_t stream) {
   between(call.output, call.count, call, stream);
 }
 
-void Spanning::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) {
+void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) {
   const size_t width = sizeOf(call.dtype), ranks = hosts.neighbours().size();
   const size_t part = call.count / ranks, whole = part * ranks;
   auto* const output = static_cast<std::byte*>(call.output);
@@ -178,8 +178,8 @@ void Spanning::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) 
   sumWhole(rest, stream);
 }
 
-// The end of each call: its output is spoilt if the group has given up.
-void Spanning::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
+// The end of each call: its output is poisoned if the group has given up.
+void InterNodeCommunicator::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
   auto* output = static_cast<std::byte*>(call.output);
   const DeliverCall arguments{.from = nullptr,
                               .to = output,

@@ -1,11 +1,11 @@
-// Making it, and what is looked after.  The calls are in spanning_calls.cc.
+// Making it, and what is looked after.  The calls are in internode_calls.cc.
 #include <chrono>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
-#include "cuda/spanning_state.h"
+#include "cuda/internode_state.h"
 #include "group/gather.h"
 
 namespace ringreduce::cuda {
@@ -18,12 +18,13 @@ constexpr Nanos kCallsEnd = 300 * kMillisecond;
 
 // ---- making it
 
-Spanning::State::State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
-                       std::shared_ptr<Plane> plane, int on)
+InterNodeCommunicator::State::State(std::shared_ptr<Group> all, const Hosts& of,
+                                    std::shared_ptr<Group> here,
+                                    std::shared_ptr<GpuCommunicator> communicator, int on)
     : group(std::move(all)),
       hosts(of),
       host_group(std::move(here)),
-      local(std::move(plane)),
+      local(std::move(communicator)),
       device(on),
       hierarchical(of.even() && of.neighbours().size() > 1),
       rail(hierarchical ? of.placeOf(of.rank()) : 0) {
@@ -35,13 +36,13 @@ Spanning::State::State(std::shared_ptr<Group> all, const Hosts& of, std::shared_
   join();
   RemoteRanks::Hooks hooks{.transport_error = [this] { return ncclError(); },
                            .check_host = [this] { checkHost(); },
-                           .poison = [this] { spoil(); },
+                           .poison = [this] { poison(); },
                            .end_waits = [this](const std::string& why) { endWaits(why); }};
-  watcher = std::make_unique<Watcher>(*group, std::make_unique<RemoteRanks>(*group, hooks));
+  watchdog = std::make_unique<Watchdog>(*group, std::make_unique<RemoteRanks>(*group, hooks));
 }
 
 // Makes the communicators of NCCL, one for each rail.
-void Spanning::State::join() {
+void InterNodeCommunicator::State::join() {
   std::shared_ptr<const NcclLibrary> library;
   NcclId id{};
   together(*group, [&] {
@@ -67,34 +68,35 @@ void Spanning::State::join() {
   }
 }
 
-std::shared_ptr<Spanning> Spanning::create(std::shared_ptr<Group> group, const Hosts& hosts,
-                                           std::shared_ptr<Group> host_group,
-                                           std::shared_ptr<Plane> local, int device) {
-  return std::shared_ptr<Spanning>(new Spanning(std::make_unique<State>(
+std::shared_ptr<InterNodeCommunicator> InterNodeCommunicator::create(
+    std::shared_ptr<Group> group, const Hosts& hosts, std::shared_ptr<Group> host_group,
+    std::shared_ptr<GpuCommunicator> local, int device) {
+  return std::shared_ptr<InterNodeCommunicator>(new InterNodeCommunicator(std::make_unique<State>(
       std::move(group), hosts, std::move(host_group), std::move(local), device)));
 }
 
-Spanning::Spanning(std::unique_ptr<State> state) : state_(std::move(state)) {}
+InterNodeCommunicator::InterNodeCommunicator(std::unique_ptr<State> state)
+    : state_(std::move(state)) {}
 
-Spanning::~Spanning() {
+InterNodeCommunicator::~InterNodeCommunicator() {
   constexpr Nanos kPatience = 5 * kSecond;
   State& s = *state_;
-  // In a forked child neither CUDA nor the watcher's threads are there.
+  // In a forked child neither CUDA nor the watchdog's threads are there.
   if (forkGeneration() != s.generation) {
     (void)state_.release();
     return;
   }
-  if (!s.watcher->settle(kPatience)) {
+  if (!s.watchdog->settle(kPatience)) {
     log(s.group->who(s.group->rank()) + " leaves GPU memory of group '" + s.group->options().name +
         "' to the end of the process: GPU operations that may touch it are still under way");
-    state_.release()->watcher.reset();
+    state_.release()->watchdog.reset();
   }
 }
 
-bool Spanning::hierarchical() const {
+bool InterNodeCommunicator::hierarchical() const {
   return state_->hierarchical;
 }
-size_t Spanning::bytes() const {
+size_t InterNodeCommunicator::bytes() const {
   return state_->local->bytes() + state_->ring->bytes() + state_->counters->bytes();
 }
 
@@ -105,7 +107,7 @@ std::string causeOf(const std::string& text) {
   return cause.substr(0, cause.find(", in group '"));
 }
 
-void Spanning::State::checkHost() {
+void InterNodeCommunicator::State::checkHost() {
   try {
     local->check();
     host_group->checkHealth();
@@ -114,7 +116,7 @@ void Spanning::State::checkHost() {
   }
 }
 
-std::string Spanning::State::ncclError() {
+std::string InterNodeCommunicator::State::ncclError() {
   try {
     ring->check();
     return "";
@@ -132,7 +134,7 @@ std::string Spanning::State::ncclError() {
   }
 }
 
-void Spanning::State::endWaits(const std::string& why) {
+void InterNodeCommunicator::State::endWaits(const std::string& why) {
   try {
     local->abort(causeOf(why));
   } catch (const Error&) {
@@ -146,14 +148,14 @@ void Spanning::State::endWaits(const std::string& why) {
   ring->abort();
 }
 
-void Spanning::check() {
-  state_->watcher->check();
+void InterNodeCommunicator::check() {
+  state_->watchdog->check();
 }
-bool Spanning::wait(Nanos longest) {
-  return state_->watcher->wait(longest);
+bool InterNodeCommunicator::wait(Nanos longest) {
+  return state_->watchdog->wait(longest);
 }
-void Spanning::abort(const std::string& why) {
-  state_->watcher->abort(why);
+void InterNodeCommunicator::abort(const std::string& why) {
+  state_->watchdog->abort(why);
 }
 
 // ---- what it leaves to others
@@ -168,18 +170,18 @@ namespace {
 
 }  // namespace
 
-void Spanning::reduceScatter(const GpuReduceScatter&, CUstream_st*) {
+void InterNodeCommunicator::reduceScatter(const GpuReduceScatter&, CUstream_st*) {
   refuse("reduce_scatter");
 }
-void Spanning::allGather(const GpuAllGather&, CUstream_st*) {
+void InterNodeCommunicator::allGather(const GpuAllGather&, CUstream_st*) {
   refuse("all_gather");
 }
-void Spanning::broadcast(const GpuBroadcast&, CUstream_st*) {
+void InterNodeCommunicator::broadcast(const GpuBroadcast&, CUstream_st*) {
   refuse("broadcast");
 }
-std::string Spanning::registerBuffer(void*, size_t) {
+std::string InterNodeCommunicator::registerBuffer(void*, size_t) {
   return "ranks of this group are on several hosts, which map none of each other's memory";
 }
-void Spanning::unregisterBuffer(void*) {}
+void InterNodeCommunicator::unregisterBuffer(void*) {}
 
 }  // namespace ringreduce::cuda

@@ -1,6 +1,6 @@
 // Three stages: each rank allocates its piece; maps all pieces, reads their patterns and writes its
 // own; looks whether the others' have come.  After each, the ranks tell each other how it went.
-#include "cuda/peer_trial.h"
+#include "cuda/access_probe.h"
 
 #include <sys/random.h>
 
@@ -42,11 +42,12 @@ class Trial {
       : group_(group), state_(state), names_(names) {}
 
   std::string run(size_t bytes, size_t granularity) {
-    if (state_.way == Way::kLegacyIpc)
+    if (state_.access == MemoryAccess::kLegacyIpc)
       state_.closed = std::make_unique<HostPages>(group_, sizeof(uint32_t));
-    if (state_.way == Way::kHost) pages_ = std::make_unique<HostPages>(group_, bytes);
+    if (state_.access == MemoryAccess::kHost) pages_ = std::make_unique<HostPages>(group_, bytes);
     if (!stage([&](Report& mine) { allocate(mine, bytes, granularity); })) return obstacle_;
-    if (state_.way == Way::kDescriptor) fds_ = exchangeFds(group_, fd_.get(), "GPU memory");
+    if (state_.access == MemoryAccess::kDescriptor)
+      fds_ = exchangeFds(group_, fd_.get(), "GPU memory");
     fd_.reset();
     if (!stage([&](Report&) { mapOthers(); })) return obstacle_;
     if (!stage([&](Report&) { lookForOthers(); })) return obstacle_;
@@ -79,27 +80,28 @@ class Trial {
 
   void allocate(Report& mine, size_t bytes, size_t granularity) {
     MemoryPtr& own = piece(state_.rank);
-    switch (state_.way) {
-      case Way::kPointer:
-      case Way::kLegacyIpc:
+    switch (state_.access) {
+      case MemoryAccess::kPointer:
+      case MemoryAccess::kLegacyIpc:
         own = cuda::allocate(state_.device, bytes);
         mine.ticket = offer(own);
-        if (state_.way == Way::kLegacyIpc) mine.handle = ipcHandleOf(state_.device, own->data());
+        if (state_.access == MemoryAccess::kLegacyIpc)
+          mine.handle = ipcHandleOf(state_.device, own->data());
         break;
-      case Way::kDescriptor: {
+      case MemoryAccess::kDescriptor: {
         Exported exported =
             allocateExported(state_.device, roundUp(bytes == 0 ? 1 : bytes, granularity));
         own = std::move(exported.memory);
         fd_ = std::move(exported.fd);
         break;
       }
-      case Way::kHost:
+      case MemoryAccess::kHost:
         own = registerSegment(state_.device, pages_->segment(state_.rank));
         break;
     }
     state_.bytes = own->bytes();
     stream_ = std::make_unique<Stream>(state_.device);
-    if (state_.way != Way::kHost) stream_->zero(own->data(), own->bytes());
+    if (state_.access != MemoryAccess::kHost) stream_->zero(own->data(), own->bytes());
     if (getrandom(&nonce_, sizeof nonce_, 0) != sizeof nonce_)
       throwErrno(Failure::kSetup, "no random numbers to be had");
     mine.nonce = nonce_;
@@ -109,15 +111,15 @@ class Trial {
   }
 
   MemoryPtr map(int r) {
-    switch (state_.way) {
-      case Way::kDescriptor:
+    switch (state_.access) {
+      case MemoryAccess::kDescriptor:
         return mapExported(state_.device, fds_[static_cast<size_t>(r)], state_.bytes);
-      case Way::kHost:
+      case MemoryAccess::kHost:
         return registerSegment(state_.device, pages_->segment(r));
-      case Way::kLegacyIpc:
+      case MemoryAccess::kLegacyIpc:
         if (!isHere(r)) return openIpc(state_.device, report(r).handle, state_.bytes);
         [[fallthrough]];  // a process cannot open its own memory
-      case Way::kPointer:
+      case MemoryAccess::kPointer:
         break;
     }
     MemoryPtr memory = take(report(r).ticket);
@@ -143,7 +145,7 @@ class Trial {
     for (int r = 0; r < group_.size(); ++r)
       if (r != state_.rank && hasPlace(r))
         expect(data + placeOf(r), patternOf(nonce_, r), names_[static_cast<size_t>(r)]);
-    if (state_.way == Way::kHost)
+    if (state_.access == MemoryAccess::kHost)
       std::memset(pages_->at(state_.rank), 0, state_.bytes);
     else
       stream_->zero(data, state_.bytes);
@@ -171,8 +173,8 @@ class Trial {
 
 }  // namespace
 
-std::string tryWay(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
-                   const std::vector<std::string>& names) {
+std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
+                      const std::vector<std::string>& names) {
   return Trial(group, state, names).run(bytes, granularity);
 }
 

@@ -1,4 +1,4 @@
-#include "cuda/watcher.h"
+#include "cuda/watchdog.h"
 
 #include <pthread.h>
 
@@ -27,7 +27,7 @@ constexpr Nanos kRollCall = 10 * kMillisecond;
 
 }  // namespace
 
-Watcher::Watcher(Group& group, std::unique_ptr<WatchedRanks> ranks)
+Watchdog::Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks)
     : group_(group), ranks_(std::move(ranks)) {
   watching_ = std::thread([this] { watch(); });
   collecting_ = std::thread([this] { collect(); });
@@ -35,7 +35,7 @@ Watcher::Watcher(Group& group, std::unique_ptr<WatchedRanks> ranks)
     pthread_setname_np(thread->native_handle(), "ringreduce-gpu");
 }
 
-Watcher::~Watcher() {
+Watchdog::~Watchdog() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -47,7 +47,7 @@ Watcher::~Watcher() {
 
 // ---- calls of users' threads
 
-uint64_t Watcher::announce(OpSignature what) {
+uint64_t Watchdog::announce(OpSignature what) {
   group_.checkHealth();
   const std::lock_guard lock(mutex_);
   what.sequence = announced_++;
@@ -61,7 +61,7 @@ uint64_t Watcher::announce(OpSignature what) {
   return what.sequence;
 }
 
-void Watcher::entrust(Nanos timeout, Reached finished, Label label, Reached begun) {
+void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun) {
   {
     const std::lock_guard lock(mutex_);
     if (under_way_.empty()) head_since_ = now();
@@ -75,13 +75,13 @@ void Watcher::entrust(Nanos timeout, Reached finished, Label label, Reached begu
   changed_.notify_all();
 }
 
-void Watcher::stayAwake() {
+void Watchdog::stayAwake() {
   const std::lock_guard lock(mutex_);
   awake_ = true;
   changed_.notify_all();
 }
 
-void Watcher::check() {
+void Watchdog::check() {
   {
     const std::lock_guard lock(mutex_);
     if (!group_.failed()) look();
@@ -90,14 +90,14 @@ void Watcher::check() {
 }
 
 // Returns false once the deadline has passed.
-bool Watcher::pauseUntil(Lock& lock, Nanos deadline) {
+bool Watchdog::pauseUntil(Lock& lock, Nanos deadline) {
   const Nanos left = deadline - now();
   if (left <= 0) return false;
   changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongRound, left)));
   return true;
 }
 
-bool Watcher::wait(Nanos longest) {
+bool Watchdog::wait(Nanos longest) {
   const Nanos deadline = deadlineIn(longest);
   Lock lock(mutex_);
   while (!under_way_.empty()) {
@@ -111,7 +111,7 @@ bool Watcher::wait(Nanos longest) {
   return true;
 }
 
-bool Watcher::settle(Nanos longest) {
+bool Watchdog::settle(Nanos longest) {
   const Nanos deadline = deadlineIn(longest);
   Lock lock(mutex_);
   changed_.notify_all();  // the watching thread may not know yet that the group has failed
@@ -128,7 +128,7 @@ bool Watcher::settle(Nanos longest) {
   return true;
 }
 
-void Watcher::abort(const std::string& why) {
+void Watchdog::abort(const std::string& why) {
   group_.abort(why);
   const std::lock_guard lock(mutex_);
   release();
@@ -136,7 +136,7 @@ void Watcher::abort(const std::string& why) {
 
 // ---- the threads
 
-void Watcher::watch() {
+void Watchdog::watch() {
   Lock lock(mutex_);
   while (!stopping_) {
     if (hasToAbort()) {
@@ -173,7 +173,7 @@ void Watcher::watch() {
 
 // It asks CUDA with no lock held: CUDA may not answer while another thread of the process is in a
 // call that waits for the GPU, and the GPU may wait for what release() ends.
-void Watcher::collect() {
+void Watchdog::collect() {
   Lock lock(mutex_);
   Nanos pause = kShortRound;
   while (!stopping_) {
@@ -222,7 +222,7 @@ void Watcher::collect() {
 }
 
 // A GPU that has failed finishes nothing any more.
-void Watcher::giveUp(const std::string& why) {
+void Watchdog::giveUp(const std::string& why) {
   under_way_.clear();
   changed_.notify_all();
   try {
@@ -234,7 +234,7 @@ void Watcher::giveUp(const std::string& why) {
 }
 
 // One round.  Errors are the group's: the next call of the group's or of this raises them.
-void Watcher::look() {
+void Watchdog::look() {
   try {
     if (!group_.failed()) {
       compare();
@@ -248,13 +248,13 @@ void Watcher::look() {
 }
 
 // With the lock held.
-void Watcher::release() {
+void Watchdog::release() {
   ranks_->release();
   changed_.notify_all();
 }
 
 // " (DDP bucket 2)"; "" without a label or if the operation has finished.
-std::string Watcher::labelOf(uint64_t number) const {
+std::string Watchdog::labelOf(uint64_t number) const {
   for (const StreamOperation& operation : under_way_)
     if (operation.what.sequence == number && operation.label) return " (" + operation.label() + ")";
   return "";
@@ -262,7 +262,7 @@ std::string Watcher::labelOf(uint64_t number) const {
 
 // ---- what may be wrong
 
-void Watcher::compare() {
+void Watchdog::compare() {
   const auto found = ranks_->findDifference(under_way_);
   if (!found) return;
   const auto& [rank, ours, theirs] = *found;
@@ -276,7 +276,7 @@ void Watcher::compare() {
                   (elsewhere ? ", by another algorithm or in other registered memory" : ""));
 }
 
-void Watcher::checkDeadlines() {
+void Watchdog::checkDeadlines() {
   const auto late = ranks_->findLate(under_way_);
   if (!late) return;
   const auto [culprit, text] = laggards(late->what, late->waited_for);
@@ -287,7 +287,7 @@ void Watcher::checkDeadlines() {
 
 // The ranks for which an operation waits: those that have not announced it, or else a stopped one,
 // or else the one whose part is missing.
-WatchedRanks::Blame Watcher::laggards(const OpSignature& what, int waited_for) const {
+WatchedRanks::Blame Watchdog::laggards(const OpSignature& what, int waited_for) const {
   std::vector<int> absent;
   uint64_t least = UINT64_MAX;
   for (int r = 0; r < group_.size(); ++r) {
@@ -306,7 +306,7 @@ WatchedRanks::Blame Watcher::laggards(const OpSignature& what, int waited_for) c
 }
 
 // Fails the group if a rank is lost that an operation needs, and logs waits that take long.
-void Watcher::checkPresence() {
+void Watchdog::checkPresence() {
   const Nanos time = now();
   if (time < next_roll_call_) return;
   next_roll_call_ = time + kRollCall;
@@ -330,7 +330,7 @@ void Watcher::checkPresence() {
   if (!under_way_.empty()) reportStall(time);
 }
 
-void Watcher::reportStall(Nanos time) {
+void Watchdog::reportStall(Nanos time) {
   if (time - head_since_ < group_.options().stall || time < next_report_) return;
   next_report_ = time + std::max(time - head_since_, kSecond);
   const OpSignature& what = under_way_.front().what;

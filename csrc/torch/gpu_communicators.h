@@ -7,17 +7,19 @@
 
 #include <memory>
 
-#include "cuda/plane.h"
+#include "cuda/gpu_communicator.h"
 #include "group/group.h"
 
 namespace ringreduce {
 
-// Collective over the group: the plane of its ranks' GPUs, `device` this rank's.  Throws Error.
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device);
+// Collective over the group: the communicator of its ranks' GPUs, `device` this rank's.  Throws
+// Error.
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
+                                                            c10::Device device);
 
 // The same over several hosts.
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
-                                                   c10::Device device);
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
+    const std::shared_ptr<Group>& group, c10::Device device);
 
 // As the data plane takes it.
 CUstream_st* handleOf(const c10::Stream& stream);

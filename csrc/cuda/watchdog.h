@@ -32,8 +32,8 @@ namespace ringreduce::cuda {
 struct StreamOperation {
   // Whether the stream has reached a point.  Throws Error if the GPU has failed.
   using Reached = std::function<bool()>;
-  // Stands in parentheses behind errors about an operation (plane.h).  May be null; does not throw,
-  // and must not call the watchdog.
+  // Stands in parentheses behind errors about an operation (gpu_communicator.h).  May be null; does
+  // not throw, and must not call the watchdog.
   using Label = std::function<std::string()>;
 
   OpSignature what;  // its sequence is the operation's number
@@ -100,21 +100,21 @@ class WatchedRanks {
   virtual void abort(const std::string& why) { (void)why; }
 };
 
-class Watcher {
+class Watchdog {
  public:
   using Reached = StreamOperation::Reached;
   using Label = StreamOperation::Label;
 
-  Watcher(Group& group, std::unique_ptr<WatchedRanks> ranks);
-  ~Watcher();
-  Watcher(const Watcher&) = delete;
-  Watcher& operator=(const Watcher&) = delete;
+  Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks);
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
   // Announces the next operation to the other ranks and returns its number.  Throws the group's
   // error.
   uint64_t announce(OpSignature what);
   // The operation that was announced last is in its stream, or will be.
-  void entrust(Nanos timeout, Reached finished, Label label = {}, Reached begun = {});
+  void track(Nanos timeout, Reached finished, Label label = {}, Reached begun = {});
   // From now on operations may run that no host is told of (a CUDA graph's): never sleep for long.
   void stayAwake();
 

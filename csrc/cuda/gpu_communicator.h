@@ -5,7 +5,7 @@
 // outputs of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had
 // run them before that was found.
 //
-// A Communicator is the plane of GPUs of one host, a Spanning that of several hosts.
+// A Communicator is the communicator of one host, a InterNodeCommunicator that of several hosts.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ struct GpuAllReduce {
   Label label = {};
 };
 
-// Throws Error(kArgument) for what no plane can do.
+// Throws Error(kArgument) for what no communicator can do.
 void validate(const GpuAllReduce& call);
 
 // Rank r gets the sum of everybody's r-th part.
@@ -72,7 +72,7 @@ struct GpuAllGather {
 };
 
 // Everybody gets the root's elements.  Of any dtype.  The root's own are read only, and so never
-// spoilt.
+// poisoned.
 struct GpuBroadcast {
   void* data;
   size_t count;
@@ -82,9 +82,10 @@ struct GpuBroadcast {
   Label label = {};
 };
 
-class Plane {
+class GpuCommunicator {
  public:
-  virtual ~Plane() = default;  // waits for what was put into streams, for a few seconds at most
+  virtual ~GpuCommunicator() =
+      default;  // waits for what was put into streams, for a few seconds at most
 
   // Whether calls of a kind (kAllReduce, kReduceScatter, kAllGather, kBroadcast) are its own.  The
   // same on all ranks.
@@ -111,7 +112,7 @@ class Plane {
   virtual void check() = 0;
   // Waits until everything put into streams so far is done; false if `longest` goes by first.
   virtual bool wait(Nanos longest = kNever) = 0;
-  // Ends the group for all ranks: waits of kernels and streams end, outputs are spoilt.
+  // Ends the group for all ranks: waits of kernels and streams end, outputs are poisoned.
   virtual void abort(const std::string& why) = 0;
 
   virtual size_t bytes() const = 0;  // of device memory held

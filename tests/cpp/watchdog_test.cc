@@ -1,4 +1,4 @@
-// The watcher of GPU operations without a GPU: deadlines, ranks that die, stop, disagree or give
+// The watchdog of GPU operations without a GPU: deadlines, ranks that die, stop, disagree or give
 // up, told by real groups of threads and of processes.
 #include <unistd.h>
 
@@ -41,7 +41,7 @@ bool isSum(const std::vector<float>& data, int size, int call) {
   }
   return true;
 }
-bool isSpoilt(const std::vector<float>& data) {
+bool isPoisoned(const std::vector<float>& data) {
   for (float x : data)
     if (x == x) return false;
   return true;
@@ -69,10 +69,10 @@ TEST(all_ranks_get_the_sums) {
             auto& mine = data[static_cast<size_t>(call)];
             rank.allReduce(mine.data(), mine.size(), kLong);
           }
-          CHECK(rank.watcher().wait(kLong));
+          CHECK(rank.watchdog().wait(kLong));
           for (int call = 0; call < 60; ++call)
             CHECK(isSum(data[static_cast<size_t>(call)], group.size(), call));
-          CHECK(rank.watcher().settle(kLong));
+          CHECK(rank.watchdog().settle(kLong));
         },
         named());
 }
@@ -93,13 +93,13 @@ TEST(settling_waits_for_the_slowest_rank) {
             std::this_thread::sleep_for(std::chrono::milliseconds(200));
             slow_is_done = true;
           });
-          rank.watcher().announce({.count = 1});
-          rank.watcher().entrust(kLong, [&, ticket] { return rank.stream().isDone(ticket); });
+          rank.watchdog().announce({.count = 1});
+          rank.watchdog().track(kLong, [&, ticket] { return rank.stream().isDone(ticket); });
         } else {
-          rank.watcher().announce({.count = 1});
-          rank.watcher().entrust(kLong, [] { return true; });
+          rank.watchdog().announce({.count = 1});
+          rank.watchdog().track(kLong, [] { return true; });
         }
-        CHECK(rank.watcher().settle(kLong));
+        CHECK(rank.watchdog().settle(kLong));
         CHECK(slow_is_done);
       },
       named());
@@ -116,11 +116,12 @@ TEST(a_rank_that_does_not_call_is_named) {
           return;
         }
         rank.allReduce(data.data(), data.size(), 300 * kMillisecond, ReduceOp::kSum, bucket);
-        CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, "rank 1") == Failure::kTimeout);
-        CHECK(ranks::failureOf([&] { rank.watcher().check(); }, " (DDP bucket 2)") ==
+        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 1") ==
               Failure::kTimeout);
-        CHECK(rank.watcher().settle(kLong));  // though rank 1 never came
-        CHECK(isSpoilt(data));
+        CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, " (DDP bucket 2)") ==
+              Failure::kTimeout);
+        CHECK(rank.watchdog().settle(kLong));  // though rank 1 never came
+        CHECK(isPoisoned(data));
         CHECK(ranks::failureOf([&] { rank.allReduce(data.data(), 1, kLong); }) ==
               Failure::kTimeout);
       },
@@ -134,14 +135,14 @@ TEST(ranks_that_disagree_are_told) {
         auto data = filled(1000, group.rank(), 0);
         Rank rank(group);
         rank.allReduce(data.data(), 10, kLong);
-        rank.watcher().wait(kLong);
+        rank.watchdog().wait(kLong);
         const Failure how = ranks::failureOf(
             [&] {
               rank.allReduce(data.data(), group.rank() == 0 ? 500 : 600, kLong);
-              rank.watcher().wait(kLong);
+              rank.watchdog().wait(kLong);
               // Nobody needs to have waited for the other: then the next call tells.
               for (;;) {
-                rank.watcher().check();
+                rank.watchdog().check();
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));
               }
             },
@@ -158,21 +159,21 @@ TEST(ranks_that_disagree_on_a_root_are_told) {
       [](Group& group) {
         Rank rank(group);
         const auto broadcast = [&](int root) {
-          rank.watcher().announce(
+          rank.watchdog().announce(
               {.count = 5, .kind = Kind::kBroadcast, .dtype = DType::kComplex64, .root = root});
           const auto failed = [&] { return group.failed(); };
-          rank.watcher().entrust(kLong, failed, bucket);
+          rank.watchdog().track(kLong, failed, bucket);
         };
         const auto error = [&](const std::string& words) {
           return ranks::failureOf(
               [&] {
                 broadcast(group.rank());
-                rank.watcher().wait(kLong);
+                rank.watchdog().wait(kLong);
               },
               words);
         };
         CHECK(error("broadcast #0 (complex64, 5 elements, from rank 1)") == Failure::kMismatch);
-        CHECK(ranks::failureOf([&] { rank.watcher().check(); }, " (DDP bucket 2), rank ") ==
+        CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, " (DDP bucket 2), rank ") ==
               Failure::kMismatch);
       },
       named());
@@ -195,11 +196,11 @@ TEST(a_rank_far_ahead_is_told_too) {
               if (group.rank() == 1)
                 for (int i = 0; i <= kDiffers; ++i)
                   call(i == kDiffers ? ReduceOp::kMax : ReduceOp::kSum);
-              rank.watcher().wait(kLong);
+              rank.watchdog().wait(kLong);
             },
             "GPU operation #9");
         CHECK(how == Failure::kMismatch);
-        CHECK(rank.watcher().settle(kLong));
+        CHECK(rank.watchdog().settle(kLong));
       },
       named());
 }
@@ -214,15 +215,15 @@ TEST(an_abort_ends_all_waits) {
             [&] {
               if (group.rank() == 0) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(50));
-                rank.watcher().abort("enough");
+                rank.watchdog().abort("enough");
               } else {
                 rank.allReduce(data.data(), data.size(), kLong);
               }
-              rank.watcher().wait(kLong);
+              rank.watchdog().wait(kLong);
             },
             "enough");
         CHECK(how == Failure::kAborted);
-        CHECK(rank.watcher().settle(kLong));
+        CHECK(rank.watchdog().settle(kLong));
       },
       named());
 }
@@ -234,14 +235,15 @@ TEST(all_ranks_are_told_before_a_stream_goes_on) {
       [](Group& group) {
         Rank rank(group);
         if (group.rank() == 1) {
-          rank.watcher().abort("enough");
-          // The others' watchers sleep, since nothing is under way: nobody else can have told them.
+          rank.watchdog().abort("enough");
+          // The others' watchdogs sleep, since nothing is under way: nobody else can have told
+          // them.
           for (int r = 0; r < group.size(); ++r) CHECK(observeWord(rank.state(r).abort) != 0);
           for (HostState::Line& line : rank.own().words)
             CHECK_EQ(std::atomic_ref(line.word).load(), kReleased);
         }
         while (!group.failed()) std::this_thread::yield();
-        CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "enough") == Failure::kAborted);
+        CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, "enough") == Failure::kAborted);
       },
       named());
 }
@@ -253,16 +255,16 @@ TEST(a_root_that_sends_nothing_is_named) {
       3,
       [](Group& group) {
         Rank rank(group);
-        rank.watcher().announce(
+        rank.watchdog().announce(
             {.count = 7, .kind = Kind::kBroadcast, .dtype = DType::kInt8, .root = kRoot});
         group.run({Barrier{}});
         if (group.rank() != kRoot) std::atomic_ref(rank.own().busy).store(1);
         const Nanos timeout = group.rank() == kRoot ? kLong : 200 * kMillisecond;
-        rank.watcher().entrust(timeout, [&] { return group.failed(); }, bucket);
+        rank.watchdog().track(timeout, [&] { return group.failed(); }, bucket);
         while (!group.failed()) std::this_thread::yield();
         const char* words = "rank 2 (";
-        CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, words) == Failure::kTimeout);
-        CHECK(ranks::failureOf([&] { rank.watcher().check(); },
+        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, words) == Failure::kTimeout);
+        CHECK(ranks::failureOf([&] { rank.watchdog().check(); },
                                "broadcast #0 (int8, 7 elements, from rank 2) timed out") ==
               Failure::kTimeout);
       },
@@ -277,12 +279,12 @@ TEST(what_a_kernel_reports_is_raised) {
         Rank rank(group);
         std::atomic<bool> over = false;
         const uint64_t number =
-            rank.watcher().announce({.count = 77,
-                                     .kind = Kind::kReduceScatter,
-                                     .dtype = DType::kFloat16,
-                                     .op = static_cast<uint8_t>(ReduceOp::kMax)});
+            rank.watchdog().announce({.count = 77,
+                                      .kind = Kind::kReduceScatter,
+                                      .dtype = DType::kFloat16,
+                                      .op = static_cast<uint8_t>(ReduceOp::kMax)});
         group.run({Barrier{}});
-        rank.watcher().entrust(5 * kSecond, [&] { return over.load(); }, bucket);
+        rank.watchdog().track(5 * kSecond, [&] { return over.load(); }, bucket);
         if (group.rank() == 0) {
           Trouble& trouble = rank.own().trouble;
           trouble.operation = number;
@@ -293,10 +295,11 @@ TEST(what_a_kernel_reports_is_raised) {
         }
         while (!group.failed()) std::this_thread::yield();
         over = true;
-        CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, "rank 1") == Failure::kTimeout);
+        CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 1") ==
+              Failure::kTimeout);
         for (const char* words : {"GPU reduce_scatter #0 (float16, 77 elements, MAX) timed out",
                                   "channel 3, step 42) (DDP bucket 2)"})
-          CHECK(ranks::failureOf([&] { rank.watcher().check(); }, words) == Failure::kTimeout);
+          CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, words) == Failure::kTimeout);
         CHECK(observeWord(rank.own().abort) == 1);
       },
       named());
@@ -309,13 +312,13 @@ TEST(a_gpu_that_fails_ends_the_group) {
         Rank rank(group);
         const Failure how = ranks::failureOf(
             [&] {
-              rank.watcher().announce({.count = 1});
-              rank.watcher().entrust(kLong, [&]() -> bool {
+              rank.watchdog().announce({.count = 1});
+              rank.watchdog().track(kLong, [&]() -> bool {
                 if (group.rank() == 1) throw Error(Failure::kSetup, "illegal address");
                 return group.failed();
               });
-              rank.watcher().wait(kLong);
-              rank.watcher().check();
+              rank.watchdog().wait(kLong);
+              rank.watchdog().check();
             },
             "illegal address");
         CHECK(how == Failure::kAborted);
@@ -323,7 +326,7 @@ TEST(a_gpu_that_fails_ends_the_group) {
       named());
 }
 
-// CUDA may hold up the thread that asks it, while what it waits for is for the watcher to end.
+// CUDA may hold up the thread that asks it, while what it waits for is for the watchdog to end.
 TEST(a_gpu_that_does_not_answer_keeps_no_wait_from_ending) {
   ranks::inGroup(
       2,
@@ -332,8 +335,8 @@ TEST(a_gpu_that_does_not_answer_keeps_no_wait_from_ending) {
         const Failure how = ranks::failureOf(
             [&] {
               if (group.rank() == 0) {
-                rank.watcher().announce({.count = 1});
-                rank.watcher().entrust(kLong, [&] {
+                rank.watchdog().announce({.count = 1});
+                rank.watchdog().track(kLong, [&] {
                   while (observeWord(rank.own().abort) == 0) std::this_thread::yield();
                   return true;
                 });
@@ -341,8 +344,8 @@ TEST(a_gpu_that_does_not_answer_keeps_no_wait_from_ending) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(50));
                 group.abort("enough");
               }
-              rank.watcher().wait(kLong);
-              rank.watcher().check();
+              rank.watchdog().wait(kLong);
+              rank.watchdog().check();
             },
             "enough");
         CHECK(how == Failure::kAborted);
@@ -357,7 +360,7 @@ TEST(a_killed_process_is_named_and_all_waits_end) {
                        auto data = filled(4000, group.rank(), 0);
                        for (int call = 0; call < 20; ++call) {
                          rank.allReduce(data.data(), data.size(), kLong);
-                         rank.watcher().wait(kLong);
+                         rank.watchdog().wait(kLong);
                        }
                        if (group.rank() == 2) raise(SIGKILL);
                        const Nanos start = now();
@@ -366,13 +369,13 @@ TEST(a_killed_process_is_named_and_all_waits_end) {
                        const auto call = [&] {
                          rank.allReduce(data.data(), data.size(), kLong, ReduceOp::kSum, bucket);
                          called = true;
-                         rank.watcher().wait(kLong);
+                         rank.watchdog().wait(kLong);
                        };
                        CHECK(ranks::failureOf(call, "rank 2") == Failure::kPeerLost);
-                       CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "(DDP bucket 2)") ==
+                       CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, "(DDP bucket 2)") ==
                              Failure::kPeerLost);
                        CHECK(now() - start < 30 * kSecond);
-                       CHECK(!called || isSpoilt(data));
+                       CHECK(!called || isPoisoned(data));
                      },
                      named(), {2});
 }
@@ -388,12 +391,12 @@ TEST(a_process_killed_amid_calls_is_named) {
               for (int call = 0;; ++call) {
                 rank.allReduce(data.data(), data.size(), kLong);
                 if (call == 500 && group.rank() == 1) raise(SIGKILL);
-                if (call % 50 == 0) rank.watcher().wait(kLong);
+                if (call % 50 == 0) rank.watchdog().wait(kLong);
               }
             },
             "rank 1");
         CHECK(how == Failure::kPeerLost);
-        CHECK(rank.watcher().settle(kLong));  // rank 1 is gone, and the streams have ended
+        CHECK(rank.watchdog().settle(kLong));  // rank 1 is gone, and the streams have ended
       },
       named(), {1});
 }
@@ -407,20 +410,20 @@ TEST(a_stopped_process_is_named) {
                        Rank rank(group);
                        const std::vector<pid_t> pids = gatherEach(group, getpid());
                        if (group.rank() == 1) {
-                         rank.watcher().announce({.count = data.size(),
-                                                  .kind = Kind::kAllReduce,
-                                                  .dtype = DType::kFloat32,
-                                                  .op = static_cast<uint8_t>(ReduceOp::kSum)});
+                         rank.watchdog().announce({.count = data.size(),
+                                                   .kind = Kind::kAllReduce,
+                                                   .dtype = DType::kFloat32,
+                                                   .op = static_cast<uint8_t>(ReduceOp::kSum)});
                          raise(SIGSTOP);
                        }
                        rank.allReduce(data.data(), data.size(), kSecond);
-                       CHECK(ranks::failureOf([&] { rank.watcher().wait(kLong); }, "rank 1 (") ==
+                       CHECK(ranks::failureOf([&] { rank.watchdog().wait(kLong); }, "rank 1 (") ==
                              Failure::kTimeout);
-                       CHECK(ranks::failureOf([&] { rank.watcher().check(); }, "stood still") ==
+                       CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, "stood still") ==
                              Failure::kTimeout);
                        if (group.rank() == 0) kill(pids[1], SIGKILL);
-                       CHECK(rank.watcher().settle(kLong));
-                       CHECK(isSpoilt(data));
+                       CHECK(rank.watchdog().settle(kLong));
+                       CHECK(isPoisoned(data));
                      },
                      named(), {1});
 }

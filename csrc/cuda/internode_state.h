@@ -1,4 +1,4 @@
-// What a plane of several hosts holds; for the files that implement it.
+// What a communicator of several hosts holds; for the files that implement it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,10 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "cuda/communicator_state.h"
+#include "cuda/internode_communicator.h"
 #include "cuda/kernels.h"
 #include "cuda/nccl_ring.h"
 #include "cuda/remote_ranks.h"
-#include "cuda/spanning.h"
 #include "transport/shm/segment.h"
 
 namespace ringreduce::cuda {
@@ -28,11 +28,11 @@ struct Signals {
   alignas(kLine) uint64_t delivered;
 };
 
-struct Spanning::State {
+struct InterNodeCommunicator::State {
   State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
-        std::shared_ptr<Plane> plane, int on);
+        std::shared_ptr<GpuCommunicator> communicator, int on);
 
-  // The end of a call, which comes into the stream only after the watcher has been told of it.
+  // The end of a call, which comes into the stream only after the watchdog has been told of it.
   class Pending {
    public:
     // Null: there is nothing to wait for.
@@ -74,8 +74,8 @@ struct Spanning::State {
   void checkHost();
   void endWaits(const std::string& why);
 
-  // From now on the end of each call spoils its output.
-  void spoil() {
+  // From now on the end of each call poisons its output.
+  void poison() {
     auto& signals_here = *reinterpret_cast<Signals*>(segment->data());
     std::atomic_ref(signals_here.abort).store(1, std::memory_order_release);
   }
@@ -87,7 +87,7 @@ struct Spanning::State {
   const std::shared_ptr<Group> group;  // over all hosts
   const Hosts hosts;
   const std::shared_ptr<Group> host_group;
-  const std::shared_ptr<Plane> local;
+  const std::shared_ptr<GpuCommunicator> local;
   const int device;
   const int generation = forkGeneration();  // forks before it was made
   const bool hierarchical;
@@ -102,7 +102,7 @@ struct Spanning::State {
   EventPool events;
   std::shared_ptr<Event> last;
   unsigned long long last_stream = 0;  // its number
-  std::unique_ptr<Watcher> watcher;    // last: its threads use the rest
+  std::unique_ptr<Watchdog> watchdog;  // last: its threads use the rest
 };
 
 }  // namespace ringreduce::cuda

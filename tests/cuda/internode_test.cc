@@ -5,14 +5,13 @@
 //
 // Every test runs in processes of its own, forked before any has used the GPU.
 #define CHECK_OWN_MAIN
-#include "cuda/spanning.h"
-
 #include <csignal>
 #include <cstdlib>
 #include <thread>
 
 #include "check.h"
 #include "cuda/communicator.h"
+#include "cuda/internode_communicator.h"
 #include "cuda/nccl.h"
 #include "gpu.h"
 #include "processes.h"
@@ -30,7 +29,7 @@ constexpr int kSkipped = 77;
 
 struct Rank {
   int rank, size;
-  cuda::Spanning& plane;
+  cuda::InterNodeCommunicator& communicator;
   cudaStream_t stream;
 };
 
@@ -49,9 +48,10 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const GroupOptions options{.name = "test", .timeout = timeout};
     const auto group = Group::create(store, r, size, options);
     const auto local = cuda::Communicator::create(group->local(), 0, {});
-    const auto plane = cuda::Spanning::create(group, *group->hosts(), group->local(), local, 0);
+    const auto communicator =
+        cuda::InterNodeCommunicator::create(group, *group->hosts(), group->local(), local, 0);
     const gpu::Stream stream;
-    Rank rank{r, size, *plane, stream.get()};
+    Rank rank{r, size, *communicator, stream.get()};
     body(rank);
   });
   for (int r = 0; r < size; ++r)
@@ -70,19 +70,19 @@ struct Data {
 };
 
 void put(Rank& rank, const Case& c, const Data& data) {
-  rank.plane.allReduce({.input = data.buffer.get(),
-                        .output = data.buffer.get(),
-                        .count = c.count,
-                        .dtype = c.dtype,
-                        .op = c.op,
-                        .factor = c.factor},
-                       rank.stream);
+  rank.communicator.allReduce({.input = data.buffer.get(),
+                               .output = data.buffer.get(),
+                               .count = c.count,
+                               .dtype = c.dtype,
+                               .op = c.op,
+                               .factor = c.factor},
+                              rank.stream);
 }
 
 void expectRight(Rank& rank, const Case& c) {
   const Data data(c, rank.rank);
   put(rank, c, data);
-  CHECK(rank.plane.wait(gpu::kHang));
+  CHECK(rank.communicator.wait(gpu::kHang));
   const size_t width = sizeOf(c.dtype);
   std::vector<unsigned char> right(c.count * width + 1);
   ring_oracle::expect(c, right.data());
@@ -97,7 +97,7 @@ void expectRight(Rank& rank, const Case& c) {
 
 const Case kOnes{.ranks = 2, .count = 100000, .dtype = DType::kFloat32, .op = ReduceOp::kSum};
 
-void expectSpoilt(const Data& data) {
+void expectPoisoned(const Data& data) {
   const auto got = gpu::fromGpu<unsigned char>(data.buffer.get(), kOnes.count * sizeof(float));
   for (unsigned char byte : got) CHECK_EQ(static_cast<int>(byte), 0xff);
 }
@@ -116,7 +116,7 @@ std::string whyNone() {
 
 TEST(one_ring_has_the_bits_of_the_core) {
   onHosts("ab", [](Rank& rank) {
-    CHECK(!rank.plane.hierarchical());
+    CHECK(!rank.communicator.hierarchical());
     uint32_t seed = 0;
     for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64})
       for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kPremulSum})
@@ -147,7 +147,7 @@ TEST(three_ranks_round_halves_once) {
 
 TEST(hosts_of_the_same_size_add_inside_first) {
   onHosts("aabb", [](Rank& rank) {
-    CHECK(rank.plane.hierarchical());
+    CHECK(rank.communicator.hierarchical());
     for (size_t count : {size_t{1000}, size_t{300001}})
       expectRight(rank, {.ranks = 4,
                          .count = count,
@@ -158,16 +158,17 @@ TEST(hosts_of_the_same_size_add_inside_first) {
   });
 }
 
-TEST(an_abort_ends_who_waits_and_spoils_the_output) {
+TEST(an_abort_ends_who_waits_and_poisons_the_output) {
   onHosts("ab", [](Rank& rank) {
     const Data data(kOnes, rank.rank);
     if (rank.rank == 1) {
-      rank.plane.abort("for a test");
+      rank.communicator.abort("for a test");
       return;
     }
     put(rank, kOnes, data);
-    CHECK(failureOf([&] { rank.plane.wait(gpu::kHang); }, "rank 1 (pid") == Failure::kAborted);
-    expectSpoilt(data);
+    CHECK(failureOf([&] { rank.communicator.wait(gpu::kHang); }, "rank 1 (pid") ==
+          Failure::kAborted);
+    expectPoisoned(data);
   });
 }
 
@@ -181,8 +182,9 @@ TEST(a_rank_that_does_not_come_is_named) {
           return;
         }
         put(rank, kOnes, data);
-        CHECK(failureOf([&] { rank.plane.wait(gpu::kHang); }, "rank 1 (pid") == Failure::kTimeout);
-        expectSpoilt(data);
+        CHECK(failureOf([&] { rank.communicator.wait(gpu::kHang); }, "rank 1 (pid") ==
+              Failure::kTimeout);
+        expectPoisoned(data);
       },
       3 * kSecond);
 }
@@ -194,8 +196,9 @@ TEST(a_killed_rank_ends_the_others) {
         const Data data(kOnes, rank.rank);
         if (rank.rank == 1) raise(SIGKILL);
         put(rank, kOnes, data);
-        CHECK(failureOf([&] { rank.plane.wait(gpu::kHang); }, "rank 1 (pid") == Failure::kPeerLost);
-        expectSpoilt(data);
+        CHECK(failureOf([&] { rank.communicator.wait(gpu::kHang); }, "rank 1 (pid") ==
+              Failure::kPeerLost);
+        expectPoisoned(data);
       },
       8 * kSecond, 1);
 }

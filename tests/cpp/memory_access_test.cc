@@ -1,5 +1,5 @@
 // By which way ranks reach each other's GPU memory: the choice, without any GPU.
-#include "cuda/peer_ways.h"
+#include "cuda/memory_access.h"
 
 #include <cstring>
 
@@ -40,40 +40,42 @@ constexpr Reach Y = Reach::kYes, N = Reach::kNo, U = Reach::kUnknown;
 }  // namespace
 
 TEST(names_of_ways) {
-  for (Way way : {Way::kPointer, Way::kDescriptor, Way::kLegacyIpc, Way::kHost})
-    CHECK(wayNamed(name(way)) == way);
-  CHECK(!wayNamed("vmm"));
-  CHECK(!wayNamed(""));
+  for (MemoryAccess access : {MemoryAccess::kPointer, MemoryAccess::kDescriptor,
+                              MemoryAccess::kLegacyIpc, MemoryAccess::kHost})
+    CHECK(memoryAccessNamed(name(access)) == access);
+  CHECK(!memoryAccessNamed("vmm"));
+  CHECK(!memoryAccessNamed(""));
 }
 
 TEST(threads_of_one_process_use_pointers) {
   for (const char* gpu : {"GPU-a", "GPU-b"}) {
     const Obstacles found = together({resident(1, "GPU-a"), resident(1, gpu)}, {{Y, Y}, {Y, Y}});
-    CHECK(chooseWay(found, std::nullopt) == Way::kPointer);
-    CHECK_EQ(explain(found, Way::kPointer), "");
+    CHECK(chooseAccess(found, std::nullopt) == MemoryAccess::kPointer);
+    CHECK_EQ(explain(found, MemoryAccess::kPointer), "");
   }
-  CHECK(chooseWay(together({resident(1, "GPU-a")}), std::nullopt) == Way::kPointer);
+  CHECK(chooseAccess(together({resident(1, "GPU-a")}), std::nullopt) == MemoryAccess::kPointer);
 }
 
 TEST(one_rank_elsewhere_and_all_use_descriptors) {
   const Obstacles found =
       together({resident(1, "GPU-a"), resident(1, "GPU-a"), resident(2, "GPU-b")});
-  CHECK(chooseWay(found, std::nullopt) == Way::kDescriptor);
-  CHECK_EQ(explain(found, Way::kDescriptor),
+  CHECK(chooseAccess(found, std::nullopt) == MemoryAccess::kDescriptor);
+  CHECK_EQ(explain(found, MemoryAccess::kDescriptor),
            "not by pointer: rank 10 and rank 12 are different processes");
   // The same pid in two containers, say: half a token is no token.
   Resident other = resident(1, "GPU-a");
   other.process[1] = 8;
-  CHECK(chooseWay(together({resident(1, "GPU-a"), other}), std::nullopt) == Way::kDescriptor);
+  CHECK(chooseAccess(together({resident(1, "GPU-a"), other}), std::nullopt) ==
+        MemoryAccess::kDescriptor);
 }
 
 TEST(one_gpu_that_cannot_export_moves_all_to_ipc) {
   std::vector<Resident> ranks{resident(1, "GPU-a"), resident(2, "GPU-b"), resident(3, "GPU-c")};
   ranks[1].exports_memory = false;
   const Obstacles found = together(ranks);
-  CHECK(chooseWay(found, std::nullopt) == Way::kLegacyIpc);
+  CHECK(chooseAccess(found, std::nullopt) == MemoryAccess::kLegacyIpc);
   CHECK_EQ(
-      explain(found, Way::kLegacyIpc),
+      explain(found, MemoryAccess::kLegacyIpc),
       "not by pointer: rank 10 and rank 11 are different processes; not by descriptor: the GPU "
       "of rank 11 cannot hand memory to other processes");
 }
@@ -82,35 +84,35 @@ TEST(one_pair_without_peer_access_moves_all_to_host_memory) {
   const std::vector<Resident> ranks{resident(1, "GPU-a"), resident(2, "GPU-b"),
                                     resident(3, "GPU-c")};
   const Obstacles found = together(ranks, {{Y, Y, Y}, {Y, Y, Y}, {Y, N, Y}});
-  CHECK(chooseWay(found, std::nullopt) == Way::kHost);
-  CHECK(explain(found, Way::kHost)
+  CHECK(chooseAccess(found, std::nullopt) == MemoryAccess::kHost);
+  CHECK(explain(found, MemoryAccess::kHost)
             .ends_with("not by ipc: the GPU of rank 12 has no peer access to that of rank 11"));
   // What nobody can know is tried.
-  CHECK(chooseWay(together(ranks, {{Y, U, U}, {U, Y, U}, {U, U, Y}}), std::nullopt) ==
-        Way::kDescriptor);
+  CHECK(chooseAccess(together(ranks, {{Y, U, U}, {U, Y, U}, {U, U, Y}}), std::nullopt) ==
+        MemoryAccess::kDescriptor);
   // A GPU needs no access to itself, whatever the driver says.
-  CHECK(chooseWay(together({resident(1, "GPU-a"), resident(1, "GPU-a")}, {{N, N}, {N, N}}),
-                  std::nullopt) == Way::kPointer);
+  CHECK(chooseAccess(together({resident(1, "GPU-a"), resident(1, "GPU-a")}, {{N, N}, {N, N}}),
+                     std::nullopt) == MemoryAccess::kPointer);
 }
 
 TEST(without_host_memory_too_there_is_no_way) {
   std::vector<Resident> ranks{resident(1, "GPU-a"), resident(1, "GPU-b")};
   ranks[1].registers_host_memory = false;
   const Obstacles found = together(ranks, {{Y, N}, {N, Y}});
-  CHECK(!chooseWay(found, std::nullopt));
-  for (const char* way : {"pointer", "descriptor", "ipc"})
-    CHECK(
-        explain(found, std::nullopt).find(std::string("not by ") + way + ": the GPU of rank 10") !=
-        std::string::npos);
+  CHECK(!chooseAccess(found, std::nullopt));
+  for (const char* access : {"pointer", "descriptor", "ipc"})
+    CHECK(explain(found, std::nullopt)
+              .find(std::string("not by ") + access + ": the GPU of rank 10") != std::string::npos);
   CHECK(explain(found, std::nullopt)
             .ends_with("not by host: the GPU of rank 11 cannot register host memory"));
 }
 
 TEST(a_wish_is_granted_or_not_but_never_replaced) {
   Obstacles found;
-  for (Way way : {Way::kPointer, Way::kDescriptor, Way::kLegacyIpc, Way::kHost})
-    CHECK(chooseWay(found, way) == way);
-  found[static_cast<size_t>(Way::kLegacyIpc)] = "rank 10 cannot";
-  CHECK(!chooseWay(found, Way::kLegacyIpc));
-  CHECK(chooseWay(found, Way::kHost) == Way::kHost);
+  for (MemoryAccess access : {MemoryAccess::kPointer, MemoryAccess::kDescriptor,
+                              MemoryAccess::kLegacyIpc, MemoryAccess::kHost})
+    CHECK(chooseAccess(found, access) == access);
+  found[static_cast<size_t>(MemoryAccess::kLegacyIpc)] = "rank 10 cannot";
+  CHECK(!chooseAccess(found, MemoryAccess::kLegacyIpc));
+  CHECK(chooseAccess(found, MemoryAccess::kHost) == MemoryAccess::kHost);
 }

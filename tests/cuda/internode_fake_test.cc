@@ -10,8 +10,8 @@
 #include <chrono>
 #include <cstring>
 
+#include "cuda/internode_communicator.h"
 #include "cuda/kernels.h"
-#include "cuda/spanning.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "fake_nccl.h"
@@ -39,8 +39,8 @@ void hostCopyIn(const void* call, int blocks) {
   eachBlock<CopyCall>(call, blocks, [](auto&... all) { copyIn<Element<t>>(all...); });
 }
 template <DType t>
-void hostHop(const void* call, int blocks) {
-  eachBlock<HopCall>(call, blocks, [](auto&... all) { addHop<Element<t>>(all...); });
+void hostRingStep(const void* call, int blocks) {
+  eachBlock<RingStepCall>(call, blocks, [](auto&... all) { addRingStep<Element<t>>(all...); });
 }
 void hostDeliver(const void* call, int blocks) {
   eachBlock<DeliverCall>(call, blocks, [](auto&... all) { deliver(all...); });
@@ -59,7 +59,7 @@ const Kernels& kernelsOf(DType dtype) {
     for (int t = 0; t < kReducibleDTypes; ++t)
       random_elements::withDType(static_cast<DType>(t), [&]<DType of>() {
         made[static_cast<size_t>(t)].copy_in = pointerTo(hostCopyIn<of>);
-        made[static_cast<size_t>(t)].hop = pointerTo(hostHop<of>);
+        made[static_cast<size_t>(t)].ring_step = pointerTo(hostRingStep<of>);
       });
     return made;
   }();
@@ -84,9 +84,9 @@ using ring_oracle::Case;
 
 // ---- the GPUs of a host
 
-class HostPlane final : public Plane {
+class HostCommunicator final : public GpuCommunicator {
  public:
-  explicit HostPlane(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  explicit HostCommunicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
   std::atomic<int> calls{0};
 
   bool performs(Kind) const override { return true; }
@@ -146,9 +146,9 @@ FakeNccl& freshNccl() {
 
 struct Rank {
   int rank, size;
-  Spanning& plane;
+  InterNodeCommunicator& communicator;
   Group& local;
-  HostPlane& inside;
+  HostCommunicator& inside;
 };
 
 // Threads cannot pose as hosts by RINGREDUCE_HOSTID: this is the table of a rendezvous in which
@@ -182,9 +182,9 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const auto host_group =
         Group::create(host_stores[static_cast<size_t>(hosts.hostOf(r))], hosts.placeOf(r),
                       static_cast<int>(hosts.neighbours().size()), of_host);
-    const auto inside = std::make_shared<HostPlane>(host_group);
-    const auto plane = Spanning::create(group, hosts, host_group, inside, 0);
-    Rank rank{r, size, *plane, *host_group, *inside};
+    const auto inside = std::make_shared<HostCommunicator>(host_group);
+    const auto communicator = InterNodeCommunicator::create(group, hosts, host_group, inside, 0);
+    Rank rank{r, size, *communicator, *host_group, *inside};
     const auto await_all = [&] {
       for (++over; over < size;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     };
@@ -210,14 +210,14 @@ void expectRight(Rank& rank, const Case& c, bool in_place) {
   random_elements::fill(c.dtype, input.data(), 0, c.count, c.draw,
                         random_elements::keyOf(c.seed, rank.rank));
   auto& to = in_place ? input : output;
-  rank.plane.allReduce({.input = input.data(),
-                        .output = to.data(),
-                        .count = c.count,
-                        .dtype = c.dtype,
-                        .op = c.op,
-                        .factor = c.factor},
-                       stream());
-  CHECK(rank.plane.wait(20 * kSecond));
+  rank.communicator.allReduce({.input = input.data(),
+                               .output = to.data(),
+                               .count = c.count,
+                               .dtype = c.dtype,
+                               .op = c.op,
+                               .factor = c.factor},
+                              stream());
+  CHECK(rank.communicator.wait(20 * kSecond));
   ring_oracle::expect(c, right.data());
   if (std::equal(to.begin(), to.begin() + static_cast<ptrdiff_t>(bytes), right.begin())) return;
   for (size_t i = 0; i < c.count; ++i)
@@ -228,7 +228,7 @@ void expectRight(Rank& rank, const Case& c, bool in_place) {
                       std::to_string(c.count));
 }
 
-bool isSpoilt(const std::vector<float>& data) {
+bool isPoisoned(const std::vector<float>& data) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(data.data());
   return std::all_of(bytes, bytes + data.size() * sizeof(float),
                      [](unsigned char b) { return b == 0xff; });
@@ -246,8 +246,8 @@ GpuAllReduce sumOf(std::vector<float>& data) {
 void sum(Rank& rank, std::vector<float>& data, Nanos timeout = 0) {
   GpuAllReduce call = sumOf(data);
   call.timeout = timeout;
-  rank.plane.allReduce(call, stream());
-  CHECK(rank.plane.wait(20 * kSecond));
+  rank.communicator.allReduce(call, stream());
+  CHECK(rank.communicator.wait(20 * kSecond));
 }
 
 }  // namespace
@@ -255,7 +255,7 @@ void sum(Rank& rank, std::vector<float>& data, Nanos timeout = 0) {
 TEST(one_ring_over_all_ranks_gives_the_bits_of_the_core) {
   for (const std::string hosts : {"ab", "abc", "aab", "abcba"})
     onHosts(hosts, [&](Rank& rank) {
-      CHECK(!rank.plane.hierarchical());
+      CHECK(!rank.communicator.hierarchical());
       uint32_t seed = 0;
       for (int t = 0; t < kReducibleDTypes; ++t)
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kBxor,
@@ -291,7 +291,7 @@ TEST(long_messages_go_in_many_slices) {
 TEST(hosts_of_the_same_size_add_inside_first) {
   for (const std::string hosts : {"aabb", "abab", "aabbcc", "aaabbb"})
     onHosts(hosts, [&](Rank& rank) {
-      CHECK(rank.plane.hierarchical());
+      CHECK(rank.communicator.hierarchical());
       uint32_t seed = 0;
       for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt64, DType::kBool})
         for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMax, ReduceOp::kPremulSum})
@@ -330,17 +330,20 @@ TEST(parts_keep_the_network_free) {
 
 TEST(what_is_not_its_own_is_refused_and_the_group_goes_on) {
   onHosts("ab", [](Rank& rank) {
-    CHECK(rank.plane.performs(Kind::kAllReduce) && !rank.plane.performs(Kind::kAllGather));
+    CHECK(rank.communicator.performs(Kind::kAllReduce) &&
+          !rank.communicator.performs(Kind::kAllGather));
     std::vector<float> data(10, 1);
-    CHECK(failureOf([&] { rank.plane.allGather({}, stream()); }, "all_gather") ==
+    CHECK(failureOf([&] { rank.communicator.allGather({}, stream()); }, "all_gather") ==
           Failure::kArgument);
     GpuAllReduce call = sumOf(data);
     call.op = ReduceOp::kBor;
-    CHECK(failureOf([&] { rank.plane.allReduce(call, stream()); }, "BOR") == Failure::kArgument);
-    CHECK(rank.plane.registerBuffer(data.data(), 40).find("several hosts") != std::string::npos);
-    CHECK(rank.plane.bytes() > 1000 && rank.plane.bytes() < size_t{24} << 20);
-    rank.plane.allReduce(sumOf(data), stream());
-    CHECK(rank.plane.wait(20 * kSecond));
+    CHECK(failureOf([&] { rank.communicator.allReduce(call, stream()); }, "BOR") ==
+          Failure::kArgument);
+    CHECK(rank.communicator.registerBuffer(data.data(), 40).find("several hosts") !=
+          std::string::npos);
+    CHECK(rank.communicator.bytes() > 1000 && rank.communicator.bytes() < size_t{24} << 20);
+    rank.communicator.allReduce(sumOf(data), stream());
+    CHECK(rank.communicator.wait(20 * kSecond));
     CHECK_EQ(data[9], 2.0f);
   });
 }
@@ -348,9 +351,9 @@ TEST(what_is_not_its_own_is_refused_and_the_group_goes_on) {
 TEST(calls_on_another_stream_are_held_back) {
   onHosts("ab", [](Rank& rank) {
     std::vector<float> data(10, 1);
-    rank.plane.allReduce(sumOf(data), stream(1));
-    rank.plane.allReduce(sumOf(data), stream(2));
-    CHECK(rank.plane.wait(20 * kSecond));
+    rank.communicator.allReduce(sumOf(data), stream(1));
+    rank.communicator.allReduce(sumOf(data), stream(2));
+    CHECK(rank.communicator.wait(20 * kSecond));
     CHECK_EQ(data[0], 4.0f);
   });
 }
@@ -368,8 +371,8 @@ TEST(a_rank_that_does_not_come_is_named_by_all) {
       const auto failure = failureOf([&] { sum(rank, data, 600 * kMillisecond); }, "rank 2 (pid ");
       ++told;
       CHECK(failure == Failure::kTimeout);
-      CHECK(rank.rank == 2 ? data[0] == 1 : isSpoilt(data));
-      CHECK(failureOf([&] { rank.plane.check(); }, "did not arrive") == Failure::kTimeout);
+      CHECK(rank.rank == 2 ? data[0] == 1 : isPoisoned(data));
+      CHECK(failureOf([&] { rank.communicator.check(); }, "did not arrive") == Failure::kTimeout);
     });
   }
 }
@@ -381,8 +384,9 @@ TEST(an_error_of_nccls_is_told_with_what_is_known) {
         std::vector<float> data(1000, 1);
         CHECK(failureOf([&] { sum(rank, data); },
                         "and does not say whether one of these is gone") == Failure::kPeerLost);
-        CHECK(isSpoilt(data));
-        CHECK(failureOf([&] { rank.plane.check(); }, "NCCL failed at rank ") == Failure::kPeerLost);
+        CHECK(isPoisoned(data));
+        CHECK(failureOf([&] { rank.communicator.check(); }, "NCCL failed at rank ") ==
+              Failure::kPeerLost);
       },
       1);
 }
@@ -394,12 +398,12 @@ TEST(an_abort_ends_all_ranks_wherever_they_wait) {
       const std::string words = "rank 1 (pid";
       if (rank.rank == 1) {
         std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the others are waiting
-        rank.plane.abort("enough");
+        rank.communicator.abort("enough");
       } else {
         CHECK(failureOf([&] { sum(rank, data); }, words) == Failure::kAborted);
-        CHECK(isSpoilt(data));
+        CHECK(isPoisoned(data));
       }
-      CHECK(failureOf([&] { rank.plane.check(); }, "aborted group 'test': enough") ==
+      CHECK(failureOf([&] { rank.communicator.check(); }, "aborted group 'test': enough") ==
             Failure::kAborted);
     });
 }
@@ -414,12 +418,13 @@ TEST(a_gpu_that_fails_in_a_call_ends_it_for_all) {
         CHECK(failureOf(call, "rank 0 (pid") == Failure::kAborted);
         CHECK(fake::hasFailed());
         fake::heal();
-        CHECK(isSpoilt(data));
-        CHECK(failureOf([&] { rank.plane.check(); }, "gave up: cannot") == Failure::kAborted);
+        CHECK(isPoisoned(data));
+        CHECK(failureOf([&] { rank.communicator.check(); }, "gave up: cannot") ==
+              Failure::kAborted);
       } else if (failureOf(call, "rank 0 (pid") == Failure::kNone) {
         CHECK_EQ(data[999], 2.0f);  // rank 0's part was done when it failed
       } else {                      // untouched if the group had failed before the call
-        CHECK(isSpoilt(data) || data == std::vector<float>(1000, 1));
+        CHECK(isPoisoned(data) || data == std::vector<float>(1000, 1));
       }
     });
 }

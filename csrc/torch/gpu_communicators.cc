@@ -1,4 +1,4 @@
-#include "torch/gpu_plane.h"
+#include "torch/gpu_communicators.h"
 
 #include "base/error.h"
 
@@ -8,22 +8,24 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/communicator.h"
-#include "cuda/spanning.h"
+#include "cuda/internode_communicator.h"
 #endif
 
 namespace ringreduce {
 
 #ifdef RINGREDUCE_CUDA
 
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device) {
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
+                                                            c10::Device device) {
   return cuda::Communicator::create(group, device.index(),
                                     cuda::CommunicatorOptions::fromEnvironment());
 }
 
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
-                                                   c10::Device device) {
-  return cuda::Spanning::create(group, *group->hosts(), group->local(),
-                                makePlane(group->local(), device), device.index());
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
+    const std::shared_ptr<Group>& group, c10::Device device) {
+  return cuda::InterNodeCommunicator::create(group, *group->hosts(), group->local(),
+                                             makeHostCommunicator(group->local(), device),
+                                             device.index());
 }
 
 CUstream_st* handleOf(const c10::Stream& stream) {
@@ -46,11 +48,13 @@ namespace {
 
 }  // namespace
 
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>&, c10::Device) {
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>&,
+                                                            c10::Device) {
   withoutCuda();
 }
 
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>&, c10::Device) {
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(const std::shared_ptr<Group>&,
+                                                                 c10::Device) {
   withoutCuda();
 }
 

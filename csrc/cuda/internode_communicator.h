@@ -1,8 +1,9 @@
-// All-reduce between GPUs of several hosts: the plane of a group that spans them.
+// All-reduce between GPUs of several hosts: the communicator of a group that spans them.
 //
 //     auto group = Group::create(store, rank, world_size, options);   // over several hosts
 //     auto local = Communicator::create(group->local(), device, ...);
-//     auto plane = Spanning::create(group, *group->hosts(), group->local(), local, device);
+//     auto communicator = InterNodeCommunicator::create(group, *group->hosts(), group->local(),
+//     local, device);
 //
 // Where all hosts hold the same number of ranks, and more than one, a message is summed inside each
 // host first, so that each rank has a part of it; then between the hosts, each rank's part by a
@@ -13,7 +14,7 @@
 //
 // Elsewhere one ring goes over all ranks, in their order, and gives the bits of the core's ring.
 //
-// It performs all_reduce only.  The watchdog (watcher.h) detects what goes wrong.  CUDA graphs may
+// It performs all_reduce only.  The watchdog (watchdog.h) detects what goes wrong.  CUDA graphs may
 // capture it, as NCCL's own calls; a replay then has no deadline.
 #pragma once
 
@@ -22,21 +23,23 @@
 
 #include "base/clock.h"
 #include "bootstrap/hosts.h"
-#include "cuda/plane.h"
+#include "cuda/gpu_communicator.h"
 #include "group/group.h"
 
 namespace ringreduce::cuda {
 
-class Spanning final : public Plane {
+class InterNodeCommunicator final : public GpuCommunicator {
  public:
-  // Collective over all ranks of `group`.  `local` is the plane of `host_group`, which holds the
-  // ranks of this host.  Throws Error.
-  static std::shared_ptr<Spanning> create(std::shared_ptr<Group> group, const Hosts& hosts,
-                                          std::shared_ptr<Group> host_group,
-                                          std::shared_ptr<Plane> local, int device);
-  ~Spanning() override;
-  Spanning(const Spanning&) = delete;
-  Spanning& operator=(const Spanning&) = delete;
+  // Collective over all ranks of `group`.  `local` is the communicator of `host_group`, which holds
+  // the ranks of this host.  Throws Error.
+  static std::shared_ptr<InterNodeCommunicator> create(std::shared_ptr<Group> group,
+                                                       const Hosts& hosts,
+                                                       std::shared_ptr<Group> host_group,
+                                                       std::shared_ptr<GpuCommunicator> local,
+                                                       int device);
+  ~InterNodeCommunicator() override;
+  InterNodeCommunicator(const InterNodeCommunicator&) = delete;
+  InterNodeCommunicator& operator=(const InterNodeCommunicator&) = delete;
 
   // Whether it adds inside hosts first.
   bool hierarchical() const;
@@ -55,11 +58,11 @@ class Spanning final : public Plane {
   bool wait(Nanos longest = kNever) override;
   void abort(const std::string& why) override;
 
-  size_t bytes() const override;  // the local plane's too
+  size_t bytes() const override;  // the local communicator's too
 
  private:
   struct State;
-  explicit Spanning(std::unique_ptr<State> state);
+  explicit InterNodeCommunicator(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
 
