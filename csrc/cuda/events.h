@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
 
 namespace ringreduce::cuda {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "bootstrap/hosts.h"
-#include "cuda/gpu_communicator.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "kernels/message.h"
 #include "torch/work.h"

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "cuda/gpu_communicator.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "torch/host_trip.h"
 #include "torch/work.h"

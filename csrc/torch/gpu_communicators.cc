@@ -7,8 +7,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/communicator.h"
-#include "cuda/internode_communicator.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/internode/internode_communicator.h"
 #endif
 
 namespace ringreduce {

@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "cuda/gpu_communicator.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 
 namespace ringreduce {

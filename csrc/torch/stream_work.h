@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "cuda/gpu_communicator.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "torch/work.h"
 
 namespace ringreduce {

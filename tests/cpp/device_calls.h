@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/tuning.h"
+#include "cuda/kernels/gpu_tuning.h"
 #include "host_block.h"
 #include "reduction_case.h"
 #include "transport/shm/page.h"

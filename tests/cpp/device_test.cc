@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/direct.h"
-#include "cuda/tuning.h"
+#include "cuda/kernels/direct.h"
+#include "cuda/kernels/gpu_tuning.h"
 #include "device_calls.h"
 #include "kernels/reduce.h"
 #include "ranks.h"

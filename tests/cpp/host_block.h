@@ -23,8 +23,8 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "cuda/block.h"
-#include "cuda/kernel.h"
+#include "cuda/kernels/collective_kernel.h"
+#include "cuda/kernels/thread_block.h"
 
 namespace host {
 

@@ -1,5 +1,5 @@
 // By which way ranks reach each other's GPU memory: the choice, without any GPU.
-#include "cuda/memory_access.h"
+#include "cuda/memory/memory_access.h"
 
 #include <cstring>
 

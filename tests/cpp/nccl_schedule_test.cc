@@ -1,7 +1,7 @@
 // The ring between hosts (cuda/nccl_schedule.h): its steps run by two threads a rank, for the two
 // streams, with the kernels' own text, over a stand-in for NCCL that moves bytes.  And that nothing
 // but events orders what must be ordered, whatever the streams' pace.
-#include "cuda/nccl_schedule.h"
+#include "cuda/internode/nccl_schedule.h"
 
 #include <dlfcn.h>
 
@@ -12,9 +12,9 @@
 #include <random>
 
 #include "check.h"
-#include "cuda/direct.h"
-#include "cuda/nccl.h"
-#include "cuda/ring_step.h"
+#include "cuda/internode/nccl.h"
+#include "cuda/kernels/direct.h"
+#include "cuda/kernels/ring_step.h"
 #include "device_calls.h"
 #include "fake_nccl.h"
 #include "mutants.h"

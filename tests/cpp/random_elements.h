@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "base/device.h"
-#include "cuda/elements.h"
+#include "cuda/kernels/elements.h"
 
 namespace random_elements {
 

@@ -1,5 +1,5 @@
 // The watchdog between hosts, without a GPU: groups over sockets, where an operation is a switch.
-#include "cuda/remote_ranks.h"
+#include "cuda/internode/remote_ranks.h"
 
 #include <unistd.h>
 

@@ -1,12 +1,12 @@
 // The direct schedule in every interleaving (interleavings.h): the lists that the ranks' streams
-// run (cuda/schedule.h), several calls in a row, lose no signal, race for no byte and never get
+// run (direct_schedule.h), several calls in a row, lose no signal, race for no byte and never get
 // stuck; lists with a mistake in them do.
 #include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
 
-#include "cuda/schedule.h"
+#include "cuda/kernels/direct_schedule.h"
 #include "interleavings_check.h"
 
 using namespace interleavings;

@@ -1,5 +1,5 @@
-// The direct schedule (cuda/schedule.h) run by threads: one for each rank's stream, which takes the
-// steps of its calls in order, and more for the blocks of its kernels.  Real data, with random
+// The direct schedule (direct_schedule.h) run by threads: one for each rank's stream, which takes
+// the steps of its calls in order, and more for the blocks of its kernels.  Real data, with random
 // delays, with ranks that give up, and with mutants that must be caught (mutants.h).
 // schedule_interleavings_test.cc shows that no order of steps is a wrong one; this, that the steps
 // are told to the kernels and done by them as they should be.
@@ -11,9 +11,8 @@
 #include <random>
 #include <thread>
 
-#include "cuda/direct.h"
-#include "cuda/host_state.h"
-#include "cuda/self_reduce.h"
+#include "cuda/communicator/host_ranks.h"
+#include "cuda/kernels/direct.h"
 #include "device_calls.h"
 #include "mutants.h"
 #include "ranks.h"

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/direct.h"
-#include "cuda/host_ranks.h"
+#include "cuda/communicator/host_ranks.h"
+#include "cuda/kernels/direct.h"
 #include "group/host_pages.h"
 #include "host_block.h"
 
@@ -75,7 +75,7 @@ class Rank {
   Watchdog& watchdog() { return watchdog_; }
   Stream& stream() { return stream_; }
 
-  // In place, through the staging memory, as communicator.cc would.
+  // In place, through the staging memory, as host_communicator.cc would.
   uint64_t allReduce(float* data, size_t count, Nanos timeout, ReduceOp op = ReduceOp::kSum,
                      Watchdog::Label label = {}) {
     const uint64_t number = watchdog_.announce({.count = count,

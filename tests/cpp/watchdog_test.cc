@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "check.h"
-#include "cuda/host_ranks.h"
+#include "cuda/communicator/host_ranks.h"
 #include "group/gather.h"
 #include "processes.h"
 #include "ranks.h"

@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <span>
 
-#include "cuda/communicator.h"
-#include "cuda/kernels.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/kernels/kernel_table.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "peers.h"

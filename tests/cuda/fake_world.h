@@ -102,7 +102,7 @@ void* driverFunction(const std::string& name);  // null if there is none
 
 // ---- what fake_launch.cc has, or torch_on_fake in its place
 
-void* anotherDriverFunction(const std::string& name);  // that is not in cuda/driver.h, or null
+void* anotherDriverFunction(const std::string& name);  // that is not in gpu_device.h, or null
 
 // Waits for what this process has put into the streams of a GPU, as CUDA does before it gives
 // memory back.

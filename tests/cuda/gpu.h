@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
 
 namespace gpu {
 

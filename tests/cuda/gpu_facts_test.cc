@@ -2,7 +2,7 @@
 #define CHECK_OWN_MAIN
 #include <set>
 
-#include "cuda/device.h"
+#include "cuda/gpu_device.h"
 #include "peers.h"
 
 using namespace peers;

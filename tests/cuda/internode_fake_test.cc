@@ -10,8 +10,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "cuda/internode_communicator.h"
-#include "cuda/kernels.h"
+#include "cuda/internode/internode_communicator.h"
+#include "cuda/kernels/kernel_table.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "fake_nccl.h"

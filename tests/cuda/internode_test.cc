@@ -10,9 +10,9 @@
 #include <thread>
 
 #include "check.h"
-#include "cuda/communicator.h"
-#include "cuda/internode_communicator.h"
-#include "cuda/nccl.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/internode/internode_communicator.h"
+#include "cuda/internode/nccl.h"
 #include "gpu.h"
 #include "processes.h"
 #include "ranks.h"

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../cpp/ranks.h"
-#include "cuda/communicator.h"
-#include "cuda/kernels.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/kernels/kernel_table.h"
 #include "gpu.h"
 
 namespace one_process {

@@ -1,14 +1,14 @@
 // Users' buffers that ranks reach where they are: plain memory, mappings like those of torch's
 // expandable segments, and what cannot be registered.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include "cuda/peer_buffer.h"
+#include "cuda/memory/peer_buffer.h"
 
 #include <cuda.h>
 
 #include <csignal>
 #include <cstring>
 
-#include "cuda/driver.h"
+#include "cuda/gpu_device.h"
 #include "peers.h"
 
 using namespace peers;

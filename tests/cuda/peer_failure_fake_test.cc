@@ -4,9 +4,9 @@
 #include <csignal>
 #include <set>
 
-#include "cuda/mapped_pages.h"
-#include "cuda/peer_buffer.h"
-#include "cuda/peer_memory.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/peer_buffer.h"
+#include "cuda/memory/peer_memory.h"
 #include "fake_cuda.h"
 #include "peers.h"
 

@@ -1,6 +1,6 @@
 // GPU memory between ranks, by each way, as processes and as threads.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include "cuda/peer_memory.h"
+#include "cuda/memory/peer_memory.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <thread>
 
-#include "cuda/mapped_pages.h"
+#include "cuda/memory/device_memory.h"
 #include "peers.h"
 
 using namespace peers;

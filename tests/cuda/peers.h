@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/device.h"
-#include "cuda/device_memory.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
+#include "cuda/memory/device_memory.h"
 #include "processes.h"
 #include "ranks.h"
 

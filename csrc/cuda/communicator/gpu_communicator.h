@@ -1,0 +1,121 @@
+// What ranks with GPUs do together, whatever lies between them: the calls, and who performs them.
+//
+// A call puts work into a stream and returns.  All ranks make the same calls in the same order.
+// What goes wrong later is one of the group's four errors, raised by wait, check and the next call;
+// outputs of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had
+// run them before that was found.
+//
+// A Communicator is the communicator of one host, a InterNodeCommunicator that of several hosts.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "cuda/kernels/collective_kernel.h"
+#include "transport/shm/page.h"
+
+struct CUstream_st;  // cudaStream_t is a pointer to one
+
+namespace ringreduce::cuda {
+
+// What a user may ask for (RINGREDUCE_CUDA_ALGORITHM).  kAuto: gpu_tuning.h decides.
+enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing };
+inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot", "ring"};
+std::optional<Choice> choiceNamed(const std::string& name);
+
+// Stands behind this rank's errors about a call, in parentheses: "DDP bucket 2 with ...".  Called
+// only if there is one, in any thread.  May be null.
+using Label = std::function<std::string()>;
+
+struct GpuAllReduce {
+  const void* input;  // device memory
+  void* output;       // may be the input
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  double factor = 1;                       // PREMUL_SUM
+  const void* factor_on_device = nullptr;  // the same, of float64 for float64 and else float32
+  Nanos timeout = 0;                       // from when its kernel runs; 0: the group's
+  std::optional<Choice> algorithm = std::nullopt;  // for this call; the same on all ranks
+  Label label = {};
+};
+
+// Throws Error(kArgument) for what no communicator can do.
+void validate(const GpuAllReduce& call);
+
+// Rank r gets the sum of everybody's r-th part.
+struct GpuReduceScatter {
+  const void* input;  // size() parts of `count` elements
+  void* output;       // one part; may be the own part of the input, and not overlap it otherwise
+  size_t count;
+  DType dtype;
+  ReduceOp op;
+  double factor = 1;                       // PREMUL_SUM
+  const void* factor_on_device = nullptr;  // as GpuAllReduce's
+  Nanos timeout = 0;
+  Label label = {};
+};
+
+// Everybody gets everybody's input.  Of any dtype.
+struct GpuAllGather {
+  const void* input;  // `count` elements; may be the own part of the output
+  void* output;       // size() parts of as many
+  size_t count;
+  DType dtype;
+  Nanos timeout = 0;
+  Label label = {};
+};
+
+// Everybody gets the root's elements.  Of any dtype.  The root's own are read only, and so never
+// poisoned.
+struct GpuBroadcast {
+  void* data;
+  size_t count;
+  DType dtype;
+  int root;
+  Nanos timeout = 0;
+  Label label = {};
+};
+
+class GpuCommunicator {
+ public:
+  virtual ~GpuCommunicator() =
+      default;  // waits for what was put into streams, for a few seconds at most
+
+  // Whether calls of a kind (kAllReduce, kReduceScatter, kAllGather, kBroadcast) are its own.  The
+  // same on all ranks.
+  virtual bool performs(Kind kind) const = 0;
+
+  // They throw Error(kArgument) for what cannot be done, before anything is put into the stream.
+  virtual void allReduce(const GpuAllReduce& call, CUstream_st* stream) = 0;
+  virtual void reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) = 0;
+  virtual void allGather(const GpuAllGather& call, CUstream_st* stream) = 0;
+  virtual void broadcast(const GpuBroadcast& call, CUstream_st* stream) = 0;
+
+  // Whether it makes calls of NCCL, which must not come into a group of NCCL calls of the caller's.
+  virtual bool callsNccl() const { return false; }
+
+  // Whether all-reduces of registered buffers are faster than those of others.
+  virtual bool gainsByRegistering() const { return false; }
+  // Collective: a buffer that peers may map.  Returns why it cannot be done ("" if it can), the
+  // same on all ranks: then calls on it work as on any other memory.  The memory must stay where it
+  // is until it is unregistered.
+  virtual std::string registerBuffer(void* data, size_t bytes) = 0;
+  virtual void unregisterBuffer(void* data) = 0;  // collective
+
+  // Throws the group's error if there is one.
+  virtual void check() = 0;
+  // Waits until everything put into streams so far is done; false if `longest` goes by first.
+  virtual bool wait(Nanos longest = kNever) = 0;
+  // Ends the group for all ranks: waits of kernels and streams end, outputs are poisoned.
+  virtual void abort(const std::string& why) = 0;
+
+  virtual size_t bytes() const = 0;  // of device memory held
+};
+
+}  // namespace ringreduce::cuda

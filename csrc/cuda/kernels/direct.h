@@ -1,0 +1,208 @@
+// The kernels of the direct schedule (direct_schedule.h): a leader reads some elements of
+// everybody's memory, adds them in the canonical order, and writes the sums to everybody, or, of a
+// reduce-scatter, to its own output.  What is only moved is carried.  They wait for nothing: when
+// one runs, the stream has waited.
+//
+// Bytes through device memory, all ranks on one GPU: an all-reduce's 2 S a rank are the least there
+// can be.  Copies of it in and out are 4 S more.  The others have no copies out: for S in all parts
+// of a reduce-scatter (3 + 1/P) S, of an all-gather (2 + 2/P) S, 2 S of a broadcast.
+#pragma once
+
+#include <cstddef>
+
+#include "algorithm/cut.h"
+#include "cuda/kernels/device_layout.h"
+#include "cuda/kernels/guard.h"
+#include "cuda/kernels/kernel_call.h"
+#include "cuda/kernels/ordering.h"
+
+namespace ringreduce::cuda {
+
+struct DirectCall {
+  int size;
+  int sinks;               // outputs: as many as ranks, or the leader's own
+  size_t chunk;            // elements of a chunk of the whole message (algorithm/cut.h)
+  size_t begin, elements;  // what this leader adds
+  size_t first;            // the element at which inputs and outputs begin
+  const std::byte* inputs[kMostRanks];  // each rank's, mapped here
+  std::byte* outputs[kMostRanks];       // may be the inputs
+  Arithmetic arithmetic;                // scaled already: `scale` is not looked at
+  uint64_t* abort;                      // not 0: nothing is written any more
+};
+
+// Everybody's addends of a chunk, first to last.
+struct MappedAddends {
+  const DirectCall& call;
+  size_t offset;
+  int chunk;
+  int own = -1;
+  static constexpr int kCount = 0;
+  RINGREDUCE_DEVICE int count() const { return call.size; }
+  RINGREDUCE_DEVICE const std::byte* operator()(int k) const {
+    return call.inputs[kthToAdd(chunk, k, call.size)] + offset;
+  }
+};
+
+struct MappedOutputs {
+  const DirectCall& call;
+  size_t offset;
+  RINGREDUCE_DEVICE int count() const { return call.sinks; }
+  RINGREDUCE_DEVICE std::byte* operator()(int r) const { return call.outputs[r] + offset; }
+};
+
+template <class E, class Block>
+RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, int channel, int channels) {
+  using Stored = AsStored<E>;
+  constexpr size_t kWidth = sizeof(typename E::Stored);
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  const size_t each =
+      roundUp(ceilDiv(call.elements, static_cast<size_t>(channels)), kChunkElements);
+  Span mine = piece(call.elements, each, static_cast<size_t>(channel));
+  mine.begin += call.begin;
+  forEachPiece(mine, call.chunk, [&](int chunk, size_t begin, size_t size) {
+    const size_t offset = (begin - call.first) * kWidth;
+    Pass<E, Stored, Stored, Stored>::run(block, size, MappedAddends{call, offset, chunk},
+                                         MappedOutputs{call, offset}, call.arithmetic, true);
+  });
+}
+
+// A rank's copy into memory that its peers map; its addends are scaled on the way.
+struct CopyCall {
+  const std::byte* from;
+  std::byte* to;
+  size_t count;
+  Arithmetic arithmetic;
+  uint64_t* abort;               // as DirectCall's
+  const void* factor = nullptr;  // in device memory: replaces arithmetic.factor
+};
+
+template <class E, class Block>
+RINGREDUCE_DEVICE void copyIn(Block& block, const CopyCall& call, int channel, int channels) {
+  using Stored = AsStored<E>;
+  constexpr size_t kWidth = sizeof(typename E::Stored);
+  // Of the call before, a leader may be at work there still, if it was giving up that let this rank
+  // come here.
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  const size_t each = roundUp(ceilDiv(call.count, static_cast<size_t>(channels)), kChunkElements);
+  const Span mine = piece(call.count, each, static_cast<size_t>(channel));
+  Arithmetic arithmetic = call.arithmetic;
+  if constexpr (E::kFloating)
+    if (call.factor) arithmetic.factor = *static_cast<const typename E::Value*>(call.factor);
+  Pass<E, Stored, Stored, Stored>::run(
+      block, mine.size, ConstSpans<1>{{call.from + mine.begin * kWidth}, 0},
+      Spans<1>{{call.to + mine.begin * kWidth}}, arithmetic, false);
+}
+
+// Bytes from several places to as many others, whatever they mean.
+struct CarryCall {
+  int places;
+  const std::byte* from[kMostRanks];
+  std::byte* to[kMostRanks];
+  size_t bytes;     // each, a multiple of the kernel's unit
+  uint64_t* abort;  // as DirectCall's
+};
+
+template <size_t unit, class Block>
+RINGREDUCE_DEVICE void carry(Block& block, const CarryCall& call, int channel, int channels) {
+  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), kLine);
+  const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
+  for (int i = 0; i < call.places; ++i)
+    copyElements<Raw<unit>>(block, mine.size / unit, call.from[i] + mine.begin,
+                            Spans<1>{{call.to[i] + mine.begin}});
+}
+
+// The end of the schedule at each rank: what the leaders wrote is copied to where the user wants
+// it, if it is not there.  If the group has given up, all of the call's output is replaced by bytes
+// 0xff, also what came through the schedule before in pieces of its own.
+struct DeliverCall {
+  const std::byte* from;  // null: it is in place
+  std::byte* to;
+  size_t bytes;
+  uint64_t* abort;
+  uint64_t* delivered;  // counts schedules that came to their end
+  Local* local;
+  std::byte* output;  // of the whole call
+  size_t output_bytes;
+};
+
+template <class Block>
+RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channel, int channels) {
+  // All waits of the schedule are over, which is what its deadline is for.
+  if (channel == 0 && block.thread() == 0)
+    publishWord(*call.delivered, observeWord(*call.delivered) + 1);
+  // After giving up a leader may still be writing there.
+  const bool poisoned = block.any(block.thread() == 0 && observeWord(*call.abort) != 0);
+  if (call.from && !poisoned) {
+    const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), sizeof(Pack));
+    const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
+    copyElements<Raw<1>>(block, mine.size, call.from + mine.begin,
+                         Spans<1>{{call.to + mine.begin}});
+  }
+  leaveKernel(block, *call.local, channels, call.abort, call.output, call.output_bytes);
+}
+
+// ----
+//
+// What the kernels of the direct schedule are told where each rank leads for itself: a piece of a
+// reduce-scatter, an all-gather or a broadcast, as much as the memory to be staged in holds at
+// once.
+
+// Each rank's memory to be staged in, as mapped here, and who asks.
+struct StagedAt {
+  int rank, size;
+  std::byte* base[kMostRanks];
+  uint64_t* abort;  // this rank's
+};
+
+// Of a reduce-scatter of parts of `count` elements, the elements `piece` of every part are staged
+// at once, part after part.  Calls copy(element of the input, element of the staged, how many).
+template <class Copy>
+void stageParts(int size, size_t count, Span piece, Copy copy) {
+  const auto parts = static_cast<size_t>(size);
+  if (piece.size == count) return copy(size_t{0}, size_t{0}, parts * count);
+  for (size_t p = 0; p < parts; ++p) copy(p * count + piece.begin, p * piece.size, piece.size);
+}
+
+// This rank's part of all of them is added into its output.
+inline DirectCall addParts(const StagedAt& staged, void* output, size_t count, Span piece,
+                           size_t width, const Arithmetic& arithmetic) {
+  const auto mine = static_cast<size_t>(staged.rank);
+  const size_t begin = mine * count + piece.begin;
+  DirectCall call{.size = staged.size,
+                  .sinks = 1,
+                  .chunk = count,  // each part is one
+                  .begin = begin,
+                  .elements = piece.size,
+                  .first = begin,
+                  .inputs = {},
+                  .outputs = {static_cast<std::byte*>(output) + piece.begin * width},
+                  .arithmetic = arithmetic,
+                  .abort = staged.abort};
+  for (int r = 0; r < staged.size; ++r) call.inputs[r] = staged.base[r] + mine * piece.size * width;
+  return call;
+}
+
+// Bytes from one place to another, if it is another.
+inline CarryCall carryOne(const StagedAt& staged, const std::byte* from, std::byte* to,
+                          size_t bytes) {
+  return {.places = from != to, .from = {from}, .to = {to}, .bytes = bytes, .abort = staged.abort};
+}
+
+// The bytes `piece` of everybody's part, of `part` bytes: this rank's from its input, the others'
+// from where they staged them.
+inline CarryCall gatherParts(const StagedAt& staged, const void* input, void* output, size_t part,
+                             Span piece) {
+  CarryCall call{.places = 0, .from = {}, .to = {}, .bytes = piece.size, .abort = staged.abort};
+  for (int r = 0; r < staged.size; ++r) {
+    const std::byte* from =
+        r == staged.rank ? static_cast<const std::byte*>(input) + piece.begin : staged.base[r];
+    std::byte* to = static_cast<std::byte*>(output) + static_cast<size_t>(r) * part + piece.begin;
+    if (from == to) continue;
+    call.from[call.places] = from;
+    call.to[call.places++] = to;
+  }
+  return call;
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,88 @@
+// GPU memory that all ranks of a group reach: a piece on each rank's GPU, mapped by every rank.
+//
+// Kernels see pointers only.  How a pointer comes to be is chosen once for the group
+// (memory_access.h), by trying: when the pieces are mapped every rank reads a pattern in each that
+// its owner wrote, and writes one of its own for the owner to read, since there are machines where
+// mapping succeeds and the data goes nowhere.
+//
+// Giving it back needs no barrier, so that it also works after a failure:
+//
+//   pointer     ranks share ownership; the memory goes with the last of them
+//   descriptor  each process unmaps; the memory goes with the last that maps it
+//   ipc         the owner must free last, else what the others map is undefined.  So each rank says
+//               in host memory when it has closed all of the others', and the owner waits for that,
+//               for a time; a process that has ended has closed.  If one has not by then, the
+//               memory stays allocated until the owner's process ends, and the log says so.
+//   host        as descriptor
+//
+// In every case a rank first sees to it that no kernel of its own uses the memory any more.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/memory_access.h"
+#include "group/group.h"
+#include "group/host_pages.h"
+
+namespace ringreduce::cuda {
+
+class PeerMemory {
+ public:
+  // Collective: all ranks call it with the same size and the same wish, each with a GPU of its own
+  // process.  Without a wish the best way is taken.  The memory is zeroed, on all ranks, when it
+  // returns.  Throws the same Error on all ranks, with nothing left behind; the group stays usable,
+  // unless it has failed.
+  PeerMemory(Group& group, int device, size_t bytes,
+             std::optional<MemoryAccess> wish = std::nullopt);
+  ~PeerMemory();  // release()
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  // Rank r's piece, for kernels on this rank's GPU.
+  std::byte* at(int rank) const { return state_->memory[static_cast<size_t>(rank)]->data(); }
+  size_t bytes() const { return state_->bytes; }  // of each piece, as allocated
+  int device() const { return state_->device; }
+  MemoryAccess access() const { return state_->access; }
+  // Why no better way was taken: "not by pointer: ranks ..."; empty if it is the best.
+  const std::string& why() const { return state_->why; }
+  // Which ranks share a process or a GPU.
+  const std::vector<Resident>& residents() const { return state_->residents; }
+
+  static constexpr Nanos kPatience = 2 * kSecond;
+  // Gives everything back, after which at() must not be called.  Waits for other ranks at most
+  // `patience`, and only by the way ipc.
+  void release(Nanos patience = kPatience) noexcept { state_->release(patience); }
+
+  // What a rank holds while a way is being tried, and then.
+  struct State {
+    State(Group& group, int device, std::vector<Resident> residents);
+    ~State() { release(kPatience); }
+    void release(Nanos patience) noexcept;
+
+    const std::weak_ptr<Group> group;
+    const int rank, device;
+    const int generation = forkGeneration();
+    const std::vector<Resident> residents;
+    MemoryAccess access = MemoryAccess::kPointer;
+    std::string why;
+    size_t bytes = 0;
+    std::vector<MemoryPtr> memory;  // by rank
+    // ipc: in each rank's page, whether it has closed all of the others' memory.
+    std::unique_ptr<HostPages> closed;
+
+   private:
+    bool hasClosed(int r) const;
+    bool awaitClosed(Nanos patience) const;
+  };
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace ringreduce::cuda
