@@ -56,67 +56,118 @@ class Notes {
   const RingPlan& plan_;
 };
 
+// Makes the list of steps from the notes.
+class StepList {
+ public:
+  StepList(const RingPlan& plan, const Notes& notes)
+      : plan_(plan), sends_(notes.sends), receipts_(notes.receipts) {}
+
+  std::vector<RingStep> make() {
+    steps_.push_back({.what = Do::kBegin, .records = kOwnEvent});
+    for (size_t t = 0; t < sends_.size(); ++t) exchange(t);
+    RingStep end{.what = Do::kEnd};
+    if (!sends_.empty()) end.waits = doneEvent(sends_.size() - 1);
+    steps_.push_back(end);
+    return std::move(steps_);
+  }
+
+ private:
+  static RingPlace slot(In in, size_t exchange) { return {in, exchange % kRingSlots}; }
+
+  // The event that exchange t records when it is done, for a later step to wait for.
+  int doneEvent(size_t t) {
+    const int event = static_cast<int>(t % static_cast<size_t>(kOwnEvent));
+    steps_[step_of_[t]].records = event;
+    return event;
+  }
+
+  void exchange(size_t t) {
+    const size_t before = steps_.size();
+    RingStep step{.what = Do::kExchange, .from = prepare(t)};
+    step.elements = sends_[t].elements;
+    step.coming = receipts_[t].elements;
+    step.to = destination(receipts_[t]);
+    const bool prepared_now = steps_.size() > before;
+    if (t == 0 || prepared_now) step.waits = kOwnEvent;
+    step_of_.push_back(steps_.size());
+    steps_.push_back(step);
+  }
+
+  // Adds the step that makes the data of exchange t, if there must be one.  Returns where the data
+  // are then.
+  RingPlace prepare(size_t t) {
+    const Sent& out = sends_[t];
+    const bool empty = out.elements.size == 0;
+    switch (out.what) {
+      case Sent::What::kOwn:
+        return plan_.scaled && !empty ? stage(t) : RingPlace{In::kInput};
+      case Sent::What::kSum:
+      case Sent::What::kComplete:
+        return empty ? RingPlace{In::kOutput} : add(t);
+      case Sent::What::kCopy:
+        break;
+    }
+    return {In::kOutput};
+  }
+
+  // Scales this rank's addends.  The slot is free: this comes after all additions before it in the
+  // list, and the latest of these, as many as the window has, were complete sums, which are sent
+  // from the output.
+  RingPlace stage(size_t t) {
+    const RingPlace to = slot(In::kAddends, t);
+    steps_.push_back({.what = Do::kStage,
+                      .from = {In::kInput},
+                      .to = to,
+                      .elements = sends_[t].elements,
+                      .records = kOwnEvent});
+    return to;
+  }
+
+  // Adds this rank's addends to the partial sums that an earlier exchange has brought.
+  RingPlace add(size_t t) {
+    const Sent& out = sends_[t];
+    const bool last = out.what == Sent::What::kComplete;
+    const RingPlace to = last ? RingPlace{In::kOutput} : slot(In::kSums, t);
+    const bool addends = receipts_[out.received].what == Received::What::kAddends;
+    steps_.push_back({.what = Do::kAdd,
+                      .from = slot(addends ? In::kAddends : In::kSums, t),
+                      .to = to,
+                      .elements = out.elements,
+                      .last = last,
+                      .waits = doneEvent(out.received),
+                      .records = kOwnEvent});
+    return to;
+  }
+
+  static RingPlace destination(const Received& in) {
+    switch (in.what) {
+      case Received::What::kAddends:
+        return slot(In::kAddends, in.sent);
+      case Received::What::kSums:
+        return slot(In::kSums, in.sent);
+      case Received::What::kComplete:
+        break;
+    }
+    return {In::kOutput};
+  }
+
+  const RingPlan& plan_;
+  const std::vector<Sent>& sends_;
+  const std::vector<Received>& receipts_;
+  std::vector<RingStep> steps_;
+  std::vector<size_t> step_of_;  // by exchange
+};
+
 }  // namespace
 
 std::vector<RingStep> ringSteps(const RingPlan& plan) {
-  std::vector<RingStep> steps{{.what = Do::kBegin, .records = kOwnEvent}};
   Notes notes(plan);
   if (plan.count > 0)
     runRing(notes, {.rank = plan.rank,
                     .world_size = plan.size,
                     .slices = ceilDiv(Cut{plan.count, plan.size}.chunkSize(), plan.slice),
                     .window = kRingWindow});
-  const auto slot = [](In in, size_t exchange) { return RingPlace{in, exchange % kRingSlots}; };
-  std::vector<size_t> step_of;  // by exchange
-  // The step that is put in next waits until that exchange is done.
-  const auto awaited = [&](size_t exchange) {
-    RingStep& step = steps[step_of[exchange]];
-    return step.records = static_cast<int>(exchange % static_cast<size_t>(kOwnEvent));
-  };
-
-  for (size_t t = 0; t < notes.sends.size(); ++t) {
-    const Sent& out = notes.sends[t];
-    const Received& in = notes.receipts[t];
-    RingStep exchange{.what = Do::kExchange, .elements = out.elements, .coming = in.elements};
-    exchange.from.in = In::kOutput;
-    bool prepared = t == 0;  // or else it is there already
-    if (out.what == Sent::What::kOwn) {
-      exchange.from.in = In::kInput;
-      if (plan.scaled && out.elements.size > 0) {
-        exchange.from = slot(In::kAddends, t);
-        // The slot is free: this comes after all additions before it in the list, and the latest of
-        // these, as many as the window has, were complete sums, which are sent from the output.
-        steps.push_back({.what = Do::kStage,
-                         .from = {In::kInput},
-                         .to = exchange.from,
-                         .elements = out.elements,
-                         .records = kOwnEvent});
-        prepared = true;
-      }
-    } else if (out.what != Sent::What::kCopy && out.elements.size > 0) {
-      const bool raw = notes.receipts[out.received].what == Received::What::kAddends;
-      const bool last = out.what == Sent::What::kComplete;
-      if (!last) exchange.from = slot(In::kSums, t);
-      steps.push_back({.what = Do::kAdd,
-                       .from = slot(raw ? In::kAddends : In::kSums, t),
-                       .to = exchange.from,
-                       .elements = out.elements,
-                       .last = last,
-                       .waits = awaited(out.received),
-                       .records = kOwnEvent});
-      prepared = true;
-    }
-    exchange.to =
-        in.what == Received::What::kComplete
-            ? RingPlace{In::kOutput}
-            : slot(in.what == Received::What::kAddends ? In::kAddends : In::kSums, in.sent);
-    if (prepared) exchange.waits = kOwnEvent;
-    step_of.push_back(steps.size());
-    steps.push_back(exchange);
-  }
-  const int done = step_of.empty() ? -1 : awaited(step_of.size() - 1);
-  steps.push_back({.what = Do::kEnd, .waits = done});
-  return steps;
+  return StepList(plan, notes).make();
 }
 
 }  // namespace ringreduce::cuda
