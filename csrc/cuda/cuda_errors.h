@@ -46,7 +46,7 @@ std::string describe(cudaError_t error, std::string_view tried, int device = kCu
 std::string describe(CUresult error, std::string_view tried, int device = kCurrentDevice);
 
 // Throws CudaError.  Clears the error that the CUDA runtime keeps for the next caller in this
-// thread who asks (torch does after every launch), which must not take it for its own.
+// thread that asks (torch does after every launch), which must not take it for its own.
 [[noreturn]] void raise(cudaError_t error, std::string_view tried, int device = kCurrentDevice,
                         Failure kind = Failure::kSetup);
 [[noreturn]] void raise(CUresult error, std::string_view tried, int device = kCurrentDevice,

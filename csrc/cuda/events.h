@@ -49,7 +49,7 @@ class Event {
     const BesideCaptures beside;
     const cudaError_t status = cudaEventQuery(event_);
     if (status == cudaErrorNotReady) {
-      (void)cudaGetLastError();  // else the next who asks in this thread takes it for an error
+      (void)cudaGetLastError();  // the next call in this thread must not report it
       return false;
     }
     check(status, "ask whether a GPU operation has ended");

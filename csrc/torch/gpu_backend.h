@@ -106,14 +106,14 @@ class GpuBackend final : public c10d::Backend {
   // What puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
-  // Kept alive by who uses it, whoever shuts the group down meanwhile.
+  // Its users share ownership, since the group may be shut down meanwhile.
   std::shared_ptr<DeviceContext> contextOf(c10::Device device);
   bool performs(c10::Device device, Kind kind) {
     return contextOf(device)->communicator->performs(kind);
   }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
   void registerBucket(const at::Tensor& bucket);
-  // Whoever takes a call on such a tensor, or on tensors of such a kind.
+  // The backend that takes a call on such a tensor.
   c10d::Backend* nccl();  // null: it cannot start.  With the lock held
   c10d::Backend& other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
   c10d::Backend& other(const Tensors& tensors) { return other(tensors.at(0)); }

@@ -99,7 +99,7 @@ class StagedBackend::Copies {
 
 namespace {
 
-// Nothing comes back before the CPU's Work is over, and then in the stream of who asks first.
+// Results come back once the CPU's Work is over, in the stream of the first caller that asks.
 template <class Copies>
 class StagedWork final : public c10d::Work {
  public:

@@ -21,9 +21,8 @@ namespace ringreduce {
 
 class StreamWork final : public c10d::Work {
  public:
-  // The job's operations are not looked at: who makes this puts them into the stream, then calls
-  // `enqueued`.  What stands behind an error's text is the communicator's to say (its calls'
-  // labels).
+  // Ignores the job's operations: the caller puts them into the stream and then calls `enqueued`.
+  // What stands behind an error's text is the communicator's to say (its calls' labels).
   StreamWork(int rank, uint64_t sequence, const Job& job,
              const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream);
 

@@ -291,10 +291,10 @@ void Communicator::unregisterBuffer(void* data) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
   s.watchdog->wait(kNever);
-  // Nobody may still be at work on it.
+  // No rank may still use it.
   s.group->run({Barrier{}});
   s.registered.erase(reinterpret_cast<uintptr_t>(data));
-  // Its owner may free it from now on: nobody may still map it.
+  // Its owner may free it from now on: no rank may still map it.
   s.group->run({Barrier{}});
 }
 

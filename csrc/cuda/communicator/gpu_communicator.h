@@ -1,11 +1,11 @@
-// What ranks with GPUs do together, whatever lies between them: the calls, and who performs them.
+// The collectives of ranks with GPUs, on one host or several.
 //
 // A call puts work into a stream and returns.  All ranks make the same calls in the same order.
 // What goes wrong later is one of the group's four errors, raised by wait, check and the next call;
 // outputs of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had
 // run them before that was found.
 //
-// A Communicator is the communicator of one host, a InterNodeCommunicator that of several hosts.
+// Communicator implements it for the ranks of one host, InterNodeCommunicator for several hosts.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ struct GpuAllReduce {
 // Throws Error(kArgument) for what no communicator can do.
 void validate(const GpuAllReduce& call);
 
-// Rank r gets the sum of everybody's r-th part.
+// Rank r gets the sum of all ranks' r-th parts.
 struct GpuReduceScatter {
   const void* input;  // size() parts of `count` elements
   void* output;       // one part; may be the own part of the input, and not overlap it otherwise
@@ -61,7 +61,7 @@ struct GpuReduceScatter {
   Label label = {};
 };
 
-// Everybody gets everybody's input.  Of any dtype.
+// Every rank gathers all inputs.  Of any dtype.
 struct GpuAllGather {
   const void* input;  // `count` elements; may be the own part of the output
   void* output;       // size() parts of as many
@@ -71,7 +71,7 @@ struct GpuAllGather {
   Label label = {};
 };
 
-// Everybody gets the root's elements.  Of any dtype.  The root's own are read only, and so never
+// Every rank gets the root's elements.  Of any dtype.  The root's own are read only, and so never
 // poisoned.
 struct GpuBroadcast {
   void* data;

@@ -73,8 +73,8 @@ struct Communicator::State {
   // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
   template <class Put>
   void dispatch(const Told& told, cudaStream_t stream, Put&& put);
-  // Of a call that failed on its way something may be in the stream; and the other ranks, who wait
-  // for the rest, are to learn why it does not come.
+  // Parts of a call that failed may be in the stream.  The other ranks, which wait for the rest,
+  // must learn why it does not come.
   void trackRest(const Told& told, cudaStream_t stream);
   [[noreturn]] void giveUp(const Error& why, const Label& label);
   // In a kernel that waits for its peers.

@@ -28,8 +28,8 @@ namespace ringreduce::cuda {
 // thousand, that CUDA lets a host queue in a stream before it makes it wait.
 inline constexpr uint64_t kRemembered = 4096;
 
-// An announcement that may be read while it is replaced: whoever reads it must look afterwards how
-// far its owner has come.
+// An announcement that may be read while it is replaced: its reader must check afterwards how far
+// its owner has come.
 class Announced {
  public:
   void set(const OpSignature& what) {

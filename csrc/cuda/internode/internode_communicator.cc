@@ -298,8 +298,8 @@ void InterNodeCommunicator::unregisterBuffer(void*) {}
 
 namespace {
 
-// From here on parts are worth their step: 256 KiB take as long between hosts, at 50 GB/s, as the
-// launch that they save.
+// From this size on a message is summed in parts: 256 KiB take as long between hosts, at 50 GB/s,
+// as the kernel launch that whole messages save.
 constexpr size_t kLeastInParts = size_t{256} << 10;
 
 }  // namespace
@@ -329,8 +329,9 @@ void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* str
     s.follow(stream);
     const auto begun = s.events.take();
     begun->record(stream);
-    // Before it is put there, since a host that is far ahead waits in the midst of it.  The
-    // watchdog's threads ask, who shall not make a context on another device.
+    // Tracked before it is in the stream, since a host that is far ahead waits while it puts it
+    // there. The watchdog's threads make these calls, and must not create a context on another
+    // device.
     s.watchdog->track(
         s.timeoutOf(call),
         [pending, device = s.device] {
@@ -357,8 +358,7 @@ void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream)
   pending.set(done);
 }
 
-// Of a call that failed on its way something may be in the streams, and the other ranks wait for
-// the rest.
+// Parts of a call that failed may be in the streams, and the other ranks wait for the rest.
 void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
                                           Pending& pending, cudaStream_t stream) {
   try {
@@ -410,7 +410,7 @@ void InterNodeCommunicator::State::overAll(const GpuAllReduce& call, cudaStream_
                   stream, [this] { watchdog->check(); });
 }
 
-// What hosts have summed, in place: scaled already, and divided by all ranks only now.
+// Sums what the hosts have summed, in place.  It is already scaled; the division of AVG comes here.
 void InterNodeCommunicator::State::between(void* data, size_t count, const GpuAllReduce& call,
                                            cudaStream_t stream) {
   const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
@@ -452,7 +452,8 @@ void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStre
                         .label = call.label},
                        stream);
   between(own, part, call, stream);
-  // Who waits here waits for rails of others, whose own deadline is to come first: it knows more.
+  // Wait longer than the other rails' own deadline, so that they report the error: they know the
+  // culprit.
   local->allGather({.input = own,
                     .output = output,
                     .count = part,
@@ -469,7 +470,7 @@ void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStre
   sumWhole(rest, stream);
 }
 
-// The end of each call: its output is poisoned if the group has given up.
+// The last kernel of each call: it poisons the output if the group has failed.
 void InterNodeCommunicator::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
   auto* output = static_cast<std::byte*>(call.output);
   const DeliverCall arguments{.from = nullptr,

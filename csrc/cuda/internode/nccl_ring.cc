@@ -98,7 +98,7 @@ NcclRing::NcclRing(std::unique_ptr<NcclCommunicator> comm, int device, Nanos tim
   try {
     greet(timeout);
   } catch (const Error&) {
-    comm_->abort();  // or else the end of this would wait for whoever did not come
+    comm_->abort();  // else the destructor would wait for the missing rank
     throw;
   }
 }

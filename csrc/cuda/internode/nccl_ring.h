@@ -1,9 +1,8 @@
 // A rank's end of the ring between hosts: nccl_schedule.h's steps in two CUDA streams, over a
 // communicator of NCCL.
 //
-// Bits are those of the core's ring over the same ranks (algorithm/ring.h).  It knows nothing of
-// deadlines and other errors than NCCL's and CUDA's: who uses it looks after these
-// (internode_communicator.h).
+// Bits are those of the core's ring over the same ranks (algorithm/ring.h).  It detects no errors
+// but those of NCCL and CUDA, and keeps no deadlines: its user does (internode_communicator.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,10 +34,10 @@ struct RingSum {
 class NcclRing {
  public:
   // Collective over the ring's ranks, of whom there are two or more: joins NCCL's communicator, and
-  // lets its neighbours exchange a word, so that all connections are there and a later call waits
-  // for nobody.  Throws Error; kTimeout if it takes longer than `timeout`, which NCCL by itself
-  // would never notice: a thread then stays behind in NCCL.  `meanwhile` is called now and then,
-  // and throws to end it.
+  // exchanges a word with its neighbours, so that all connections exist and no later call has to
+  // wait for a rank to connect.  Throws Error; kTimeout if it takes longer than `timeout`, which
+  // NCCL by itself would never notice: a thread then stays behind in NCCL.  `meanwhile` is called
+  // now and then, and throws to end it.
   static std::unique_ptr<NcclRing> join(std::shared_ptr<const NcclLibrary> library,
                                         const NcclId& id, int rank, int size, int device,
                                         Nanos timeout, const std::function<void()>& meanwhile);

@@ -4,7 +4,7 @@
 // from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
 // came to this rank's own addends (ring_step.h).  Exchange t sends what comes of what exchange t -
 // W received, W being the window, so while W - 1 exchanges are on the wire there is time to add.
-// All ranks have the same exchanges, and number t of one meets number t of the next: nobody can
+// All ranks have the same exchanges, and number t of one meets number t of the next: no rank can
 // wait in a circle.
 //
 // What is complete is received where the user wants it and sent on from there, and what is only a

@@ -30,7 +30,7 @@ struct DirectCall {
   uint64_t* abort;                      // not 0: nothing is written any more
 };
 
-// Everybody's addends of a chunk, first to last.
+// All ranks' inputs for a chunk, first to last.
 struct MappedAddends {
   const DirectCall& call;
   size_t offset;
@@ -148,7 +148,7 @@ RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channe
 // reduce-scatter, an all-gather or a broadcast, as much as the memory to be staged in holds at
 // once.
 
-// Each rank's memory to be staged in, as mapped here, and who asks.
+// The staging memory of each rank, as mapped here, and the rank that reads it.
 struct StagedAt {
   int rank, size;
   std::byte* base[kMostRanks];
@@ -189,7 +189,7 @@ inline CarryCall carryOne(const StagedAt& staged, const std::byte* from, std::by
   return {.places = from != to, .from = {from}, .to = {to}, .bytes = bytes, .abort = staged.abort};
 }
 
-// The bytes `piece` of everybody's part, of `part` bytes: this rank's from its input, the others'
+// The bytes `piece` of each rank's part, of `part` bytes: this rank's from its input, the others'
 // from where they staged them.
 inline CarryCall gatherParts(const StagedAt& staged, const void* input, void* output, size_t part,
                              Span piece) {

@@ -82,7 +82,7 @@ inline constexpr size_t kPushBudget = size_t{16} << 20;
 // pieces of this.
 inline constexpr size_t kStagingBytes = size_t{32} << 20;
 
-// Blocks of a kernel that waits for nobody and only moves bytes, which may have a whole GPU.
+// Blocks of a kernel that only moves bytes and waits for no other rank: it may fill a GPU.
 constexpr int blocksToMove(size_t bytes, int multiprocessors) {
   constexpr size_t kEach = size_t{kThreads} * 4 * sizeof(Pack);
   return static_cast<int>(

@@ -51,7 +51,8 @@ class Guard {
   RINGREDUCE_DEVICE bool failed() const { return failed_; }
 
   // Returns once ready(i) holds for all i < n, each polled by one thread; false if the block has
-  // given up.  A barrier in any case.  peer(i) and step(i) say who is waited for, and for what.
+  // given up.  A barrier in any case.  peer(i) and step(i) name the rank and the step that are
+  // waited for.
   template <class Ready, class Peer, class Step>
   RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step) {
     bool gave_up = false;

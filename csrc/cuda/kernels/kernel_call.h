@@ -19,7 +19,7 @@ struct alignas(kLine) Trouble {
   uint64_t cause;      // a Cause
   uint64_t operation;  // RankCall's
   uint64_t step;       // of the pipe or the exchange
-  int32_t peer;        // who was waited for
+  int32_t peer;        // the rank that was waited for
   int32_t channel;
 };
 
@@ -58,7 +58,7 @@ struct RankCall {
   size_t slice;        // elements (gpu_tuning.h): of a ring slice, or of a part pushed
   size_t window;       // ring: slices under way
   bool scatter;        // two-shot: only its first half; broadcast: in two hops (push_gather.h)
-  int root;            // who gives its elements, or kEverybody
+  int root;            // the rank that sends, or kEverybody
 };
 
 }  // namespace ringreduce::cuda

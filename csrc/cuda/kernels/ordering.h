@@ -63,7 +63,7 @@ RINGREDUCE_DEVICE inline uint32_t peekWord(uint32_t& word) {
 #endif
 }
 
-// Sets a word that is 0; whether this was who did.
+// Sets a word that is 0; returns whether this call set it.
 RINGREDUCE_DEVICE inline bool claimWord(uint32_t& word, uint32_t value) {
 #ifdef __CUDA_ARCH__
   uint32_t old;
@@ -78,8 +78,8 @@ RINGREDUCE_DEVICE inline bool claimWord(uint32_t& word, uint32_t value) {
 #endif
 }
 
-// Adds one and returns what was there; orders this block's work before, and that of all who counted
-// earlier, for the one who counts last.
+// Adds one and returns the value before.  The block that counts last sees the work of all blocks
+// that counted earlier.
 RINGREDUCE_DEVICE inline uint32_t countWord(uint32_t& word) {
 #ifdef __CUDA_ARCH__
   uint32_t old;

@@ -9,8 +9,8 @@ namespace ringreduce::cuda {
 
 // ----
 //
-// All-reduce by one-shot push: everybody gives everybody its whole message, and each adds all of
-// them up.  One hop, so the least latency; for small messages.
+// One-shot all-reduce: every rank pushes its whole message to every rank, and each adds all of
+// them. One hop, so the least latency; for small messages.
 //
 // Source: the one-shot algorithm of latency-bound GPU all-reduces (as in FasterTransformer and
 // mscclpp), here with the canonical order of addition.
@@ -116,7 +116,7 @@ class TwoShot {
   static constexpr auto kResults = DeviceLayout::Of::kResults;
   static constexpr size_t kWidth = sizeof(typename E::Stored);
 
-  // Slice j's addends, to those who add them.
+  // Pushes slice j's inputs to the ranks that add them.
   RINGREDUCE_DEVICE void give(size_t j) {
     if (guard_.failed()) return;
     for (int i = 0; i + 1 < comm_.size; ++i) {

@@ -1,8 +1,8 @@
-// All-gather and broadcast by push: who has something to give gives it to everybody, at once.  One
-// hop.  Elements are moved as they are, so one kernel serves all dtypes of a width.
+// All-gather and broadcast by push: a rank with data pushes it to all ranks at once.  One hop.
+// Elements are moved as they are, so one kernel serves all dtypes of a width.
 //
-// Of an all-gather everybody gives, of a broadcast the root alone.  The others post their steps all
-// the same: that tells the root how far they have read (push.h).  Long messages of a root go by
+// In an all-gather every rank pushes, in a broadcast only the root.  The others post their steps
+// all the same: that tells the root how far they have read (push.h).  Long messages of a root go by
 // push_gather.h.
 //
 // Pipelined: the next slice is pushed before this one is waited for.
@@ -155,7 +155,7 @@ class TwoHopBroadcast {
 
   RINGREDUCE_DEVICE bool isRoot() const { return comm_.rank == call_.root; }
 
-  // Slice j's parts, to those who pass them on.
+  // Pushes slice j's parts to the ranks that forward them.
   RINGREDUCE_DEVICE void give(size_t j) {
     if (guard_.failed()) return;
     for (int i = 0; isRoot() && i + 1 < comm_.size; ++i) {

@@ -46,7 +46,7 @@ Outcome outcomeOf(F&& step) {
   return {};
 }
 
-// The same on all ranks, who gathered these reports, each with an Outcome `outcome`: throws if the
+// All ranks call it with the same gathered reports, each with an Outcome `outcome`.  Throws if the
 // step broke at a rank, else returns "rank 2 cannot ..." of the first that cannot, "" if all can.
 template <class Report>
 std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {

@@ -204,7 +204,7 @@ class Registered final : public DeviceMemory {
   }
 
  private:
-  // With the lock held, so that nobody registers it while it is still registered.
+  // With the lock held, so that no other thread registers it while it is still registered.
   void unregister(Registrations& all) noexcept {
     std::byte* host = segment_->data();
     if (--all.counts[host] > 0) return;
@@ -260,7 +260,7 @@ void enablePeerAccess(int device, int peer) {
   const OnDevice here(device);
   const cudaError_t result = cudaDeviceEnablePeerAccess(peer, 0);
   if (result == cudaErrorPeerAccessAlreadyEnabled)
-    (void)cudaGetLastError();  // else the next who asks in this thread takes it for an error
+    (void)cudaGetLastError();  // the next call in this thread must not report it
   else
     check(result, "get access to the memory of GPU " + std::to_string(peer), device);
 }
@@ -294,7 +294,7 @@ void Stream::zero(void* data, size_t bytes) {
 
 // ----
 //
-// Registers everybody's pages.
+// Registers the pages of all ranks.
 
 MappedPages::MappedPages(Group& group, int device, size_t bytes) : pages_(group, bytes) {
   together(group, [&] {

@@ -2,7 +2,7 @@
 //
 // Nothing here knows of ranks: peer_memory.h puts these together.  All of it may be called from any
 // thread, and none of it from a forked child, where the destructors do nothing.  A range must not
-// be in use by a kernel when it goes: who launches kernels waits for them first.
+// be in use by a kernel when it goes: the launching code waits for its kernels first.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,8 +45,8 @@ inline constexpr size_t kBlockBytes = 2 << 20;
 MemoryPtr allocate(int device, size_t bytes);
 
 // Memory of a GPU that other processes map by a descriptor (CUDA's virtual memory management).  It
-// lives as long as any process maps it or holds a descriptor, whoever made it.  `bytes` is a
-// multiple of exportGranularity(device).
+// lives as long as any process maps it or holds a descriptor, even if its maker has ended.  `bytes`
+// is a multiple of exportGranularity(device).
 struct Exported {
   MemoryPtr memory;
   Fd fd;
