@@ -1,5 +1,5 @@
-// What the code for GPUs was compiled with and for: for messages, and to tell a GPU that is too old
-// before a kernel fails on it.
+// The compiler and the GPUs that the code was compiled for: for messages, and to tell a GPU that is
+// too old before a kernel fails on it.
 #pragma once
 
 #include <string>

@@ -1,10 +1,10 @@
 // Events that tell when a stream has come to a point, kept to be used again: making one costs more
 // than a small operation does.
 //
-// They are asked by a thread that knows nothing of what others capture.  While a stream is captured
-// in the mode `global`, which is the usual one, such a question from any thread would be refused
-// and end the capture, though it has nothing to do with it: so a thread that asks says that it
-// knows.
+// A thread queries them that knows nothing of captures in other threads.  While a stream is
+// captured in the mode `global`, which is the usual one, such a question from any thread would be
+// refused and end the capture, though it has nothing to do with it: so a thread that asks says that
+// it knows.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// Names for what this rank's host does, in the timelines of profilers that know NVTX; nothing where
+// Names the calls of this rank's host in the timelines of profilers that know NVTX; nothing where
 // its header is not there, and next to nothing where no profiler is.
 #pragma once
 

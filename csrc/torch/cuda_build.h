@@ -1,4 +1,4 @@
-// What this build has for GPUs, for Python and for the error on a CUDA tensor.
+// This build's GPU support, for Python and for the error on a CUDA tensor.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -91,7 +91,7 @@ class GpuBackend final : public c10d::Backend {
   std::shared_ptr<HostTrip> toHost(const at::Tensor& tensor);
 
  private:
-  // What there is for one device.
+  // The state of one device.
   struct DeviceContext {
     // Those that were registered, or could not be.  What peers map is kept until the communicator
     // is gone.

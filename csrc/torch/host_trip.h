@@ -1,4 +1,4 @@
-// A GPU's tensor on its way through the host's memory and back: for what is computed there.
+// Copies a GPU's tensor to the host's memory and back, for computations there.
 //
 // Copies run in streams beside the caller's, so neither its thread nor its stream waits for them.
 #pragma once

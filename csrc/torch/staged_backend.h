@@ -1,9 +1,9 @@
 // Calls on tensors of any device, by way of the host's memory: copies there, the CPU backend's call
 // on the copies, and copies of the results back.
 //
-// Slow, and what there is where NCCL cannot start.  A call's inputs are copied before it returns,
-// so it waits for what is in the caller's stream; its results come when its Work is waited for (or
-// found to be completed), or its Future is, in the stream that is then current.
+// Slow; used where NCCL cannot start.  A call's inputs are copied before it returns, so it waits
+// for what is in the caller's stream; its results come when its Work is waited for (or found to be
+// completed), or its Future is, in the stream that is then current.
 #pragma once
 
 #include <mutex>

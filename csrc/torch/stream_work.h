@@ -22,7 +22,7 @@ namespace ringreduce {
 class StreamWork final : public c10d::Work {
  public:
   // Ignores the job's operations: the caller puts them into the stream and then calls `enqueued`.
-  // What stands behind an error's text is the communicator's to say (its calls' labels).
+  // The communicator appends its calls' labels to errors.
   StreamWork(int rank, uint64_t sequence, const Job& job,
              const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream);
 

@@ -15,7 +15,7 @@ namespace ringreduce::cuda {
 
 // ---- steps into a stream
 
-// What this rank's own steps of one schedule do.
+// Performs this rank's steps of one schedule.
 struct Communicator::State::Turn {
   std::function<void()> stage;
   std::function<void(Span elements)> lead;

@@ -1,9 +1,9 @@
 // The collectives of ranks with GPUs, on one host or several.
 //
-// A call puts work into a stream and returns.  All ranks make the same calls in the same order.
-// What goes wrong later is one of the group's four errors, raised by wait, check and the next call;
-// outputs of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had
-// run them before that was found.
+// A call puts work into a stream and returns.  All ranks make the same calls in the same order.  A
+// later failure is one of the group's four errors, raised by wait, check and the next call; outputs
+// of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had run them
+// before that was found.
 //
 // Communicator implements it for the ranks of one host, InterNodeCommunicator for several hosts.
 #pragma once
@@ -23,7 +23,7 @@ struct CUstream_st;  // cudaStream_t is a pointer to one
 
 namespace ringreduce::cuda {
 
-// What a user may ask for (RINGREDUCE_CUDA_ALGORITHM).  kAuto: gpu_tuning.h decides.
+// The algorithms that a user can choose (RINGREDUCE_CUDA_ALGORITHM).  kAuto: gpu_tuning.h decides.
 enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing };
 inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot", "ring"};
 std::optional<Choice> choiceNamed(const std::string& name);

@@ -1,4 +1,5 @@
-// Making a communicator and ending it, what it tells of itself, and its options.
+// Makes and ends a communicator, and performs its calls, except the direct schedule
+// (direct_stream.cc).
 #include "cuda/communicator/host_communicator.h"
 
 #include <cuda_runtime_api.h>
@@ -32,7 +33,7 @@ CommunicatorOptions CommunicatorOptions::fromEnvironment() {
 
 namespace {
 
-// What ranks tell each other before anything is allocated.
+// Exchanged by the ranks before anything is allocated.
 struct Introduction {
   char uuid[64] = {};
   int multiprocessors = 0;

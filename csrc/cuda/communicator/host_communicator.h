@@ -50,7 +50,7 @@ class Communicator final : public GpuCommunicator {
   // same on all ranks.
   static std::shared_ptr<Communicator> create(std::shared_ptr<Group> group, int device,
                                               const CommunicatorOptions& options);
-  ~Communicator() override;  // waits for what was put into streams, for a few seconds at most
+  ~Communicator() override;  // waits for its operations in streams, a few seconds at most
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -83,7 +83,7 @@ class Communicator final : public GpuCommunicator {
   MemoryAccess access() const;    // how peers' memory is reached
   int ranksOnDevice() const;      // of this group, on this rank's GPU
   bool kernelsRunAtOnce() const;  // if not, the direct schedule is taken
-  // What a call of so many bytes would take: never kAuto.
+  // The algorithm of a call of so many bytes: never kAuto.
   Choice chosen(size_t count, DType dtype) const;
 
  private:

@@ -1,4 +1,4 @@
-// What a communicator holds; for the files that implement it.
+// The state of a communicator, for the files that implement it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,7 +38,7 @@ struct Communicator::State {
 
   // --- calls
 
-  // What ranks compare of a call, and what the watchdog is told besides.
+  // The signature of a call, which ranks compare, and the rest that the watchdog needs.
   struct Told {
     OpSignature what;
     Nanos timeout;
@@ -61,7 +61,7 @@ struct Communicator::State {
   void validate(const GpuBroadcast& call) const;
   Choice choose(size_t bytes, Choice wanted) const;
   Choice choose(const GpuAllReduce& call) const;
-  // What the other calls take: kTwoShot, whose pushes they make, or kDirect.
+  // The choice for the other calls: kTwoShot, whose pushes they make, or kDirect.
   Choice chooseForParts() const;
   Shape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;

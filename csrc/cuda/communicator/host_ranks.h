@@ -23,9 +23,9 @@ namespace ringreduce::cuda {
 // for, so that a host can release them; what kernels say of their failure; and what the ranks
 // announce, which their hosts compare.
 
-// What a rank may be ahead of another's announcements, in operations, with every disagreement still
-// told before the slower one takes its results for right: four times the launches, about a
-// thousand, that CUDA lets a host queue in a stream before it makes it wait.
+// How many operations a rank may be ahead of another so that every mismatch is still found before
+// the slower rank trusts its results: four times the launches, about a thousand, that CUDA lets a
+// host queue in a stream before it makes it wait.
 inline constexpr uint64_t kRemembered = 4096;
 
 // An announcement that may be read while it is replaced: its reader must check afterwards how far

@@ -260,7 +260,7 @@ std::string Watchdog::labelOf(uint64_t number) const {
   return "";
 }
 
-// ---- what may be wrong
+// ---- checks
 
 void Watchdog::compare() {
   const auto found = ranks_->findDifference(under_way_);

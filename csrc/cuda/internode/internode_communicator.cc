@@ -1,4 +1,4 @@
-// Making an InterNodeCommunicator, what the watchdog asks of it, and its calls.
+// Makes an InterNodeCommunicator, serves its watchdog, and performs its calls.
 #include "cuda/internode/internode_communicator.h"
 
 #include <cuda_runtime_api.h>
@@ -25,12 +25,12 @@ namespace ringreduce::cuda {
 
 // ----
 //
-// What a communicator of several hosts holds; for the files that implement it.
+// The state.
 
 // The text of a group's error without what Session adds: the group, who noticed it, what to do.
 std::string causeOf(const std::string& text);
 
-// What the host sets and kernels see.
+// Flags between the host and kernels.
 struct Signals {
   alignas(kLine) uint64_t abort;
   alignas(kLine) uint64_t delivered;
@@ -115,7 +115,7 @@ struct InterNodeCommunicator::State {
 
 // ----
 //
-// Making it, and what is looked after.  The calls are in internode_calls.cc.
+// Making it, and its watchdog.
 
 namespace {
 
@@ -266,7 +266,7 @@ void InterNodeCommunicator::abort(const std::string& why) {
   state_->watchdog->abort(why);
 }
 
-// ---- what it leaves to others
+// ---- calls that it does not perform
 
 namespace {
 
@@ -294,7 +294,7 @@ void InterNodeCommunicator::unregisterBuffer(void*) {}
 
 // ----
 //
-// What an all-reduce puts into a stream: rails, parts, and its end.
+// The steps of an all-reduce in a stream: rails, parts, and its end.
 
 namespace {
 

@@ -14,7 +14,7 @@
 //
 // Elsewhere one ring goes over all ranks, in their order, and gives the bits of the core's ring.
 //
-// It performs all_reduce only.  The watchdog (watchdog.h) detects what goes wrong.  CUDA graphs may
+// It performs all_reduce only.  The watchdog (watchdog.h) detects failures.  CUDA graphs may
 // capture it, as NCCL's own calls; a replay then has no deadline.
 #pragma once
 

@@ -34,7 +34,7 @@ constexpr int kRemoteError = 6;
 constexpr int kTimedOut = 8;  // since 2.30
 
 constexpr int kUnsupported = -1;
-constexpr int kBytes = 0;  // the dtype of what is only moved: int8
+constexpr int kBytes = 0;  // the dtype of bytes that are only moved: int8
 constexpr int kScalarOnHost = 1;
 
 struct UniqueId {
@@ -161,7 +161,7 @@ struct NcclFunctions {
   int (*redOpCreatePreMulSum)(int* op, void* scalar, int dtype, int residence, ncclComm* comm);
   int (*redOpDestroy)(int op, ncclComm* comm);
 
-  // What NCCL says of a result other than success.
+  // The text of a result other than success.
   std::string explain(const char* call, int result, const std::string& library) const {
     std::string text = std::string(call) + " failed in " + library + ": " + getErrorString(result);
     const char* last = getLastError(nullptr);
@@ -357,7 +357,7 @@ void NcclCommunicator::allReduce(const void* input, void* output, size_t count, 
   must(f.redOpCreatePreMulSum(&scaled, scalar.bytes, type, kScalarOnHost, comm),
        "ncclRedOpCreatePreMulSum");
   const int result = f.allReduce(input, output, count, type, scaled, comm, stream);
-  f.redOpDestroy(scaled, comm);  // NCCL keeps what an enqueued call needs of it
+  f.redOpDestroy(scaled, comm);  // NCCL keeps it as long as an enqueued call needs it
   must(result, "ncclAllReduce");
 }
 

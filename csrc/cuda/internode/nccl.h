@@ -1,8 +1,8 @@
 // NCCL, loaded at run time: something to compare with, and a wire between hosts.
 //
 // Nothing here is linked to NCCL or includes its header, so one build works with whatever NCCL
-// there is, and without any.  Of its interface only what has stayed the same from 2.18 to 2.32 is
-// used (nccl.cc).  No CUDA header is needed either.
+// there is, and without any.  It uses only the part of the interface that is the same from 2.18 to
+// 2.32 (nccl.cc).  No CUDA header is needed either.
 #pragma once
 
 #include <array>
@@ -22,8 +22,7 @@ namespace ringreduce::cuda {
 struct NcclFunctions;
 using NcclStream = CUstream_st*;
 
-// What the ranks of a communicator must have in common: made by one of them, sent to the others by
-// whatever means they have.
+// Identifies a communicator: made by one of its ranks and sent to the others.
 using NcclId = std::array<char, 128>;
 
 class NcclLibrary {
@@ -59,9 +58,9 @@ struct NcclOptions {
   int max_blocks = 0;
 };
 
-// One rank's part in a communicator of NCCL, on the device that is current when it is made.
-// Errors are Error: kSetup when it is made, kArgument for what NCCL cannot do, kPeerLost, kTimeout
-// or kAborted later.
+// One rank's part in a communicator of NCCL, on the device that is current when it is made.  Errors
+// are Error: kSetup when it is made, kArgument for calls that NCCL cannot perform, kPeerLost,
+// kTimeout or kAborted later.
 class NcclCommunicator {
  public:
   // Returns when all ranks have called it, each in a thread of its own.
@@ -71,7 +70,7 @@ class NcclCommunicator {
   static std::vector<std::unique_ptr<NcclCommunicator>> makeAll(
       const std::shared_ptr<const NcclLibrary>& library, int world_size,
       const NcclOptions& options = {});
-  // Waits for what was enqueued, unless it was aborted.
+  // Waits for enqueued operations, unless it was aborted.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -92,8 +91,8 @@ class NcclCommunicator {
 
   // Throws if an operation has failed since it was enqueued.
   void check() const;
-  // Ends what is under way, kernels too, and frees it all; from any thread, any number of times.
-  // No other call may be started at the same time; every later one throws.
+  // Ends operations under way, kernels too, and frees everything; from any thread, any number of
+  // times. No other call may be started at the same time; every later one throws.
   void abort();
 
  private:

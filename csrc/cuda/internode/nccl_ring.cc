@@ -19,7 +19,7 @@ namespace ringreduce::cuda {
 namespace {
 
 // Blocks of a kernel that adds: some 30 GB/s each, and links between hosts take 50 in all.  The
-// rest of the GPU is for what it overlaps with.
+// rest of the GPU is for the work that it overlaps with.
 constexpr int kRingBlocks = 32;
 // Exchanges that the host may be ahead of the wire: far fewer than the launches, about a thousand,
 // that CUDA takes before it makes the host wait.

@@ -42,7 +42,7 @@ class NcclRing {
                                         const NcclId& id, int rank, int size, int device,
                                         Nanos timeout, const std::function<void()>& meanwhile);
   NcclRing(std::unique_ptr<NcclCommunicator> comm, int device, Nanos timeout);
-  ~NcclRing();  // waits for what is in its stream, unless it was aborted
+  ~NcclRing();  // waits for its stream, unless it was aborted
   NcclRing(const NcclRing&) = delete;
   NcclRing& operator=(const NcclRing&) = delete;
 
@@ -52,7 +52,7 @@ class NcclRing {
   void allReduce(const RingSum& sum, cudaStream_t stream, const std::function<void()>& meanwhile);
 
   void check() const { comm_->check(); }  // throws if NCCL has failed since
-  // Ends what is under way.  From any thread, but in no call of `allReduce`'s.
+  // Ends transfers under way.  From any thread, but not during `allReduce`.
   void abort() { comm_->abort(); }
 
   size_t bytes() const { return slots_->bytes(); }

@@ -1,4 +1,5 @@
-// runRing with primitives that only note what is to be sent and received; then the steps.
+// Runs runRing with primitives that only record sends and receipts, and makes the steps of the
+// records.
 #include "cuda/internode/nccl_schedule.h"
 
 #include "algorithm/ring.h"
@@ -40,7 +41,7 @@ class Notes {
 
  private:
   void add(int chunk, size_t j, Sent::What what) {
-    // The first to add gets what one rank alone has put in.
+    // The first rank that adds receives another rank's inputs, not sums.
     const bool first = (chunk + 2) % plan_.size == plan_.rank % plan_.size;
     sends.push_back({what, span(chunk, j), receipts.size()});
     receipts.push_back({first ? Received::What::kAddends : Received::What::kSums, span(chunk, j),

@@ -17,7 +17,7 @@
 // run the same list.  Order between the streams is by events, as CUDA has them: a step that waits
 // for an event waits for the latest step before it in the list that records it.
 //
-// Model.  With o for what an exchange costs besides its bytes (a launch, a network's latency), B
+// Model. With o for the cost of an exchange besides its bytes (a launch, a network's latency), B
 // for the bytes a second of a link, S for the message, P ranks and n slices a chunk:
 //
 //     2 (P - 1) (n o + S / (P B))     and half as much again in the first half for halves
@@ -62,7 +62,7 @@ struct RingStep {
   };
   Do what;
   RingPlace from = {}, to = {};     // kAdd: from the partial sums; the own addends are in the input
-  Span elements = {}, coming = {};  // of the message; kExchange: what is sent, what is received
+  Span elements = {}, coming = {};  // of the message; kExchange: sent, received
   bool last = false;                // kAdd: complete now
   int waits = -1, records = -1;     // events
 };
@@ -84,7 +84,7 @@ constexpr bool travelsWide(DType dtype, int size) {
   return isHalf(dtype) && size > 2;
 }
 
-// Elements of a slice: what a slot takes, and the window comes out even.
+// Elements of a slice: it fits a slot, and the window comes out even.
 constexpr size_t ringSlice(size_t count, int size, size_t widest) {
   const size_t chunk = Cut{count, size}.chunkSize();
   if (chunk * widest < 2 * kRingLeast) return chunk;

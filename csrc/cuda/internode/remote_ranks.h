@@ -18,7 +18,7 @@ namespace ringreduce::cuda {
 class RemoteRanks final : public WatchedRanks {
  public:
   struct Hooks {
-    // What NCCL says has failed, or "".  NCCL does not say which rank.
+    // NCCL's error, or "".  NCCL does not say which rank.
     std::function<std::string()> transport_error = [] { return std::string(); };
     // Fails the group if that of this host has failed.
     std::function<void()> check_host = [] {};

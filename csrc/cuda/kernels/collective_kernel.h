@@ -1,5 +1,5 @@
-// What one thread block does in a kernel, by algorithm: the body of the kernels (kernels.cu) and of
-// what tests run on the host.
+// The work of one thread block in a kernel, by algorithm: the body of the kernels (kernels.cu) and
+// of what tests run on the host.
 #pragma once
 
 #include "cuda/kernels/push_all_reduce.h"
@@ -8,7 +8,7 @@
 
 namespace ringreduce::cuda {
 
-// What a kernel that waits for its peers may do; gpu_tuning.h chooses.
+// The algorithms of kernels that wait for their peers; gpu_tuning.h chooses.
 enum class DeviceAlgorithm : uint8_t { kOneShot, kTwoShot, kRing };
 inline constexpr int kDeviceAlgorithms = 3;
 inline constexpr const char* kDeviceAlgorithmNames[] = {"oneshot", "twoshot", "ring"};

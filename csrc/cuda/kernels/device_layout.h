@@ -1,5 +1,5 @@
-// What a rank's device memory holds, and where: computed from a few numbers that all ranks share,
-// so that a rank's base pointer is all that its peers need to be told.
+// The layout of a rank's device memory: computed from a few numbers that all ranks share, so that a
+// rank's base pointer is all that its peers need to be told.
 //
 //     flags    for each channel: two of the ring's pipe, and for each peer two of the push exchange
 //     ring     for each channel: `depth` slots, filled by the previous rank

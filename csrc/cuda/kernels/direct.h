@@ -1,7 +1,7 @@
 // The kernels of the direct schedule (direct_schedule.h): a leader reads some elements of
 // everybody's memory, adds them in the canonical order, and writes the sums to everybody, or, of a
-// reduce-scatter, to its own output.  What is only moved is carried.  They wait for nothing: when
-// one runs, the stream has waited.
+// reduce-scatter, to its own output.  Elements that are only moved are carried.  They wait for
+// nothing: when one runs, the stream has waited.
 //
 // Bytes through device memory, all ranks on one GPU: an all-reduce's 2 S a rank are the least there
 // can be.  Copies of it in and out are 4 S more.  The others have no copies out: for S in all parts
@@ -22,7 +22,7 @@ struct DirectCall {
   int size;
   int sinks;               // outputs: as many as ranks, or the leader's own
   size_t chunk;            // elements of a chunk of the whole message (algorithm/cut.h)
-  size_t begin, elements;  // what this leader adds
+  size_t begin, elements;  // the part that this leader adds
   size_t first;            // the element at which inputs and outputs begin
   const std::byte* inputs[kMostRanks];  // each rank's, mapped here
   std::byte* outputs[kMostRanks];       // may be the inputs

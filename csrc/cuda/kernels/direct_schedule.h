@@ -1,4 +1,4 @@
-// The direct schedule: what ranks that share a GPU do, in stream order.
+// The direct schedule: the steps of ranks that share a GPU, in stream order.
 //
 // Without MPS, processes that share a GPU take turns on it: a kernel that waits for a flag of
 // another process keeps that process from setting it for a whole time slice.  So here no kernel

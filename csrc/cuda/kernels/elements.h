@@ -1,9 +1,9 @@
 // Elements on a GPU: how each dtype is stored, computed with, and rounded; one at a time, and
 // giving the bits that the CPU's kernels (kernels/reduce_kernels.cc) give.
 //
-// `Stored` is what lies in memory, `Value` what is added: float32 for halves, which are rounded
-// once at the end, and a truth value (0 or 1) for bool.  Nothing here may be contracted to a fused
-// multiply-add (-fmad=false, -ffp-contract=off).
+// `Stored` is the type in memory, `Value` the type that is added: float32 for halves, which are
+// rounded once at the end, and a truth value (0 or 1) for bool.  Nothing here may be contracted to
+// a fused multiply-add (-fmad=false, -ffp-contract=off).
 #pragma once
 
 #include <cstdint>

@@ -23,8 +23,8 @@
 // about a microsecond and B is the memory's: bytes as each algorithm's header counts them.  Where
 // they cannot run at once only the direct schedule will do (direct_schedule.h).
 //
-// H and B above are taken from what others publish.  None of it was measured with this code yet:
-// docs/gpu.md says what was.
+// H and B above are published figures of others.  None was measured with this code yet; docs/gpu.md
+// lists the measurements.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ inline constexpr int kThreads = 512;
 // Ranks that one launch can run, for several ranks in one process.
 inline constexpr int kMostRanksOfLaunch = 16;
 
-// What the numbers depend on.
+// The properties that the numbers depend on.
 struct Setting {
   int ranks = 2;
   int multiprocessors = 132;

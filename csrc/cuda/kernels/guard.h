@@ -1,4 +1,4 @@
-// How a thread block waits without ever hanging, and what it leaves behind when it gives up.
+// How a thread block waits without ever hanging, and how it reports that it gave up.
 //
 // Every wait polls its flag and, now and then, what may end it: the kernel's deadline, the abort
 // word that the host sets, and the rank's own verdict, set by the first of its blocks to give up.

@@ -1,4 +1,4 @@
-// What a kernel is told: the rank's communicator, as it lies in device memory, and one call.
+// The arguments of a kernel: the rank's communicator, in device memory, and one call.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct alignas(kLine) Counters {
   uint64_t parts, results;  // steps of the push exchange
 };
 
-// What only this rank's own kernels touch.
+// Used by this rank's own kernels only.
 struct Local {
   alignas(kLine) uint32_t cause;        // a Cause: not kNone from the first failure on
   alignas(kLine) uint32_t blocks_done;  // of the kernel that runs

@@ -18,7 +18,7 @@
 
 namespace ringreduce::cuda {
 
-// What is done with elements besides combining them.
+// Operations on elements besides combining them.
 struct Arithmetic {
   Combine combine;
   bool divide;  // AVG: by the world size, last

@@ -22,8 +22,8 @@ namespace ringreduce::cuda {
 //
 // The channels of a rank share out the slices of each chunk: slice j here is slice j * channels +
 // channel of the chunk.  Thread 0 watches and posts for the pipe that comes in, another for the one
-// that goes out; a barrier before the flags are published, and one in each wait, make of what one
-// thread knows what all know.
+// that goes out; a block barrier stands before every publish and inside every wait, so all threads
+// see what one thread observed.
 //
 // Addends travel unrounded to the owner: halves are rounded once, as on a CPU.  Finished values
 // travel from the owner as they are stored.

@@ -1,4 +1,4 @@
-// What a GPU adds on a hop of the ring between hosts (nccl_schedule.h): partial sums that came from
+// The addition of a step of the ring between hosts (nccl_schedule.h): partial sums that came from
 // the previous rank, and this rank's own addends.  It waits for nothing: when it runs, the stream
 // has waited.
 #pragma once

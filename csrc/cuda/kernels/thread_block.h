@@ -5,7 +5,7 @@
 // memory accesses that are counted or recorded (tests/cpp/host_block.h); on a GPU it is
 // DeviceBlock.
 //
-//     thread(), threads()        this thread, of how many
+//     thread(), threads()        the index of this thread, and their number
 //     sync()                 all threads have come here, and each sees what the others wrote before
 //     any(x)                 the same, and whether x is true on any thread
 //     load(p), store(p, v)   data, of up to 16 bytes and aligned to its size
@@ -19,7 +19,7 @@
 
 namespace ringreduce::cuda {
 
-// What one thread moves at once: the widest access that a GPU has.
+// The bytes that one thread moves at once: the widest access of a GPU.
 struct alignas(16) Pack {
   uint32_t words[4];
 };

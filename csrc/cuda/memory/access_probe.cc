@@ -66,7 +66,7 @@ MemoryPtr take(uint64_t ticket) {
 
 namespace {
 
-// How a stage went at one rank, and what the others need from it.
+// The outcome of a stage at one rank, and the data that the others need from it.
 struct Report {
   Outcome outcome;
   uint64_t nonce = 0;   // of the patterns in this rank's piece

@@ -1,4 +1,4 @@
-// What the memory that peers map (peer_memory.h, peer_buffer.h) is made with.
+// The parts of peer_memory.h and peer_buffer.h: trying one kind of access on all ranks.
 #pragma once
 
 #include <array>
@@ -63,7 +63,7 @@ std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
 
 // ----
 //
-// What ranks that are threads of one process share: the process, and memory by its pointer.
+// Memory shared by ranks that are threads of one process, by its pointer.
 
 // Random; no other process has it, nor a forked child.
 std::array<uint64_t, 2> processToken();

@@ -7,8 +7,9 @@
 //   ipc         legacy CUDA IPC handles
 //   host        pinned host memory that all map, where GPUs do not reach each other
 //
-// What a rank cannot know beforehand (a GPU that its process does not see, what a container allows)
-// shows when the way is tried; that is then an obstacle like any other, and the next is tried.
+// Facts that a rank cannot know beforehand (a GPU that its process does not see, what a container
+// allows) shows when the way is tried; that is then an obstacle like any other, and the next is
+// tried.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Asks the driver what a buffer is made of, hands it out, maps the others'.
+// Finds the allocations of a buffer, exports them, and maps those of the other ranks.
 #include "cuda/memory/peer_buffer.h"
 
 #include <cuda.h>
@@ -14,7 +14,7 @@
 namespace ringreduce::cuda {
 namespace {
 
-// What a rank tells of its buffer.
+// A rank's facts about its buffer.
 struct Offer {
   Outcome outcome;
   bool exported = false;  // a descriptor follows; else `handle` is valid

@@ -1,4 +1,4 @@
-// What the ranks know of each other, one way after the other, and giving back.
+// Exchanges facts about the ranks, tries one access after the other, and frees the memory.
 #include "cuda/memory/peer_memory.h"
 
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@
 namespace ringreduce::cuda {
 namespace {
 
-// What a rank says of itself, and what it asks for.
+// A rank's facts and its wish.
 struct Facts {
   Resident resident;
   uint64_t bytes = 0, granularity = 1;
@@ -155,7 +155,7 @@ bool PeerMemory::State::hasClosed(int r) const {
   return std::atomic_ref(word).load(std::memory_order_acquire) != 0;
 }
 
-// Whether all processes but this one have closed what they had of this rank.
+// Whether all other processes have closed this rank's memory.
 bool PeerMemory::State::awaitClosed(Nanos patience) const {
   const auto late = [&] {
     std::vector<PeerState> states(residents.size());

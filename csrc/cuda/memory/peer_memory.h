@@ -59,7 +59,7 @@ class PeerMemory {
   // `patience`, and only by the way ipc.
   void release(Nanos patience = kPatience) noexcept { state_->release(patience); }
 
-  // What a rank holds while a way is being tried, and then.
+  // A rank's state while an access is tried, and after.
   struct State {
     State(Group& group, int device, std::vector<Resident> residents);
     ~State() { release(kPatience); }
