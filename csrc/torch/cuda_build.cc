@@ -3,7 +3,7 @@
 #include "base/error.h"
 
 #ifdef RINGREDUCE_CUDA
-#include "cuda/build_info.h"
+#include "cuda/gpu_device.h"
 #endif
 
 namespace ringreduce {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/kernels/direct.h"
 #include "cuda/kernels/gpu_tuning.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "kernels/reduce.h"
 #include "ranks.h"

@@ -13,8 +13,7 @@
 
 #include "check.h"
 #include "cuda/internode/nccl.h"
-#include "cuda/kernels/direct.h"
-#include "cuda/kernels/ring_step.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "fake_nccl.h"
 #include "mutants.h"

@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "cuda/communicator/host_ranks.h"
-#include "cuda/kernels/direct.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "mutants.h"
 #include "ranks.h"
@@ -425,7 +425,7 @@ TEST(every_element_is_led_once) {
         }
 }
 
-// What direct.h says of them.
+// What stream_kernels.h says of them.
 TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
   for (const int P : {2, 3, 5})
     for (const bool in_place : {false, true})

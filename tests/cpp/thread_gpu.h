@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/communicator/host_ranks.h"
-#include "cuda/kernels/direct.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "group/host_pages.h"
 #include "host_block.h"
 

@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "check.h"
-#include "cuda/build_info.h"
+#include "cuda/gpu_device.h"
 
 using ringreduce::cuda::BuildInfo;
 using ringreduce::cuda::buildInfo;

@@ -1,14 +1,13 @@
 // Users' buffers that ranks reach where they are: plain memory, mappings like those of torch's
 // expandable segments, and what cannot be registered.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include "cuda/memory/peer_buffer.h"
-
 #include <cuda.h>
 
 #include <csignal>
 #include <cstring>
 
 #include "cuda/gpu_device.h"
+#include "cuda/memory/peer_memory.h"
 #include "peers.h"
 
 using namespace peers;

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "cuda/memory/device_memory.h"
-#include "cuda/memory/peer_buffer.h"
 #include "cuda/memory/peer_memory.h"
 #include "fake_cuda.h"
 #include "peers.h"

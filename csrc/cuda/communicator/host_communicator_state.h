@@ -13,15 +13,13 @@
 #include "base/fd.h"
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/communicator/host_ranks.h"
-#include "cuda/events.h"
+#include "cuda/cuda_stream.h"
 #include "cuda/gpu_device.h"
-#include "cuda/kernels/direct.h"
 #include "cuda/kernels/direct_schedule.h"
 #include "cuda/kernels/kernel_table.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "cuda/memory/device_memory.h"
-#include "cuda/memory/peer_buffer.h"
 #include "cuda/memory/peer_memory.h"
-#include "cuda/ranges.h"
 #include "group/gather.h"
 
 namespace ringreduce::cuda {

@@ -14,10 +14,10 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "cuda/communicator/host_communicator_state.h"
+#include "cuda/cuda_stream.h"
 #include "cuda/internode/nccl_ring.h"
 #include "cuda/internode/remote_ranks.h"
 #include "cuda/kernels/kernel_table.h"
-#include "cuda/ranges.h"
 #include "group/gather.h"
 #include "transport/shm/segment.h"
 

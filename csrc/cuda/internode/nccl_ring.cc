@@ -13,7 +13,7 @@
 #include "cuda/communicator/host_communicator_state.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/kernel_table.h"
-#include "cuda/kernels/ring_step.h"
+#include "cuda/kernels/stream_kernels.h"
 
 namespace ringreduce::cuda {
 namespace {

@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "base/clock.h"
-#include "cuda/events.h"
+#include "cuda/cuda_stream.h"
 #include "cuda/internode/nccl.h"
 #include "cuda/internode/nccl_schedule.h"
 #include "cuda/kernels/reduce_n.h"

@@ -2,10 +2,10 @@
 //
 // On one stream, the wire, are the exchanges: each sends a slice to the next rank and receives one
 // from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
-// came to this rank's own addends (ring_step.h).  Exchange t sends what comes of what exchange t -
-// W received, W being the window, so while W - 1 exchanges are on the wire there is time to add.
-// All ranks have the same exchanges, and number t of one meets number t of the next: no rank can
-// wait in a circle.
+// came to this rank's own addends (stream_kernels.h).  Exchange t sends what comes of what exchange
+// t - W received, W being the window, so while W - 1 exchanges are on the wire there is time to
+// add. All ranks have the same exchanges, and number t of one meets number t of the next: no rank
+// can wait in a circle.
 //
 // What is complete is received where the user wants it and sent on from there, and what is only a
 // rank's own is sent from the user's input: nothing is copied but by adding.  Addends travel as

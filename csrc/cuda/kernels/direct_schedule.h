@@ -3,8 +3,9 @@
 // Without MPS, processes that share a GPU take turns on it: a kernel that waits for a flag of
 // another process keeps that process from setting it for a whole time slice.  So here no kernel
 // waits. The streams do, for words in the hosts' memory, and the work is done by leaders, whose
-// kernels (direct.h) read and write the memory of all ranks.  Two signals in all: every rank tells
-// the leaders that its input is there, and the leaders tell every rank that the sums are.
+// kernels (stream_kernels.h) read and write the memory of all ranks.  Two signals in all: every
+// rank tells the leaders that its input is there, and the leaders tell every rank that the sums
+// are.
 //
 // The schedule of a rank is data, a list of steps to be put into its stream in this order; threads
 // of a test run the same list.

@@ -3,9 +3,8 @@
 #pragma once
 
 #include "base/dtype.h"
-#include "cuda/kernels/direct.h"
 #include "cuda/kernels/gpu_tuning.h"
-#include "cuda/kernels/ring_step.h"
+#include "cuda/kernels/stream_kernels.h"
 
 namespace ringreduce::cuda {
 

@@ -1,5 +1,8 @@
 // Finds a dtype's kernels, and compiles those that serve all dtypes.
+#include <cuda_runtime_api.h>
+
 #include "base/error.h"
+#include "cuda/gpu_device.h"
 #include "cuda/kernels/kernels.cuh"
 
 namespace ringreduce::cuda {
@@ -82,6 +85,21 @@ const void* carryKernel(int unit) {
   static const void* const kernels[kUnits] = {
       pointerTo(carryKernelOf<0>), pointerTo(carryKernelOf<1>), pointerTo(carryKernelOf<2>)};
   return kernels[unit];
+}
+
+// ---- what all of this was compiled for
+
+std::string BuildInfo::text() const {
+  std::string text =
+      std::to_string(toolkit / 1000) + "." + std::to_string(toolkit % 1000 / 10) + ",";
+  for (const int architecture : architectures) text += " sm_" + std::to_string(architecture);
+  return text + " and newer";
+}
+
+BuildInfo buildInfo() {
+  BuildInfo info{CUDART_VERSION, {__CUDA_ARCH_LIST__}};  // 800,900: tens of ours
+  for (int& architecture : info.architectures) architecture /= 10;
+  return info;
 }
 
 }  // namespace ringreduce::cuda

@@ -1,8 +1,11 @@
-// The kernels of the wider integers.
+// The kernels of integers and bool.
 #include "cuda/kernels/kernels.cuh"
 
 namespace ringreduce::cuda {
 
+template const Kernels& compiled<DType::kInt8>();
+template const Kernels& compiled<DType::kUInt8>();
+template const Kernels& compiled<DType::kBool>();
 template const Kernels& compiled<DType::kInt16>();
 template const Kernels& compiled<DType::kInt32>();
 template const Kernels& compiled<DType::kInt64>();

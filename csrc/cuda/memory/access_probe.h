@@ -1,4 +1,4 @@
-// The parts of peer_memory.h and peer_buffer.h: trying one kind of access on all ranks.
+// The parts of peer_memory.h and peer_memory.h: trying one kind of access on all ranks.
 #pragma once
 
 #include <array>
