@@ -1,10 +1,4 @@
-// Events that tell when a stream has come to a point, kept to be used again: making one costs more
-// than a small operation does.
-//
-// A thread queries them that knows nothing of captures in other threads.  While a stream is
-// captured in the mode `global`, which is the usual one, such a question from any thread would be
-// refused and end the capture, though it has nothing to do with it: so a thread that asks says that
-// it knows.
+// CUDA streams: launching kernels, events, and the names of calls in profilers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,8 +8,9 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/op_signature.h"
 #include "cuda/cuda_errors.h"
-#include "transport/shm/page.h"
+#include "cuda/kernels/gpu_tuning.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -24,7 +19,38 @@
 
 namespace ringreduce::cuda {
 
-// Lets this thread make, for a scope, calls that a capture elsewhere need not mind.
+// Launches `blocks` blocks of a kernel that takes one struct.
+inline void launch(const void* kernel, int blocks, const void* arguments, bool cooperative,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = cooperative;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* all[] = {const_cast<void*>(arguments)};
+  check(cudaLaunchKernelExC(&config, kernel, all), "launch a kernel");
+}
+
+// Identifies a stream.  Its address does not: a later stream may have the same one, and the default
+// streams of all threads share one.
+inline unsigned long long numberOf(cudaStream_t stream) {
+  unsigned long long number = 0;
+  check(cudaStreamGetId(stream, &number), "ask which stream it is");
+  return number;
+}
+
+inline bool isBeingCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(stream, &status), "ask whether a stream is being captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Lets this thread query events while another thread captures a stream in the mode `global`, the
+// usual one.  CUDA would otherwise refuse the query and end the capture.
 class BesideCaptures {
  public:
   BesideCaptures() { exchange(); }
@@ -39,6 +65,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Tells when a stream has come to a point.
 class Event {
  public:
   Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "make an event"); }
@@ -50,7 +77,7 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "record an event"); }
-  // Whether the stream has come there.  Throws CudaError if it never will.
+  // Throws CudaError if the stream will never come there.
   bool isReached() const {
     const BesideCaptures beside;
     const cudaError_t status = cudaEventQuery(event_);
@@ -61,7 +88,7 @@ class Event {
     check(status, "ask whether a GPU operation has ended");
     return true;
   }
-  // Lets `stream` go on only once it is reached.
+  // Makes `stream` wait for it.
   void holdBack(cudaStream_t stream) const {
     check(cudaStreamWaitEvent(stream, event_, 0), "order two streams");
   }
@@ -71,6 +98,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// Keeps events to use them again: making one costs more than a small operation.
 class EventPool {
  public:
   std::shared_ptr<Event> take() {
@@ -83,7 +111,7 @@ class EventPool {
       }
     }
     if (!event) event = std::make_unique<Event>();
-    // The last to hold it brings it back, also when that outlives the pool.
+    // The last owner returns it, even after the pool is gone.
     return {event.release(), [free = free_](Event* used) {
               const std::lock_guard guard(free->mutex);
               free->events.emplace_back(used);
@@ -98,18 +126,13 @@ class EventPool {
   std::shared_ptr<Free> free_ = std::make_shared<Free>();
 };
 
-// ----
-//
-// Names the calls of this rank's host in the timelines of profilers that know NVTX; nothing where
-// its header is not there, and next to nothing where no profiler is.
-
-// Putting a call into a stream.
+// Names a call in the timelines of profilers that know NVTX.  Does nothing without NVTX's header,
+// and costs next to nothing without a profiler.
 class Range {
  public:
 #ifdef RINGREDUCE_NVTX
   explicit Range(Kind kind) {
-    // Its functions find out by themselves whether there is a profiler, but not in two threads at
-    // once.
+    // NVTX initialises itself, but not safely from two threads at once.
     static const bool ready = (nvtxInitialize(nullptr), true);
     if (ready) nvtxRangePushA(nameOf(kind));
   }

@@ -28,6 +28,18 @@ enum class Choice : uint8_t { kAuto, kDirect, kOneShot, kTwoShot, kRing };
 inline constexpr const char* kChoiceNames[] = {"auto", "direct", "oneshot", "twoshot", "ring"};
 std::optional<Choice> choiceNamed(const std::string& name);
 
+// Choices of kernels that wait for their peers come after the others, as DeviceAlgorithm lists
+// them.
+constexpr Choice choiceOf(DeviceAlgorithm algorithm) {
+  return static_cast<Choice>(static_cast<int>(Choice::kOneShot) + static_cast<int>(algorithm));
+}
+constexpr DeviceAlgorithm kernelOf(Choice choice) {
+  return static_cast<DeviceAlgorithm>(static_cast<int>(choice) -
+                                      static_cast<int>(Choice::kOneShot));
+}
+static_assert(choiceOf(DeviceAlgorithm::kTwoShot) == Choice::kTwoShot &&
+              kernelOf(Choice::kRing) == DeviceAlgorithm::kRing);
+
 // Stands behind this rank's errors about a call, in parentheses: "DDP bucket 2 with ...".  Called
 // only if there is one, in any thread.  May be null.
 using Label = std::function<std::string()>;

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <iterator>
 #include <string>
+#include <type_traits>
 
 #include "base/config.h"
 #include "base/error.h"
@@ -50,15 +52,15 @@ Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device,
     });
     setting.ranks_on_device = std::max(setting.ranks_on_device, static_cast<int>(same));
     setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
-    // Nor can they all be there at once if there is not a multiprocessor for each.
+    // Their kernels need a multiprocessor each to run at once.
     if (same > 1 && (!one.runs_together || same > one.multiprocessors)) setting.run_at_once = false;
     if (&one == &all[static_cast<size_t>(rank)]) ranks_on_my_device = static_cast<int>(same);
   }
   return setting;
 }
 
-// A kernel's code is loaded when it is first launched, which waits for the GPU to be idle: behind a
-// kernel that waits for a peer, for ever.  So it is all loaded now.
+// Loads all kernels now.  CUDA would load a kernel at its first launch, and wait for the GPU to be
+// idle: for ever, behind a kernel that waits for a peer.
 void loadKernels() {
   const auto load = [](const void* kernel) {
     cudaFuncAttributes attributes;
@@ -104,7 +106,7 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   tuning = tune(setting);
   memory = std::make_unique<PeerMemory>(*group, device, tuning.layout(setting.ranks).bytes(),
                                         options.access);
-  // Only which algorithm is taken depends on the way.
+  // Only the choice of the algorithm depends on the access.
   setting.all_to_all = memory->access() != MemoryAccess::kHost;
   tuning = tune(setting);
   if (setting.ranks_on_device > 1 || options.algorithm == Choice::kDirect)
@@ -195,8 +197,6 @@ void Communicator::abort(const std::string& why) {
   state_->watchdog->abort(why);
 }
 
-// ---- all-reduce
-
 // ---- choosing
 
 Choice Communicator::chosen(size_t count, DType dtype) const {
@@ -204,17 +204,8 @@ Choice Communicator::chosen(size_t count, DType dtype) const {
 }
 
 Choice Communicator::State::choose(size_t bytes, Choice choice) const {
-  if (choice == Choice::kAuto) {
-    if (!setting.run_at_once) return Choice::kDirect;
-    switch (chooseKernel(tuning, bytes)) {
-      case DeviceAlgorithm::kOneShot:
-        return Choice::kOneShot;
-      case DeviceAlgorithm::kTwoShot:
-        return Choice::kTwoShot;
-      default:
-        return Choice::kRing;
-    }
-  }
+  if (choice == Choice::kAuto)
+    return setting.run_at_once ? choiceOf(chooseKernel(tuning, bytes)) : Choice::kDirect;
   if (choice == Choice::kDirect && !staging)
     throw Error(Failure::kArgument,
                 "the direct schedule needs memory that is taken when the communicator is made: ask "
@@ -233,31 +224,6 @@ Choice Communicator::State::choose(const GpuAllReduce& call) const {
   return choose(call.count * sizeOf(call.dtype), call.algorithm.value_or(options.algorithm));
 }
 
-void Communicator::State::validate(const GpuAllReduce& call) const {
-  cuda::validate(call);
-}
-
-void validate(const GpuAllReduce& call) {
-  const auto refuse = [](const std::string& why) {
-    throw Error(Failure::kArgument, "all_reduce on a GPU: " + why);
-  };
-  if (!isSupported(call.dtype, call.op))
-    refuse(std::string(name(call.op)) + " has no meaning for " + name(call.dtype) +
-           ", or its elements can only be moved");
-  if (call.count == 0) return;
-  if (call.count > SIZE_MAX / sizeOf(call.dtype))
-    refuse(std::to_string(call.count) + " elements are more than there is memory for");
-  if (!call.input || !call.output)
-    refuse("a null pointer for " + std::to_string(call.count) + " elements");
-  const auto in = reinterpret_cast<uintptr_t>(call.input);
-  const auto out = reinterpret_cast<uintptr_t>(call.output);
-  const size_t bytes = call.count * sizeOf(call.dtype);
-  if (in % sizeOf(call.dtype) != 0 || out % sizeOf(call.dtype) != 0)
-    refuse(std::string("pointers that are not aligned to elements of ") + name(call.dtype));
-  if (in != out && in < out + bytes && out < in + bytes)
-    refuse("input and output overlap without being the same memory");
-}
-
 Arithmetic Communicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {
   return {.combine = combineOf(dtype, op),
           .divide = op == ReduceOp::kAvg,
@@ -266,89 +232,129 @@ Arithmetic Communicator::State::arithmeticOf(DType dtype, ReduceOp op, double fa
           .factor = factor};
 }
 
-// ---- launching
-
-void launch(const void* kernel, int blocks, const void* arguments, bool cooperative,
-            cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = cooperative;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  void* all[] = {const_cast<void*>(arguments)};
-  check(cudaLaunchKernelExC(&config, kernel, all), "launch a kernel");
-}
+// ---- checking
 
 namespace {
 
-DeviceAlgorithm kernelFor(Choice choice) {
-  switch (choice) {
-    case Choice::kOneShot:
-      return DeviceAlgorithm::kOneShot;
-    case Choice::kTwoShot:
-      return DeviceAlgorithm::kTwoShot;
-    default:
-      return DeviceAlgorithm::kRing;
+[[noreturn]] void refuse(Kind kind, const std::string& why) {
+  throw Error(Failure::kArgument,
+              std::string(kKindNames[static_cast<size_t>(kind)]) + " on a GPU: " + why);
+}
+
+uintptr_t addressOf(const void* p) {
+  return reinterpret_cast<uintptr_t>(p);
+}
+
+void requireReducible(Kind kind, DType dtype, ReduceOp op) {
+  if (!isSupported(dtype, op))
+    refuse(kind, std::string(name(op)) + " has no meaning for " + name(dtype) +
+                     ", or its elements can only be moved");
+}
+
+// Buffers of up to `parts` times `count` elements; returns the bytes of one part.
+size_t requireBuffers(Kind kind, DType dtype, int parts, size_t count,
+                      std::initializer_list<const void*> buffers) {
+  const size_t width = sizeOf(dtype);
+  if (count > SIZE_MAX / width / static_cast<size_t>(parts))
+    refuse(kind, (parts > 1 ? std::to_string(parts) + " times " : "") + std::to_string(count) +
+                     " elements are more than there is memory for");
+  for (const void* p : buffers) {
+    if (!p) refuse(kind, "a null pointer for " + std::to_string(count) + " elements");
+    // Complex numbers are aligned as their parts are.
+    if (addressOf(p) % std::min<size_t>(width, sizeof(double)) != 0)
+      refuse(kind, std::string("pointers that are not aligned to elements of ") + name(dtype));
   }
+  return count * width;
+}
+
+// The single part may be the rank's own part of all of them, and not overlap it otherwise.
+void requireOwnPlace(Kind kind, const void* part, const void* all, size_t bytes, int rank,
+                     int size) {
+  const uintptr_t p = addressOf(part), a = addressOf(all);
+  const size_t own = static_cast<size_t>(rank) * bytes, whole = static_cast<size_t>(size) * bytes;
+  if (p != a + own && p < a + whole && a < p + bytes)
+    refuse(kind, "input and output overlap, and not just in this rank's own part");
 }
 
 }  // namespace
 
+void validate(const GpuAllReduce& call) {
+  constexpr Kind kKind = Kind::kAllReduce;
+  requireReducible(kKind, call.dtype, call.op);
+  if (call.count == 0) return;
+  const size_t bytes = requireBuffers(kKind, call.dtype, 1, call.count, {call.input, call.output});
+  const uintptr_t in = addressOf(call.input), out = addressOf(call.output);
+  if (in != out && in < out + bytes && out < in + bytes)
+    refuse(kKind, "input and output overlap without being the same memory");
+}
+
+void Communicator::State::validate(const GpuReduceScatter& call) const {
+  constexpr Kind kKind = Kind::kReduceScatter;
+  requireReducible(kKind, call.dtype, call.op);
+  if (call.count == 0) return;
+  const size_t bytes =
+      requireBuffers(kKind, call.dtype, group->size(), call.count, {call.input, call.output});
+  requireOwnPlace(kKind, call.output, call.input, bytes, group->rank(), group->size());
+}
+
+void Communicator::State::validate(const GpuAllGather& call) const {
+  constexpr Kind kKind = Kind::kAllGather;
+  if (call.count == 0) return;
+  const size_t bytes =
+      requireBuffers(kKind, call.dtype, group->size(), call.count, {call.input, call.output});
+  requireOwnPlace(kKind, call.input, call.output, bytes, group->rank(), group->size());
+}
+
+void Communicator::State::validate(const GpuBroadcast& call) const {
+  constexpr Kind kKind = Kind::kBroadcast;
+  if (call.root < 0 || call.root >= group->size())
+    refuse(kKind, "its root, rank " + std::to_string(call.root) + ", is none of the group's " +
+                      std::to_string(group->size()) + " ranks");
+  if (call.count > 0) requireBuffers(kKind, call.dtype, 1, call.count, {call.data});
+}
+
+// ---- launching
+
 Communicator::State::Shape Communicator::State::shapeOf(const GpuAllReduce& call,
                                                         Choice choice) const {
-  const DeviceAlgorithm algorithm = kernelFor(choice);
+  const DeviceAlgorithm algorithm = kernelOf(choice);
   const size_t stored = sizeOf(call.dtype);
   const size_t value = isHalf(call.dtype) ? sizeof(float) : stored;
   const size_t slice = sliceOf(tuning, algorithm, call.count, group->size(), stored, value);
   return {algorithm, slice, channelsOf(tuning, algorithm, call.count, group->size(), slice)};
 }
 
-RankCall Communicator::State::rankCall(const GpuAllReduce& call, const Shape& shape,
-                                       uint64_t number) const {
+RankCall Communicator::State::movingCall(const void* input, void* output, size_t count,
+                                         Nanos timeout, uint64_t number) const {
   return {.comm = commOnDevice(),
-          .input = call.input,
-          .output = call.output,
-          .count = call.count,
-          .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
-          .factor = call.op == ReduceOp::kPremulSum ? call.factor_on_device : nullptr,
-          .timeout = static_cast<uint64_t>(timeoutOf(call.timeout)),
+          .input = input,
+          .output = output,
+          .count = count,
+          .arithmetic = {},
+          .factor = nullptr,
+          .timeout = static_cast<uint64_t>(timeoutOf(timeout)),
           .operation = number,
-          .slice = shape.slice,
+          .slice = 0,
           .window = tuning.window,
           .scatter = false,
           .root = kEverybody};
 }
 
-Communicator::State::Told Communicator::State::told(const GpuAllReduce& call,
-                                                    uint64_t where) const {
-  return {{.count = call.count,
-           .kind = Kind::kAllReduce,
-           .dtype = call.dtype,
-           .op = static_cast<uint8_t>(call.op),
-           .parts = where},
-          timeoutOf(call.timeout),
-          call.label};
+template <class Call>
+RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const {
+  RankCall of_rank = movingCall(call.input, call.output, call.count, call.timeout, number);
+  of_rank.arithmetic = arithmeticOf(call.dtype, call.op, call.factor);
+  if (call.op == ReduceOp::kPremulSum) of_rank.factor = call.factor_on_device;
+  return of_rank;
 }
 
 bool Communicator::State::isCapturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status;
-  cuda::check(cudaStreamIsCapturing(stream, &status), "ask whether a stream is being captured");
-  if (status == cudaStreamCaptureStatusNone) return false;
+  if (!isBeingCaptured(stream)) return false;
   watchdog->stayAwake();
   return true;
 }
 
-unsigned long long numberOf(cudaStream_t stream) {
-  unsigned long long number = 0;
-  cuda::check(cudaStreamGetId(stream, &number), "ask which stream it is");
-  return number;
-}
-
-// Calls of one communicator follow each other, whatever their streams.
+// Orders calls of one communicator that are in different streams.
 void Communicator::State::follow(cudaStream_t stream) {
   if (isCapturing(stream) || !last_ || numberOf(stream) == last_stream_) return;
   last_->holdBack(stream);
@@ -364,7 +370,7 @@ void Communicator::State::track(const Told& told, cudaStream_t stream) {
   event->record(stream);
   last_ = event;
   last_stream_ = numberOf(stream);
-  // Asked in a thread of the watchdog, which shall not make a context on another device.
+  // The watchdog's thread calls it, and must not create a context on another device.
   const auto is_reached = [event, device = device] {
     const OnDevice here(device);
     return event->isReached();
@@ -375,7 +381,7 @@ void Communicator::State::track(const Told& told, cudaStream_t stream) {
 void Communicator::State::trackRest(const Told& told, cudaStream_t stream) {
   try {
     track(told, stream);
-  } catch (const Error&) {  // a GPU that says nothing any more is not waited for
+  } catch (const Error&) {  // do not wait for a GPU that has failed
     watchdog->track(told.timeout, [] { return true; });
   }
 }
@@ -388,11 +394,10 @@ void Communicator::State::giveUp(const Error& why, const Label& label) {
 
 void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   State& s = *state_;
-  s.validate(call);
+  validate(call);
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
   if (size() == 1)
-    // What its own addends are, scaled if asked for.
     return s.dispatch(s.told(call, 0), stream, [&](uint64_t) {
       s.follow(stream);
       s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
@@ -404,7 +409,8 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
     s.follow(stream);
     const State::Shape shape = s.shapeOf(call, choice);
     RanksLaunch arguments{.ranks = 1, .calls = {}};
-    arguments.calls[0] = s.rankCall(call, shape, number);
+    arguments.calls[0] = s.rankCall(call, number);
+    arguments.calls[0].slice = shape.slice;
     launch(kernelsOf(call.dtype).all_reduce[static_cast<size_t>(shape.algorithm)], shape.channels,
            &arguments, false, stream);
   });
@@ -416,7 +422,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
       ranks.size() > static_cast<size_t>(kMostRanksOfLaunch))
     throw Error(Failure::kArgument, "one launch takes one call for each of 1 to " +
                                         std::to_string(kMostRanksOfLaunch) + " ranks");
-  // A ring of one would add its own addends to themselves.
+  // A ring of one rank would add its inputs to themselves.
   if (ranks.size() == 1 && ranks[0]->size() == 1) return ranks[0]->allReduce(calls[0], stream);
   RanksLaunch arguments{.ranks = static_cast<int>(ranks.size()), .calls = {}};
   State& first = *ranks[0]->state_;
@@ -431,7 +437,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
     if (static_cast<int>(i) != s.group->rank() || s.group->size() != arguments.ranks)
       throw Error(Failure::kArgument, "a launch for several ranks takes all of a group, by rank");
     locks.emplace_back(s.calls);
-    s.validate(calls[i]);
+    validate(calls[i]);
     if (s.device != first.device || calls[i].count != calls[0].count ||
         calls[i].dtype != calls[0].dtype)
       throw Error(Failure::kArgument,
@@ -446,7 +452,8 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
     for (; announced < ranks.size(); ++announced) {
       State& s = *ranks[announced]->state_;
       arguments.calls[announced] =
-          s.rankCall(calls[announced], shape, s.watchdog->announce(toldOf(announced).what));
+          s.rankCall(calls[announced], s.watchdog->announce(toldOf(announced).what));
+      arguments.calls[announced].slice = shape.slice;
     }
     for (Communicator* rank : ranks) rank->state_->follow(stream);
     if (calls[0].count > 0)
@@ -468,201 +475,66 @@ bool Communicator::performs(Kind kind) const {
          kind == Kind::kBroadcast;
 }
 
-// ---- checking
-
-namespace {
-
-[[noreturn]] void refuse(Kind kind, const std::string& why) {
-  throw Error(Failure::kArgument,
-              std::string(kKindNames[static_cast<size_t>(kind)]) + " on a GPU: " + why);
-}
-
-uintptr_t addressOf(const void* p) {
-  return reinterpret_cast<uintptr_t>(p);
-}
-
-// `parts` of `count` elements each.
-void requireRoom(Kind kind, DType dtype, size_t parts, size_t count) {
-  if (count > SIZE_MAX / sizeOf(dtype) / parts)
-    refuse(kind, std::to_string(parts) + " times " + std::to_string(count) +
-                     " elements are more than there is memory for");
-}
-
-void requirePointer(Kind kind, DType dtype, const void* p, size_t count) {
-  if (!p) refuse(kind, "a null pointer for " + std::to_string(count) + " elements");
-  // Complex numbers are aligned as their parts are.
-  if (addressOf(p) % std::min<size_t>(sizeOf(dtype), sizeof(double)) != 0)
-    refuse(kind, std::string("pointers that are not aligned to elements of ") + name(dtype));
-}
-
-// One part, here or there, may be the same memory as the rank's own part of all of them.
-void requireOwnPlace(Kind kind, const void* part, const void* all, size_t bytes, int rank,
-                     int size) {
-  const uintptr_t p = addressOf(part), a = addressOf(all);
-  const size_t own = static_cast<size_t>(rank) * bytes, whole = static_cast<size_t>(size) * bytes;
-  if (p != a + own && p < a + whole && a < p + bytes)
-    refuse(kind, "input and output overlap, and not just in this rank's own part");
-}
-
-}  // namespace
-
-void Communicator::State::validate(const GpuReduceScatter& call) const {
-  constexpr Kind kKind = Kind::kReduceScatter;
-  if (!isSupported(call.dtype, call.op))
-    refuse(kKind, std::string(name(call.op)) + " has no meaning for " + name(call.dtype) +
-                      ", or its elements can only be moved");
-  if (call.count == 0) return;
-  requireRoom(kKind, call.dtype, static_cast<size_t>(group->size()), call.count);
-  requirePointer(kKind, call.dtype, call.input, call.count);
-  requirePointer(kKind, call.dtype, call.output, call.count);
-  requireOwnPlace(kKind, call.output, call.input, call.count * sizeOf(call.dtype), group->rank(),
-                  group->size());
-}
-
-void Communicator::State::validate(const GpuAllGather& call) const {
-  constexpr Kind kKind = Kind::kAllGather;
-  if (call.count == 0) return;
-  requireRoom(kKind, call.dtype, static_cast<size_t>(group->size()), call.count);
-  requirePointer(kKind, call.dtype, call.input, call.count);
-  requirePointer(kKind, call.dtype, call.output, call.count);
-  requireOwnPlace(kKind, call.input, call.output, call.count * sizeOf(call.dtype), group->rank(),
-                  group->size());
-}
-
-void Communicator::State::validate(const GpuBroadcast& call) const {
-  constexpr Kind kKind = Kind::kBroadcast;
-  if (call.root < 0 || call.root >= group->size())
-    refuse(kKind, "its root, rank " + std::to_string(call.root) + ", is none of the group's " +
-                      std::to_string(group->size()) + " ranks");
-  if (call.count == 0) return;
-  requireRoom(kKind, call.dtype, 1, call.count);
-  requirePointer(kKind, call.dtype, call.data, call.count);
-}
-
-// ---- what ranks compare
-
-Communicator::State::Told Communicator::State::told(const GpuReduceScatter& call) const {
-  return {{.count = call.count,
-           .kind = Kind::kReduceScatter,
-           .dtype = call.dtype,
-           .op = static_cast<uint8_t>(call.op)},
-          timeoutOf(call.timeout),
-          call.label};
-}
-Communicator::State::Told Communicator::State::told(const GpuAllGather& call) const {
-  return {{.count = call.count, .kind = Kind::kAllGather, .dtype = call.dtype},
-          timeoutOf(call.timeout),
-          call.label};
-}
-Communicator::State::Told Communicator::State::told(const GpuBroadcast& call) const {
-  return {{.count = call.count, .kind = Kind::kBroadcast, .dtype = call.dtype, .root = call.root},
-          timeoutOf(call.timeout),
-          call.label};
-}
-
 // ---- putting them into streams
 
-// The same on all ranks, since rank 0's option holds for all.
-Choice Communicator::State::chooseForParts() const {
-  return setting.run_at_once && options.algorithm != Choice::kDirect ? Choice::kTwoShot
-                                                                     : Choice::kDirect;
-}
-
-void Communicator::State::push(const RankCall& call, const void* kernel, size_t bytes,
+void Communicator::State::push(RankCall call, const void* kernel, size_t bytes,
                                cudaStream_t stream) {
   const bool two_hops = call.root != kEverybody && call.scatter;
   const PartShape shape = partShapeOf(tuning, call.count, group->size(), bytes, two_hops);
-  RanksLaunch arguments{.ranks = 1, .calls = {call}};
-  RankCall& of_rank = arguments.calls[0];
-  of_rank.comm = commOnDevice();
-  of_rank.slice = shape.slice;
-  of_rank.window = tuning.window;
+  call.slice = shape.slice;
+  const RanksLaunch arguments{.ranks = 1, .calls = {call}};
   launch(kernel, shape.channels, &arguments, false, stream);
+}
+
+template <class Call, class Alone, class Push>
+void Communicator::State::perform(const Call& call, cudaStream_t stream, Alone alone, Push push) {
+  constexpr bool kDirectAlone = std::is_null_pointer_v<Alone>;
+  validate(call);
+  const std::lock_guard lock(calls);
+  const OnDevice here(device);
+  const bool is_alone = group->size() == 1;
+  if (is_alone ? kDirectAlone : partsAreDirect()) return direct(call, stream);
+  dispatch(told(call), stream, [&](uint64_t number) {
+    if (call.count == 0) return;
+    follow(stream);
+    if constexpr (!kDirectAlone)
+      if (is_alone) return alone();
+    push(number);
+  });
 }
 
 void Communicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) {
   State& s = *state_;
-  s.validate(call);
-  const std::lock_guard lock(s.calls);
-  const OnDevice here(s.device);
-  if (size() > 1 && s.chooseForParts() == Choice::kDirect) return s.direct(call, stream);
-  const State::Told told = s.told(call);
-  s.dispatch(told, stream, [&](uint64_t number) {
-    if (call.count == 0) return;
-    s.follow(stream);
-    if (size() == 1)
-      return s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
-    const RankCall of_rank{
-        .comm = nullptr,
-        .input = call.input,
-        .output = call.output,
-        .count = call.count,
-        .arithmetic = s.arithmeticOf(call.dtype, call.op, call.factor),
-        .factor = call.op == ReduceOp::kPremulSum ? call.factor_on_device : nullptr,
-        .timeout = static_cast<uint64_t>(told.timeout),
-        .operation = number,
-        .slice = 0,
-        .window = 0,
-        .scatter = true,
-        .root = kEverybody};
-    s.push(of_rank,
-           kernelsOf(call.dtype).all_reduce[static_cast<size_t>(DeviceAlgorithm::kTwoShot)],
-           sizeOf(call.dtype), stream);
+  const auto alone = [&] {
+    s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
+  };
+  s.perform(call, stream, alone, [&](uint64_t number) {
+    RankCall of_rank = s.rankCall(call, number);
+    of_rank.scatter = true;
+    constexpr auto kKernel = static_cast<size_t>(DeviceAlgorithm::kTwoShot);
+    s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], sizeOf(call.dtype), stream);
   });
 }
 
-namespace {
-
-// What is only moved, in units.
-RankCall movingCall(const void* input, void* output, size_t bytes, int unit, int root,
-                    Nanos timeout, uint64_t number) {
-  return {.comm = nullptr,
-          .input = input,
-          .output = output,
-          .count = bytes / unitBytes(unit),
-          .arithmetic = {},
-          .factor = nullptr,
-          .timeout = static_cast<uint64_t>(timeout),
-          .operation = number,
-          .slice = 0,
-          .window = 0,
-          .scatter = false,
-          .root = root};
-}
-
-}  // namespace
-
 void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
   State& s = *state_;
-  s.validate(call);
-  const std::lock_guard lock(s.calls);
-  const OnDevice here(s.device);
-  if (size() == 1 || s.chooseForParts() == Choice::kDirect) return s.direct(call, stream);
-  const State::Told told = s.told(call);
-  s.dispatch(told, stream, [&](uint64_t number) {
-    if (call.count == 0) return;
-    s.follow(stream);
-    const size_t bytes = call.count * sizeOf(call.dtype);
+  s.perform(call, stream, nullptr, [&](uint64_t number) {
     const int unit = unitOf(sizeOf(call.dtype));
-    s.push(movingCall(call.input, call.output, bytes, unit, kEverybody, told.timeout, number),
-           gatherKernel(unit), unitBytes(unit), stream);
+    const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
+    s.push(s.movingCall(call.input, call.output, units, call.timeout, number), gatherKernel(unit),
+           unitBytes(unit), stream);
   });
 }
 
 void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
   State& s = *state_;
-  s.validate(call);
-  const std::lock_guard lock(s.calls);
-  const OnDevice here(s.device);
-  if (size() > 1 && s.chooseForParts() == Choice::kDirect) return s.direct(call, stream);
-  const State::Told told = s.told(call);
-  s.dispatch(told, stream, [&](uint64_t number) {
-    if (call.count == 0 || size() == 1) return;
-    s.follow(stream);
+  const auto alone = [] {};
+  s.perform(call, stream, alone, [&](uint64_t number) {
     const size_t bytes = call.count * sizeOf(call.dtype);
     const int unit = unitOf(sizeOf(call.dtype));
     RankCall of_rank =
-        movingCall(call.data, call.data, bytes, unit, call.root, told.timeout, number);
+        s.movingCall(call.data, call.data, bytes / unitBytes(unit), call.timeout, number);
+    of_rank.root = call.root;
     of_rank.scatter = takesTwoHops(s.tuning, bytes, size());
     s.push(of_rank, gatherKernel(unit), unitBytes(unit), stream);
   });

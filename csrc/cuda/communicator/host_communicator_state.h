@@ -24,13 +24,6 @@
 
 namespace ringreduce::cuda {
 
-// Launches `blocks` blocks of a kernel that takes one struct.
-void launch(const void* kernel, int blocks, const void* arguments, bool cooperative,
-            cudaStream_t stream);
-
-// Which stream it is: its address may be another one's after it, or one for every thread.
-unsigned long long numberOf(cudaStream_t stream);
-
 struct Communicator::State {
   State(std::shared_ptr<Group> group, int device, const CommunicatorOptions& options);
 
@@ -42,30 +35,43 @@ struct Communicator::State {
     Nanos timeout;
     const Label& label;
   };
-  // `where` is a hash of what ranks must agree on besides the call itself: the algorithm, and which
-  // registered memory it works on.
-  Told told(const GpuAllReduce& call, uint64_t where) const;
-  Told told(const GpuReduceScatter& call) const;
-  Told told(const GpuAllGather& call) const;
-  Told told(const GpuBroadcast& call) const;
+  // `where` is a hash of the algorithm and of the registered memory, which must be the same on all
+  // ranks.
+  Told told(const GpuAllReduce& call, uint64_t where) const {
+    return told(call, {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where});
+  }
+  Told told(const GpuReduceScatter& call) const {
+    return told(call, {.kind = Kind::kReduceScatter, .op = code(call.op)});
+  }
+  Told told(const GpuAllGather& call) const { return told(call, {.kind = Kind::kAllGather}); }
+  Told told(const GpuBroadcast& call) const {
+    return told(call, {.kind = Kind::kBroadcast, .root = call.root});
+  }
   struct Shape {
     DeviceAlgorithm algorithm;
     size_t slice;
     int channels;
   };
-  void validate(const GpuAllReduce& call) const;
   void validate(const GpuReduceScatter& call) const;
   void validate(const GpuAllGather& call) const;
   void validate(const GpuBroadcast& call) const;
   Choice choose(size_t bytes, Choice wanted) const;
   Choice choose(const GpuAllReduce& call) const;
-  // The choice for the other calls: kTwoShot, whose pushes they make, or kDirect.
-  Choice chooseForParts() const;
+  // Whether calls other than all-reduce take the direct schedule.  The same on all ranks, since
+  // rank 0's option holds for all.
+  bool partsAreDirect() const {
+    return !setting.run_at_once || options.algorithm == Choice::kDirect;
+  }
   Shape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
-  RankCall rankCall(const GpuAllReduce& call, const Shape& shape, uint64_t number) const;
+  // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
+  // first of those that add.
+  template <class Call>
+  RankCall rankCall(const Call& call, uint64_t number) const;
+  RankCall movingCall(const void* input, void* output, size_t count, Nanos timeout,
+                      uint64_t number) const;
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
-  bool isCapturing(cudaStream_t stream);
+  bool isCapturing(cudaStream_t stream);  // the watchdog then stays awake
   void follow(cudaStream_t stream);
   void track(const Told& told, cudaStream_t stream);
   // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
@@ -75,8 +81,11 @@ struct Communicator::State {
   // must learn why it does not come.
   void trackRest(const Told& told, cudaStream_t stream);
   [[noreturn]] void giveUp(const Error& why, const Label& label);
-  // In a kernel that waits for its peers.
-  void push(const RankCall& call, const void* kernel, size_t bytes, cudaStream_t stream);
+  // Puts a call other than all-reduce into the stream: direct, or by launching a kernel that waits
+  // for its peers.  `alone`: its work in a group of one rank, which is done directly if it is null.
+  template <class Call, class Alone, class Push>
+  void perform(const Call& call, cudaStream_t stream, Alone alone, Push push);
+  void push(RankCall call, const void* kernel, size_t bytes, cudaStream_t stream);
 
   // --- the direct schedule (direct_stream.cc)
   struct Buffers;
@@ -89,7 +98,7 @@ struct Communicator::State {
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
   DeliverCall deliverCall(void* output, size_t bytes) const;
   StagedAt stagedAt() const;
-  // Elements to where peers may read them, scaled if they are to be.
+  // Copies this rank's inputs to memory that peers read, and scales them for PREMUL_SUM.
   template <class Call>
   void stage(const Call& call, size_t first, std::byte* to, size_t count, cudaStream_t stream);
   void carry(const CarryCall& call, DType dtype, cudaStream_t stream);
@@ -129,6 +138,15 @@ struct Communicator::State {
   std::shared_ptr<Event> last_;         // of the last call, in its stream
   unsigned long long last_stream_ = 0;  // its number, which no other stream ever has
   std::unique_ptr<Watchdog> watchdog;   // last: its threads use the rest
+
+ private:
+  static uint8_t code(ReduceOp op) { return static_cast<uint8_t>(op); }
+  template <class Call>
+  Told told(const Call& call, OpSignature what) const {
+    what.count = call.count;
+    what.dtype = call.dtype;
+    return {what, timeoutOf(call.timeout), call.label};
+  }
 };
 
 template <class Put>
@@ -144,7 +162,6 @@ void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& 
   }
 }
 
-// Of calls that add: all-reduce and reduce-scatter.
 template <class Call>
 void Communicator::State::stage(const Call& call, size_t first, std::byte* to, size_t count,
                                 cudaStream_t stream) {

@@ -13,8 +13,8 @@
 
 #include "base/error.h"
 #include "base/fd.h"
-#include "cuda/communicator/host_communicator_state.h"
 #include "cuda/cuda_stream.h"
+#include "cuda/gpu_device.h"
 #include "cuda/internode/nccl_ring.h"
 #include "cuda/internode/remote_ranks.h"
 #include "cuda/kernels/kernel_table.h"
@@ -22,13 +22,6 @@
 #include "transport/shm/segment.h"
 
 namespace ringreduce::cuda {
-
-// ----
-//
-// The state.
-
-// The text of a group's error without what Session adds: the group, who noticed it, what to do.
-std::string causeOf(const std::string& text);
 
 // Flags between the host and kernels.
 struct Signals {
@@ -40,7 +33,7 @@ struct InterNodeCommunicator::State {
   State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
         std::shared_ptr<GpuCommunicator> communicator, int on);
 
-  // The end of a call, which comes into the stream only after the watchdog has been told of it.
+  // The end of a call.  The watchdog tracks it before it is in the stream.
   class Pending {
    public:
     // Null: there is nothing to wait for.
@@ -70,8 +63,9 @@ struct InterNodeCommunicator::State {
   void join();
   void sumInParts(const GpuAllReduce& call, cudaStream_t stream);
   void sumWhole(const GpuAllReduce& call, cudaStream_t stream);
-  void between(void* data, size_t count, const GpuAllReduce& call, cudaStream_t stream);
-  void overAll(const GpuAllReduce& call, cudaStream_t stream);
+  // Sums over the ring, which divides for AVG.  `sums`: of sums of this host, scaled already.
+  void overRing(const void* input, void* output, size_t count, const GpuAllReduce& call, bool sums,
+                cudaStream_t stream);
   void put(const GpuAllReduce& call, cudaStream_t stream);
   void finish(Pending& pending, cudaStream_t stream);
   [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
@@ -112,17 +106,6 @@ struct InterNodeCommunicator::State {
   unsigned long long last_stream = 0;  // its number
   std::unique_ptr<Watchdog> watchdog;  // last: its threads use the rest
 };
-
-// ----
-//
-// Making it, and its watchdog.
-
-namespace {
-
-// How long an abort waits for a call that is putting work into streams.
-constexpr Nanos kCallsEnd = 300 * kMillisecond;
-
-}  // namespace
 
 // ---- making it
 
@@ -210,10 +193,18 @@ size_t InterNodeCommunicator::bytes() const {
 
 // ---- for the watchdog
 
+namespace {
+
+// How long an abort waits for a call that is putting work into streams.
+constexpr Nanos kCallsEnd = 300 * kMillisecond;
+
+// The text of a group's error without the group, the rank that noticed it, and the advice.
 std::string causeOf(const std::string& text) {
   const std::string cause = text.substr(0, text.find("; noticed by rank"));
   return cause.substr(0, cause.find(", in group '"));
 }
+
+}  // namespace
 
 void InterNodeCommunicator::State::checkHost() {
   try {
@@ -248,8 +239,7 @@ void InterNodeCommunicator::State::endWaits(const std::string& why) {
   } catch (const Error&) {
     // It had ended before.
   }
-  // This also ends a call of NCCL's that never returns, although NCCL should be called by one
-  // thread at a time.
+  // This also ends a call of NCCL that never returns, although NCCL wants one thread at a time.
   std::unique_lock lock(calls, std::defer_lock);
   for (const Nanos end = deadlineIn(kCallsEnd); !lock.try_lock() && now() < end;)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -292,9 +282,7 @@ std::string InterNodeCommunicator::registerBuffer(void*, size_t) {
 }
 void InterNodeCommunicator::unregisterBuffer(void*) {}
 
-// ----
-//
-// The steps of an all-reduce in a stream: rails, parts, and its end.
+// ---- all-reduce: rails, parts, and its end
 
 namespace {
 
@@ -310,9 +298,7 @@ void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* str
   const std::lock_guard lock(s.calls);
   const Range range(Kind::kAllReduce);
   const OnDevice here(s.device);
-  cudaStreamCaptureStatus capture;
-  cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
-  const bool captured = capture != cudaStreamCaptureStatusNone;
+  const bool captured = isBeingCaptured(stream);
   if (captured) s.watchdog->stayAwake();
   s.watchdog->announce({.count = call.count,
                         .kind = Kind::kAllReduce,
@@ -358,7 +344,7 @@ void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream)
   pending.set(done);
 }
 
-// Parts of a call that failed may be in the streams, and the other ranks wait for the rest.
+// Ends a call of which parts may be in the streams: the other ranks wait for the rest.
 void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
                                           Pending& pending, cudaStream_t stream) {
   try {
@@ -372,7 +358,7 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
     try {
       deliver(call, stream);
       finish(pending, stream);
-    } catch (const Error&) {  // a GPU that says nothing any more is not waited for
+    } catch (const Error&) {  // do not wait for a GPU that has failed
       pending.set(nullptr);
     }
     throw;
@@ -381,7 +367,7 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
 
 void InterNodeCommunicator::State::put(const GpuAllReduce& call, cudaStream_t stream) {
   if (!hierarchical)
-    overAll(call, stream);
+    overRing(call.input, call.output, call.count, call, false, stream);
   else if (call.count * sizeOf(call.dtype) >= kLeastInParts)
     sumInParts(call, stream);
   else if (call.count > 0)
@@ -389,40 +375,25 @@ void InterNodeCommunicator::State::put(const GpuAllReduce& call, cudaStream_t st
   deliver(call, stream);
 }
 
-// Calls follow each other, whatever their streams.
+// Orders calls that are in different streams.
 void InterNodeCommunicator::State::follow(cudaStream_t stream) {
   if (last && last_stream != numberOf(stream)) last->holdBack(stream);
 }
 
-void InterNodeCommunicator::State::overAll(const GpuAllReduce& call, cudaStream_t stream) {
+void InterNodeCommunicator::State::overRing(const void* input, void* output, size_t count,
+                                            const GpuAllReduce& call, bool sums,
+                                            cudaStream_t stream) {
   const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
                               .divide = call.op == ReduceOp::kAvg,
-                              .scale = call.op == ReduceOp::kPremulSum,
+                              .scale = call.op == ReduceOp::kPremulSum && !sums,
                               .world_size = hosts.size(),
                               .factor = call.factor};
-  ring->allReduce({.input = call.input,
-                   .output = call.output,
-                   .count = call.count,
-                   .dtype = call.dtype,
-                   .arithmetic = arithmetic,
-                   .factor_on_device = call.factor_on_device,
-                   .abort = &onDevice()->abort},
-                  stream, [this] { watchdog->check(); });
-}
-
-// Sums what the hosts have summed, in place.  It is already scaled; the division of AVG comes here.
-void InterNodeCommunicator::State::between(void* data, size_t count, const GpuAllReduce& call,
-                                           cudaStream_t stream) {
-  const Arithmetic arithmetic{.combine = combineOf(call.dtype, call.op),
-                              .divide = call.op == ReduceOp::kAvg,
-                              .scale = false,
-                              .world_size = hosts.size(),
-                              .factor = 1};
-  ring->allReduce({.input = data,
-                   .output = data,
+  ring->allReduce({.input = input,
+                   .output = output,
                    .count = count,
                    .dtype = call.dtype,
                    .arithmetic = arithmetic,
+                   .factor_on_device = call.factor_on_device,
                    .abort = &onDevice()->abort},
                   stream, [this] { watchdog->check(); });
 }
@@ -433,7 +404,7 @@ void InterNodeCommunicator::State::sumWhole(const GpuAllReduce& call, cudaStream
   inside.timeout = timeoutOf(call);
   inside.algorithm = std::nullopt;
   local->allReduce(inside, stream);
-  between(call.output, call.count, call, stream);
+  overRing(call.output, call.output, call.count, call, true, stream);
 }
 
 void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStream_t stream) {
@@ -451,7 +422,7 @@ void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStre
                         .timeout = timeoutOf(call),
                         .label = call.label},
                        stream);
-  between(own, part, call, stream);
+  overRing(own, own, part, call, true, stream);
   // Wait longer than the other rails' own deadline, so that they report the error: they know the
   // culprit.
   local->allGather({.input = own,
@@ -470,7 +441,7 @@ void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStre
   sumWhole(rest, stream);
 }
 
-// The last kernel of each call: it poisons the output if the group has failed.
+// Puts in the last kernel of a call, which poisons the output if the group has failed.
 void InterNodeCommunicator::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
   auto* output = static_cast<std::byte*>(call.output);
   const DeliverCall arguments{.from = nullptr,

@@ -142,24 +142,28 @@ void resolve(void* handle, const std::string& library, const char* symbol, F*& f
 
 }  // namespace
 
+// (name here, name in the library, result, arguments)
+#define RINGREDUCE_NCCL_FUNCTIONS(F)                                                              \
+  F(getVersion, ncclGetVersion, int, (int*))                                                      \
+  F(getUniqueId, ncclGetUniqueId, int, (UniqueId*))                                               \
+  F(commInitRankConfig, ncclCommInitRankConfig, int, (ncclComm**, int, UniqueId, int, Config*))   \
+  F(commDestroy, ncclCommDestroy, int, (ncclComm*))                                               \
+  F(commAbort, ncclCommAbort, int, (ncclComm*))                                                   \
+  F(commGetAsyncError, ncclCommGetAsyncError, int, (ncclComm*, int*))                             \
+  F(getErrorString, ncclGetErrorString, const char*, (int))                                       \
+  F(getLastError, ncclGetLastError, const char*, (ncclComm*))                                     \
+  F(allReduce, ncclAllReduce, int, (const void*, void*, size_t, int, int, ncclComm*, NcclStream)) \
+  F(send, ncclSend, int, (const void*, size_t, int, int, ncclComm*, NcclStream))                  \
+  F(recv, ncclRecv, int, (void*, size_t, int, int, ncclComm*, NcclStream))                        \
+  F(groupStart, ncclGroupStart, int, ())                                                          \
+  F(groupEnd, ncclGroupEnd, int, ())                                                              \
+  F(redOpCreatePreMulSum, ncclRedOpCreatePreMulSum, int, (int*, void*, int, int, ncclComm*))      \
+  F(redOpDestroy, ncclRedOpDestroy, int, (int, ncclComm*))
+
 struct NcclFunctions {
-  int (*getVersion)(int* version);
-  int (*getUniqueId)(UniqueId* id);
-  int (*commInitRankConfig)(ncclComm** comm, int size, UniqueId id, int rank, Config* config);
-  int (*commDestroy)(ncclComm* comm);
-  int (*commAbort)(ncclComm* comm);
-  int (*commGetAsyncError)(ncclComm* comm, int* error);
-  const char* (*getErrorString)(int result);
-  const char* (*getLastError)(ncclComm* comm);
-  int (*allReduce)(const void* input, void* output, size_t count, int dtype, int op, ncclComm* comm,
-                   NcclStream stream);
-  int (*send)(const void* data, size_t count, int dtype, int peer, ncclComm* comm,
-              NcclStream stream);
-  int (*recv)(void* data, size_t count, int dtype, int peer, ncclComm* comm, NcclStream stream);
-  int (*groupStart)();
-  int (*groupEnd)();
-  int (*redOpCreatePreMulSum)(int* op, void* scalar, int dtype, int residence, ncclComm* comm);
-  int (*redOpDestroy)(int op, ncclComm* comm);
+#define RINGREDUCE_MEMBER(member, symbol, result, arguments) result(*member) arguments;
+  RINGREDUCE_NCCL_FUNCTIONS(RINGREDUCE_MEMBER)
+#undef RINGREDUCE_MEMBER
 
   // The text of a result other than success.
   std::string explain(const char* call, int result, const std::string& library) const {
@@ -175,21 +179,10 @@ struct NcclFunctions {
 NcclLibrary::NcclLibrary(void* handle, const std::string& name)
     : functions_(std::make_unique<NcclFunctions>()), file_(name) {
   NcclFunctions& f = *functions_;
-  resolve(handle, name, "ncclGetVersion", f.getVersion);
-  resolve(handle, name, "ncclGetUniqueId", f.getUniqueId);
-  resolve(handle, name, "ncclCommInitRankConfig", f.commInitRankConfig);
-  resolve(handle, name, "ncclCommDestroy", f.commDestroy);
-  resolve(handle, name, "ncclCommAbort", f.commAbort);
-  resolve(handle, name, "ncclCommGetAsyncError", f.commGetAsyncError);
-  resolve(handle, name, "ncclGetErrorString", f.getErrorString);
-  resolve(handle, name, "ncclGetLastError", f.getLastError);
-  resolve(handle, name, "ncclAllReduce", f.allReduce);
-  resolve(handle, name, "ncclSend", f.send);
-  resolve(handle, name, "ncclRecv", f.recv);
-  resolve(handle, name, "ncclGroupStart", f.groupStart);
-  resolve(handle, name, "ncclGroupEnd", f.groupEnd);
-  resolve(handle, name, "ncclRedOpCreatePreMulSum", f.redOpCreatePreMulSum);
-  resolve(handle, name, "ncclRedOpDestroy", f.redOpDestroy);
+#define RINGREDUCE_RESOLVE(member, symbol, result, arguments) \
+  resolve(handle, name, #symbol, f.member);
+  RINGREDUCE_NCCL_FUNCTIONS(RINGREDUCE_RESOLVE)
+#undef RINGREDUCE_RESOLVE
 
   Dl_info where{};
   if (dladdr(reinterpret_cast<void*>(f.getVersion), &where) && where.dli_fname)

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "cuda/communicator/host_communicator_state.h"
+#include "cuda/cuda_stream.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/kernel_table.h"
 #include "cuda/kernels/stream_kernels.h"
@@ -146,9 +146,7 @@ void NcclRing::allReduce(const RingSum& sum, cudaStream_t stream,
                       .slice = ringSlice(sum.count, size, wide ? sizeof(float) : sizeOf(sum.dtype)),
                       .wide = wide,
                       .scaled = sum.arithmetic.scale};
-  cudaStreamCaptureStatus capture;
-  cuda::check(cudaStreamIsCapturing(stream, &capture), "ask whether a stream is being captured");
-  const bool paced = capture == cudaStreamCaptureStatusNone;
+  const bool paced = !isBeingCaptured(stream);
   for (const RingStep& step : ringSteps(plan)) {
     const cudaStream_t in = isOnWire(step) ? wire_.get() : stream;
     if (step.waits >= 0) events_[static_cast<size_t>(step.waits)].holdBack(in);

@@ -118,26 +118,20 @@ RINGREDUCE_DEVICE inline uint16_t narrowBFloat16(float value) {
 
 template <DType dtype>
 struct StoredAs;
-template <>
-struct StoredAs<DType::kFloat32> : std::type_identity<float> {};
-template <>
-struct StoredAs<DType::kFloat64> : std::type_identity<double> {};
-template <>
-struct StoredAs<DType::kFloat16> : std::type_identity<uint16_t> {};
-template <>
-struct StoredAs<DType::kBFloat16> : std::type_identity<uint16_t> {};
-template <>
-struct StoredAs<DType::kInt8> : std::type_identity<int8_t> {};
-template <>
-struct StoredAs<DType::kUInt8> : std::type_identity<uint8_t> {};
-template <>
-struct StoredAs<DType::kInt16> : std::type_identity<int16_t> {};
-template <>
-struct StoredAs<DType::kInt32> : std::type_identity<int32_t> {};
-template <>
-struct StoredAs<DType::kInt64> : std::type_identity<int64_t> {};
-template <>
-struct StoredAs<DType::kBool> : std::type_identity<uint8_t> {};
+#define RINGREDUCE_STORED(dtype, type) \
+  template <>                          \
+  struct StoredAs<DType::dtype> : std::type_identity<type> {}
+RINGREDUCE_STORED(kFloat32, float);
+RINGREDUCE_STORED(kFloat64, double);
+RINGREDUCE_STORED(kFloat16, uint16_t);
+RINGREDUCE_STORED(kBFloat16, uint16_t);
+RINGREDUCE_STORED(kInt8, int8_t);
+RINGREDUCE_STORED(kUInt8, uint8_t);
+RINGREDUCE_STORED(kInt16, int16_t);
+RINGREDUCE_STORED(kInt32, int32_t);
+RINGREDUCE_STORED(kInt64, int64_t);
+RINGREDUCE_STORED(kBool, uint8_t);
+#undef RINGREDUCE_STORED
 
 template <DType dtype>
 struct Element {

@@ -33,39 +33,22 @@ RINGREDUCE_KERNEL carryKernelOf(const __grid_constant__ CarryCall call) {
 
 }  // namespace
 
-extern template const Kernels& compiled<DType::kFloat32>();
-extern template const Kernels& compiled<DType::kFloat64>();
-extern template const Kernels& compiled<DType::kFloat16>();
-extern template const Kernels& compiled<DType::kBFloat16>();
-extern template const Kernels& compiled<DType::kInt8>();
-extern template const Kernels& compiled<DType::kUInt8>();
-extern template const Kernels& compiled<DType::kInt16>();
-extern template const Kernels& compiled<DType::kInt32>();
-extern template const Kernels& compiled<DType::kInt64>();
-extern template const Kernels& compiled<DType::kBool>();
+// All dtypes that can be reduced.
+#define RINGREDUCE_REDUCIBLE(F) \
+  F(kFloat32)                   \
+  F(kFloat64) F(kFloat16) F(kBFloat16) F(kInt8) F(kUInt8) F(kInt16) F(kInt32) F(kInt64) F(kBool)
+
+#define RINGREDUCE_DECLARE(dtype) extern template const Kernels& compiled<DType::dtype>();
+RINGREDUCE_REDUCIBLE(RINGREDUCE_DECLARE)
+#undef RINGREDUCE_DECLARE
 
 const Kernels& kernelsOf(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32:
-      return compiled<DType::kFloat32>();
-    case DType::kFloat64:
-      return compiled<DType::kFloat64>();
-    case DType::kFloat16:
-      return compiled<DType::kFloat16>();
-    case DType::kBFloat16:
-      return compiled<DType::kBFloat16>();
-    case DType::kInt8:
-      return compiled<DType::kInt8>();
-    case DType::kUInt8:
-      return compiled<DType::kUInt8>();
-    case DType::kInt16:
-      return compiled<DType::kInt16>();
-    case DType::kInt32:
-      return compiled<DType::kInt32>();
-    case DType::kInt64:
-      return compiled<DType::kInt64>();
-    case DType::kBool:
-      return compiled<DType::kBool>();
+#define RINGREDUCE_CASE(dtype) \
+  case DType::dtype:           \
+    return compiled<DType::dtype>();
+    RINGREDUCE_REDUCIBLE(RINGREDUCE_CASE)
+#undef RINGREDUCE_CASE
     default:
       throw Error(Failure::kArgument, std::string("no GPU kernel adds elements of ") + name(dtype));
   }
