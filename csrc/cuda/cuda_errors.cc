@@ -46,7 +46,7 @@ static_assert(static_cast<int>(CUDA_ERROR_ILLEGAL_ADDRESS) == cudaErrorIllegalAd
               static_cast<int>(CUDA_ERROR_OUT_OF_MEMORY) == cudaErrorMemoryAllocation &&
               static_cast<int>(CUDA_ERROR_DEINITIALIZED) == cudaErrorCudartUnloading);
 
-// What to do about the errors that come of a machine and its settings.
+// Advice for errors that come from a machine and its settings.
 const char* adviceFor(int code) {
   switch (code) {
     case cudaErrorMemoryAllocation:
@@ -110,7 +110,7 @@ std::string told(int code, const std::string& name, const std::string& text, std
   return message;
 }
 
-// The calling thread's device if none is named; -1 where that cannot be asked.
+// The calling thread's device if none is named; -1 if it is not known.
 int named(int device) {
   if (device != kCurrentDevice) return device;
   int current = -1;

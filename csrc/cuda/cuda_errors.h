@@ -1,9 +1,9 @@
-// Errors of CUDA as this project's Error: what was tried, on which GPU, CUDA's own name and text of
-// the error, and what to do.
+// Errors of CUDA as this project's Error: the action, the GPU, CUDA's name and text of the error,
+// and advice.
 //
 // After some errors CUDA answers every further call of the process with the same error: the process
-// cannot use a GPU any more and must be started again.  kRuins (cuda_errors.cc) lists them with a
-// reason each; the messages of such errors say so.  docs/gpu.md has the same list for users.
+// must be started again, as the message then says.  kRuins (cuda_errors.cc) lists these errors;
+// docs/gpu.md has the same list for users.
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +18,7 @@
 namespace ringreduce::cuda {
 
 inline constexpr int kCurrentDevice = -1;  // that of the calling thread
-inline constexpr int kNoDevice = -2;       // the matter concerns none
+inline constexpr int kNoDevice = -2;       // none is concerned
 
 class CudaError : public Error {
  public:
@@ -45,8 +45,8 @@ inline bool ruinsProcess(CUresult error) {
 std::string describe(cudaError_t error, std::string_view tried, int device = kCurrentDevice);
 std::string describe(CUresult error, std::string_view tried, int device = kCurrentDevice);
 
-// Throws CudaError.  Clears the error that the CUDA runtime keeps for the next caller in this
-// thread that asks (torch does after every launch), which must not take it for its own.
+// Throws CudaError.  Clears the error that the CUDA runtime keeps for this thread: torch asks for
+// it after every launch, and must not take it for its own.
 [[noreturn]] void raise(cudaError_t error, std::string_view tried, int device = kCurrentDevice,
                         Failure kind = Failure::kSetup);
 [[noreturn]] void raise(CUresult error, std::string_view tried, int device = kCurrentDevice,
@@ -64,8 +64,8 @@ inline void check(CUresult result, std::string_view tried, int device = kCurrent
     raise(result, tried, device, kind);
 }
 
-// For destructors: logs what failed, but not when the process ends and CUDA is gone before us, nor
-// after an error that ruined the process, which has been told.
+// For destructors: logs the error, except when CUDA is gone because the process ends, and after an
+// error that ruined the process, which has been reported.
 void checkQuietly(cudaError_t result, std::string_view tried, int device) noexcept;
 void checkQuietly(CUresult result, std::string_view tried, int device) noexcept;
 

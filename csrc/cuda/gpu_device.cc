@@ -13,9 +13,7 @@
 
 namespace ringreduce::cuda {
 
-// ----
-//
-// Asks the CUDA runtime for the driver's functions.
+// ---- CUDA's driver
 
 namespace {
 
@@ -65,7 +63,7 @@ int countDevices() {
 }
 
 CUdevice handleOf(int ordinal) {
-  // The driver's own numbers are those of the runtime; the runtime initialises the driver.
+  // The driver numbers GPUs as the runtime does; the runtime initialises it.
   const int count = countDevices();
   if (ordinal < 0 || ordinal >= count)
     raise(
@@ -77,7 +75,7 @@ CUdevice handleOf(int ordinal) {
   return device;
 }
 
-// 0 for what a driver that is older than the attribute cannot tell.
+// 0 if the driver is older than the attribute.
 int attribute(CUdevice device, CUdevice_attribute which) {
   int value = 0;
   const CUresult result = driver().deviceGetAttribute(&value, which, device);
@@ -92,8 +90,7 @@ std::string hyphenated(const CUuuid& uuid) {
   return text;
 }
 
-// A part of a GPU (MIG) has a UUID of its own, beside that of the whole, which the interface's
-// first version gives.
+// A part of a GPU (MIG) has its own UUID.  The interface's first version gives that of the whole.
 bool isPart(const CUuuid& own, CUdevice device) {
 #if CUDART_VERSION >= 12050
   void* function = nullptr;
@@ -120,7 +117,7 @@ std::string uuidOf(int ordinal, CUdevice device) {
   return (isPart(uuid, device) ? "MIG-" : "GPU-") + hyphenated(uuid);
 }
 
-// Kept from the first use on, as the runtime does: with the last reference memory would go.
+// Kept until the process ends, as by the runtime: the last release would free memory.
 CUcontext contextOf(int ordinal) {
   static auto* mutex = new std::mutex;  // never destroyed: memory may be freed at exit
   static auto* known = new std::map<int, CUcontext>;

@@ -1,4 +1,5 @@
-// A GPU: what it is and can do, and the functions of CUDA's driver that are looked up at run time.
+// Facts about GPUs, the functions of CUDA's driver, and the GPUs that this library was compiled
+// for.
 #pragma once
 
 #include <cuda.h>
@@ -10,14 +11,11 @@
 
 namespace ringreduce::cuda {
 
-// ----
+// ---- CUDA's driver
 //
-// The functions of the CUDA driver, found at run time.
-//
-// Nothing links to libcuda.so, which only machines with an NVIDIA driver have, so that this library
-// can be loaded everywhere; the CUDA runtime, which is linked in, finds the driver if there is one.
-// Each function is asked for by the version of its interface, so that a newer driver gives the one
-// that is declared here.
+// Its functions are found at run time, by the CUDA runtime.  Nothing links to libcuda.so, which
+// only machines with an NVIDIA driver have, so this library can be loaded everywhere.  Each
+// function is asked for by the version of its interface, which newer drivers keep.
 
 // (name here, name in the driver, version of the interface: none later than 12.4)
 #define RINGREDUCE_DRIVER_FUNCTIONS(F)                                         \
@@ -55,9 +53,7 @@ struct Driver {
 // Found once.  Throws CudaError where there is no driver, or one that is too old.
 const Driver& driver();
 
-// ----
-//
-// Facts about a GPU, and the calling thread's place on one.
+// ---- GPUs
 
 struct Device {
   int ordinal;       // in this process: CUDA_VISIBLE_DEVICES hides and renumbers
@@ -83,17 +79,16 @@ struct Device {
 // Throws CudaError.
 Device describeDevice(int ordinal);
 
-// How many this process sees; 0 where there is no driver.  Throws CudaError where there is one that
-// cannot be used.
+// The number that this process sees; 0 without a driver.  Throws CudaError if the driver cannot be
+// used.
 int deviceCount();
 
 // The ordinal of the one with this UUID, or -1 if this process does not see it.
 int findDevice(const std::string& uuid);
 
-// Makes a GPU the calling thread's for a scope.
-//
-// By the driver's stack of contexts and not by cudaSetDevice, which could not be undone: to set the
-// former device again would create a context on it, hundreds of megabytes, where there was none.
+// Makes a GPU the calling thread's for a scope, by the driver's stack of contexts.  cudaSetDevice
+// could not be undone: setting the former device again may create a context of hundreds of
+// megabytes on it.
 class OnDevice {
  public:
   explicit OnDevice(int ordinal);  // throws CudaError
@@ -105,15 +100,13 @@ class OnDevice {
   const int ordinal_;
 };
 
-// ----
-//
-// The compiler and the GPUs that the code was compiled for: for messages, and to tell a GPU that is
-// too old before a kernel fails on it.
+// ---- the build
 
+// The compiler, and the GPUs that the code was compiled for.
 struct BuildInfo {
   int toolkit;  // the runtime's own number: 13000 is CUDA 13.0
-  // Compute capabilities (90 is 9.0) that there is code for, lowest first.  GPUs from the first on
-  // can run it: those that are not listed by compiling the PTX of one that is.
+  // Compute capabilities (90 is 9.0) with machine code, lowest first.  Other GPUs from the first on
+  // compile the PTX of a listed one.
   std::vector<int> architectures;
 
   // As in "13.0, sm_80 sm_90 and newer".

@@ -69,7 +69,7 @@ void Communicator::State::put(const std::vector<ScheduleStep>& steps, const Turn
   }
 }
 
-// The end of a call that has its output in place by then.
+// The end of a call whose output is in place.
 DeliverCall Communicator::State::deliverCall(void* output, size_t bytes) const {
   HostState& own = *stateOnDevice(group->rank());
   auto* at = static_cast<std::byte*>(output);
@@ -91,11 +91,11 @@ void Communicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t
 
 // ---- all_reduce
 
-// Where leaders find the message's first element and write it, by rank.
+// Where leaders read and write the message's first element, by rank.
 struct Communicator::State::Buffers {
   std::vector<std::byte*> in, out;
   bool staged;
-  uint64_t where;  // what all ranks must mean alike
+  uint64_t where;  // a hash of the memory, which must be the same on all ranks
 };
 
 Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& call) const {
@@ -108,7 +108,7 @@ Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& 
     const bool inside = at - entry->first + bytes <= entry->second.bytes;
     return inside ? &entry->second : nullptr;
   };
-  // Addends that are to be scaled must be copied anyway.
+  // Inputs to be scaled must be copied anyway.
   const Registered* in = call.op == ReduceOp::kPremulSum ? nullptr : find(call.input);
   const Registered* out = in ? find(call.output) : nullptr;
   Buffers found{
@@ -118,7 +118,7 @@ Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& 
     found.out = found.in;
     return found;
   }
-  // All ranks must mean the same buffers, and the same place in them.
+  // All ranks must use the same buffers, and the same place in them.
   const auto offset = [&](const Registered& r, const void* p) {
     return static_cast<size_t>(static_cast<const std::byte*>(p) - r.buffer->at(group->rank()));
   };
@@ -179,7 +179,7 @@ void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) 
   });
 }
 
-// ---- the other calls, always through the memory to be staged in
+// ---- the other calls, always through the staging memory
 
 StagedAt Communicator::State::stagedAt() const {
   StagedAt staged{.rank = group->rank(),
@@ -294,7 +294,7 @@ void Communicator::unregisterBuffer(void* data) {
   // No rank may still use it.
   s.group->run({Barrier{}});
   s.registered.erase(reinterpret_cast<uintptr_t>(data));
-  // Its owner may free it from now on: no rank may still map it.
+  // The user may free it after this: no rank may still map it.
   s.group->run({Barrier{}});
 }
 

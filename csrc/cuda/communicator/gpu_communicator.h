@@ -1,9 +1,10 @@
 // The collectives of ranks with GPUs, on one host or several.
 //
-// A call puts work into a stream and returns.  All ranks make the same calls in the same order.  A
-// later failure is one of the group's four errors, raised by wait, check and the next call; outputs
-// of operations that it hit are full of NaN (bytes 0xff), unless ranks disagreed and had run them
-// before that was found.
+// A call puts work into a stream and returns.  All ranks make the same calls in the same order;
+// calls in several streams of one rank run one after the other, but the user orders replays of CUDA
+// graphs. wait, check and the next call raise a later failure, one of the group's four errors.  The
+// outputs of failed operations are full of NaN (bytes 0xff), unless ranks disagreed and had run
+// them before that was found.  After an error make a new group.
 //
 // Communicator implements it for the ranks of one host, InterNodeCommunicator for several hosts.
 #pragma once
@@ -40,8 +41,8 @@ constexpr DeviceAlgorithm kernelOf(Choice choice) {
 static_assert(choiceOf(DeviceAlgorithm::kTwoShot) == Choice::kTwoShot &&
               kernelOf(Choice::kRing) == DeviceAlgorithm::kRing);
 
-// Stands behind this rank's errors about a call, in parentheses: "DDP bucket 2 with ...".  Called
-// only if there is one, in any thread.  May be null.
+// Follows this rank's errors about a call, in parentheses: "DDP bucket 2 with ...".  Called only
+// for an error, in any thread.  May be null.
 using Label = std::function<std::string()>;
 
 struct GpuAllReduce {
@@ -57,7 +58,7 @@ struct GpuAllReduce {
   Label label = {};
 };
 
-// Throws Error(kArgument) for what no communicator can do.
+// Throws Error(kArgument) for calls that no communicator can perform.
 void validate(const GpuAllReduce& call);
 
 // Rank r gets the sum of all ranks' r-th parts.
@@ -83,7 +84,7 @@ struct GpuAllGather {
   Label label = {};
 };
 
-// Every rank gets the root's elements.  Of any dtype.  The root's own are read only, and so never
+// Every rank gets the root's elements.  Of any dtype.  The root's own are only read, and never
 // poisoned.
 struct GpuBroadcast {
   void* data;
@@ -96,27 +97,26 @@ struct GpuBroadcast {
 
 class GpuCommunicator {
  public:
-  virtual ~GpuCommunicator() =
-      default;  // waits for what was put into streams, for a few seconds at most
+  // Waits for its operations in streams, a few seconds at most.
+  virtual ~GpuCommunicator() = default;
 
-  // Whether calls of a kind (kAllReduce, kReduceScatter, kAllGather, kBroadcast) are its own.  The
-  // same on all ranks.
+  // Whether it performs calls of a kind; the same on all ranks.
   virtual bool performs(Kind kind) const = 0;
 
-  // They throw Error(kArgument) for what cannot be done, before anything is put into the stream.
+  // They throw Error(kArgument) before anything is put into the stream.
   virtual void allReduce(const GpuAllReduce& call, CUstream_st* stream) = 0;
   virtual void reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) = 0;
   virtual void allGather(const GpuAllGather& call, CUstream_st* stream) = 0;
   virtual void broadcast(const GpuBroadcast& call, CUstream_st* stream) = 0;
 
-  // Whether it makes calls of NCCL, which must not come into a group of NCCL calls of the caller's.
+  // Whether it calls NCCL, which must not happen within the caller's own group of NCCL calls.
   virtual bool callsNccl() const { return false; }
 
   // Whether all-reduces of registered buffers are faster than those of others.
   virtual bool gainsByRegistering() const { return false; }
-  // Collective: a buffer that peers may map.  Returns why it cannot be done ("" if it can), the
-  // same on all ranks: then calls on it work as on any other memory.  The memory must stay where it
-  // is until it is unregistered.
+  // Collective: lets peers map a buffer.  Returns "", or why it cannot be done, the same on all
+  // ranks; calls on the buffer then work as on other memory.  The memory must stay until it is
+  // unregistered.
   virtual std::string registerBuffer(void* data, size_t bytes) = 0;
   virtual void unregisterBuffer(void* data) = 0;  // collective
 

@@ -77,8 +77,8 @@ struct Communicator::State {
   // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
   template <class Put>
   void dispatch(const Told& told, cudaStream_t stream, Put&& put);
-  // Parts of a call that failed may be in the stream.  The other ranks, which wait for the rest,
-  // must learn why it does not come.
+  // Ends a call of which parts may be in the stream: the other ranks wait for the rest, and must
+  // learn why it does not come.
   void trackRest(const Told& told, cudaStream_t stream);
   [[noreturn]] void giveUp(const Error& why, const Label& label);
   // Puts a call other than all-reduce into the stream: direct, or by launching a kernel that waits

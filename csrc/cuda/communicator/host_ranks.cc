@@ -39,7 +39,7 @@ std::optional<WatchedRanks::Difference> HostRanks::findDifference(const Operatio
     uint64_t& n = compared_[static_cast<size_t>(r)];
     const uint64_t theirs = announcedBy(r);
     const uint64_t both = std::min(theirs, announced), ahead = std::max(theirs, announced);
-    // The history of the next announcement covers those that were overwritten.
+    // The history of the next announcement covers the overwritten ones.
     if (ahead > kRemembered - 1) n = std::max(n, std::min(both, ahead - (kRemembered - 1)));
     for (; n < both; ++n) {
       const OpSignature ours = announcementOf(group_.rank(), n), other = announcementOf(r, n);
@@ -95,8 +95,8 @@ WatchedRanks::Blame HostRanks::blameForDelay(const OpSignature& what, int waited
                  " came, but did not do its part (or could not, for want of another's)"};
 }
 
-// A rank for whose word this rank's stream waits, or else any other.  In a broadcast all ranks wait
-// for the root, and the root waits until they have read its data.
+// The rank whose word this rank's stream waits for, or else any other.  In a broadcast all ranks
+// wait for the root, and the root until they have read its data.
 int HostRanks::missingWord(const OpSignature& what) const {
   const bool is_root = what.root == group_.rank();
   if (what.root != kNoRoot && !is_root) return what.root;
@@ -111,10 +111,9 @@ Nanos HostRanks::lossPatience(bool came) const {
   return came ? kGrace : 0;
 }
 
-// Ends the waits of this rank's kernels and streams.  A peer's write that was already queued may
-// undo a release, so it is repeated.  All ranks get the abort word first: a stream that goes on
-// tells its peers that its part is done, and their outputs must be poisoned even if their own
-// watchdogs have not looked yet.
+// Ends the waits of this rank's kernels and streams.  It is repeated, since a queued write of a
+// peer may undo it.  All ranks get the abort word first: a released stream tells its peers that its
+// part is done, and their outputs must be poisoned even before their own watchdogs notice.
 void HostRanks::release() {
   for (HostState* one : states_) publishWord(one->abort, 1);
   for (HostState::Line& line : own().words) set(line.word, kReleased);

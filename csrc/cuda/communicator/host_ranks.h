@@ -14,29 +14,19 @@
 
 namespace ringreduce::cuda {
 
-// ----
-//
-// A rank's page of host memory that all ranks map and all GPUs reach: what a host must be able to
-// read and write while kernels run and streams wait, without a CUDA call.
-//
-// Flags between GPUs lie in device memory (device_layout.h).  Here lie the words that streams wait
-// for, so that a host can release them; what kernels say of their failure; and what the ranks
-// announce, which their hosts compare.
-
-// How many operations a rank may be ahead of another so that every mismatch is still found before
-// the slower rank trusts its results: four times the launches, about a thousand, that CUDA lets a
-// host queue in a stream before it makes it wait.
+// A rank may be this many operations ahead of another, and every mismatch is still found before the
+// slower rank trusts its results: four times the launches, about a thousand, that CUDA lets a host
+// queue in a stream before it makes the host wait.
 inline constexpr uint64_t kRemembered = 4096;
 
-// An announcement that may be read while it is replaced: its reader must check afterwards how far
-// its owner has come.
+// An announcement that may be read while it is replaced.  Its reader must check the owner's
+// progress afterwards.
 class Announced {
  public:
   void set(const OpSignature& what) {
     uint64_t words[kWords];
     std::memcpy(words, &what, sizeof what);
-    // Each store comes after the counter's that came before: an old counter never goes with new
-    // words.
+    // Releases: a reader that sees a new word also sees the counter that was published before it.
     for (size_t i = 0; i < kWords; ++i)
       std::atomic_ref(words_[i]).store(words[i], std::memory_order_release);
   }
@@ -55,42 +45,42 @@ class Announced {
   uint64_t words_[kWords];
 };
 
+// A rank's page of host memory that all ranks map and all GPUs reach: hosts read and write it while
+// kernels run and streams wait, without a CUDA call.  It holds the words that streams wait for, so
+// that a host can release them, the failures of kernels, and the announcements that hosts compare.
+// Flags between GPUs lie in device memory (device_layout.h).
 struct HostState {
-  // Set by any rank's host once the group has failed: the owner's kernels stop waiting and write no
-  // more, its outputs are poisoned.
+  // Set by any rank's host once the group has failed: the owner's kernels stop waiting and writing,
+  // and its outputs are poisoned.
   alignas(kLine) uint64_t abort;
 
-  // Set to 1 by the owner's stream when a direct schedule begins and to 0 when it ends; `delivered`
-  // counts their ends.  A replayed CUDA graph moves both, so its deadlines are kept as well.
+  // The owner's stream sets it to 1 when a direct schedule begins and to 0 when it ends;
+  // `delivered` counts the ends.  Replayed CUDA graphs do so too, so their deadlines are kept as
+  // well.
   alignas(kLine) uint32_t busy;
   alignas(kLine) uint64_t delivered;
 
   Trouble trouble;  // written by the owner's kernels
 
-  // What the owner's stream waits for (direct_schedule.h), at wordIndex: set by others, taken back
-  // by it.
+  // The owner's stream waits for these (direct_schedule.h), at wordIndex: other ranks set them, and
+  // it takes them back.
   struct alignas(kLine) Line {
     uint32_t word;
   };
   Line words[2 * kMostRanks];
 
-  // The owner's calls, in their order, and how many of them have left its streams: from then on
-  // they touch no memory of other ranks.
+  // The number of the owner's calls, and of those that have left its streams and no longer touch
+  // memory of other ranks.
   Flag announced, finished;
   Announced announcements[kRemembered];
 };
 
-// Streams wait until (int32)(word - 1) >= 0.  This releases such a wait, and cannot be mistaken for
-// what ranks set.
+// Streams wait until (int32)(word - 1) >= 0.  This value releases them, and no rank sets it.
 inline constexpr uint32_t kReleased = uint32_t{1} << 30;
 static_assert(static_cast<int32_t>(kReleased - 1) >= 0);
 
-// ----
-//
-// The ranks of one host, for the watchdog: each rank publishes its progress in a page of memory
-// that all ranks map (host_ranks.h), so every operation is compared and the progress is always
-// exact.
-
+// Each rank publishes its progress in its page, so every operation is compared and the progress is
+// always exact.
 class HostRanks final : public WatchedRanks {
  public:
   // `states` by rank.
@@ -121,7 +111,7 @@ class HostRanks final : public WatchedRanks {
 
   const Group& group_;
   const std::vector<HostState*> states_;
-  std::vector<uint64_t> compared_;  // by rank: operations found to be the same as ours
+  std::vector<uint64_t> compared_;  // by rank: operations found equal
   // HostState::delivered and busy as last seen, and since when they have not changed.
   uint64_t delivered_ = 0;
   bool was_busy_ = false;

@@ -171,8 +171,8 @@ void Watchdog::watch() {
   }
 }
 
-// It asks CUDA with no lock held: CUDA may not answer while another thread of the process is in a
-// call that waits for the GPU, and the GPU may wait for what release() ends.
+// It asks CUDA without the lock: CUDA may not answer while another thread of the process is in a
+// call that waits for the GPU, and the GPU may wait until release() ends that wait.
 void Watchdog::collect() {
   Lock lock(mutex_);
   Nanos pause = kShortRound;
@@ -221,7 +221,7 @@ void Watchdog::collect() {
   }
 }
 
-// A GPU that has failed finishes nothing any more.
+// After a failure of the GPU, which then finishes nothing more.
 void Watchdog::giveUp(const std::string& why) {
   under_way_.clear();
   changed_.notify_all();
@@ -233,7 +233,7 @@ void Watchdog::giveUp(const std::string& why) {
   release();
 }
 
-// One round.  Errors are the group's: the next call of the group's or of this raises them.
+// One round.  The next call raises the group's error.
 void Watchdog::look() {
   try {
     if (!group_.failed()) {

@@ -32,8 +32,7 @@ namespace ringreduce::cuda {
 struct StreamOperation {
   // Whether the stream has reached a point.  Throws Error if the GPU has failed.
   using Reached = std::function<bool()>;
-  // Stands in parentheses behind errors about an operation (gpu_communicator.h).  May be null; does
-  // not throw, and must not call the watchdog.
+  // As in gpu_communicator.h.  Does not throw, and must not call the watchdog.
   using Label = std::function<std::string()>;
 
   OpSignature what;  // its sequence is the operation's number
@@ -94,7 +93,7 @@ class WatchedRanks {
 
   // These two are called in the watchdog's thread without the lock.
 
-  // Checks what can fail besides ranks; called often while something is under way.
+  // Checks for failures besides lost ranks; called often while something is under way.
   virtual void probe() {}
   // Called once when the group has failed.  May wait.
   virtual void abort(const std::string& why) { (void)why; }

@@ -1,4 +1,3 @@
-// Makes an InterNodeCommunicator, serves its watchdog, and performs its calls.
 #include "cuda/internode/internode_communicator.h"
 
 #include <cuda_runtime_api.h>
@@ -316,8 +315,7 @@ void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* str
     const auto begun = s.events.take();
     begun->record(stream);
     // Tracked before it is in the stream, since a host that is far ahead waits while it puts it
-    // there. The watchdog's threads make these calls, and must not create a context on another
-    // device.
+    // there. The watchdog's threads call these, and must not create a context on another device.
     s.watchdog->track(
         s.timeoutOf(call),
         [pending, device = s.device] {

@@ -2,17 +2,17 @@
 //
 //     auto group = Group::create(store, rank, world_size, options);   // over several hosts
 //     auto local = Communicator::create(group->local(), device, ...);
-//     auto communicator = InterNodeCommunicator::create(group, *group->hosts(), group->local(),
-//     local, device);
+//     auto all = InterNodeCommunicator::create(group, *group->hosts(), group->local(), local,
+//     device);
 //
-// Where all hosts hold the same number of ranks, and more than one, a message is summed inside each
-// host first, so that each rank has a part of it; then between the hosts, each rank's part by a
-// ring of its own, a rail; and then all gather the parts inside their hosts.  Between hosts that is
-// 1/L of what one ring over all ranks would send from every rank, L being a host's ranks.  It adds
-// in an order of its own: inside hosts first, where halves are rounded once more.  Small messages
-// are summed whole inside each host and go whole along every rail, which saves a step.
+// If all hosts hold the same number L > 1 of ranks, a message is summed inside each host first, so
+// that each rank has a part of it; then between the hosts, each rank's part by a ring of its own, a
+// rail; and then gathered inside the hosts.  Each rank then sends 1/L as much between hosts as in
+// one ring over all ranks.  It adds in an order of its own: inside hosts first, where halves are
+// rounded once more.  Small messages are summed whole inside each host and go whole along every
+// rail, which saves a step.
 //
-// Elsewhere one ring goes over all ranks, in their order, and gives the bits of the core's ring.
+// Otherwise one ring goes over all ranks, in their order, and gives the bits of the core's ring.
 //
 // It performs all_reduce only.  The watchdog (watchdog.h) detects failures.  CUDA graphs may
 // capture it, as NCCL's own calls; a replay then has no deadline.

@@ -1,10 +1,10 @@
 // Finds NCCL and calls it.
 //
-// The declarations are our own.  They say what NCCL's interface has in common from 2.18 to 2.32
-// (the headers of 2.18.1, 2.28.9, 2.30.3 and 2.32.3 were compared), and only what is used: a unique
-// id is 128 bytes passed by value, results, dtypes and ops are C enums, which are ints, whose
-// values have kept their meaning, and a config begins with its own size, by which NCCL knows which
-// of its later members the caller cannot have set.
+// The declarations are our own: the part of NCCL's interface that is used, as it is from 2.18
+// to 2.32 (the headers of 2.18.1, 2.28.9, 2.30.3 and 2.32.3 were compared).  A unique id is 128
+// bytes, passed by value.  Results, dtypes and ops are C enums, so ints, whose values have kept
+// their meaning.  A config begins with its own size, which tells NCCL the members that the caller
+// can have set.
 #include "cuda/internode/nccl.h"
 
 #include <dlfcn.h>
@@ -224,8 +224,7 @@ std::shared_ptr<const NcclLibrary> NcclLibrary::load(const std::string& path) {
                                      ". Name a libnccl.so.2 with RINGREDUCE_NCCL; the Python "
                                      "package nvidia-nccl-cu13 has one in nvidia/nccl/lib");
   }
-  // A loaded NCCL stays: its threads and what it registered with CUDA live on until the process
-  // ends.
+  // NCCL stays loaded: its threads and its registrations with CUDA live until the process ends.
   try {
     return std::shared_ptr<const NcclLibrary>(new NcclLibrary(handle, name));
   } catch (const Error&) {
@@ -302,7 +301,7 @@ void NcclCommunicator::join(const NcclId& id, const NcclOptions& options) {
 }
 
 NcclCommunicator::~NcclCommunicator() {
-  // What fails here has failed before, and has been thrown then.
+  // An error here was thrown before.
   if (ncclComm* comm = comm_.exchange(nullptr)) library_->functions_->commDestroy(comm);
 }
 

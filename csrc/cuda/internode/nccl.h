@@ -1,8 +1,8 @@
 // NCCL, loaded at run time: something to compare with, and a wire between hosts.
 //
-// Nothing here is linked to NCCL or includes its header, so one build works with whatever NCCL
-// there is, and without any.  It uses only the part of the interface that is the same from 2.18 to
-// 2.32 (nccl.cc).  No CUDA header is needed either.
+// It is not linked to NCCL and does not include its header, so one build works with any NCCL, and
+// without.  It uses only the part of the interface that is the same from 2.18 to 2.32 (nccl.cc). It
+// needs no CUDA header either.
 #pragma once
 
 #include <array>
@@ -79,7 +79,7 @@ class NcclCommunicator {
   int worldSize() const { return world_size_; }
   const NcclLibrary& library() const { return *library_; }
 
-  // What NCCL can reduce: not every pair of dtype and op that ringreduce can.
+  // NCCL cannot reduce every pair of dtype and op that ringreduce can.
   static bool supports(DType dtype, ReduceOp op);
 
   // They enqueue on `stream`.  The factor of PREMUL_SUM is rounded to the dtype before it is used,
@@ -112,7 +112,7 @@ class NcclCommunicator {
 class NcclGroup {
  public:
   explicit NcclGroup(const NcclLibrary& library);
-  ~NcclGroup();  // ends it whatever comes of it, if an exception came before `end`
+  ~NcclGroup();  // ends it, and ignores errors, if an exception came before `end`
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
   void end();

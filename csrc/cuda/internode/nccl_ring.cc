@@ -19,10 +19,10 @@ namespace ringreduce::cuda {
 namespace {
 
 // Blocks of a kernel that adds: some 30 GB/s each, and links between hosts take 50 in all.  The
-// rest of the GPU is for the work that it overlaps with.
+// rest of the GPU is for other work.
 constexpr int kRingBlocks = 32;
-// Exchanges that the host may be ahead of the wire: far fewer than the launches, about a thousand,
-// that CUDA takes before it makes the host wait.
+// The host may be this many exchanges ahead of the wire: far fewer than the launches, about a
+// thousand, that CUDA takes before it makes the host wait.
 constexpr uint64_t kMostAhead = 256, kMarkEvery = 32;
 
 constexpr std::chrono::milliseconds kLook{50};

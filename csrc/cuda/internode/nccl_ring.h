@@ -1,8 +1,8 @@
 // A rank's end of the ring between hosts: nccl_schedule.h's steps in two CUDA streams, over a
 // communicator of NCCL.
 //
-// Bits are those of the core's ring over the same ranks (algorithm/ring.h).  It detects no errors
-// but those of NCCL and CUDA, and keeps no deadlines: its user does (internode_communicator.h).
+// It gives the bits of the core's ring over the same ranks (algorithm/ring.h).  It detects only
+// errors of NCCL and CUDA, and keeps no deadlines: internode_communicator.h does.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,18 +26,17 @@ struct RingSum {
   void* output;  // may be the input
   size_t count;
   DType dtype;
-  Arithmetic arithmetic;                   // world_size: what AVG divides by
+  Arithmetic arithmetic;                   // world_size: the divisor of AVG
   const void* factor_on_device = nullptr;  // PREMUL_SUM: replaces the factor
   uint64_t* abort;                         // in memory that kernels reach; not 0: given up
 };
 
 class NcclRing {
  public:
-  // Collective over the ring's ranks, of whom there are two or more: joins NCCL's communicator, and
-  // exchanges a word with its neighbours, so that all connections exist and no later call has to
-  // wait for a rank to connect.  Throws Error; kTimeout if it takes longer than `timeout`, which
-  // NCCL by itself would never notice: a thread then stays behind in NCCL.  `meanwhile` is called
-  // now and then, and throws to end it.
+  // Collective over the ring's ranks, two or more: joins NCCL's communicator, and exchanges a word
+  // with its neighbours, so that all connections exist before the first call.  Throws Error;
+  // kTimeout after `timeout`, which NCCL itself does not have: a thread then stays behind in NCCL.
+  // It calls `meanwhile` repeatedly, which throws to end it.
   static std::unique_ptr<NcclRing> join(std::shared_ptr<const NcclLibrary> library,
                                         const NcclId& id, int rank, int size, int device,
                                         Nanos timeout, const std::function<void()>& meanwhile);
@@ -46,9 +45,9 @@ class NcclRing {
   NcclRing(const NcclRing&) = delete;
   NcclRing& operator=(const NcclRing&) = delete;
 
-  // Puts it into `stream` and the ring's own.  One call at a time, and on another stream than the
-  // last only behind it.  A host that is far ahead of its GPU waits here, so that no call of CUDA's
-  // ever does, and calls `meanwhile`, which throws to end that.
+  // Puts it into `stream` and the ring's own.  One call at a time; in another stream than the last
+  // call only behind that call.  A host that is far ahead of its GPU waits here, so that no call of
+  // CUDA does, and calls `meanwhile`, which throws to end that.
   void allReduce(const RingSum& sum, cudaStream_t stream, const std::function<void()>& meanwhile);
 
   void check() const { comm_->check(); }  // throws if NCCL has failed since

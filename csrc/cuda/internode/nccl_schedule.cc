@@ -18,7 +18,7 @@ struct Sent {
 struct Received {
   enum class What : uint8_t { kAddends, kSums, kComplete } what;
   Span elements;
-  size_t sent = 0;  // the exchange that sends on what becomes of it
+  size_t sent = 0;  // the exchange that sends the result on
 };
 
 class Notes {

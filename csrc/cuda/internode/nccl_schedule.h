@@ -1,29 +1,29 @@
 // The ring between hosts: algorithm/ring.h's schedule, put into two streams of a GPU.
 //
-// On one stream, the wire, are the exchanges: each sends a slice to the next rank and receives one
-// from the previous, as one group of NCCL's.  On the other, the caller's, are kernels that add what
-// came to this rank's own addends (stream_kernels.h).  Exchange t sends what comes of what exchange
-// t - W received, W being the window, so while W - 1 exchanges are on the wire there is time to
-// add. All ranks have the same exchanges, and number t of one meets number t of the next: no rank
-// can wait in a circle.
+// One stream, the wire, has the exchanges: each sends a slice to the next rank and receives one
+// from the previous rank, as one group of NCCL calls.  The other, the caller's, has kernels that
+// add received sums and this rank's inputs (stream_kernels.h).  Exchange t sends the sums of the
+// slice that exchange t - W received, W being the window, so while W - 1 exchanges are on the wire
+// there is time to add.  All ranks have the same exchanges, and number t of one meets number t of
+// the next: no rank can wait in a circle.
 //
-// What is complete is received where the user wants it and sent on from there, and what is only a
-// rank's own is sent from the user's input: nothing is copied but by adding.  Addends travel as
-// they are stored; of halves, sums that are not complete travel as float32, so that they are
-// rounded once (with two ranks there are none).  Slots hold what is neither in input nor output:
-// one for each exchange whose slice is still needed, W + 1 in all, used in turn.
+// Complete sums are received in the user's output and sent on from there, and inputs are sent from
+// the user's input: only additions copy.  Inputs travel as they are stored.  Partial sums of halves
+// travel as float32, so that they are rounded once (with two ranks there are none).  Slots hold
+// data that is in neither input nor output: one for each exchange whose slice is still needed, W +
+// 1 in all, used in turn.
 //
-// The schedule is data, a list of steps to be put into the streams in this order; threads of a test
-// run the same list.  Order between the streams is by events, as CUDA has them: a step that waits
-// for an event waits for the latest step before it in the list that records it.
+// The schedule is a list of steps to be put into the streams in this order; a test's threads run
+// the same list.  Events order the streams, as in CUDA: a step that waits for an event waits for
+// the latest step before it in the list that records it.
 //
-// Model. With o for the cost of an exchange besides its bytes (a launch, a network's latency), B
-// for the bytes a second of a link, S for the message, P ranks and n slices a chunk:
+// Model.  o is the cost of an exchange besides its bytes (a launch, a network's latency), B the
+// bytes a second of a link, S the message; P ranks and n slices a chunk cost
 //
 //     2 (P - 1) (n o + S / (P B))     and half as much again in the first half for halves
 //
-// so slices are as long as memory for slots allows: 4 MiB are 80 us at 50 GB/s, beside some 15 us
-// for o. Nothing of it is measured.
+// so slices are as long as the memory for slots allows: 4 MiB are 80 us at 50 GB/s, beside some 15
+// us for o.  Nothing of it is measured.
 #pragma once
 
 #include <cstddef>
@@ -79,7 +79,7 @@ struct RingPlan {
   bool scaled;     // own addends are to be scaled
 };
 
-// Whether sums of a dtype are wider than its elements on some hop.
+// Whether partial sums of a dtype travel wider than its elements.
 constexpr bool travelsWide(DType dtype, int size) {
   return isHalf(dtype) && size > 2;
 }

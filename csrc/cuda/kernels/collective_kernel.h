@@ -1,5 +1,5 @@
-// The work of one thread block in a kernel, by algorithm: the body of the kernels (kernels.cu) and
-// of what tests run on the host.
+// The work of one thread block in a kernel, by algorithm.  The kernels (kernels.cuh) and the tests
+// on the host run it.
 #pragma once
 
 #include "cuda/kernels/push_all_reduce.h"
@@ -13,7 +13,7 @@ enum class DeviceAlgorithm : uint8_t { kOneShot, kTwoShot, kRing };
 inline constexpr int kDeviceAlgorithms = 3;
 inline constexpr const char* kDeviceAlgorithmNames[] = {"oneshot", "twoshot", "ring"};
 
-// A kernel's first step: the factor that lies in device memory, if one does, becomes the call's.
+// A kernel's first step: reads the factor, if it lies in device memory.
 template <class E>
 RINGREDUCE_DEVICE void readFactor(RankCall& call) {
   if constexpr (E::kFloating)

@@ -20,9 +20,9 @@
 // An all-reduce has one leader, or as many as there are ranks where there is enough to share out.
 // Which rank leads rotates with the calls, so that the work of many small ones is shared out too.
 //
-// Of the other calls each rank leads for itself: it reads what it needs of the others' memory and
-// writes its own output.  `done` then tells who was read that it may write there again.  A
-// broadcast's root leads nothing, and nobody but the root is read.
+// In the other calls each rank leads for itself: it reads the other ranks' memory and writes its
+// own output.  `done` then tells a rank that its memory was read and may be written again.  In a
+// broadcast only the root is read, and the root leads nothing.
 #pragma once
 
 #include <cstddef>
@@ -69,8 +69,8 @@ constexpr size_t wordIndex(Word word, int setter, int size) {
 std::vector<ScheduleStep> directSchedule(int rank, int size, size_t count, uint64_t call,
                                          bool shared, bool staged);
 
-// The same where each rank leads for itself, from what all ranks stage, or `root` alone if it is
-// not kEverybody.
+// The same where each rank leads for itself.  All ranks stage data, or `root` alone if it is not
+// kEverybody.
 std::vector<ScheduleStep> ownSchedule(int rank, int size, int root);
 
 }  // namespace ringreduce::cuda

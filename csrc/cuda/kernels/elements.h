@@ -15,7 +15,7 @@
 
 namespace ringreduce::cuda {
 
-// What two values become.  AVG is kAdd with a division at the end, PREMUL_SUM kAdd with a
+// How two values are combined.  AVG is kAdd with a division at the end, PREMUL_SUM kAdd with a
 // multiplication first; for truth values SUM and MAX are kOr, PRODUCT and MIN are kAnd.
 enum class Combine : uint8_t { kAdd, kMultiply, kMin, kMax, kAnd, kOr, kXor };
 
@@ -197,11 +197,11 @@ struct Element {
   }
 };
 
-// What AVG does last; integers are divided towards zero, as C++ does.
+// The division of AVG.  Integers are divided towards zero, as in C++.
 //
-// A division of integers is a long piece of code, and here each thread would have sixteen of them
-// in a row.  Those of up to 16 bits are multiplied by ceil(2^32 / n) instead: the error, less than
-// 2^16 / 2^32, never reaches the next whole number, which is at least 1/n away.
+// A division of integers is long, and a thread would do sixteen in a row.  Integers of up to 16
+// bits are multiplied by ceil(2^32 / n) instead: the error, less than 2^16 / 2^32, never reaches
+// the next whole number, which is at least 1/n away.
 template <class E>
 class Divider {
  public:
@@ -230,9 +230,8 @@ class Divider {
   const uint32_t reciprocal_;
 };
 
-// acc[i] = acc[i] (how) in[i].  The operation is chosen at run time, once for a handful of values
-// that are in registers already: beside the loads this costs nothing, and one kernel serves all
-// operations.
+// acc[i] = acc[i] (how) in[i].  One kernel serves all operations: choosing one at run time, for
+// values that are in registers already, costs nothing beside the loads.
 template <class E, int n>
 RINGREDUCE_DEVICE void combine(Combine how, typename E::Value (&acc)[n],
                                const typename E::Value (&in)[n]) {

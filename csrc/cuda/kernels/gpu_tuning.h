@@ -1,30 +1,29 @@
-// Every number of the GPU data plane that could have been another one, and the cost model behind
-// it: blocks, threads, slots, window, and which algorithm a message takes.
+// The numbers of the GPU layer, and the cost model behind them: blocks, threads, slots, window, and
+// the choice of the algorithm.
 //
-// Model.  H is what a hop costs (a flag's way to a peer and the peer's look at it), B the bytes a
-// second that a rank can send to all its peers together, S the message, P the ranks.
+// Model.  H is the cost of a hop (until a peer has seen a flag), B the bytes a second that a rank
+// can send to all its peers together, S the message, P the ranks.
 //
-//     one-shot   H + (P-1) S / B                  every byte goes to everybody
+//     one-shot   H + (P-1) S / B                  every byte goes to every rank
 //     two-shot   2 H + 2 (P-1)/P S / B            every byte goes twice, two hops for any P
 //     ring       2 (P-1) H + 2 (P-1)/P S / B      every byte goes as often, to one neighbour only
 //
 // So one-shot beats two-shot while S < H B P / ((P-1) (P-2)), and always for two ranks while S is
-// less than two-shot's better pipelining is worth.  Taking H = 3 us and B = 300 GB/s, an NVLink
-// switch of the H100's generation, that is 1.8 MB for 3 ranks, 600 kB for 4 and 170 kB for 8; the
-// push slots set a limit too.  Two-shot needs a wire between every two ranks; a ring needs P wires,
-// and its slices are longer, which is what counts for large messages over PCIe and host memory.
+// less than the gain of two-shot's pipelining.  With H = 3 us and B = 300 GB/s, an NVLink switch of
+// the H100's generation, that is 1.8 MB for 3 ranks, 600 kB for 4 and 170 kB for 8; the push slots
+// set a limit too.  Two-shot needs a wire between every two ranks.  A ring needs P wires, and its
+// slices are longer, which matters for large messages over PCIe and host memory.
 //
-// Reduce-scatter and all-gather go by push whatever their size: one hop, and of S in all parts
-// (P-1)/P S sent, which is as little as a ring's P-1 hops would send.  A broadcast in one hop sends
-// (P-1) S from the root, H + (P-1) S / B, and in two as often as two-shot (push_gather.h): so
-// the same size as between one-shot and two-shot decides, and for two ranks one hop is always best.
+// Reduce-scatter and all-gather of any size go by push: one hop, and (P-1)/P S sent of S in all
+// parts, as little as by a ring's P-1 hops.  A broadcast in one hop costs H + (P-1) S / B, and in
+// two hops as much as two-shot (push_gather.h): the same size decides, and two ranks always take
+// one hop.
 //
-// Where ranks share one GPU, and kernels of all can run at once (one process, or MPS), a hop costs
-// about a microsecond and B is the memory's: bytes as each algorithm's header counts them.  Where
-// they cannot run at once only the direct schedule will do (direct_schedule.h).
+// Where ranks share one GPU, and all their kernels can run at once (one process, or MPS), a hop
+// costs about a microsecond and B is the memory's: bytes as each algorithm's header counts them.
+// Where they cannot, only the direct schedule works (direct_schedule.h).
 //
-// H and B above are published figures of others.  None was measured with this code yet; docs/gpu.md
-// lists the measurements.
+// H and B are published figures.  This code was not measured yet (docs/gpu.md).
 #pragma once
 
 #include <algorithm>
@@ -78,8 +77,7 @@ struct Tuning {
 inline constexpr size_t kRingBudget = size_t{16} << 20;
 inline constexpr size_t kPushBudget = size_t{16} << 20;
 
-// What ranks that take the direct schedule copy their messages through, a rank; longer ones go in
-// pieces of this.
+// Staging memory of a rank that takes the direct schedule.  Longer messages go in pieces of this.
 inline constexpr size_t kStagingBytes = size_t{32} << 20;
 
 // Blocks of a kernel that only moves bytes and waits for no other rank: it may fill a GPU.
@@ -91,8 +89,8 @@ constexpr int blocksToMove(size_t bytes, int multiprocessors) {
 
 constexpr Tuning tune(const Setting& s) {
   const auto ranks = static_cast<size_t>(s.ranks);
-  // With a GPU to itself a rank leaves most of it to what it overlaps with: 32 blocks saturate
-  // NVLink.  Ranks that share a GPU share its multiprocessors, one block on each.
+  // 32 blocks saturate NVLink, and leave the rest of the GPU to other work.  Ranks that share a GPU
+  // share its multiprocessors, one block on each.
   const int share = std::max(1, s.multiprocessors / std::max(1, s.ranks_on_device));
   const int channels = std::min(kMostChannels, s.ranks_on_device > 1 ? share : std::min(32, share));
   const auto c = static_cast<size_t>(channels);
@@ -119,8 +117,8 @@ constexpr DeviceAlgorithm chooseKernel(const Tuning& t, size_t bytes) {
   return bytes <= t.two_shot_most ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kRing;
 }
 
-// Elements of a slice (ring) or a part (push) of a call: what fits a slot, but for small messages
-// so little that every channel has one.  A multiple of the canonical 128 elements.
+// Elements of a slice (ring) or a part (push): as many as fit a slot, and fewer in small messages,
+// so that every channel has some.  A multiple of the canonical 128 elements.
 constexpr size_t sliceOf(const Tuning& t, DeviceAlgorithm algorithm, size_t count, int ranks,
                          size_t stored_bytes, size_t value_bytes) {
   const auto p = static_cast<size_t>(ranks), c = static_cast<size_t>(t.channels);
@@ -143,8 +141,8 @@ constexpr int channelsOf(const Tuning& t, DeviceAlgorithm algorithm, size_t coun
   return static_cast<int>(std::clamp<size_t>(of, 1, static_cast<size_t>(t.channels)));
 }
 
-// What a call that is no all-reduce pushes, of `count` elements a part (of a broadcast, in all) of
-// so many bytes each.  A step of a part is what one-shot pushes of a message.
+// The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`
+// elements of so many bytes.  They are pushed as one-shot pushes a message.
 struct PartShape {
   size_t slice;
   int channels;
@@ -161,8 +159,8 @@ constexpr bool takesTwoHops(const Tuning& t, size_t bytes, int ranks) {
   return ranks > 2 && bytes > t.one_shot_most;
 }
 
-// What elements of `width` bytes are moved in where pointers are not aligned to 16 bytes: what
-// divides the width, so that all ranks choose the same.  More than four would gain nothing.
+// Elements of `width` bytes are moved in units of 1, 2 or 4 bytes where pointers are not aligned to
+// 16 bytes.  The unit depends on the width alone, so all ranks choose the same.
 inline constexpr int kUnits = 3;
 constexpr int unitOf(size_t width) {
   return width % 4 == 0 ? 2 : width % 2 == 0 ? 1 : 0;

@@ -1,13 +1,12 @@
 // How a thread block waits without ever hanging, and how it reports that it gave up.
 //
-// Every wait polls its flag and, now and then, what may end it: the kernel's deadline, the abort
-// word that the host sets, and the rank's own verdict, set by the first of its blocks to give up.
-// After that nothing waits and nothing moves any more: the block runs to its end, and the rank's
-// last block fills the whole output with bytes 0xff, a NaN in every floating-point type (-1, and
-// true, in the others), since a CUDA wait() never blocks and an optimizer would else step with
-// garbage.
+// Every wait polls its flag and, less often, the kernel's deadline, the abort word that the host
+// sets, and the rank's cause of failure, set by the first of its blocks to give up.  After that
+// nothing waits or moves any more: the block runs to its end, and the rank's last block fills the
+// whole output with bytes 0xff, a NaN in every floating-point type (-1, and true, in the others).
+// A CUDA wait() never blocks, so an optimizer would otherwise step with garbage.
 //
-// A verdict holds for all kernels to come: each looks at it when it starts.
+// The cause holds for all later kernels: each checks it when it starts.
 #pragma once
 
 #include "cuda/kernels/kernel_call.h"
@@ -15,7 +14,7 @@
 
 namespace ringreduce::cuda {
 
-// Looks at a flag between two looks at the clock and the words, which cost a way to the host.
+// Polls of a flag between two checks of the clock and the words, which go to the host's memory.
 inline constexpr unsigned kLooksPerCheck = 256;
 
 // The end of a block's work.  The last of the kernel's `blocks` looks whether the rank has given

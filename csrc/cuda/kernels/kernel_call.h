@@ -13,8 +13,8 @@ namespace ringreduce::cuda {
 // Why a rank's kernels gave up.
 enum class Cause : uint32_t { kNone, kTimeout, kAborted };
 
-// Where a rank's kernels leave word of what went wrong, in memory that its host reads: the first
-// block to give up writes it, `cause` last.
+// The failure of a rank's kernels, in memory that its host reads.  The first block to give up
+// writes it, `cause` last.
 struct alignas(kLine) Trouble {
   uint64_t cause;      // a Cause
   uint64_t operation;  // RankCall's
@@ -23,8 +23,8 @@ struct alignas(kLine) Trouble {
   int32_t channel;
 };
 
-// A channel's counters, from one kernel to the next.  In device memory, so that a kernel that is
-// replayed by a CUDA graph goes on from where the last one ended.
+// A channel's counters, from one kernel to the next.  They lie in device memory, so that a kernel
+// that a CUDA graph replays goes on from them.
 struct alignas(kLine) Counters {
   uint64_t sent, received;  // messages of the ring's pipes
   uint64_t parts, results;  // steps of the push exchange

@@ -16,7 +16,7 @@ RINGREDUCE_KERNEL allReduceKernel(const __grid_constant__ RanksLaunch launch) {
   const int blocks = static_cast<int>(gridDim.x) / launch.ranks;
   const int rank = static_cast<int>(blockIdx.x) / blocks;
   const int channel = static_cast<int>(blockIdx.x) % blocks;
-  // Shared, so that what is rarely needed takes no registers.
+  // Shared: the rarely needed arguments then take no registers.
   __shared__ RankCall call;
   if (threadIdx.x == 0) {
     call = launch.calls[rank];
@@ -46,8 +46,7 @@ RINGREDUCE_KERNEL ringStepKernel(const __grid_constant__ RingStepCall call) {
                               static_cast<int>(gridDim.x));
 }
 
-#ifdef __CUDACC__  // else the C++ compiler makes functions of the kernels, and who asked for it has
-                   // one
+#ifdef __CUDACC__  // tests that compile this by the C++ compiler bring their own
 template <class Kernel>
 const void* pointerTo(Kernel* kernel) {
   return reinterpret_cast<const void*>(kernel);

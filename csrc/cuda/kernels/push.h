@@ -4,21 +4,21 @@
 // two kinds that are counted apart: parts (addends) and results (finished values).  `post` tells
 // every peer that all it gets in this step lies there, `await` waits for all peers.
 //
-// There is no counter of what has been read.  It follows from what peers push: whoever pushes step
-// s has read all of some earlier step before, so that having its push of step s, one may write over
-// what it read.  How far back that lies depends on the algorithm, and says how many sets it needs:
+// There is no counter of reads.  They follow from pushes: a peer that pushes step s has read all of
+// some earlier step before, so a rank that has its push of step s may write over that earlier step.
+// How far back that lies depends on the algorithm, and gives the number of sets that it needs:
 //
 //     one-shot   push s, await s, read s, push s+1 ...
-//                A peer that pushed s has read s-1.  When a rank pushes s+1 it has awaited s: what
-//                it writes over must be s-1 or older.  Two sets.
+//                A peer that pushed s has read s-1.  When a rank pushes s+1 it has awaited s: the
+//                step that it writes over must be s-1 or older.  Two sets.
 //     two-shot   push parts s+1; await parts s, read them, push results s; await results s-1, read
 //                A peer that pushed results s has read parts s.  When a rank pushes parts s+1 it
 //                has awaited results s-2: it may write over parts s-2, so three sets.  A peer that
 //                pushed parts s has read results s-3.  When a rank pushes results s it has awaited
 //                parts s: three sets.
 //     others     push s+1; await s, read s
-//                (reduce-scatter, all-gather, broadcast; a rank that has nothing to give pushes
-//                nothing, but posts.)  A peer that pushed s has read s-2.  When a rank pushes s+1
+//                (reduce-scatter, all-gather, broadcast; a rank without data pushes nothing, but
+//                posts.)  A peer that pushed s has read s-2.  When a rank pushes s+1
 //                it has awaited s-1: it may write over s-3.  Four sets.
 //
 // Fewer would race (tests/cpp/kernel_interleavings_test.cc).  Four divide 2^64, which keeps slots

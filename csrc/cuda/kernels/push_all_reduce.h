@@ -7,10 +7,10 @@
 
 namespace ringreduce::cuda {
 
-// ----
+// ---- one-shot
 //
-// One-shot all-reduce: every rank pushes its whole message to every rank, and each adds all of
-// them. One hop, so the least latency; for small messages.
+// Every rank pushes its whole message to every rank, and each adds all of them.  One hop, so the
+// least latency; for small messages.
 //
 // Source: the one-shot algorithm of latency-bound GPU all-reduces (as in FasterTransformer and
 // mscclpp), here with the canonical order of addition.
@@ -63,20 +63,20 @@ RINGREDUCE_DEVICE void oneShot(Block& block, Guard<Block>& guard, const RankCall
   exchange.save(kParts, step);
 }
 
-// ----
+// ---- two-shot
 //
-// All-reduce by two-shot push: a slice has a part for each rank, which gets everybody's addends of
-// it, adds them, and gives everybody the result.  Two hops, whatever the number of ranks, and each
-// byte crosses a wire as often as in a ring.
+// A slice has a part for each rank.  A rank gets all ranks' addends of its part, adds them, and
+// pushes the result to all ranks.  Two hops for any number of ranks, and each byte crosses a wire
+// as often as in a ring.
 //
-// Pipelined: the parts of the next slice are pushed before this one's are waited for, and the
-// results of the last one are collected after, so that no wait is for what was asked only just now.
+// Pipelined: a rank pushes the parts of the next slice before it waits for this one's, and collects
+// the results of the last one after, so that each wait has had time.
 //
 // Bytes through device memory, all ranks on one GPU: (2 + 4 (P - 1) / P) S a rank.
 //
-// Reduce-scatter is the first half of it, by the same kernel: the parts are the message's own, of
-// `count` elements each, and what a rank has added stays with it.  Part r is one chunk, added in
-// the order r+1, ..., r as on a CPU.  It moves (3P - 1) / P S, where S is the size of all parts.
+// Reduce-scatter is its first half, by the same kernel: the parts are the message's own, of `count`
+// elements each, and a rank keeps its sums.  Part r is one chunk, added in the order r+1, ..., r as
+// on a CPU.  It moves (3P - 1) / P S, where S is the size of all parts.
 
 template <class E, class Rules, class Block>
 class TwoShot {
@@ -146,7 +146,7 @@ class TwoShot {
   RINGREDUCE_DEVICE bool add(size_t j) {
     if (!exchange_.await(kParts, parts_ + j)) return false;
     const Span mine = part(j, comm_.rank);
-    // Of a reduce-scatter only this rank's part is the output.
+    // The output of a reduce-scatter is this rank's part alone.
     const size_t first = call_.scatter ? static_cast<size_t>(comm_.rank) * call_.count : 0;
     forEachPiece(mine, chunk_, [&](int chunk, size_t begin, size_t size) {
       const size_t offset = (begin - mine.begin) * kWidth;

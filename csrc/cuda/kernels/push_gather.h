@@ -2,8 +2,7 @@
 // Elements are moved as they are, so one kernel serves all dtypes of a width.
 //
 // In an all-gather every rank pushes, in a broadcast only the root.  The others post their steps
-// all the same: that tells the root how far they have read (push.h).  Long messages of a root go by
-// push_gather.h.
+// too, which tells the root how far they have read (push.h).
 //
 // Pipelined: the next slice is pushed before this one is waited for.
 //
@@ -106,14 +105,13 @@ class Gather {
   const uint64_t first_;
 };
 
-// ----
+// ---- broadcast of long messages, in two hops
 //
-// Broadcast of long messages by push, in two hops: a slice has a part for each rank, which gets it
-// from the root and gives it to everybody.  So the root sends little more than the message, and not
-// as many times as there are peers.
+// A slice has a part for each rank.  A rank gets its part from the root and pushes it to all ranks,
+// so the root sends little more than the message once.
 //
-// Two-shot's steps and pipeline (push_all_reduce.h), with nothing to add; ranks that have nothing
-// to give post their steps all the same.
+// Two-shot's steps and pipeline (push_all_reduce.h), with nothing to add; ranks without data post
+// their steps too.
 //
 // Bytes through device memory, all ranks on one GPU: (3P - 2) / P S a rank.
 
@@ -211,7 +209,7 @@ class TwoHopBroadcast {
     span.begin += slice.begin;
     return span;
   }
-  // The root's elements, and everybody else's place for them.
+  // The root's elements, and the place for them at other ranks.
   RINGREDUCE_DEVICE std::byte* data(Span s) const {
     return static_cast<std::byte*>(call_.output) + s.begin * kWidth;
   }

@@ -2,10 +2,10 @@
 //
 //     sinks[i] = finish(source 0 [i] (op) source 1 [i] (op) ...)
 //
-// A thread reads several packs of 16 bytes before it uses the first, which is what hides the
-// memory's latency; threads of a block read neighbouring packs.  Where a pointer is not aligned to
-// 16 bytes the elements go one by one (still neighbouring ones at a time, so the memory moves the
-// same bytes); where all are off by the same, only the first few do, and so always the last few.
+// A thread reads several packs of 16 bytes before it uses the first, to hide the memory's latency;
+// threads of a block read neighbouring packs.  Where a pointer is not aligned to 16 bytes, elements
+// go one by one (threads still take neighbouring ones, so the memory moves the same bytes); where
+// all are off by the same amount, only the first few do, and always the last few.
 //
 // Bytes moved: (sources + sinks) * n elements, each of its size on its wire.
 #pragma once
@@ -27,8 +27,7 @@ struct Arithmetic {
   double factor;
 };
 
-// --- How elements lie in memory
-// -------------------------------------------------------------------
+// ---- how elements lie in memory
 
 // In the dtype itself: users' memory, finished values, and addends of the push algorithms.
 template <class E>
@@ -46,7 +45,7 @@ struct AsValue {
   RINGREDUCE_DEVICE static Memory encode(Memory v) { return v; }
 };
 
-// Not looked at: a copy.  As integers, since a load and a store of a float may touch a NaN.
+// Bits to copy.  As integers, since loading and storing a float may change a NaN.
 template <size_t bytes>
 struct Raw {
   using Stored = std::conditional_t<
@@ -58,8 +57,7 @@ struct Raw {
   RINGREDUCE_DEVICE static Stored narrow(Value v) { return v; }
 };
 
-// --- Where they lie
-// -------------------------------------------------------------------------------
+// ---- where they lie
 
 // A few pointers to the same elements.  Algorithms pass others of the same form that compute
 // pointers from a rank's number, since an array indexed at run time would lie in local memory.
@@ -79,8 +77,7 @@ struct ConstSpans {
   RINGREDUCE_DEVICE const std::byte* operator()(int k) const { return at[k]; }
 };
 
-// --- The pass
-// -------------------------------------------------------------------------------------
+// ---- the pass
 
 template <class Memory, int n, class Block>
 RINGREDUCE_DEVICE void read(Block& block, const std::byte* from, size_t element, Memory (&out)[n]) {
@@ -224,7 +221,7 @@ struct Pass {
   }
 };
 
-// Copies n elements of E::Stored to every sink, whatever bits they have.
+// Copies the bits of n elements of E::Stored to every sink.
 template <class E, class Block, class Sinks>
 RINGREDUCE_DEVICE void copyElements(Block& block, size_t n, const std::byte* from,
                                     const Sinks& sinks) {

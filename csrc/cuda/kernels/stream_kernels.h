@@ -1,11 +1,13 @@
-// The kernels of the direct schedule (direct_schedule.h): a leader reads some elements of
-// everybody's memory, adds them in the canonical order, and writes the sums to everybody, or, of a
-// reduce-scatter, to its own output.  Elements that are only moved are carried.  They wait for
-// nothing: when one runs, the stream has waited.
+// Kernels that wait for nothing, because their stream has waited: those of the direct schedule
+// (direct_schedule.h) and the addition of the ring between hosts.
 //
-// Bytes through device memory, all ranks on one GPU: an all-reduce's 2 S a rank are the least there
-// can be.  Copies of it in and out are 4 S more.  The others have no copies out: for S in all parts
-// of a reduce-scatter (3 + 1/P) S, of an all-gather (2 + 2/P) S, 2 S of a broadcast.
+// In the direct schedule a leader reads some elements of all ranks' memory, adds them in the
+// canonical order, and writes the sums to all ranks, or, in a reduce-scatter, to its own output. In
+// calls that only move elements it carries them.
+//
+// Bytes through device memory, all ranks on one GPU: 2 S a rank for an all-reduce, the least
+// possible, and 4 S more with copies in and out.  The others have no copies out: for S in all parts
+// (3 + 1/P) S for a reduce-scatter, (2 + 2/P) S for an all-gather, 2 S for a broadcast.
 #pragma once
 
 #include <cstddef>
@@ -81,8 +83,7 @@ template <class E, class Block>
 RINGREDUCE_DEVICE void copyIn(Block& block, const CopyCall& call, int channel, int channels) {
   using Stored = AsStored<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored);
-  // Of the call before, a leader may be at work there still, if it was giving up that let this rank
-  // come here.
+  // After an abort, a leader of the previous call may still be at work there.
   if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
   const size_t each = roundUp(ceilDiv(call.count, static_cast<size_t>(channels)), kChunkElements);
   const Span mine = piece(call.count, each, static_cast<size_t>(channel));
@@ -94,7 +95,7 @@ RINGREDUCE_DEVICE void copyIn(Block& block, const CopyCall& call, int channel, i
       Spans<1>{{call.to + mine.begin * kWidth}}, arithmetic, false);
 }
 
-// Bytes from several places to as many others, whatever they mean.
+// Bytes from several places to as many others.
 struct CarryCall {
   int places;
   const std::byte* from[kMostRanks];
@@ -113,9 +114,9 @@ RINGREDUCE_DEVICE void carry(Block& block, const CarryCall& call, int channel, i
                             Spans<1>{{call.to[i] + mine.begin}});
 }
 
-// The end of the schedule at each rank: what the leaders wrote is copied to where the user wants
-// it, if it is not there.  If the group has given up, all of the call's output is replaced by bytes
-// 0xff, also what came through the schedule before in pieces of its own.
+// The end of the schedule at each rank: copies the leaders' sums to the output, if they are not
+// there. If the group has given up, it fills the whole output of the call with bytes 0xff, earlier
+// pieces too.
 struct DeliverCall {
   const std::byte* from;  // null: it is in place
   std::byte* to;
@@ -129,10 +130,10 @@ struct DeliverCall {
 
 template <class Block>
 RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channel, int channels) {
-  // All waits of the schedule are over, which is what its deadline is for.
+  // All waits of the schedule are over, and so is its deadline.
   if (channel == 0 && block.thread() == 0)
     publishWord(*call.delivered, observeWord(*call.delivered) + 1);
-  // After giving up a leader may still be writing there.
+  // After an abort a leader may still be writing there.
   const bool poisoned = block.any(block.thread() == 0 && observeWord(*call.abort) != 0);
   if (call.from && !poisoned) {
     const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), sizeof(Pack));
@@ -143,13 +144,10 @@ RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channe
   leaveKernel(block, *call.local, channels, call.abort, call.output, call.output_bytes);
 }
 
-// ----
-//
-// What the kernels of the direct schedule are told where each rank leads for itself: a piece of a
-// reduce-scatter, an all-gather or a broadcast, as much as the memory to be staged in holds at
-// once.
+// ---- arguments where each rank leads for itself: a piece of a reduce-scatter, an all-gather or a
+// broadcast, as long as the staging memory
 
-// The staging memory of each rank, as mapped here, and the rank that reads it.
+// The staging memory of each rank, as mapped here, for the rank that reads it.
 struct StagedAt {
   int rank, size;
   std::byte* base[kMostRanks];
@@ -165,7 +163,7 @@ void stageParts(int size, size_t count, Span piece, Copy copy) {
   for (size_t p = 0; p < parts; ++p) copy(p * count + piece.begin, p * piece.size, piece.size);
 }
 
-// This rank's part of all of them is added into its output.
+// Adds this rank's part of all inputs into its output.
 inline DirectCall addParts(const StagedAt& staged, void* output, size_t count, Span piece,
                            size_t width, const Arithmetic& arithmetic) {
   const auto mine = static_cast<size_t>(staged.rank);
@@ -184,14 +182,14 @@ inline DirectCall addParts(const StagedAt& staged, void* output, size_t count, S
   return call;
 }
 
-// Bytes from one place to another, if it is another.
+// Bytes from one place to another; nothing if both are the same.
 inline CarryCall carryOne(const StagedAt& staged, const std::byte* from, std::byte* to,
                           size_t bytes) {
   return {.places = from != to, .from = {from}, .to = {to}, .bytes = bytes, .abort = staged.abort};
 }
 
 // The bytes `piece` of each rank's part, of `part` bytes: this rank's from its input, the others'
-// from where they staged them.
+// from their staging memory.
 inline CarryCall gatherParts(const StagedAt& staged, const void* input, void* output, size_t part,
                              Span piece) {
   CarryCall call{.places = 0, .from = {}, .to = {}, .bytes = piece.size, .abort = staged.abort};
@@ -206,12 +204,10 @@ inline CarryCall gatherParts(const StagedAt& staged, const void* input, void* ou
   return call;
 }
 
-// ----
-//
-// The addition of a step of the ring between hosts (nccl_schedule.h): partial sums that came from
-// the previous rank, and this rank's own addends.  It waits for nothing: when it runs, the stream
-// has waited.
+// ---- the ring between hosts
 
+// The addition of a step (nccl_schedule.h): the previous rank's partial sums and this rank's
+// addends.
 struct RingStepCall {
   const std::byte* partial;
   const std::byte* own;

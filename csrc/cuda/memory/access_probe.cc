@@ -1,5 +1,5 @@
 // Three stages: each rank allocates its piece; maps all pieces, reads their patterns and writes its
-// own; looks whether the others' have come.  After each, the ranks tell each other how it went.
+// own; checks the patterns of the others in its piece.  After each, the ranks exchange the outcome.
 #include "cuda/memory/access_probe.h"
 
 #include <sys/random.h>
@@ -15,12 +15,9 @@
 
 namespace ringreduce::cuda {
 
-// ----
-//
-// The token of the process and the table of what its ranks offer each other.
-
 namespace {
 
+// Memory that ranks of this process offer each other, by ticket.
 struct Offers {
   std::mutex mutex;
   uint64_t last = 0;
@@ -79,7 +76,7 @@ struct Pattern {
   bool operator==(const Pattern&) const = default;
 };
 
-// What rank `writer` writes into the piece with this nonce; never zero.
+// Rank `writer`'s pattern in the piece with this nonce; never zero.
 Pattern patternOf(uint64_t nonce, int writer) {
   uint64_t hash = mixed(nonce, static_cast<uint64_t>(writer));
   Pattern pattern{};
@@ -123,8 +120,8 @@ class Trial {
         state_.residents[static_cast<size_t>(state_.rank)]);
   }
 
-  // Where a rank's pattern lies in a piece: the owner's at both ends, the others' between, as many
-  // as there is room for.
+  // The place of a rank's pattern in a piece: the owner's at both ends, as many of the others'
+  // between as there is room for.
   size_t placeOf(int writer) const { return (static_cast<size_t>(writer) + 1) * sizeof(Pattern); }
   bool hasPlace(int writer) const { return placeOf(writer) + 2 * sizeof(Pattern) <= state_.bytes; }
   size_t end() const { return state_.bytes - sizeof(Pattern); }

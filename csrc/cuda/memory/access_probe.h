@@ -1,4 +1,4 @@
-// The parts of peer_memory.h and peer_memory.h: trying one kind of access on all ranks.
+// Trying one kind of memory access on all ranks, for peer_memory.h.
 #pragma once
 
 #include <array>
@@ -14,14 +14,11 @@
 
 namespace ringreduce::cuda {
 
-// ----
-//
-// How a step went at one rank, where another way may be tried on all ranks if it went wrong.
-
+// The outcome of a step at one rank.  If a rank cannot do it, all ranks try another access.
 struct Outcome {
   enum class Kind : uint8_t {
     kDone,
-    kCannot,  // another way may
+    kCannot,  // another access may work
     kBroken,  // none will: no memory left, or CUDA is ruined in the rank's process
   } kind = Kind::kDone;
   char text[800] = {};
@@ -47,7 +44,7 @@ Outcome outcomeOf(F&& step) {
 }
 
 // All ranks call it with the same gathered reports, each with an Outcome `outcome`.  Throws if the
-// step broke at a rank, else returns "rank 2 cannot ..." of the first that cannot, "" if all can.
+// step broke at a rank; else returns "rank 2 cannot ..." of the first that cannot, or "".
 template <class Report>
 std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
   for (int r = 0; r < group.size(); ++r)
@@ -61,26 +58,18 @@ std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
   return "";
 }
 
-// ----
-//
-// Memory shared by ranks that are threads of one process, by its pointer.
-
-// Random; no other process has it, nor a forked child.
+// Random; differs between processes, also after a fork.
 std::array<uint64_t, 2> processToken();
 
-// Memory that another rank of this process may take part in: that rank is told the ticket, and owns
-// the memory with this one once it has taken it.  A ticket is good while its memory lives.
+// Shares memory with another rank of this process, which takes it by the ticket.  A ticket is valid
+// while its memory lives.
 uint64_t offer(const MemoryPtr& memory);
-MemoryPtr take(uint64_t ticket);  // throws Error(kSetup) if there is none such
+MemoryPtr take(uint64_t ticket);  // throws Error(kSetup) if it is not valid
 
-// ----
-//
-// Trying one way to each other's memory, on all ranks at the same time.
-
-// Collective.  Fills in `state`, whose way is set, with memory of at least `bytes`; of a multiple
-// of `granularity` where it is exported.  Returns "" if every rank reaches every piece, else, on
-// all ranks, what stands against it.  Throws the same Error on all ranks where no other way would
-// do better: a GPU without memory left, a process whose CUDA is ruined.
+// Collective.  Fills in `state`, whose access is set, with memory of at least `bytes`, a multiple
+// of `granularity` if it is exported.  Returns "" if every rank reaches every piece, else the
+// obstacle, on all ranks.  Throws the same Error on all ranks if no other access would do better: a
+// GPU without memory left, a process whose CUDA is ruined.
 std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
                       const std::vector<std::string>& names);
 

@@ -62,7 +62,7 @@ CUmemAllocationProp exportedOn(int device) {
   return properties;
 }
 
-// Physical memory.  What maps it keeps it alive.
+// Physical memory.  Its mappings keep it alive.
 class Physical {
  public:
   static Physical create(int device, size_t bytes) {
@@ -291,10 +291,6 @@ void Stream::zero(void* data, size_t bytes) {
   check(cudaMemsetAsync(data, 0, bytes, stream_), "clear memory", device_);
   check(cudaStreamSynchronize(stream_), "clear memory", device_);
 }
-
-// ----
-//
-// Registers the pages of all ranks.
 
 MappedPages::MappedPages(Group& group, int device, size_t bytes) : pages_(group, bytes) {
   together(group, [&] {

@@ -1,8 +1,7 @@
 // Memory that this process's kernels on one GPU reach, and how each kind of it is given back.
 //
-// Nothing here knows of ranks: peer_memory.h puts these together.  All of it may be called from any
-// thread, and none of it from a forked child, where the destructors do nothing.  A range must not
-// be in use by a kernel when it goes: the launching code waits for its kernels first.
+// It may be called from any thread, but not from a forked child, where the destructors do nothing.
+// No kernel may use memory when it is given back: the launching code waits for its kernels first.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,13 +38,13 @@ class DeviceMemory {
 };
 using MemoryPtr = std::shared_ptr<DeviceMemory>;
 
-// Plain memory of a GPU (cudaMalloc).  Whole blocks of 2 MiB, the driver's own unit: a smaller one
-// would share its block with memory that others are not to see.
+// Plain memory of a GPU (cudaMalloc).  Whole blocks of 2 MiB, the driver's own unit: other
+// processes that map it must not see memory beside it.
 inline constexpr size_t kBlockBytes = 2 << 20;
 MemoryPtr allocate(int device, size_t bytes);
 
 // Memory of a GPU that other processes map by a descriptor (CUDA's virtual memory management).  It
-// lives as long as any process maps it or holds a descriptor, even if its maker has ended.  `bytes`
+// lives while any process maps it or holds a descriptor, even after its maker has ended.  `bytes`
 // is a multiple of exportGranularity(device).
 struct Exported {
   MemoryPtr memory;
@@ -61,15 +60,15 @@ MemoryPtr mapExported(int device, const Fd& fd, size_t bytes);
 MemoryPtr openIpc(int device, const cudaIpcMemHandle_t& handle, size_t bytes);
 cudaIpcMemHandle_t ipcHandleOf(int device, void* base);
 
-// Lets kernels on `device` touch plain memory of GPU `peer` of the same process.  It stays so:
-// others in this process may use it too.
+// Lets kernels on `device` use plain memory of GPU `peer` of the same process, until the process
+// ends.
 void enablePeerAccess(int device, int peer);
 
-// Pins a segment of host memory and lets kernels on `device` touch it.  The segment may be
-// registered many times, for several GPUs and by ranks that are threads: CUDA is told once.
+// Pins a segment of host memory and lets kernels on `device` use it.  The segment may be registered
+// many times, for several GPUs and by ranks that are threads.
 MemoryPtr registerSegment(int device, std::shared_ptr<Segment> segment);
 
-// A stream of one's own, beside all others.
+// A stream that does not wait for others.
 class Stream {
  public:
   explicit Stream(int device);
@@ -77,7 +76,7 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Returns when it is done.  Each side may be any memory that `device` reaches, or of the host.
+  // Both return when they are done.  Memory may be any that `device` reaches, or of the host.
   void copy(void* to, const void* from, size_t bytes);
   void zero(void* data, size_t bytes);
   cudaStream_t get() const { return stream_; }
@@ -88,14 +87,9 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// ----
-//
 // Host memory that all ranks of a group map and all their GPUs reach, a piece for each rank: for
-// flags that a host must be able to write without a call of CUDA.
-//
-// Kernels, stream waits and hosts see the same words.  What is in the pages outlives a rank that
-// dies (group/host_pages.h).
-
+// flags that a host must be able to write without a call of CUDA.  It outlives a rank that dies
+// (group/host_pages.h).
 class MappedPages {
  public:
   // Collective, with the same `bytes` on all ranks: that much for each, zeroed, rounded up to whole

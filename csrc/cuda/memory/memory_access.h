@@ -1,14 +1,14 @@
-// By which way the ranks of a group reach each other's GPU memory: the choice, as pure functions.
+// Choosing how the ranks of a group access each other's GPU memory: pure functions.
 //
-// All ranks use the same way, the first in this order to which no rank knows an obstacle:
+// All ranks use the same access, the first in this order to which no rank knows an obstacle:
 //
 //   pointer     all ranks are threads of one process: the pointer itself
 //   descriptor  memory that the driver hands to other processes as a file descriptor (VMM)
 //   ipc         legacy CUDA IPC handles
 //   host        pinned host memory that all map, where GPUs do not reach each other
 //
-// Facts that a rank cannot know beforehand (a GPU that its process does not see, what a container
-// allows) shows when the way is tried; that is then an obstacle like any other, and the next is
+// Trying an access shows facts that a rank cannot know beforehand (about a GPU that its process
+// does not see, or the limits of a container).  A failure is an obstacle, and the next access is
 // tried.
 #pragma once
 
@@ -36,7 +36,7 @@ constexpr std::optional<MemoryAccess> memoryAccessNamed(std::string_view name) {
   return std::nullopt;
 }
 
-// Where a rank is and what its GPU can do, by its own account.
+// A rank's process and GPU, by its own account.
 struct Resident {
   uint64_t process[2] = {};  // random, the same for all ranks of one process
   char gpu[48] = {};         // UUID
@@ -55,11 +55,10 @@ struct Resident {
 // Whether one GPU's kernels can touch another's memory: known only of GPUs that the process sees.
 enum class Reach : uint8_t { kYes, kNo, kUnknown };
 
-// By way: why it cannot be, in words; empty if nothing is known against it.
+// By access: the reason against it; empty if none is known.
 using Obstacles = std::array<std::string, kMemoryAccesses>;
 
-// What rank `me` knows.  `reach[r]` is from its GPU to rank r's; `names[r]` how messages call rank
-// r.
+// Known to rank `me`.  `reach[r]` is from its GPU to rank r's; messages call rank r `names[r]`.
 inline Obstacles obstaclesOf(size_t me, const std::vector<Resident>& ranks,
                              const std::vector<Reach>& reach,
                              const std::vector<std::string>& names) {
@@ -84,7 +83,7 @@ inline Obstacles obstaclesOf(size_t me, const std::vector<Resident>& ranks,
   return found;
 }
 
-// What all ranks know together, by the first rank that knows it.
+// Of all ranks, each by the first rank that knows one.
 inline Obstacles merged(const std::vector<Obstacles>& by_rank) {
   Obstacles all;
   for (const Obstacles& one : by_rank)
@@ -93,7 +92,7 @@ inline Obstacles merged(const std::vector<Obstacles>& by_rank) {
   return all;
 }
 
-// None if there is no way, or not the one that is wanted.
+// Nothing if no access is possible, or not the wanted one.
 constexpr std::optional<MemoryAccess> chooseAccess(const Obstacles& obstacles,
                                                    std::optional<MemoryAccess> wanted) {
   for (size_t access = 0; access < kMemoryAccesses; ++access)
@@ -102,8 +101,8 @@ constexpr std::optional<MemoryAccess> chooseAccess(const Obstacles& obstacles,
   return std::nullopt;
 }
 
-// "not by pointer: ranks 0 and 1 are ...; not by descriptor: ...": why none of those before `way`
-// was taken, or, without one, why none is.
+// "not by pointer: ranks 0 and 1 are ...; not by descriptor: ...": why none before `access` was
+// taken, or, without one, why none can be.
 inline std::string explain(const Obstacles& obstacles, std::optional<MemoryAccess> access) {
   std::string text;
   const size_t end = access ? static_cast<size_t>(*access) : kMemoryAccesses;

@@ -22,7 +22,6 @@ namespace ringreduce::cuda {
 
 namespace {
 
-// A rank's facts and its wish.
 struct Facts {
   Resident resident;
   uint64_t bytes = 0, granularity = 1;
@@ -71,7 +70,7 @@ Reach reachOf(int device, const Resident& own, const Resident& other) {
   return can ? Reach::kYes : Reach::kNo;
 }
 
-// What all ranks together know to be impossible.
+// The obstacles that all ranks together know.
 Obstacles gatherObstacles(Group& group, int device, const std::vector<Resident>& residents,
                           const std::vector<std::string>& names) {
   struct Texts {
@@ -192,9 +191,7 @@ void PeerMemory::State::release(Nanos patience) noexcept {
   }
 }
 
-// ----
-//
-// Finds the allocations of a buffer, exports them, and maps those of the other ranks.
+// ---- users' buffers
 
 namespace {
 
@@ -245,8 +242,8 @@ Fd exportMapping(CUdeviceptr base, int device) {
   return Fd(fd);
 }
 
-// Fills in `offer`, and `fd` where a descriptor goes with it.  `alone`: no other process and no
-// other GPU is to reach it.  Throws Error for what cannot be registered.
+// Fills in `offer`, and `fd` if it is exported.  `alone`: no other process and no other GPU reaches
+// it.  Throws Error if it cannot be registered.
 void look(Offer& offer, Fd& fd, int device, bool alone) {
   const OnDevice here(device);
   const auto data = static_cast<CUdeviceptr>(offer.data);
