@@ -1,5 +1,5 @@
-// What goes wrong on a GPU: a rank that does not come, an abort, ranks that disagree, a process
-// that is killed.  Everybody raises the same error, which names the rank; outputs are poisoned;
+// Failures on a GPU: a rank that does not come, an abort, ranks that disagree, a process
+// that is killed.  All ranks raise the same error, which names the rank; outputs are poisoned;
 // nothing keeps the GPU busy; a new group works.
 //
 // Every test runs in processes of its own, forked before any has used the GPU.
@@ -110,7 +110,7 @@ void expectError(const Ranks& ranks, Failure kind, const std::string& words) {
   }
 }
 
-// That a new group of as many ranks does what it should.
+// A new group of as many ranks works.
 void expectAllWell(int size, bool kernels) {
   const Ranks ranks(size, together(kernels), named("afterwards"));
   const Data data(size);

@@ -19,7 +19,7 @@
 #include "peers.h"
 #include "ring_oracle.h"
 
-// ---- kernels, as functions of what they are given
+// ---- kernels, as functions of their arguments
 
 namespace {
 
@@ -358,7 +358,7 @@ TEST(calls_on_another_stream_are_held_back) {
   });
 }
 
-// ---- what goes wrong
+// ---- failures
 
 TEST(a_rank_that_does_not_come_is_named_by_all) {
   for (const std::string hosts : {"abc", "aabb"}) {

@@ -31,7 +31,7 @@ uint32_t next() {
   return ++seed;
 }
 
-// One call of all ranks, `at` elements into their buffers, and what must come of it.
+// One call of all ranks, `at` elements into their buffers, and the expected result.
 class Data {
  public:
   Data(Kind kind, int P, size_t count, DType dtype, bool in_place, size_t at = 0,
@@ -153,7 +153,7 @@ class Data {
             .seed = seed_,
             .chunk = count_};
   }
-  // A rank's input.  Bytes of what is only moved are those of 8-bit integers.
+  // A rank's input.  Calls that only move data take 8-bit integers.
   Bytes elementsOf(int r) const {
     const size_t parts = kind_ == Kind::kReduceScatter ? static_cast<size_t>(P_) : 1;
     const DType drawn = kind_ == Kind::kReduceScatter ? dtype_ : DType::kUInt8;
@@ -308,11 +308,5 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
 }
 
 int main(int argc, char** argv) {
-  // Streams of ranks that wait for each other must not share a queue of the GPU's.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-  if (const std::string why = gpu::whyNone(); !why.empty()) {
-    std::printf("skipped: no GPU (%s)\n", why.c_str());
-    return 77;
-  }
-  return check::runAll(argc > 1 ? argv[1] : nullptr);
+  return gpu::mainOf([&] { return check::runAll(argc > 1 ? argv[1] : nullptr); });
 }

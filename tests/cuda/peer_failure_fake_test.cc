@@ -1,4 +1,4 @@
-// What goes wrong between ranks and their GPUs, on the fake of CUDA: machines that lack one way or
+// Failures between ranks and their GPUs, on the fake of CUDA: machines that lack one way or
 // the other, and every single call that fails at one rank.
 #define CHECK_OWN_MAIN
 #include <csignal>
@@ -40,7 +40,7 @@ void apart(fake::Machine& m) {
   m.apart[0][1] = m.apart[1][0] = true;
 }
 
-// What `make` comes to on all ranks if one call of one rank fails: on all the same.
+// The outcome of `make` if one call of one rank fails: the same on all ranks.
 struct Fate {
   std::string error;   // "" if it was made
   std::string detail;  // which way, say
@@ -67,7 +67,7 @@ int failEachCall(int P, int victim, cudaError_t error, const Make& make,
         fate.error = e.what();
       }
       if (group.rank() == victim) failed = fake::hasFailed();
-      // Nobody else in this thread shall take our errors for its own.
+      // Other code in this thread must not take our errors for its own.
       if (error != cudaErrorIllegalAddress) CHECK_EQ(cudaGetLastError(), cudaSuccess);
       group.run({Barrier{}});  // it is as good as before
       fake::heal();

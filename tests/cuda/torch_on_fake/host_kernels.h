@@ -11,7 +11,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static thread_local  // blocks of a grid are threads
-#define __CUDA_ARCH_LIST__ 900          // what the fake says it is
+#define __CUDA_ARCH_LIST__ 900          // of the fake
 
 struct HostIndex {
   unsigned x;
