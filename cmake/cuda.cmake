@@ -145,7 +145,7 @@ endif()
 
 # nvcc compiles a file for one GPU after the other unless told otherwise: where there are more cores
 # than files, several at a time.
-file(GLOB cuda_files CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/kernels/*.cu)
+file(GLOB cuda_files CONFIGURE_DEPENDS csrc/cuda/kernels/*.cu)
 list(LENGTH cuda_files cuda_file_count)
 include(ProcessorCount)
 ProcessorCount(cores)

@@ -1,10 +1,10 @@
 // The watchdog of a rank's GPU operations: deadlines, lost ranks, mismatches.
 //
 // A host that has put work into a stream goes on, so two threads look after that work.  They sleep
-// while nothing is under way.  Otherwise one asks CUDA whether operations are done.  The other
-// checks every few milliseconds what the GPU cannot detect by itself, fails the group with an error
-// that names the rank, and then ends everything that still waits.  This second thread makes no call
-// that could wait for the GPU, except to end a group that has failed.
+// while there is none.  One asks CUDA whether operations are done.  The other checks deadlines,
+// lost ranks and mismatches every few milliseconds, fails the group with an error that names the
+// rank, and then ends everything that still waits.  It makes no call that could wait for the GPU,
+// except to end a group that has failed.
 //
 // The group knows which ranks are alive, and keeps the one error of all ranks (group/group.h).
 // WatchedRanks knows the progress of the other ranks.  It has one implementation for ranks that

@@ -1,4 +1,4 @@
-// Finds a dtype's kernels, and compiles those that serve all dtypes.
+// The table of kernels by dtype, the kernels that serve all dtypes, and the facts about the build.
 #include <cuda_runtime_api.h>
 
 #include "base/error.h"
@@ -70,7 +70,7 @@ const void* carryKernel(int unit) {
   return kernels[unit];
 }
 
-// ---- what all of this was compiled for
+// ---- the build
 
 std::string BuildInfo::text() const {
   std::string text =
