@@ -145,7 +145,7 @@ endif()
 
 # nvcc compiles a file for one GPU after the other unless told otherwise: where there are more cores
 # than files, several at a time.
-file(GLOB cuda_files CONFIGURE_DEPENDS csrc/cuda/*.cu)
+file(GLOB cuda_files CONFIGURE_DEPENDS csrc/cuda/kernels/*.cu)
 list(LENGTH cuda_files cuda_file_count)
 include(ProcessorCount)
 ProcessorCount(cores)
@@ -168,7 +168,7 @@ set(CMAKE_CUDA_COMPILER_LAUNCHER
 
 # --- The library: no torch, no Python, and no libcuda, which a machine without a GPU has not ------------
 
-file(GLOB cuda_host_files CONFIGURE_DEPENDS csrc/cuda/*.cc)
+file(GLOB cuda_host_files CONFIGURE_DEPENDS csrc/cuda/*.cc csrc/cuda/*/*.cc)
 add_library(ringreduce_cuda_host OBJECT ${cuda_host_files})
 set_target_properties(ringreduce_cuda_host PROPERTIES ${unity})
 add_library(ringreduce_cuda STATIC ${cuda_files} $<TARGET_OBJECTS:ringreduce_cuda_host>)

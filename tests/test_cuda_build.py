@@ -124,5 +124,5 @@ def test_a_source_distribution_has_all_that_is_compiled(monkeypatch: pytest.Monk
         for path in Path(folder).rglob("*")
         if path.suffix in (".h", ".cc", ".cu", ".cuh", ".cmake", ".sh", ".py")
     }
-    assert "csrc/cuda/kernels.cu" in wanted and "cmake/cuda.cmake" in wanted
+    assert "csrc/cuda/kernels/kernels.cu" in wanted and "cmake/cuda.cmake" in wanted
     assert sorted(wanted - set(packed.files)) == []

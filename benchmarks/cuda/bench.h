@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../../tests/cuda/one_process.h"
-#include "cuda/nccl.h"
+#include "cuda/internode/nccl.h"
 #include "floors.h"
 #include "rank_data.h"
 #include "report.h"

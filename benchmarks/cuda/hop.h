@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "../../tests/cuda/gpu.h"
-#include "cuda/driver.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
 #include "report.h"
 
 namespace perf {

@@ -61,10 +61,10 @@ class Rank {
     if (!comm_->wait(gpu::kHang)) throw std::runtime_error("an all-reduce neither ends nor raises");
   }
 
-  // Elements of the last result that are wrong; after an error it may be spoilt instead.
-  size_t wrong(bool may_be_spoilt) {
+  // Elements of the last result that are wrong; after an error it may be poisoned instead.
+  size_t wrong(bool may_be_poisoned) {
     gpu::finish(stream_.get(), "a stream after an error");
-    if (may_be_spoilt && data_.isSpoilt(job_, stream_.get())) return 0;
+    if (may_be_poisoned && data_.isPoisoned(job_, stream_.get())) return 0;
     data_.compare(job_, expected_, stream_.get());
     gpu::finish(stream_.get(), "a comparison");
     const Found found = data_.found(job_, expected_);

@@ -73,7 +73,7 @@ class Rank {
       const std::string& way = settings_.ways[i];
       const std::string ending = i == 0 ? "" : "-" + way;
       cuda::CommunicatorOptions options;
-      options.way = cuda::wayNamed(way);  // auto has none
+      options.access = cuda::memoryAccessNamed(way);  // auto has none
       std::shared_ptr<Communicator> staged, registered;
       try {
         staged = Communicator::create(newGroup("staged " + way), 0, options);
@@ -83,7 +83,8 @@ class Rank {
         continue;
       }
       const bool turns = !staged->kernelsRunAtOnce();
-      say(rank_ == 0, "# %s: memory is mapped by %s; %s\n", way.c_str(), cuda::name(staged->way()),
+      say(rank_ == 0, "# %s: memory is mapped by %s; %s\n", way.c_str(),
+          cuda::name(staged->access()),
           turns ? "the processes have the GPU in turns"
                 : "the processes' kernels run at once (MPS)");
       for (Path path : settings_.paths) {

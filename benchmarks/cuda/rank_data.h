@@ -102,8 +102,8 @@ class RankData {
     return found;
   }
 
-  // Whether an output is spoilt as after an abort: all bytes 0xff.
-  bool isSpoilt(const Job& job, cudaStream_t stream) const {
+  // Whether an output is poisoned as after an abort: all bytes 0xff.
+  bool isPoisoned(const Job& job, cudaStream_t stream) const {
     gpu::must(cudaMemsetAsync(verdicts_.get(), 0, verdicts_.bytes(), stream), "clear memory");
     compareWithByte(output(job), job.what.count * ringreduce::sizeOf(job.what.dtype), 0xff,
                     verdict(kResult), stream);

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "cuda/kernels.h"
+#include "cuda/kernels/kernel_table.h"
 #include "floors.h"
 
 namespace perf {

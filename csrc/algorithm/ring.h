@@ -17,7 +17,7 @@
 // slots a link, some rank can always proceed.
 //
 // `Primitives` defines moving and adding: for a CPU thread (collectives/reduction.h) and for
-// a thread block of a GPU (cuda/primitives.h).
+// a thread block of a GPU (cuda/kernels/ring_kernel.h).
 #pragma once
 
 #include <cstddef>

@@ -133,7 +133,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   });
   if (hasCuda())
     gpu_ = c10::make_intrusive<GpuBackend>(
-        rank, size, observer_, [this](c10::Device device) { return makePlaneOn(device); },
+        rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
         [this] {
           const auto made = gpus_.make_inner(store_, rank_, size_);
           if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
@@ -170,10 +170,11 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   if (const auto group = groupIfAny()) group->setTimeout(nanosOf(timeout));
 }
 
-std::shared_ptr<cuda::Plane> Backend::makePlaneOn(c10::Device device) {
+std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device device) {
   const auto group = this->group();
   const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
-  return several_hosts ? makePlaneBetweenHosts(group, device) : makePlane(group, device);
+  return several_hosts ? makeInterNodeCommunicator(group, device)
+                       : makeHostCommunicator(group, device);
 }
 
 GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {

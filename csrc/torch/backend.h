@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "bootstrap/topology.h"
-#include "cuda/plane.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "kernels/message.h"
 #include "torch/work.h"
@@ -28,8 +28,8 @@ class GpuBackend;
 
 class Backend final : public c10d::Backend {
  public:
-  // Makes the backend that takes calls on CUDA tensors which the GPU plane does not perform; null:
-  // they go through the host's memory.
+  // Makes the backend that takes calls on CUDA tensors which the GPU communicator does not perform;
+  // null: they go through the host's memory.
   using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
   // The facts of its GPUs that a rank gives the others, and the backend that it makes from all
@@ -155,7 +155,7 @@ class Backend final : public c10d::Backend {
   // they are not the CPU's.
   GpuBackend* gpuFor(const at::Tensor& tensor) const;
   GpuBackend* gpuFor(const Tensors& tensors) const;
-  std::shared_ptr<cuda::Plane> makePlaneOn(c10::Device device);
+  std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
   WorkPtr start(Job job, bool async);
   WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);

@@ -1,5 +1,5 @@
-// Ordering calls behind the caller's stream and putting them into one; planes, and the backend's
-// life. The calls themselves are in gpu_calls.cc.
+// Ordering calls behind the caller's stream and putting them into one; communicators, and the
+// backend's life. The calls themselves are in gpu_calls.cc.
 //
 // An asynchronous call runs in a stream of the backend's own; tensors are recorded on it, so that
 // torch's allocator does not give their memory away too early.  A blocking call runs in the
@@ -25,9 +25,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/build_info.h"
-#include "cuda/communicator.h"
-#include "cuda/spanning.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/gpu_device.h"
+#include "cuda/internode/internode_communicator.h"
 #endif
 
 namespace ringreduce {
@@ -40,15 +40,17 @@ std::string cudaBuild() {
   return cuda::buildInfo().text();
 }
 
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device) {
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
+                                                            c10::Device device) {
   return cuda::Communicator::create(group, device.index(),
                                     cuda::CommunicatorOptions::fromEnvironment());
 }
 
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
-                                                   c10::Device device) {
-  return cuda::Spanning::create(group, *group->hosts(), group->local(),
-                                makePlane(group->local(), device), device.index());
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
+    const std::shared_ptr<Group>& group, c10::Device device) {
+  return cuda::InterNodeCommunicator::create(group, *group->hosts(), group->local(),
+                                             makeHostCommunicator(group->local(), device),
+                                             device.index());
 }
 
 CUstream_st* handleOf(const c10::Stream& stream) {
@@ -75,11 +77,13 @@ std::string cudaBuild() {
   return "";
 }
 
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>&, c10::Device) {
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>&,
+                                                            c10::Device) {
   withoutCuda();
 }
 
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>&, c10::Device) {
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(const std::shared_ptr<Group>&,
+                                                                 c10::Device) {
   withoutCuda();
 }
 
@@ -108,15 +112,15 @@ c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
 class StreamWork final : public c10d::Work {
  public:
   // Ignores the job's operations: the caller puts them into the stream, then calls `enqueued`.  The
-  // context of an error comes from the plane (its calls' labels).
-  StreamWork(int rank, uint64_t sequence, const Job& job, const std::shared_ptr<cuda::Plane>& plane,
-             const c10::Stream& stream)
+  // context of an error comes from the communicator (its calls' labels).
+  StreamWork(int rank, uint64_t sequence, const Job& job,
+             const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         outputs_(job.outputs),
         sequence_(sequence),
         future_of_one_(job.future_of_one),
         observer_(job.observer),
-        plane_(plane),
+        communicator_(communicator),
         stream_(stream),
         timed_(observer_->timing),
         begin_(stream.device_type(),
@@ -198,7 +202,7 @@ class StreamWork final : public c10d::Work {
 
  private:
   void raise() const {  // the group's error, if there is one
-    if (const auto plane = plane_.lock()) translated([&] { plane->check(); });
+    if (const auto communicator = communicator_.lock()) translated([&] { communicator->check(); });
   }
 
   const std::vector<at::Tensor> outputs_;
@@ -206,8 +210,8 @@ class StreamWork final : public c10d::Work {
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const Nanos started_ = now();
-  // Not kept alive: a plane that is gone has run or failed its operations.
-  const std::weak_ptr<cuda::Plane> plane_;
+  // Not kept alive: a communicator that is gone has run or failed its operations.
+  const std::weak_ptr<cuda::GpuCommunicator> communicator_;
   const c10::Stream stream_;
   const bool timed_;
   c10::Event begin_, end_;
@@ -216,11 +220,11 @@ class StreamWork final : public c10d::Work {
 
 }  // namespace
 
-GpuBackend::GpuBackend(int rank, int size, std::shared_ptr<Observer> observer, MakePlane make_plane,
-                       MakeNccl make_nccl, BackendPtr staged)
+GpuBackend::GpuBackend(int rank, int size, std::shared_ptr<Observer> observer,
+                       MakeCommunicator make_communicator, MakeNccl make_nccl, BackendPtr staged)
     : c10d::Backend(rank, size),
       observer_(std::move(observer)),
-      make_plane_(std::move(make_plane)),
+      make_communicator_(std::move(make_communicator)),
       make_nccl_(std::move(make_nccl)),
       staged_(std::move(staged)) {}
 
@@ -228,10 +232,10 @@ GpuBackend::~GpuBackend() = default;
 
 // ---- putting operations into streams
 
-std::shared_ptr<GpuBackend::Lane> GpuBackend::laneOf(c10::Device device) {
+std::shared_ptr<GpuBackend::DeviceContext> GpuBackend::contextOf(c10::Device device) {
   const std::lock_guard lock(mutex_);
-  const auto known = lanes_.find(device.index());
-  if (known != lanes_.end()) return known->second;
+  const auto known = contexts_.find(device.index());
+  if (known != contexts_.end()) return known->second;
   if (isCapturing(device))
     throw Error(Failure::kArgument,
                 "ringreduce: a group's first call on " + device.str() +
@@ -239,16 +243,16 @@ std::shared_ptr<GpuBackend::Lane> GpuBackend::laneOf(c10::Device device) {
                     "taken first; make one before, or name the device when the group is made "
                     "(device_id=)");
   const c10::DeviceGuard on(device);
-  auto lane = std::make_shared<Lane>(
-      Lane{{}, make_plane_(device), guardOf(device).getStreamFromGlobalPool(device, true)});
-  return lanes_.emplace(device.index(), std::move(lane)).first->second;
+  auto context = std::make_shared<DeviceContext>(DeviceContext{
+      {}, make_communicator_(device), guardOf(device).getStreamFromGlobalPool(device, true)});
+  return contexts_.emplace(device.index(), std::move(context)).first->second;
 }
 
 GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
                                         const Tensors& used, const Put& put) {
-  const std::shared_ptr<Lane> lane = laneOf(device);
+  const std::shared_ptr<DeviceContext> context = contextOf(device);
   std::unique_lock lock(mutex_);
-  if (lane->plane->callsNccl() && nccl_ &&
+  if (context->communicator->callsNccl() && nccl_ &&
       std::find(others_coalesce_.begin(), others_coalesce_.end(), nccl_->get()) !=
           others_coalesce_.end())
     throw Error(
@@ -258,9 +262,10 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const c10::DeviceGuard on(device);
   const auto guard = guardOf(device);
   const c10::Stream caller = guard.getStream(device);
-  const c10::Stream stream = async ? lane->stream : caller;
+  const c10::Stream stream = async ? context->stream : caller;
   job.observer = observer_;
-  const auto work = c10::make_intrusive<StreamWork>(rank_, sequence_++, job, lane->plane, stream);
+  const auto work =
+      c10::make_intrusive<StreamWork>(rank_, sequence_++, job, context->communicator, stream);
   try {
     if (async) {
       c10::Event ready(device.type());
@@ -272,7 +277,7 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
           guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
     }
     const c10::StreamGuard in(stream);
-    put(*lane->plane, stream);
+    put(*context->communicator, stream);
     work->enqueued();
   } catch (...) {
     work->failed(std::current_exception());
@@ -288,18 +293,19 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
 // memory is kept until the group ends, since peers map it; DDP makes few buckets.  Of a refused
 // bucket only a weak pointer is kept, so that its address is not reused.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
-  const std::shared_ptr<Lane> lane = laneOf(bucket.device());
-  if (!lane->plane->gainsByRegistering() || isCapturing(bucket.device())) return;
+  const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
+  if (!context->communicator->gainsByRegistering() || isCapturing(bucket.device())) return;
   const std::lock_guard lock(mutex_);
   const c10::Storage& storage = bucket.storage();
   void* const data = storage.mutable_data();
   if (!data) return;
-  const auto [seen, is_new] = lane->buckets.try_emplace(
-      storage.unsafeGetStorageImpl(), Lane::Bucket{storage.getWeakStorageImpl(), storage});
+  const auto [seen, is_new] = context->buckets.try_emplace(
+      storage.unsafeGetStorageImpl(), DeviceContext::Bucket{storage.getWeakStorageImpl(), storage});
   if (!is_new) return;
   const c10::DeviceGuard on(bucket.device());
   // Why not does not matter here: the bucket then goes by way of staging memory, like any other.
-  if (!lane->plane->registerBuffer(data, storage.nbytes()).empty()) seen->second.kept = {};
+  if (!context->communicator->registerBuffer(data, storage.nbytes()).empty())
+    seen->second.kept = {};
 }
 
 std::shared_ptr<HostTrip> GpuBackend::toHost(const at::Tensor& tensor) {
@@ -343,7 +349,7 @@ GpuBackend::WorkPtr GpuBackend::endCoalescing() {
 }
 
 void GpuBackend::eagerConnectSingleDevice(at::Device device) {
-  translated([&] { laneOf(device); });
+  translated([&] { contextOf(device); });
 }
 
 void GpuBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -353,36 +359,36 @@ void GpuBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 void GpuBackend::abort() {
   const std::lock_guard lock(mutex_);
-  for (const auto& [index, lane] : lanes_)
-    translated([&] { lane->plane->abort("abort() was called"); });
+  for (const auto& [index, context] : contexts_)
+    translated([&] { context->communicator->abort("abort() was called"); });
   if (nccl_ && *nccl_) (*nccl_)->abort();
 }
 
 void GpuBackend::shutdown() {
-  decltype(lanes_) lanes;
+  decltype(contexts_) contexts;
   std::optional<BackendPtr> nccl;
   {
     const std::lock_guard lock(mutex_);
-    lanes.swap(lanes_);
+    contexts.swap(contexts_);
     // Not made again: later calls go to the CPU's backend, which has the error.
     nccl = std::exchange(nccl_, BackendPtr());
   }
   if (forkGeneration() != generation_) {  // in a child their threads are not there
     if (nccl) (void)nccl->release();
-    (void)new decltype(lanes)(std::move(lanes));
+    (void)new decltype(contexts)(std::move(contexts));
     return;
   }
   if (!nccl || !*nccl) return;
   const auto has_failed = [](const auto& entry) {
     try {
-      entry.second->plane->check();
+      entry.second->communicator->check();
     } catch (const Error&) {
       return true;
     }
     return false;
   };
   // With a rank that is gone, NCCL would wait for calls that never end.
-  if (std::any_of(lanes.begin(), lanes.end(), has_failed))
+  if (std::any_of(contexts.begin(), contexts.end(), has_failed))
     (*nccl)->abort();
   else
     (*nccl)->shutdown();
@@ -391,7 +397,7 @@ void GpuBackend::shutdown() {
 size_t GpuBackend::bytes() const {
   const std::lock_guard lock(mutex_);
   size_t sum = 0;
-  for (const auto& [index, lane] : lanes_) sum += lane->plane->bytes();
+  for (const auto& [index, context] : contexts_) sum += context->communicator->bytes();
   return sum;
 }
 

@@ -1,4 +1,4 @@
-// The backend's calls on CUDA tensors.  Calls that the plane of GPUs performs go into streams, as
+// The backend's calls on CUDA tensors.  Calls that the communicator performs go into streams, as
 // in ProcessGroupNCCL.  All others go to torch's NCCL backend, or, if NCCL does not support them or
 // cannot start (ranks that share a GPU), through the host's memory (staged_backend.h).
 #pragma once
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "cuda/plane.h"
+#include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "torch/staged_backend.h"
 #include "torch/work.h"
@@ -33,12 +33,14 @@ inline bool hasCuda() {
 // The four functions that need CUDA to be built.  All else knows streams and events by torch's
 // interface for any device.
 
-// Collective over the group: the plane of its ranks' GPUs, `device` this rank's.  Throws Error.
-std::shared_ptr<cuda::Plane> makePlane(const std::shared_ptr<Group>& group, c10::Device device);
+// Collective over the group: the communicator of its ranks' GPUs, `device` this rank's.  Throws
+// Error.
+std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
+                                                            c10::Device device);
 // The same over several hosts.
-std::shared_ptr<cuda::Plane> makePlaneBetweenHosts(const std::shared_ptr<Group>& group,
-                                                   c10::Device device);
-// As the data plane takes it.
+std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
+    const std::shared_ptr<Group>& group, c10::Device device);
+// As the data communicator takes it.
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
@@ -51,11 +53,11 @@ class GpuBackend final : public c10d::Backend {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   // Makes the NCCL backend when it is first needed; null where it cannot start.
   using MakeNccl = std::function<BackendPtr()>;
-  // Makes the plane of a device, with all ranks, when it is first used.
-  using MakePlane = std::function<std::shared_ptr<cuda::Plane>(c10::Device)>;
+  // Makes the communicator of a device, with all ranks, when it is first used.
+  using MakeCommunicator = std::function<std::shared_ptr<cuda::GpuCommunicator>(c10::Device)>;
 
-  GpuBackend(int rank, int size, std::shared_ptr<Observer> observer, MakePlane make_plane,
-             MakeNccl make_nccl, BackendPtr staged);
+  GpuBackend(int rank, int size, std::shared_ptr<Observer> observer,
+             MakeCommunicator make_communicator, MakeNccl make_nccl, BackendPtr staged);
   ~GpuBackend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -95,51 +97,54 @@ class GpuBackend final : public c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
-  // Makes the device's plane, so that the first call need not.  Collective.
+  // Makes the device's communicator, so that the first call need not.  Collective.
   void eagerConnectSingleDevice(at::Device device) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
 
-  size_t bytes() const;  // of device memory that the planes hold
+  size_t bytes() const;  // of device memory that the communicators hold
 
   // Starts to copy a tensor to the host's memory, for a call that goes through it without a wait.
-  // Needs no plane.
+  // Needs no communicator.
   std::shared_ptr<HostTrip> toHost(const at::Tensor& tensor);
 
  private:
-  struct Lane {
-    // A bucket that was registered or refused.  Memory that peers map is kept as long as the plane.
+  struct DeviceContext {
+    // A bucket that was registered or refused.  Memory that peers map is kept as long as the
+    // communicator.
     struct Bucket {
       c10::weak_intrusive_ptr<c10::StorageImpl> known;
       c10::Storage kept;  // empty: refused
     };
     std::map<c10::StorageImpl*, Bucket> buckets;
-    std::shared_ptr<cuda::Plane> plane;
+    std::shared_ptr<cuda::GpuCommunicator> communicator;
     c10::Stream stream;  // asynchronous operations run here, one after the other
   };
   // Puts an operation into the current stream, which is `stream`.
-  using Put = std::function<void(cuda::Plane&, const c10::Stream&)>;
+  using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
   // The caller keeps it alive, even if the group shuts down meanwhile.
-  std::shared_ptr<Lane> laneOf(c10::Device device);
-  bool performs(c10::Device device, Kind kind) { return laneOf(device)->plane->performs(kind); }
+  std::shared_ptr<DeviceContext> contextOf(c10::Device device);
+  bool performs(c10::Device device, Kind kind) {
+    return contextOf(device)->communicator->performs(kind);
+  }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
   void registerBucket(const at::Tensor& bucket);
-  // The backend that takes a call which no plane performs.
+  // The backend that takes a call which no communicator performs.
   c10d::Backend* nccl();  // null: it cannot start.  With the lock held
   c10d::Backend& other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
   c10d::Backend& other(const Tensors& tensors) { return other(tensors.at(0)); }
 
   const int generation_ = forkGeneration();  // forks before it was made
   const std::shared_ptr<Observer> observer_;
-  const MakePlane make_plane_;
+  const MakeCommunicator make_communicator_;
   const MakeNccl make_nccl_;
   const BackendPtr staged_;
   // Guards the rest; held while an operation is put into its stream.  Recursive: a wait for other
   // ranks runs Python's signal handlers meanwhile, and these may end the group.
   mutable std::recursive_mutex mutex_;
-  std::map<c10::DeviceIndex, std::shared_ptr<Lane>> lanes_;
+  std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
   std::optional<BackendPtr> nccl_;  // null: it cannot start
   uint64_t sequence_ = 0;

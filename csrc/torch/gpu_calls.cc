@@ -1,5 +1,5 @@
-// The calls that a plane of GPUs performs: torch's arguments, checked and turned into the plane's
-// calls.
+// The calls that a communicator of GPUs performs: torch's arguments, checked and turned into the
+// communicator's calls.
 //
 // A check that fails here raises ValueError before anything is put into a stream.
 #include <ATen/core/grad_mode.h>
@@ -18,7 +18,7 @@ namespace {
 
 using Use = Staged::Use;
 
-// PREMUL_SUM's factor as the plane takes it: a tensor stays on its device.
+// PREMUL_SUM's factor as the communicator takes it: a tensor stays on its device.
 struct GpuFactor {
   double number;
   at::Tensor tensor;  // of float64 for float64 and else of float32
@@ -126,9 +126,9 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
     return enqueue({single ? c10d::OpType::ALLREDUCE : c10d::OpType::ALLREDUCE_COALESCED,
                     "ringreduce:all_reduce", tensors, tensors},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.allReduce(calls[i], handleOf(stream));
+                       communicator.allReduce(calls[i], handleOf(stream));
                        all[i].staged.giveBack();
                      }
                      for (size_t i = 0; copied && i < tensors.size(); ++i)
@@ -166,8 +166,8 @@ GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Contex
                     .outputs = {bucket},
                     .future_of_one = true},
                    bucket.device(), /*async=*/true, {bucket, staged.memory()},
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
-                     plane.allReduce(call, handleOf(stream));
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
+                     communicator.allReduce(call, handleOf(stream));
                      staged.giveBack();
                    })
         ->getFuture();
@@ -219,9 +219,9 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     return enqueue({single ? c10d::OpType::_REDUCE_SCATTER_BASE : c10d::OpType::COALESCED,
                     "ringreduce:reduce_scatter_tensor", inputs, outputs},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.reduceScatter(calls[i], handleOf(stream));
+                       communicator.reduceScatter(calls[i], handleOf(stream));
                        to[i].staged.giveBack();
                      }
                    });
@@ -264,8 +264,8 @@ GpuBackend::WorkPtr GpuBackend::broadcast(Tensors& tensors, const c10d::Broadcas
                                   .timeout = timeoutOf(options.timeout)};
     return enqueue({c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors},
                    tensor.device(), options.asyncOp, {tensor, staged.memory()},
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
-                     plane.broadcast(call, handleOf(stream));
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
+                     communicator.broadcast(call, handleOf(stream));
                      staged.giveBack();
                    });
   });
@@ -309,9 +309,9 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     return enqueue({single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
                     "ringreduce:all_gather_into_tensor", inputs, outputs},
                    device, options.asyncOp, used,
-                   [&](cuda::Plane& plane, const c10::Stream& stream) {
+                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
-                       plane.allGather(calls[i], handleOf(stream));
+                       communicator.allGather(calls[i], handleOf(stream));
                        to[i].giveBack();
                      }
                    });
@@ -359,10 +359,12 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
     return enqueue(
         {single ? c10d::OpType::ALLGATHER : c10d::OpType::ALLGATHER_COALESCED,
          "ringreduce:all_gather", inputs, std::move(results)},
-        device, options.asyncOp, used, [&](cuda::Plane& plane, const c10::Stream& stream) {
+        device, options.asyncOp, used,
+        [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
           const at::NoGradGuard no_grad;
           // All inputs are read before an output is written, because they may overlap.
-          for (const cuda::GpuAllGather& call : calls) plane.allGather(call, handleOf(stream));
+          for (const cuda::GpuAllGather& call : calls)
+            communicator.allGather(call, handleOf(stream));
           for (size_t i = 0; i < calls.size(); ++i) {
             for (size_t r = 0; r < size; ++r)
               outputs[r][i].detach().copy_(
@@ -388,7 +390,8 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
   });
 }
 
-// ---- calls on CUDA tensors that no plane performs: the choice of the backend that takes them
+// ---- calls on CUDA tensors that no communicator performs: the choice of the backend that takes
+// them
 
 namespace {
 
@@ -483,9 +486,9 @@ GpuBackend::WorkPtr GpuBackend::barrier(const c10d::BarrierOptions& options) {
       made = nccl();
       // Or else NCCL guesses a device by the rank's number.
       if (mine.device_ids.empty())
-        mine.device_ids = {lanes_.empty()
+        mine.device_ids = {contexts_.empty()
                                ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index()
-                               : lanes_.begin()->first};
+                               : contexts_.begin()->first};
     }
     if (!made)
       throw Error(Failure::kArgument,

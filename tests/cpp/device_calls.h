@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/tuning.h"
+#include "cuda/kernels/gpu_tuning.h"
 #include "host_block.h"
 #include "reduction_case.h"
 #include "transport/shm/page.h"
@@ -38,7 +38,7 @@ struct Call {
   Place place = Place::kAligned;
   bool device_factor = false;
   int root = 0;
-  bool spread = false;  // a broadcast in two hops
+  bool two_hops = false;  // a broadcast in two hops
 
   // Of what is only moved; slices are counted in it.
   int unit() const { return unitOf(numbers->width()); }
@@ -224,7 +224,7 @@ class Calls {
            .operation = calls_.size(),
            .slice = call.slice,
            .window = call.window,
-           .scatter = call.kind == Kind::kReduceScatter || call.spread,
+           .scatter = call.kind == Kind::kReduceScatter || call.two_hops,
            .root = call.kind == Kind::kBroadcast ? call.root : kEverybody});
     }
   }

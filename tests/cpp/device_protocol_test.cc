@@ -76,7 +76,7 @@ struct EarlyRelease : DevicePrimitives<E, Rules, B> {
   void recv(int chunk, size_t j) {
     if (!this->await(true, false)) return;
     const std::byte* slot = this->slot();
-    this->receiver_.release(this->block_.lane() == 0);
+    this->receiver_.release(this->block_.thread() == 0);
     Rules::delay();
     const Span s = this->span(chunk, j);
     copyElements<E>(this->block_, s.size, slot, Spans<1>{{this->output(s)}});
@@ -119,15 +119,16 @@ const Case& numbersOf(int P, bool half) {
 struct How {
   Kind kind;
   DeviceAlgorithm algorithm = DeviceAlgorithm::kTwoShot;
-  bool spread = false;
+  bool two_hops = false;
 };
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
 constexpr How kRing{Kind::kAllReduce, DeviceAlgorithm::kRing};
 constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather},
-    kBroadcast{Kind::kBroadcast}, kSpread{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
-constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,  kReduceScatter,
-                          kAllGather, kBroadcast, kSpread};
+    kBroadcast{Kind::kBroadcast},
+    kTwoHopBroadcast{Kind::kBroadcast, DeviceAlgorithm::kTwoShot, true};
+constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,           kReduceScatter,
+                          kAllGather, kBroadcast, kTwoHopBroadcast};
 
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
@@ -135,7 +136,7 @@ constexpr std::array kRings{kRing};
 constexpr std::array kPushes{kOneShot, kTwoShot};
 constexpr std::array kScatters{kReduceScatter};
 constexpr std::array kGathers{kAllGather, kBroadcast};
-constexpr std::array kSpreads{kSpread};
+constexpr std::array kTwoHopBroadcasts{kTwoHopBroadcast};
 
 template <size_t n>
 constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
@@ -171,7 +172,7 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
                .in_place = random() % 2 == 0,
                .place = static_cast<Place>(random() % 4),
                .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
-               .spread = how.spread});
+               .two_hops = how.two_hops});
   }
   host::run<B>(shape, calls.count(), [&](B& block, int r, int c, size_t kernel) {
     constexpr Compiled kCompiled = compiledFor(kinds);
@@ -220,15 +221,15 @@ class Absence {
   Absence(const How& how, uint64_t timeout, int blocks_that_come)
       : ranks_(layoutOf(kShape, 2), kWraps), calls_(ranks_, timeout), come_(blocks_that_come) {
     for (int i = 0; i < 2; ++i)
-      calls_.add(
-          {.kind = how.kind,
-           .algorithm = how.algorithm,
-           .numbers = &numbersOf(kShape.ranks, false),
-           .count = oracle::kMost / (how.kind == Kind::kAllReduce || how.spread ? 1 : kShape.ranks),
-           .blocks = kShape.blocks,
-           .in_place = i == 0,
-           .place = Place::kApart,
-           .spread = how.spread});
+      calls_.add({.kind = how.kind,
+                  .algorithm = how.algorithm,
+                  .numbers = &numbersOf(kShape.ranks, false),
+                  .count = oracle::kMost /
+                           (how.kind == Kind::kAllReduce || how.two_hops ? 1 : kShape.ranks),
+                  .blocks = kShape.blocks,
+                  .in_place = i == 0,
+                  .place = Place::kApart,
+                  .two_hops = how.two_hops});
   }
 
   template <class B = host::Block, const auto& kinds = kAll>
@@ -244,7 +245,7 @@ class Absence {
   void abort() {
     for (int r = 0; r < kShape.ranks; ++r) publishWord(ranks_.abortWord(r), 1);
   }
-  void expectSpoilt(Cause cause) {
+  void expectPoisoned(Cause cause) {
     for (int r = 0; r < kShape.ranks; ++r) {
       if (r == kAbsent) continue;
       CHECK_EQ(ranks_.trouble(r).cause, static_cast<uint64_t>(cause));
@@ -268,19 +269,19 @@ class Absence {
 };
 
 // A rank's second block never comes: the first block's work is done when the second gives up, and
-// all of the output is spoilt.
+// all of the output is poisoned.
 template <class B = host::Block, const auto& kinds = kAll>
 void halfAbsent(const How& how) {
   Absence absence(how, kGiveUp, 1);
   absence.run<B, kinds>();
-  absence.expectSpoilt(Cause::kTimeout);
+  absence.expectPoisoned(Cause::kTimeout);
   for (int r : {0, 2}) CHECK_EQ(absence.trouble(r).channel, 1);
 }
 
 void wholeAbsent(const How& how) {
   Absence absence(how, kGiveUp, 0);
   absence.run();
-  absence.expectSpoilt(Cause::kTimeout);
+  absence.expectPoisoned(Cause::kTimeout);
   const Trouble &zero = absence.trouble(0), &two = absence.trouble(2);
   for (const Trouble* t : {&zero, &two}) CHECK(t->channel >= 0 && t->channel < 2);
   CHECK_EQ(two.peer, 1);
@@ -309,7 +310,7 @@ void aborted(const How& how) {
     throw;
   }
   host.join();
-  absence.expectSpoilt(Cause::kAborted);
+  absence.expectPoisoned(Cause::kAborted);
 }
 
 // Of every kind, at the same time: they only wait.
@@ -330,7 +331,8 @@ const mutants::Mutants kMutants{
     {"gather_weak_observe", [] { mixed<WeakObserve, kGathers>({3, 1, 2}, 40); }},
     {"scatter_with_three_sets", [] { mixed<Sets<3>, kScatters>({3, 1, 1}, 60, 0); }},
     {"gather_with_three_sets", [] { mixed<Sets<3>, kGathers>({3, 1, 1}, 60, 0); }},
-    {"spread_with_two_sets", [] { mixed<Sets<2>, kSpreads>({3, 1, 1}, 60, 0); }},
+    {"two_hop_broadcast_with_two_sets",
+     [] { mixed<Sets<2>, kTwoHopBroadcasts>({3, 1, 1}, 60, 0); }},
     {"no_barrier_in_gathers_post", [] { without<kGathers>(Site::kPost, {2, 1, 2}); }},
     {"oneshot_with_one_set", [] { mixed<Sets<1>, kOneShots>({2, 1, 2}, 40); }},
     {"twoshot_with_two_sets", [] { mixed<Sets<2>, kTwoShots>({3, 1, 1}, 40, 0); }},

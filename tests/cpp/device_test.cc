@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/direct.h"
-#include "cuda/tuning.h"
+#include "cuda/kernels/gpu_tuning.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "kernels/reduce.h"
 #include "ranks.h"
@@ -21,7 +21,7 @@ using oracle::Case;
 
 namespace {
 
-// Of the call kinds: float32, and what fold.h moves in another way.  Each dtype compiles for
+// Of the call kinds: float32, and what reduce_n.h moves in another way.  Each dtype compiles for
 // seconds; tests/cuda/torch_on_fake adds all dtypes, with the kernels that are installed.
 constexpr DType kTested[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kInt8,
                              DType::kBool};
@@ -78,8 +78,8 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   } else {
     call.count = std::min(call.count, oracle::kMost / P);
     const size_t unit = call.moves() ? unitBytes(call.unit()) : numbers.width();
-    call.spread = call.kind == Kind::kBroadcast && die(2) == 0;
-    const PartShape shape = partShapeOf(t, call.partBytes() / unit, numbers.P, unit, call.spread);
+    call.two_hops = call.kind == Kind::kBroadcast && die(2) == 0;
+    const PartShape shape = partShapeOf(t, call.partBytes() / unit, numbers.P, unit, call.two_hops);
     if (die(2) == 0) call.slice = shape.slice;
     call.blocks = shape.channels;
   }
@@ -314,16 +314,16 @@ TEST(calls_of_parts_move_the_bytes_that_their_headers_say) {
         const auto p = static_cast<uint64_t>(P);
         const size_t count = 2 * kChunkElements * static_cast<size_t>(blocks);
         const uint64_t part = count * numbers.width();
-        const auto moved = [&](Kind kind, bool in_place, bool spread = false) {
+        const auto moved = [&](Kind kind, bool in_place, bool two_hops = false) {
           Ranks ranks(tuned(blocks, 2).layout(P));
           Calls calls(ranks);
           calls.add({.kind = kind,
                      .numbers = &numbers,
-                     .count = spread ? p * count : count,
+                     .count = two_hops ? p * count : count,
                      .blocks = blocks,
                      .in_place = in_place,
                      .root = 1,
-                     .spread = spread});
+                     .two_hops = two_hops});
           const std::vector<uint64_t> bytes = runAll(calls, {P, blocks, 2});
           calls.verify();
           return bytes;

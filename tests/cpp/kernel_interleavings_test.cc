@@ -29,13 +29,13 @@ Call callOf(DeviceAlgorithm algorithm, const Shape& shape, size_t slices, size_t
           .channels = shape.channels};
 }
 // Of a kind that has parts; by the pushes of two-shot.
-Call callOf(Kind kind, const Shape& shape, size_t slices, bool spread = false) {
-  const auto as = spread ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kOneShot;
+Call callOf(Kind kind, const Shape& shape, size_t slices, bool two_hops = false) {
+  const auto as = two_hops ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kOneShot;
   Call call = callOf(as, shape, slices);
   call.algorithm = DeviceAlgorithm::kTwoShot;
   call.kind = kind;
   call.root = shape.ranks - 1;
-  call.spread = spread;
+  call.two_hops = two_hops;
   return call;
 }
 constexpr Kind kOfParts[] = {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast};
@@ -157,14 +157,14 @@ TEST(every_state_of_small_calls_of_parts) {
                                          : callOf(kind, c.shape, slices));
     holds(c.what, record<Byte>(c.shape, calls));
   }
-  const auto spread = [](const Shape& shape, size_t slices) {
+  const auto two_hops = [](const Shape& shape, size_t slices) {
     return callOf(kBroadcast, shape, slices, true);
   };
   const Shape two{2, 1, 2}, three{3};
   holds("broadcast in two hops, 2 ranks, 2 lanes",
-        record<Byte>(two, {spread(two, 4), spread(two, 2)}));
+        record<Byte>(two, {two_hops(two, 4), two_hops(two, 2)}));
   holds("broadcast in two hops, 3 ranks",
-        record<Byte>(three, {spread(three, 4), callOf(kAllGather, three, 2)}));
+        record<Byte>(three, {two_hops(three, 4), callOf(kAllGather, three, 2)}));
 }
 
 // More ranks, lanes, channels and calls than can be visited state by state.
@@ -199,7 +199,7 @@ TEST(all_executions_of_mixed_kernels_are_in_order) {
         calls.back().algorithm = DeviceAlgorithm::kTwoShot;
         calls.back().count = ceilDiv(calls.back().count, static_cast<size_t>(shape.ranks));
         calls.back().root = draw(0, shape.ranks - 1);
-        calls.back().spread = kOfParts[kind] == Kind::kBroadcast && draw(0, 1) == 0;
+        calls.back().two_hops = kOfParts[kind] == Kind::kBroadcast && draw(0, 1) == 0;
       }
     }
     const Program program = wide ? record<Half>(shape, calls) : record<Byte>(shape, calls);
@@ -237,10 +237,11 @@ TEST(push_sets_are_as_many_as_needed) {
     CHECK(withSets(3, shape, {broadcast}).results);
     CHECK(none(withSets(4, shape, {scatter, one, scatter, two, gather, two, scatter, one})));
     CHECK(none(withSets(4, shape, {two, gather, broadcast, gather, two, broadcast, two, two})));
-    const Call spread = callOf(Kind::kBroadcast, shape, 7, true);
-    CHECK(withSets(2, shape, {spread}).results);
-    CHECK(none(withSets(3, shape, {spread, spread, two, spread})));
-    CHECK(none(withSets(4, shape, {spread, gather, spread, scatter, broadcast, spread, two})));
+    const Call two_hops = callOf(Kind::kBroadcast, shape, 7, true);
+    CHECK(withSets(2, shape, {two_hops}).results);
+    CHECK(none(withSets(3, shape, {two_hops, two_hops, two, two_hops})));
+    CHECK(
+        none(withSets(4, shape, {two_hops, gather, two_hops, scatter, broadcast, two_hops, two})));
     // Where counters pass 2^64, three sets are not taken in turn.
     const Shape wraps{.ranks = ranks, .start = ~uint64_t{0} - 1};
     CHECK(withSets(3, wraps, {one}).parts);
@@ -267,10 +268,10 @@ TEST(weak_memory_orders_are_found) {
     CHECK(!order(record<Byte>(shape, calls, kWeakPublish)).races.empty());
     CHECK(!order(record<Byte>(shape, calls, kWeakObserve)).races.empty());
     if (kind != Kind::kBroadcast) continue;
-    const std::vector<Call> spread{callOf(kind, shape, 3, true)};
-    CHECK(order(record<Byte>(shape, spread)).proven());
-    CHECK(!order(record<Byte>(shape, spread, kWeakPublish)).races.empty());
-    CHECK(!order(record<Byte>(shape, spread, kWeakObserve)).races.empty());
+    const std::vector<Call> two_hops{callOf(kind, shape, 3, true)};
+    CHECK(order(record<Byte>(shape, two_hops)).proven());
+    CHECK(!order(record<Byte>(shape, two_hops, kWeakPublish)).races.empty());
+    CHECK(!order(record<Byte>(shape, two_hops, kWeakObserve)).races.empty());
   }
 }
 

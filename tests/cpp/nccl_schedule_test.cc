@@ -1,7 +1,7 @@
-// The ring between hosts (cuda/nccl_schedule.h): its steps run by two threads a rank, for the two
-// streams, with the kernels' own text, over a stand-in for NCCL that moves bytes.  And that nothing
-// but events orders what must be ordered, whatever the streams' pace.
-#include "cuda/nccl_schedule.h"
+// The ring between hosts (cuda/internode/nccl_schedule.h): its steps run by two threads a rank, for
+// the two streams, with the kernels' own text, over a stand-in for NCCL that moves bytes.  And that
+// nothing but events orders what must be ordered, whatever the streams' pace.
+#include "cuda/internode/nccl_schedule.h"
 
 #include <dlfcn.h>
 
@@ -12,9 +12,8 @@
 #include <random>
 
 #include "check.h"
-#include "cuda/direct.h"
-#include "cuda/hop.h"
-#include "cuda/nccl.h"
+#include "cuda/internode/nccl.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "fake_nccl.h"
 #include "mutants.h"
@@ -23,9 +22,9 @@
 
 using namespace host;
 using oracle::Case;
-using Do = HopStep::Do;
-using In = HopPlace::In;
-using Steps = std::vector<HopStep>;
+using Do = RingStep::Do;
+using In = RingPlace::In;
+using Steps = std::vector<RingStep>;
 
 namespace {
 
@@ -54,7 +53,7 @@ struct Sum {
   size_t shift;  // of tensors, in elements
 };
 
-HopPlan planOf(const Sum& m, int rank) {
+RingPlan planOf(const Sum& m, int rank) {
   return {.rank = rank,
           .size = m.numbers->P,
           .count = m.count,
@@ -72,7 +71,7 @@ class Rank {
   }
 
   void put(const Sum& m, Tensor& input, Tensor& output) {
-    for (const HopStep& step : hopSteps(planOf(m, rank_))) {
+    for (const RingStep& step : ringSteps(planOf(m, rank_))) {
       thread_gpu::Stream& stream = isOnWire(step) ? wire_ : adding_;
       if (step.waits >= 0) {
         Event& event = events_[at(step.waits)];
@@ -103,7 +102,7 @@ class Rank {
 
   static size_t at(int i) { return static_cast<size_t>(i); }
 
-  std::byte* place(const Sum& m, const HopPlace& p, size_t begin, Tensor& in, Tensor& out) {
+  std::byte* place(const Sum& m, const RingPlace& p, size_t begin, Tensor& in, Tensor& out) {
     const size_t width = m.numbers->width();
     switch (p.in) {
       case In::kInput:
@@ -117,11 +116,11 @@ class Rank {
     }
   }
   bool isWide(const Sum& m) const { return planOf(m, rank_).wide; }
-  size_t bytesOf(const Sum& m, const HopPlace& p, size_t n) const {
+  size_t bytesOf(const Sum& m, const RingPlace& p, size_t n) const {
     return n * (p.in == In::kSums && isWide(m) ? sizeof(float) : m.numbers->width());
   }
 
-  void perform(const Sum& m, const HopStep& step, Tensor& in, Tensor& out) {
+  void perform(const Sum& m, const RingStep& step, Tensor& in, Tensor& out) {
     const size_t n = step.elements.size;
     std::byte* from = place(m, step.from, step.elements.begin, in, out);
     std::byte* to =
@@ -139,15 +138,15 @@ class Rank {
     const Arithmetic arithmetic{combineOf(m.numbers->dtype, op), op == ReduceOp::kAvg,
                                 op == ReduceOp::kPremulSum, size_, oracle::factorOf(rank_)};
     const std::byte* own = place(m, {In::kInput}, step.elements.begin, in, out);
-    const HopCall add{.partial = from,
-                      .own = own,
-                      .to = to,
-                      .count = n,
-                      .partial_is_wide = step.from.in == In::kSums && isWide(m),
-                      .to_is_wide = step.to.in == In::kSums && isWide(m),
-                      .last = step.last,
-                      .arithmetic = arithmetic,
-                      .factor = nullptr};
+    const RingStepCall add{.partial = from,
+                           .own = own,
+                           .to = to,
+                           .count = n,
+                           .partial_is_wide = step.from.in == In::kSums && isWide(m),
+                           .to_is_wide = step.to.in == In::kSums && isWide(m),
+                           .last = step.last,
+                           .arithmetic = arithmetic,
+                           .factor = nullptr};
     const bool stages = step.what == Do::kStage;
     adding_.put([this, add, stages, dtype = m.numbers->dtype] {
       mutants::randomDelay();
@@ -159,7 +158,7 @@ class Rank {
             copyIn<Element<t>>(block, {add.own, add.to, add.count, add.arithmetic, &abort_}, b,
                                kBlocks);
           else
-            addHop<Element<t>>(block, add, b, kBlocks);
+            addRingStep<Element<t>>(block, add, b, kBlocks);
       };
       if (dtype == DType::kFloat16)
         with.template operator()<DType::kFloat16>();
@@ -170,8 +169,8 @@ class Rank {
 
   NcclCommunicator comm_;
   const int rank_, size_;
-  std::array<std::vector<std::byte>, kHopSlots> slots_;
-  std::array<Event, kHopEvents> events_;
+  std::array<std::vector<std::byte>, kRingSlots> slots_;
+  std::array<Event, kRingEvents> events_;
   uint64_t abort_ = 0;
   thread_gpu::Stream wire_, adding_;
 };
@@ -221,10 +220,10 @@ struct Access {
   }
 };
 
-std::vector<Access> accesses(const HopStep& step, const HopPlan& plan, bool in_place) {
+std::vector<Access> accesses(const RingStep& step, const RingPlan& plan, bool in_place) {
   std::vector<Access> all;
   const size_t value = plan.wide ? 2 : 1;  // in elements
-  const auto touch = [&](const HopPlace& p, Span s, bool writes) {
+  const auto touch = [&](const RingPlace& p, Span s, bool writes) {
     if (s.size == 0) return;
     switch (p.in) {
       case In::kInput:
@@ -253,16 +252,16 @@ std::vector<Access> accesses(const HopStep& step, const HopPlan& plan, bool in_p
 }
 
 // Pairs of steps of one or several calls that touch the same memory in no order.
-size_t hazards(const std::vector<Steps>& calls, const HopPlan& plan, bool in_place) {
+size_t hazards(const std::vector<Steps>& calls, const RingPlan& plan, bool in_place) {
   struct Seen {
-    HopStep step;
+    RingStep step;
     size_t order[2];  // how many steps of each stream come before or are this one
   };
   std::vector<Seen> seen;
-  size_t clocks[2][2] = {}, events[kHopEvents][2] = {}, put[2] = {};
+  size_t clocks[2][2] = {}, events[kRingEvents][2] = {}, put[2] = {};
   size_t found = 0;
   for (const Steps& steps : calls)
-    for (const HopStep& step : steps) {
+    for (const RingStep& step : steps) {
       const int mine = isOnWire(step);
       if (step.waits >= 0)
         for (int s : {0, 1}) clocks[mine][s] = std::max(clocks[mine][s], events[step.waits][s]);
@@ -312,7 +311,7 @@ TEST(sizes_at_the_edges_of_chunks_and_slices) {
     for (size_t count : {0, 1, 127, 128, 129, 128 * P, 128 * P + 1, 256 * P - 1, 1000, 4099})
       for (const Case* numbers : {&half, &scaled})
         for (size_t slice :
-             {size_t{128}, size_t{384}, std::max<size_t>(hopSlice(count, P, 4), 128)})
+             {size_t{128}, size_t{384}, std::max<size_t>(ringSlice(count, P, 4), 128)})
           messages.push_back({numbers, count, slice, count % 2 == 0, 0});
     runAll(P, messages);
   }
@@ -321,9 +320,9 @@ TEST(sizes_at_the_edges_of_chunks_and_slices) {
 TEST(every_rank_exchanges_as_often_and_peers_mean_the_same_elements) {
   for (int P = 2; P <= 8; ++P)
     for (size_t count : {0, 1, 130, 1000, 4099, 100000}) {
-      std::vector<std::vector<HopStep>> wires(static_cast<size_t>(P));
+      std::vector<std::vector<RingStep>> wires(static_cast<size_t>(P));
       for (int r = 0; r < P; ++r)
-        for (const HopStep& step : hopSteps({r, P, count, 512, true, true}))
+        for (const RingStep& step : ringSteps({r, P, count, 512, true, true}))
           if (isOnWire(step)) wires[static_cast<size_t>(r)].push_back(step);
       for (size_t r = 0; r < wires.size(); ++r) {
         const auto& next = wires[(r + 1) % wires.size()];
@@ -345,19 +344,19 @@ TEST(events_order_all_that_touches_the_same_memory) {
         for (bool scaled : {false, true})
           for (bool in_place : {false, true})
             for (int r = 0; r < P; r += P - 1) {
-              const HopPlan plan{r, P, count, 256, wide && P > 2, scaled};
-              CHECK_EQ(hazards({hopSteps(plan), hopSteps(plan)}, plan, in_place), 0u);
+              const RingPlan plan{r, P, count, 256, wide && P > 2, scaled};
+              CHECK_EQ(hazards({ringSteps(plan), ringSteps(plan)}, plan, in_place), 0u);
             }
 }
 
 // Without any of the waits some memory is touched in no order.
 TEST(every_kind_of_wait_is_needed) {
-  const HopPlan plan{1, 4, 9000, 256, true, true};
+  const RingPlan plan{1, 4, 9000, 256, true, true};
   for (Do what : {Do::kAdd, Do::kExchange, Do::kEnd}) {
-    Steps steps = hopSteps(plan);
+    Steps steps = ringSteps(plan);
     CHECK_EQ(hazards({steps}, plan, true), 0u);
     size_t changed = 0;
-    for (HopStep& step : steps) {
+    for (RingStep& step : steps) {
       if (step.what != what || step.waits < 0) continue;
       const int kept = std::exchange(step.waits, -1);
       changed += hazards({steps}, plan, true) > 0;
@@ -368,17 +367,17 @@ TEST(every_kind_of_wait_is_needed) {
 }
 
 TEST(while_a_slice_is_added_another_is_on_the_wire) {
-  const HopPlan plan{0, 4, 98304, 1024, true, false};
-  const Steps steps = hopSteps(plan);
+  const RingPlan plan{0, 4, 98304, 1024, true, false};
+  const Steps steps = ringSteps(plan);
   // The exchange that an addition waits for is not the latest before it.
   std::vector<int> records;
   size_t additions = 0;
-  for (const HopStep& step : steps) {
+  for (const RingStep& step : steps) {
     if (isOnWire(step)) records.push_back(step.records);
     if (step.what != Do::kAdd) continue;
     ++additions;
-    CHECK(records.size() >= kHopWindow);
-    CHECK_EQ(step.waits, records[records.size() - kHopWindow]);
+    CHECK(records.size() >= kRingWindow);
+    CHECK_EQ(step.waits, records[records.size() - kRingWindow]);
     CHECK(step.waits != records.back());
   }
   CHECK(additions > 30);

@@ -1,6 +1,6 @@
 // NCCL loaded at run time, with a stand-in for it (fake_nccl.cc): which file is taken, what is said
 // where there is none that will do, and that every call arrives as NCCL documents it.
-#include "cuda/nccl.h"
+#include "cuda/internode/nccl.h"
 
 #include <dlfcn.h>
 

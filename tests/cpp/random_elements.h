@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "base/bytes.h"
-#include "cuda/elements.h"
+#include "cuda/kernels/elements.h"
 
 namespace random_elements {
 

@@ -148,8 +148,8 @@ class Block {
  public:
   Block(int lane, int lanes, size_t group, std::vector<bool>& votes)
       : lane_(lane), lanes_(lanes), group_(group), votes_(votes) {}
-  int lane() const { return lane_; }
-  int lanes() const { return lanes_; }
+  int thread() const { return lane_; }
+  int threads() const { return lanes_; }
   void sync() {
     if (!mutant.forgets_sync) tape->meet(group_);
   }
@@ -197,7 +197,7 @@ struct Call {
   size_t shift = 0;  // elements by which the user's memory is off
   Kind kind = Kind::kAllReduce;
   int root = 0;
-  bool spread = false;  // a broadcast in two hops
+  bool two_hops = false;  // a broadcast in two hops
 
   size_t parts(int ranks) const {
     return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)
@@ -270,7 +270,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         .operation = 0,
         .slice = call.slice,
         .window = call.window,
-        .scatter = scatters || call.spread,
+        .scatter = scatters || call.two_hops,
         .root = call.kind == Kind::kBroadcast ? call.root : kEverybody,
     };
     tape = &tapes[index(r, c, l)];

@@ -1,5 +1,5 @@
 // The watchdog between hosts, without a GPU: groups over sockets, where an operation is a switch.
-#include "cuda/remote_ranks.h"
+#include "cuda/internode/remote_ranks.h"
 
 #include <unistd.h>
 
@@ -7,6 +7,7 @@
 #include <csignal>
 
 #include "check.h"
+#include "group/agreement.h"
 #include "processes.h"
 #include "ranks.h"
 
@@ -27,38 +28,34 @@ GroupOptions named() {
 }
 
 struct Rank {
-  explicit Rank(Group& of)
-      : group(of),
-        watcher(of, std::make_unique<RemoteRanks>(
-                        of, RemoteRanks::Hooks{
-                                .transport_error = [this] { return broken ? "NCCL says so" : ""; },
-                                .check_host =
-                                    [this] {
-                                      if (host_failed)
-                                        group.fail(Failure::kPeerLost, 0, "a neighbour died");
-                                    },
-                                .poison = [this] { poisoned = true; },
-                                .end_waits =
-                                    [this](const std::string&) {
-                                      begun = done = true;
-                                      ++ended;
-                                    }})) {}
+  explicit Rank(Group& of) : group(of), watchdog(of, std::make_unique<RemoteRanks>(of, hooks())) {}
 
+  RemoteRanks::Hooks hooks() {
+    return {[this] { return broken ? "NCCL says so" : ""; },
+            [this] {
+              if (host_failed) group.fail(Failure::kPeerLost, 0, "a neighbour died");
+            },
+            [this] { poisoned = true; },
+            [this](const std::string&) {
+              ++ended;
+              begun = done = true;
+            }};
+  }
   void start(uint64_t count, Nanos timeout = 20 * kSecond, bool has_begun = true) {
-    watcher.announce({.count = count,
-                      .kind = Kind::kAllReduce,
-                      .dtype = DType::kFloat32,
-                      .op = static_cast<uint8_t>(ReduceOp::kSum)});
+    watchdog.announce({.count = count,
+                       .kind = Kind::kAllReduce,
+                       .dtype = DType::kFloat32,
+                       .op = static_cast<uint8_t>(ReduceOp::kSum)});
     begun = has_begun;
-    watcher.entrust(timeout, [this] { return done.load(); }, {}, [this] { return begun.load(); });
+    watchdog.track(timeout, [this] { return done.load(); }, {}, [this] { return begun.load(); });
   }
   Failure ends(const std::string& words) {
-    return failureOf([&] { watcher.wait(20 * kSecond); }, words);
+    return failureOf([&] { watchdog.wait(20 * kSecond); }, words);
   }
   // The group's error, as all ranks have it.
   std::string error() {
     try {
-      watcher.wait(20 * kSecond);
+      watchdog.wait(20 * kSecond);
     } catch (const Error& error) {
       const std::string text = error.what();
       return text.substr(0, text.find_first_of(",.", text.find("; noticed by")));
@@ -70,7 +67,7 @@ struct Rank {
   std::function<void()> meet;  // waits for all ranks, once, whatever becomes of the group
   std::atomic<bool> begun{true}, done{false}, broken{false}, host_failed{false}, poisoned{false};
   std::atomic<int> ended{0};
-  Watcher watcher;  // last: its threads use the rest
+  Watchdog watchdog;  // last: its threads use the rest
 };
 
 // Ranks are threads.  Afterwards all have the same error.
@@ -101,18 +98,6 @@ void inRanks(int size, const std::function<void(Rank&)>& body,
   for (const std::string& error : errors) CHECK_EQ(error, errors[0]);
 }
 
-// Ranks are processes, of which `doomed` is killed.
-void inProcesses(int size, const std::function<void(Rank&)>& body, int doomed) {
-  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
-  processes::inGroup(size,
-                     [&](Group& group) {
-                       Rank rank(group);
-                       group.run({Barrier{}});
-                       body(rank);
-                     },
-                     named(), {doomed});
-}
-
 }  // namespace
 
 TEST(operations_that_end_are_waited_for) {
@@ -120,15 +105,15 @@ TEST(operations_that_end_are_waited_for) {
     for (int i = 0; i < 3; ++i) {
       rank.done = false;
       rank.start(100);
-      CHECK(!rank.watcher.wait(i == 0 ? 1500 * kMillisecond : 0));
+      CHECK(!rank.watchdog.wait(i == 0 ? 1500 * kMillisecond : 0));
       const StreamProgress other = rank.group.streamsOf(1 - rank.group.rank()).first;
       CHECK(i > 0 || (other.announced >= 1 && other.oldest.count == 100 && other.begun));
       rank.group.run({Barrier{}});
       rank.done = true;
-      CHECK(rank.watcher.wait(20 * kSecond));
+      CHECK(rank.watchdog.wait(20 * kSecond));
     }
-    rank.watcher.check();
-    CHECK(rank.watcher.settle(0));
+    rank.watchdog.check();
+    CHECK(rank.watchdog.settle(0));
     CHECK(rank.ended == 0 && !rank.poisoned);
   });
 }
@@ -160,19 +145,12 @@ TEST(who_has_other_work_before_it_is_behind) {
   });
 }
 
-TEST(when_all_have_come_nobody_is_blamed) {
+TEST(time_counts_from_when_the_stream_has_come_and_nobody_is_blamed_then) {
   inRanks(3, [](Rank& rank) {
-    rank.start(100, 8 * kSoon);
-    CHECK(rank.ends("all ranks came") == Failure::kTimeout);
-  });
-}
-
-TEST(time_counts_from_when_the_stream_has_come_to_it) {
-  inRanks(2, [](Rank& rank) {
     rank.start(100, kSoon, false);
-    CHECK(!rank.watcher.wait(8 * kSoon));
+    CHECK(!rank.watchdog.wait(8 * kSoon));
     rank.begun = true;
-    CHECK(rank.ends("timed out") == Failure::kTimeout);
+    CHECK(rank.ends("all ranks came") == Failure::kTimeout);
   });
 }
 
@@ -189,7 +167,7 @@ TEST(an_abort_reaches_those_who_wait) {
   inRanks(3, [](Rank& rank) {
     if (rank.group.rank() != 1) rank.start(100);
     rank.meet();
-    if (rank.group.rank() == 1) rank.watcher.abort("for a test");
+    if (rank.group.rank() == 1) rank.watchdog.abort("for a test");
     CHECK(rank.ends("rank 1 (pid") == Failure::kAborted);
     CHECK(rank.ends("aborted group 'test': for a test; noticed by rank 1") == Failure::kAborted);
     CHECK(failureOf([&] { rank.start(1); }, "for a test") == Failure::kAborted);
@@ -239,49 +217,39 @@ TEST(a_gpu_that_fails_ends_it_for_all) {
       rank.start(100);
       rank.meet();
     } else {
-      rank.watcher.announce({.count = 100, .kind = Kind::kAllReduce});
+      rank.watchdog.announce({.count = 100, .kind = Kind::kAllReduce});
       rank.meet();
-      rank.watcher.entrust(kSecond,
-                           []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
+      rank.watchdog.track(kSecond,
+                          []() -> bool { throw Error(Failure::kSetup, "the GPU has failed"); });
     }
     CHECK(rank.ends("gave up: the GPU has failed") == Failure::kAborted);
   });
 }
 
-// Whatever NCCL does: its transfers simply never end here.
-TEST(a_killed_process_is_named_and_its_waits_end) {
-  inProcesses(
-      3,
-      [](Rank& rank) {
-        rank.start(100);
-        if (rank.group.rank() == 2) raise(SIGKILL);
-        CHECK(rank.ends("rank 2 (pid ") == Failure::kPeerLost);
-        CHECK(rank.error().ends_with(
-            "is lost: its process ended during GPU all_reduce #0 (float32, 100 elements, SUM), in "
-            "group 'test'; noticed by rank 0"));
-        CHECK(rank.poisoned);
-        CHECK_EQ(rank.ended.load(), 1);
-      },
-      2);
-}
-
-TEST(a_stopped_process_is_named) {
-  inProcesses(
-      3,
-      [](Rank& rank) {
-        rank.start(100, kSecond);
-        const int pid = getpid();
-        int pids[3];
-        rank.group.run({AllGather{.input = &pid,
-                                  .outputs = {&pids[0], &pids[1], &pids[2]},
-                                  .counts = {1, 1, 1},
-                                  .dtype = DType::kInt32}});
-        if (rank.group.rank() == 1) raise(SIGSTOP);
-        CHECK(rank.ends("rank 1 (pid ") == Failure::kTimeout);
-        CHECK(rank.ends("came, and then stood still") == Failure::kTimeout);
-        if (rank.group.rank() == 0) kill(pids[1], SIGKILL);
-      },
-      1);
+// Whatever NCCL does: its transfers never end here.  Rank 1 is killed at once, rank 2 stopped
+// first.
+TEST(killed_and_stopped_processes_are_named) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  for (const int doomed : {1, 2})
+    processes::inGroup(
+        3,
+        [&](Group& group) {
+          Rank rank(group);
+          const std::vector<pid_t> pids = gatherEach(group, getpid());
+          rank.start(100, doomed == 1 ? 20 * kSecond : kSecond);
+          group.run({Barrier{}});
+          if (group.rank() == doomed) raise(doomed == 1 ? SIGKILL : SIGSTOP);
+          const std::string error = rank.error();
+          CHECK(error.starts_with("rank " + std::to_string(doomed) + " (pid "));
+          CHECK(error.find(doomed == 1 ? ") is lost: its process ended during GPU all_reduce #0 "
+                                         "(float32, 100 elements, SUM), in group 'test'; noticed"
+                                       : ") came, and then stood still: GPU all_reduce #0") !=
+                std::string::npos);
+          CHECK(rank.poisoned);
+          CHECK_EQ(rank.ended.load(), 1);
+          if (doomed == 2 && group.rank() == 0) kill(pids[2], SIGKILL);
+        },
+        named(), {doomed});
 }
 
 TEST(a_rank_that_leaves_is_named) {

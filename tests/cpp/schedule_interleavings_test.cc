@@ -1,12 +1,12 @@
 // The direct schedule in every interleaving (interleavings.h): the lists that the ranks' streams
-// run (cuda/schedule.h), several calls in a row, lose no signal, race for no byte and never get
+// run (direct_schedule.h), several calls in a row, lose no signal, race for no byte and never get
 // stuck; lists with a mistake in them do.
 #include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
 
-#include "cuda/schedule.h"
+#include "cuda/kernels/direct_schedule.h"
 #include "interleavings_check.h"
 
 using namespace interleavings;
@@ -91,7 +91,7 @@ void add(std::vector<Step>& lane, const Direct& d, int rank, int i, const Mistak
   then(lane, {.what = Do::kAccess, .reads = {at(rank, mine)}});
 }
 
-// One stream a rank; `mistake` spoils the list of each call, in the order of ranks and calls.
+// One stream a rank; `mistake` poisons the list of each call, in the order of ranks and calls.
 Program programOf(const Direct& d, const Mistake& mistake = [](List&) {}) {
   Program program;
   for (int rank = 0; rank < d.ranks; ++rank) {

@@ -1,5 +1,5 @@
-// The direct schedule (cuda/schedule.h) run by threads: one for each rank's stream, which takes the
-// steps of its calls in order, and more for the blocks of its kernels.  Real data, with random
+// The direct schedule (direct_schedule.h) run by threads: one for each rank's stream, which takes
+// the steps of its calls in order, and more for the blocks of its kernels.  Real data, with random
 // delays, with ranks that give up, and with mutants that must be caught (mutants.h).
 // schedule_interleavings_test.cc shows that no order of steps is a wrong one; this, that the steps
 // are told to the kernels and done by them as they should be.
@@ -11,9 +11,8 @@
 #include <random>
 #include <thread>
 
-#include "cuda/direct.h"
-#include "cuda/host_state.h"
-#include "cuda/own_lead.h"
+#include "cuda/communicator/host_ranks.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "device_calls.h"
 #include "mutants.h"
 #include "ranks.h"
@@ -38,7 +37,7 @@ struct DirectMessage {
   size_t most = 0;      // of a part, elements or bytes, that is staged at once; 0: all
 };
 
-// Ranks with a thread for a stream each.  `mistake` spoils the steps of each call.
+// Ranks with a thread for a stream each.  `mistake` poisons the steps of each call.
 class Streams {
  public:
   using Mistake = std::function<void(Steps&)>;
@@ -109,7 +108,7 @@ class Streams {
   // That the rank's kernels have loaded and stored.
   uint64_t bytesMoved(int rank) const { return bytes_[at(rank)]; }
 
-  bool isSpoilt(size_t call, int rank) {
+  bool isPoisoned(size_t call, int rank) {
     const Bytes output = calls_[call].tensors[at(rank)].result();
     return std::all_of(output.begin(), output.end(), [](unsigned char b) { return b == 0xff; });
   }
@@ -379,7 +378,7 @@ void late(bool staged, GivesUp how, Kind kind = Kind::kAllReduce) {
       if (i < kLate || (kind == Kind::kBroadcast && r == 1))
         streams.expectRight(i, r);
       else
-        CHECK(streams.isSpoilt(i, r));
+        CHECK(streams.isPoisoned(i, r));
     }
 }
 
@@ -426,7 +425,7 @@ TEST(every_element_is_led_once) {
         }
 }
 
-// What direct.h says of them.
+// What stream_kernels.h says of them.
 TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
   for (const int P : {2, 3, 5})
     for (const bool in_place : {false, true})
@@ -449,7 +448,7 @@ TEST(calls_of_parts_move_the_bytes_that_the_header_says) {
       }
 }
 
-TEST(who_gives_up_spoils_outputs_and_waits_no_more) {
+TEST(who_gives_up_poisons_outputs_and_waits_no_more) {
   for (int again = 0; again < 5; ++again)
     for (bool staged : {false, true}) late(staged, GivesUp::kTogether);
   for (Kind kind : {Kind::kReduceScatter, Kind::kAllGather, Kind::kBroadcast})
@@ -458,7 +457,7 @@ TEST(who_gives_up_spoils_outputs_and_waits_no_more) {
 
 // The call's output comes in two pieces, the second by two blocks, and the group gives up between
 // these: nothing of the output may look right.
-TEST(what_is_given_up_in_the_middle_is_spoilt_as_a_whole) {
+TEST(what_is_given_up_in_the_middle_is_poisoned_as_a_whole) {
   constexpr size_t kPiece = 4096;
   std::vector<std::byte> staging(kPiece), output(3 * kPiece);
   uint64_t abort = 0, delivered = 0;

@@ -1,5 +1,5 @@
 // A rank of a real group whose GPU is a thread: its stream runs the direct schedule on the words,
-// with the steps and the element loops that a GPU uses, and a real watcher looks after it.  The
+// with the steps and the element loops that a GPU uses, and a real watchdog looks after it.  The
 // memory that ranks share is the host's, so ranks may be threads or processes.
 #pragma once
 
@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/direct.h"
-#include "cuda/host_ranks.h"
+#include "cuda/communicator/host_ranks.h"
+#include "cuda/kernels/stream_kernels.h"
 #include "group/exchange_fds.h"
 #include "host_block.h"
 
@@ -68,25 +68,25 @@ class Rank {
       : group_(group),
         pages_(group, sizeof(HostState)),
         staging_(group, kElements * sizeof(float)),
-        watcher_(group, std::make_unique<HostRanks>(group, states())) {}
+        watchdog_(group, std::make_unique<HostRanks>(group, states())) {}
 
   HostState& state(int r) { return *reinterpret_cast<HostState*>(pages_.at(r)); }
   HostState& own() { return state(group_.rank()); }
-  Watcher& watcher() { return watcher_; }
+  Watchdog& watchdog() { return watchdog_; }
   Stream& stream() { return stream_; }
 
-  // In place, through the staging memory, as communicator.cc would.
+  // In place, through the staging memory, as host_communicator.cc would.
   uint64_t allReduce(float* data, size_t count, Nanos timeout, ReduceOp op = ReduceOp::kSum,
-                     Watcher::Label label = {}) {
-    const uint64_t number = watcher_.announce({.count = count,
-                                               .kind = Kind::kAllReduce,
-                                               .dtype = DType::kFloat32,
-                                               .op = static_cast<uint8_t>(op)});
+                     Watchdog::Label label = {}) {
+    const uint64_t number = watchdog_.announce({.count = count,
+                                                .kind = Kind::kAllReduce,
+                                                .dtype = DType::kFloat32,
+                                                .op = static_cast<uint8_t>(op)});
     uint64_t ticket = 0;
     for (const ScheduleStep& step :
          directSchedule(group_.rank(), group_.size(), count, schedules_++, count > 512, true))
       ticket = stream_.put([this, step, data, count, op] { perform(step, data, count, op); });
-    watcher_.entrust(timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
+    watchdog_.track(timeout, [this, ticket] { return stream_.isDone(ticket); }, std::move(label));
     return number;
   }
 
@@ -156,8 +156,8 @@ class Rank {
   HostPages pages_, staging_;
   Local local_{};
   uint64_t schedules_ = 0;
-  Stream stream_;  // the watcher asks it; it ends only once nothing waits
-  Watcher watcher_;
+  Stream stream_;  // the watchdog asks it; it ends only once nothing waits
+  Watchdog watchdog_;
 };
 
 }  // namespace thread_gpu

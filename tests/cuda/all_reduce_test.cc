@@ -147,7 +147,7 @@ TEST(direct_staged_and_on_registered_buffers) {
                         .dtype = DType::kFloat32,
                         .op = ReduceOp::kSum,
                         .seed = next()};
-        const Data data(what, false, 3);  // outlives who maps it
+        const Data data(what, false, 3);  // outlives its mappings
         const Ranks ranks(P, together(false), named("direct"));
         if (registered) {
           CHECK_EQ(ranks.registerBuffers(data.buffers(true), data.bufferBytes()), std::string());
@@ -212,7 +212,7 @@ TEST(a_captured_graph_replays) {
     for (int i = 0; i < 5; ++i)
       for (int r = 0; r < 2; ++r)
         gpu::must(cudaGraphLaunch(graphs[static_cast<size_t>(r)], ranks.stream(r)), "replay");
-    // What is put into the streams by itself goes on from there.
+    // Calls outside of the graph go on from there.
     ranks.apart(data.run(), choice);
     ranks.wait();
     data.expectRight("a graph");
@@ -288,11 +288,5 @@ TEST(a_group_of_one_copies_and_scales) {
 }
 
 int main(int argc, char** argv) {
-  // Streams of ranks that wait for each other must not share a queue of the GPU's.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-  if (const std::string why = gpu::whyNone(); !why.empty()) {
-    std::printf("skipped: no GPU (%s)\n", why.c_str());
-    return 77;
-  }
-  return check::runAll(argc > 1 ? argv[1] : nullptr);
+  return gpu::mainOf([&] { return check::runAll(argc > 1 ? argv[1] : nullptr); });
 }

@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <span>
 
-#include "cuda/communicator.h"
-#include "cuda/kernels.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/kernels/kernel_table.h"
 #include "fake_cuda.h"
 #include "fake_launch.h"
 #include "peers.h"
@@ -151,7 +151,7 @@ TEST(a_group_of_one_moves_and_scales) {
     const int before = fake::launches;
     for (const auto& call : otherCalls(comm)) call();
     CHECK(comm.wait(20 * kSecond));
-    CHECK_EQ(fake::launches - before, 2);  // nobody is told anything by a broadcast
+    CHECK_EQ(fake::launches - before, 2);  // a broadcast sends no word
   });
 }
 
@@ -204,7 +204,7 @@ TEST(what_other_calls_cannot_do_is_refused_and_the_group_goes_on) {
     scattered([](auto& c) { c.output = nullptr; }, "null pointer");
     scattered([](auto& c) { c.count = SIZE_MAX / 5; }, "more than there is memory for");
     scattered([](auto& c) { c.input = memory + 2; }, "not aligned to elements of float32");
-    // Its own part of the input is what the output may be.
+    // The output may be its own part of the input.
     scattered([&](auto& c) { c.output = memory + (1 - group.rank()) * 400; }, "overlap");
     gathered([](auto& c) { c.input = nullptr; }, "all_gather on a GPU: a null pointer");
     gathered([](auto& c) { c.input = memory + 4; }, "not aligned to elements of complex128");
@@ -254,7 +254,7 @@ TEST(calls_on_another_stream_are_held_back) {
   });
 }
 
-// A ring of one would double what it is given.
+// A ring of one rank would double its input.
 TEST(a_group_of_one_has_nothing_to_add_up_in_one_grid_either) {
   run(1, true, [&](cuda::Communicator& comm, Group&, GpuAllReduce call) {
     call.algorithm = cuda::Choice::kRing;

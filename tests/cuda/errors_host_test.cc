@@ -3,9 +3,8 @@
 #include <set>
 
 #include "check.h"
-#include "cuda/device.h"
-#include "cuda/driver.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
 #include "ranks.h"
 
 using namespace ringreduce;

@@ -1,5 +1,5 @@
-// What goes wrong on a GPU: a rank that does not come, an abort, ranks that disagree, a process
-// that is killed.  Everybody raises the same error, which names the rank; outputs are spoilt;
+// Failures on a GPU: a rank that does not come, an abort, ranks that disagree, a process
+// that is killed.  All ranks raise the same error, which names the rank; outputs are poisoned;
 // nothing keeps the GPU busy; a new group works.
 //
 // Every test runs in processes of its own, forked before any has used the GPU.
@@ -73,7 +73,7 @@ struct Data {
     }
     return run;
   }
-  bool isSpoilt(size_t r, size_t count = kCount) const {
+  bool isPoisoned(size_t r, size_t count = kCount) const {
     const auto bytes = gpu::fromGpu<unsigned char>(outputs[r].get(), count * sizeof(float));
     return std::all_of(bytes.begin(), bytes.end(), [](unsigned char b) { return b == 0xff; });
   }
@@ -110,7 +110,7 @@ void expectError(const Ranks& ranks, Failure kind, const std::string& words) {
   }
 }
 
-// That a new group of as many ranks does what it should.
+// A new group of as many ranks works.
 void expectAllWell(int size, bool kernels) {
   const Ranks ranks(size, together(kernels), named("afterwards"));
   const Data data(size);
@@ -141,7 +141,7 @@ TEST(a_rank_that_does_not_come_is_named) {
         const Data data(3);
         for (int r : {0, 2}) callOf(ranks, data.run(), r, choice, kSoon);
         expectError(ranks, Failure::kTimeout, "rank 1");
-        CHECK(data.isSpoilt(0) && data.isSpoilt(2));
+        CHECK(data.isPoisoned(0) && data.isPoisoned(2));
         CHECK(data.isAll(1, 0));
       }
       expectAllWell(3, kernels);
@@ -158,7 +158,7 @@ TEST(an_abort_ends_all_waits) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         ranks.comm(1).abort("had enough");
         expectError(ranks, Failure::kAborted, "had enough");
-        CHECK(data.isSpoilt(0));
+        CHECK(data.isPoisoned(0));
         CHECK(ranks::failureOf([&] { callOf(ranks, data.run(), 0, choice); }) == Failure::kAborted);
       }
       expectAllWell(2, kernels);
@@ -202,18 +202,20 @@ TEST(a_replayed_graph_keeps_its_deadline) {
       // And once more, one of them alone.
       gpu::must(cudaGraphLaunch(ready[0], ranks.stream(0)), "replay a graph");
       expectError(ranks, Failure::kTimeout, "rank 1");
-      CHECK(data.isSpoilt(0));
+      CHECK(data.isPoisoned(0));
       for (cudaGraphExec_t graph : ready) gpu::must(cudaGraphExecDestroy(graph), "free a graph");
     });
 }
 
 TEST(a_killed_process_is_named_by_the_others) {
   constexpr int kSize = 3, kVictim = 1;
-  for (const cuda::Way way : {cuda::Way::kDescriptor, cuda::Way::kLegacyIpc, cuda::Way::kHost}) {
+  for (const cuda::MemoryAccess access :
+       {cuda::MemoryAccess::kDescriptor, cuda::MemoryAccess::kLegacyIpc,
+        cuda::MemoryAccess::kHost}) {
     processes::SharedStore store, again;
     const processes::Ends ends = processes::run(kSize, [&](int r) {
       cuda::CommunicatorOptions options;
-      options.way = way;
+      options.access = access;
       const Data data(1);
       const gpu::Stream stream;
       const auto allReduce = [&](cuda::Communicator& comm) {
@@ -241,7 +243,7 @@ TEST(a_killed_process_is_named_by_the_others) {
           failure = ranks::failureOf([&] { allReduce(*comm); }, "rank 1");
         CHECK(failure == Failure::kPeerLost);
         gpu::finish(stream.get(), "a stream after an error");
-        CHECK(data.isSpoilt(0) || data.isAll(0, kSize));
+        CHECK(data.isPoisoned(0) || data.isAll(0, kSize));
       }
       // The two that are left.
       const auto comm = cuda::Communicator::create(
@@ -253,7 +255,7 @@ TEST(a_killed_process_is_named_by_the_others) {
       return end.find("not by ") != std::string::npos;
     });
     if (refused) {
-      std::printf("without %s: %s\n", cuda::name(way), ends[0].c_str());
+      std::printf("without %s: %s\n", cuda::name(access), ends[0].c_str());
       continue;
     }
     for (int r = 0; r < kSize; ++r)

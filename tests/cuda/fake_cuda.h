@@ -23,7 +23,7 @@ inline constexpr int kMostGpus = 4;
 struct Machine {
   int gpus = 2;  // FAKE_GPUS
   bool has_driver = true;
-  bool exports = true, ipc = true, registers = true;  // what its GPUs can do
+  bool exports = true, ipc = true, registers = true;  // abilities of its GPUs
   bool apart[kMostGpus][kMostGpus] = {};              // no peer access from one to the other
   bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
   bool mps = false;         // FAKE_MPS
@@ -43,7 +43,7 @@ void failAt(int n, cudaError_t error);
 bool hasFailed();
 void heal();  // forgets all that
 
-// What this process has not given back: "" or "1 ranges, 2 handles".
+// Memory that this process has not given back: "" or "1 ranges, 2 handles".
 std::string leftovers();
 void forgetLeftovers();
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/driver.h"
+#include "cuda/gpu_device.h"
 #include "fake_world.h"
 
 namespace fake {

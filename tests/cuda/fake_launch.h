@@ -11,7 +11,7 @@ namespace fake {
 inline std::atomic<bool> someone_captures = false;
 inline std::atomic<int> captures_ended = 0;
 
-// What has been launched stays in its stream.
+// Launched kernels stay in their stream.
 inline std::atomic<bool> gpu_is_busy = false;
 
 // Runs a kernel at once; null: launches are only counted.

@@ -18,7 +18,7 @@ constexpr size_t kMemory = size_t{1} << 40;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string last_words = "as the fake says";
 
-// What a handle of legacy IPC says; any process of the same user finds the memory with it.
+// A handle of legacy IPC; any process of the same user finds the memory with it.
 struct OperationHandle {
   pid_t pid;
   int fd;

@@ -16,7 +16,7 @@
 
 namespace fake {
 
-// Stops the program: CUDA leaves undefined what has just been done.
+// Stops the program after a call whose effect CUDA leaves undefined.
 [[noreturn]] void undefined(const char* what);
 
 // The fate of a call, as far as `failAt` has a say, and that of one that gives something back.
@@ -43,7 +43,7 @@ inline int currentOrdinal() {
 
 // ---- memory
 
-// At the end of each memfd, seen by all who have it.
+// At the end of each memfd, shared by all processes that map it.
 struct Tail {
   int gpu;
   unsigned exportable;            // a CUmemAllocationHandleType
@@ -87,7 +87,7 @@ struct World {
   std::map<char*, Range> ranges;
   std::map<char*, size_t> reservations, registered;
   std::map<CUmemGenericAllocationHandle, Physical> handles;
-  std::set<std::pair<int, int>> peers;  // ordinals: who may touch whose plain memory
+  std::set<std::pair<int, int>> peers;  // ordinals: the first may touch the second's plain memory
   CUmemGenericAllocationHandle next_handle = 1;
   int streams = 0;
 
@@ -100,9 +100,9 @@ World& world();
 
 void* driverFunction(const std::string& name);  // null if there is none
 
-// ---- what fake_launch.cc has, or torch_on_fake in its place
+// ---- in fake_launch.cc, or in torch_on_fake
 
-void* anotherDriverFunction(const std::string& name);  // that is not in cuda/driver.h, or null
+void* anotherDriverFunction(const std::string& name);  // that is not in gpu_device.h, or null
 
 // Waits for what this process has put into the streams of a GPU, as CUDA does before it gives
 // memory back.

@@ -1,10 +1,11 @@
-// CUDA's things for tests and benchmarks: freed by whoever owns them, errors thrown, and no wait
-// without an end.
+// CUDA for tests and benchmarks: owners free memory, errors are thrown, and every wait ends.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -13,7 +14,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
 
 namespace gpu {
 
@@ -120,7 +121,7 @@ inline bool ends(cudaStream_t stream, ringreduce::Nanos longest) {
     const cudaError_t state = cudaStreamQuery(stream);
     if (state == cudaSuccess) return true;
     if (state != cudaErrorNotReady) must(state, "wait for the GPU");
-    (void)cudaGetLastError();  // the runtime keeps "not ready" as an error for the next who asks
+    (void)cudaGetLastError();  // the runtime keeps "not ready" as the thread's last error
     if (ringreduce::now() > deadline) return false;
     std::this_thread::yield();
   }
@@ -135,6 +136,18 @@ std::vector<T> fromGpu(const void* from, size_t n) {
   std::vector<T> host(n);
   must(cudaMemcpy(host.data(), from, n * sizeof(T), cudaMemcpyDeviceToHost), "copy from the GPU");
   return host;
+}
+
+// For programs whose ranks share one process.  77 tells ctest that there is no GPU.
+template <class Tests>
+int mainOf(Tests tests) {
+  // Streams of ranks that wait for each other must not share a queue of the GPU's.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  if (const std::string why = whyNone(); !why.empty()) {
+    std::printf("skipped: no GPU (%s)\n", why.c_str());
+    return 77;
+  }
+  return tests();
 }
 
 }  // namespace gpu

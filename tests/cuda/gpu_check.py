@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 def ended_by_signals() -> Iterator[None]:
     """The first signal that shall end this program, a lost terminal's too, ends what it runs as
     well; those that come while that goes on change nothing."""
-    # What nohup has switched off stays so.
+    # Signals that nohup ignores stay ignored.
     before = {s: h for s in ENDING if (h := signal.getsignal(s)) is not signal.SIG_IGN}
 
     def end(number: int, _: object) -> None:

@@ -1,8 +1,8 @@
-// What is known of the GPUs of this machine, and a thread's place on one.
+// Facts about the GPUs of this machine, and making one the thread's.
 #define CHECK_OWN_MAIN
 #include <set>
 
-#include "cuda/device.h"
+#include "cuda/gpu_device.h"
 #include "peers.h"
 
 using namespace peers;

@@ -27,16 +27,16 @@ from gpu_report import Lines, Result
 
 MARK = "RINGREDUCE_GPU_CHECK_MARK"
 NOT_POSSIBLE = 77
-# What processes may take to be gone after their parent has ended, and after they were killed.
+# Time that processes may take to end after their parent, and after they were killed.
 LINGER = 3.0
 DYING = 10.0
 # How much of one stage's output the log keeps: its beginning and its end.
 LOG_BYTES = 1 << 20
-# What a GPU's driver may keep of a process that has ended, in MiB.
+# MiB that a GPU's driver may keep of a process that has ended.
 KEPT = 64
-# What comes of reading measurements that are not as they should be.
+# Errors of reading malformed measurements.
 MISSHAPEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
-# Of an output's lines, those that say what failed.
+# The lines of an output that name failures.
 COMPLAINT = re.compile(r"FAILED|[Ee]rror\b.*:")
 
 
@@ -75,7 +75,7 @@ class Stage:
     measures: bool = False  # whether a success without measurements would be none
     # Measurements that the programs left in {folder} in a form of their own.
     collect: Callable[[Path], Lines] = lambda folder: []
-    # Looks at the measurements and at {folder}, may add to the former; says what is wrong, if so.
+    # Checks the measurements and {folder}, may add measurements; returns an error, or "".
     verify: Callable[[Lines, Path], str] = lambda lines, folder: ""
     figure: Callable[[Lines], str] = lambda lines: ""
     frees_gpu: bool = False  # whether to see that the GPU is as free after it as before

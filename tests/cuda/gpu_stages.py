@@ -70,7 +70,7 @@ def stages(plan: Plan) -> list[Stage]:
         return Stage(name, shows, limit, steps, measures=True, **more)
 
     def gpu_test(source: Path) -> Stage:
-        env = beside if source.stem == "spanning_test" else {}
+        env = beside if source.stem == "internode_test" else {}
         step = Step((str(plan.build / "gpu_tests" / source.stem),), env)
         return Stage(source.stem, "the GPU test " + source.name, 75, (step,))
 

@@ -94,7 +94,7 @@ def report_lines(report: dict[str, Any]) -> Lines:
                 "issue_us": found.get("issue_us"),
                 "algbw": found["algbw"],
                 "busbw": found["busbw"],
-                # What a peer gets wrong is no failure of ours.
+                # Wrong results of a peer are no failure of ours.
                 "wrong": found["wrong"] + (not found["same_bits"]) if key == OURS else 0,
                 "peer_wrong": found["wrong"] if key != OURS else 0,
             }

@@ -30,7 +30,7 @@ if ON_GPU and not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="what it shows is CUDA's")
-LONG = 120.0  # seconds: far beyond what anything here takes
+LONG = 120.0  # seconds: far longer than any test here
 # Of float32: two ways to add up the same shards, over some steps.
 ROUNDINGS = 1e-4
 
@@ -204,4 +204,4 @@ def test_a_killed_rank_is_named_and_the_others_go_on(
         sums = [getattr(call.ended.get(rank), "value", {}).get("sum") for rank in left]
         assert sums == [sum(rank + 1 for rank in left)] * len(left), call.ended
     finally:
-        call.outcomes(1.0)  # which ends all of them, whatever they do
+        call.outcomes(1.0)  # which ends all of them

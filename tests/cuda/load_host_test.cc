@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "check.h"
-#include "cuda/build_info.h"
+#include "cuda/gpu_device.h"
 
 using ringreduce::cuda::BuildInfo;
 using ringreduce::cuda::buildInfo;
@@ -16,7 +16,7 @@ TEST(build_info_is_that_of_the_build) {
   CHECK(info.toolkit >= 12000);
   CHECK(!info.architectures.empty());
   CHECK(std::is_sorted(info.architectures.begin(), info.architectures.end()));
-  // What CMake asked nvcc for, and what nvcc says that it compiled for.
+  // The GPUs that CMake asked nvcc for, and those that nvcc reports.
   CHECK_EQ(info.text(), std::string(RINGREDUCE_CUDA_TEXT));
   std::printf("CUDA %s\n", info.text().c_str());
 }

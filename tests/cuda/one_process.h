@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../cpp/ranks.h"
-#include "cuda/communicator.h"
-#include "cuda/kernels.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/kernels/kernel_table.h"
 #include "gpu.h"
 
 namespace one_process {
@@ -35,7 +35,7 @@ struct Run {
 
 class Ranks {
  public:
-  // `options.together` is what lets kernels of all ranks run at once.
+  // `options.together` lets kernels of all ranks run at once.
   Ranks(int size, const CommunicatorOptions& options, const GroupOptions& of_group)
       : comms_(static_cast<size_t>(size)), streams_(static_cast<size_t>(size)) {
     ranks::MemoryStore store;

@@ -31,7 +31,7 @@ uint32_t next() {
   return ++seed;
 }
 
-// One call of all ranks, `at` elements into their buffers, and what must come of it.
+// One call of all ranks, `at` elements into their buffers, and the expected result.
 class Data {
  public:
   Data(Kind kind, int P, size_t count, DType dtype, bool in_place, size_t at = 0,
@@ -105,7 +105,7 @@ class Data {
     return gpu::fromGpu<unsigned char>(outputs_[static_cast<size_t>(r)],
                                        parts * count_ * sizeOf(dtype_));
   }
-  bool isSpoilt(int r) const {
+  bool isPoisoned(int r) const {
     const Bytes got = output(r);
     return std::all_of(got.begin(), got.end(), [](unsigned char b) { return b == 0xff; });
   }
@@ -134,9 +134,9 @@ class Data {
         if (kind_ == Kind::kReduceScatter ? !ring_oracle::same(dtype_, &got[i], expected + i)
                                           : std::memcmp(&got[i], expected + i, width) != 0)
           check::fail(__FILE__, __LINE__,
-                      how + ": " + name(kind_) + ", " + std::to_string(P_) + " ranks, " +
-                          name(dtype_) + ", " + name(op_) + ", rank " + std::to_string(r) +
-                          ", element " + std::to_string(i / width) + " of " +
+                      how + ": " + std::string(name(kind_)) + ", " + std::to_string(P_) +
+                          " ranks, " + name(dtype_) + ", " + name(op_) + ", rank " +
+                          std::to_string(r) + ", element " + std::to_string(i / width) + " of " +
                           std::to_string(count_));
     }
   }
@@ -153,7 +153,7 @@ class Data {
             .seed = seed_,
             .chunk = count_};
   }
-  // A rank's input.  Bytes of what is only moved are those of 8-bit integers.
+  // A rank's input.  Calls that only move data take 8-bit integers.
   Bytes elementsOf(int r) const {
     const size_t parts = kind_ == Kind::kReduceScatter ? static_cast<size_t>(P_) : 1;
     const DType drawn = kind_ == Kind::kReduceScatter ? dtype_ : DType::kUInt8;
@@ -283,7 +283,7 @@ TEST(a_group_of_one_copies_and_scales) {
     }
 }
 
-TEST(a_rank_that_does_not_come_is_named_and_outputs_are_spoilt) {
+TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
   for (bool kernels : {true, false})
     for (Kind kind : kKinds) {
       const Ranks ranks = ranksOf(3, kernels);
@@ -300,7 +300,7 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_spoilt) {
           failure = ranks::failureOf([&] { ranks.comm(r).check(); }, "(DDP bucket 2)");
         CHECK(failure == Failure::kTimeout);
         gpu::finish(ranks.stream(r), "a stream after an error");
-        if (r != absent) CHECK(data.isSpoilt(r));
+        if (r != absent) CHECK(data.isPoisoned(r));
       }
       CHECK(ranks::failureOf([&] { ranks.comm(0).check(); }, "rank " + std::to_string(absent)) ==
             Failure::kTimeout);
@@ -308,11 +308,5 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_spoilt) {
 }
 
 int main(int argc, char** argv) {
-  // Streams of ranks that wait for each other must not share a queue of the GPU's.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-  if (const std::string why = gpu::whyNone(); !why.empty()) {
-    std::printf("skipped: no GPU (%s)\n", why.c_str());
-    return 77;
-  }
-  return check::runAll(argc > 1 ? argv[1] : nullptr);
+  return gpu::mainOf([&] { return check::runAll(argc > 1 ? argv[1] : nullptr); });
 }

@@ -1,14 +1,13 @@
 // Users' buffers that ranks reach where they are: plain memory, mappings like those of torch's
 // expandable segments, and what cannot be registered.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include "cuda/peer_buffer.h"
-
 #include <cuda.h>
 
 #include <csignal>
 #include <cstring>
 
-#include "cuda/driver.h"
+#include "cuda/gpu_device.h"
+#include "cuda/memory/peer_memory.h"
 #include "peers.h"
 
 using namespace peers;
@@ -97,7 +96,7 @@ void testAll(As as) {
   for (int P : {1, 2, 3})
     run(as, P, [&](Group& group, int device) {
       const PeerMemory memory(group, device, 100);
-      if (memory.way() == Way::kHost) {
+      if (memory.access() == MemoryAccess::kHost) {
         std::printf("not here: %s\n", memory.why().c_str());
         return refuses(group, memory, nullptr, 100, "do not reach each other's memory");
       }
@@ -132,7 +131,7 @@ TEST(processes_reach_each_others_buffers) {
 TEST(processes_are_told_why_a_buffer_cannot_be_registered) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     const PeerMemory memory(group, device, 100);
-    if (memory.way() == Way::kHost) return;
+    if (memory.access() == MemoryAccess::kHost) return;
     const MemoryPtr plain = allocate(device, 1 << 20);
     const Segments own(device, 2, /*exportable=*/false), pair(device, 2, /*exportable=*/true);
     char on_host[4096] = {};

@@ -1,12 +1,11 @@
-// What goes wrong between ranks and their GPUs, on the fake of CUDA: machines that lack one way or
+// Failures between ranks and their GPUs, on the fake of CUDA: machines that lack one way or
 // the other, and every single call that fails at one rank.
 #define CHECK_OWN_MAIN
 #include <csignal>
 #include <set>
 
-#include "cuda/mapped_pages.h"
-#include "cuda/peer_buffer.h"
-#include "cuda/peer_memory.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/peer_memory.h"
 #include "fake_cuda.h"
 #include "peers.h"
 
@@ -25,10 +24,10 @@ struct On {
 };
 
 // The way that two ranks on two GPUs come to, and why.
-void expectWay(As as, Way way, const std::vector<std::string>& reasons) {
+void expectAccess(As as, MemoryAccess access, const std::vector<std::string>& reasons) {
   run(as, 2, [&](Group& group, int device) {
     PeerMemory memory(group, device, 1000);
-    CHECK_EQ(name(memory.way()), std::string(name(way)));
+    CHECK_EQ(name(memory.access()), std::string(name(access)));
     for (const std::string& reason : reasons)
       if (memory.why().find(reason) == std::string::npos)
         throw std::runtime_error("'" + reason + "' is not in: " + memory.why());
@@ -41,7 +40,7 @@ void apart(fake::Machine& m) {
   m.apart[0][1] = m.apart[1][0] = true;
 }
 
-// What `make` comes to on all ranks if one call of one rank fails: on all the same.
+// The outcome of `make` if one call of one rank fails: the same on all ranks.
 struct Fate {
   std::string error;   // "" if it was made
   std::string detail;  // which way, say
@@ -68,7 +67,7 @@ int failEachCall(int P, int victim, cudaError_t error, const Make& make,
         fate.error = e.what();
       }
       if (group.rank() == victim) failed = fake::hasFailed();
-      // Nobody else in this thread shall take our errors for its own.
+      // Other code in this thread must not take our errors for its own.
       if (error != cudaErrorIllegalAddress) CHECK_EQ(cudaGetLastError(), cudaSuccess);
       group.run({Barrier{}});  // it is as good as before
       fake::heal();
@@ -82,11 +81,11 @@ int failEachCall(int P, int victim, cudaError_t error, const Make& make,
   }
 }
 
-std::string makeMemory(Group& group, int device, std::optional<Way> wish,
+std::string makeMemory(Group& group, int device, std::optional<MemoryAccess> wish,
                        const std::function<void()>& arm) {
   arm();
   const PeerMemory memory(group, device, 3 << 20, wish);
-  return name(memory.way());
+  return name(memory.access());
 }
 
 bool says(const std::string& text, const std::string& words) {
@@ -98,34 +97,37 @@ bool says(const std::string& text, const std::string& words) {
 // ---- machines (processes first)
 
 TEST(a_rank_that_sees_only_its_own_gpu_finds_out_by_trying) {
-  const auto eachSeesItsOwn = [](Way way, const std::vector<std::string>& reasons) {
+  const auto eachSeesItsOwn = [](MemoryAccess access, const std::vector<std::string>& reasons) {
     processes::inGroup(2, [&](Group& group) {
       fake::see({group.rank()});
       PeerMemory memory(group, 0, 1000);
-      CHECK_EQ(name(memory.way()), std::string(name(way)));
+      CHECK_EQ(name(memory.access()), std::string(name(access)));
       for (const std::string& reason : reasons) CHECK(says(memory.why(), reason));
       CHECK(!memory.residents()[0].sharesGpu(memory.residents()[1]));
       group.run({Barrier{}});
     });
   };
-  eachSeesItsOwn(Way::kDescriptor, {});
+  eachSeesItsOwn(MemoryAccess::kDescriptor, {});
   {
     const On machine(apart);
-    eachSeesItsOwn(Way::kHost, {"not by descriptor: rank 0 cannot get access to mapped memory",
-                                "not by ipc: rank 0 cannot open another rank's memory"});
+    eachSeesItsOwn(MemoryAccess::kHost,
+                   {"not by descriptor: rank 0 cannot get access to mapped memory",
+                    "not by ipc: rank 0 cannot open another rank's memory"});
   }
   const On machine([](fake::Machine& m) { m.loses_data = true; });
-  eachSeesItsOwn(Way::kHost, {"not by descriptor: rank 0 does not see what rank 1 wrote",
-                              "not by ipc: rank 0 does not see what rank 1 wrote"});
+  eachSeesItsOwn(MemoryAccess::kHost, {"not by descriptor: rank 0 does not see what rank 1 wrote",
+                                       "not by ipc: rank 0 does not see what rank 1 wrote"});
 }
 
 TEST(processes_take_the_first_way_that_all_can_go) {
-  expectWay(As::kProcesses, Way::kDescriptor, {"not by pointer: rank 0 and rank 1 are different"});
+  expectAccess(As::kProcesses, MemoryAccess::kDescriptor,
+               {"not by pointer: rank 0 and rank 1 are different"});
   const On no_export([](fake::Machine& m) { m.exports = false; });
-  expectWay(As::kProcesses, Way::kLegacyIpc,
-            {"not by descriptor: the GPU of rank 0 cannot hand memory to other processes"});
+  expectAccess(As::kProcesses, MemoryAccess::kLegacyIpc,
+               {"not by descriptor: the GPU of rank 0 cannot hand memory to other processes"});
   const On no_ipc([](fake::Machine& m) { m.ipc = false; });
-  expectWay(As::kProcesses, Way::kHost, {"not by ipc: rank 0 cannot get an IPC handle on GPU 0"});
+  expectAccess(As::kProcesses, MemoryAccess::kHost,
+               {"not by ipc: rank 0 cannot get an IPC handle on GPU 0"});
   const On no_host([](fake::Machine& m) { m.registers = false; });
   run(As::kProcesses, 2, [](Group& group, int device) {
     CHECK(failureOf([&] { PeerMemory(group, device, 1000); },
@@ -159,26 +161,27 @@ TEST(a_process_that_is_killed_while_ranks_try_ends_it_for_all) {
 // ---- threads
 
 TEST(threads_take_the_first_way_that_all_can_go) {
-  expectWay(As::kThreads, Way::kPointer, {""});
+  expectAccess(As::kThreads, MemoryAccess::kPointer, {""});
   {
     const On one_way([](fake::Machine& m) { m.apart[1][0] = true; });
-    expectWay(As::kThreads, Way::kHost,
-              {"not by pointer: the GPU of rank 1 has no peer access to that of rank 0"});
+    expectAccess(As::kThreads, MemoryAccess::kHost,
+                 {"not by pointer: the GPU of rank 1 has no peer access to that of rank 0"});
   }
   const On machine(apart);
   ranks::inGroup(3, [](Group& group) {  // on one GPU
-    CHECK(PeerMemory(group, 1, 1000).way() == Way::kPointer);
+    CHECK(PeerMemory(group, 1, 1000).access() == MemoryAccess::kPointer);
   });
-  expectWay(As::kThreads, Way::kHost, {"not by ipc: the GPU of rank 0 has no peer access"});
+  expectAccess(As::kThreads, MemoryAccess::kHost,
+               {"not by ipc: the GPU of rank 0 has no peer access"});
 }
 
 TEST(a_way_that_is_asked_for_is_taken_or_refused_with_the_reason) {
   const On machine([](fake::Machine& m) { m.exports = false; });
   run(As::kThreads, 3, [](Group& group, int device) {
-    CHECK(failureOf([&] { PeerMemory(group, device, 100, Way::kDescriptor); },
+    CHECK(failureOf([&] { PeerMemory(group, device, 100, MemoryAccess::kDescriptor); },
                     "by descriptor, which was asked for: the GPU of rank 0 cannot hand memory") ==
           Failure::kSetup);
-    CHECK(PeerMemory(group, device, 100, Way::kHost).way() == Way::kHost);
+    CHECK(PeerMemory(group, device, 100, MemoryAccess::kHost).access() == MemoryAccess::kHost);
   });
   CHECK_EQ(fake::leftovers(), "");
 }
@@ -196,8 +199,9 @@ TEST(without_a_driver_all_ranks_say_so) {
 // ---- every call that can fail
 
 TEST(whatever_call_fails_all_ranks_go_another_way_or_get_the_same_error) {
-  const std::vector<std::optional<Way>> wishes{std::nullopt, Way::kPointer, Way::kDescriptor,
-                                               Way::kLegacyIpc, Way::kHost};
+  const std::vector<std::optional<MemoryAccess>> wishes{
+      std::nullopt, MemoryAccess::kPointer, MemoryAccess::kDescriptor, MemoryAccess::kLegacyIpc,
+      MemoryAccess::kHost};
   for (const auto& wish : wishes)
     for (int victim : {0, 1}) {
       std::set<std::string> outcomes;
@@ -217,8 +221,9 @@ TEST(whatever_call_fails_all_ranks_go_another_way_or_get_the_same_error) {
 }
 
 TEST(a_gpu_without_memory_left_is_an_error_on_all_ranks) {
-  for (const auto& wish : {std::optional<Way>(), std::optional(Way::kDescriptor),
-                           std::optional(Way::kLegacyIpc), std::optional(Way::kHost)})
+  for (const auto& wish :
+       {std::optional<MemoryAccess>(), std::optional(MemoryAccess::kDescriptor),
+        std::optional(MemoryAccess::kLegacyIpc), std::optional(MemoryAccess::kHost)})
     failEachCall(
         3, 2, cudaErrorMemoryAllocation,
         [&](Group& group, int device, auto& arm) { return makeMemory(group, device, wish, arm); },

@@ -1,6 +1,6 @@
 // GPU memory between ranks, by each way, as processes and as threads.  On GPUs, or on the fake.
 #define CHECK_OWN_MAIN
-#include "cuda/peer_memory.h"
+#include "cuda/memory/peer_memory.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <thread>
 
-#include "cuda/mapped_pages.h"
+#include "cuda/memory/device_memory.h"
 #include "peers.h"
 
 using namespace peers;
@@ -56,11 +56,11 @@ void isZero(const PeerMemory& memory, int rank) {
 
 // Whether ranks on their GPUs can have memory by this way at all, on this machine.  With EVERY_WAY
 // in the environment (the fake has every way) it is taken for granted, and an error if not.
-bool isPossible(As as, int P, Way way) {
+bool isPossible(As as, int P, MemoryAccess access) {
   if (std::getenv("EVERY_WAY")) return true;
   bool possible = true;
   try {
-    run(as, P, [&](Group& group, int device) { PeerMemory(group, device, 100, way); });
+    run(as, P, [&](Group& group, int device) { PeerMemory(group, device, 100, access); });
   } catch (const std::exception& error) {
     if (!std::strstr(error.what(), "which was asked for")) throw;
     std::printf("not here: %s\n", error.what());
@@ -69,28 +69,29 @@ bool isPossible(As as, int P, Way way) {
   return possible;
 }
 
-void byEachWay(As as, const std::function<void(int P, Way way)>& test) {
-  for (Way way : {Way::kPointer, Way::kDescriptor, Way::kLegacyIpc, Way::kHost})
+void byEachAccess(As as, const std::function<void(int P, MemoryAccess access)>& test) {
+  for (MemoryAccess access : {MemoryAccess::kPointer, MemoryAccess::kDescriptor,
+                              MemoryAccess::kLegacyIpc, MemoryAccess::kHost})
     for (int P : {1, 2, 3}) {
-      if (as == As::kProcesses && way == Way::kPointer && P > 1) continue;
-      if (isPossible(as, P, way)) test(P, way);
+      if (as == As::kProcesses && access == MemoryAccess::kPointer && P > 1) continue;
+      if (isPossible(as, P, access)) test(P, access);
     }
 }
 
 void allocateAndReach(As as) {
-  byEachWay(as, [&](int P, Way way) {
+  byEachAccess(as, [&](int P, MemoryAccess access) {
     run(as, P, [&](Group& group, int device) {
       for (size_t bytes : {size_t{1}, size_t{300'000}, size_t{5} << 20}) {
-        PeerMemory memory(group, device, bytes, way);
-        CHECK(memory.way() == way);
+        PeerMemory memory(group, device, bytes, access);
+        CHECK(memory.access() == access);
         CHECK(memory.bytes() >= bytes && memory.bytes() < bytes + (64 << 20));
-        CHECK_EQ(memory.why(), way == Way::kPointer ? "" : memory.why());
+        CHECK_EQ(memory.why(), access == MemoryAccess::kPointer ? "" : memory.why());
         for (int r = 0; r < P; ++r) isZero(memory, r);
         group.run({Barrier{}});
         everybodyReachesEverything(group, memory);
       }
       // Two at the same time are two.
-      PeerMemory one(group, device, 100, way), two(group, device, 100, way);
+      PeerMemory one(group, device, 100, access), two(group, device, 100, access);
       everybodyReachesEverything(group, one);
       everybodyReachesEverything(group, two);
       group.run({Barrier{}});
@@ -109,7 +110,7 @@ TEST(processes_reach_each_others_memory) {
 TEST(processes_take_the_best_way) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     PeerMemory memory(group, device, 1 << 20);
-    CHECK(memory.way() != Way::kPointer);
+    CHECK(memory.access() != MemoryAccess::kPointer);
     CHECK(memory.why().starts_with("not by pointer: rank 0 and rank 1 are different processes"));
     CHECK_EQ(memory.residents().size(), 2u);
     CHECK(!memory.residents()[0].sharesProcess(memory.residents()[1]));
@@ -120,11 +121,11 @@ TEST(processes_take_the_best_way) {
 }
 
 TEST(what_a_killed_rank_owned_stays_readable_while_it_is_mapped) {
-  for (Way way : {Way::kDescriptor, Way::kHost})
-    if (isPossible(As::kProcesses, 3, way))
+  for (MemoryAccess access : {MemoryAccess::kDescriptor, MemoryAccess::kHost})
+    if (isPossible(As::kProcesses, 3, access))
       run(As::kProcesses, 3,
           [&](Group& group, int device) {
-            PeerMemory memory(group, device, 1 << 20, way);
+            PeerMemory memory(group, device, 1 << 20, access);
             everybodyReachesEverything(group, memory);
             if (group.rank() == 1) raise(SIGKILL);
             while (!group.states()[1].isLost()) sleepMs(1);
@@ -137,11 +138,12 @@ TEST(what_a_killed_rank_owned_stays_readable_while_it_is_mapped) {
 }
 
 TEST(a_killed_rank_keeps_nobody_from_giving_back) {
-  for (Way way : {Way::kDescriptor, Way::kLegacyIpc, Way::kHost})
-    if (isPossible(As::kProcesses, 3, way))
+  for (MemoryAccess access :
+       {MemoryAccess::kDescriptor, MemoryAccess::kLegacyIpc, MemoryAccess::kHost})
+    if (isPossible(As::kProcesses, 3, access))
       run(As::kProcesses, 3,
           [&](Group& group, int device) {
-            PeerMemory memory(group, device, 1 << 20, way);
+            PeerMemory memory(group, device, 1 << 20, access);
             group.run({Barrier{}});
             if (group.rank() == 1) raise(SIGKILL);
             while (!group.states()[1].isLost()) sleepMs(1);
@@ -163,9 +165,9 @@ TEST(a_rank_that_dies_before_it_allocates_ends_it_for_all) {
 }
 
 TEST(an_owner_by_ipc_waits_for_those_who_still_map_it) {
-  if (!isPossible(As::kProcesses, 2, Way::kLegacyIpc)) return;
+  if (!isPossible(As::kProcesses, 2, MemoryAccess::kLegacyIpc)) return;
   run(As::kProcesses, 2, [](Group& group, int device) {
-    PeerMemory memory(group, device, 1 << 20, Way::kLegacyIpc);
+    PeerMemory memory(group, device, 1 << 20, MemoryAccess::kLegacyIpc);
     everybodyReachesEverything(group, memory);
     if (group.rank() == 0) {
       const Nanos start = now();
@@ -182,9 +184,9 @@ TEST(an_owner_by_ipc_waits_for_those_who_still_map_it) {
 }
 
 TEST(an_owner_by_ipc_that_waited_long_enough_leaves_the_memory) {
-  if (!isPossible(As::kProcesses, 2, Way::kLegacyIpc)) return;
+  if (!isPossible(As::kProcesses, 2, MemoryAccess::kLegacyIpc)) return;
   run(As::kProcesses, 2, [](Group& group, int device) {
-    PeerMemory memory(group, device, 1 << 20, Way::kLegacyIpc);
+    PeerMemory memory(group, device, 1 << 20, MemoryAccess::kLegacyIpc);
     everybodyReachesEverything(group, memory);
     if (group.rank() == 0) memory.release(50 * kMillisecond);
     group.run({Barrier{}});
@@ -241,11 +243,11 @@ TEST(threads_reach_each_others_memory) {
 }
 
 TEST(threads_share_pointers_and_ownership) {
-  if (!isPossible(As::kThreads, 2, Way::kPointer)) return;
+  if (!isPossible(As::kThreads, 2, MemoryAccess::kPointer)) return;
   std::atomic<std::byte*> of_rank_0{nullptr};
   run(As::kThreads, 2, [&](Group& group, int device) {
     PeerMemory memory(group, device, 1 << 20);
-    CHECK(memory.way() == Way::kPointer);
+    CHECK(memory.access() == MemoryAccess::kPointer);
     CHECK_EQ(memory.why(), "");
     everybodyReachesEverything(group, memory);
     if (group.rank() == 0) of_rank_0 = memory.at(0);
@@ -284,7 +286,7 @@ TEST(ranks_that_ask_for_different_things_are_told) {
     CHECK(failureOf([&] { PeerMemory(group, device, group.rank() == 1 ? 200 : 100); },
                     "rank 0 for 100 bytes by any way, rank 1 for 200 bytes by any way") ==
           Failure::kSetup);
-    const auto wish = group.rank() == 2 ? std::optional(Way::kHost) : std::nullopt;
+    const auto wish = group.rank() == 2 ? std::optional(MemoryAccess::kHost) : std::nullopt;
     CHECK(failureOf([&] { PeerMemory(group, device, 100, wish); },
                     "rank 2 for 100 bytes by host") == Failure::kSetup);
     PeerMemory(group, device, 100);
@@ -302,8 +304,9 @@ TEST(a_gpu_that_is_not_there_is_named) {
 }
 
 TEST(nothing_is_left) {
-  for (Way way : {Way::kPointer, Way::kDescriptor, Way::kLegacyIpc, Way::kHost}) {
-    if (!isPossible(As::kThreads, 2, way)) continue;
+  for (MemoryAccess access : {MemoryAccess::kPointer, MemoryAccess::kDescriptor,
+                              MemoryAccess::kLegacyIpc, MemoryAccess::kHost}) {
+    if (!isPossible(As::kThreads, 2, access)) continue;
     run(As::kThreads, 2, [&](Group& group, int device) {
       const OnDevice here(device);
       constexpr size_t kBytes = 8 << 20;
@@ -314,9 +317,9 @@ TEST(nothing_is_left) {
         group.run({Barrier{}});
         return left;
       };
-      PeerMemory(group, device, kBytes, way);
+      PeerMemory(group, device, kBytes, access);
       const size_t before = left();
-      for (int again = 0; again < 6; ++again) PeerMemory(group, device, kBytes, way);
+      for (int again = 0; again < 6; ++again) PeerMemory(group, device, kBytes, access);
       CHECK(left() + 3 * kBytes > before);  // of 12 pieces; others may use the GPU too
     });
   }

@@ -1,4 +1,4 @@
-// What tests of GPU memory between ranks have in common: ranks on GPUs, as processes or as threads.
+// For tests of GPU memory between ranks: ranks on GPUs, as processes or as threads.
 //
 // The same tests run on GPUs and on the fake (fake_cuda.h).  The test's own process never calls
 // CUDA before the last rank process has been forked, so it asks a child whether there is a GPU.
@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/device.h"
-#include "cuda/device_memory.h"
-#include "cuda/errors.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
+#include "cuda/memory/device_memory.h"
 #include "processes.h"
 #include "ranks.h"
 

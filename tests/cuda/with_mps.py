@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
             return NOT_POSSIBLE
         return subprocess.run(command, env=env).returncode
     finally:
-        # Ends daemon and server, whatever has become of the command, and sees them gone.
+        # Ends daemon and server, also after an error, and waits until they are gone.
         ask(control, "quit -t 5", env)
         patience = time.monotonic() + 10
         while ask(control, "get_server_list", env) == 0 and time.monotonic() < patience:

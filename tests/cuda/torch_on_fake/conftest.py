@@ -18,7 +18,7 @@ from pool import Call, Pool, World
 if "/on_fake/lib/libcudart.so" not in os.environ.get("LD_PRELOAD", ""):
     collect_ignore_glob = ["test_*.py"]
 
-# What a rank's process sees.  With NCCL for calls that have no kernels: test_nccl.py.
+# A rank's environment.  With NCCL for calls that have no kernels: test_nccl.py.
 MACHINES = {
     "one GPU": {"FAKE_GPUS": "1"},
     "one GPU with MPS": {"FAKE_GPUS": "1", "FAKE_MPS": "1"},

@@ -11,7 +11,7 @@ using namespace fake;
 
 namespace {
 
-// What cudaHostAlloc has given, by address; guarded by the world's mutex.
+// Memory of cudaHostAlloc, by address; guarded by the world's mutex.
 std::map<char*, size_t>& pinned() {
   static auto* all = new std::map<char*, size_t>;
   return *all;

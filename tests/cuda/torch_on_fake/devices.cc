@@ -1,4 +1,4 @@
-// What PyTorch asks about GPUs, in the runtime's and in the driver's words.
+// PyTorch's questions about GPUs, to the runtime and to the driver.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

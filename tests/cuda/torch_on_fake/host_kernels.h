@@ -11,7 +11,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static thread_local  // blocks of a grid are threads
-#define __CUDA_ARCH_LIST__ 900          // what the fake says it is
+#define __CUDA_ARCH_LIST__ 900          // of the fake
 
 struct HostIndex {
   unsigned x;
@@ -23,8 +23,8 @@ namespace ringreduce::cuda {
 
 template <int>
 struct DeviceBlock {
-  int lane() const { return 0; }
-  static constexpr int lanes() { return 1; }
+  int thread() const { return 0; }
+  static constexpr int threads() { return 1; }
   void sync() const {}
   bool any(bool x) const { return x; }
   template <class T>

@@ -105,7 +105,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 
-// ---- what the compiler calls for a file with kernels, and for <<<>>>
+// ---- called by the compiler for a file with kernels, and for <<<>>>
 
 void** __cudaRegisterFatBinary(void*) {
   static void* none = nullptr;

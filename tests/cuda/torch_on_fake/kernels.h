@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-// Runs one block of a grid of `blocks`; `argument` is what the kernel is given.
+// Runs one block of a grid of `blocks`; `argument` is the kernel's.
 using FakeBlock = void (*)(const void* kernel, const void* argument, int block, int blocks);
 
 // A kernel that takes one argument of so many bytes.  Blocks of a grid run at the same time.

@@ -36,7 +36,7 @@ BY_PREFIX = {
 # Their functions return 0 or an error; this is the one that says least.
 ANSWERS = {"libcupti.so.13": 999, NCCL: 3, RUNTIME: 801}
 
-# What torch asks for even where it does without the rest.
+# Torch needs these even if it does without the rest.
 WRITTEN = {"cudnnGetVersion": "unsigned long cudnnGetVersion() { return 0; }"}
 
 

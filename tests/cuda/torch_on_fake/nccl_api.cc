@@ -50,7 +50,7 @@ ncclComm* newComm() {
   return new ncclComm{.rank = 0, .size = 0, .device = device, .name = {}};
 }
 
-// Who takes the same colour, in order of their keys.
+// The ranks of the same colour, in order of their keys.
 Seat split(ncclComm& comm, int color, int key) {
   struct Choice {
     int key, rank, color;

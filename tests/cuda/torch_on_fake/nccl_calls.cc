@@ -49,7 +49,7 @@ Call callOf(const Heading& h) {
           .root = h.root};
 }
 
-// What `from` brings to `to`: a part of its input, in parts of one rank's.
+// The part of the input of `from` that `to` gets, in parts of one rank's.
 struct Part {
   size_t first, parts;
 };

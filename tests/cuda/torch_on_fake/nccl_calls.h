@@ -1,4 +1,4 @@
-// What the calls of the fake's NCCL do, once the stream has come to them.
+// The calls of the fake's NCCL, when a stream comes to them.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ enum DType : int {
   kDTypes,
 };
 enum Op : int { kSum, kProduct, kMax, kMin, kAverage, kOps };
-constexpr int kScaledSum = kOps;  // what ncclRedOpCreatePreMulSum makes, in all ranks' eyes
+constexpr int kScaledSum = kOps;  // of ncclRedOpCreatePreMulSum; the same number on all ranks
 
 enum class What : int {
   kAllReduce,
@@ -43,7 +43,7 @@ enum class What : int {
 size_t sizeOf(int dtype);
 bool canReduce(int dtype);
 
-// What each rank's input is multiplied by before the sum.
+// The factor of each rank's input.
 struct Factor {
   double value;
   const void* on_device;  // instead, unless null: one element
@@ -67,7 +67,7 @@ std::string describe(const Call& call);
 // nothing more once the wire has been ended.
 void perform(Wire& wire, const std::vector<Call>& calls);
 
-// `to` becomes what all of `inputs`, in this order, reduce to.
+// Reduces all of `inputs`, in this order, into `to`.
 void reduce(const std::vector<const std::byte*>& inputs, void* to, size_t count, int dtype, int op);
 // Multiplies each element.
 void multiply(void* data, size_t count, int dtype, const Factor& factor);

@@ -107,7 +107,7 @@ Result joinAll(const std::vector<std::pair<ncclComm*, std::function<Seat()>>>& j
   return failed == results.end() ? kSuccess : *failed;
 }
 
-// ---- what a call may be given
+// ---- arguments of calls
 
 struct Place {
   const std::byte* begin;
@@ -219,7 +219,7 @@ void CUDART_CB run(void* data) {
   comm.changed.notify_all();
 }
 
-// `to` waits for what is in `from`.
+// `to` waits for the work in `from`.
 void follow(cudaStream_t to, cudaStream_t from) {
   cudaEvent_t event;
   must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

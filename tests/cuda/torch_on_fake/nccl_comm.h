@@ -13,7 +13,7 @@
 
 #include "nccl_calls.h"
 
-// Stays, so that what a program does with one that it has given back is noticed.
+// Never freed, so that calls on a destroyed one are noticed.
 struct ncclComm {
   enum class State { kJoining, kLive, kFinalized, kLeft };
   struct Scale {
@@ -32,7 +32,7 @@ struct ncclComm {
   std::map<int, Scale> ops = {};
   int next_op = fake::nccl::kOps, splits = 0;
   cudaStream_t last = nullptr;
-  cudaEvent_t tail = nullptr;  // behind what was put into it last
+  cudaEvent_t tail = nullptr;  // behind the last work in it
 
   std::mutex performing = {};
 };
@@ -61,7 +61,7 @@ Result endGroup();
 // Of the group that the thread has begun: what its end will say.
 void groupFailed(Result result);
 
-// Waits for what is in streams; `abort` ends that.
+// Waits for streams; `abort` ends that.
 void leave(ncclComm* comm, bool abort);
 
 int version();

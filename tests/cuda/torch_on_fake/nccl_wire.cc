@@ -94,7 +94,7 @@ int connectTo(const Address& address) {
   }
 }
 
-// Tells the other end who this is, and asks who that is.
+// Exchanges ranks with the other end.
 Facts meet(int fd, const Facts& own) {
   Facts other;
   if (!writeAll(fd, &own, sizeof own) || !readAll(fd, &other, sizeof other))

@@ -35,19 +35,19 @@ struct Failed {
 // Keeps the words for ncclGetLastError, and shows them where NCCL would.
 void warn(const std::string& words);
 std::string lastWarning();
-// Ends the process: a program may not do that, and NCCL would hang, crash or spoil data.
+// Ends the process: a program may not do that, and NCCL would hang, crash or poison data.
 [[noreturn]] void punish(const std::string& words);
 
-// What a rank tells the others when it joins.
+// A rank's introduction when it joins.
 struct Facts {
   int rank, size;
-  char host[128];  // or what it says that its host is
+  char host[128];  // or its NCCL_HOSTID
   char gpu[32];
 };
 
 // Letters of one kind stay in order, and each kind has a queue of its own.
 enum class Kind : uint32_t {
-  kCollective,  // what a rank brings to a collective call
+  kCollective,  // a rank's input of a collective call
   kMessage,     // by send and recv
   kTaken,       // a message has been received
   kSplit,       // between hosts, not streams

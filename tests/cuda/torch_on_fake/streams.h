@@ -36,7 +36,7 @@ class Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
-// What a stream does, in a thread that starts with the first task.
+// A stream's tasks, in a thread that starts with the first one.
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
   explicit Queue(int gpu) : gpu(gpu) {}
@@ -99,14 +99,14 @@ namespace fake {
 
 // The stream that a handle means; null is the current GPU's default stream.
 CUstream_st& streamOf(cudaStream_t stream);
-// Puts it into the stream, or into what is captured of it.
+// Puts it into the stream, or into its capture.
 void put(CUstream_st& stream, Task task);
-// What has been put, is done.
+// All tasks are done.
 void finish(CUstream_st& stream);
 
 // Of everything about captures.
 std::mutex& captures();
-// What CUDA answers to calls that are not made while somebody captures; they end that.
+// CUDA's answer to calls that are not allowed during a capture; they end the capture.
 cudaError_t besideCaptures();
 bool isCapturing(CUstream_st& stream);
 

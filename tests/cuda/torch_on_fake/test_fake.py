@@ -57,7 +57,7 @@ def test_a_stream_that_waits_for_an_event_takes_its_last_record_then() -> None:
     other.wait_event(event)
     gate = Gate(stream)
     event.record(stream)
-    other.synchronize()  # does not wait for what was recorded later
+    other.synchronize()  # does not wait for later records
     assert not event.query()
     gate.open()
     event.synchronize()

@@ -37,7 +37,7 @@ def wait_orders_streams(me: Rank) -> None:
         gate = Gate()
         x.copy_(mine)
         work = dist.all_reduce(x, async_op=True)
-        work.wait()  # of what cannot have begun
+        work.wait()  # for a call that cannot have begun
         seen = torch.empty_like(x)
         seen.copy_(x, non_blocking=True)
         assert not work.is_completed() and not stream.query()
@@ -167,7 +167,7 @@ def staged(me: Rank) -> None:
         gate = Gate()
         x.copy_(mine)
         torch.cuda.current_stream().query()
-        gate.open()  # the host waits here for what is to be copied
+        gate.open()  # the host waits here for the copy
         work = dist.reduce(x, 0, async_op=True)
         work.wait()
         if me.rank == 0:

@@ -116,7 +116,7 @@ def test_groups_of_torchs_backend(machine: Machine) -> None:
     call.results()
 
 
-# ---- what NCCL punishes
+# ---- misuse of NCCL
 
 
 def different_counts(me: Rank) -> None:

@@ -1,0 +1,542 @@
+// Makes and ends a communicator, and performs its calls, except the direct schedule
+// (direct_stream.cc).
+#include "cuda/communicator/host_communicator.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+#include <iterator>
+#include <string>
+#include <type_traits>
+
+#include "base/config.h"
+#include "base/error.h"
+#include "base/fd.h"
+#include "cuda/communicator/host_communicator_state.h"
+#include "group/agreement.h"
+
+namespace ringreduce::cuda {
+
+std::optional<Choice> choiceNamed(const std::string& name) {
+  for (size_t i = 0; i < std::size(kChoiceNames); ++i)
+    if (name == kChoiceNames[i]) return static_cast<Choice>(i);
+  return std::nullopt;
+}
+
+CommunicatorOptions CommunicatorOptions::fromEnvironment() {
+  const Config config = Config::read();
+  return {.algorithm = choiceNamed(config.cuda_algorithm.get()).value(),
+          .access = memoryAccessNamed(config.cuda_way.get())};
+}
+
+// ---- making it
+
+namespace {
+
+// Exchanged by the ranks before anything is allocated.
+struct Introduction {
+  char uuid[64] = {};
+  int multiprocessors = 0;
+  bool runs_together = false;  // its kernels may share a GPU with those of other ranks
+  Choice algorithm = Choice::kAuto;
+};
+
+Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device, int rank) {
+  Setting setting{.ranks = static_cast<int>(all.size())};
+  setting.multiprocessors = all[0].multiprocessors;
+  for (const Introduction& one : all) {
+    const auto same = std::count_if(all.begin(), all.end(), [&](const Introduction& other) {
+      return std::strcmp(one.uuid, other.uuid) == 0;
+    });
+    setting.ranks_on_device = std::max(setting.ranks_on_device, static_cast<int>(same));
+    setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
+    // Their kernels need a multiprocessor each to run at once.
+    if (same > 1 && (!one.runs_together || same > one.multiprocessors)) setting.run_at_once = false;
+    if (&one == &all[static_cast<size_t>(rank)]) ranks_on_my_device = static_cast<int>(same);
+  }
+  return setting;
+}
+
+// Loads all kernels now.  CUDA would load a kernel at its first launch, and wait for the GPU to be
+// idle: for ever, behind a kernel that waits for a peer.
+void loadKernels() {
+  const auto load = [](const void* kernel) {
+    cudaFuncAttributes attributes;
+    cuda::check(cudaFuncGetAttributes(&attributes, kernel), "load a kernel");
+  };
+  for (int t = 0; t < kKernelDTypes; ++t) {
+    const Kernels& kernels = kernelsOf(static_cast<DType>(t));
+    for (const void* kernel : kernels.all_reduce) load(kernel);
+    load(kernels.direct);
+    load(kernels.copy_in);
+    load(kernels.ring_step);
+  }
+  load(deliverKernel());
+  for (int unit = 0; unit < kUnits; ++unit) {
+    load(gatherKernel(unit));
+    load(carryKernel(unit));
+  }
+}
+
+}  // namespace
+
+Communicator::State::State(std::shared_ptr<Group> of, int on, const CommunicatorOptions& wanted)
+    : group(std::move(of)), device(on), options(wanted) {
+  const OnDevice here(device);
+  Introduction mine;
+  agreeOnStatus(*group, [&] {
+    facts = describeDevice(device);
+    if (group->size() > kMostRanks)
+      throw Error(Failure::kArgument, "a GPU communicator has at most " +
+                                          std::to_string(kMostRanks) + " ranks, not " +
+                                          std::to_string(group->size()));
+    loadKernels();
+    setText(mine.uuid, facts.uuid);
+    mine.multiprocessors = facts.multiprocessors;
+    mine.runs_together = options.together || facts.mps;
+    mine.algorithm = options.algorithm;
+  });
+  const std::vector<Introduction> all = gatherEach(*group, mine);
+  options.algorithm = all[0].algorithm;
+  setting = settingOf(all, ranks_on_device, group->rank());
+
+  pages = std::make_unique<MappedPages>(*group, device, sizeof(HostState));
+  tuning = tune(setting);
+  memory = std::make_unique<PeerMemory>(*group, device, tuning.layout(setting.ranks).bytes(),
+                                        options.access);
+  // Only the choice of the algorithm depends on the access.
+  setting.all_to_all = memory->access() != MemoryAccess::kHost;
+  tuning = tune(setting);
+  if (setting.ranks_on_device > 1 || options.algorithm == Choice::kDirect)
+    staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.access);
+
+  agreeOnStatus(*group, [&] {
+    constexpr size_t kBytes = roundUp(sizeof(DeviceComm), kLine) + sizeof(Local);
+    local = allocate(device, kBytes);
+    Stream stream(device);
+    stream.zero(local->data(), kBytes);
+    DeviceComm comm{};
+    comm.rank = group->rank();
+    comm.size = group->size();
+    comm.layout = tuning.layout(setting.ranks);
+    for (int r = 0; r < comm.size; ++r) comm.base[r] = memory->at(r);
+    comm.local = localOnDevice();
+    comm.abort = &stateOnDevice(comm.rank)->abort;
+    comm.trouble = &stateOnDevice(comm.rank)->trouble;
+    stream.copy(local->data(), &comm, sizeof comm);
+  });
+  std::vector<HostState*> states;
+  for (int r = 0; r < group->size(); ++r) states.push_back(state(r));
+  watchdog =
+      std::make_unique<Watchdog>(*group, std::make_unique<HostRanks>(*group, std::move(states)));
+}
+
+std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<Group> group, int device,
+                                                   const CommunicatorOptions& options) {
+  return std::shared_ptr<Communicator>(
+      new Communicator(std::make_unique<State>(std::move(group), device, options)));
+}
+
+Communicator::Communicator(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+Communicator::~Communicator() {
+  constexpr Nanos kPatience = 5 * kSecond;
+  State& s = *state_;
+  // In a forked child neither CUDA nor the watchdog's threads are there.
+  if (forkGeneration() != s.generation) {
+    (void)state_.release();
+    return;
+  }
+  if (!s.watchdog->settle(kPatience)) {
+    log("rank " + s.group->options().shown(rank()) + " of group '" + s.group->options().name +
+        "' leaves " + std::to_string(bytes() >> 20) +
+        " MiB of GPU memory to the end of the process: GPU operations that may touch it are still "
+        "under way");
+    state_.release()->watchdog.reset();
+  }
+}
+
+int Communicator::rank() const {
+  return state_->group->rank();
+}
+int Communicator::size() const {
+  return state_->group->size();
+}
+const Tuning& Communicator::tuning() const {
+  return state_->tuning;
+}
+const Device& Communicator::device() const {
+  return state_->facts;
+}
+MemoryAccess Communicator::access() const {
+  return state_->memory->access();
+}
+int Communicator::ranksOnDevice() const {
+  return state_->ranks_on_device;
+}
+bool Communicator::gainsByRegistering() const {
+  return state_->staging && (!kernelsRunAtOnce() || state_->options.algorithm == Choice::kDirect);
+}
+bool Communicator::kernelsRunAtOnce() const {
+  return state_->setting.run_at_once;
+}
+size_t Communicator::bytes() const {
+  return state_->memory->bytes() + (state_->staging ? state_->staging->bytes() : 0) +
+         state_->local->bytes();
+}
+
+void Communicator::check() {
+  state_->watchdog->check();
+}
+bool Communicator::wait(Nanos longest) {
+  return state_->watchdog->wait(longest);
+}
+void Communicator::abort(const std::string& why) {
+  state_->watchdog->abort(why);
+}
+
+// ---- choosing
+
+Choice Communicator::chosen(size_t count, DType dtype) const {
+  return state_->choose(count * sizeOf(dtype), state_->options.algorithm);
+}
+
+Choice Communicator::State::choose(size_t bytes, Choice choice) const {
+  if (choice == Choice::kAuto)
+    return setting.run_at_once ? choiceOf(chooseKernel(tuning, bytes)) : Choice::kDirect;
+  if (choice == Choice::kDirect && !staging)
+    throw Error(Failure::kArgument,
+                "the direct schedule needs memory that is taken when the communicator is made: ask "
+                "for it then (RINGREDUCE_CUDA_ALGORITHM=direct)");
+  if (choice != Choice::kDirect && !setting.run_at_once)
+    throw Error(
+        Failure::kArgument,
+        std::string(kChoiceNames[static_cast<size_t>(choice)]) +
+            " needs kernels of all ranks on their GPUs at once, and ranks of this group are "
+            "processes that share a GPU in turns: start NVIDIA's MPS, or leave the choice to "
+            "auto, which takes the direct schedule");
+  return choice;
+}
+
+Choice Communicator::State::choose(const GpuAllReduce& call) const {
+  return choose(call.count * sizeOf(call.dtype), call.algorithm.value_or(options.algorithm));
+}
+
+Arithmetic Communicator::State::arithmeticOf(DType dtype, ReduceOp op, double factor) const {
+  return {.combine = combineOf(dtype, op),
+          .divide = op == ReduceOp::kAvg,
+          .scale = op == ReduceOp::kPremulSum,
+          .world_size = group->size(),
+          .factor = factor};
+}
+
+// ---- checking
+
+namespace {
+
+[[noreturn]] void refuse(Kind kind, const std::string& why) {
+  throw Error(Failure::kArgument, std::string(name(kind)) + " on a GPU: " + why);
+}
+
+uintptr_t addressOf(const void* p) {
+  return reinterpret_cast<uintptr_t>(p);
+}
+
+void requireReducible(Kind kind, DType dtype, ReduceOp op) {
+  if (!isSupported(dtype, op))
+    refuse(kind, std::string(name(op)) + " has no meaning for " + name(dtype) +
+                     ", or its elements can only be moved");
+}
+
+// Buffers of up to `parts` times `count` elements; returns the bytes of one part.
+size_t requireBuffers(Kind kind, DType dtype, int parts, size_t count,
+                      std::initializer_list<const void*> buffers) {
+  const size_t width = sizeOf(dtype);
+  if (count > SIZE_MAX / width / static_cast<size_t>(parts))
+    refuse(kind, (parts > 1 ? std::to_string(parts) + " times " : "") + std::to_string(count) +
+                     " elements are more than there is memory for");
+  for (const void* p : buffers) {
+    if (!p) refuse(kind, "a null pointer for " + std::to_string(count) + " elements");
+    // Complex numbers are aligned as their parts are.
+    if (addressOf(p) % std::min<size_t>(width, sizeof(double)) != 0)
+      refuse(kind, std::string("pointers that are not aligned to elements of ") + name(dtype));
+  }
+  return count * width;
+}
+
+// The single part may be the rank's own part of all of them, and not overlap it otherwise.
+void requireOwnPlace(Kind kind, const void* part, const void* all, size_t bytes, int rank,
+                     int size) {
+  const uintptr_t p = addressOf(part), a = addressOf(all);
+  const size_t own = static_cast<size_t>(rank) * bytes, whole = static_cast<size_t>(size) * bytes;
+  if (p != a + own && p < a + whole && a < p + bytes)
+    refuse(kind, "input and output overlap, and not just in this rank's own part");
+}
+
+}  // namespace
+
+void validate(const GpuAllReduce& call) {
+  constexpr Kind kKind = Kind::kAllReduce;
+  requireReducible(kKind, call.dtype, call.op);
+  if (call.count == 0) return;
+  const size_t bytes = requireBuffers(kKind, call.dtype, 1, call.count, {call.input, call.output});
+  const uintptr_t in = addressOf(call.input), out = addressOf(call.output);
+  if (in != out && in < out + bytes && out < in + bytes)
+    refuse(kKind, "input and output overlap without being the same memory");
+}
+
+void Communicator::State::validate(const GpuReduceScatter& call) const {
+  constexpr Kind kKind = Kind::kReduceScatter;
+  requireReducible(kKind, call.dtype, call.op);
+  if (call.count == 0) return;
+  const size_t bytes =
+      requireBuffers(kKind, call.dtype, group->size(), call.count, {call.input, call.output});
+  requireOwnPlace(kKind, call.output, call.input, bytes, group->rank(), group->size());
+}
+
+void Communicator::State::validate(const GpuAllGather& call) const {
+  constexpr Kind kKind = Kind::kAllGather;
+  if (call.count == 0) return;
+  const size_t bytes =
+      requireBuffers(kKind, call.dtype, group->size(), call.count, {call.input, call.output});
+  requireOwnPlace(kKind, call.input, call.output, bytes, group->rank(), group->size());
+}
+
+void Communicator::State::validate(const GpuBroadcast& call) const {
+  constexpr Kind kKind = Kind::kBroadcast;
+  if (call.root < 0 || call.root >= group->size())
+    refuse(kKind, "its root, rank " + std::to_string(call.root) + ", is none of the group's " +
+                      std::to_string(group->size()) + " ranks");
+  if (call.count > 0) requireBuffers(kKind, call.dtype, 1, call.count, {call.data});
+}
+
+// ---- launching
+
+Communicator::State::Shape Communicator::State::shapeOf(const GpuAllReduce& call,
+                                                        Choice choice) const {
+  const DeviceAlgorithm algorithm = kernelOf(choice);
+  const size_t stored = sizeOf(call.dtype);
+  const size_t value = isHalf(call.dtype) ? sizeof(float) : stored;
+  const size_t slice = sliceOf(tuning, algorithm, call.count, group->size(), stored, value);
+  return {algorithm, slice, channelsOf(tuning, algorithm, call.count, group->size(), slice)};
+}
+
+RankCall Communicator::State::movingCall(const void* input, void* output, size_t count,
+                                         Nanos timeout, uint64_t number) const {
+  return {.comm = commOnDevice(),
+          .input = input,
+          .output = output,
+          .count = count,
+          .arithmetic = {},
+          .factor = nullptr,
+          .timeout = static_cast<uint64_t>(timeoutOf(timeout)),
+          .operation = number,
+          .slice = 0,
+          .window = tuning.window,
+          .scatter = false,
+          .root = kEverybody};
+}
+
+template <class Call>
+RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const {
+  RankCall of_rank = movingCall(call.input, call.output, call.count, call.timeout, number);
+  of_rank.arithmetic = arithmeticOf(call.dtype, call.op, call.factor);
+  if (call.op == ReduceOp::kPremulSum) of_rank.factor = call.factor_on_device;
+  return of_rank;
+}
+
+bool Communicator::State::isCapturing(cudaStream_t stream) {
+  if (!isBeingCaptured(stream)) return false;
+  watchdog->stayAwake();
+  return true;
+}
+
+// Orders calls of one communicator that are in different streams.
+void Communicator::State::follow(cudaStream_t stream) {
+  if (isCapturing(stream) || !last_ || numberOf(stream) == last_stream_) return;
+  last_->holdBack(stream);
+}
+
+void Communicator::State::track(const Told& told, cudaStream_t stream) {
+  if (isCapturing(stream)) {
+    // Nothing runs yet, and no event of a capture tells when it will have.
+    watchdog->track(told.timeout, [] { return true; });
+    return;
+  }
+  auto event = events.take();
+  event->record(stream);
+  last_ = event;
+  last_stream_ = numberOf(stream);
+  // The watchdog's thread calls it, and must not create a context on another device.
+  const auto is_reached = [event, device = device] {
+    const OnDevice here(device);
+    return event->isReached();
+  };
+  watchdog->track(told.timeout, is_reached, told.label);
+}
+
+void Communicator::State::trackRest(const Told& told, cudaStream_t stream) {
+  try {
+    track(told, stream);
+  } catch (const Error&) {  // do not wait for a GPU that has failed
+    watchdog->track(told.timeout, [] { return true; });
+  }
+}
+
+void Communicator::State::giveUp(const Error& why, const Label& label) {
+  group->fail(
+      Failure::kAborted, group->rank(),
+      group->who(group->rank()) + " gave up: " + why.what() + (label ? " (" + label() + ")" : ""));
+}
+
+void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
+  State& s = *state_;
+  validate(call);
+  const std::lock_guard lock(s.calls);
+  const OnDevice here(s.device);
+  if (size() == 1)
+    return s.dispatch(s.told(call, 0), stream, [&](uint64_t) {
+      s.follow(stream);
+      s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
+    });
+  const Choice choice = s.choose(call);
+  if (choice == Choice::kDirect) return s.direct(call, stream);
+  s.dispatch(s.told(call, static_cast<uint64_t>(choice)), stream, [&](uint64_t number) {
+    if (call.count == 0) return;
+    s.follow(stream);
+    const State::Shape shape = s.shapeOf(call, choice);
+    RanksLaunch arguments{.ranks = 1, .calls = {}};
+    arguments.calls[0] = s.rankCall(call, number);
+    arguments.calls[0].slice = shape.slice;
+    launch(kernelsOf(call.dtype).all_reduce[static_cast<size_t>(shape.algorithm)], shape.channels,
+           &arguments, false, stream);
+  });
+}
+
+void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
+                                     std::span<const GpuAllReduce> calls, CUstream_st* stream) {
+  if (ranks.empty() || ranks.size() != calls.size() ||
+      ranks.size() > static_cast<size_t>(kMostRanksOfLaunch))
+    throw Error(Failure::kArgument, "one launch takes one call for each of 1 to " +
+                                        std::to_string(kMostRanksOfLaunch) + " ranks");
+  // A ring of one rank would add its inputs to themselves.
+  if (ranks.size() == 1 && ranks[0]->size() == 1) return ranks[0]->allReduce(calls[0], stream);
+  RanksLaunch arguments{.ranks = static_cast<int>(ranks.size()), .calls = {}};
+  State& first = *ranks[0]->state_;
+  const OnDevice here(first.device);
+  const Choice choice = first.choose(calls[0]);
+  if (choice == Choice::kDirect)
+    throw Error(Failure::kArgument, "the direct schedule takes a stream for each rank");
+  const State::Shape shape = first.shapeOf(calls[0], choice);
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    State& s = *ranks[i]->state_;
+    if (static_cast<int>(i) != s.group->rank() || s.group->size() != arguments.ranks)
+      throw Error(Failure::kArgument, "a launch for several ranks takes all of a group, by rank");
+    locks.emplace_back(s.calls);
+    validate(calls[i]);
+    if (s.device != first.device || calls[i].count != calls[0].count ||
+        calls[i].dtype != calls[0].dtype)
+      throw Error(Failure::kArgument,
+                  "ranks of one launch are on one device and make the same call");
+  }
+  size_t announced = 0, tracked = 0;
+  const Range range(Kind::kAllReduce);
+  const auto toldOf = [&](size_t i) {
+    return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
+  };
+  try {
+    for (; announced < ranks.size(); ++announced) {
+      State& s = *ranks[announced]->state_;
+      arguments.calls[announced] =
+          s.rankCall(calls[announced], s.watchdog->announce(toldOf(announced).what));
+      arguments.calls[announced].slice = shape.slice;
+    }
+    for (Communicator* rank : ranks) rank->state_->follow(stream);
+    if (calls[0].count > 0)
+      launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(shape.algorithm)],
+             shape.channels * arguments.ranks, &arguments, true, stream);
+    for (; tracked < ranks.size(); ++tracked)
+      ranks[tracked]->state_->track(toldOf(tracked), stream);
+  } catch (const Error& error) {
+    for (; tracked < announced; ++tracked)
+      ranks[tracked]->state_->trackRest(toldOf(tracked), stream);
+    first.giveUp(error, calls[0].label);
+  }
+}
+
+// ---- reduce_scatter, all_gather and broadcast
+
+bool Communicator::performs(Kind kind) const {
+  return kind == Kind::kAllReduce || kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
+         kind == Kind::kBroadcast;
+}
+
+// ---- putting them into streams
+
+void Communicator::State::push(RankCall call, const void* kernel, size_t bytes,
+                               cudaStream_t stream) {
+  const bool two_hops = call.root != kEverybody && call.scatter;
+  const PartShape shape = partShapeOf(tuning, call.count, group->size(), bytes, two_hops);
+  call.slice = shape.slice;
+  const RanksLaunch arguments{.ranks = 1, .calls = {call}};
+  launch(kernel, shape.channels, &arguments, false, stream);
+}
+
+template <class Call, class Alone, class Push>
+void Communicator::State::perform(const Call& call, cudaStream_t stream, Alone alone, Push push) {
+  constexpr bool kDirectAlone = std::is_null_pointer_v<Alone>;
+  validate(call);
+  const std::lock_guard lock(calls);
+  const OnDevice here(device);
+  const bool is_alone = group->size() == 1;
+  if (is_alone ? kDirectAlone : partsAreDirect()) return direct(call, stream);
+  dispatch(told(call), stream, [&](uint64_t number) {
+    if (call.count == 0) return;
+    follow(stream);
+    if constexpr (!kDirectAlone)
+      if (is_alone) return alone();
+    push(number);
+  });
+}
+
+void Communicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stream) {
+  State& s = *state_;
+  const auto alone = [&] {
+    s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
+  };
+  s.perform(call, stream, alone, [&](uint64_t number) {
+    RankCall of_rank = s.rankCall(call, number);
+    of_rank.scatter = true;
+    constexpr auto kKernel = static_cast<size_t>(DeviceAlgorithm::kTwoShot);
+    s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], sizeOf(call.dtype), stream);
+  });
+}
+
+void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
+  State& s = *state_;
+  s.perform(call, stream, nullptr, [&](uint64_t number) {
+    const int unit = unitOf(sizeOf(call.dtype));
+    const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
+    s.push(s.movingCall(call.input, call.output, units, call.timeout, number), gatherKernel(unit),
+           unitBytes(unit), stream);
+  });
+}
+
+void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
+  State& s = *state_;
+  const auto alone = [] {};
+  s.perform(call, stream, alone, [&](uint64_t number) {
+    const size_t bytes = call.count * sizeOf(call.dtype);
+    const int unit = unitOf(sizeOf(call.dtype));
+    RankCall of_rank =
+        s.movingCall(call.data, call.data, bytes / unitBytes(unit), call.timeout, number);
+    of_rank.root = call.root;
+    of_rank.scatter = takesTwoHops(s.tuning, bytes, size());
+    s.push(of_rank, gatherKernel(unit), unitBytes(unit), stream);
+  });
+}
+
+}  // namespace ringreduce::cuda

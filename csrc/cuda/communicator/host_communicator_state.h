@@ -1,0 +1,180 @@
+// The state of a communicator, for the files that implement it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fd.h"
+#include "cuda/communicator/host_communicator.h"
+#include "cuda/communicator/host_ranks.h"
+#include "cuda/cuda_stream.h"
+#include "cuda/gpu_device.h"
+#include "cuda/kernels/direct_schedule.h"
+#include "cuda/kernels/kernel_table.h"
+#include "cuda/kernels/stream_kernels.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/peer_memory.h"
+#include "group/agreement.h"
+
+namespace ringreduce::cuda {
+
+struct Communicator::State {
+  State(std::shared_ptr<Group> group, int device, const CommunicatorOptions& options);
+
+  // --- calls
+
+  // The signature of a call, which ranks compare, and the rest that the watchdog needs.
+  struct Told {
+    OpSignature what;
+    Nanos timeout;
+    const Label& label;
+  };
+  // `where` is a hash of the algorithm and of the registered memory, which must be the same on all
+  // ranks.
+  Told told(const GpuAllReduce& call, uint64_t where) const {
+    return told(call, {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where});
+  }
+  Told told(const GpuReduceScatter& call) const {
+    return told(call, {.kind = Kind::kReduceScatter, .op = code(call.op)});
+  }
+  Told told(const GpuAllGather& call) const { return told(call, {.kind = Kind::kAllGather}); }
+  Told told(const GpuBroadcast& call) const {
+    return told(call, {.kind = Kind::kBroadcast, .root = call.root});
+  }
+  struct Shape {
+    DeviceAlgorithm algorithm;
+    size_t slice;
+    int channels;
+  };
+  void validate(const GpuReduceScatter& call) const;
+  void validate(const GpuAllGather& call) const;
+  void validate(const GpuBroadcast& call) const;
+  Choice choose(size_t bytes, Choice wanted) const;
+  Choice choose(const GpuAllReduce& call) const;
+  // Whether calls other than all-reduce take the direct schedule.  The same on all ranks, since
+  // rank 0's option holds for all.
+  bool partsAreDirect() const {
+    return !setting.run_at_once || options.algorithm == Choice::kDirect;
+  }
+  Shape shapeOf(const GpuAllReduce& call, Choice choice) const;
+  Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
+  // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
+  // first of those that add.
+  template <class Call>
+  RankCall rankCall(const Call& call, uint64_t number) const;
+  RankCall movingCall(const void* input, void* output, size_t count, Nanos timeout,
+                      uint64_t number) const;
+  Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
+  bool isCapturing(cudaStream_t stream);  // the watchdog then stays awake
+  void follow(cudaStream_t stream);
+  void track(const Told& told, cudaStream_t stream);
+  // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
+  template <class Put>
+  void dispatch(const Told& told, cudaStream_t stream, Put&& put);
+  // Ends a call of which parts may be in the stream: the other ranks wait for the rest, and must
+  // learn why it does not come.
+  void trackRest(const Told& told, cudaStream_t stream);
+  [[noreturn]] void giveUp(const Error& why, const Label& label);
+  // Puts a call other than all-reduce into the stream: direct, or by launching a kernel that waits
+  // for its peers.  `alone`: its work in a group of one rank, which is done directly if it is null.
+  template <class Call, class Alone, class Push>
+  void perform(const Call& call, cudaStream_t stream, Alone alone, Push push);
+  void push(RankCall call, const void* kernel, size_t bytes, cudaStream_t stream);
+
+  // --- the direct schedule (direct_stream.cc)
+  struct Buffers;
+  struct Turn;
+  void direct(const GpuAllReduce& call, cudaStream_t stream);
+  void direct(const GpuReduceScatter& call, cudaStream_t stream);
+  void direct(const GpuAllGather& call, cudaStream_t stream);
+  void direct(const GpuBroadcast& call, cudaStream_t stream);
+  Buffers buffersOf(const GpuAllReduce& call) const;
+  void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
+  DeliverCall deliverCall(void* output, size_t bytes) const;
+  StagedAt stagedAt() const;
+  // Copies this rank's inputs to memory that peers read, and scales them for PREMUL_SUM.
+  template <class Call>
+  void stage(const Call& call, size_t first, std::byte* to, size_t count, cudaStream_t stream);
+  void carry(const CarryCall& call, DType dtype, cudaStream_t stream);
+
+  HostState* state(int r) const { return reinterpret_cast<HostState*>(pages->onHost(r)); }
+  HostState* stateOnDevice(int r) const { return reinterpret_cast<HostState*>(pages->onDevice(r)); }
+  const DeviceComm* commOnDevice() const {
+    return reinterpret_cast<const DeviceComm*>(local->data());
+  }
+  Local* localOnDevice() const {
+    return reinterpret_cast<Local*>(local->data() + roundUp(sizeof(DeviceComm), kLine));
+  }
+
+  const std::shared_ptr<Group> group;
+  const int device;
+  const int generation = forkGeneration();  // forks before it was made
+  CommunicatorOptions options;
+  Device facts;
+  Setting setting;
+  Tuning tuning{};
+  int ranks_on_device = 1;
+
+  std::unique_ptr<MappedPages> pages;  // a HostState for each rank
+  std::unique_ptr<PeerMemory> memory, staging;
+  MemoryPtr local;  // a DeviceComm and a Local
+  // Buffers that peers map, by their address here, in the order in which they were registered.
+  struct Registered {
+    std::unique_ptr<PeerBuffer> buffer;
+    size_t bytes;
+    uint64_t number;
+  };
+  std::map<uintptr_t, Registered> registered;
+  uint64_t registrations = 0, schedules = 0;
+
+  std::mutex calls;  // one at a time puts work into streams
+  EventPool events;
+  std::shared_ptr<Event> last_;         // of the last call, in its stream
+  unsigned long long last_stream_ = 0;  // its number, which no other stream ever has
+  std::unique_ptr<Watchdog> watchdog;   // last: its threads use the rest
+
+ private:
+  static uint8_t code(ReduceOp op) { return static_cast<uint8_t>(op); }
+  template <class Call>
+  Told told(const Call& call, OpSignature what) const {
+    what.count = call.count;
+    what.dtype = call.dtype;
+    return {what, timeoutOf(call.timeout), call.label};
+  }
+};
+
+template <class Put>
+void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
+  const Range range(told.what.kind);
+  const uint64_t number = watchdog->announce(told.what);
+  try {
+    put(number);
+    track(told, stream);
+  } catch (const Error& error) {
+    trackRest(told, stream);
+    giveUp(error, told.label);
+  }
+}
+
+template <class Call>
+void Communicator::State::stage(const Call& call, size_t first, std::byte* to, size_t count,
+                                cudaStream_t stream) {
+  const size_t width = sizeOf(call.dtype);
+  const CopyCall copy{.from = static_cast<const std::byte*>(call.input) + first * width,
+                      .to = to,
+                      .count = count,
+                      .arithmetic = arithmeticOf(call.dtype, call.op, call.factor),
+                      .abort = &stateOnDevice(group->rank())->abort,
+                      .factor = call.op == ReduceOp::kPremulSum ? call.factor_on_device : nullptr};
+  if (copy.count > 0 && (copy.from != copy.to || copy.arithmetic.scale))
+    launch(kernelsOf(call.dtype).copy_in, blocksToMove(count * width, facts.multiprocessors), &copy,
+           false, stream);
+}
+
+}  // namespace ringreduce::cuda

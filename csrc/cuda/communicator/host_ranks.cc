@@ -1,0 +1,122 @@
+#include "cuda/communicator/host_ranks.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "cuda/kernels/ordering.h"
+
+namespace ringreduce::cuda {
+namespace {
+
+// A lost rank's work may still run on the GPU for a moment.
+constexpr Nanos kGrace = 200 * kMillisecond;
+
+void set(uint32_t& word, uint32_t value) {
+  std::atomic_ref(word).store(value, std::memory_order_release);
+}
+uint32_t get(uint32_t& word) {
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+HostRanks::HostRanks(const Group& group, std::vector<HostState*> states)
+    : group_(group), states_(std::move(states)), compared_(states_.size()) {}
+
+void HostRanks::announce(const OpSignature& what) {
+  own().announcements[what.sequence % kRemembered].set(what);
+  own().announced.publish(what.sequence + 1);
+}
+
+void HostRanks::advance(uint64_t finished, const Operations&) {
+  own().finished.publish(finished);
+}
+
+std::optional<WatchedRanks::Difference> HostRanks::findDifference(const Operations&) {
+  const uint64_t announced = own().announced.observe();
+  for (int r = 0; r < group_.size(); ++r) {
+    if (r == group_.rank()) continue;
+    uint64_t& n = compared_[static_cast<size_t>(r)];
+    const uint64_t theirs = announcedBy(r);
+    const uint64_t both = std::min(theirs, announced), ahead = std::max(theirs, announced);
+    // The history of the next announcement covers the overwritten ones.
+    if (ahead > kRemembered - 1) n = std::max(n, std::min(both, ahead - (kRemembered - 1)));
+    for (; n < both; ++n) {
+      const OpSignature ours = announcementOf(group_.rank(), n), other = announcementOf(r, n);
+      // It may have been overwritten while it was read.
+      if (announcedBy(r) >= n + kRemembered) break;
+      if (ours != other) return Difference{r, ours, other};
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<WatchedRanks::Late> HostRanks::findLate(const Operations& under_way) {
+  auto late = lateKernel(under_way);
+  return late ? late : lateStream(under_way);
+}
+
+// A kernel that waits for its peers keeps its deadline itself.
+std::optional<WatchedRanks::Late> HostRanks::lateKernel(const Operations& under_way) const {
+  Trouble& trouble = own().trouble;
+  if (observeWord(trouble.cause) != static_cast<uint64_t>(Cause::kTimeout)) return std::nullopt;
+  Nanos timeout = group_.timeout();
+  for (const StreamOperation& operation : under_way)
+    if (operation.what.sequence == trouble.operation) timeout = operation.timeout;
+  return Late{announcementOf(group_.rank(), trouble.operation), timeout, trouble.peer,
+              " (channel " + std::to_string(trouble.channel) + ", step " +
+                  std::to_string(trouble.step) + ")"};
+}
+
+// The deadline of the direct schedule: the stream is in a schedule and has ended none for that
+// long.
+std::optional<WatchedRanks::Late> HostRanks::lateStream(const Operations& under_way) {
+  const uint64_t delivered = observeWord(own().delivered);
+  const Nanos time = now();
+  const bool busy = get(own().busy) != 0;
+  if (!busy || !was_busy_ || delivered != delivered_) {
+    was_busy_ = busy;
+    delivered_ = delivered;
+    delivered_since_ = time;
+    return std::nullopt;
+  }
+  // A replayed CUDA graph is under way unknown to the host.
+  const bool known = !under_way.empty();
+  const Nanos timeout = known ? under_way.front().timeout : group_.timeout();
+  if (time - delivered_since_ < timeout) return std::nullopt;
+  return Late{
+      known ? under_way.front().what : announcementOf(group_.rank(), own().announced.observe() - 1),
+      timeout};
+}
+
+WatchedRanks::Blame HostRanks::blameForDelay(const OpSignature& what, int waited_for) const {
+  const int r = waited_for >= 0 ? waited_for : missingWord(what);
+  return {r, group_.whereabouts({r}) +
+                 " came, but did not do its part (or could not, for want of another's)"};
+}
+
+// The rank whose word this rank's stream waits for, or else any other.  In a broadcast all ranks
+// wait for the root, and the root until they have read its data.
+int HostRanks::missingWord(const OpSignature& what) const {
+  const bool is_root = what.root == group_.rank();
+  if (what.root != kNoRoot && !is_root) return what.root;
+  for (Word word : {Word::kReady, Word::kDone})
+    for (int r = 0; r < group_.size() && !(is_root && word == Word::kReady); ++r)
+      if (r != group_.rank() && get(own().words[wordIndex(word, r, group_.size())].word) == 0)
+        return r;
+  return (group_.rank() + 1) % group_.size();
+}
+
+Nanos HostRanks::lossPatience(bool came) const {
+  return came ? kGrace : 0;
+}
+
+// Ends the waits of this rank's kernels and streams.  It is repeated, since a queued write of a
+// peer may undo it.  All ranks get the abort word first: a released stream tells its peers that its
+// part is done, and their outputs must be poisoned even before their own watchdogs notice.
+void HostRanks::release() {
+  for (HostState* one : states_) publishWord(one->abort, 1);
+  for (HostState::Line& line : own().words) set(line.word, kReleased);
+}
+
+}  // namespace ringreduce::cuda

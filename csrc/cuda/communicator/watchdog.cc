@@ -1,0 +1,342 @@
+#include "cuda/communicator/watchdog.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "base/op_signature.h"
+#include "base/text.h"
+
+namespace ringreduce::cuda {
+namespace {
+
+// The signature's `parts` hold a hash of the algorithm (host_communicator_state.h), not parts.
+std::string textOf(OpSignature what) {
+  what.parts = 0;
+  return describe(what);
+}
+
+// Between two rounds: short at first, so that the end of a short operation is seen soon.
+constexpr Nanos kShortRound = 50 * kMicrosecond, kLongRound = 2 * kMillisecond;
+constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing under way
+// Probes and the search for ended processes cost system calls.
+constexpr Nanos kRollCall = 10 * kMillisecond;
+
+}  // namespace
+
+Watchdog::Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks)
+    : group_(group), ranks_(std::move(ranks)) {
+  watching_ = std::thread([this] { watch(); });
+  collecting_ = std::thread([this] { collect(); });
+  for (std::thread* thread : {&watching_, &collecting_})
+    pthread_setname_np(thread->native_handle(), "ringreduce-gpu");
+}
+
+Watchdog::~Watchdog() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  watching_.join();
+  collecting_.join();
+}
+
+// ---- calls of users' threads
+
+uint64_t Watchdog::announce(OpSignature what) {
+  group_.checkHealth();
+  const std::lock_guard lock(mutex_);
+  what.sequence = announced_++;
+  what.history = history_;
+  for (uint64_t word :
+       {what.count, static_cast<uint64_t>(what.kind), static_cast<uint64_t>(what.dtype),
+        static_cast<uint64_t>(what.op), static_cast<uint64_t>(what.root), what.parts})
+    history_ = mixed(history_, word);
+  latest_ = what;
+  ranks_->announce(what);
+  return what.sequence;
+}
+
+void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (under_way_.empty()) head_since_ = now();
+    under_way_.push_back({.what = latest_,
+                          .timeout = timeout,
+                          .begun = std::move(begun),
+                          .finished = std::move(finished),
+                          .label = std::move(label)});
+    ranks_->advance(finished_, under_way_);
+  }
+  changed_.notify_all();
+}
+
+void Watchdog::stayAwake() {
+  const std::lock_guard lock(mutex_);
+  awake_ = true;
+  changed_.notify_all();
+}
+
+void Watchdog::check() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!group_.failed()) look();
+  }
+  group_.checkHealth();
+}
+
+// Returns false once the deadline has passed.
+bool Watchdog::pauseUntil(Lock& lock, Nanos deadline) {
+  const Nanos left = deadline - now();
+  if (left <= 0) return false;
+  changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongRound, left)));
+  return true;
+}
+
+bool Watchdog::wait(Nanos longest) {
+  const Nanos deadline = deadlineIn(longest);
+  Lock lock(mutex_);
+  while (!under_way_.empty()) {
+    if (!pauseUntil(lock, deadline)) return false;
+    lock.unlock();
+    group_.interrupt("while it waited for GPU operations");
+    lock.lock();
+  }
+  lock.unlock();
+  group_.checkHealth();
+  return true;
+}
+
+bool Watchdog::settle(Nanos longest) {
+  const Nanos deadline = deadlineIn(longest);
+  Lock lock(mutex_);
+  changed_.notify_all();  // the watching thread may not know yet that the group has failed
+  while (!under_way_.empty() || hasToAbort())
+    if (!pauseUntil(lock, deadline)) return false;
+  for (int r = 0; r < group_.size(); ++r) {
+    // In a failed group, no rank gets to operations that it had not announced.
+    const auto is_done = [&] {
+      return ranks_->isDone(r, group_.failed() ? ranks_->announcedBy(r) : announced_);
+    };
+    while (!is_done() && !group_.states()[static_cast<size_t>(r)].isLost())
+      if (!pauseUntil(lock, deadline)) return false;
+  }
+  return true;
+}
+
+void Watchdog::abort(const std::string& why) {
+  group_.abort(why);
+  const std::lock_guard lock(mutex_);
+  release();
+}
+
+// ---- the threads
+
+void Watchdog::watch() {
+  Lock lock(mutex_);
+  while (!stopping_) {
+    if (hasToAbort()) {
+      aborted_ = true;
+      release();
+      lock.unlock();
+      try {
+        group_.checkHealth();
+      } catch (const Error& error) {
+        ranks_->abort(error.what());
+      }
+      lock.lock();
+    }
+    if (under_way_.empty() && !awake_) {
+      changed_.wait(lock,
+                    [&] { return stopping_ || awake_ || !under_way_.empty() || hasToAbort(); });
+      continue;
+    }
+    if (now() >= next_probe_ && !group_.failed()) {
+      next_probe_ = now() + kRollCall;
+      lock.unlock();
+      try {
+        ranks_->probe();
+      } catch (const Error&) {
+        // As in look().
+      }
+      lock.lock();
+    }
+    look();
+    const Nanos pause = under_way_.empty() ? kIdleRound : kLongRound;
+    changed_.wait_for(lock, std::chrono::nanoseconds(pause), [&] { return stopping_; });
+  }
+}
+
+// It asks CUDA without the lock: CUDA may not answer while another thread of the process is in a
+// call that waits for the GPU, and the GPU may wait until release() ends that wait.
+void Watchdog::collect() {
+  Lock lock(mutex_);
+  Nanos pause = kShortRound;
+  while (!stopping_) {
+    if (under_way_.empty()) {
+      pause = kShortRound;
+      changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
+      continue;
+    }
+    Reached begun = under_way_.front().begun_at ? nullptr : under_way_.front().begun;
+    Reached finished = under_way_.front().finished;
+    lock.unlock();
+    bool is_begun = false, is_finished = false;
+    std::string gpu_error;
+    try {
+      is_begun = !begun || begun();
+      is_finished = is_begun && finished();
+    } catch (const Error& error) {
+      gpu_error = error.what();
+    }
+    begun = finished = nullptr;
+    lock.lock();
+    if (!gpu_error.empty()) {
+      giveUp(gpu_error);
+      continue;
+    }
+    StreamOperation& head = under_way_.front();
+    if (is_begun && head.begun_at == 0) {
+      head.begun_at = now();
+      if (!is_finished) ranks_->advance(finished_, under_way_);
+    }
+    if (is_finished) {
+      // No result of an operation in which ranks differ may be taken for right.
+      if (!group_.failed()) look();
+      finished_ = under_way_.front().what.sequence + 1;
+      under_way_.pop_front();
+      head_since_ = now();
+      lost_since_ = next_report_ = 0;
+      ranks_->advance(finished_, under_way_);
+      pause = kShortRound;
+      changed_.notify_all();
+    } else {
+      changed_.wait_for(lock, std::chrono::nanoseconds(pause), [&] { return stopping_; });
+      pause = std::min(pause * 2, kLongRound);
+    }
+  }
+}
+
+// After a failure of the GPU, which then finishes nothing more.
+void Watchdog::giveUp(const std::string& why) {
+  under_way_.clear();
+  changed_.notify_all();
+  try {
+    group_.fail(Failure::kAborted, group_.rank(), group_.who(group_.rank()) + " gave up: " + why);
+  } catch (const Error&) {
+    // As in look().
+  }
+  release();
+}
+
+// One round.  The next call raises the group's error.
+void Watchdog::look() {
+  try {
+    if (!group_.failed()) {
+      compare();
+      checkDeadlines();
+      checkPresence();
+    }
+  } catch (const Error&) {
+    // The group has failed now.
+  }
+  if (group_.failed()) release();
+}
+
+// With the lock held.
+void Watchdog::release() {
+  ranks_->release();
+  changed_.notify_all();
+}
+
+// " (DDP bucket 2)"; "" without a label or if the operation has finished.
+std::string Watchdog::labelOf(uint64_t number) const {
+  for (const StreamOperation& operation : under_way_)
+    if (operation.what.sequence == number && operation.label) return " (" + operation.label() + ")";
+  return "";
+}
+
+// ---- checks
+
+void Watchdog::compare() {
+  const auto found = ranks_->findDifference(under_way_);
+  if (!found) return;
+  const auto& [rank, ours, theirs] = *found;
+  const bool earlier = ours.history != theirs.history;
+  const bool elsewhere = ours.kind == theirs.kind && ours.parts != theirs.parts;
+  group_.fail(Failure::kMismatch, rank,
+              std::string("ranks disagree on ") + (earlier ? "an operation before " : "") +
+                  "GPU operation #" + std::to_string(ours.sequence) + ": " +
+                  group_.who(group_.rank()) + " calls " + textOf(ours) + labelOf(ours.sequence) +
+                  ", " + group_.who(rank) + " calls " + textOf(theirs) +
+                  (elsewhere ? ", by another algorithm or in other registered memory" : ""));
+}
+
+void Watchdog::checkDeadlines() {
+  const auto late = ranks_->findLate(under_way_);
+  if (!late) return;
+  const auto [culprit, text] = laggards(late->what, late->waited_for);
+  group_.fail(Failure::kTimeout, culprit,
+              text + ": GPU " + textOf(late->what) + " timed out after a timeout of " +
+                  seconds(late->timeout) + late->where + labelOf(late->what.sequence));
+}
+
+// The ranks for which an operation waits: those that have not announced it, or else a stopped one,
+// or else the one whose part is missing.
+WatchedRanks::Blame Watchdog::laggards(const OpSignature& what, int waited_for) const {
+  std::vector<int> absent;
+  uint64_t least = UINT64_MAX;
+  for (int r = 0; r < group_.size(); ++r) {
+    const uint64_t announced = ranks_->announcedBy(r);
+    if (r == group_.rank() || announced > what.sequence || announced > least) continue;
+    if (announced < least) absent.clear();
+    least = announced;
+    absent.push_back(r);
+  }
+  if (!absent.empty()) return {absent.front(), group_.whereabouts(absent) + " did not arrive"};
+  // Before the rank that is waited for, since that one may itself wait for a stopped rank.
+  const std::vector<int> stopped = group_.stopped();
+  if (!stopped.empty())
+    return {stopped.front(), group_.whereabouts(stopped) + " came, and then stood still"};
+  return ranks_->blameForDelay(what, waited_for);
+}
+
+// Fails the group if a rank is lost that an operation needs, and logs waits that take long.
+void Watchdog::checkPresence() {
+  const Nanos time = now();
+  if (time < next_roll_call_) return;
+  next_roll_call_ = time + kRollCall;
+  if (under_way_.empty() && !awake_) return;
+  const std::vector<PeerState> states = group_.states();
+  const auto gone = std::ranges::find_if_not(states, &PeerState::isHere);
+  if (gone == states.end()) {
+    lost_since_ = 0;
+  } else if (!under_way_.empty() || gone->isLost()) {
+    const int r = static_cast<int>(gone - states.begin());
+    const bool idle = under_way_.empty();
+    const bool came = idle || ranks_->mayHaveCome(r, under_way_.front().what.sequence);
+    if (lost_since_ == 0) lost_since_ = time;
+    if (time - lost_since_ >= ranks_->lossPatience(came)) {
+      if (idle) group_.failLost(r, "while CUDA graphs of the group were in use");
+      const OpSignature& what = under_way_.front().what;
+      group_.failLost(r, (came ? "during GPU " : "before it came to GPU ") + textOf(what) +
+                             labelOf(what.sequence));
+    }
+  }
+  if (!under_way_.empty()) reportStall(time);
+}
+
+void Watchdog::reportStall(Nanos time) {
+  if (time - head_since_ < group_.options().stall || time < next_report_) return;
+  next_report_ = time + std::max(time - head_since_, kSecond);
+  const OpSignature& what = under_way_.front().what;
+  log("rank " + group_.options().shown(group_.rank()) + " of group '" + group_.options().name +
+      "' has had GPU " + textOf(what) + " in its stream for " + seconds(time - head_since_) +
+      labelOf(what.sequence) + ": " + laggards(what, -1).text);
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,72 @@
+// Errors of CUDA as this project's Error: the action, the GPU, CUDA's name and text of the error,
+// and advice.
+//
+// After some errors CUDA answers every further call of the process with the same error: the process
+// must be started again, as the message then says.  kRuins (cuda_errors.cc) lists these errors;
+// docs/gpu.md has the same list for users.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace ringreduce::cuda {
+
+inline constexpr int kCurrentDevice = -1;  // that of the calling thread
+inline constexpr int kNoDevice = -2;       // none is concerned
+
+class CudaError : public Error {
+ public:
+  // `code` is a cudaError_t or a CUresult: they have the same numbers where they mean the same.
+  CudaError(Failure kind, int code, const std::string& what) : Error(kind, what), code_(code) {}
+  int code() const { return code_; }
+  bool is(cudaError_t error) const { return code_ == static_cast<int>(error); }
+  bool ruinsProcess() const;
+
+ private:
+  int code_;
+};
+
+// Why no process can use its GPU after this error; null if it can.
+const char* ruinOf(int code);
+inline bool ruinsProcess(cudaError_t error) {
+  return ruinOf(error) != nullptr;
+}
+inline bool ruinsProcess(CUresult error) {
+  return ruinOf(error) != nullptr;
+}
+
+// "cannot <tried> on GPU 0: cudaErrorMemoryAllocation (out of memory). Free GPU memory ..."
+std::string describe(cudaError_t error, std::string_view tried, int device = kCurrentDevice);
+std::string describe(CUresult error, std::string_view tried, int device = kCurrentDevice);
+
+// Throws CudaError.  Clears the error that the CUDA runtime keeps for this thread: torch asks for
+// it after every launch, and must not take it for its own.
+[[noreturn]] void raise(cudaError_t error, std::string_view tried, int device = kCurrentDevice,
+                        Failure kind = Failure::kSetup);
+[[noreturn]] void raise(CUresult error, std::string_view tried, int device = kCurrentDevice,
+                        Failure kind = Failure::kSetup);
+
+// Throws unless `result` is success.  `tried` follows "cannot": "allocate GPU memory".
+inline void check(cudaError_t result, std::string_view tried, int device = kCurrentDevice,
+                  Failure kind = Failure::kSetup) {
+  if (result != cudaSuccess) [[unlikely]]
+    raise(result, tried, device, kind);
+}
+inline void check(CUresult result, std::string_view tried, int device = kCurrentDevice,
+                  Failure kind = Failure::kSetup) {
+  if (result != CUDA_SUCCESS) [[unlikely]]
+    raise(result, tried, device, kind);
+}
+
+// For destructors: logs the error, except when CUDA is gone because the process ends, and after an
+// error that ruined the process, which has been reported.
+void checkQuietly(cudaError_t result, std::string_view tried, int device) noexcept;
+void checkQuietly(CUresult result, std::string_view tried, int device) noexcept;
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,163 @@
+// CUDA streams: launching kernels, events, and the names of calls in profilers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/op_signature.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/kernels/gpu_tuning.h"
+
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define RINGREDUCE_NVTX 1
+#endif
+
+namespace ringreduce::cuda {
+
+// Launches `blocks` blocks of a kernel that takes one struct.
+inline void launch(const void* kernel, int blocks, const void* arguments, bool cooperative,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = cooperative;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* all[] = {const_cast<void*>(arguments)};
+  check(cudaLaunchKernelExC(&config, kernel, all), "launch a kernel");
+}
+
+// Identifies a stream.  Its address does not: a later stream may have the same one, and the default
+// streams of all threads share one.
+inline unsigned long long numberOf(cudaStream_t stream) {
+  unsigned long long number = 0;
+  check(cudaStreamGetId(stream, &number), "ask which stream it is");
+  return number;
+}
+
+inline bool isBeingCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(stream, &status), "ask whether a stream is being captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Lets this thread query events while another thread captures a stream in the mode `global`, the
+// usual one.  CUDA would otherwise refuse the query and end the capture.
+class BesideCaptures {
+ public:
+  BesideCaptures() { exchange(); }
+  ~BesideCaptures() { exchange(); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  void exchange() {
+    checkQuietly(cudaThreadExchangeStreamCaptureMode(&mode_), "go on beside a capture", kNoDevice);
+  }
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Tells when a stream has come to a point.
+class Event {
+ public:
+  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "make an event"); }
+  ~Event() {
+    if (forkGeneration() == generation_)
+      checkQuietly(cudaEventDestroy(event_), "free an event", kNoDevice);
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "record an event"); }
+  // Throws CudaError if the stream will never come there.
+  bool isReached() const {
+    const BesideCaptures beside;
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // the next call in this thread must not report it
+      return false;
+    }
+    check(status, "ask whether a GPU operation has ended");
+    return true;
+  }
+  // Makes `stream` wait for it.
+  void holdBack(cudaStream_t stream) const {
+    check(cudaStreamWaitEvent(stream, event_, 0), "order two streams");
+  }
+
+ private:
+  const int generation_ = forkGeneration();
+  cudaEvent_t event_ = nullptr;
+};
+
+// Keeps events to use them again: making one costs more than a small operation.
+class EventPool {
+ public:
+  std::shared_ptr<Event> take() {
+    std::unique_ptr<Event> event;
+    {
+      const std::lock_guard lock(free_->mutex);
+      if (!free_->events.empty()) {
+        event = std::move(free_->events.back());
+        free_->events.pop_back();
+      }
+    }
+    if (!event) event = std::make_unique<Event>();
+    // The last owner returns it, even after the pool is gone.
+    return {event.release(), [free = free_](Event* used) {
+              const std::lock_guard guard(free->mutex);
+              free->events.emplace_back(used);
+            }};
+  }
+
+ private:
+  struct Free {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Event>> events;
+  };
+  std::shared_ptr<Free> free_ = std::make_shared<Free>();
+};
+
+// Names a call in the timelines of profilers that know NVTX.  Does nothing without NVTX's header,
+// and costs next to nothing without a profiler.
+class Range {
+ public:
+#ifdef RINGREDUCE_NVTX
+  explicit Range(Kind kind) {
+    // NVTX initialises itself, but not safely from two threads at once.
+    static const bool ready = (nvtxInitialize(nullptr), true);
+    if (ready) nvtxRangePushA(nameOf(kind));
+  }
+  ~Range() { nvtxRangePop(); }
+#else
+  explicit Range(Kind) {}
+#endif
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  static constexpr const char* nameOf(Kind kind) {
+    switch (kind) {
+      case Kind::kAllReduce:
+        return "ringreduce:all_reduce";
+      case Kind::kReduceScatter:
+        return "ringreduce:reduce_scatter";
+      case Kind::kAllGather:
+        return "ringreduce:all_gather";
+      case Kind::kBroadcast:
+        return "ringreduce:broadcast";
+      default:
+        return "ringreduce";
+    }
+  }
+};
+
+}  // namespace ringreduce::cuda

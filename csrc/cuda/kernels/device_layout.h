@@ -1,0 +1,80 @@
+// The layout of a rank's device memory: computed from a few numbers that all ranks share, so that a
+// rank's base pointer is all that its peers need to be told.
+//
+//     flags    for each channel: two of the ring's pipe, and for each peer two of the push exchange
+//     ring     for each channel: `depth` slots, filled by the previous rank
+//     parts    for each channel, set and peer: a slot that this peer pushes addends into
+//     results  the same for finished values (two-shot, all-gather, broadcast)
+//
+// Everything is written by peers and read by the owner, and every line of flags has one writer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/bytes.h"
+#include "transport/shm/flags.h"
+
+namespace ringreduce::cuda {
+
+// More ranks than one host has GPUs; bounds the tables in device memory.
+inline constexpr int kMostRanks = 32;
+// For a rank's number, where all give something and not one root alone.
+inline constexpr int kEverybody = -1;
+inline constexpr int kMostChannels = 128;
+// Sets of push slots: enough for two-shot's pipeline (push_all_reduce.h), and a divisor of 2^64
+// (pipe.h).
+inline constexpr uint64_t kPushSets = 4;
+
+struct DeviceLayout {
+  int ranks = 0, channels = 0;
+  size_t slot_bytes = 0;  // of a ring slot; a multiple of 128
+  uint64_t depth = 0;     // ring slots a channel; a power of two
+  size_t part_bytes = 0;  // of a push slot; a multiple of 128
+
+  enum class Of : uint8_t { kParts, kResults };
+
+  constexpr size_t flagsOfChannel() const { return 2 + 2 * size(ranks); }
+  // The ring's flags: messages that the previous rank posted here, and that the next released.
+  constexpr size_t filledFlag(int channel) const { return flag(channel, 0); }
+  constexpr size_t emptiedFlag(int channel) const { return flag(channel, 1); }
+  // Steps that `peer` has pushed here.
+  constexpr size_t pushedFlag(int channel, Of what, int peer) const {
+    return flag(channel, 2 + size(what == Of::kResults) * size(ranks) + size(peer));
+  }
+
+  constexpr size_t ringBegin() const { return size(channels) * flagsOfChannel() * sizeof(Flag); }
+  constexpr size_t ringSlot(int channel, uint64_t slot) const {
+    return ringBegin() + (size(channel) * depth + slot) * slot_bytes;
+  }
+
+  constexpr size_t pushBegin() const { return ringSlot(channels, 0); }
+  constexpr size_t pushSlot(int channel, Of what, uint64_t set, int peer) const {
+    const size_t of_channel = 2 * size(channel) + size(what == Of::kResults);
+    return pushBegin() + ((of_channel * kPushSets + set) * size(ranks) + size(peer)) * part_bytes;
+  }
+
+  constexpr size_t bytes() const { return pushSlot(channels, Of::kParts, 0, 0); }
+
+ private:
+  static constexpr size_t size(int n) { return static_cast<size_t>(n); }
+  constexpr size_t flag(int channel, size_t i) const {
+    return (size(channel) * flagsOfChannel() + i) * sizeof(Flag);
+  }
+};
+
+namespace layout_check {
+inline constexpr DeviceLayout kSome{
+    .ranks = 3, .channels = 2, .slot_bytes = 256, .depth = 4, .part_bytes = 128};
+static_assert(kSome.emptiedFlag(0) == kSome.filledFlag(0) + sizeof(Flag));
+static_assert(kSome.pushedFlag(0, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
+              kSome.filledFlag(1));
+static_assert(kSome.pushedFlag(1, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
+              kSome.ringBegin());
+static_assert(kSome.ringSlot(1, 3) + 256 == kSome.pushBegin());
+static_assert(kSome.pushSlot(0, DeviceLayout::Of::kParts, 3, 2) + 128 ==
+              kSome.pushSlot(0, DeviceLayout::Of::kResults, 0, 0));
+static_assert(kSome.pushSlot(1, DeviceLayout::Of::kResults, 3, 2) + 128 == kSome.bytes());
+}  // namespace layout_check
+
+}  // namespace ringreduce::cuda

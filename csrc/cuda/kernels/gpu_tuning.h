@@ -1,0 +1,187 @@
+// The numbers of the GPU layer, and the cost model behind them: blocks, threads, slots, window, and
+// the choice of the algorithm.
+//
+// Model.  H is the cost of a hop (until a peer has seen a flag), B the bytes a second that a rank
+// can send to all its peers together, S the message, P the ranks.
+//
+//     one-shot   H + (P-1) S / B                  every byte goes to every rank
+//     two-shot   2 H + 2 (P-1)/P S / B            every byte goes twice, two hops for any P
+//     ring       2 (P-1) H + 2 (P-1)/P S / B      every byte goes as often, to one neighbour only
+//
+// So one-shot beats two-shot while S < H B P / ((P-1) (P-2)), and always for two ranks while S is
+// less than the gain of two-shot's pipelining.  With H = 3 us and B = 300 GB/s, an NVLink switch of
+// the H100's generation, that is 1.8 MB for 3 ranks, 600 kB for 4 and 170 kB for 8; the push slots
+// set a limit too.  Two-shot needs a wire between every two ranks.  A ring needs P wires, and its
+// slices are longer, which matters for large messages over PCIe and host memory.
+//
+// Reduce-scatter and all-gather of any size go by push: one hop, and (P-1)/P S sent of S in all
+// parts, as little as by a ring's P-1 hops.  A broadcast in one hop costs H + (P-1) S / B, and in
+// two hops as much as two-shot (push_gather.h): the same size decides, and two ranks always take
+// one hop.
+//
+// Where ranks share one GPU, and all their kernels can run at once (one process, or MPS), a hop
+// costs about a microsecond and B is the memory's: bytes as each algorithm's header counts them.
+// Where they cannot, only the direct schedule works (direct_schedule.h).
+//
+// H and B are published figures.  This code was not measured yet (docs/gpu.md).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/bytes.h"
+#include "cuda/kernels/collective_kernel.h"
+#include "cuda/kernels/device_layout.h"
+
+namespace ringreduce::cuda {
+
+// Threads of a block.  16 warps with four packs of 16 bytes each in flight make 32 KiB a
+// multiprocessor, somewhat more than memory of 4.8 TB/s and 700 ns over 132 of them asks for
+// (26 KiB); more threads would have fewer than the 128 registers that these loops take.
+inline constexpr int kThreads = 512;
+
+// Ranks that one launch can run, for several ranks in one process.
+inline constexpr int kMostRanksOfLaunch = 16;
+
+// The properties that the numbers depend on.
+struct Setting {
+  int ranks = 2;
+  int multiprocessors = 132;
+  int ranks_on_device = 1;  // that share the busiest GPU
+  bool run_at_once = true;  // kernels of ranks that share a GPU: one process, or MPS
+  bool all_to_all = true;   // peers reach each other's memory (not by way of the host's)
+};
+
+struct Tuning {
+  int channels;          // blocks a rank
+  size_t slot_bytes;     // ring
+  uint64_t depth;        // ring slots a channel
+  size_t window;         // ring slices under way
+  size_t part_bytes;     // push slots
+  size_t one_shot_most;  // bytes of a message that still takes one-shot
+  size_t two_shot_most;  // and two-shot
+  size_t shared_lead;    // direct schedule: from here on every rank leads a part
+
+  constexpr DeviceLayout layout(int ranks) const {
+    return {.ranks = ranks,
+            .channels = channels,
+            .slot_bytes = slot_bytes,
+            .depth = depth,
+            .part_bytes = part_bytes};
+  }
+};
+
+// Memory that peers write to, a rank: this much for ring slots and this much for push slots.
+inline constexpr size_t kRingBudget = size_t{16} << 20;
+inline constexpr size_t kPushBudget = size_t{16} << 20;
+
+// Staging memory of a rank that takes the direct schedule.  Longer messages go in pieces of this.
+inline constexpr size_t kStagingBytes = size_t{32} << 20;
+
+// Blocks of a kernel that only moves bytes and waits for no other rank: it may fill a GPU.
+constexpr int blocksToMove(size_t bytes, int multiprocessors) {
+  constexpr size_t kEach = size_t{kThreads} * 4 * sizeof(Pack);
+  return static_cast<int>(
+      std::clamp<size_t>(ceilDiv(bytes, kEach), 1, static_cast<size_t>(multiprocessors)));
+}
+
+constexpr Tuning tune(const Setting& s) {
+  const auto ranks = static_cast<size_t>(s.ranks);
+  // 32 blocks saturate NVLink, and leave the rest of the GPU to other work.  Ranks that share a GPU
+  // share its multiprocessors, one block on each.
+  const int share = std::max(1, s.multiprocessors / std::max(1, s.ranks_on_device));
+  const int channels = std::min(kMostChannels, s.ranks_on_device > 1 ? share : std::min(32, share));
+  const auto c = static_cast<size_t>(channels);
+  constexpr uint64_t kDepth = 4;
+  // Powers of two within the budget; slots beyond 256 KiB only delay the next hop.
+  const size_t slot = std::bit_floor(kRingBudget / (c * kDepth));
+  const size_t part = std::bit_floor(kPushBudget / (c * 2 * kPushSets * ranks));
+  const size_t slot_bytes = std::clamp<size_t>(slot, 4 << 10, 256 << 10);
+  const size_t part_bytes = std::clamp<size_t>(part, 1 << 10, 64 << 10);
+  const size_t even = s.ranks <= 2 ? 1 << 20 : 1800000 * ranks / ((ranks - 1) * (ranks - 2)) / 3;
+  return {.channels = channels,
+          .slot_bytes = slot_bytes,
+          .depth = kDepth,
+          .window = 1,
+          .part_bytes = part_bytes,
+          // More steps than two, and a ring's or two-shot's pipeline is the better one.
+          .one_shot_most = std::min(even, 2 * c * part_bytes),
+          .two_shot_most = s.all_to_all ? size_t{64} << 20 : size_t{1} << 20,
+          .shared_lead = size_t{1} << 20};
+}
+
+constexpr DeviceAlgorithm chooseKernel(const Tuning& t, size_t bytes) {
+  if (bytes <= t.one_shot_most) return DeviceAlgorithm::kOneShot;
+  return bytes <= t.two_shot_most ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kRing;
+}
+
+// Elements of a slice (ring) or a part (push): as many as fit a slot, and fewer in small messages,
+// so that every channel has some.  A multiple of the canonical 128 elements.
+constexpr size_t sliceOf(const Tuning& t, DeviceAlgorithm algorithm, size_t count, int ranks,
+                         size_t stored_bytes, size_t value_bytes) {
+  const auto p = static_cast<size_t>(ranks), c = static_cast<size_t>(t.channels);
+  const bool ring = algorithm == DeviceAlgorithm::kRing;
+  const size_t widest = ring ? std::max(stored_bytes, value_bytes) : stored_bytes;
+  const size_t fits =
+      (ring ? t.slot_bytes : t.part_bytes) / widest / kChunkElements * kChunkElements;
+  const size_t shared_out = algorithm == DeviceAlgorithm::kOneShot ? count : ceilDiv(count, p);
+  return std::clamp(roundUp(ceilDiv(shared_out, c), kChunkElements), kChunkElements, fits);
+}
+
+// Blocks that have something to do.
+constexpr int channelsOf(const Tuning& t, DeviceAlgorithm algorithm, size_t count, int ranks,
+                         size_t slice) {
+  const auto p = static_cast<size_t>(ranks);
+  const size_t each = algorithm == DeviceAlgorithm::kOneShot ? slice : slice * p;
+  const size_t of = algorithm == DeviceAlgorithm::kRing
+                        ? ceilDiv(Cut{count, ranks}.chunkSize(), slice)
+                        : ceilDiv(count, each);
+  return static_cast<int>(std::clamp<size_t>(of, 1, static_cast<size_t>(t.channels)));
+}
+
+// The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`
+// elements of so many bytes.  They are pushed as one-shot pushes a message.
+struct PartShape {
+  size_t slice;
+  int channels;
+};
+constexpr PartShape partShapeOf(const Tuning& t, size_t count, int ranks, size_t bytes,
+                                bool two_hops = false) {
+  const auto as = two_hops ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kOneShot;
+  const size_t slice = sliceOf(t, as, count, ranks, bytes, bytes);
+  return {slice, channelsOf(t, as, count, ranks, slice)};
+}
+
+// Whether a broadcast of so many bytes goes in two hops.
+constexpr bool takesTwoHops(const Tuning& t, size_t bytes, int ranks) {
+  return ranks > 2 && bytes > t.one_shot_most;
+}
+
+// Elements of `width` bytes are moved in units of 1, 2 or 4 bytes where pointers are not aligned to
+// 16 bytes.  The unit depends on the width alone, so all ranks choose the same.
+inline constexpr int kUnits = 3;
+constexpr int unitOf(size_t width) {
+  return width % 4 == 0 ? 2 : width % 2 == 0 ? 1 : 0;
+}
+constexpr size_t unitBytes(int unit) {
+  return size_t{1} << unit;
+}
+
+namespace tuning_check {
+constexpr bool sound(const Setting& s) {
+  const Tuning t = tune(s);
+  return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
+         t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
+         t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
+         t.layout(s.ranks).bytes() <= size_t{40} << 20 &&
+         t.channels * (s.ranks_on_device > 1 ? s.ranks_on_device : 1) <= s.multiprocessors;
+}
+static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
+static_assert(sound({.ranks = 2, .ranks_on_device = 2}) &&
+              sound({.ranks = 4, .ranks_on_device = 4}));
+static_assert(sound({.ranks = 8, .multiprocessors = 28, .all_to_all = false}));
+}  // namespace tuning_check
+
+}  // namespace ringreduce::cuda

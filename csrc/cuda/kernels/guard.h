@@ -1,0 +1,111 @@
+// How a thread block waits without ever hanging, and how it reports that it gave up.
+//
+// Every wait polls its flag and, less often, the kernel's deadline, the abort word that the host
+// sets, and the rank's cause of failure, set by the first of its blocks to give up.  After that
+// nothing waits or moves any more: the block runs to its end, and the rank's last block fills the
+// whole output with bytes 0xff, a NaN in every floating-point type (-1, and true, in the others).
+// A CUDA wait() never blocks, so an optimizer would otherwise step with garbage.
+//
+// The cause holds for all later kernels: each checks it when it starts.
+#pragma once
+
+#include "cuda/kernels/kernel_call.h"
+#include "cuda/kernels/ordering.h"
+
+namespace ringreduce::cuda {
+
+// Polls of a flag between two checks of the clock and the words, which go to the host's memory.
+inline constexpr unsigned kLooksPerCheck = 256;
+
+// The end of a block's work.  The last of the kernel's `blocks` looks whether the rank has given
+// up, or has been told to by a word of the host's, and then fills the whole output.
+template <class Block>
+RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint64_t* abort,
+                                   void* output, size_t bytes) {
+  block.sync();
+  bool last = false;
+  if (block.thread() == 0) last = countWord(local.blocks_done) + 1 == static_cast<uint32_t>(blocks);
+  if (!block.any(last)) return;
+  bool poisoned = peekWord(local.cause) != 0;
+  if (block.thread() == 0) {
+    local.blocks_done = 0;
+    if (abort) poisoned |= observeWord(*abort) != 0;
+  }
+  if (!block.any(poisoned)) return;
+  auto* at = static_cast<unsigned char*>(output);
+  for (size_t i = static_cast<size_t>(block.thread()); i < bytes;
+       i += static_cast<size_t>(block.threads()))
+    block.store(at + i, static_cast<unsigned char>(0xff));
+}
+
+template <class Block>
+class Guard {
+ public:
+  RINGREDUCE_DEVICE Guard(Block& block, const RankCall& call, int channel)
+      : block_(block), call_(call), channel_(channel), started_(block.nanoseconds()) {
+    failed_ = block.any(peekWord(call.comm->local->cause) != 0);
+  }
+
+  // All threads agree on this.
+  RINGREDUCE_DEVICE bool failed() const { return failed_; }
+
+  // Returns once ready(i) holds for all i < n, each polled by one thread; false if the block has
+  // given up.  A barrier in any case.  peer(i) and step(i) name the rank and the step that are
+  // waited for.
+  template <class Ready, class Peer, class Step>
+  RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step) {
+    bool gave_up = false;
+    if (!failed_)
+      for (int i = block_.thread(); i < n; i += block_.threads())
+        gave_up |= !poll([&] { return ready(i); }, peer(i), step(i));
+    failed_ |= block_.any(gave_up);
+    return !failed_;
+  }
+
+  // The end of a block's work; `blocks` share the rank's output of `bytes`.
+  RINGREDUCE_DEVICE void leave(int blocks, void* output, size_t bytes) {
+    leaveKernel(block_, *call_.comm->local, blocks, nullptr, output, bytes);
+  }
+
+ private:
+  template <class Ready>
+  RINGREDUCE_DEVICE bool poll(Ready ready, int peer, uint64_t step) {
+    for (unsigned looks = 1;; ++looks) {
+      if (ready()) return true;
+      if (looks % kLooksPerCheck == 0) {
+        const Cause cause = ending();
+        if (cause != Cause::kNone) {
+          report(cause, peer, step);
+          return false;
+        }
+      }
+      Block::pause();
+    }
+  }
+
+  RINGREDUCE_DEVICE Cause ending() {
+    if (peekWord(call_.comm->local->cause) != 0) return Cause::kAborted;
+    // Signed: the clocks of a GPU's parts may be a little apart.
+    const auto passed = static_cast<int64_t>(block_.nanoseconds() - started_);
+    if (passed > static_cast<int64_t>(call_.timeout)) return Cause::kTimeout;
+    return observeWord(*call_.comm->abort) != 0 ? Cause::kAborted : Cause::kNone;
+  }
+
+  RINGREDUCE_DEVICE void report(Cause cause, int peer, uint64_t step) {
+    if (!claimWord(call_.comm->local->cause, static_cast<uint32_t>(cause))) return;
+    Trouble& trouble = *call_.comm->trouble;
+    trouble.operation = call_.operation;
+    trouble.step = step;
+    trouble.peer = peer;
+    trouble.channel = channel_;
+    publishWord(trouble.cause, static_cast<uint64_t>(cause));
+  }
+
+  Block& block_;
+  const RankCall& call_;
+  const int channel_;
+  const uint64_t started_;
+  bool failed_;
+};
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,64 @@
+// The arguments of a kernel: the rank's communicator, in device memory, and one call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "cuda/kernels/device_layout.h"
+#include "cuda/kernels/reduce_n.h"
+
+namespace ringreduce::cuda {
+
+// Why a rank's kernels gave up.
+enum class Cause : uint32_t { kNone, kTimeout, kAborted };
+
+// The failure of a rank's kernels, in memory that its host reads.  The first block to give up
+// writes it, `cause` last.
+struct alignas(kLine) Trouble {
+  uint64_t cause;      // a Cause
+  uint64_t operation;  // RankCall's
+  uint64_t step;       // of the pipe or the exchange
+  int32_t peer;        // the rank that was waited for
+  int32_t channel;
+};
+
+// A channel's counters, from one kernel to the next.  They lie in device memory, so that a kernel
+// that a CUDA graph replays goes on from them.
+struct alignas(kLine) Counters {
+  uint64_t sent, received;  // messages of the ring's pipes
+  uint64_t parts, results;  // steps of the push exchange
+};
+
+// Used by this rank's own kernels only.
+struct Local {
+  alignas(kLine) uint32_t cause;        // a Cause: not kNone from the first failure on
+  alignas(kLine) uint32_t blocks_done;  // of the kernel that runs
+  Counters counters[kMostChannels];
+};
+
+struct DeviceComm {
+  int rank, size;
+  DeviceLayout layout;
+  std::byte* base[kMostRanks];  // each rank's memory (device_layout.h), as mapped here
+  Local* local;
+  uint64_t* abort;   // not 0: give up.  Set by the host, in its memory
+  Trouble* trouble;  // in the host's memory
+};
+
+struct RankCall {
+  const DeviceComm* comm;
+  const void* input;
+  void* output;  // may be the input, or lie in it, or it in this
+  size_t count;  // elements; of one rank's part where there are parts
+  Arithmetic arithmetic;
+  const void* factor;  // in device memory, of the dtype's Value type: replaces arithmetic.factor
+  uint64_t timeout;    // nanoseconds from the kernel's start
+  uint64_t operation;  // its number in the group, for messages
+  size_t slice;        // elements (gpu_tuning.h): of a ring slice, or of a part pushed
+  size_t window;       // ring: slices under way
+  bool scatter;        // two-shot: only its first half; broadcast: in two hops (push_gather.h)
+  int root;            // the rank that sends, or kEverybody
+};
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,67 @@
+// The __global__ functions, for the files that compile them dtype by dtype (kernels_*.cu).
+#pragma once
+
+#include "cuda/kernels/kernel_table.h"
+
+namespace ringreduce::cuda {
+
+using Block = DeviceBlock<kThreads>;
+
+// One block a multiprocessor is enough (gpu_tuning.h), and leaves each thread 128 registers.
+#define RINGREDUCE_KERNEL __global__ void __launch_bounds__(kThreads, 1)
+
+template <DeviceAlgorithm algorithm, DType dtype>
+RINGREDUCE_KERNEL allReduceKernel(const __grid_constant__ RanksLaunch launch) {
+  using E = Element<dtype>;
+  const int blocks = static_cast<int>(gridDim.x) / launch.ranks;
+  const int rank = static_cast<int>(blockIdx.x) / blocks;
+  const int channel = static_cast<int>(blockIdx.x) % blocks;
+  // Shared: the rarely needed arguments then take no registers.
+  __shared__ RankCall call;
+  if (threadIdx.x == 0) {
+    call = launch.calls[rank];
+    readFactor<E>(call);
+  }
+  __syncthreads();
+  Block block;
+  allReduceBlock<algorithm, E, DeviceRules>(block, call, channel, blocks);
+}
+
+template <DType dtype>
+RINGREDUCE_KERNEL directKernel(const __grid_constant__ DirectCall call) {
+  Block block;
+  direct<Element<dtype>>(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <DType dtype>
+RINGREDUCE_KERNEL copyInKernel(const __grid_constant__ CopyCall call) {
+  Block block;
+  copyIn<Element<dtype>>(block, call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <DType dtype>
+RINGREDUCE_KERNEL ringStepKernel(const __grid_constant__ RingStepCall call) {
+  Block block;
+  addRingStep<Element<dtype>>(block, call, static_cast<int>(blockIdx.x),
+                              static_cast<int>(gridDim.x));
+}
+
+#ifdef __CUDACC__  // tests that compile this by the C++ compiler bring their own
+template <class Kernel>
+const void* pointerTo(Kernel* kernel) {
+  return reinterpret_cast<const void*>(kernel);
+}
+#endif
+
+template <DType dtype>
+const Kernels& compiled() {
+  static const Kernels kernels{{pointerTo(allReduceKernel<DeviceAlgorithm::kOneShot, dtype>),
+                                pointerTo(allReduceKernel<DeviceAlgorithm::kTwoShot, dtype>),
+                                pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
+                               pointerTo(directKernel<dtype>),
+                               pointerTo(copyInKernel<dtype>),
+                               pointerTo(ringStepKernel<dtype>)};
+  return kernels;
+}
+
+}  // namespace ringreduce::cuda

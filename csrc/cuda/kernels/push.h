@@ -1,0 +1,118 @@
+// The push exchange: each rank writes into every peer's memory, in steps, and reads only its own.
+//
+// A step s of a channel uses the slots of set s mod kSets, one for each ordered pair of ranks, in
+// two kinds that are counted apart: parts (addends) and results (finished values).  `post` tells
+// every peer that all it gets in this step lies there, `await` waits for all peers.
+//
+// There is no counter of reads.  They follow from pushes: a peer that pushes step s has read all of
+// some earlier step before, so a rank that has its push of step s may write over that earlier step.
+// How far back that lies depends on the algorithm, and gives the number of sets that it needs:
+//
+//     one-shot   push s, await s, read s, push s+1 ...
+//                A peer that pushed s has read s-1.  When a rank pushes s+1 it has awaited s: the
+//                step that it writes over must be s-1 or older.  Two sets.
+//     two-shot   push parts s+1; await parts s, read them, push results s; await results s-1, read
+//                A peer that pushed results s has read parts s.  When a rank pushes parts s+1 it
+//                has awaited results s-2: it may write over parts s-2, so three sets.  A peer that
+//                pushed parts s has read results s-3.  When a rank pushes results s it has awaited
+//                parts s: three sets.
+//     others     push s+1; await s, read s
+//                (reduce-scatter, all-gather, broadcast; a rank without data pushes nothing, but
+//                posts.)  A peer that pushed s has read s-2.  When a rank pushes s+1
+//                it has awaited s-1: it may write over s-3.  Four sets.
+//
+// Fewer would race (tests/cpp/kernel_interleavings_test.cc).  Four divide 2^64, which keeps slots
+// right when a counter passes it.  An operation ends with everything pushed to it read, and the
+// next one, of whichever kind, goes on counting: all use the same slots and counters.
+#pragma once
+
+#include "algorithm/cut.h"
+#include "cuda/kernels/guard.h"
+#include "cuda/kernels/kernel_call.h"
+#include "transport/shm/pipe.h"
+
+namespace ringreduce::cuda {
+
+template <class Rules, class Block>
+class PushExchange {
+ public:
+  using Of = DeviceLayout::Of;
+
+  RINGREDUCE_DEVICE PushExchange(Block& block, Guard<Block>& guard, const DeviceComm& comm,
+                                 int channel)
+      : block_(block), guard_(guard), comm_(comm), channel_(channel) {
+    static_assert(Rules::kSets <= kPushSets);
+  }
+
+  // The first step of this operation.
+  RINGREDUCE_DEVICE uint64_t first(Of what) const { return counter(what); }
+
+  // Where this rank writes for `peer`, and where `peer` wrote for this rank.
+  RINGREDUCE_DEVICE std::byte* outgoing(Of what, uint64_t step, int peer) const {
+    return comm_.base[peer] + comm_.layout.pushSlot(channel_, what, set(step), comm_.rank);
+  }
+  RINGREDUCE_DEVICE const std::byte* incoming(Of what, uint64_t step, int peer) const {
+    return comm_.base[comm_.rank] + comm_.layout.pushSlot(channel_, what, set(step), peer);
+  }
+
+  RINGREDUCE_DEVICE void post(Of what, uint64_t step) const {
+    block_.sync();
+    if (guard_.failed()) return;
+    for (int p = block_.thread(); p < comm_.size; p += block_.threads())
+      if (p != comm_.rank) flag(p, what, comm_.rank).template publish<Rules>(step + 1);
+  }
+
+  RINGREDUCE_DEVICE bool await(Of what, uint64_t step) const {
+    return guard_.until(
+        comm_.size - 1,
+        [&](int i) {
+          return slotIsFilled(step, flag(comm_.rank, what, peer(i)).template observe<Rules>());
+        },
+        [&](int i) { return peer(i); }, [&](int) { return step; });
+  }
+
+  // For the next kernel; called once, by all threads.
+  RINGREDUCE_DEVICE void save(Of what, uint64_t step) const {
+    if (block_.thread() == 0) counter(what) = step;
+  }
+
+  // The peers in an order of each rank's own, so that not all write to the same one at a time.
+  RINGREDUCE_DEVICE int peer(int i) const { return (comm_.rank + 1 + i) % comm_.size; }
+
+ private:
+  RINGREDUCE_DEVICE static uint64_t set(uint64_t step) { return slotOf(step, Rules::kSets); }
+  RINGREDUCE_DEVICE Flag& flag(int at, Of what, int from) const {
+    return *reinterpret_cast<Flag*>(comm_.base[at] + comm_.layout.pushedFlag(channel_, what, from));
+  }
+  RINGREDUCE_DEVICE uint64_t& counter(Of what) const {
+    Counters& counters = comm_.local->counters[channel_];
+    return what == Of::kParts ? counters.parts : counters.results;
+  }
+
+  Block& block_;
+  Guard<Block>& guard_;
+  const DeviceComm& comm_;
+  const int channel_;
+};
+
+// The addends of one canonical chunk, first to last, as sources of a Pass: this rank's lie in its
+// input, the others' where they pushed them.
+template <class Rules, class Block>
+struct PushedAddends {
+  const PushExchange<Rules, Block>& exchange;
+  uint64_t step;
+  size_t offset;          // bytes into each push slot
+  const std::byte* mine;  // this rank's
+  int rank, size, chunk;
+  int own = (rank - chunk - 1 + 2 * size) % size;
+
+  static constexpr int kCount = 0;  // known at run time only
+  RINGREDUCE_DEVICE int count() const { return size; }
+  RINGREDUCE_DEVICE const std::byte* operator()(int k) const {
+    if (k == own) return mine;
+    const int r = kthToAdd(chunk, k, size);
+    return exchange.incoming(DeviceLayout::Of::kParts, step, r) + offset;
+  }
+};
+
+}  // namespace ringreduce::cuda

@@ -1,9 +1,0 @@
-// The kernels of float16 and bfloat16.
-#include "cuda/kernels.cuh"
-
-namespace ringreduce::cuda {
-
-template const Kernels& compiled<DType::kFloat16>();
-template const Kernels& compiled<DType::kBFloat16>();
-
-}  // namespace ringreduce::cuda

@@ -1,0 +1,76 @@
+// Trying one kind of memory access on all ranks, for peer_memory.h.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/peer_memory.h"
+#include "group/agreement.h"
+
+namespace ringreduce::cuda {
+
+// The outcome of a step at one rank.  If a rank cannot do it, all ranks try another access.
+struct Outcome {
+  enum class Kind : uint8_t {
+    kDone,
+    kCannot,  // another access may work
+    kBroken,  // none will: no memory left, or CUDA is ruined in the rank's process
+  } kind = Kind::kDone;
+  char text[800] = {};
+
+  Outcome() = default;
+  Outcome(Kind k, const std::string& t) : kind(k) { setText(text, t); }
+};
+
+template <class F>
+Outcome outcomeOf(F&& step) {
+  using Kind = Outcome::Kind;
+  try {
+    step();
+  } catch (const CudaError& error) {
+    const bool hopeless = error.ruinsProcess() || error.is(cudaErrorMemoryAllocation);
+    return {hopeless ? Kind::kBroken : Kind::kCannot, error.what()};
+  } catch (const Error& error) {
+    return {Kind::kCannot, error.what()};
+  } catch (const std::exception& error) {
+    return {Kind::kBroken, error.what()};
+  }
+  return {};
+}
+
+// All ranks call it with the same gathered reports, each with an Outcome `outcome`.  Throws if the
+// step broke at a rank; else returns "rank 2 cannot ..." of the first that cannot, or "".
+template <class Report>
+std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
+  for (int r = 0; r < group.size(); ++r)
+    if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
+        o.kind == Outcome::Kind::kBroken)
+      throw Error(Failure::kSetup, group.who(r) + " " + o.text);
+  for (int r = 0; r < group.size(); ++r)
+    if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
+        o.kind == Outcome::Kind::kCannot)
+      return "rank " + group.options().shown(r) + " " + o.text;
+  return "";
+}
+
+// Random; differs between processes, also after a fork.
+std::array<uint64_t, 2> processToken();
+
+// Shares memory with another rank of this process, which takes it by the ticket.  A ticket is valid
+// while its memory lives.
+uint64_t offer(const MemoryPtr& memory);
+MemoryPtr take(uint64_t ticket);  // throws Error(kSetup) if it is not valid
+
+// Collective.  Fills in `state`, whose access is set, with memory of at least `bytes`, a multiple
+// of `granularity` if it is exported.  Returns "" if every rank reaches every piece, else the
+// obstacle, on all ranks.  Throws the same Error on all ranks if no other access would do better: a
+// GPU without memory left, a process whose CUDA is ruined.
+std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
+                      const std::vector<std::string>& names);
+
+}  // namespace ringreduce::cuda

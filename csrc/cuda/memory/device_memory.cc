@@ -1,0 +1,302 @@
+// cudaMalloc, virtual memory management, legacy IPC, registered host memory.
+#include "cuda/memory/device_memory.h"
+
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
+#include "group/agreement.h"
+
+namespace ringreduce::cuda {
+
+namespace {
+
+std::string mebibytes(size_t bytes) {
+  return std::to_string(ceilDiv(bytes, 1 << 20)) + " MiB";
+}
+
+CUdeviceptr address(const void* data) {
+  return reinterpret_cast<CUdeviceptr>(data);
+}
+
+// Gives something back, from a destructor.
+template <class F>
+void giveBack(int device, F&& f) noexcept {
+  try {
+    const OnDevice here(device);
+    f();
+  } catch (const CudaError& error) {  // the process ends, or CUDA is of no more use in it
+    if (!error.ruinsProcess() && !error.is(cudaErrorCudartUnloading)) log(error.what());
+  }
+}
+
+// ---- plain memory
+
+class Allocated final : public DeviceMemory {
+ public:
+  Allocated(int device, size_t bytes) : DeviceMemory(device, bytes) {
+    const OnDevice here(device);
+    void* data = nullptr;
+    check(cudaMalloc(&data, bytes), "allocate " + mebibytes(bytes), device);
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~Allocated() override {
+    if (isOurs()) giveBack(device_, [&] { checkQuietly(cudaFree(data_), "free memory", device_); });
+  }
+};
+
+// ---- virtual memory management
+
+CUmemAllocationProp exportedOn(int device) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return properties;
+}
+
+// Physical memory.  Its mappings keep it alive.
+class Physical {
+ public:
+  static Physical create(int device, size_t bytes) {
+    Physical physical(device);
+    const CUmemAllocationProp properties = exportedOn(device);
+    check(driver().memCreate(&physical.handle_, bytes, &properties, 0),
+          "allocate " + mebibytes(bytes) + " that other processes can map", device);
+    physical.held_ = true;
+    return physical;
+  }
+  static Physical import(int device, const Fd& fd) {
+    Physical physical(device);
+    void* descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get()));
+    check(driver().memImportFromShareableHandle(&physical.handle_, descriptor,
+                                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+          "take over another rank's memory by its descriptor", device);
+    physical.held_ = true;
+    return physical;
+  }
+  Physical(Physical&& other) noexcept
+      : device_(other.device_), held_(std::exchange(other.held_, false)), handle_(other.handle_) {}
+  ~Physical() {
+    if (held_) checkQuietly(driver().memRelease(handle_), "release memory", device_);
+  }
+
+  CUmemGenericAllocationHandle handle() const { return handle_; }
+
+  Fd descriptor() const {
+    int fd = -1;
+    check(driver().memExportToShareableHandle(&fd, handle_,
+                                              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+          "make a descriptor of memory for other processes", device_);
+    return Fd(fd);
+  }
+
+ private:
+  explicit Physical(int device) : device_(device) {}
+
+  int device_;
+  bool held_ = false;
+  CUmemGenericAllocationHandle handle_ = 0;
+};
+
+class Mapped final : public DeviceMemory {
+ public:
+  Mapped(int device, size_t bytes, const Physical& physical) : DeviceMemory(device, bytes) {
+    try {
+      map(physical);
+    } catch (const CudaError&) {
+      unmap();
+      throw;
+    }
+  }
+  ~Mapped() override {
+    if (isOurs()) giveBack(device_, [&] { unmap(); });
+  }
+
+ private:
+  void map(const Physical& physical) {
+    CUdeviceptr place = 0;
+    check(driver().memAddressReserve(&place, bytes_, 0, 0, 0),
+          "reserve addresses for " + mebibytes(bytes_), device_);
+    data_ = reinterpret_cast<std::byte*>(place);
+    check(driver().memMap(place, bytes_, 0, physical.handle(), 0), "map " + mebibytes(bytes_),
+          device_);
+    mapped_ = true;
+    const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_},
+                                 .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    check(driver().memSetAccess(place, bytes_, &access, 1), "get access to mapped memory", device_);
+  }
+
+  void unmap() noexcept {
+    if (mapped_) checkQuietly(driver().memUnmap(address(data_), bytes_), "unmap memory", device_);
+    if (data_)
+      checkQuietly(driver().memAddressFree(address(data_), bytes_), "free addresses", device_);
+  }
+
+  bool mapped_ = false;
+};
+
+// ---- legacy IPC
+
+class Opened final : public DeviceMemory {
+ public:
+  Opened(int device, const cudaIpcMemHandle_t& handle, size_t bytes) : DeviceMemory(device, bytes) {
+    const OnDevice here(device);
+    void* data = nullptr;
+    check(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
+          "open another rank's memory by its IPC handle", device);
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~Opened() override {
+    if (isOurs())
+      giveBack(device_, [&] {
+        checkQuietly(cudaIpcCloseMemHandle(data_), "close another rank's memory", device_);
+      });
+  }
+};
+
+// ---- registered host memory
+
+// How often each segment of this process is registered.
+struct Registrations {
+  std::mutex mutex;
+  std::map<std::byte*, int> counts;
+};
+Registrations& registrations() {
+  static auto* all = new Registrations;  // never destroyed: memory may be freed at exit
+  return *all;
+}
+
+class Registered final : public DeviceMemory {
+ public:
+  Registered(int device, std::shared_ptr<Segment> segment)
+      : DeviceMemory(device, segment->size()), segment_(std::move(segment)) {
+    const OnDevice here(device);
+    std::byte* host = segment_->data();
+    Registrations& all = registrations();
+    const std::lock_guard lock(all.mutex);
+    if (!all.counts.contains(host))
+      check(cudaHostRegister(host, bytes_, cudaHostRegisterMapped | cudaHostRegisterPortable),
+            "register " + mebibytes(bytes_) + " of host memory", device);
+    ++all.counts[host];
+    void* data = nullptr;
+    const cudaError_t result = cudaHostGetDevicePointer(&data, host, 0);
+    if (result != cudaSuccess) {
+      unregister(all);
+      raise(result, "find registered host memory", device);
+    }
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~Registered() override {
+    if (!isOurs()) return;
+    giveBack(device_, [&] {
+      Registrations& all = registrations();
+      const std::lock_guard lock(all.mutex);
+      unregister(all);
+    });
+  }
+
+ private:
+  // With the lock held, so that no other thread registers it while it is still registered.
+  void unregister(Registrations& all) noexcept {
+    std::byte* host = segment_->data();
+    if (--all.counts[host] > 0) return;
+    all.counts.erase(host);
+    checkQuietly(cudaHostUnregister(host), "unregister host memory", device_);
+  }
+
+  const std::shared_ptr<Segment> segment_;
+};
+
+}  // namespace
+
+MemoryPtr allocate(int device, size_t bytes) {
+  return std::make_shared<Allocated>(device, roundUp(bytes == 0 ? 1 : bytes, kBlockBytes));
+}
+
+size_t exportGranularity(int device) {
+  const OnDevice here(device);
+  const CUmemAllocationProp properties = exportedOn(device);
+  size_t granularity = 0;
+  check(driver().memGetAllocationGranularity(&granularity, &properties,
+                                             CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+        "ask for the granularity of memory", device);
+  return granularity;
+}
+
+Exported allocateExported(int device, size_t bytes) {
+  const OnDevice here(device);
+  const Physical physical = Physical::create(device, bytes);
+  Fd fd = physical.descriptor();
+  return {std::make_shared<Mapped>(device, bytes, physical), std::move(fd)};
+}
+
+MemoryPtr mapExported(int device, const Fd& fd, size_t bytes) {
+  const OnDevice here(device);
+  const Physical physical = Physical::import(device, fd);
+  return std::make_shared<Mapped>(device, bytes, physical);
+}
+
+cudaIpcMemHandle_t ipcHandleOf(int device, void* base) {
+  const OnDevice here(device);
+  cudaIpcMemHandle_t handle{};
+  check(cudaIpcGetMemHandle(&handle, base), "get an IPC handle", device);
+  return handle;
+}
+
+MemoryPtr openIpc(int device, const cudaIpcMemHandle_t& handle, size_t bytes) {
+  return std::make_shared<Opened>(device, handle, bytes);
+}
+
+void enablePeerAccess(int device, int peer) {
+  if (device == peer) return;
+  const OnDevice here(device);
+  const cudaError_t result = cudaDeviceEnablePeerAccess(peer, 0);
+  if (result == cudaErrorPeerAccessAlreadyEnabled)
+    (void)cudaGetLastError();  // the next call in this thread must not report it
+  else
+    check(result, "get access to the memory of GPU " + std::to_string(peer), device);
+}
+
+MemoryPtr registerSegment(int device, std::shared_ptr<Segment> segment) {
+  return std::make_shared<Registered>(device, std::move(segment));
+}
+
+Stream::Stream(int device) : device_(device) {
+  const OnDevice here(device);
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "make a stream", device);
+}
+
+Stream::~Stream() {
+  if (forkGeneration() == generation_)
+    giveBack(device_,
+             [&] { checkQuietly(cudaStreamDestroy(stream_), "destroy a stream", device_); });
+}
+
+void Stream::copy(void* to, const void* from, size_t bytes) {
+  const OnDevice here(device_);
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copy memory", device_);
+  check(cudaStreamSynchronize(stream_), "copy memory", device_);
+}
+
+void Stream::zero(void* data, size_t bytes) {
+  const OnDevice here(device_);
+  check(cudaMemsetAsync(data, 0, bytes, stream_), "clear memory", device_);
+  check(cudaStreamSynchronize(stream_), "clear memory", device_);
+}
+
+MappedPages::MappedPages(Group& group, int device, size_t bytes) : pages_(group, bytes) {
+  agreeOnStatus(group, [&] {
+    for (int r = 0; r < group.size(); ++r)
+      mapped_.push_back(registerSegment(device, pages_.segment(r)));
+  });
+}
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,334 @@
+// Exchanges facts about the ranks, tries one access after the other, and frees the memory.
+#include "cuda/memory/peer_memory.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
+#include "cuda/memory/access_probe.h"
+#include "group/agreement.h"
+#include "group/exchange_fds.h"
+
+namespace ringreduce::cuda {
+
+namespace {
+
+struct Facts {
+  Resident resident;
+  uint64_t bytes = 0, granularity = 1;
+  int wish = -1;
+};
+
+Facts factsOf(int device, size_t bytes, std::optional<MemoryAccess> wish) {
+  Facts facts;
+  facts.bytes = bytes;
+  if (wish) facts.wish = static_cast<int>(*wish);
+  const Device d = describeDevice(device);
+  const auto token = processToken();
+  std::copy(token.begin(), token.end(), facts.resident.process);
+  setText(facts.resident.gpu, d.uuid);
+  facts.resident.exports_memory = d.exports_memory;
+  facts.resident.registers_host_memory = d.registers_host_memory;
+  facts.resident.mps = d.mps;
+  if (d.exports_memory) facts.granularity = exportGranularity(device);
+  return facts;
+}
+
+std::vector<std::string> namesIn(const Group& group) {
+  std::vector<std::string> names;
+  for (int r = 0; r < group.size(); ++r) names.push_back("rank " + group.options().shown(r));
+  return names;
+}
+
+void requireSameWishes(const std::vector<Facts>& all, const std::vector<std::string>& names) {
+  const auto wishOf = [](const Facts& facts) {
+    return std::to_string(facts.bytes) + " bytes by " +
+           (facts.wish < 0 ? "any way" : name(static_cast<MemoryAccess>(facts.wish)));
+  };
+  for (size_t r = 1; r < all.size(); ++r)
+    if (all[r].bytes != all[0].bytes || all[r].wish != all[0].wish)
+      throw Error(Failure::kSetup, "ranks ask for different GPU memory: " + names[0] + " for " +
+                                       wishOf(all[0]) + ", " + names[r] + " for " + wishOf(all[r]) +
+                                       "; all must ask for the same");
+}
+
+Reach reachOf(int device, const Resident& own, const Resident& other) {
+  if (own.sharesGpu(other)) return Reach::kYes;
+  const int peer = findDevice(other.gpu);
+  if (peer < 0) return Reach::kUnknown;
+  int can = 0;
+  check(cudaDeviceCanAccessPeer(&can, device, peer), "ask for peer access", device);
+  return can ? Reach::kYes : Reach::kNo;
+}
+
+// The obstacles that all ranks together know.
+Obstacles gatherObstacles(Group& group, int device, const std::vector<Resident>& residents,
+                          const std::vector<std::string>& names) {
+  struct Texts {
+    char text[kMemoryAccesses][240] = {};
+  } mine;
+  agreeOnStatus(group, [&] {
+    const auto me = static_cast<size_t>(group.rank());
+    std::vector<Reach> reach;
+    for (const Resident& other : residents) reach.push_back(reachOf(device, residents[me], other));
+    const Obstacles own = obstaclesOf(me, residents, reach, names);
+    for (size_t access = 0; access < kMemoryAccesses; ++access)
+      setText(mine.text[access], own[access]);
+  });
+  std::vector<Obstacles> all;
+  for (const Texts& texts : gatherEach(group, mine)) {
+    Obstacles& one = all.emplace_back();
+    for (size_t access = 0; access < kMemoryAccesses; ++access) one[access] = texts.text[access];
+  }
+  return merged(all);
+}
+
+// Keeps memory until the process ends.
+void keep(MemoryPtr memory) {
+  static auto* mutex = new std::mutex;
+  static auto* kept = new std::vector<MemoryPtr>;
+  const std::lock_guard lock(*mutex);
+  kept->push_back(std::move(memory));
+}
+
+}  // namespace
+
+PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<MemoryAccess> wish) {
+  Facts mine;
+  agreeOnStatus(group, [&] { mine = factsOf(device, bytes, wish); });
+  const std::vector<Facts> facts = gatherEach(group, mine);
+  const std::vector<std::string> names = namesIn(group);
+  requireSameWishes(facts, names);
+  std::vector<Resident> residents;
+  size_t granularity = 1;
+  for (const Facts& f : facts) {
+    residents.push_back(f.resident);
+    granularity = std::max<size_t>(granularity, f.granularity);
+  }
+
+  Obstacles obstacles = gatherObstacles(group, device, residents, names);
+  while (const auto access = chooseAccess(obstacles, wish)) {
+    auto state = std::make_unique<State>(group, device, residents);
+    state->access = *access;
+    const std::string obstacle = tryAccess(group, *state, bytes, granularity, names);
+    if (obstacle.empty()) {
+      state->why = explain(obstacles, access);
+      state_ = std::move(state);
+      if (*access == MemoryAccess::kHost && !wish && group.rank() == 0)
+        log("the GPUs of group '" + group.options().name +
+            "' exchange data through host memory, which is slow: " + state_->why);
+      return;
+    }
+    obstacles[static_cast<size_t>(*access)] = obstacle;
+  }
+  throw Error(Failure::kSetup,
+              "the ranks of group '" + group.options().name +
+                  "' do not reach each other's GPU memory" +
+                  (wish ? std::string(" by ") + name(*wish) +
+                              ", which was asked for: " + obstacles[static_cast<size_t>(*wish)]
+                        : ", " + explain(obstacles, std::nullopt)) +
+                  ". `nvidia-smi topo -p2p r` shows which GPUs have peer access");
+}
+
+PeerMemory::~PeerMemory() = default;
+
+// ---- giving back
+
+PeerMemory::State::State(Group& g, int d, std::vector<Resident> all)
+    : group(g.weak_from_this()),
+      rank(g.rank()),
+      device(d),
+      residents(std::move(all)),
+      memory(residents.size()) {}
+
+bool PeerMemory::State::hasClosed(int r) const {
+  const auto i = static_cast<size_t>(r);
+  if (residents[i].sharesProcess(residents[static_cast<size_t>(rank)])) return true;
+  auto& word = *reinterpret_cast<uint32_t*>(closed->at(r));
+  return std::atomic_ref(word).load(std::memory_order_acquire) != 0;
+}
+
+// Whether all other processes have closed this rank's memory.
+bool PeerMemory::State::awaitClosed(Nanos patience) const {
+  const auto late = [&] {
+    std::vector<PeerState> states(residents.size());
+    if (const auto g = group.lock()) states = g->states();
+    for (int r = 0; r < static_cast<int>(residents.size()); ++r)
+      if (!states[static_cast<size_t>(r)].isLost() && !hasClosed(r)) return true;
+    return false;
+  };
+  const Nanos deadline = deadlineIn(patience);
+  while (late()) {
+    if (now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+void PeerMemory::State::release(Nanos patience) noexcept {
+  if (memory.empty()) return;
+  MemoryPtr own = std::move(memory[static_cast<size_t>(rank)]);
+  memory.clear();
+  // In a forked child all of it is the parent's.
+  if (!closed || forkGeneration() != generation) return;
+  std::atomic_ref(*reinterpret_cast<uint32_t*>(closed->at(rank)))
+      .store(1, std::memory_order_release);
+  if (own && !awaitClosed(patience)) {
+    // To free it under another rank's kernels would be worse.
+    keep(std::move(own));
+    log("rank " + std::to_string(rank) + " leaves " + std::to_string(bytes >> 20) +
+        " MiB allocated on GPU " + std::to_string(device) +
+        " until its process ends: another rank still maps them");
+  }
+}
+
+// ---- users' buffers
+
+namespace {
+
+// A rank's facts about its buffer.
+struct Offer {
+  Outcome outcome;
+  bool exported = false;  // a descriptor follows; else `handle` is valid
+  uint64_t data = 0, bytes = 0;
+  uint64_t base = 0, span = 0;  // of the allocation or mapping that contains it
+  cudaIpcMemHandle_t handle = {};
+};
+
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(Failure::kSetup, "cannot register its buffer: " + why);
+}
+
+template <class T>
+T attributeOf(CUdeviceptr pointer, CUpointer_attribute which, int device) {
+  T value{};
+  const CUresult result = driver().pointerGetAttribute(&value, which, pointer);
+  if (result == CUDA_ERROR_INVALID_VALUE) refuse("CUDA does not know its memory");
+  check(result, "ask what memory a buffer is in", device);
+  return value;
+}
+
+// The descriptor of the mapping that begins at `base`.
+Fd exportMapping(CUdeviceptr base, int device) {
+  CUmemGenericAllocationHandle handle = 0;
+  const CUresult result =
+      driver().memRetainAllocationHandle(&handle, reinterpret_cast<void*>(base));
+  if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_NOT_SUPPORTED)
+    refuse("its memory comes from a pool, which cannot be mapped by other processes");
+  check(result, "find the handle of a buffer's memory", device);
+  struct Release {
+    CUmemGenericAllocationHandle handle;
+    int device;
+    ~Release() { checkQuietly(driver().memRelease(handle), "release a handle", device); }
+  } const release{handle, device};
+  CUmemAllocationProp properties{};
+  check(driver().memGetAllocationProperties(&properties, handle),
+        "ask how a buffer's memory was made", device);
+  if (!(properties.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+    refuse("its memory was not made to be mapped by other processes");
+  int fd = -1;
+  check(
+      driver().memExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+      "make a descriptor of a buffer's memory", device);
+  return Fd(fd);
+}
+
+// Fills in `offer`, and `fd` if it is exported.  `alone`: no other process and no other GPU reaches
+// it.  Throws Error if it cannot be registered.
+void look(Offer& offer, Fd& fd, int device, bool alone) {
+  const OnDevice here(device);
+  const auto data = static_cast<CUdeviceptr>(offer.data);
+  const auto type = attributeOf<CUmemorytype>(data, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, device);
+  if (type != CU_MEMORYTYPE_DEVICE ||
+      attributeOf<unsigned>(data, CU_POINTER_ATTRIBUTE_IS_MANAGED, device))
+    refuse("it is not in a GPU's own memory");
+  const int where = attributeOf<int>(data, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, device);
+  if (where != device)
+    refuse("it is on GPU " + std::to_string(where) + ", not on GPU " + std::to_string(device));
+  if (alone) return;
+
+  CUdeviceptr base = 0;
+  size_t span = 0;
+  const CUresult result = driver().memGetAddressRange(&base, &span, data);
+  if (result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_INVALID_VALUE)
+    refuse("CUDA does not tell where its memory begins");
+  check(result, "find the memory that a buffer is in", device);
+  if (data + offer.bytes > base + span)
+    refuse(
+        "it lies in several pieces of memory (torch's expandable segments do that with large "
+        "tensors)");
+  offer.base = base;
+  offer.span = span;
+  if (attributeOf<int>(data, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, device)) {
+    offer.handle = ipcHandleOf(device, reinterpret_cast<void*>(base));
+  } else {
+    fd = exportMapping(base, device);
+    offer.exported = true;
+  }
+}
+
+}  // namespace
+
+Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, size_t bytes) {
+  const int me = group.rank(), device = memory.device();
+  const auto& residents = memory.residents();
+  if (memory.access() == MemoryAccess::kHost)
+    return {nullptr, "the ranks' GPUs do not reach each other's memory"};
+  const auto sharesAll = [&](int a, int b) {  // then the pointer itself serves
+    const Resident &x = residents[static_cast<size_t>(a)], &y = residents[static_cast<size_t>(b)];
+    return x.sharesProcess(y) && x.sharesGpu(y);
+  };
+  bool alone = true;
+  for (int r = 0; r < group.size(); ++r) alone = alone && sharesAll(me, r);
+
+  Offer mine;
+  mine.data = reinterpret_cast<uint64_t>(data);
+  mine.bytes = bytes;
+  Fd fd;
+  mine.outcome = outcomeOf([&] { look(mine, fd, device, alone); });
+  const std::vector<Offer> offers = gatherEach(group, mine);
+  std::string refusal = obstacleIn(group, offers);
+  for (int r = 0; r < group.size() && refusal.empty(); ++r)
+    if (offers[static_cast<size_t>(r)].bytes != offers[0].bytes)
+      refusal = "the ranks' buffers are of different sizes";
+  if (!refusal.empty()) return {nullptr, refusal};
+
+  bool any_exported = false;
+  for (const Offer& offer : offers) any_exported = any_exported || offer.exported;
+  std::vector<Fd> fds;
+  if (any_exported) fds = exchangeFds(group, fd.get(), "GPU memory");
+
+  std::vector<PeerBuffer::Piece> pieces;
+  struct Mapped {
+    Outcome outcome;
+  } mapped;
+  mapped.outcome = outcomeOf([&] {
+    for (int r = 0; r < group.size(); ++r) {
+      const Offer& offer = offers[static_cast<size_t>(r)];
+      PeerBuffer::Piece& piece =
+          pieces.emplace_back(PeerBuffer::Piece{nullptr, reinterpret_cast<std::byte*>(offer.data)});
+      if (sharesAll(me, r)) continue;
+      if (offer.exported)
+        piece.memory = mapExported(device, fds[static_cast<size_t>(r)], offer.span);
+      else if (residents[static_cast<size_t>(r)].sharesProcess(residents[static_cast<size_t>(me)]))
+        enablePeerAccess(device, findDevice(residents[static_cast<size_t>(r)].gpu));
+      else
+        piece.memory = openIpc(device, offer.handle, offer.span);
+      if (piece.memory) piece.data = piece.memory->data() + (offer.data - offer.base);
+    }
+  });
+  refusal = obstacleIn(group, gatherEach(group, mapped));
+  if (!refusal.empty()) return {nullptr, refusal};
+  return {std::make_unique<PeerBuffer>(std::move(pieces), bytes), ""};
+}
+
+}  // namespace ringreduce::cuda

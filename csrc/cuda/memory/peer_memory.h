@@ -1,0 +1,124 @@
+// GPU memory that all ranks of a group reach: a piece on each rank's GPU, mapped by every rank.
+//
+// Kernels see pointers only.  The access is chosen once for the group (memory_access.h), by trying:
+// every rank reads in each mapped piece a pattern of its owner, and writes one for the owner to
+// read, since on some machines mapping succeeds and the data goes nowhere.
+//
+// Giving it back needs no barrier, so it also works after a failure:
+//
+//   pointer     ranks share ownership; the last one frees the memory
+//   descriptor  each process unmaps; the memory goes with the last mapping
+//   ipc         the owner must free last, else the mappings of the others are undefined.  Each rank
+//               writes to host memory when it has closed all of the others', and the owner waits
+//               for that, for a limited time; a process that has ended has closed.  After that the
+//               memory stays allocated until the owner's process ends, and the log says so.
+//   host        as descriptor
+//
+// In every case a rank first waits until no kernel of its own uses the memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "cuda/memory/device_memory.h"
+#include "cuda/memory/memory_access.h"
+#include "group/exchange_fds.h"
+#include "group/group.h"
+
+namespace ringreduce::cuda {
+
+class PeerMemory {
+ public:
+  // Collective: all ranks call it with the same size and the same wish, each with a GPU of its
+  // process.  Without a wish the best access is taken.  The memory is zeroed on all ranks when it
+  // returns.  Throws the same Error on all ranks, with nothing left behind; the group stays usable,
+  // unless it has failed.
+  PeerMemory(Group& group, int device, size_t bytes,
+             std::optional<MemoryAccess> wish = std::nullopt);
+  ~PeerMemory();  // release()
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  // Rank r's piece, for kernels on this rank's GPU.
+  std::byte* at(int rank) const { return state_->memory[static_cast<size_t>(rank)]->data(); }
+  size_t bytes() const { return state_->bytes; }  // of each piece, as allocated
+  int device() const { return state_->device; }
+  MemoryAccess access() const { return state_->access; }
+  // Why no better access was taken: "not by pointer: ranks ..."; empty if it is the best.
+  const std::string& why() const { return state_->why; }
+  // Which ranks share a process or a GPU.
+  const std::vector<Resident>& residents() const { return state_->residents; }
+
+  static constexpr Nanos kPatience = 2 * kSecond;
+  // Gives everything back, after which at() must not be called.  Waits for other ranks at most
+  // `patience`, and only with the access ipc.
+  void release(Nanos patience = kPatience) noexcept { state_->release(patience); }
+
+  // A rank's state while an access is tried, and after.
+  struct State {
+    State(Group& group, int device, std::vector<Resident> residents);
+    ~State() { release(kPatience); }
+    void release(Nanos patience) noexcept;
+
+    const std::weak_ptr<Group> group;
+    const int rank, device;
+    const int generation = forkGeneration();
+    const std::vector<Resident> residents;
+    MemoryAccess access = MemoryAccess::kPointer;
+    std::string why;
+    size_t bytes = 0;
+    std::vector<MemoryPtr> memory;  // by rank
+    // ipc: in each rank's page, whether it has closed all of the others' memory.
+    std::unique_ptr<HostPages> closed;
+
+   private:
+    bool hasClosed(int r) const;
+    bool awaitClosed(Nanos patience) const;
+  };
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+// ---- users' buffers
+
+// A user's buffer that all ranks of a group reach where it is, so that nothing is copied.
+//
+// Only some memory can be handed to other processes: a plain allocation (cudaMalloc, torch's
+// default allocator) by legacy IPC, and a mapping of one handle that was made to be exported (a
+// tensor within one of torch's expandable segments) by a descriptor.  If a rank's buffer cannot,
+// all ranks learn why, and data is copied as without registration: that is no error.
+//
+// The buffer stays the user's.  No rank may free it before every rank has destroyed this object
+// (put a barrier between): mappings of freed plain memory are undefined.
+class PeerBuffer {
+ public:
+  struct Piece {
+    MemoryPtr memory;  // that contains the rank's buffer; none where the pointer itself serves
+    std::byte* data;
+  };
+  PeerBuffer(std::vector<Piece> pieces, size_t bytes) : pieces_(std::move(pieces)), bytes_(bytes) {}
+
+  // Rank r's buffer, for kernels on this rank's GPU.
+  std::byte* at(int rank) const { return pieces_[static_cast<size_t>(rank)].data; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::vector<Piece> pieces_;  // by rank
+  size_t bytes_;
+};
+
+struct Registration {
+  std::unique_ptr<PeerBuffer> buffer;  // or none, and
+  std::string refusal;                 // why: "rank 1 ...", the same on all ranks
+};
+
+// Collective.  `memory` is of the same ranks and GPUs, which are then known to reach each other.
+// Throws the same Error on all ranks, and only if CUDA or the group has failed.
+Registration registerBuffer(Group& group, const PeerMemory& memory, void* data, size_t bytes);
+
+}  // namespace ringreduce::cuda
