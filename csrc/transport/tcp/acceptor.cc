@@ -16,7 +16,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <span>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -49,29 +48,6 @@ struct PendingConnection {
   std::unique_ptr<Tls> tls;  // after the handshake, if the group is encrypted
   bool leaving = false;      // refused; kept open until the other side has read the reason
   size_t discarded = 0;
-
-  // These two move bytes of the handshake.  False if the connection has ended.
-  bool read() {
-    std::array<std::byte, 256> bytes;
-    while (machine.wants() > 0) {
-      const size_t most = std::min(bytes.size(), machine.wants());
-      const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
-      if (got == 0) return false;
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return errno == EAGAIN;
-      machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
-    }
-    return true;
-  }
-  bool write() {
-    while (!output.empty()) {
-      const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
-      if (sent < 0 && errno == EINTR) continue;
-      if (sent < 0) return errno == EAGAIN;
-      output.erase(0, static_cast<size_t>(sent));
-    }
-    return true;
-  }
 
   // Drops arriving bytes: closing a socket with unread bytes makes the kernel drop the bytes that
   // were sent.  False if the connection has ended, or too much arrives.
@@ -346,10 +322,10 @@ void ProcessAcceptor::expire() {
 void ProcessAcceptor::progress(PendingList::iterator one, uint32_t happened) {
   if (one->leaving) return one->discard() ? void() : remove(one);
   if (one->tls) return encrypt(one);
-  bool present = one->read();
+  bool present = receiveHandshake(one->socket, one->machine);
   one->output += one->machine.takeOutput();
   const bool spoke = !one->output.empty();
-  present = one->write() && present;
+  present = sendHandshake(one->socket, one->output) && present;
   // A held connection is not read from, but its end is noticed.
   const bool held = one->machine.waitsForGroup();
   if (held && (happened & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) present = false;

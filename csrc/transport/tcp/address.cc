@@ -77,14 +77,20 @@ std::optional<Address> parseSix(std::string text) {
   return Address(reinterpret_cast<sockaddr*>(&address), sizeof address);
 }
 
+std::optional<Address> nameOf(const Fd& socket, int (*name)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
+  if (name(socket.get(), address, &size) != 0) return std::nullopt;
+  return Address(address, size);
+}
+
 // This machine's address on the route there.  Connecting a datagram socket sends nothing.
 std::optional<Address> onTheWayTo(const sockaddr* there, socklen_t length) {
   Fd fd(socket(there->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!fd || connect(fd.get(), there, length) != 0) return std::nullopt;
-  sockaddr_storage here{};
-  socklen_t size = sizeof here;
-  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&here), &size) != 0) return std::nullopt;
-  return Address(reinterpret_cast<sockaddr*>(&here), size).withPort(0);
+  const std::optional<Address> here = localAddress(fd);
+  return here ? std::optional(here->withPort(0)) : std::nullopt;
 }
 
 }  // namespace
@@ -184,6 +190,14 @@ bool Address::sameNetwork(const Address& other, int bits) const {
   return (static_cast<unsigned char>(a[whole]) ^ static_cast<unsigned char>(b[whole])) >>
              (8 - bits % 8) ==
          0;
+}
+
+std::optional<Address> localAddress(const Fd& socket) {
+  return nameOf(socket, getsockname);
+}
+
+std::optional<Address> peerAddress(const Fd& socket) {
+  return nameOf(socket, getpeername);
 }
 
 std::vector<Interface> interfaces() {
@@ -418,14 +432,6 @@ Fd listenAt(const Address& address) {
   return fd;
 }
 
-uint16_t portOf(const Fd& fd) {
-  sockaddr_storage name{};
-  socklen_t size = sizeof name;
-  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&name), &size) != 0)
-    throwErrno(Failure::kSetup, "cannot ask for a socket's port");
-  return Address(reinterpret_cast<sockaddr*>(&name), size).port();
-}
-
 // Listens at all addresses on one port; nullopt if the port is taken at one of them.
 std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint16_t port) {
   Listener listener;
@@ -445,7 +451,11 @@ std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint
           Failure::kSetup,
           "cannot listen at " + address.withPort(listener.port).text() +
               (errno == EACCES ? " (ports below 1024 need a privilege: RINGREDUCE_PORTS)" : ""));
-    if (listener.port == 0) listener.port = portOf(fd);
+    if (listener.port == 0) {
+      const std::optional<Address> bound = localAddress(fd);
+      if (!bound) throwErrno(Failure::kSetup, "cannot ask for a socket's port");
+      listener.port = bound->port();
+    }
     listener.addresses.push_back(address.withPort(listener.port));
     listener.sockets.push_back(std::move(fd));
   }
