@@ -75,12 +75,7 @@ bool isOfInterfaceElsewhere(const std::string& word) {
 }  // namespace
 
 std::string Endpoint::text() const {
-  std::string text;
-  for (const Address& address : addresses) {
-    if (!text.empty()) text += ' ';
-    text += address.text();
-  }
-  return text;
+  return joined(addresses, " ", [](const Address& address) { return address.text(); });
 }
 
 Endpoint Endpoint::fromText(const std::string& text) {
@@ -91,10 +86,9 @@ Endpoint Endpoint::fromText(const std::string& text) {
     if (!address && isOfInterfaceElsewhere(word)) continue;
     if (!address || address->port() == 0)
       throw Error(Failure::kSetup, "a rank gave '" + word + "' as an address, which is none");
-    if (std::none_of(endpoint.addresses.begin(), endpoint.addresses.end(),
-                     [&](const Address& other) {
-                       return other.sameHost(*address) && other.port() == address->port();
-                     }))
+    if (std::ranges::none_of(endpoint.addresses, [&](const Address& other) {
+          return other.sameHost(*address) && other.port() == address->port();
+        }))
       endpoint.addresses.push_back(*address);
   }
   if (endpoint.addresses.empty())
@@ -282,9 +276,8 @@ void ProcessAcceptor::receive(Fd socket, const Address& from) {
 // Closes the oldest connection that has not named a group of this process.  False if there is none
 // of that age.
 bool ProcessAcceptor::closeUnknown(const std::string& why, Nanos age) {
-  const auto oldest =
-      std::find_if(pending_.begin(), pending_.end(),
-                   [](const PendingConnection& one) { return !one.machine.namedGroup(); });
+  const auto oldest = std::ranges::find_if(
+      pending_, [](const PendingConnection& one) { return !one.machine.namedGroup(); });
   if (oldest == pending_.end() || now() < oldest->until - kHandshakeTime + age) return false;
   refuse(oldest, why);
   return true;

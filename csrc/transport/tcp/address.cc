@@ -338,14 +338,14 @@ struct Candidate {
 // Keeps only the better ones, if there are any.
 template <class Better>
 void prefer(std::vector<Candidate>& candidates, Better better) {
-  if (std::any_of(candidates.begin(), candidates.end(), better))
+  if (std::ranges::any_of(candidates, better))
     std::erase_if(candidates, [&](const Candidate& one) { return !better(one); });
 }
 
 // Moves the better ones to the front, and keeps the order otherwise.
 template <class Better>
 void putFirst(std::vector<Candidate>& candidates, Better better) {
-  std::stable_partition(candidates.begin(), candidates.end(), better);
+  std::ranges::stable_partition(candidates, better);
 }
 
 }  // namespace
@@ -354,7 +354,7 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
                             const std::optional<Address>& towards) {
   const std::vector<Term> terms = termsOf(wanted);
   const auto includes = [](const Term& term) { return !term.excludes; };
-  const bool named = std::any_of(terms.begin(), terms.end(), includes);
+  const bool named = std::ranges::any_of(terms, includes);
 
   std::vector<Candidate> candidates;
   bool only_loopback = true;
@@ -364,9 +364,8 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
     only_loopback = only_loopback && one.loopback;
     if (towards && one.address.sameHost(*towards)) way = one.name;
     const auto fits = [&](bool excluding) {
-      return std::find_if(terms.begin(), terms.end(), [&](const Term& term) {
-        return term.excludes == excluding && term.fits(one);
-      });
+      return std::ranges::find_if(
+          terms, [&](const Term& term) { return term.excludes == excluding && term.fits(one); });
     };
     const auto term = fits(false);
     if (fits(true) != terms.end() || (named && term == terms.end())) continue;
@@ -392,14 +391,14 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
     return towards && one.interface->address.sameHost(*towards);
   });
   putFirst(candidates, isOnTheWay);
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.term < b.term; });
+  std::ranges::stable_sort(candidates,
+                           [](const Candidate& a, const Candidate& b) { return a.term < b.term; });
 
   std::vector<Address> chosen;
   for (const Candidate& one : candidates)
-    if (chosen.size() < kMostAddresses &&
-        std::none_of(chosen.begin(), chosen.end(),
-                     [&](const Address& other) { return other.sameHost(one.interface->address); }))
+    if (chosen.size() < kMostAddresses && std::ranges::none_of(chosen, [&](const Address& other) {
+          return other.sameHost(one.interface->address);
+        }))
       chosen.push_back(one.interface->address);
   if (!chosen.empty()) return chosen;
   throw Error(Failure::kSetup,

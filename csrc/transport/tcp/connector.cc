@@ -338,7 +338,7 @@ Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secre
         one->over = failed.for_good;
       }
     }
-    if (std::all_of(attempts.begin(), attempts.end(), isOver)) giveUp(who, attempts);
+    if (std::ranges::all_of(attempts, isOver)) giveUp(who, attempts);
     dialling.pause(std::min(pause, std::max<Nanos>(0, dialling.deadline() - now())));
     pause = std::min(2 * pause, kLongestPause);
     patience = std::min<Nanos>(2 * patience, 60 * kSecond);
