@@ -267,9 +267,7 @@ void Executor::drain(void (*poll)()) {
   // A completion that calls this must not wait for itself, nor for others that may wait for it.
   const auto self = std::this_thread::get_id();
   const auto& callback_threads = state->callback_threads;
-  if (std::any_of(callback_threads.begin(), callback_threads.end(),
-                  [&](auto& t) { return t.get_id() == self; }))
-    return;
+  if (std::ranges::any_of(callback_threads, [&](auto& t) { return t.get_id() == self; })) return;
   while (state->busy || state->calling > 0 || !state->queue.empty() || !state->due.empty()) {
     state->idle.wait_for(lock, std::chrono::milliseconds(1));
     if (!poll) continue;
@@ -300,8 +298,7 @@ void Executor::stop(void (*poll)()) {
   state_->for_callbacks.notify_all();
   const auto self = std::this_thread::get_id();
   auto& callback_threads = state_->callback_threads;
-  if (std::any_of(callback_threads.begin(), callback_threads.end(),
-                  [&](auto& t) { return t.get_id() == self; })) {
+  if (std::ranges::any_of(callback_threads, [&](auto& t) { return t.get_id() == self; })) {
     // A completion must not wait for others, which may wait for it.
     state_->abandoned = true;
     for (std::thread& thread : callback_threads) thread.detach();

@@ -253,7 +253,7 @@ net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Poll& po
   for (;;) {
     {
       const std::lock_guard lock(mutex_);
-      const auto found = std::find_if(early_.begin(), early_.end(), [&](const Early& e) {
+      const auto found = std::ranges::find_if(early_, [&](const Early& e) {
         return e.caller.purpose == purpose && e.caller.from == from;
       });
       if (found != early_.end()) {

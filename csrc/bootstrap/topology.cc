@@ -41,12 +41,12 @@ Hosts::Hosts(const Fields& table, int rank, int size, const GroupOptions& option
 
 int Hosts::localRankOf(int rank) const {
   const std::vector<int>& all = ranksOn(hostOf(rank));
-  return static_cast<int>(std::find(all.begin(), all.end(), rank) - all.begin());
+  return static_cast<int>(std::ranges::find(all, rank) - all.begin());
 }
 
 bool Hosts::even() const {
-  return std::all_of(ranks_.begin(), ranks_.end(),
-                     [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
+  return std::ranges::all_of(ranks_,
+                             [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
 }
 
 LocalRanks Hosts::memoryExchange(const std::string& purpose, const SharedOptions& shared,

@@ -133,8 +133,13 @@ void Compression::agreeLocked(Group& group) {
     gather.counts.push_back(1);
   }
   group.run({gather});
+<<<<<<< HEAD
   // The most frequent value is right; of two as frequent, that of the lowest rank.
   const auto frequency = [&](uint64_t value) { return std::count(all.begin(), all.end(), value); };
+=======
+  // The most frequent is right, and of two as frequent the one of the lowest rank.
+  const auto frequency = [&](uint64_t value) { return std::ranges::count(all, value); };
+>>>>>>> x-boot
   const uint64_t right = *std::max_element(
       all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
   std::string odd;
@@ -221,9 +226,9 @@ void Compression::updateTuner(Group& group) {
 
 // Whether the bucket belongs to the step under way.
 bool Compression::continues(const GradientBucket& bucket) const {
-  return step_ && !step_->complete() &&
-         std::none_of(bucket.parts.begin(), bucket.parts.end(),
-                      [&](const Part& part) { return step_->seen[part.parameter]; });
+  return step_ && !step_->complete() && std::ranges::none_of(bucket.parts, [&](const Part& part) {
+           return step_->seen[part.parameter];
+         });
 }
 
 // ---- the state
@@ -309,14 +314,14 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
   }
   // In the order of parameters, which does not depend on the bucket.
   const auto by_number = [](const Part& a, const Part& b) { return a.parameter < b.parameter; };
-  std::sort(coded.begin(), coded.end(), by_number);
-  std::sort(exact.begin(), exact.end(), by_number);
+  std::ranges::sort(coded, by_number);
+  std::ranges::sort(exact, by_number);
 
   std::vector<Operation> operations;
   if (step_->mode == Mode::kExact && !settings_.automatic && group.size() > 2) {
     // In place, the order of addition would depend on the bucket.
     exact.insert(exact.end(), coded.begin(), coded.end());
-    std::sort(exact.begin(), exact.end(), by_number);
+    std::ranges::sort(exact, by_number);
     if (!exact.empty()) operations.push_back(exactPart(bucket, MessageLayout(exact, group.size())));
   } else if (step_->mode != Mode::kCoded) {
     operations.push_back(exactInPlace(bucket, MessageLayout(coded, group.size())));

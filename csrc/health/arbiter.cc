@@ -500,8 +500,8 @@ Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* se
       }
       if (!theirs && sent && r == other && sequence == current_.sequence) theirs = sent;
       if (!theirs) continue;
-      auto party = std::find_if(found.parties.begin(), found.parties.end(),
-                                [&](const Party& p) { return p.operation == *theirs; });
+      auto party = std::ranges::find_if(found.parties,
+                                        [&](const Party& p) { return p.operation == *theirs; });
       if (party == found.parties.end())
         party = found.parties.insert(party, {.operation = *theirs, .ranks = {}});
       party->ranks.push_back(r);

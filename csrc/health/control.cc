@@ -205,8 +205,7 @@ void ControlNode::ready(const Link& link, uint32_t events) {
     send(*link);
   }
   if (events & ~static_cast<uint32_t>(EPOLLOUT)) receive(link);
-  if (link->error != 0 && std::find(links_.begin(), links_.end(), link) != links_.end())
-    receive(link);
+  if (link->error != 0 && std::ranges::find(links_, link) != links_.end()) receive(link);
 }
 
 void ControlNode::receive(const Link& link) {
@@ -277,7 +276,7 @@ bool ControlNode::isFlushed() {
   if (over_) return true;
   sendAll();
   const bool gone = state_.departure(me_) == Declared::kGone && !state_.failure;
-  return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
+  return std::ranges::all_of(links_, [&](const Link& link) {
     if (link->error != 0) return true;
     if (gone && link->needed && ring_.has(link->peer)) return false;
     // Heartbeats are always in flight: check only that the last news has arrived.
@@ -289,7 +288,7 @@ bool ControlNode::isFlushed() {
 }
 
 bool ControlNode::isLinked(int rank) const {
-  return rank == me_ || std::any_of(links_.begin(), links_.end(), [&](const Link& link) {
+  return rank == me_ || std::ranges::any_of(links_, [&](const Link& link) {
            return link->peer == rank && link->proven;
          });
 }
@@ -472,8 +471,8 @@ void ControlNode::dialNext() {
   if (dialling_ || cuts_.contains(std::minmax(me_, ring_.next(me_)))) return;
   int target = ring_.next(me_);
   while (target != me_ && not_reached_.contains(target)) target = ring_.next(target);
-  const bool exists = std::any_of(links_.begin(), links_.end(),
-                                  [&](const Link& link) { return link->peer == target; });
+  const bool exists =
+      std::ranges::any_of(links_, [&](const Link& link) { return link->peer == target; });
   if (target == me_ || exists) return;
   dialling_ = true;
   auto taken = later([target](ControlNode& ring, const std::shared_ptr<Socket>& socket) {

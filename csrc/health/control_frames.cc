@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
+#include <limits>
 
 #include "transport/shm/page.h"
 
@@ -13,18 +13,32 @@ namespace {
 constexpr size_t kHead = 4;            // one byte of type, three of length
 constexpr size_t kAtATime = 16 << 10;  // bytes that an outbox gives at a time
 
+// Writer and Reader have the same functions, so that one `fields` describes each frame for both.
 class Writer {
  public:
   template <class T>
-  Writer& put(T value) {
+  void number(T value) {
     const auto bits = static_cast<uint64_t>(value);
     for (size_t i = 0; i < sizeof(T); ++i) bytes_.push_back(static_cast<char>(bits >> (8 * i)));
-    return *this;
   }
-  Writer& text(const std::string& text) {
-    bytes_ += text.substr(0, kMostText);
-    return *this;
+  template <class T>
+  void choice(T value, T /*low*/, T /*high*/) {
+    number(value);
   }
+  void rank(int rank) { number(rank); }
+  void rankOrNone(int rank) { number(rank); }
+  void flag(bool value) { number(static_cast<uint8_t>(value)); }
+  void text(const std::string& text) { bytes_ += text.substr(0, kMostText); }
+  template <class T>
+  void resize(std::vector<T>& list, size_t most) {
+    if (list.size() > most) list.resize(most);
+    number(static_cast<uint8_t>(list.size()));
+  }
+  void ranksToTheEnd(const std::vector<int>& ranks) {
+    for (int one : ranks) number(one);
+  }
+  void require(bool) {}
+  int size() const { return std::numeric_limits<int>::max(); }
   std::string take(size_t type) {
     std::string head(1, static_cast<char>(type));
     for (size_t i = 0; i < 3; ++i) head.push_back(static_cast<char>(bytes_.size() >> (8 * i)));
@@ -35,93 +49,60 @@ class Writer {
   std::string bytes_;
 };
 
-void write(Writer&, const Heartbeat&) {}
-void write(Writer&, const Bridged&) {}
-void write(Writer& out, const Departed& f) {
-  out.put(f.rank).put(static_cast<uint32_t>(f.how));
-}
-void write(Writer& out, const GroupFailure& f) {
-  out.put(static_cast<uint8_t>(f.kind)).put(f.culprit).put(f.reporter).text(f.text);
-}
-void write(Writer& out, const Broken& f) {
-  out.put(f.reporter).put(f.rank).put(static_cast<uint8_t>(f.how));
-}
-void write(Writer& out, const Question& f) {
-  out.put(f.asker).put(f.number).put(f.since);
-}
-void write(Writer& out, const OpSignature& a) {
-  out.put(a.sequence).put(a.count).put(a.history);
-  out.put(static_cast<uint8_t>(a.kind)).put(static_cast<uint8_t>(a.dtype)).put(a.op);
-  out.put(a.root).put(a.parts);
-}
-void write(Writer& out, const Answer& f) {
-  out.put(f.rank).put(f.number).put(f.there.announced).put(f.there.waits_for);
-  write(out, f.there.last);
-  out.put(static_cast<uint8_t>(f.there.stopped));
-  const size_t earlier = std::min<size_t>(f.there.earlier.size(), kAnnouncements);
-  out.put(static_cast<uint8_t>(earlier));
-  for (size_t i = 0; i < earlier; ++i) write(out, f.there.earlier[i]);
-  const StreamProgress& streams = f.there.streams;
-  const bool under_way = streams.oldest.sequence != kNoOperation;
-  out.put(streams.announced).put(static_cast<uint8_t>(under_way));
-  if (under_way) {
-    write(out, streams.oldest);
-    out.put(static_cast<uint8_t>(streams.begun));
-  }
-  for (int rank : f.stopped) out.put(rank);
-}
-
-// Reads integers from a frame.  After the first error it stays `wrong`.
+// After the first error it stays `wrong`.
 class Reader {
  public:
+  // `size`: of the group.
   Reader(const char* data, size_t bytes, int size) : data_(data), left_(bytes), size_(size) {}
 
   template <class T>
-  T get() {
+  void number(T& value) {
     uint64_t bits = 0;
-    if (left_ < sizeof(T)) {
-      wrong_ = true;
-      return T{};
-    }
-    for (size_t i = 0; i < sizeof(T); ++i)
+    require(left_ >= sizeof(T));
+    const size_t bytes = wrong_ ? 0 : sizeof(T);
+    for (size_t i = 0; i < bytes; ++i)
       bits |= static_cast<uint64_t>(static_cast<unsigned char>(data_[i])) << (8 * i);
-    data_ += sizeof(T);
-    left_ -= sizeof(T);
-    return static_cast<T>(bits);
+    data_ += bytes;
+    left_ -= bytes;
+    value = static_cast<T>(bits);
   }
   template <class T>
-  T get(T low, T high) {
-    const auto value = get<std::underlying_type_t<T>>();
-    if (value < static_cast<std::underlying_type_t<T>>(low) ||
-        value > static_cast<std::underlying_type_t<T>>(high))
-      wrong_ = true;
-    return static_cast<T>(value);
+  void choice(T& value, T low, T high) {
+    number(value);
+    require(value >= low && value <= high);
   }
-  int rank() {
-    const int value = get<int>();
-    if (value < 0 || value >= size_) wrong_ = true;
-    return value;
+  void rank(int& rank) {
+    number(rank);
+    require(rank >= 0 && rank < size_);
   }
-  int rankOrNone() {
-    const int value = get<int>();
-    if (value < -1 || value >= size_) wrong_ = true;
-    return value;
+  void rankOrNone(int& rank) {
+    number(rank);
+    require(rank >= -1 && rank < size_);
   }
-  bool flag() {
-    const auto value = get<uint8_t>();
-    if (value > 1) wrong_ = true;
-    return value != 0;
+  void flag(bool& value) {
+    uint8_t byte = 0;
+    number(byte);
+    require(byte <= 1);
+    value = byte != 0;
   }
-  std::string text() {
-    if (left_ > kMostText) wrong_ = true;
-    std::string text(data_, wrong_ ? 0 : left_);
+  void text(std::string& text) {
+    require(left_ <= kMostText);
+    text.assign(data_, wrong_ ? 0 : left_);
     left_ = 0;
-    return text;
+  }
+  template <class T>
+  void resize(std::vector<T>& list, size_t most) {
+    uint8_t n = 0;
+    number(n);
+    require(n <= most);
+    list.resize(wrong_ ? 0 : n);
+  }
+  void ranksToTheEnd(std::vector<int>& ranks) {
+    while (!wrong_ && left_ > 0) rank(ranks.emplace_back());
   }
   void require(bool fine) { wrong_ = wrong_ || !fine; }
   int size() const { return size_; }
-  size_t left() const { return left_; }
-  bool wrong() const { return wrong_; }
+  bool isComplete() const { return !wrong_ && left_ == 0; }
 
  private:
   const char* data_;
@@ -130,57 +111,66 @@ class Reader {
   bool wrong_ = false;
 };
 
-void read(Reader&, Heartbeat&) {}
-void read(Reader&, Bridged&) {}
-void read(Reader& in, Departed& f) {
-  f.rank = in.rank();
-  f.how = in.get(Declared::kLeaving, Declared::kGone);
+template <class Io>
+void fields(Io&, Heartbeat&) {}
+template <class Io>
+void fields(Io&, Bridged&) {}
+template <class Io>
+void fields(Io& io, Departed& f) {
+  io.rank(f.rank);
+  io.choice(f.how, Declared::kLeaving, Declared::kGone);
 }
-void read(Reader& in, GroupFailure& f) {
-  f.kind = in.get(Failure::kPeerLost, Failure::kArgument);
-  f.culprit = in.rank();
-  f.reporter = in.rank();
-  f.text = in.text();
+template <class Io>
+void fields(Io& io, GroupFailure& f) {
+  io.choice(f.kind, Failure::kPeerLost, Failure::kArgument);
+  io.rank(f.culprit);
+  io.rank(f.reporter);
+  io.text(f.text);
 }
-void read(Reader& in, Broken& f) {
-  f.reporter = in.rank();
-  f.rank = in.rank();
-  f.how = in.get(Broken::How::kEnded, Broken::How::kSilent);
+template <class Io>
+void fields(Io& io, Broken& f) {
+  io.rank(f.reporter);
+  io.rank(f.rank);
+  io.choice(f.how, Broken::How::kEnded, Broken::How::kSilent);
 }
-void read(Reader& in, Question& f) {
-  f.asker = in.rank();
-  f.number = in.get<uint64_t>();
-  f.since = in.get<uint64_t>();
+template <class Io>
+void fields(Io& io, Question& f) {
+  io.rank(f.asker);
+  io.number(f.number);
+  io.number(f.since);
 }
-void read(Reader& in, OpSignature& a) {
-  a.sequence = in.get<uint64_t>();
-  a.count = in.get<uint64_t>();
-  a.history = in.get<uint64_t>();
-  a.kind = static_cast<Kind>(in.get<uint8_t>());
-  a.dtype = static_cast<DType>(in.get<uint8_t>());
-  a.op = in.get<uint8_t>();
-  a.root = in.get<int32_t>();
-  a.parts = in.get<uint64_t>();
-  in.require(isSound(a, in.size()));
+template <class Io>
+void fields(Io& io, OpSignature& a) {
+  io.number(a.sequence);
+  io.number(a.count);
+  io.number(a.history);
+  io.number(a.kind);
+  io.number(a.dtype);
+  io.number(a.op);
+  io.number(a.root);
+  io.number(a.parts);
+  io.require(isSound(a, io.size()));
 }
-void read(Reader& in, Answer& f) {
-  f.rank = in.rank();
-  f.number = in.get<uint64_t>();
-  f.there.announced = in.get<uint64_t>();
-  f.there.waits_for = in.rankOrNone();
-  read(in, f.there.last);
-  f.there.stopped = in.flag();
-  const auto earlier = in.get<uint8_t>();
-  in.require(earlier <= kAnnouncements);
-  for (int i = 0; i < earlier && !in.wrong(); ++i) read(in, f.there.earlier.emplace_back());
+template <class Io>
+void fields(Io& io, Answer& f) {
+  io.rank(f.rank);
+  io.number(f.number);
+  io.number(f.there.announced);
+  io.rankOrNone(f.there.waits_for);
+  fields(io, f.there.last);
+  io.flag(f.there.stopped);
+  io.resize(f.there.earlier, kAnnouncements);
+  for (OpSignature& earlier : f.there.earlier) fields(io, earlier);
   StreamProgress& streams = f.there.streams;
-  streams.announced = in.get<uint64_t>();
-  if (in.flag()) {
-    read(in, streams.oldest);
-    in.require(streams.oldest.sequence != kNoOperation);
-    streams.begun = in.flag();
+  bool under_way = streams.oldest.sequence != kNoOperation;
+  io.number(streams.announced);
+  io.flag(under_way);
+  if (under_way) {
+    fields(io, streams.oldest);
+    io.require(streams.oldest.sequence != kNoOperation);
+    io.flag(streams.begun);
   }
-  while (!in.wrong() && in.left() > 0) f.stopped.push_back(in.rank());
+  io.ranksToTheEnd(f.stopped);
 }
 
 // The frame of the type with this number.
@@ -191,8 +181,8 @@ std::optional<ControlFrame> parse(size_t wanted, Reader& in) {
   } else {
     if (wanted != type) return parse<type + 1>(wanted, in);
     std::variant_alternative_t<type, ControlFrame> frame;
-    read(in, frame);
-    if (in.wrong() || in.left() > 0) return std::nullopt;
+    fields(in, frame);
+    if (!in.isComplete()) return std::nullopt;
     return frame;
   }
 }
@@ -201,7 +191,7 @@ std::optional<ControlFrame> parse(size_t wanted, Reader& in) {
 
 std::string encode(const ControlFrame& frame) {
   Writer out;
-  std::visit([&](const auto& f) { write(out, f); }, frame);
+  std::visit([&](auto f) { fields(out, f); }, frame);
   return out.take(frame.index());
 }
 

@@ -26,6 +26,7 @@
 #include "sockets.h"
 
 using namespace ringreduce;
+using net::ChannelEnds;
 using net::MessageForwarder;
 using net::Reactor;
 using sockets::Over;

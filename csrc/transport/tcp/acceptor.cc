@@ -16,7 +16,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <span>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -50,29 +49,6 @@ struct PendingConnection {
   bool leaving = false;      // refused; kept open until the other side has read the reason
   size_t discarded = 0;
 
-  // These two move bytes of the handshake.  False if the connection has ended.
-  bool read() {
-    std::array<std::byte, 256> bytes;
-    while (machine.wants() > 0) {
-      const size_t most = std::min(bytes.size(), machine.wants());
-      const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
-      if (got == 0) return false;
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return errno == EAGAIN;
-      machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
-    }
-    return true;
-  }
-  bool write() {
-    while (!output.empty()) {
-      const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
-      if (sent < 0 && errno == EINTR) continue;
-      if (sent < 0) return errno == EAGAIN;
-      output.erase(0, static_cast<size_t>(sent));
-    }
-    return true;
-  }
-
   // Drops arriving bytes: closing a socket with unread bytes makes the kernel drop the bytes that
   // were sent.  False if the connection has ended, or too much arrives.
   bool discard() {
@@ -99,12 +75,7 @@ bool isOfInterfaceElsewhere(const std::string& word) {
 }  // namespace
 
 std::string Endpoint::text() const {
-  std::string text;
-  for (const Address& address : addresses) {
-    if (!text.empty()) text += ' ';
-    text += address.text();
-  }
-  return text;
+  return joined(addresses, " ", [](const Address& address) { return address.text(); });
 }
 
 Endpoint Endpoint::fromText(const std::string& text) {
@@ -115,10 +86,9 @@ Endpoint Endpoint::fromText(const std::string& text) {
     if (!address && isOfInterfaceElsewhere(word)) continue;
     if (!address || address->port() == 0)
       throw Error(Failure::kSetup, "a rank gave '" + word + "' as an address, which is none");
-    if (std::none_of(endpoint.addresses.begin(), endpoint.addresses.end(),
-                     [&](const Address& other) {
-                       return other.sameHost(*address) && other.port() == address->port();
-                     }))
+    if (std::ranges::none_of(endpoint.addresses, [&](const Address& other) {
+          return other.sameHost(*address) && other.port() == address->port();
+        }))
       endpoint.addresses.push_back(*address);
   }
   if (endpoint.addresses.empty())
@@ -306,9 +276,8 @@ void ProcessAcceptor::receive(Fd socket, const Address& from) {
 // Closes the oldest connection that has not named a group of this process.  False if there is none
 // of that age.
 bool ProcessAcceptor::closeUnknown(const std::string& why, Nanos age) {
-  const auto oldest =
-      std::find_if(pending_.begin(), pending_.end(),
-                   [](const PendingConnection& one) { return !one.machine.namedGroup(); });
+  const auto oldest = std::ranges::find_if(
+      pending_, [](const PendingConnection& one) { return !one.machine.namedGroup(); });
   if (oldest == pending_.end() || now() < oldest->until - kHandshakeTime + age) return false;
   refuse(oldest, why);
   return true;
@@ -346,10 +315,10 @@ void ProcessAcceptor::expire() {
 void ProcessAcceptor::progress(PendingList::iterator one, uint32_t happened) {
   if (one->leaving) return one->discard() ? void() : remove(one);
   if (one->tls) return encrypt(one);
-  bool present = one->read();
+  bool present = receiveHandshake(one->socket, one->machine);
   one->output += one->machine.takeOutput();
   const bool spoke = !one->output.empty();
-  present = one->write() && present;
+  present = sendHandshake(one->socket, one->output) && present;
   // A held connection is not read from, but its end is noticed.
   const bool held = one->machine.waitsForGroup();
   if (held && (happened & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) present = false;

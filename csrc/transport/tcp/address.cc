@@ -77,14 +77,20 @@ std::optional<Address> parseSix(std::string text) {
   return Address(reinterpret_cast<sockaddr*>(&address), sizeof address);
 }
 
+std::optional<Address> nameOf(const Fd& socket, int (*name)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
+  if (name(socket.get(), address, &size) != 0) return std::nullopt;
+  return Address(address, size);
+}
+
 // This machine's address on the route there.  Connecting a datagram socket sends nothing.
 std::optional<Address> onTheWayTo(const sockaddr* there, socklen_t length) {
   Fd fd(socket(there->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (!fd || connect(fd.get(), there, length) != 0) return std::nullopt;
-  sockaddr_storage here{};
-  socklen_t size = sizeof here;
-  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&here), &size) != 0) return std::nullopt;
-  return Address(reinterpret_cast<sockaddr*>(&here), size).withPort(0);
+  const std::optional<Address> here = localAddress(fd);
+  return here ? std::optional(here->withPort(0)) : std::nullopt;
 }
 
 }  // namespace
@@ -184,6 +190,14 @@ bool Address::sameNetwork(const Address& other, int bits) const {
   return (static_cast<unsigned char>(a[whole]) ^ static_cast<unsigned char>(b[whole])) >>
              (8 - bits % 8) ==
          0;
+}
+
+std::optional<Address> localAddress(const Fd& socket) {
+  return nameOf(socket, getsockname);
+}
+
+std::optional<Address> peerAddress(const Fd& socket) {
+  return nameOf(socket, getpeername);
 }
 
 std::vector<Interface> interfaces() {
@@ -324,14 +338,14 @@ struct Candidate {
 // Keeps only the better ones, if there are any.
 template <class Better>
 void prefer(std::vector<Candidate>& candidates, Better better) {
-  if (std::any_of(candidates.begin(), candidates.end(), better))
+  if (std::ranges::any_of(candidates, better))
     std::erase_if(candidates, [&](const Candidate& one) { return !better(one); });
 }
 
 // Moves the better ones to the front, and keeps the order otherwise.
 template <class Better>
 void putFirst(std::vector<Candidate>& candidates, Better better) {
-  std::stable_partition(candidates.begin(), candidates.end(), better);
+  std::ranges::stable_partition(candidates, better);
 }
 
 }  // namespace
@@ -340,7 +354,7 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
                             const std::optional<Address>& towards) {
   const std::vector<Term> terms = termsOf(wanted);
   const auto includes = [](const Term& term) { return !term.excludes; };
-  const bool named = std::any_of(terms.begin(), terms.end(), includes);
+  const bool named = std::ranges::any_of(terms, includes);
 
   std::vector<Candidate> candidates;
   bool only_loopback = true;
@@ -350,9 +364,8 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
     only_loopback = only_loopback && one.loopback;
     if (towards && one.address.sameHost(*towards)) way = one.name;
     const auto fits = [&](bool excluding) {
-      return std::find_if(terms.begin(), terms.end(), [&](const Term& term) {
-        return term.excludes == excluding && term.fits(one);
-      });
+      return std::ranges::find_if(
+          terms, [&](const Term& term) { return term.excludes == excluding && term.fits(one); });
     };
     const auto term = fits(false);
     if (fits(true) != terms.end() || (named && term == terms.end())) continue;
@@ -378,14 +391,14 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
     return towards && one.interface->address.sameHost(*towards);
   });
   putFirst(candidates, isOnTheWay);
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.term < b.term; });
+  std::ranges::stable_sort(candidates,
+                           [](const Candidate& a, const Candidate& b) { return a.term < b.term; });
 
   std::vector<Address> chosen;
   for (const Candidate& one : candidates)
-    if (chosen.size() < kMostAddresses &&
-        std::none_of(chosen.begin(), chosen.end(),
-                     [&](const Address& other) { return other.sameHost(one.interface->address); }))
+    if (chosen.size() < kMostAddresses && std::ranges::none_of(chosen, [&](const Address& other) {
+          return other.sameHost(one.interface->address);
+        }))
       chosen.push_back(one.interface->address);
   if (!chosen.empty()) return chosen;
   throw Error(Failure::kSetup,
@@ -418,14 +431,6 @@ Fd listenAt(const Address& address) {
   return fd;
 }
 
-uint16_t portOf(const Fd& fd) {
-  sockaddr_storage name{};
-  socklen_t size = sizeof name;
-  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&name), &size) != 0)
-    throwErrno(Failure::kSetup, "cannot ask for a socket's port");
-  return Address(reinterpret_cast<sockaddr*>(&name), size).port();
-}
-
 // Listens at all addresses on one port; nullopt if the port is taken at one of them.
 std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint16_t port) {
   Listener listener;
@@ -445,7 +450,11 @@ std::optional<Listener> listenAtPort(const std::vector<Address>& addresses, uint
           Failure::kSetup,
           "cannot listen at " + address.withPort(listener.port).text() +
               (errno == EACCES ? " (ports below 1024 need a privilege: RINGREDUCE_PORTS)" : ""));
-    if (listener.port == 0) listener.port = portOf(fd);
+    if (listener.port == 0) {
+      const std::optional<Address> bound = localAddress(fd);
+      if (!bound) throwErrno(Failure::kSetup, "cannot ask for a socket's port");
+      listener.port = bound->port();
+    }
     listener.addresses.push_back(address.withPort(listener.port));
     listener.sockets.push_back(std::move(fd));
   }

@@ -51,6 +51,10 @@ class Address {
   socklen_t length_ = 0;
 };
 
+// The two ends of a socket, if they are known.
+std::optional<Address> localAddress(const Fd& socket);
+std::optional<Address> peerAddress(const Fd& socket);
+
 struct Interface {
   std::string name;
   Address address;  // port 0

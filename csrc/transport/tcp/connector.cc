@@ -7,11 +7,11 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <csignal>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -232,14 +232,8 @@ class Dialling {
   // Connecting to a local port without a listener may connect a socket to itself, if the kernel
   // chose that port for it.
   static bool isConnectedToItself(const Fd& fd) {
-    sockaddr_storage here{}, there{};
-    socklen_t here_size = sizeof here, there_size = sizeof there;
-    if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&here), &here_size) != 0 ||
-        getpeername(fd.get(), reinterpret_cast<sockaddr*>(&there), &there_size) != 0)
-      return false;
-    const Address a(reinterpret_cast<sockaddr*>(&here), here_size);
-    const Address b(reinterpret_cast<sockaddr*>(&there), there_size);
-    return a.sameHost(b) && a.port() == b.port();
+    const std::optional<Address> here = localAddress(fd), there = peerAddress(fd);
+    return here && there && here->sameHost(*there) && here->port() == there->port();
   }
 
   std::unique_ptr<Tls> shakeHands(const Fd& fd, Nanos until) {
@@ -249,8 +243,9 @@ class Dialling {
     Handshake machine = Handshake::dialler(self_, secret_);
     std::string output = machine.takeOutput();
     for (;;) {
-      send(fd, output);
-      const bool ended = receive(fd, machine);
+      if (!sendHandshake(fd, output))
+        output.clear();  // closed; earlier bytes may still be readable
+      const bool ended = !receiveHandshake(fd, machine);
       output += machine.takeOutput();
       if (machine.state() == Handshake::State::kDone)
         return self_.encrypted ? encrypted(fd, machine.keyForEncryption(), until) : nullptr;
@@ -276,32 +271,6 @@ class Dialling {
       pollfd wanted{.fd = fd.get(), .events = events, .revents = 0};
       wait(&wanted, until);
     }
-  }
-
-  static void send(const Fd& fd, std::string& output) {
-    while (!output.empty()) {
-      const ssize_t sent = ::send(fd.get(), output.data(), output.size(), MSG_NOSIGNAL);
-      if (sent >= 0)
-        output.erase(0, static_cast<size_t>(sent));
-      else if (errno == EAGAIN)
-        return;
-      else if (errno != EINTR)
-        output.clear();  // closed; earlier bytes may still be readable
-    }
-  }
-
-  // True if the other end has closed the connection.
-  static bool receive(const Fd& fd, Handshake& machine) {
-    std::array<std::byte, 256> bytes;
-    while (machine.wants() > 0) {
-      const ssize_t got = recv(fd.get(), bytes.data(), std::min(bytes.size(), machine.wants()), 0);
-      if (got == 0) return true;
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return errno != EAGAIN;
-      machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
-      if (machine.state() != Handshake::State::kGoesOn) return false;
-    }
-    return false;
   }
 
   // Waits a short time for the descriptor; true if it is ready.
@@ -369,7 +338,7 @@ Socket dial(const Endpoint& endpoint, const PeerHello& self, const Secret& secre
         one->over = failed.for_good;
       }
     }
-    if (std::all_of(attempts.begin(), attempts.end(), isOver)) giveUp(who, attempts);
+    if (std::ranges::all_of(attempts, isOver)) giveUp(who, attempts);
     dialling.pause(std::min(pause, std::max<Nanos>(0, dialling.deadline() - now())));
     pause = std::min(2 * pause, kLongestPause);
     patience = std::min<Nanos>(2 * patience, 60 * kSecond);

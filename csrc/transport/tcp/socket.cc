@@ -5,8 +5,11 @@
 #include <netinet/in.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <optional>
+#include <span>
 
 #include "transport/tcp/address.h"
 
@@ -16,14 +19,8 @@ namespace {
 // The kernel's clock for this advances in steps of up to 10 ms.
 constexpr Nanos kInexact = 20 * kMillisecond;
 
-using Name = int (*)(int, sockaddr*, socklen_t*);
-
-std::string addressOf(const Fd& socket, Name name) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof storage;
-  auto* address = reinterpret_cast<sockaddr*>(&storage);
-  if (name(socket.get(), address, &size) != 0) return "an address that is not known any more";
-  return Address(address, size).text();
+std::string textOf(const std::optional<Address>& address) {
+  return address ? address->text() : "an address that is not known any more";
 }
 
 }  // namespace
@@ -36,7 +33,30 @@ std::string textOfError(int error) {
 }
 
 std::string routeOf(const Fd& socket) {
-  return "from " + addressOf(socket, getsockname) + " to " + addressOf(socket, getpeername);
+  return "from " + textOf(localAddress(socket)) + " to " + textOf(peerAddress(socket));
+}
+
+bool receiveHandshake(const Fd& socket, Handshake& machine) {
+  std::array<std::byte, 256> bytes;
+  while (machine.wants() > 0) {
+    const size_t most = std::min(bytes.size(), machine.wants());
+    const ssize_t got = recv(socket.get(), bytes.data(), most, 0);
+    if (got == 0) return false;
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return errno == EAGAIN;
+    machine.feed(std::span(bytes).first(static_cast<size_t>(got)));
+  }
+  return true;
+}
+
+bool sendHandshake(const Fd& socket, std::string& output) {
+  while (!output.empty()) {
+    const ssize_t sent = send(socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno == EAGAIN;
+    output.erase(0, static_cast<size_t>(sent));
+  }
+  return true;
 }
 
 Nanos Silence::look(Nanos time, bool in_flight, Nanos heard, Nanos sent) {

@@ -18,6 +18,7 @@
 
 #include "base/clock.h"
 #include "base/fd.h"
+#include "transport/tcp/handshake.h"
 #include "transport/tcp/tls.h"
 
 namespace ringreduce::net {
@@ -81,6 +82,11 @@ std::string textOfError(int error);
 
 // "from 10.0.0.2:41000 to 10.0.0.3:4711": from here to the other end.
 std::string routeOf(const Fd& socket);
+
+// Move bytes of a handshake over a non-blocking socket, none beyond it.  False if the connection
+// has ended.
+bool receiveHandshake(const Fd& socket, Handshake& machine);
+bool sendHandshake(const Fd& socket, std::string& output);
 
 // How long a connection has been silent.  Look during waits; long times may pass between two looks.
 class Silence {
