@@ -36,6 +36,10 @@ struct Description {
   }
 };
 
+Context describeBucket(c10d::GradBucket& bucket) {
+  return [description = Description(bucket)] { return description.text(); };
+}
+
 struct Registered {
   c10::intrusive_ptr<c10d::Backend> backend;
   std::shared_ptr<HookState> state;  // null: exact
@@ -52,10 +56,6 @@ class Hook final : public c10d::CppCommHookInterface<Registered> {
 };
 
 }  // namespace
-
-Context describeBucket(c10d::GradBucket& bucket) {
-  return [description = Description(bucket)] { return description.text(); };
-}
 
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
                                                           c10d::GradBucket& bucket) {

@@ -14,9 +14,6 @@
 
 namespace ringreduce {
 
-// The name of a bucket in errors: "DDP bucket 2 with 4 parameters of shape ...".
-Context describeBucket(c10d::GradBucket& bucket);
-
 // Averages a bucket over the backend's ranks, in place; the Future's value is the bucket's tensor.
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
                                                           c10d::GradBucket& bucket);

@@ -223,23 +223,6 @@ float Work::getDuration() const {
 
 // ---- WorkList
 
-WorkList::WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
-    : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
-
-bool WorkList::isCompleted() {
-  return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isCompleted(); });
-}
-
-bool WorkList::isSuccess() const {
-  return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isSuccess(); });
-}
-
-std::exception_ptr WorkList::exception() const {
-  for (const auto& work : works_)
-    if (std::exception_ptr error = work->exception()) return error;
-  return nullptr;
-}
-
 // All are waited for, and then the first error is thrown: buffers are quiet afterwards.
 bool WorkList::wait(std::chrono::milliseconds timeout) {
   std::exception_ptr first;
@@ -252,10 +235,6 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
   }
   if (first) std::rethrow_exception(first);
   return true;
-}
-
-void WorkList::synchronize() {
-  for (const auto& work : works_) work->synchronize();
 }
 
 std::vector<at::Tensor> WorkList::result() {

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -100,13 +101,24 @@ class Work final : public c10d::Work {
 // Several works that are waited for as one (startCoalescing ... endCoalescing).
 class WorkList final : public c10d::Work {
  public:
-  explicit WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
 
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
+  bool isCompleted() override {
+    return std::ranges::all_of(works_, [](const auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::ranges::all_of(works_, [](const auto& work) { return work->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_)
+      if (std::exception_ptr error = work->exception()) return error;
+    return nullptr;
+  }
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override;
+  void synchronize() override {
+    for (const auto& work : works_) work->synchronize();
+  }
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
