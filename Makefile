@@ -160,7 +160,7 @@ OVER_TCP = rules mismatch messages moving backend groups work coalescing objects
 test-tcp: build
 	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
 
-# Whole programs: examples, tutorials, the checks of types and of GPUs.
+# Whole programs: examples, tutorials, the checks of types.
 test-full: build
 	$(BIN)/cmake --build $(BUILD) --target cpp_benchmarks -j $(JOBS)
 	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/test_bench_runs.py
