@@ -133,13 +133,8 @@ void Compression::agreeLocked(Group& group) {
     gather.counts.push_back(1);
   }
   group.run({gather});
-<<<<<<< HEAD
   // The most frequent value is right; of two as frequent, that of the lowest rank.
-  const auto frequency = [&](uint64_t value) { return std::count(all.begin(), all.end(), value); };
-=======
-  // The most frequent is right, and of two as frequent the one of the lowest rank.
   const auto frequency = [&](uint64_t value) { return std::ranges::count(all, value); };
->>>>>>> x-boot
   const uint64_t right = *std::max_element(
       all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
   std::string odd;
