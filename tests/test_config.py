@@ -12,7 +12,7 @@ from ringreduce import config
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = {row["name"]: row for row in config.variables()}
 # Of the build and of tests.
-OTHERS = "CUDA CUDA_ARCHS OPENSSL SANITIZE SOURCE VERSION DECLARE_CODECS"
+OTHERS = "CUDA CUDA_ARCHS OPENSSL SANITIZE SOURCE VERSION"
 PRINT = [sys.executable, "-m", "ringreduce.config"]
 CLEAN = {name: text for name, text in os.environ.items() if name not in TABLE}
 
@@ -36,9 +36,9 @@ def test_no_variable_is_missing_in_the_table() -> None:
         files += [
             path for path in (ROOT / folder).rglob("*.*") if path.suffix not in (".so", ".pyc")
         ]
-    texts = {path.name: path.read_text() for path in files if path.is_file()}
+    texts = {path: path.read_text() for path in files if path.is_file()}
     known |= {macro for text in texts.values() for macro in re.findall(r"#define (\w+)", text)}
-    unknown = {word: name for name, text in texts.items()
+    unknown = {word: path.name for path, text in texts.items()
                for word in re.findall(r"RINGREDUCE_[A-Z0-9_]*[A-Z0-9]\b(?!_)", text)
                if word not in known}  # fmt: skip
     assert unknown == {}
