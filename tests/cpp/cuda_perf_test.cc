@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/kernels/kernel_table.h"
 #include "random_elements.h"
 #include "ranks.h"
 #include "ring_oracle.h"
