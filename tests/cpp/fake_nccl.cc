@@ -1,6 +1,7 @@
 // A stand-in for libnccl.so.2: it has the functions, notes how they are called, and does nothing,
 // or, if asked to, moves bytes between threads (fake_nccl_moves.h).
-// Written after NCCL's documentation and not after csrc/cuda/internode/nccl.cc, so that both must agree.
+// Written after NCCL's documentation and not after csrc/cuda/internode/nccl.cc, so that both must
+// agree.
 #include "fake_nccl.h"
 
 #include <cstdint>

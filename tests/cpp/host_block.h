@@ -1,13 +1,13 @@
 // GPU thread blocks run by host threads: a thread a lane.  What a kernel does on a GPU
-// (csrc/cuda/kernels/collective_kernel.h) runs here under the sanitizers, with delays, with mistakes put in, and with
-// its memory accesses counted.
+// (csrc/cuda/kernels/collective_kernel.h) runs here under the sanitizers, with delays, with
+// mistakes put in, and with its memory accesses counted.
 //
 // What this can show: that the protocol's flags and barriers order every access (ThreadSanitizer
 // sees each, since nothing orders by a fence alone), whatever the timing; that indices, cuts and
 // counters are right; that the bits are the CPU's.  What it cannot: that the PTX in
-// csrc/cuda/kernels/ordering.h means what its std::atomic_ref counterparts mean, that all blocks of a grid
-// are resident at once (host threads always get their turn), and how a GPU's own weak order of
-// plain accesses looks where the protocol left a gap that no run here took.
+// csrc/cuda/kernels/ordering.h means what its std::atomic_ref counterparts mean, that all blocks of
+// a grid are resident at once (host threads always get their turn), and how a GPU's own weak order
+// of plain accesses looks where the protocol left a gap that no run here took.
 #pragma once
 
 #include <pthread.h>

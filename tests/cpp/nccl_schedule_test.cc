@@ -1,6 +1,6 @@
-// The ring between hosts (cuda/internode/nccl_schedule.h): its steps run by two threads a rank, for the two
-// streams, with the kernels' own text, over a stand-in for NCCL that moves bytes.  And that nothing
-// but events orders what must be ordered, whatever the streams' pace.
+// The ring between hosts (cuda/internode/nccl_schedule.h): its steps run by two threads a rank, for
+// the two streams, with the kernels' own text, over a stand-in for NCCL that moves bytes.  And that
+// nothing but events orders what must be ordered, whatever the streams' pace.
 #include "cuda/internode/nccl_schedule.h"
 
 #include <dlfcn.h>

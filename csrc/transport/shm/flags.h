@@ -7,9 +7,9 @@
 // `HostRules` holds the memory orders.  On the host both are sequentially consistent: a rank that
 // goes to sleep must see a publication, or the publisher must see it asleep (wait.h), which
 // release/acquire does not promise.  On x86-64 that costs one locked store and nothing for loads.
-// On a GPU, where nothing sleeps, they are release and acquire (cuda/kernels/ordering.h).  Tests replace
-// the rules by random delays, and by mutants that must be caught: `Rules` is the most derived
-// struct.
+// On a GPU, where nothing sleeps, they are release and acquire (cuda/kernels/ordering.h).  Tests
+// replace the rules by random delays, and by mutants that must be caught: `Rules` is the most
+// derived struct.
 #pragma once
 
 #include <atomic>

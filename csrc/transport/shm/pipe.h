@@ -9,8 +9,8 @@
 // counter after it has accessed the slot.  So a slot has one user at a time.  No counter is ever
 // reset.
 //
-// Nothing here waits: links of a CPU (shm_link.h) and thread blocks of a GPU (cuda/kernels/ring_kernel.h)
-// wait for the same two conditions in different ways.
+// Nothing here waits: links of a CPU (shm_link.h) and thread blocks of a GPU
+// (cuda/kernels/ring_kernel.h) wait for the same two conditions in different ways.
 #pragma once
 
 #include <cstdint>
