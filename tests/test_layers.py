@@ -41,11 +41,18 @@ def violations(layer: str, text: str) -> list[str]:
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """Files without suffixes that include each other in a circle, if any do."""
+    """Files without suffixes that include each other in a circle, if any do.
+
+    X_state.h, with the members of class X, counts as a part of X.
+    """
+
+    def part(path: str) -> str:
+        return path.rpartition(".")[0].removesuffix("_state")
+
     graph: dict[str, set[str]] = {}
     for path, text in sources.items():
-        headers = {name.rpartition(".")[0] for quote, name in INCLUDE.findall(text) if quote == '"'}
-        own = path.rpartition(".")[0]
+        headers = {part(name) for quote, name in INCLUDE.findall(text) if quote == '"'}
+        own = part(path)
         graph.setdefault(own, set()).update(headers - {own})
     try:
         TopologicalSorter(graph).prepare()

@@ -15,7 +15,6 @@
 
 #include "../../tests/cuda/gpu.h"
 #include "cuda/cuda_errors.h"
-#include "cuda/gpu_device.h"
 #include "report.h"
 
 namespace perf {

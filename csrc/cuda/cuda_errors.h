@@ -1,5 +1,5 @@
-// Errors of CUDA as this project's Error: the action, the GPU, CUDA's name and text of the error,
-// and advice.
+// CUDA's driver, and errors of CUDA as this project's Error: the action, the GPU, CUDA's name and
+// text of the error, and advice.
 //
 // After some errors CUDA answers every further call of the process with the same error: the process
 // must be started again, as the message then says.  kRuins (cuda_errors.cc) lists these errors;
@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
 #include <optional>
@@ -68,5 +69,47 @@ inline void check(CUresult result, std::string_view tried, int device = kCurrent
 // error that ruined the process, which has been reported.
 void checkQuietly(cudaError_t result, std::string_view tried, int device) noexcept;
 void checkQuietly(CUresult result, std::string_view tried, int device) noexcept;
+
+// ---- CUDA's driver
+//
+// Its functions are found at run time, by the CUDA runtime.  Nothing links to libcuda.so, which
+// only machines with an NVIDIA driver have, so this library can be loaded everywhere.  Each
+// function is asked for by the version of its interface, which newer drivers keep.
+
+// (name here, name in the driver, version of the interface: none later than 12.4)
+#define RINGREDUCE_DRIVER_FUNCTIONS(F)                                         \
+  F(getErrorName, cuGetErrorName, 6000)                                        \
+  F(getErrorString, cuGetErrorString, 6000)                                    \
+  F(deviceGet, cuDeviceGet, 2000)                                              \
+  F(deviceGetUuid, cuDeviceGetUuid, 11040)                                     \
+  F(deviceGetAttribute, cuDeviceGetAttribute, 2000)                            \
+  F(devicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000)                    \
+  F(ctxPushCurrent, cuCtxPushCurrent, 4000)                                    \
+  F(ctxPopCurrent, cuCtxPopCurrent, 4000)                                      \
+  F(memCreate, cuMemCreate, 10020)                                             \
+  F(memRelease, cuMemRelease, 10020)                                           \
+  F(memAddressReserve, cuMemAddressReserve, 10020)                             \
+  F(memAddressFree, cuMemAddressFree, 10020)                                   \
+  F(memMap, cuMemMap, 10020)                                                   \
+  F(memUnmap, cuMemUnmap, 10020)                                               \
+  F(memSetAccess, cuMemSetAccess, 10020)                                       \
+  F(memGetAllocationGranularity, cuMemGetAllocationGranularity, 10020)         \
+  F(memExportToShareableHandle, cuMemExportToShareableHandle, 10020)           \
+  F(memImportFromShareableHandle, cuMemImportFromShareableHandle, 10020)       \
+  F(memRetainAllocationHandle, cuMemRetainAllocationHandle, 11000)             \
+  F(memGetAllocationProperties, cuMemGetAllocationPropertiesFromHandle, 10020) \
+  F(memGetAddressRange, cuMemGetAddressRange, 3020)                            \
+  F(pointerGetAttribute, cuPointerGetAttribute, 4000)                          \
+  F(streamWaitValue32, cuStreamWaitValue32, 11070)                             \
+  F(streamWriteValue32, cuStreamWriteValue32, 11070)
+
+struct Driver {
+#define RINGREDUCE_MEMBER(member, function, version) PFN_##function##_v##version member;
+  RINGREDUCE_DRIVER_FUNCTIONS(RINGREDUCE_MEMBER)
+#undef RINGREDUCE_MEMBER
+};
+
+// Found once.  Throws CudaError where there is no driver, or one that is too old.
+const Driver& driver();
 
 }  // namespace ringreduce::cuda

@@ -11,9 +11,20 @@
 #include <utility>
 
 #include "base/error.h"
-#include "torch/gpu_backend.h"
+
+#ifdef RINGREDUCE_CUDA
+#include "cuda/gpu_device.h"
+#endif
 
 namespace ringreduce {
+
+std::string cudaBuild() {
+#ifdef RINGREDUCE_CUDA
+  return cuda::buildInfo().text();
+#else
+  return "";
+#endif
+}
 
 void refuse(const char* call, const std::string& why) {
   throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);

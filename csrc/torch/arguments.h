@@ -16,6 +16,12 @@
 
 namespace ringreduce {
 
+// The GPU code of this build, as in "13.0, sm_80 sm_90 and newer"; empty if there is none.
+std::string cudaBuild();
+inline bool hasCuda() {
+  return !cudaBuild().empty();
+}
+
 // Throws Error(kArgument), with the call's name before it.
 [[noreturn]] void refuse(const char* call, const std::string& why);
 

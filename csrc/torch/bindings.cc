@@ -18,10 +18,10 @@
 #include "bootstrap/options.h"
 #include "bootstrap/topology.h"
 #include "kernels/reduce.h"
+#include "torch/arguments.h"
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/errors.h"
-#include "torch/gpu_backend.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
 

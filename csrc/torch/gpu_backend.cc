@@ -26,7 +26,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/communicator/host_communicator.h"
-#include "cuda/gpu_device.h"
 #include "cuda/internode/internode_communicator.h"
 #endif
 
@@ -35,10 +34,6 @@ namespace ringreduce {
 // ---- built with or without CUDA
 
 #ifdef RINGREDUCE_CUDA
-
-std::string cudaBuild() {
-  return cuda::buildInfo().text();
-}
 
 std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
                                                             c10::Device device) {
@@ -72,10 +67,6 @@ namespace {
 }
 
 }  // namespace
-
-std::string cudaBuild() {
-  return "";
-}
 
 std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>&,
                                                             c10::Device) {

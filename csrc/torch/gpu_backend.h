@@ -24,12 +24,6 @@
 
 namespace ringreduce {
 
-// The GPU code of this build, as in "13.0, sm_80 sm_90 and newer"; empty if there is none.
-std::string cudaBuild();
-inline bool hasCuda() {
-  return !cudaBuild().empty();
-}
-
 // The four functions that need CUDA to be built.  All else knows streams and events by torch's
 // interface for any device.
 

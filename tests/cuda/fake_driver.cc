@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/gpu_device.h"
+#include "cuda/cuda_errors.h"
 #include "fake_world.h"
 
 namespace fake {

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/memory/peer_memory.h"
 #include "peers.h"

@@ -8,6 +8,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "cuda/communicator/host_communicator_state.h"
+#include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
 #include "cuda/kernels/direct_schedule.h"
 

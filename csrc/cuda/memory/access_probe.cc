@@ -4,9 +4,12 @@
 
 #include <sys/random.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "base/bytes.h"
@@ -28,7 +31,67 @@ Offers& offers() {
   return *all;
 }
 
+// Keeps memory until the process ends.
+void keep(MemoryPtr memory) {
+  static auto* mutex = new std::mutex;
+  static auto* kept = new std::vector<MemoryPtr>;
+  const std::lock_guard lock(*mutex);
+  kept->push_back(std::move(memory));
+}
+
 }  // namespace
+
+// ---- giving back
+
+PeerPieces::PeerPieces(Group& g, int d, std::vector<Resident> all)
+    : group(g.weak_from_this()),
+      rank(g.rank()),
+      device(d),
+      residents(std::move(all)),
+      memory(residents.size()) {}
+
+bool PeerPieces::hasClosed(int r) const {
+  const auto i = static_cast<size_t>(r);
+  if (residents[i].sharesProcess(residents[static_cast<size_t>(rank)])) return true;
+  auto& word = *reinterpret_cast<uint32_t*>(closed->at(r));
+  return std::atomic_ref(word).load(std::memory_order_acquire) != 0;
+}
+
+// Whether all other processes have closed this rank's memory.
+bool PeerPieces::awaitClosed(Nanos patience) const {
+  const auto late = [&] {
+    std::vector<PeerState> states(residents.size());
+    if (const auto g = group.lock()) states = g->states();
+    for (int r = 0; r < static_cast<int>(residents.size()); ++r)
+      if (!states[static_cast<size_t>(r)].isLost() && !hasClosed(r)) return true;
+    return false;
+  };
+  const Nanos deadline = deadlineIn(patience);
+  while (late()) {
+    if (now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+void PeerPieces::release(Nanos patience) noexcept {
+  if (memory.empty()) return;
+  MemoryPtr own = std::move(memory[static_cast<size_t>(rank)]);
+  memory.clear();
+  // In a forked child all of it is the parent's.
+  if (!closed || forkGeneration() != generation) return;
+  std::atomic_ref(*reinterpret_cast<uint32_t*>(closed->at(rank)))
+      .store(1, std::memory_order_release);
+  if (own && !awaitClosed(patience)) {
+    // To free it under another rank's kernels would be worse.
+    keep(std::move(own));
+    log("rank " + std::to_string(rank) + " leaves " + std::to_string(bytes >> 20) +
+        " MiB allocated on GPU " + std::to_string(device) +
+        " until its process ends: another rank still maps them");
+  }
+}
+
+// ---- ranks of one process
 
 std::array<uint64_t, 2> processToken() {
   static auto* mutex = new std::mutex;
@@ -86,7 +149,7 @@ Pattern patternOf(uint64_t nonce, int writer) {
 
 class Trial {
  public:
-  Trial(Group& group, PeerMemory::State& state, const std::vector<std::string>& names)
+  Trial(Group& group, PeerPieces& state, const std::vector<std::string>& names)
       : group_(group), state_(state), names_(names) {}
 
   std::string run(size_t bytes, size_t granularity) {
@@ -208,7 +271,7 @@ class Trial {
   }
 
   Group& group_;
-  PeerMemory::State& state_;
+  PeerPieces& state_;
   const std::vector<std::string>& names_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<HostPages> pages_;
@@ -221,7 +284,7 @@ class Trial {
 
 }  // namespace
 
-std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
+std::string tryAccess(Group& group, PeerPieces& state, size_t bytes, size_t granularity,
                       const std::vector<std::string>& names) {
   return Trial(group, state, names).run(bytes, granularity);
 }

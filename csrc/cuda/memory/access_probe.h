@@ -1,16 +1,21 @@
-// Trying one kind of memory access on all ranks, for peer_memory.h.
+// The memory of all ranks by one kind of access, tried on all ranks, for peer_memory.h.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "cuda/cuda_errors.h"
 #include "cuda/memory/device_memory.h"
-#include "cuda/memory/peer_memory.h"
+#include "cuda/memory/memory_access.h"
 #include "group/agreement.h"
+#include "group/exchange_fds.h"
+#include "group/group.h"
 
 namespace ringreduce::cuda {
 
@@ -58,6 +63,33 @@ std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
   return "";
 }
 
+// The pieces of memory that a rank reaches, while an access is tried and after.
+struct PeerPieces {
+  static constexpr Nanos kPatience = 2 * kSecond;
+
+  PeerPieces(Group& group, int device, std::vector<Resident> residents);
+  ~PeerPieces() { release(kPatience); }
+  PeerPieces(const PeerPieces&) = delete;
+  PeerPieces& operator=(const PeerPieces&) = delete;
+  // Gives everything back.  With the access ipc it waits `patience` for other ranks at most.
+  void release(Nanos patience) noexcept;
+
+  const std::weak_ptr<Group> group;
+  const int rank, device;
+  const int generation = forkGeneration();
+  const std::vector<Resident> residents;
+  MemoryAccess access = MemoryAccess::kPointer;
+  std::string why;
+  size_t bytes = 0;
+  std::vector<MemoryPtr> memory;  // by rank
+  // ipc: in each rank's page, whether it has closed all of the others' memory.
+  std::unique_ptr<HostPages> closed;
+
+ private:
+  bool hasClosed(int r) const;
+  bool awaitClosed(Nanos patience) const;
+};
+
 // Random; differs between processes, also after a fork.
 std::array<uint64_t, 2> processToken();
 
@@ -70,7 +102,7 @@ MemoryPtr take(uint64_t ticket);  // throws Error(kSetup) if it is not valid
 // of `granularity` if it is exported.  Returns "" if every rank reaches every piece, else the
 // obstacle, on all ranks.  Throws the same Error on all ranks if no other access would do better: a
 // GPU without memory left, a process whose CUDA is ruined.
-std::string tryAccess(Group& group, PeerMemory::State& state, size_t bytes, size_t granularity,
+std::string tryAccess(Group& group, PeerPieces& state, size_t bytes, size_t granularity,
                       const std::vector<std::string>& names);
 
 }  // namespace ringreduce::cuda

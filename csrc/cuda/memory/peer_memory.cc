@@ -14,7 +14,6 @@
 #include "base/error.h"
 #include "cuda/cuda_errors.h"
 #include "cuda/gpu_device.h"
-#include "cuda/memory/access_probe.h"
 #include "group/agreement.h"
 #include "group/exchange_fds.h"
 
@@ -92,14 +91,6 @@ Obstacles gatherObstacles(Group& group, int device, const std::vector<Resident>&
   return merged(all);
 }
 
-// Keeps memory until the process ends.
-void keep(MemoryPtr memory) {
-  static auto* mutex = new std::mutex;
-  static auto* kept = new std::vector<MemoryPtr>;
-  const std::lock_guard lock(*mutex);
-  kept->push_back(std::move(memory));
-}
-
 }  // namespace
 
 PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<MemoryAccess> wish) {
@@ -117,7 +108,7 @@ PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Mem
 
   Obstacles obstacles = gatherObstacles(group, device, residents, names);
   while (const auto access = chooseAccess(obstacles, wish)) {
-    auto state = std::make_unique<State>(group, device, residents);
+    auto state = std::make_unique<PeerPieces>(group, device, residents);
     state->access = *access;
     const std::string obstacle = tryAccess(group, *state, bytes, granularity, names);
     if (obstacle.empty()) {
@@ -140,56 +131,6 @@ PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Mem
 }
 
 PeerMemory::~PeerMemory() = default;
-
-// ---- giving back
-
-PeerMemory::State::State(Group& g, int d, std::vector<Resident> all)
-    : group(g.weak_from_this()),
-      rank(g.rank()),
-      device(d),
-      residents(std::move(all)),
-      memory(residents.size()) {}
-
-bool PeerMemory::State::hasClosed(int r) const {
-  const auto i = static_cast<size_t>(r);
-  if (residents[i].sharesProcess(residents[static_cast<size_t>(rank)])) return true;
-  auto& word = *reinterpret_cast<uint32_t*>(closed->at(r));
-  return std::atomic_ref(word).load(std::memory_order_acquire) != 0;
-}
-
-// Whether all other processes have closed this rank's memory.
-bool PeerMemory::State::awaitClosed(Nanos patience) const {
-  const auto late = [&] {
-    std::vector<PeerState> states(residents.size());
-    if (const auto g = group.lock()) states = g->states();
-    for (int r = 0; r < static_cast<int>(residents.size()); ++r)
-      if (!states[static_cast<size_t>(r)].isLost() && !hasClosed(r)) return true;
-    return false;
-  };
-  const Nanos deadline = deadlineIn(patience);
-  while (late()) {
-    if (now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
-
-void PeerMemory::State::release(Nanos patience) noexcept {
-  if (memory.empty()) return;
-  MemoryPtr own = std::move(memory[static_cast<size_t>(rank)]);
-  memory.clear();
-  // In a forked child all of it is the parent's.
-  if (!closed || forkGeneration() != generation) return;
-  std::atomic_ref(*reinterpret_cast<uint32_t*>(closed->at(rank)))
-      .store(1, std::memory_order_release);
-  if (own && !awaitClosed(patience)) {
-    // To free it under another rank's kernels would be worse.
-    keep(std::move(own));
-    log("rank " + std::to_string(rank) + " leaves " + std::to_string(bytes >> 20) +
-        " MiB allocated on GPU " + std::to_string(device) +
-        " until its process ends: another rank still maps them");
-  }
-}
 
 // ---- users' buffers
 

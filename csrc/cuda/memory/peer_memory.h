@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "cuda/memory/access_probe.h"
 #include "cuda/memory/device_memory.h"
 #include "cuda/memory/memory_access.h"
-#include "group/exchange_fds.h"
 #include "group/group.h"
 
 namespace ringreduce::cuda {
@@ -53,35 +53,12 @@ class PeerMemory {
   // Which ranks share a process or a GPU.
   const std::vector<Resident>& residents() const { return state_->residents; }
 
-  static constexpr Nanos kPatience = 2 * kSecond;
   // Gives everything back, after which at() must not be called.  Waits for other ranks at most
   // `patience`, and only with the access ipc.
-  void release(Nanos patience = kPatience) noexcept { state_->release(patience); }
-
-  // A rank's state while an access is tried, and after.
-  struct State {
-    State(Group& group, int device, std::vector<Resident> residents);
-    ~State() { release(kPatience); }
-    void release(Nanos patience) noexcept;
-
-    const std::weak_ptr<Group> group;
-    const int rank, device;
-    const int generation = forkGeneration();
-    const std::vector<Resident> residents;
-    MemoryAccess access = MemoryAccess::kPointer;
-    std::string why;
-    size_t bytes = 0;
-    std::vector<MemoryPtr> memory;  // by rank
-    // ipc: in each rank's page, whether it has closed all of the others' memory.
-    std::unique_ptr<HostPages> closed;
-
-   private:
-    bool hasClosed(int r) const;
-    bool awaitClosed(Nanos patience) const;
-  };
+  void release(Nanos patience = PeerPieces::kPatience) noexcept { state_->release(patience); }
 
  private:
-  std::unique_ptr<State> state_;
+  std::unique_ptr<PeerPieces> state_;
 };
 
 // ---- users' buffers
