@@ -16,8 +16,9 @@
 // W slots: a receive always precedes a send, so with at most P*W slices in the ring and more than W
 // slots a link, some rank can always proceed.
 //
-// `Primitives` defines moving and adding: for a CPU thread (collectives/reduction.h) and for
-// a thread block of a GPU (cuda/kernels/ring_kernel.h).
+// `Primitives` moves and adds data: for a CPU thread in shared memory (collectives/reduction.h),
+// over streams (collectives/stream_algorithms.h), and for a thread block of a GPU
+// (cuda/kernels/ring_kernel.h).
 #pragma once
 
 #include <cstddef>

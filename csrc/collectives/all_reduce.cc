@@ -32,7 +32,7 @@ void ring(Communicator& c, const AllReduce& a) {
 
 void allReduce(Communicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
-  if (c.size == 1) return;  // of one value, any reduction is that value
+  if (c.size == 1) return;  // the reduction of one value is the value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};
   switch (chooseAllReduce(a.count * sizeOf(a.dtype), c.size, c.algorithm)) {
     case Algorithm::kTwoShot:
@@ -58,8 +58,8 @@ std::vector<RingChunk> chunksOf(const AllReduce& a, int world_size) {
   return chunks;
 }
 
-// Every rank gathers all inputs.  The transport borrows this rank's while the sum is written over
-// them, so it gets a copy.
+// Every rank gathers all inputs and adds them.  The sum overwrites this rank's input, which the
+// transport may still be sending, so a copy of the input is sent.
 void bruck(Transport& transport, const AllReduce& a, int radix) {
   const auto P = static_cast<size_t>(transport.size());
   const size_t width = sizeOf(a.dtype), bytes = a.count * width;
@@ -83,8 +83,9 @@ void bruck(Transport& transport, const AllReduce& a, int radix) {
   });
 }
 
-// Each rank adds its chunk of all inputs, and sends all the sum, slice by slice.  The sums
-// are awaited where addends may still be lent: see stream_algorithms.h for why that is safe.
+// Each rank adds its chunk of all inputs and sends the sum to all ranks, slice by slice.  Sums
+// arrive in memory whose inputs the transport may still be sending; stream_algorithms.h explains
+// why that is safe.
 void twoShot(Transport& transport, const AllReduce& a) {
   const int P = transport.size(), me = transport.rank();
   const size_t width = sizeOf(a.dtype);
@@ -125,7 +126,7 @@ void twoShot(Transport& transport, const AllReduce& a) {
 void allReduce(Transport& transport, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const int P = transport.size();
-  if (P == 1) return;  // of one value, any reduction is that value
+  if (P == 1) return;  // the reduction of one value is the value
   const WireCost& cost = transport.options().cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
   switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,

@@ -1,8 +1,8 @@
 // Barrier.
 //
 // Shared memory: a step of the exchange without data.
-// Streams: in hop k a rank tells the rank 2^k after it which ranks have arrived, itself and those
-// it has heard of.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
+// Streams: in hop k a rank sends a byte to the rank 2^k after it, once the bytes of all earlier
+// hops have arrived.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
 // synchronization" (1988).
 #include "collectives/collectives.h"
 #include "transport/transport.h"

@@ -7,10 +7,11 @@
 //     ring    its addends of the chunk that begins with it; a partial sum of the others; the sum of
 //             its own
 //
-// So its errors are that one encoding's, in units of its addends: times the number of ranks where
-// an average was encoded.  An owner adds its own addends as they are, last, as the canonical order
-// has it.  All sums are float32.  All ranks decode the coded sums, the owners too, so all end with
-// the same bits.  These depend on the schedule, but not on slices or wires.
+// So each element has one error at this rank, that of its one encoding, in units of the inputs: if
+// the encoded value was an average, the error is multiplied by the number of ranks.  An owner adds
+// its own addends last, as the canonical order requires, and uncoded.  All sums are float32.  All
+// ranks decode the coded sums, the owners too, so all end with the same bits.  These depend on the
+// schedule, but not on slices or wires.
 //
 // Shared memory: slots hold coded slices, and nothing is kept besides but the sum of one slice.
 // This is for trying a codec on one host, and for the same bits as between hosts.

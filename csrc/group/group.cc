@@ -23,7 +23,7 @@ namespace {
 
 // A blocking caller spins if there is a core for every rank, but not for long, since the scheduler
 // may still put two ranks on one core.  The worker runs beside the computation that made its input,
-// and yielding would give that a whole time slice, so it sleeps soon.
+// and yielding would give the computation a whole time slice, so the worker sleeps soon.
 Patience patienceOf(bool in_users_thread, int world_size) {
   const bool crowded = world_size > coresAvailable();
   if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
@@ -167,14 +167,14 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   } catch (const Error&) {
     raised_ = true;
     throw;
-  } catch (...) {  // Ctrl-C, or whatever else left the operation half done
+  } catch (...) {  // Ctrl-C or another exception in the middle of the operation
     arbiter_->abort("interrupted in operation #" + std::to_string(sequence));
     throw;
   }
   if (operation.after) operation.after();
 }
 
-// All of them before any is run.
+// Validates all operations before the first one runs.
 void Group::check(const std::vector<Operation>& operations) const {
   for (const Operation& operation : operations) validate(operation, rank_, size_);
 }
@@ -318,7 +318,7 @@ uint64_t Group::bytesSent() const {
 }
 
 void Group::shutdown() {
-  if (forkGeneration() != generation_) return;  // the parent's to do
+  if (forkGeneration() != generation_) return;  // only the parent leaves the group
   if (executor_->runsInThisThread()) {
     // A signal handler that ran while an operation waits below us on this thread's stack.  That
     // operation ends with this error; the rest is done by the destructor.

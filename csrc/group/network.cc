@@ -110,7 +110,7 @@ std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
       control_ = std::move(ring);
     }
     transport_ = transport.get();
-    // Not before: the reactor's thread, which waits for its lock, has had to start the ring.
+    // Only now: connections that are delivered need control_, forwarder_ and transport_.
     links_->deliverTo([this](net::Socket socket, const net::PeerHello& caller) {
       route(std::move(socket), caller);
     });

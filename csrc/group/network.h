@@ -92,7 +92,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   std::mutex leaving_;
   std::mutex calls_mutex_;  // guards destruction of the next two against calls
   std::unique_ptr<net::MessageForwarder> forwarder_;
-  // The same, for the reactor's thread, which may call while it ends.
+  // The same object.  The reactor's thread uses this pointer, because it may call while
+  // `forwarder_` is being destroyed.
   net::MessageForwarder* carrier_ = nullptr;
   std::unique_ptr<net::Control> control_;
 };

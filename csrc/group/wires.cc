@@ -14,7 +14,7 @@
 namespace ringreduce {
 namespace {
 
-// Those of ranks that share memory.
+// The wires of a group whose ranks share memory.
 class SharedWires final : public Wires {
  public:
   SharedWires(int rank, const Membership& membership, Arbiter& arbiter)
@@ -30,11 +30,11 @@ class SharedWires final : public Wires {
   SharedMemory memory_;
 };
 
-// Those of ranks that do not.
+// The wires of a group on several hosts.
 class StreamWires final : public Wires {
  public:
-  // `hierarchy` may be null.  `ranks`: the transport's order of them, or empty.  `memory`: bytes
-  // that the group has for the others beside the transport's buffers.
+  // `hierarchy` may be null.  `ranks`: the ranks in the transport's order; empty if that is the
+  // usual one.  `memory`: bytes of the mirrored pages, for stagingBytes().
   StreamWires(std::unique_ptr<Transport> transport, std::unique_ptr<Hierarchy> hierarchy,
               std::vector<int> ranks, size_t memory)
       : transport_(std::move(transport)),

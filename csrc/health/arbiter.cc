@@ -314,10 +314,11 @@ void Arbiter::poll(int rank, Ready ready) {
   }
 }
 
-// Compares what ranks announced.  Between hosts, ranks that wait for each other in different
-// operations send nothing that shows it, nor does a rank that waits for one that went on, as that
-// had nothing to do there.  So a rank compares the latest operation that it knows of another rank
-// with its own of that number: of two ranks, the one that is further ahead finds the mismatch.
+// Compares the announcements of the ranks.  Between hosts no data reveals the mismatch if two ranks
+// wait for each other in different operations, or if one waits for a rank that sends nothing in
+// that operation and has gone on.  So a rank compares the latest known operation of each other rank
+// with its own operation of the same number.  Of two ranks, the one that is further ahead finds the
+// mismatch.
 void Arbiter::compareSignatures() {
   for (int r = 0; r < size_; ++r) {
     bool differs = false;
@@ -420,8 +421,8 @@ uint64_t Arbiter::progressOf(int r) const {
          page((r + 1) % size_).inbound.observe() + page((r + size_ - 1) % size_).outbound.observe();
 }
 
-// The ranks to blame of `absent`, which have not arrived: those that are stopped, else those that
-// announced the fewest operations, since the others may wait for them.
+// `absent` are the ranks that have not arrived.  Returns the ranks to blame: the stopped ones; if
+// none is stopped, those that announced the fewest operations, since the others may wait for them.
 std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
   std::vector<int> last = stoppedOf(absent);
   if (!last.empty()) return last;
@@ -433,7 +434,7 @@ std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
     least = come;
     last.push_back(r);
   }
-  // One of these may wait for another of them.
+  // Some of these ranks may wait for others of them: blame only ranks that wait for none.
   std::vector<int> free = last;
   std::erase_if(free, [&](int r) { return heldUpBy(r) != r; });
   return free.empty() ? last : free;

@@ -125,7 +125,7 @@ class StreamWork final : public c10d::Work {
   void enqueued() {
     end_.record(stream_);
     finish();
-    // A Future takes the end of the current streams for the time at which its value is there.
+    // markCompleted() records events in the current streams: the value is ready after them.
     const c10::StreamGuard on(stream_);
     if (future_of_one_)
       future_->markCompleted(outputs_.at(0));

@@ -413,7 +413,7 @@ FuturePtr broughtBack(const FuturePtr& averaged, const std::shared_ptr<HostTrip>
     } catch (...) {
       return future->setError(std::current_exception());
     }
-    // A Future takes its value to be there at the end of the current streams.
+    // markCompleted() records events in the current streams: the value is ready after them.
     const c10::StreamGuard in(trip->wayBack());
     future->markCompleted(bucket);
   });

@@ -10,13 +10,13 @@
 // it.  peek() compares it with its own before it returns.  Lengths may be 0: the signature is sent
 // and awaited all the same.
 //
-// Memory.  Memory given to send() and expect() belongs to the transport until finish() returns, or
-// until release() for what was expected.  It may be read at any time until then, so it must not
-// change; the exception is in collectives/stream_algorithms.h.
+// Memory.  Memory given to send() belongs to the transport until finish() returns, memory given to
+// expect() until release().  The transport may access it at any time until then, so the caller must
+// not change it; collectives/stream_algorithms.h explains the one exception.
 //
 // Waiting.  Only acquire(), peek() and finish() wait.  A wait moves whatever can be moved, to and
 // from all ranks, polls the WaitGuard, and passes on its exceptions.  So a collective cannot
-// deadlock if for each rank that waits in peek(), the sender reaches its send().
+// deadlock if every peek() has a matching send() that the sender reaches.
 //
 // One thread at a time uses a transport, unless a function says otherwise.
 #pragma once

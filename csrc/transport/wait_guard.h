@@ -84,9 +84,9 @@ class WaitGuard {
   // deadline has passed, or the rank is gone while `ready` is still false.
   virtual void poll(int rank, Ready ready) = 0;
 
-  // Called by a wait over a transport in which nothing has moved for a while.  Throws if any rank
-  // has been lost for a while and `ready` is still false: the awaited rank may be waiting for the
-  // lost one.
+  // Called by a wait over a transport after some time without any bytes moved.  Throws if `ready`
+  // is still false and any rank, not only the awaited one, was lost some time ago: the awaited rank
+  // may itself wait for the lost one.
   virtual void idle(Ready) {}
 
   // Called at the first data of `rank` in an operation.  Throws if it announced another one.

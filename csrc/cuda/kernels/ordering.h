@@ -1,10 +1,11 @@
 // How memory is ordered on a GPU, and the few atomic words that its threads share.
 //
 // Flags between ranks: `publish` is a release store and `observe` an acquire load, both at system
-// scope, since the other side may be another GPU.  What one thread publishes covers what the others
-// of its block wrote before the barrier in front of it (PTX: a barrier synchronises, a release is
-// cumulative); what one thread observes, the others may rely on after the barrier behind it.  No
-// fence stands alone anywhere, so ThreadSanitizer, which does not model fences, sees all of it.
+// scope, since the other side may be another GPU.  One thread of a block publishes, after
+// a block barrier; the release then also covers the stores of the other threads before that barrier
+// (PTX: barriers synchronise, releases are cumulative).  One thread observes; after the next block
+// barrier all threads see the published data.  There are no separate fences, which ThreadSanitizer
+// does not model.
 //
 // Words of one GPU (a rank's verdict, its count of finished blocks) are read and changed at the
 // device's scope.

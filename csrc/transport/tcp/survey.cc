@@ -141,8 +141,9 @@ double receiveBurst(Socket& connection, const std::string& who, const std::funct
 }
 
 // Round-robin tournament.  An odd number of hosts forms a circle; in a round two hosts are partners
-// if their numbers add up to the round's (modulo the circle), and one host is left over.  If the
-// number of hosts is even, the last host stands outside and is the partner of that one.
+// if the sum of their numbers is the number of the round (modulo the size of the circle); one host
+// has no partner.  If the number of hosts is even, the last host is not in the circle and is the
+// partner of that one.
 int partnerOf(int host, int round, int hosts) {
   const int circle = hosts - 1 + hosts % 2;
   const bool odd = hosts % 2 != 0;

@@ -134,7 +134,7 @@ constexpr Nanos kLookEvery = 10 * kMillisecond;
 // thread is back.  On a long path, where one connection may be far slower than the others: no more
 // than it sends soon, or all would wait for it at the end.
 constexpr int kMostUnsentNear = 256 << 10, kMostUnsentFar = 64 << 10;
-// A wait in which nothing moves for this long asks whether anything ever will.
+// After this long without any bytes moved, a wait checks whether a lost rank is the cause.
 constexpr Nanos kIdle = kSecond / 2;
 // Bytes of buffers that are kept from one operation to the next.
 constexpr size_t kKeptBuffers = 64 << 20;
@@ -253,8 +253,9 @@ void TcpTransport::State::watch(Connection& connection) const {
     throwErrno(Failure::kSetup, "a connection cannot be watched");
 }
 
-// Keeps bytes here, where any connection may take them, and not in the socket of a slow one.  A
-// single connection takes all it can, so that it does not run dry while this thread is away.
+// Limits the unsent bytes in each socket, so that a slow connection does not hold bytes that a
+// faster one could send.  A single connection has no limit, so that it has bytes to send while this
+// thread computes.
 void TcpTransport::State::limitUnsent(Out& o) {
   net::SendStream& stream = o.stream;
   const int bytes = stream.used() == 1     ? -1
@@ -390,8 +391,8 @@ void TcpTransport::State::checkPeers(int r, const Ready ready, LostPeer& lost) {
   throwIfSilent();
 }
 
-// Throws if rank r is lost and all that it sent before has arrived: its system goes on sending the
-// rest for as long as that takes.
+// Throws if rank r is lost and no more of its bytes arrive.  The kernel of a lost rank may still
+// send bytes that the rank had written.
 void TcpTransport::State::throwIfLost(int r, const Ready ready, LostPeer& lost) {
   const PeerState state = guard.stateOf(r);
   if (state.isHere()) return;
