@@ -25,6 +25,12 @@ template <class Call>
 concept HasOutputs = requires(Call c) { c.outputs.size(); };
 template <class Call>
 concept HasCounts = requires(Call c) { c.counts.size(); };
+template <class Call>
+concept Signs = requires(const Call c, OpSignature a) { c.sign(a); };
+template <class Call>
+concept Reorders = requires(Call c, const std::vector<int>& ranks) { c.reorder(ranks); };
+template <class Call>
+concept HasProblem = requires(const Call c, int world_size) { c.problem(world_size); };
 
 // Each Kind has one call.
 template <class... Calls>
@@ -56,7 +62,7 @@ std::string problemOf(const Call& call, int rank, int world_size) {
   if constexpr (HasOutputs<Call>)
     if (both_sides || !call.outputs.empty()) check("outputs", call.outputs.size());
   if constexpr (HasCounts<Call>) check("counts", call.counts.size());
-  if constexpr (requires { call.problem(world_size); })
+  if constexpr (HasProblem<Call>)
     if (problem.empty()) problem = call.problem(world_size);
   return problem;
 }
@@ -84,7 +90,7 @@ OpSignature announce(const Operation& operation, uint64_t sequence) {
         if constexpr (Rooted<Call>) a.root = call.root;
         if constexpr (Counted<Call>) a.count = call.count;
         if constexpr (HasCounts<Call>) a.setParts(call.counts);
-        if constexpr (requires { call.sign(a); }) call.sign(a);
+        if constexpr (Signs<Call>) call.sign(a);
       },
       operation.call);
   return a;
@@ -98,7 +104,7 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
         if constexpr (HasInputs<Call>) reorderList(call.inputs, ranks);
         if constexpr (HasOutputs<Call>) reorderList(call.outputs, ranks);
         if constexpr (HasCounts<Call>) reorderList(call.counts, ranks);
-        if constexpr (requires { call.reorder(ranks); }) call.reorder(ranks);
+        if constexpr (Reorders<Call>) call.reorder(ranks);
       },
       placed.call);
   return placed;

@@ -34,7 +34,7 @@ std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_pt
 // The same over several hosts.
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
     const std::shared_ptr<Group>& group, c10::Device device);
-// As the data communicator takes it.
+// As the communicator takes it.
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
