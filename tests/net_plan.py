@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from net_program import Slow
+from net_program import Slow, name_of
 
 LOST = 3.0  # RINGREDUCE_LOST_SECONDS
 STOPPED_TIMEOUT = 8.0  # the group's, where a rank is stopped for longer
@@ -49,6 +49,17 @@ class Plan:
         """Whether the hosts that are cut off from the others stand in more than one place."""
         here = [h in self.away for h in range(self.hosts)]
         return sum(here[h] != here[h - 1] for h in range(self.hosts)) > 2
+
+    def waits(self, rank: int) -> bool:
+        """Whether the rank may first learn of a loss when the slow rank goes on.
+
+        The slow rank itself does, and so do ranks that wait for its message: it is alive, and a
+        message concerns nobody else.  A wait in a collective ends earlier.
+        """
+        if self.slow is None:
+            return False
+        message = name_of(self.seed, self.largest, self.world, self.slow.call) == "send"
+        return message or self.slow.rank == rank
 
     def ranks_of(self, hosts: list[int]) -> set[int]:
         return {r for r in range(self.world) if r // self.per_host in hosts}
@@ -102,8 +113,7 @@ def expected(plan: Plan, rank: int, ends: set[int]) -> Expected | None:
     away, victims = plan.ranks_of(plan.away), set(plan.victims)
     everybody = set(range(plan.world))
     if plan.deadly:
-        busy = plan.slow.seconds if plan.slow and plan.slow.rank == rank else 0.0
-        return Expected("PeerLost", victims, 1 + busy)
+        return Expected("PeerLost", victims, 1 + (plan.slow.seconds if plan.waits(rank) else 0.0))
     if plan.kind in ("cut", "partition"):
         other = everybody - away if rank in away else away
         if plan.is_scattered:  # nobody hears anything around the ring

@@ -57,11 +57,38 @@ def check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A call: `one` is the root of a broadcast, `step` how far on the receiver of a send is."""
+
+    name: str
+    dtype: torch.dtype
+    size: int
+    one: int
+    step: int
+
+
+def drawn(draw: random.Random, largest: int, world: int) -> Drawn:
+    name, dtype, size = draw.choice(CALLS), draw.choice(DTYPES), int(largest ** draw.random())
+    one = draw.randrange(world)
+    return Drawn(name, dtype, size, one, draw.randrange(1, world) if name == "send" else 0)
+
+
+def calls_of(seed: int) -> random.Random:
+    return random.Random(f"calls {seed}")
+
+
+def name_of(seed: int, largest: int, world: int, number: int) -> str:
+    """The name of that call, from 1, in a run with this seed."""
+    draw = calls_of(seed)
+    return [drawn(draw, largest, world) for _ in range(number)][-1].name
+
+
 def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
     """One random call, the same on all ranks, and a look at its result."""
-    name, dtype = draw.choice(CALLS), draw.choice(DTYPES)
-    size = int(largest ** draw.random())
-    world, one = me.world_size, draw.randrange(me.world_size)
+    world = me.world_size
+    it = drawn(draw, largest, world)
+    name, dtype, size, one = it.name, it.dtype, it.size, it.one
     what = f"call {number}, {name} of {size} x {dtype} on rank {me.rank}"
     mine = values(size, dtype, me.rank, number)
     if name == "all_reduce":
@@ -78,9 +105,8 @@ def call(me: Rank, number: int, draw: random.Random, largest: int) -> None:
         for rank in range(world):
             check(gathered[rank], values(size, dtype, rank, number), what)
     elif name == "send":
-        step = draw.randrange(1, world)
-        source, got = (me.rank - step) % world, torch.empty(size, dtype=dtype)
-        works = [dist.isend(mine, (me.rank + step) % world), dist.irecv(got, source)]
+        source, got = (me.rank - it.step) % world, torch.empty(size, dtype=dtype)
+        works = [dist.isend(mine, (me.rank + it.step) % world), dist.irecv(got, source)]
         for work in works:
             work.wait()
         check(got, values(size, dtype, source, number), what)
@@ -129,7 +155,7 @@ def last_calls(me: Rank, draw: random.Random, largest: int, leaver: int) -> None
 
 def program(me: Rank, seed: int, largest: int, slow: Slow | None, leaver: int) -> Left:
     """A rank's whole run; `leaver` is -1 if nobody is to leave before the others."""
-    draw = random.Random(f"calls {seed}")
+    draw = calls_of(seed)
     done, raised = 0, None
     try:
         done = calls_until_told(me, draw, largest, slow)
