@@ -203,7 +203,7 @@ asan: $(VENV)/.ready
 	$(CMAKE) -B build/asan -DRINGREDUCE_SANITIZE="address;undefined" -DRINGREDUCE_BUILD_BENCHMARKS=OFF \
 	  -DRINGREDUCE_SANITIZE_ALL=$(SANITIZE_ALL)
 	$(BIN)/cmake --build build/asan -j $(JOBS)
-	cd build/asan && $(CTEST) -j 2
+	cd build/asan && $(CTEST) -j 4
 
 # The mutants run last and by themselves, so that their names and count are seen.
 tsan: $(VENV)/.ready
