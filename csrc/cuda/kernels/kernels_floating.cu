@@ -1,4 +1,4 @@
-// The kernels of floating-point elements.
+// The kernels of floating-point elements, in a file of their own: nvcc compiles both files at once.
 #include "cuda/kernels/kernels.cuh"
 
 namespace ringreduce::cuda {
