@@ -114,9 +114,11 @@ bool Watchdog::wait(Nanos longest) {
 bool Watchdog::settle(Nanos longest) {
   const Nanos deadline = deadlineIn(longest);
   Lock lock(mutex_);
-  changed_.notify_all();  // the watching thread may not know yet that the group has failed
-  while (!under_way_.empty() || hasToAbort())
+  while (!under_way_.empty() || hasToAbort()) {
+    // In every round: the group may fail at any time, and the watching thread sleep.
+    changed_.notify_all();
     if (!pauseUntil(lock, deadline)) return false;
+  }
   for (int r = 0; r < group_.size(); ++r) {
     // In a failed group, no rank gets to operations that it had not announced.
     const auto is_done = [&] {
