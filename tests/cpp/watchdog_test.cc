@@ -105,6 +105,30 @@ TEST(settling_waits_for_the_slowest_rank) {
       named());
 }
 
+// Rank 1 ends the group at about the time at which rank 0's last operation ends.
+TEST(settling_ends_when_the_group_fails_at_the_end_of_an_operation) {
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<bool> is_tracked = false;
+    ranks::inGroup(
+        2,
+        [&](Group& group) {
+          Rank rank(group);
+          if (group.rank() == 0) {
+            const Nanos end = now() + 3 * kMillisecond;
+            rank.watchdog().announce({.count = 1});
+            rank.watchdog().track(kLong, [end] { return now() >= end; });
+            is_tracked = true;
+          } else {
+            while (!is_tracked) std::this_thread::yield();
+            std::this_thread::sleep_for(std::chrono::microseconds(3000 + 10 * round));
+            ranks::failureOf([&] { group.fail(Failure::kAborted, 1, "rank 1 gave up"); });
+          }
+          CHECK(rank.watchdog().settle(5 * kSecond));
+        },
+        named());
+  }
+}
+
 TEST(a_rank_that_does_not_call_is_named) {
   ranks::inGroup(
       3,
