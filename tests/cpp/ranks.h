@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <functional>
@@ -98,6 +100,20 @@ inline void inThreads(int size, const std::function<void(int)>& body) {
   if (first) std::rethrow_exception(first);
 }
 
+// Threads of a test wait here for each other: a minute at most, since one of them may have failed.
+class MeetingPoint {
+ public:
+  explicit MeetingPoint(int size) : missing_(size) {}
+  void wait() {
+    const ringreduce::Nanos deadline = ringreduce::deadlineIn(60 * ringreduce::kSecond);
+    for (--missing_; missing_ > 0 && ringreduce::now() < deadline;)
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+
+ private:
+  std::atomic<int> missing_;
+};
+
 // The same with a new group for all of them.  The timeout is for operations: making the group may
 // take longer on a busy machine.
 inline void inGroup(int size, const std::function<void(ringreduce::Group&)>& body,
@@ -106,9 +122,11 @@ inline void inGroup(int size, const std::function<void(ringreduce::Group&)>& bod
   if (options.name.empty()) options.name = "test";
   const ringreduce::Nanos timeout = options.timeout;
   options.timeout = std::max(timeout, 60 * ringreduce::kSecond);
+  MeetingPoint made(size);
   inThreads(size, [&](int r) {
     const auto group = ringreduce::Group::create(store, r, size, options);
     group->setTimeout(timeout);
+    made.wait();  // a rank that fails now would fail others that are still in create()
     body(*group);
   });
 }

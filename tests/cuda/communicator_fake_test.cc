@@ -43,6 +43,7 @@ CUstream_st* stream(uintptr_t number) {
 void run(int size, bool apart, const OfRank& body) {
   fake::machine().gpus = apart ? size : 1;
   const CommunicatorOptions options;
+  ranks::MeetingPoint made(size);
   alignas(16) static char memory[1024];
   const GpuAllReduce call{.input = memory,
                           .output = memory,
@@ -53,6 +54,7 @@ void run(int size, bool apart, const OfRank& body) {
     const auto of_rank = group.shared_from_this();
     auto comm = cuda::Communicator::create(of_rank, apart ? group.rank() : 0, options);
     CHECK_EQ(comm->kernelsRunAtOnce(), apart || size == 1);
+    made.wait();  // a rank that fails now would fail others that are still in create()
     body(*comm, group, call);
     const Nanos begin = now();
     comm.reset();

@@ -171,7 +171,7 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
   const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
   ranks::MemoryStore store;
   std::vector<ranks::MemoryStore> host_stores(letters.size());
-  std::atomic<int> over{0};
+  ranks::MeetingPoint made(size), over(size);
   ranks::inThreads(size, [&](int r) {
     const GroupOptions options{.name = "test", .timeout = 20 * kSecond};
     const auto group = Group::create(store, r, size, options);
@@ -185,16 +185,14 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const auto inside = std::make_shared<HostCommunicator>(host_group);
     const auto communicator = InterNodeCommunicator::create(group, hosts, host_group, inside, 0);
     Rank rank{r, size, *communicator, *host_group, *inside};
-    const auto await_all = [&] {
-      for (++over; over < size;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    };
+    made.wait();  // a rank that fails now would fail others that are still in create()
     try {
       body(rank);
     } catch (...) {
-      await_all();
+      over.wait();
       throw;
     }
-    await_all();
+    over.wait();
   });
   CHECK_EQ(fake::leftovers(), "");
 }
