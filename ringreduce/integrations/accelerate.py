@@ -75,7 +75,7 @@ def _change_state(module: ModuleType) -> None:
     if prepare is None or list(inspect.signature(prepare).parameters) != wanted:
         raise RuntimeError(
             f"accelerate {sys.modules['accelerate'].__version__} does not choose its backend in "
-            f"PartialState._prepare_backend({', '.join(wanted)}), which versions 1.1 to 1.15 do. "
+            f"PartialState._prepare_backend({', '.join(wanted)}), which 1.1.0 and 1.15.0 do. "
             f"{INSTEAD}, or install accelerate 1.15.0"
         )
 
@@ -115,8 +115,8 @@ def _change_parser(module: ModuleType) -> None:
         dataclass_types = list(dataclass_types)  # it may be an iterator
         for kind in dataclass_types:
             for field in dataclasses.fields(kind):
-                choices = field.metadata.get("choices")
-                if _enabled and field.name == "ddp_backend" and choices and NAME not in choices:
+                choices = field.metadata.get("choices") if field.name == "ddp_backend" else None
+                if _enabled and isinstance(choices, list) and NAME not in choices:
                     choices.append(NAME)
                     _choices.append(choices)
         make(self, dataclass_types, **options)
