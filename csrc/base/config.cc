@@ -174,6 +174,10 @@ const Row kRows[] = {
     {"RINGREDUCE_ISA", "the best there is", "v2, v3, v4",
      "the instruction set of the kernels, chosen once a process", kOwn,
      [](C& c, Given& g) { c.instruction_set = g.text; }},
+    {"RINGREDUCE_ACCELERATE", "0", "0, 1",
+     "1: Accelerate and Transformers use ringreduce on CPUs, as after "
+     "ringreduce.integrations.accelerate.enable()",
+     kSame, [](C&, Given& g) { g.integer(0, 1); }, true},
     {"RINGREDUCE_CHECKSUM", "removed", "none", "removed: use RINGREDUCE_TLS=1", kRank0,
      [](C& c, Given& g) {
        c.removed = g.wasRemoved("set RINGREDUCE_TLS=1 to protect data between hosts");
