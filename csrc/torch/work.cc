@@ -46,12 +46,42 @@ void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence
   }
 }
 
+void CompletionHooks::add(int64_t id, Hook hook) {
+  const std::lock_guard lock(mutex_);
+  hooks_[id] = std::move(hook);
+  any_ = true;
+}
+
+void CompletionHooks::remove(int64_t id) {
+  const std::lock_guard lock(mutex_);
+  hooks_.erase(id);
+  any_ = !hooks_.empty();
+}
+
+void CompletionHooks::call(uint64_t key, std::optional<float> milliseconds) {
+  const auto hooks = [&] {
+    const std::lock_guard lock(mutex_);
+    return hooks_;
+  }();
+  for (const auto& [id, hook] : hooks) hook(key, milliseconds);
+}
+
+namespace {
+
+uint64_t nextCompletionKey() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
+
 Work::Work(Group& group, const Job& job)
     : c10d::Work(group.rank(), job.type, job.title, job.inputs),
       group_(group.weak_from_this()),
       outputs_(job.outputs),
       context_(job.context),
       sequence_(group.operations()),
+      completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
       observer_(job.observer) {}
 
@@ -86,7 +116,7 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
   work->handle_ = work->delivery_;
   // A profiler or a hook is notified without a wait; otherwise that would cost more than a small
   // message.
-  const bool watched = work->recordFunctionEndCallback_ || work->observer_->hooked;
+  const bool watched = work->recordFunctionEndCallback_ || work->observer_->watches();
   const bool told_later = watched && work->delivery_->setCompletion([work](std::exception_ptr e) {
     work->complete(std::move(e));
   });
@@ -106,6 +136,9 @@ void Work::complete(std::exception_ptr error) {
   if (error) error = toPython(std::move(error), textOf(context_));
   ended_ = now();
   finish(error);
+  if (!error && observer_->completion_hooks.any())
+    observer_->completion_hooks.call(
+        completion_key_, observer_->timing ? std::optional(getDuration()) : std::nullopt);
   FuturePtr future;
   {
     const std::lock_guard lock(outcome_mutex_);
