@@ -83,7 +83,13 @@ Work::Work(Group& group, const Job& job)
       sequence_(group.operations()),
       completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
-      observer_(job.observer) {}
+      observer_(job.observer) {
+  observer_->noteThread();
+}
+
+std::exception_ptr Work::shown(std::exception_ptr error) const {
+  return toPython(std::move(error), textOf(context_), observer_->severalThreads());
+}
 
 Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // a signal handler may destroy the group meanwhile
@@ -98,7 +104,7 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
     });
   } catch (...) {
     work->finish(std::current_exception());
-    rethrowToPython(textOf(job.context));
+    rethrowToPython(textOf(job.context), job.observer->severalThreads());
   }
   if (blocking) work->wait(kNoTimeout);
   return work;
@@ -111,7 +117,7 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
     work->delivery_ = group.post(std::move(message));
   } catch (...) {
     work->finish(std::current_exception());
-    rethrowToPython();
+    rethrowToPython("", job.observer->severalThreads());
   }
   work->handle_ = work->delivery_;
   // A profiler or a hook is notified without a wait; otherwise that would cost more than a small
@@ -133,7 +139,7 @@ void Work::complete(std::exception_ptr error) {
     while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
     return;
   }
-  if (error) error = toPython(std::move(error), textOf(context_));
+  if (error) error = shown(std::move(error));
   ended_ = now();
   finish(error);
   if (!error && observer_->completion_hooks.any())
@@ -212,7 +218,7 @@ bool Work::isSuccess() const {
 
 std::exception_ptr Work::exception() const {
   const std::exception_ptr error = handle_ ? handle_->error() : nullptr;
-  return error ? toPython(error, textOf(context_)) : nullptr;
+  return error ? shown(error) : nullptr;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -232,7 +238,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   });
   const std::exception_ptr error = handle_->error();
   complete(error);
-  if (error) std::rethrow_exception(toPython(error, textOf(context_)));
+  if (error) std::rethrow_exception(shown(error));
   return true;
 }
 

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -48,6 +49,20 @@ struct Observer {
   CompletionHooks completion_hooks;
 
   bool watches() const { return hooked || completion_hooks.any(); }
+
+  // Notes that the calling thread starts an operation.
+  void noteThread() {
+    const auto self = std::this_thread::get_id();
+    auto first = first_thread_.load(std::memory_order_relaxed);
+    if (first == self) return;
+    if (first != std::thread::id() || !first_thread_.compare_exchange_strong(first, self))
+      several_threads_ = true;
+  }
+  bool severalThreads() const { return several_threads_; }
+
+ private:
+  std::atomic<std::thread::id> first_thread_{};
+  std::atomic<bool> several_threads_{false};
 };
 
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
@@ -99,6 +114,7 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  std::exception_ptr shown(std::exception_ptr error) const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
