@@ -308,7 +308,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
                        .timeout = timeoutOf(options.timeout)});
     }
     return enqueue({single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
-                    "ringreduce:all_gather_into_tensor", inputs, outputs},
+                    "ringreduce:all_gather", inputs, outputs},
                    device, options.asyncOp, used,
                    [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {
