@@ -127,11 +127,11 @@ def register_comm_hook(
         )
     group = ringreduce_group(ddp_model.process_group)
     if state is None:
-        extension().register_comm_hook(ddp_model.reducer, backend_of(group))
+        extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
     else:
         state.process_group = ddp_model.process_group
         state._agree(group)
-        state._state.register(ddp_model.reducer, backend_of(group))
+        state._state.register(ddp_model.reducer, backend_of(group), group)
     if ddp_model.logger is not None:
         name = "ringreduce_all_reduce" if state is None else f"ringreduce_{state.codec}"
         ddp_model.logger._set_comm_hook_name(name)
@@ -141,12 +141,13 @@ def register_comm_hook(
 def _average(
     group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-    start: Callable[[Any, Any], Any],
+    start: Callable[[Any, Any, Any], Any],
 ) -> torch.futures.Future[torch.Tensor]:
     """Starts the average of a bucket."""
     found = group_for_bucket(group, bucket)
     with noting_errors(found):
-        average: torch.futures.Future[torch.Tensor] = start(backend_of(found), bucket).get_future()
+        work = start(backend_of(found), bucket, found)
+        average: torch.futures.Future[torch.Tensor] = work.get_future()
     return average
 
 

@@ -1,12 +1,14 @@
 """What c10d::Backend offers besides single collectives: every call, abort, shutdown, memory.
 
-torch binds them to ProcessGroup and Backend; a few (getError, options) it binds for its own
-backends only, so Python cannot ask for them here.  What a Work tells is in test_work.py.
+torch binds them to ProcessGroup and Backend; a few it binds for its own backends only: the table at
+the end.  What a Work tells is in test_work.py.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Raised, Rank, describe
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 CPU = torch.device("cpu")
 
@@ -182,3 +186,73 @@ def test_what_is_not_offered(pool: Pool, world: MakeWorld) -> None:
     for found in pool.run(refused, world(2, 20.0)):
         assert all(isinstance(f, Raised) for f in found), found
         assert "excludes itself" in found[2].message
+
+
+# ---- docs/torch.md: what torch keeps to its own backends, and since when it does not
+
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+c10d: Any = torch._C._distributed_c10d
+
+
+def record_an_end(group: Any) -> None:
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    entries = pickle.loads(c10d._dump_fr_trace(backend="ringreduce"))["entries"]
+    assert entries[-1]["state"] == "completed"
+
+
+def read_a_record(group: Any) -> None:
+    from torch.distributed.flight_recorder.components.types import Op
+
+    entry = dict.fromkeys(("collective_seq_id", "p2p_seq_id", "time_created_ns"), 0)
+    lists = {key: [] for key in ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")}
+    name = {"profiling_name": "ringreduce:barrier", "process_group": ("0", "")}
+    Op({**entry, **lists, **name, "state": ""}, {"0": {0, 1}}, "0")
+
+
+def use_bfloat16_hook(group: Any) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
+# By the row's first column: the version that the second names ("never", "CUDA" for builds with
+# CUDA), and a call that raises where it is closed.
+OPENED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "Records of calls": ("2.14", lambda g: c10d.FlightRecorderHook.attach(g).remove()),
+    "Records of their ends": ("2.15", record_an_end),
+    "`torchfrtrace`": ("2.15", read_a_record),
+    "NaN check": ("2.14", lambda g: c10d.NanCheckHook.attach(g).remove()),
+    "`dist.monitored_barrier`": ("2.14", lambda g: dist.monitored_barrier()),
+    "`dist.split_group` on the CPU": ("2.15", lambda g: dist.split_group(split_ranks=[[0, 1]])),
+    "Sequence numbers of the group": ("2.14", lambda g: g._get_sequence_number_for_group()),
+    "`get_error`": ("2.14", lambda g: g._get_backend(CPU).get_error()),
+    "SyncBatchNorm on the CPU": ("never", lambda g: nn.SyncBatchNorm(3)(torch.ones(4, 3))),
+    "`bf16_compress_hook`": ("CUDA", use_bfloat16_hook),
+}
+
+
+def open_features(me: Rank) -> set[str]:
+    found = set()
+    for name, (_, probe) in OPENED.items():
+        try:
+            probe(dist.group.WORLD)
+            found.add(name)
+        except Exception as error:
+            print(name, "is closed:", error)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.ringreduce
+def test_what_torch_keeps_to_its_own_backends(pool: Pool, world: MakeWorld) -> None:
+    page = (Path(__file__).parents[1] / "docs/torch.md").read_text()
+    expected = set()
+    for name, (since, _) in OPENED.items():
+        assert f"\n| {name} | {since} |" in page, f"docs/torch.md has no row for {name}, {since}"
+        if since == "CUDA":
+            is_open = torch.version.cuda is not None
+        else:
+            is_open = since != "never" and tuple(map(int, since.split("."))) <= TORCH
+        if is_open:
+            expected.add(name)
+    for found in pool.run(open_features, world(2, 20.0)):
+        assert found == expected, "torch has changed; correct docs/torch.md and this table"

@@ -8,6 +8,7 @@ A rank that did not have to wait for the others learns it at its next operation.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from typing import Any
 
@@ -145,3 +146,33 @@ def test_by_every_algorithm(pool: Pool, world: MakeWorld, algorithm: str) -> Non
     for what in ("size", "large size", "dtype", "op", "nothing"):
         group = world(3, timeout=8.0, ALGORITHM=algorithm)
         check(pool, group, what, [1], {1}, "blocking")
+
+
+def from_two_threads(me: Rank) -> list[str]:
+    """As async_save in the group of the training: the ranks' threads come in another order."""
+    said: list[str] = []
+
+    def call(start: Any) -> None:
+        try:
+            works.append(start())
+        except dist.DistError as error:
+            said.append(str(error))
+
+    works: list[Any] = []
+    starts = [
+        lambda: dist.all_reduce(torch.ones(4), async_op=True),
+        lambda: dist.broadcast(torch.ones(4), 0, async_op=True),
+    ]
+    thread = threading.Thread(target=call, args=(starts[me.rank],))
+    thread.start()
+    thread.join()
+    call(starts[1 - me.rank])
+    for work in works:
+        call(work.wait)
+    return said
+
+
+def test_threads_that_share_a_group_are_told_so(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(from_two_threads, world(2, 20.0)):
+        assert said and all("disagree on operation" in text for text in said), said
+        assert any("give each thread a group of its own" in text for text in said), said

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,10 +178,42 @@ def test_debug_detail_passes_every_call(pool: Pool, world: MakeWorld) -> None:
         assert "mismatch" in told[0].lower()
 
 
+def rooted_and_moving(group: dist.ProcessGroup) -> None:
+    """Calls that Gloo has of its own; it performs a reduce-scatter by other calls."""
+    p, root = group.size(), group.rank() == 0
+    t = torch.ones(4, 3)
+    many = [torch.ones(4, 3) for _ in range(p)]
+    dist.broadcast(t, 0, group=group)
+    dist.reduce(t, 0, group=group)
+    dist.all_gather(many, t, group=group)
+    dist.all_gather_into_tensor(torch.empty(4 * p, 3), t, group=group)
+    dist.gather(t, many if root else None, 0, group=group)
+    dist.scatter(t, many if root else None, 0, group=group)
+    dist.all_to_all_single(torch.empty(2 * p), torch.ones(2 * p), group=group)
+    group.allreduce_coalesced([t, torch.ones(5)]).wait()
+    dist.barrier(group=group)
+
+
 def profiled(me: Rank, path: str) -> tuple[dict[str, int], set[str]]:
     """The trace of a step: what was called, on which shapes, from start to end."""
     t, big = torch.ones(4, 3), torch.ones(1_000_000)
     activities = [torch.profiler.ProfilerActivity.CPU]
+    world, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    assert world is not None
+    with torch.profiler.profile(activities=activities, record_shapes=True) as run:
+        rooted_and_moving(world)
+        rooted_and_moving(gloo)
+    run.export_chrome_trace(f"{path}.{me.rank}")
+    calls: dict[str, list[Any]] = {me.backend: [], "gloo": []}
+    trace = json.loads(Path(f"{path}.{me.rank}").read_text())["traceEvents"]
+    for event in sorted(trace, key=lambda event: event.get("ts", 0)):
+        library, _, call = str(event.get("name")).partition(":")
+        if library in calls and event["ph"] == "X":
+            given = event["args"]
+            calls[library].append((call, given.get("Input Dims"), given.get("Input type")))
+    assert len(calls["gloo"]) >= 9
+    if me.backend != "gloo":
+        assert calls[me.backend] == calls["gloo"]
     with torch.profiler.profile(activities=activities, record_shapes=True) as run:
         dist.all_reduce(t)
         dist.all_reduce(big, async_op=True).wait()

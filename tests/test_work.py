@@ -1,10 +1,15 @@
-"""What a Work tells: completion hooks, times, its result, its sender, callbacks of its Future."""
+"""What a Work tells: hooks, records, times, its result, its sender, callbacks of its Future."""
 
 from __future__ import annotations
 
+import pickle
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,16 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank
 from processes import wait_until
+from torch import nn
 from torch._C._distributed_c10d import OpType, WorkResult
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+c10d: Any = torch._C._distributed_c10d
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+PATCH = Path(__file__).parents[1] / "docs/upstream/pytorch-2.14-torchfrtrace.patch"
+needs_hooks = pytest.mark.skipif(
+    not hasattr(c10d, "FlightRecorderHook"), reason="torch has no hooks on collectives before 2.14"
+)
 
 
 def hooked(me: Rank) -> list[tuple[str, int, bool]]:
@@ -222,3 +236,120 @@ def waits_for_pending(me: Rank) -> float:
 @pytest.mark.ringreduce
 def test_wait_for_pending_works(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(waits_for_pending, world(2, 20.0)) == [2.0, 2.0]
+
+
+def hooked_model() -> nn.Module:
+    import ringreduce
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    ringreduce.register_comm_hook(model)
+    return model
+
+
+def dump() -> bytes:
+    options = {"backend": "ringreduce"} if TORCH >= (2, 15) else {}
+    found: bytes = c10d._dump_fr_trace(**options)
+    return found
+
+
+def recorded(me: Rank, path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The records of calls that have ended, and of one that another rank never makes."""
+    group = dist.group.WORLD
+    assert group is not None
+    alone = dist.new_group(timeout=timedelta(seconds=1))
+    # Since 2.15 torch attaches one to every group.
+    hooks = [c10d.FlightRecorderHook.attach(g) for g in (group, alone) if TORCH < (2, 15)]
+    group._enable_collectives_timing()
+    p, r, t = me.world_size, me.rank, torch.ones(4, 3)
+    dist.all_reduce(t)
+    dist.all_reduce(t, async_op=True).wait()
+    dist.broadcast(t, 0)
+    dist.all_gather([torch.empty(4, 3) for _ in range(p)], t)
+    dist.reduce_scatter(torch.empty(4, 3), [t] * p)
+    dist.all_to_all_single(torch.empty(2 * p), torch.ones(2 * p))
+    with _coalescing_manager(group, torch.device("cpu")):
+        dist.all_reduce(t)
+        dist.all_reduce(t)
+    if r < 2:
+        (dist.recv if r else dist.send)(t, 1 - r)
+    model = hooked_model()
+    model(torch.ones(1, 4)).sum().backward()
+    dist.barrier()
+    if TORCH >= (2, 15):  # an asynchronous operation is told of by another thread
+        wait_until(lambda: all(e["retired"] for e in pickle.loads(dump())["entries"]), 10.0)
+    (Path(path) / f"trace_{r}").write_bytes(dump())
+    ended = pickle.loads(dump())["entries"]
+    if r == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.barrier(group=alone)
+    dist.barrier()
+    for hook in hooks:
+        hook.remove()
+    return ended, pickle.loads(dump())["entries"][-2 if r == 0 else -1]
+
+
+READ_TRACES = """
+import sys, torch.distributed.flight_recorder as package
+package.__path__.insert(0, sys.argv[1])
+from torch.distributed.flight_recorder import fr_trace
+fr_trace.main(["-p", "trace_", "-o", sys.argv[2] + "/db", sys.argv[2]])
+"""
+
+
+@needs_hooks
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3])
+def test_flight_recorder(pool: Pool, world: MakeWorld, size: int, tmp_path: Path) -> None:
+    traces, tool = tmp_path / "traces", tmp_path / "torch/distributed/flight_recorder"
+    traces.mkdir()
+    call = pool.start(recorded, world(size, 20.0), str(traces), fresh=True)
+    for rank, (entries, last) in enumerate(call.results()):
+        names = [e["profiling_name"].split(":")[1].split()[0].replace("_", "") for e in entries]
+        expected = ["allreduce", "allreduce", "broadcast", "allgather", "reducescatter"]
+        assert names[:5] == expected, names
+        assert names[5].startswith("alltoall") and names[6].startswith("allreduce"), names
+        assert names[-2:] == ["allreduce", "barrier"], "the bucket of DDP is recorded"
+        assert ("recv" if rank else "send") in names or rank > 1
+        for entry in entries:
+            assert entry["retired"] and entry["timeout_ms"] >= 20_000, entry
+            assert any("test_work" in f["filename"] for f in entry["frames"]), entry
+        assert entries[1]["input_sizes"] == [[4, 3]] and entries[1]["input_dtypes"] == ["Float"]
+        numbers = [e["collective_seq_id"] for e in entries if not e["is_p2p"]]
+        assert numbers == sorted(set(numbers)), numbers
+        if TORCH >= (2, 15):
+            assert all(e["state"] == "completed" for e in entries)
+            assert all(0 <= e.get("duration_ms", 0) < 20_000 for e in entries), entries
+        if rank == 0:
+            assert last["state"] == "scheduled" and not last["retired"], last
+    shutil.copytree(Path(torch.__file__).parent / "distributed/flight_recorder", tool)
+    if TORCH < (2, 15):
+        subprocess.run(["patch", "-p1", "-i", PATCH], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", READ_TRACES, tool, traces], check=True)
+    _, found = pickle.loads((traces / "db").read_bytes())
+    assert len(found.collectives) >= 9
+    assert all(c.pass_check for c in found.collectives), found.collectives
+
+
+def nans(me: Rank) -> None:
+    hook = c10d.NanCheckHook.attach(dist.group.WORLD)
+    nan, ones = torch.full((4,), float("nan")), torch.ones(4)
+    model = hooked_model()
+    for call in (
+        lambda: dist.all_reduce(nan),
+        lambda: dist.reduce_scatter_tensor(torch.empty(2), nan),
+        lambda: dist.send(nan, 1 - me.rank),
+        lambda: model(nan).sum().backward(),
+    ):
+        with pytest.raises(RuntimeError, match="NaN"):
+            call()
+    # What is only received may hold anything.
+    dist.broadcast(nan if me.rank else ones, 0)
+    dist.all_gather([torch.full((4,), float("nan")) for _ in range(me.world_size)], ones)
+    hook.remove()
+    dist.all_reduce(torch.full((4,), float("nan")))
+
+
+@needs_hooks
+@pytest.mark.ringreduce
+def test_nan_check(pool: Pool, world: MakeWorld) -> None:
+    pool.run(nans, world(2, 20.0))

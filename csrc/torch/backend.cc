@@ -310,6 +310,15 @@ void Backend::registerOnCompletionHook(
   };
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+void Backend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  observer_->completion_hooks.add(
+      id, [hook = std::move(hook)](uint64_t key, std::optional<float> milliseconds) {
+        hook({.completionKey = key, .duration_ms = milliseconds});
+      });
+}
+#endif
+
 void Backend::waitForPendingWorks() {
   translated([&] { group()->drain(); });
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <memory>
@@ -76,7 +77,7 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
   // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
-  c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket, Context context);
+  BucketAverage averageBucket(const at::Tensor& bucket, Context context);
 
   // ---- compressed (reduction_calls.cc)
   // Of float32 tensors; `error` receives the errors of this rank's encodings.
@@ -84,10 +85,8 @@ class Backend final : public c10d::Backend {
                               const std::optional<at::Tensor>& error, const Coding& coding,
                               ReduceOp op, CodedSchedule schedule, bool async);
   // As averageBucket, of parameters that lie in the bucket as `parts` says; `last` of a step.
-  c10::intrusive_ptr<c10::ivalue::Future> averageBucket(const at::Tensor& bucket,
-                                                        Compression& compression,
-                                                        std::vector<Part> parts, bool last,
-                                                        Context context);
+  BucketAverage averageBucket(const at::Tensor& bucket, Compression& compression,
+                              std::vector<Part> parts, bool last, Context context);
 
   // ---- point to point (moving_calls.cc)
   WorkPtr send(Tensors&, int peer, int tag) override;
@@ -118,6 +117,13 @@ class Backend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15  // there is no feature macro
+  // Not where there are GPUs: no thread learns that a single operation in a stream has ended, and
+  // torch then records when operations were issued.
+  bool supportsCompletionHooks() const override { return !(gpu_ && at::hasCUDA()); }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override { observer_->completion_hooks.remove(id); }
+#endif
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { observer_->timing = true; }
   c10d::ErrorType getError() override;

@@ -32,6 +32,7 @@ namespace ringreduce {
 namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // ---- Python objects that C++ threads hold, and Futures that Python receives
 
@@ -147,9 +148,10 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
   }
 }
 
-c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::GradBucket& bucket,
+                                             const GroupPtr& group) {
   const py::gil_scoped_release no_gil;
-  return c10::make_intrusive<HookWork>(averageGradBucket(*backend, bucket));
+  return c10::make_intrusive<HookWork>(averageGradBucket({backend, group}, bucket));
 }
 
 // Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
@@ -320,18 +322,19 @@ void bindCompression(py::module_& m) {
       .def(
           "register",
           [](const std::shared_ptr<HookState>& state, c10d::Reducer& reducer,
-             const BackendPtr& backend) {
+             const BackendPtr& backend, const GroupPtr& group) {
             checked(backend);
-            registerCommHook(reducer, backend, state);
+            registerCommHook(reducer, {backend, group}, state);
           },
-          "reducer"_a, "backend"_a)
+          "reducer"_a, "backend"_a, "group"_a)
       .def(
           "average_bucket",
           [](const std::shared_ptr<HookState>& state, const BackendPtr& backend,
-             c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
-            return c10::make_intrusive<HookWork>(state->average(checked(backend), bucket));
+             c10d::GradBucket& bucket, const GroupPtr& group) -> c10::intrusive_ptr<c10d::Work> {
+            checked(backend);
+            return c10::make_intrusive<HookWork>(state->average({backend, group}, bucket));
           },
-          no_gil, "backend"_a, "bucket"_a)
+          no_gil, "backend"_a, "bucket"_a, "group"_a)
       .def("residual", &readResidual, no_gil, "parameter"_a)
       .def("set_residual", &writeResidual, no_gil, "parameter"_a, "values"_a)
       .def(
@@ -409,9 +412,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("has_failed", &Backend::hasFailed);
   m.def(
       "register_comm_hook",
-      [](c10d::Reducer& reducer, const BackendPtr& backend) { registerCommHook(reducer, backend); },
-      "reducer"_a, "backend"_a);
-  m.def("average_bucket", &averageBucket, "backend"_a, "bucket"_a);
+      [](c10d::Reducer& reducer, const BackendPtr& backend, const GroupPtr& group) {
+        registerCommHook(reducer, {backend, group});
+      },
+      "reducer"_a, "backend"_a, "group"_a);
+  m.def("average_bucket", &averageBucket, "backend"_a, "bucket"_a, "group"_a);
   bindCompression(m);
   m.def("topology", &topologyOf, "backend"_a);
   m.def("best_ring", &bestRingOf, "rates"_a);

@@ -40,8 +40,24 @@ Context describeBucket(c10d::GradBucket& bucket) {
   return [description = Description(bucket)] { return description.text(); };
 }
 
+// Calls torch's hooks around the start of an average, as torch does around its own collectives.
+template <class Average>
+c10::intrusive_ptr<c10::ivalue::Future> hooked([[maybe_unused]] c10d::ProcessGroup& group,
+                                               [[maybe_unused]] const at::Tensor& bucket,
+                                               Average&& average) {
+#ifdef C10D_BACKEND_HAS_HOOKS
+  constexpr auto kName = c10d::HookOpName::ALLREDUCE;
+  const int64_t id = group.firePreHook(kName, /*async_op=*/true, /*root=*/-1, std::vector{bucket});
+  const BucketAverage started = average();
+  group.firePostHook(kName, /*async_op=*/true, id, started.work);
+  return started.future;
+#else
+  return average().future;
+#endif
+}
+
 struct Registered {
-  c10::intrusive_ptr<c10d::Backend> backend;
+  AveragingGroup group;
   std::shared_ptr<HookState> state;  // null: exact
 };
 
@@ -50,23 +66,26 @@ class Hook final : public c10d::CppCommHookInterface<Registered> {
   using CppCommHookInterface::CppCommHookInterface;
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_.state ? state_.state->average(*state_.backend, bucket)
-                        : averageGradBucket(*state_.backend, bucket);
+    return state_.state ? state_.state->average(state_.group, bucket)
+                        : averageGradBucket(state_.group, bucket);
   }
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
+c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
                                                           c10d::GradBucket& bucket) {
-  return asRingreduce(backend).averageBucket(bucket.getBufferRef(), describeBucket(bucket));
+  return hooked(*group.group, bucket.getBufferRef(), [&] {
+    return asRingreduce(*group.backend)
+        .averageBucket(bucket.getBufferRef(), describeBucket(bucket));
+  });
 }
 
-void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
                       std::shared_ptr<HookState> state) {
-  asRingreduce(*backend);
+  asRingreduce(*group.backend);
   reducer.register_comm_hook(
-      std::make_unique<Hook>(Registered{std::move(backend), std::move(state)}));
+      std::make_unique<Hook>(Registered{std::move(group), std::move(state)}));
 }
 
 // ---- compressed gradients
@@ -98,7 +117,7 @@ HookState::HookState(const CompressionSettings& settings, const std::vector<at::
     numbers_.emplace(parameters[i].unsafeGetTensorImpl(), i);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> HookState::average(c10d::Backend& backend,
+c10::intrusive_ptr<c10::ivalue::Future> HookState::average(const AveragingGroup& group,
                                                            c10d::GradBucket& bucket) {
   return translated([&] {
     std::vector<Part> parts;
@@ -114,8 +133,11 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::average(c10d::Backend& backen
       parts.push_back({found->second, begin, count});
       begin += count;
     }
-    return asRingreduce(backend).averageBucket(bucket.getBufferRef(), core_, std::move(parts),
-                                               bucket.isLast(), describeBucket(bucket));
+    return hooked(*group.group, bucket.getBufferRef(), [&] {
+      return asRingreduce(*group.backend)
+          .averageBucket(bucket.getBufferRef(), core_, std::move(parts), bucket.isLast(),
+                         describeBucket(bucket));
+    });
   });
 }
 

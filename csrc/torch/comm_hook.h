@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstddef>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <unordered_map>
@@ -14,8 +14,15 @@
 
 namespace ringreduce {
 
-// Averages a bucket over the backend's ranks, in place; the Future's value is the bucket's tensor.
-c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(c10d::Backend& backend,
+// The group whose ringreduce backend averages buckets.  The backend is called directly, so these
+// functions call torch's hooks on the group's collectives: the flight recorder and the NaN check.
+struct AveragingGroup {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+};
+
+// Averages a bucket over the group's ranks, in place; the Future's value is the bucket's tensor.
+c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
                                                           c10d::GradBucket& bucket);
 
 // ---- compressed gradients (group/compression.h)
@@ -27,8 +34,9 @@ class HookState {
   HookState(const CompressionSettings& settings, const std::vector<at::Tensor>& parameters,
             const std::vector<bool>& exact, const std::vector<uint64_t>& names);
 
-  // Averages a bucket over the backend's ranks, in place; the Future's value is its tensor.
-  c10::intrusive_ptr<c10::ivalue::Future> average(c10d::Backend& backend, c10d::GradBucket& bucket);
+  // Averages a bucket over the group's ranks, in place; the Future's value is its tensor.
+  c10::intrusive_ptr<c10::ivalue::Future> average(const AveragingGroup& group,
+                                                  c10d::GradBucket& bucket);
 
   Compression& core() { return core_; }
 
@@ -37,9 +45,8 @@ class HookState {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;
 };
 
-// From now on `reducer` averages its buckets over `backend`, a ringreduce one: exactly, or by way
-// of `state`.
-void registerCommHook(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::Backend> backend,
+// From now on `reducer` averages its buckets over `group`: exactly, or by way of `state`.
+void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
                       std::shared_ptr<HookState> state = nullptr);
 
 }  // namespace ringreduce

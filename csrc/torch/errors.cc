@@ -60,21 +60,27 @@ void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, P
   for (PyObject* type : error_types) Py_INCREF(type);
 }
 
-std::exception_ptr toPython(std::exception_ptr error, const std::string& context) {
+std::exception_ptr toPython(std::exception_ptr error, const std::string& context,
+                            bool several_threads) {
   if (!error) return error;
   try {
     std::rethrow_exception(error);
   } catch (const Error& e) {
     std::string text = e.what();
     if (!context.empty()) text += " (" + context + ")";
+    if (several_threads && e.kind() == Failure::kMismatch)
+      text +=
+          " Several threads of this rank call this group, and their calls have no common order on "
+          "all ranks: give each thread a group of its own (dist.new_group()), as in "
+          "async_save(process_group=...).";
     return std::make_exception_ptr(PythonError(e.kind(), text));
   } catch (...) {
     return error;
   }
 }
 
-void rethrowToPython(const std::string& context) {
-  std::rethrow_exception(toPython(std::current_exception(), context));
+void rethrowToPython(const std::string& context, bool several_threads) {
+  std::rethrow_exception(toPython(std::current_exception(), context, several_threads));
 }
 
 void checkSignals() {

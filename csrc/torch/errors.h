@@ -21,11 +21,13 @@ void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, P
                    PyObject* other);
 
 // The error as one that Python understands, with `context` (a bucket, say) in parentheses behind
-// its text.  kArgument becomes ValueError; other exceptions stay as they are.
-std::exception_ptr toPython(std::exception_ptr error, const std::string& context = "");
+// its text.  kArgument becomes ValueError; other exceptions stay as they are.  `several_threads` of
+// this rank have called the group: a likely cause of a Mismatch, which then says so.
+std::exception_ptr toPython(std::exception_ptr error, const std::string& context = "",
+                            bool several_threads = false);
 
 // Throws the exception being handled, converted by toPython.
-[[noreturn]] void rethrowToPython(const std::string& context = "");
+[[noreturn]] void rethrowToPython(const std::string& context = "", bool several_threads = false);
 
 // Runs `call` so that the core's errors leave as Python's.
 template <class F>

@@ -44,7 +44,6 @@ class GpuBackend final : public c10d::Backend {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
-  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   // Makes the NCCL backend when it is first needed; null where it cannot start.
   using MakeNccl = std::function<BackendPtr()>;
   // Makes the communicator of a device, with all ranks, when it is first used.
@@ -73,7 +72,7 @@ class GpuBackend final : public c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
                                           const c10d::AllgatherOptions&) override;
   // The average over all ranks, in place, of one DDP bucket.
-  FuturePtr averageBucket(const at::Tensor& bucket, Context context);
+  BucketAverage averageBucket(const at::Tensor& bucket, Context context);
 
   // ---- the other backend's
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;

@@ -137,8 +137,8 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
   });
 }
 
-GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Context context) {
-  return translated([&] {
+BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, Context context) {
+  return translated([&]() -> BucketAverage {
     constexpr auto kCall = "DDP hook";
     requireDense(bucket, kCall, bucket.device());
     if (!performs(bucket.device(), Kind::kAllReduce)) {
@@ -146,11 +146,11 @@ GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Contex
       c10d::AllreduceOptions options;
       options.reduceOp = c10d::ReduceOp::AVG;
       options.asyncOp = true;
-      return other(bucket)
-          .allreduce(tensors, options)
-          ->getFuture()
-          ->then([](c10::ivalue::Future& done) { return done.value().toTensorVector().at(0); },
-                 c10::TensorType::get());
+      const WorkPtr work = other(bucket).allreduce(tensors, options);
+      const auto first = [](c10::ivalue::Future& done) {
+        return done.value().toTensorVector().at(0);
+      };
+      return {work, work->getFuture()->then(first, c10::TensorType::get())};
     }
     registerBucket(bucket);
     const Staged staged(bucket, Use::kBoth, kCall);
@@ -160,17 +160,18 @@ GpuBackend::FuturePtr GpuBackend::averageBucket(const at::Tensor& bucket, Contex
                                   .dtype = dtypeOf(bucket, kCall),
                                   .op = ReduceOp::kAvg,
                                   .label = std::move(context)};
-    return enqueue({.type = c10d::OpType::ALLREDUCE,
-                    .title = "ringreduce:all_reduce",
-                    .inputs = {bucket},
-                    .outputs = {bucket},
-                    .future_of_one = true},
-                   bucket.device(), /*async=*/true, {bucket, staged.memory()},
-                   [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
-                     communicator.allReduce(call, handleOf(stream));
-                     staged.giveBack();
-                   })
-        ->getFuture();
+    const WorkPtr work =
+        enqueue({.type = c10d::OpType::ALLREDUCE,
+                 .title = "ringreduce:all_reduce",
+                 .inputs = {bucket},
+                 .outputs = {bucket},
+                 .future_of_one = true},
+                bucket.device(), /*async=*/true, {bucket, staged.memory()},
+                [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
+                  communicator.allReduce(call, handleOf(stream));
+                  staged.giveBack();
+                });
+    return {work, work->getFuture()};
   });
 }
 
@@ -307,7 +308,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
                        .timeout = timeoutOf(options.timeout)});
     }
     return enqueue({single ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::COALESCED,
-                    "ringreduce:all_gather_into_tensor", inputs, outputs},
+                    "ringreduce:all_gather", inputs, outputs},
                    device, options.asyncOp, used,
                    [&](cuda::GpuCommunicator& communicator, const c10::Stream& stream) {
                      for (size_t i = 0; i < calls.size(); ++i) {

@@ -147,8 +147,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
   if (GpuBackend* gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
   return translated([&] {
-    return start(c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather_into_tensor", {input},
-                 {output},
+    return start(c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
                  gatherInto(output, input, OutputMemory({output}), rank_, size_, options.timeout,
                             "all_gather_into_tensor"),
                  options.asyncOp);

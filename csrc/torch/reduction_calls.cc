@@ -160,25 +160,24 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   });
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Backend::averageBucket(const at::Tensor& bucket,
-                                                               Context context) {
+BucketAverage Backend::averageBucket(const at::Tensor& bucket, Context context) {
   if (GpuBackend* gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
-  return translated([&] {
+  return translated([&]() -> BucketAverage {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
-    return start({c10d::OpType::ALLREDUCE,
-                  "ringreduce:all_reduce",
-                  {bucket},
-                  {bucket},
-                  {{AllReduce{.data = staged.data(),
-                              .count = countOf(bucket),
-                              .dtype = dtypeOf(bucket, "DDP hook"),
-                              .op = ReduceOp::kAvg},
-                    0, [staged] { staged.giveBack(); }}},
-                  std::move(context),
-                  true},
-                 /*async=*/true)
-        ->getFuture();
+    const WorkPtr work = start({c10d::OpType::ALLREDUCE,
+                                "ringreduce:all_reduce",
+                                {bucket},
+                                {bucket},
+                                {{AllReduce{.data = staged.data(),
+                                            .count = countOf(bucket),
+                                            .dtype = dtypeOf(bucket, "DDP hook"),
+                                            .op = ReduceOp::kAvg},
+                                  0, [staged] { staged.giveBack(); }}},
+                                std::move(context),
+                                true},
+                               /*async=*/true);
+    return {work, work->getFuture()};
   });
 }
 
@@ -458,9 +457,9 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
   });
 }
 
-FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compression,
-                                 std::vector<Part> parts, bool last, Context context) {
-  return translated([&] {
+BucketAverage Backend::averageBucket(const at::Tensor& bucket, Compression& compression,
+                                     std::vector<Part> parts, bool last, Context context) {
+  return translated([&]() -> BucketAverage {
     GpuBackend* const gpu = gpuFor(bucket);
     requireDense(bucket, kHook, gpu ? bucket.device() : c10::Device(at::kCPU));
     const DType dtype = dtypeOf(bucket, kHook);
@@ -484,16 +483,16 @@ FuturePtr Backend::averageBucket(const at::Tensor& bucket, Compression& compress
       then();
       staged.giveBack();
     };
-    const auto averaged = start({c10d::OpType::ALLREDUCE,
-                                 "ringreduce:compressed_all_reduce",
-                                 {bucket},
-                                 {trip ? trip->host() : bucket},
-                                 std::move(operations),
-                                 std::move(context),
-                                 true},
-                                /*async=*/true)
-                              ->getFuture();
-    return trip ? broughtBack(averaged, trip, bucket) : averaged;
+    const WorkPtr work = start({c10d::OpType::ALLREDUCE,
+                                "ringreduce:compressed_all_reduce",
+                                {bucket},
+                                {trip ? trip->host() : bucket},
+                                std::move(operations),
+                                std::move(context),
+                                true},
+                               /*async=*/true);
+    const FuturePtr averaged = work->getFuture();
+    return {work, trip ? broughtBack(averaged, trip, bucket) : averaged};
   });
 }
 

@@ -46,14 +46,50 @@ void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence
   }
 }
 
+void CompletionHooks::add(int64_t id, Hook hook) {
+  const std::lock_guard lock(mutex_);
+  hooks_[id] = std::move(hook);
+  any_ = true;
+}
+
+void CompletionHooks::remove(int64_t id) {
+  const std::lock_guard lock(mutex_);
+  hooks_.erase(id);
+  any_ = !hooks_.empty();
+}
+
+void CompletionHooks::call(uint64_t key, std::optional<float> milliseconds) {
+  const auto hooks = [&] {
+    const std::lock_guard lock(mutex_);
+    return hooks_;
+  }();
+  for (const auto& [id, hook] : hooks) hook(key, milliseconds);
+}
+
+namespace {
+
+uint64_t nextCompletionKey() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
+
 Work::Work(Group& group, const Job& job)
     : c10d::Work(group.rank(), job.type, job.title, job.inputs),
       group_(group.weak_from_this()),
       outputs_(job.outputs),
       context_(job.context),
       sequence_(group.operations()),
+      completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
-      observer_(job.observer) {}
+      observer_(job.observer) {
+  observer_->noteThread();
+}
+
+std::exception_ptr Work::shown(std::exception_ptr error) const {
+  return toPython(std::move(error), textOf(context_), observer_->severalThreads());
+}
 
 Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // a signal handler may destroy the group meanwhile
@@ -68,7 +104,7 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
     });
   } catch (...) {
     work->finish(std::current_exception());
-    rethrowToPython(textOf(job.context));
+    rethrowToPython(textOf(job.context), job.observer->severalThreads());
   }
   if (blocking) work->wait(kNoTimeout);
   return work;
@@ -81,12 +117,12 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
     work->delivery_ = group.post(std::move(message));
   } catch (...) {
     work->finish(std::current_exception());
-    rethrowToPython();
+    rethrowToPython("", job.observer->severalThreads());
   }
   work->handle_ = work->delivery_;
   // A profiler or a hook is notified without a wait; otherwise that would cost more than a small
   // message.
-  const bool watched = work->recordFunctionEndCallback_ || work->observer_->hooked;
+  const bool watched = work->recordFunctionEndCallback_ || work->observer_->watches();
   const bool told_later = watched && work->delivery_->setCompletion([work](std::exception_ptr e) {
     work->complete(std::move(e));
   });
@@ -103,9 +139,12 @@ void Work::complete(std::exception_ptr error) {
     while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
     return;
   }
-  if (error) error = toPython(std::move(error), textOf(context_));
+  if (error) error = shown(std::move(error));
   ended_ = now();
   finish(error);
+  if (!error && observer_->completion_hooks.any())
+    observer_->completion_hooks.call(
+        completion_key_, observer_->timing ? std::optional(getDuration()) : std::nullopt);
   FuturePtr future;
   {
     const std::lock_guard lock(outcome_mutex_);
@@ -179,7 +218,7 @@ bool Work::isSuccess() const {
 
 std::exception_ptr Work::exception() const {
   const std::exception_ptr error = handle_ ? handle_->error() : nullptr;
-  return error ? toPython(error, textOf(context_)) : nullptr;
+  return error ? shown(error) : nullptr;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -199,7 +238,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   });
   const std::exception_ptr error = handle_->error();
   complete(error);
-  if (error) std::rethrow_exception(toPython(error, textOf(context_)));
+  if (error) std::rethrow_exception(shown(error));
   return true;
 }
 

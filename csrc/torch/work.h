@@ -7,9 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -20,11 +23,46 @@ namespace ringreduce {
 // Makes the context that follows an error's text; called only on an error.  May be null.
 using Context = std::function<std::string()>;
 
-// A backend's observation of all its operations: timing and torch's onCompletion hook.
+// torch's completion hooks, by which its flight recorder learns that an operation has succeeded.
+class CompletionHooks {
+ public:
+  // `key` names the Work (Work::getCompletionKey); `milliseconds` is null if nothing is timed.
+  using Hook = std::function<void(uint64_t key, std::optional<float> milliseconds)>;
+
+  bool any() const { return any_; }
+  void add(int64_t id, Hook hook);
+  void remove(int64_t id);
+  // Without a lock: the end of a hook's call may be the end of its owner, which then removes it.
+  void call(uint64_t key, std::optional<float> milliseconds);
+
+ private:
+  std::atomic<bool> any_{false};
+  std::mutex mutex_;  // of the hooks
+  std::map<int64_t, Hook> hooks_;
+};
+
+// A backend's observation of all its operations: timing and torch's hooks.
 struct Observer {
   std::atomic<bool> timing{false};
   std::atomic<bool> hooked{false};  // on_completion is set
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;
+  CompletionHooks completion_hooks;
+
+  bool watches() const { return hooked || completion_hooks.any(); }
+
+  // Notes that the calling thread starts an operation.
+  void noteThread() {
+    const auto self = std::this_thread::get_id();
+    auto first = first_thread_.load(std::memory_order_relaxed);
+    if (first == self) return;
+    if (first != std::thread::id() || !first_thread_.compare_exchange_strong(first, self))
+      several_threads_ = true;
+  }
+  bool severalThreads() const { return several_threads_; }
+
+ private:
+  std::atomic<std::thread::id> first_thread_{};
+  std::atomic<bool> several_threads_{false};
 };
 
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
@@ -67,6 +105,8 @@ class Work final : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
   int sourceRank() const override;     // of a receive that is done
   float getDuration() const override;  // in ms, from its start to its end
+  // Overrides a method that torch has since 2.15.  No two Works of a process have the same key.
+  uint64_t getCompletionKey() const { return completion_key_; }
 
   Work(Group& group, const Job& job);
 
@@ -74,6 +114,7 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  std::exception_ptr shown(std::exception_ptr error) const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
@@ -81,6 +122,7 @@ class Work final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const Context context_;
   const uint64_t sequence_;
+  const uint64_t completion_key_;
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const Nanos started_ = now();
@@ -96,6 +138,12 @@ class Work final : public c10d::Work {
   std::exception_ptr outcome_;
   FuturePtr future_;  // made when it is first asked for
   std::atomic<bool> settled_{false};
+};
+
+// The average of a DDP bucket: the operation, and the bucket's tensor once it is averaged.
+struct BucketAverage {
+  c10::intrusive_ptr<c10d::Work> work;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
 // Several works that are waited for as one (startCoalescing ... endCoalescing).
