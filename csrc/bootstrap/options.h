@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,6 +40,9 @@ struct GroupOptions {
   bool together = false;  // all ranks are known to share a host: sockets are not for them
 
   std::string store_host = "";  // where the store is, by name or number, if that is known
+
+  // Called by rank 0 before anything is sent.  Its Error ends the making of the group on all ranks.
+  std::function<void()> claim = {};
 
   // A rank of this group as messages name it.
   int shownAs(int rank) const {

@@ -114,6 +114,7 @@ class Meeting {
 
   // Before anything is sent.
   void prepare() try {
+    if (options_.claim) options_.claim();
     shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
     shared_.validate();
     socket_ = "ringreduce-" + randomSecretText();

@@ -18,6 +18,7 @@
 #include "base/bytes.h"
 #include "base/config.h"
 #include "base/error.h"
+#include "bootstrap/unix_socket.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
@@ -100,6 +101,27 @@ void leave(GpuBackend& gpu) {
   }
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+// The ranks' numbers in messages: those that they had first, if these differ; else their new ones.
+std::vector<int> numbersIn(const std::vector<std::string>& handles) {
+  std::vector<int> numbers;
+  for (const std::string& handle : handles) {
+    const int number = std::atoi(handle.c_str() + handle.rfind('-') + 1);
+    if (std::ranges::count(numbers, number) > 0) return {};
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+std::string joined(const std::vector<std::string>& handles) {
+  std::string all;
+  for (const std::string& handle : handles) all += handle + " ";
+  return all;
+}
+
+#endif
+
 LiveGroups& liveGroups() {
   static auto* all = new LiveGroups;  // never destroyed: used while the process exits
   return *all;
@@ -114,33 +136,46 @@ Backend& asRingreduce(c10d::Backend& backend) {
 }
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options, Gpus gpus)
+                 const GroupOptions& options, Gpus gpus, bool connect)
     : c10d::Backend(rank, size),
       store_(store),
       group_options_(options),
       options_(c10::make_intrusive<Options>(
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
-      gpus_(std::move(gpus)) {
+      gpus_(std::move(gpus)),
+      token_(randomSecretText().substr(0, 16)) {
   options_->group_name = options.name;
   options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  TorchStore adapted(store);
-  group_ = translated([&] {
-    GroupOptions located = options;
-    if (located.store_host.empty()) located.store_host = hostOf(store);
-    if (!hasCuda()) return Group::create(adapted, rank, size, located);
-    adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
-    return Group::create(adapted, rank, size, located);
-  });
-  if (hasCuda())
-    gpu_ = c10::make_intrusive<GpuBackend>(
-        rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
-        [this] {
-          const auto made = gpus_.make_inner(store_, rank_, size_);
-          if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
-          return made;
-        },
-        makeStagedBackend(*this));
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  options_->enable_reconfigure = !connect;
+#endif
+  if (!connect) return;
+  group_ = makeGroup(store, rank, size, options);
+  generation_ = 1;
+  gpu_ = makeGpuBackend();
   liveGroups().add(group_, gpu_);
+}
+
+std::shared_ptr<Group> Backend::makeGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int size, GroupOptions options) const {
+  return translated([&] {
+    TorchStore adapted(store);
+    if (options.store_host.empty()) options.store_host = hostOf(store);
+    if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
+    return Group::create(adapted, rank, size, options);
+  });
+}
+
+c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend() {
+  if (!hasCuda()) return nullptr;
+  return c10::make_intrusive<GpuBackend>(
+      rank_, size_, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
+      [this] {
+        const auto made = gpus_.make_inner(store_, rank_, size_);
+        if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
+        return made;
+      },
+      makeStagedBackend(*this));
 }
 
 Backend::~Backend() {
@@ -159,6 +194,10 @@ std::shared_ptr<Group> Backend::groupIfAny() const {
 std::shared_ptr<Group> Backend::group() const {
   if (auto group = groupIfAny()) return group;
   return translated([&]() -> std::shared_ptr<Group> {
+    if (generation_ == 0)
+      throw Error(Failure::kSetup, "group '" + group_options_.name +
+                                       "' has no members yet: it was made with "
+                                       "enable_reconfigure=True, so call reconfigure() first");
     throw Error(Failure::kAborted, "group '" + group_options_.name + "' of rank " +
                                        group_options_.shown(rank_) + " has been destroyed");
   });
@@ -297,6 +336,75 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+// ---- membership
+
+c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
+  return "ringreduce-" + token_ + "-" + std::to_string(generation_) + "-" +
+         group_options_.shown(rank_);
+}
+
+Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& given) {
+  std::vector<std::string> handles;
+  if (const auto* ordered = std::get_if<std::vector<std::string>>(&given.handles)) {
+    handles = *ordered;
+  } else {
+    const auto& any = std::get<std::unordered_set<std::string>>(given.handles);
+    handles.assign(any.begin(), any.end());
+    std::ranges::sort(handles);
+  }
+  const auto self = std::ranges::find(handles, get_reconfigure_handle());
+  TORCH_CHECK_VALUE(self != handles.end(), "ringreduce reconfigure: the handle of this rank (",
+                    get_reconfigure_handle(), ") is not among the ", handles.size(),
+                    " given; collect all handles again after each reconfigure");
+  for (const std::string& handle : handles)
+    TORCH_CHECK_VALUE(std::ranges::count(handles, handle) == 1, "ringreduce reconfigure: ", handle,
+                      " stands twice among the handles");
+
+  const int rank = static_cast<int>(self - handles.begin()),
+            size = static_cast<int>(handles.size());
+  const std::string place = "ringreduce/reconfigure/" + std::to_string(given.uuid) + "/";
+  GroupOptions made = group_options_;
+  made.timeout = given.timeout ? nanosOf(*given.timeout) : nanosOf(options_->timeout);
+  made.global_ranks = numbersIn(handles);
+  made.of_ranks = 0;
+  made.claim = [&] {
+    if (fromStore([&] { return store_->add(place + "claims", 1); }) > 1)
+      throw Error(Failure::kSetup, "the uuid " + std::to_string(given.uuid) +
+                                       " of a reconfigure was already used: give each one a new "
+                                       "uuid");
+  };
+  // Ranks that give the same uuid with other handles do not meet.
+  const std::string met = place + std::to_string(std::hash<std::string>()(joined(handles))) + "/";
+  const auto group =
+      makeGroup(c10::make_intrusive<c10d::PrefixStore>(met, store_), rank, size, made);
+  group->setTimeout(nanosOf(options_->timeout));
+
+  if (gpu_) gpu_->shutdown();
+  std::shared_ptr<Group> old;
+  {
+    const std::lock_guard lock(group_mutex_);
+    old = std::exchange(group_, group);
+    made.timeout = group_options_.timeout;
+    made.claim = {};
+    group_options_ = std::move(made);
+    rank_ = rank;
+    size_ = size;
+    ++generation_;
+    last_failure_ = Failure::kNone;
+    last_operations_ = 0;
+  }
+  options_->global_ranks_in_group.assign(group_options_.global_ranks.begin(),
+                                         group_options_.global_ranks.end());
+  gpu_ = makeGpuBackend();
+  liveGroups().add(group, gpu_);
+  if (old) old->shutdown();
+  return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+}
+
+#endif
+
 // ---- its state
 
 void Backend::registerOnCompletionHook(
@@ -351,6 +459,11 @@ c10d::ErrorType Backend::getError() {
       return c10d::ErrorType::TIMEOUT;
     case Failure::kPeerLost:
       return c10d::ErrorType::REMOTE_ERROR;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+    case Failure::kAborted:  // as the caller wished, who reconfigures it
+      if (options_->enable_reconfigure) return c10d::ErrorType::SUCCESS;
+      [[fallthrough]];
+#endif
     default:
       return c10d::ErrorType::COMM_ERROR;
   }

@@ -39,8 +39,9 @@ class Backend final : public c10d::Backend {
     MakeInner make_inner;
   };
 
+  // `connect`: make the group now.  Otherwise reconfigure() makes it.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options, Gpus gpus);
+          const GroupOptions& options, Gpus gpus, bool connect = true);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -114,6 +115,21 @@ class Backend final : public c10d::Backend {
   // A group of all ranks but some, also after this group has failed.
   BackendPtr shrink(const std::vector<int64_t>& excluded, int flags, const OptionsPtr&) override;
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // ---- membership
+  //
+  // Ranks and size change in place.  The members of the new group each call reconfigure() with the
+  // same fresh uuid and the handles of all of them, and meet in the store that this backend was
+  // made with.  A list of handles gives the order of the ranks; a set leaves it to this backend,
+  // which sorts them.  A handle is valid until the next successful reconfigure().
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Returns once the new group is made and the old one is left.  If it throws, the old group is as
+  // it was: ValueError for handles without this rank's, Error for a uuid that was used before,
+  // Timeout or PeerLost for ranks that do not come.
+  WorkPtr reconfigure(const c10d::ReconfigureOptions&) override;
+#endif
+
   void setSequenceNumberForGroup() override {}  // both ends count from the start
   uint64_t getSequenceNumberForGroup() override;
   void registerOnCompletionHook(
@@ -156,6 +172,9 @@ class Backend final : public c10d::Backend {
   GpuBackend* gpuFor(const at::Tensor& tensor) const;
   GpuBackend* gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
+  std::shared_ptr<Group> makeGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                   GroupOptions options) const;
+  c10::intrusive_ptr<GpuBackend> makeGpuBackend();
   WorkPtr start(Job job, bool async);
   WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);
@@ -167,7 +186,7 @@ class Backend final : public c10d::Backend {
                      const std::vector<int>& ranks, const OptionsPtr& options) const;
 
   const c10::intrusive_ptr<c10d::Store> store_;  // for groups made of this one
-  const GroupOptions group_options_;
+  GroupOptions group_options_;
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   const Gpus gpus_;                 // handed on to groups made of this one
@@ -175,6 +194,8 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed, and its operations
   uint64_t last_operations_ = 0;
+  const std::string token_;             // of this backend, in its handles
+  int generation_ = 0;                  // how many groups it has had
   c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two
