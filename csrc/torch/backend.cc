@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -18,7 +19,6 @@
 #include "base/bytes.h"
 #include "base/config.h"
 #include "base/error.h"
-#include "bootstrap/unix_socket.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
@@ -103,21 +103,41 @@ void leave(GpuBackend& gpu) {
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
-// The ranks' numbers in messages: those that they had first, if these differ; else their new ones.
-std::vector<int> numbersIn(const std::vector<std::string>& handles) {
-  std::vector<int> numbers;
-  for (const std::string& handle : handles) {
-    const int number = std::atoi(handle.c_str() + handle.rfind('-') + 1);
-    if (std::ranges::count(numbers, number) > 0) return {};
-    numbers.push_back(number);
-  }
-  return numbers;
-}
+// A rank's handle for a reconfigure: "ringreduce-<token>-<generation>-<number>".
+struct Handle {
+  std::string text;
+  int number = 0;  // of the rank when its process made the group
 
-std::string joined(const std::vector<std::string>& handles) {
-  std::string all;
-  for (const std::string& handle : handles) all += handle + " ";
-  return all;
+  explicit Handle(const std::string& handle) : text(handle) {
+    const auto digits = handle.rfind('-') + 1;
+    const char* end = handle.data() + handle.size();
+    const auto read = std::from_chars(handle.data() + digits, end, number);
+    if (!handle.starts_with("ringreduce-") || read.ec != std::errc() || read.ptr != end)
+      throw Error(Failure::kArgument, "'" + handle + "' is no handle of a ringreduce group");
+  }
+};
+
+// By rank.  A list is in that order; a set is put into the order of the ranks' first numbers.
+std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std::string& own) {
+  std::vector<Handle> handles;
+  std::visit(
+      [&](const auto& all) {
+        for (const auto& handle : all) handles.emplace_back(handle);
+      },
+      options.handles);
+  const auto inOrder = [](const Handle& a, const Handle& b) {
+    return std::tie(a.number, a.text) < std::tie(b.number, b.text);
+  };
+  if (std::holds_alternative<std::unordered_set<std::string>>(options.handles))
+    std::ranges::sort(handles, inOrder);
+  for (const Handle& handle : handles)
+    if (std::ranges::count(handles, handle.text, &Handle::text) > 1)
+      throw Error(Failure::kArgument, "'" + handle.text + "' stands twice among the handles");
+  if (std::ranges::count(handles, own, &Handle::text) == 0)
+    throw Error(Failure::kArgument, "this rank's own handle, '" + own + "', is not among the " +
+                                        std::to_string(handles.size()) +
+                                        " given; collect all handles again after each reconfigure");
+  return handles;
 }
 
 #endif
@@ -139,31 +159,29 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
                  const GroupOptions& options, Gpus gpus, bool connect)
     : c10d::Backend(rank, size),
       store_(store),
+      group_store_(store),
       group_options_(options),
       options_(c10::make_intrusive<Options>(
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
       gpus_(std::move(gpus)),
-      token_(randomSecretText().substr(0, 16)) {
+      is_connected_(connect) {
   options_->group_name = options.name;
   options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   options_->enable_reconfigure = !connect;
 #endif
   if (!connect) return;
-  group_ = makeGroup(store, rank, size, options);
-  generation_ = 1;
+  group_ = translated([&] { return makeGroup(store, rank, size, options); });
   gpu_ = makeGpuBackend();
   liveGroups().add(group_, gpu_);
 }
 
-std::shared_ptr<Group> Backend::makeGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                          int size, GroupOptions options) const {
-  return translated([&] {
-    TorchStore adapted(store);
-    if (options.store_host.empty()) options.store_host = hostOf(store);
-    if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
-    return Group::create(adapted, rank, size, options);
-  });
+std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
+                                          GroupOptions options) const {
+  TorchStore adapted(store);
+  if (options.store_host.empty()) options.store_host = hostOf(store);
+  if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
+  return Group::create(adapted, rank, size, options);
 }
 
 c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend() {
@@ -171,7 +189,7 @@ c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend() {
   return c10::make_intrusive<GpuBackend>(
       rank_, size_, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
       [this] {
-        const auto made = gpus_.make_inner(store_, rank_, size_);
+        const auto made = gpus_.make_inner(group_store_, rank_, size_);
         if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
         return made;
       },
@@ -194,10 +212,10 @@ std::shared_ptr<Group> Backend::groupIfAny() const {
 std::shared_ptr<Group> Backend::group() const {
   if (auto group = groupIfAny()) return group;
   return translated([&]() -> std::shared_ptr<Group> {
-    if (generation_ == 0)
+    if (!is_connected_)
       throw Error(Failure::kSetup, "group '" + group_options_.name +
-                                       "' has no members yet: it was made with "
-                                       "enable_reconfigure=True, so call reconfigure() first");
+                                       "' was made with enable_reconfigure=True and has no members "
+                                       "yet: call reconfigure() first");
     throw Error(Failure::kAborted, "group '" + group_options_.name + "' of rank " +
                                        group_options_.shown(rank_) + " has been destroyed");
   });
@@ -282,15 +300,13 @@ Backend::WorkPtr Backend::endCoalescing() {
 Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                      const std::vector<int>& ranks,
                                      const OptionsPtr& options) const {
-  GroupOptions made = group_options_;
+  GroupOptions made = group_options_.ofRanks(ranks);
   made.timeout = options ? nanosOf(options->timeout) : group()->timeout();
   made.name =
       options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
   made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
   made.shared = group()->sharedOptions();
-  made.global_ranks.clear();
-  for (int r : ranks) made.global_ranks.push_back(group_options_.shownAs(r));
   return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
 }
 
@@ -299,7 +315,7 @@ c10::intrusive_ptr<c10d::Store> Backend::meeting(const char* why,
                                                  const std::vector<int>& ranks) const {
   std::string prefix = std::string("ringreduce/") + why + "/";
   for (int r : ranks) prefix += std::to_string(r) + ",";
-  return c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, group_store_);
 }
 
 Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -321,7 +337,8 @@ Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
   if (options && !options->group_name.empty()) made.name = options->group_name;
   made.shared = group()->sharedOptions();
   made.global_ranks.clear();  // those of other groups are not known here
-  return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made, gpus_);
+  made.started_as.clear();
+  return c10::make_intrusive<Backend>(store ? store : group_store_, rank, size, made, gpus_);
 }
 
 Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int flags,
@@ -342,65 +359,81 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
 
 c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
   return "ringreduce-" + token_ + "-" + std::to_string(generation_) + "-" +
-         group_options_.shown(rank_);
+         std::to_string(group_options_.startedAs(rank_));
 }
 
-Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& given) {
-  std::vector<std::string> handles;
-  if (const auto* ordered = std::get_if<std::vector<std::string>>(&given.handles)) {
-    handles = *ordered;
-  } else {
-    const auto& any = std::get<std::unordered_set<std::string>>(given.handles);
-    handles.assign(any.begin(), any.end());
-    std::ranges::sort(handles);
+Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
+  return translated([&] {
+    const std::string own = get_reconfigure_handle();
+    const std::vector<Handle> handles = handlesOf(options, own);
+    const auto self = std::ranges::find(handles, own, &Handle::text);
+    const int rank = static_cast<int>(self - handles.begin());
+    const int size = static_cast<int>(handles.size());
+
+    std::string members;
+    GroupOptions made = group_options_;
+    made.timeout = nanosOf(options.timeout.value_or(options_->timeout));
+    made.global_ranks.clear();
+    made.started_as.clear();
+    made.of_ranks = 0;
+    for (const Handle& handle : handles) {
+      made.started_as.push_back(handle.number);
+      members += handle.text + " ";
+    }
+    const std::string place = "ringreduce/reconfigure/" + std::to_string(options.uuid);
+    claim(options.uuid, place + "/claim", members, rank);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(
+        place + "/" + std::to_string(std::hash<std::string>()(members)), store_);
+    const std::shared_ptr<Group> group = makeGroup(store, rank, size, made);
+    group->setTimeout(nanosOf(options_->timeout));
+    made.timeout = group_options_.timeout;
+    enter(group, store, std::move(made));
+    return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+  });
+}
+
+// A uuid is for one attempt of one list of members: a second one would meet the remains of the
+// first.  Rank 0 claims it in the store, and each rank knows those that it has used.
+void Backend::claim(int64_t uuid, const std::string& key, const std::string& members, int rank) {
+  bool is_new = used_uuids_.insert(uuid).second;
+  if (is_new && rank == 0) {
+    is_new = fromStore([&] { return store_->compareSet(key, "", members) == members; });
+  } else if (is_new) {
+    const auto claimed_by = TorchStore(store_).get(key);
+    is_new = !claimed_by || *claimed_by == members;
   }
-  const auto self = std::ranges::find(handles, get_reconfigure_handle());
-  TORCH_CHECK_VALUE(self != handles.end(), "ringreduce reconfigure: the handle of this rank (",
-                    get_reconfigure_handle(), ") is not among the ", handles.size(),
-                    " given; collect all handles again after each reconfigure");
-  for (const std::string& handle : handles)
-    TORCH_CHECK_VALUE(std::ranges::count(handles, handle) == 1, "ringreduce reconfigure: ", handle,
-                      " stands twice among the handles");
+  if (!is_new)
+    throw Error(Failure::kSetup, "uuid " + std::to_string(uuid) +
+                                     " of a reconfigure was already used; give each reconfigure of "
+                                     "group '" +
+                                     group_options_.name + "' a new one");
+}
 
-  const int rank = static_cast<int>(self - handles.begin()),
-            size = static_cast<int>(handles.size());
-  const std::string place = "ringreduce/reconfigure/" + std::to_string(given.uuid) + "/";
-  GroupOptions made = group_options_;
-  made.timeout = given.timeout ? nanosOf(*given.timeout) : nanosOf(options_->timeout);
-  made.global_ranks = numbersIn(handles);
-  made.of_ranks = 0;
-  made.claim = [&] {
-    if (fromStore([&] { return store_->add(place + "claims", 1); }) > 1)
-      throw Error(Failure::kSetup, "the uuid " + std::to_string(given.uuid) +
-                                       " of a reconfigure was already used: give each one a new "
-                                       "uuid");
-  };
-  // Ranks that give the same uuid with other handles do not meet.
-  const std::string met = place + std::to_string(std::hash<std::string>()(joined(handles))) + "/";
-  const auto group =
-      makeGroup(c10::make_intrusive<c10d::PrefixStore>(met, store_), rank, size, made);
-  group->setTimeout(nanosOf(options_->timeout));
-
-  if (gpu_) gpu_->shutdown();
-  std::shared_ptr<Group> old;
+// Leaves the old group, if there is one, for the new one.
+void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
+                    GroupOptions options) {
+  const std::shared_ptr<Group> old = groupIfAny();
+  // Ranks that are not in the new group may never join what is under way.
+  if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+  if (gpu_) leave(*gpu_);
   {
     const std::lock_guard lock(group_mutex_);
-    old = std::exchange(group_, group);
-    made.timeout = group_options_.timeout;
-    made.claim = {};
-    group_options_ = std::move(made);
-    rank_ = rank;
-    size_ = size;
-    ++generation_;
+    group_ = group;
     last_failure_ = Failure::kNone;
-    last_operations_ = 0;
+    group_store_ = store;
+    group_options_ = std::move(options);
+    rank_ = group->rank();
+    size_ = group->size();
+    is_connected_ = true;
+    ++generation_;
   }
-  options_->global_ranks_in_group.assign(group_options_.global_ranks.begin(),
-                                         group_options_.global_ranks.end());
+  options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
+                                         group_options_.started_as.end());
   gpu_ = makeGpuBackend();
   liveGroups().add(group, gpu_);
-  if (old) old->shutdown();
-  return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+  if (old) old->shutdown();  // its works are told of its end
+  observer_->calls = 0;
+  observer_->renewAbortHooks();
 }
 
 #endif
@@ -423,8 +456,7 @@ void Backend::waitForPendingWorks() {
 }
 
 uint64_t Backend::getSequenceNumberForGroup() {
-  const std::lock_guard lock(group_mutex_);
-  return group_ ? group_->operations() : last_operations_;
+  return observer_->calls;
 }
 
 Failure Backend::failure() const {
@@ -470,6 +502,7 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::abort() {
+  observer_->runAbortHooks();
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (gpu_) gpu_->abort();
 }
@@ -482,10 +515,7 @@ void Backend::shutdown() {
   // Torch keeps this object alive beyond destroy_process_group, and so do default arguments that
   // were bound to the group.
   const std::lock_guard lock(group_mutex_);
-  if (group_) {
-    last_failure_ = group_->failure();
-    last_operations_ = group_->operations();
-  }
+  if (group_) last_failure_ = group_->failure();
   group_.reset();
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,11 +21,24 @@ namespace ringreduce {
 // Makes the context that follows an error's text; called only on an error.  May be null.
 using Context = std::function<std::string()>;
 
-// A backend's observation of all its operations: timing and torch's onCompletion hook.
-struct Observer {
+// A backend's observation of all its operations: their number, timing and torch's hooks.
+class Observer {
+ public:
+  std::atomic<uint64_t> calls{0};  // torch's sequence number: the first call has number 1
   std::atomic<bool> timing{false};
   std::atomic<bool> hooked{false};  // on_completion is set
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;
+
+  // Hooks to call before the group is aborted or when its failure is first known.
+  void setAbortHook(int64_t id, std::function<void()> hook);  // null: removes it
+  // Calls them once.  An exception from a hook is logged and dropped.
+  void runAbortHooks();
+  void renewAbortHooks() { aborted_ = false; }  // there is a new group to abort
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::function<void()>> abort_hooks_;
+  std::atomic<bool> aborted_{false};
 };
 
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
@@ -59,7 +73,7 @@ class Work final : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {}  // a finished CPU operation needs nothing more
+  void synchronize() override;
   void abort() override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -74,13 +88,15 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  void tellOfFailure() const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
   const std::weak_ptr<Group> group_;
   const std::vector<at::Tensor> outputs_;
   const Context context_;
-  const uint64_t sequence_;
+  const uint64_t operation_;  // as errors number it
+  const uint64_t sequence_;   // as torch does
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const Nanos started_ = now();
@@ -116,9 +132,7 @@ class WorkList final : public c10d::Work {
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {
-    for (const auto& work : works_) work->synchronize();
-  }
+  void synchronize() override;
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
