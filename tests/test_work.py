@@ -14,6 +14,7 @@ from conftest import MakeWorld
 from pool import Pool, Rank
 from processes import wait_until
 from torch._C._distributed_c10d import OpType, WorkResult
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 
 def hooked(me: Rank) -> list[tuple[str, int, bool]]:
@@ -205,6 +206,28 @@ def futures_in_callbacks(me: Rank, count: int) -> list[float]:
 def test_callbacks_may_wait_for_futures(pool: Pool, world: MakeWorld) -> None:
     expected = [2.0 * k for k in range(6)]
     assert pool.run(futures_in_callbacks, world(2, 20.0), 6) == [expected] * 2
+
+
+def registered(me: Rank) -> list[int]:
+    """How many works torch's registry for wait_tensor holds: under way, then ended."""
+    size: Any = torch._C._distributed_c10d._get_work_registry_size
+    found = []
+    with allow_inflight_collective_as_graph_input_ctx():
+        if me.rank == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            found.append(size())
+        dist.send(torch.ones(1), 1) if me.rank == 0 else dist.recv(torch.ones(1), 0)
+        if me.rank == 1:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        dist.all_reduce(torch.ones(2))
+        dist.barrier()
+        found.append(size())
+    return found
+
+
+def test_work_that_ended_is_not_registered(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(registered, world(2, 20.0)) == [[1, 0], [0]]
 
 
 def waits_for_pending(me: Rank) -> float:
