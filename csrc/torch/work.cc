@@ -85,7 +85,8 @@ Work::Work(Group& group, const Job& job)
       operation_(group.operations()),
       sequence_(++job.observer->calls),
       future_of_one_(job.future_of_one),
-      observer_(job.observer) {}
+      observer_(job.observer),
+      timed_(observer_->timing) {}
 
 Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   const auto alive = group.shared_from_this();  // a signal handler may destroy the group meanwhile
@@ -266,7 +267,7 @@ int Work::sourceRank() const {
 }
 
 float Work::getDuration() const {
-  TORCH_CHECK(observer_->timing, "call _enable_collectives_timing() on the group first");
+  TORCH_CHECK(timed_, "call _enable_collectives_timing() on the group before the operation");
   const Nanos ended = ended_;
   TORCH_CHECK(ended != 0, "the operation is not over yet");
   return static_cast<float>(ended - started_) / kMillisecond;

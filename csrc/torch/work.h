@@ -99,6 +99,7 @@ class Work final : public c10d::Work {
   const uint64_t sequence_;   // as torch does
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
+  const bool timed_;
   const Nanos started_ = now();
   std::atomic<Nanos> ended_{0};
 
