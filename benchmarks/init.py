@@ -2,6 +2,7 @@
 
     python benchmarks/init.py
     python benchmarks/init.py --python old/.venv/bin/python --python new/.venv/bin/python
+    python benchmarks/init.py --reconfigure     # 3 ranks to 2 and back, beside Gloo; torch 2.14
 
 A group counts as made when its first all-reduce has ended.  Each round forks new ranks, whose first
 group is not timed.  All figures are those of rank 0: medians, with the quartiles after them.
@@ -24,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: it is
 import torch
 import torch.distributed as dist
 
+BESIDE = ("ringreduce", "gloo")
 # A letter for each rank's host: ranks of one machine pose as two.
 CASES = {"2 ranks": "aa", "8 ranks": "a" * 8, "2 hosts of 2": "aabb"}
 
@@ -42,6 +44,57 @@ def rank_times(rank: int, job: dict[str, Any], answer: Connection) -> None:
         dist.destroy_process_group()
         found.append((made - start, time.monotonic() - made))
     answer.send(found[1:])
+
+
+def reconfigure_times(rank: int, port: int, rounds: int, turns: int, answer: Connection) -> None:
+    """Leaves the third of 3 ranks out and takes it in again, with the backends by turns.
+
+    A turn ends with an all-reduce of the new group, as making a group does.
+    """
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found: dict[str, list[list[float]]] = {backend: [[], []] for backend in BESIDE}
+    for k in range(rounds):
+        for backend in BESIDE if k % 2 == 0 else reversed(BESIDE):
+            own = dist.PrefixStore(f"{k} {backend}", store)
+            dist.init_process_group(
+                backend, store=own, rank=rank, world_size=3, enable_reconfigure=True
+            )
+            for turn in range(2 * turns + 1):
+                own.set(f"handle {turn} {rank}", dist._get_reconfigure_handle())
+                handles = [own.get(f"handle {turn} {r}").decode() for r in range(3)]
+                size = 2 if turn % 2 else 3
+                if rank >= size:
+                    continue
+                own.set(f"ready {turn} {rank}", "")
+                own.wait([f"ready {turn} {r}" for r in range(size)])
+                start = time.monotonic()
+                dist._reconfigure(turn, handles[:size]).wait()
+                dist.all_reduce(torch.ones(1))
+                if turn > 0:
+                    found[backend][size - 2].append(time.monotonic() - start)
+            dist.destroy_process_group()
+    answer.send(found)
+
+
+def compare_reconfigures(port: int, groups: int, rounds: int) -> None:
+    # Not forked: this process serves the store in a thread.
+    spawn = mp.get_context("spawn")
+    mine, theirs = zip(*(spawn.Pipe(duplex=False) for _ in range(3)), strict=True)
+    turns = -(-groups // rounds)
+    ranks = [
+        spawn.Process(target=reconfigure_times, args=(r, port, rounds, turns, end))
+        for r, end in enumerate(theirs)
+    ]
+    for rank, end in zip(ranks, theirs, strict=True):
+        rank.start()
+        end.close()  # so that a rank that fails is not waited for
+    found = mine[0].recv()
+    for rank in ranks:
+        rank.join()
+    print("ms, medians and quartiles".ljust(40), "3 to 2 ranks".ljust(26), "2 to 3 ranks")
+    for backend in BESIDE:
+        smaller, larger = found[backend]
+        print(f"{backend:40} {quartiles(smaller):26} {quartiles(larger)}")
 
 
 def serve() -> None:
@@ -75,12 +128,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=100, help="a case, over all rounds")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--reconfigure", action="store_true", help="3 ranks to 2 and back")
     args = parser.parse_args()
     if args.serve:
         serve()
         return
     pythons: list[str] = args.python or [sys.executable]
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if args.reconfigure:
+        compare_reconfigures(server.port, args.groups, args.rounds)
+        return
     versions = [
         subprocess.Popen(
             [python, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

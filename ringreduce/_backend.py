@@ -117,6 +117,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         global_ranks=ranks,
         gpu_facts=_gpu.facts() if extension().cuda_build() else "",
         of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
+        connect=not getattr(dist_backend_opts, "enable_reconfigure", False),  # torch 2.14
         make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
         **dataclasses.asdict(options),
     )

@@ -75,6 +75,7 @@ REFUSED: dict[str, Callable[[int], object]] = {
     "all_to_all_single sizes": lambda r: dist.all_to_all_single(ones(4), ones(6)),
     "all_to_all_single odd": lambda r: dist.all_to_all_single(ones(5), ones(5)),
     "splits add up to less": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [2, 1]),
+    "all_to_all_single, strided": lambda r: dist.all_to_all_single(ones(2, 2), ones(2, 2).t()),
     "negative split": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [5, -1]),
     "three splits": lambda r: dist.all_to_all_single(ones(4), ones(4), [2, 2], [2, 1, 1]),
     # dtypes
@@ -148,6 +149,8 @@ def test_calls_that_cannot_be_made(pool: Pool, world: MakeWorld, who: list[int])
         for name, text in said.items():
             assert len(text) > 25, f"{name}: {text}"
         assert all("ringreduce" in text for name, text in said.items() if "expanded" in name)
+        if rank in who:
+            assert "Tensors must be contiguous" in said["all_to_all_single, strided"]
 
 
 def odd_shapes(me: Rank) -> list[str]:

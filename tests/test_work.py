@@ -20,6 +20,7 @@ from pool import Pool, Rank
 from processes import wait_until
 from torch import nn
 from torch._C._distributed_c10d import OpType, WorkResult
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 c10d: Any = torch._C._distributed_c10d
@@ -104,13 +105,14 @@ def test_a_hook_that_raises_harms_no_operation(pool: Pool, world: MakeWorld) -> 
 def timed(me: Rank) -> tuple[float, float, str]:
     group = dist.new_group()
     t = torch.ones(1000)
+    untimed = dist.all_reduce(t, group=group, async_op=True)
+    untimed.wait()
+    group._enable_collectives_timing()
     try:
-        dist.all_reduce(t, group=group, async_op=True)._get_duration()
+        untimed._get_duration()
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    dist.barrier(group=group)
-    group._enable_collectives_timing()
     short = dist.all_reduce(t, group=group, async_op=True)
     short.wait()
     if me.rank == 0:
@@ -219,6 +221,28 @@ def futures_in_callbacks(me: Rank, count: int) -> list[float]:
 def test_callbacks_may_wait_for_futures(pool: Pool, world: MakeWorld) -> None:
     expected = [2.0 * k for k in range(6)]
     assert pool.run(futures_in_callbacks, world(2, 20.0), 6) == [expected] * 2
+
+
+def registered(me: Rank) -> list[int]:
+    """How many works torch's registry for wait_tensor holds: under way, then ended."""
+    size: Any = torch._C._distributed_c10d._get_work_registry_size
+    found = []
+    with allow_inflight_collective_as_graph_input_ctx():
+        if me.rank == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            found.append(size())
+        dist.send(torch.ones(1), 1) if me.rank == 0 else dist.recv(torch.ones(1), 0)
+        if me.rank == 1:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        dist.all_reduce(torch.ones(2))
+        dist.barrier()
+        found.append(size())
+    return found
+
+
+def test_work_that_ended_is_not_registered(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(registered, world(2, 20.0)) == [[1, 0], [0]]
 
 
 def waits_for_pending(me: Rank) -> float:

@@ -261,6 +261,11 @@ void Executor::callLater(Completion completion, std::exception_ptr error) {
   State::call(completion, std::move(error));
 }
 
+bool Executor::isIdle() const {
+  const std::lock_guard lock(state_->mutex);
+  return !state_->busy && state_->queue.empty();
+}
+
 void Executor::drain(void (*poll)()) {
   const std::shared_ptr<State> state = state_;
   std::unique_lock lock(state->mutex);

@@ -78,6 +78,8 @@ class Executor {
   // Calls `completion` in a callback thread, after those that are due.
   void callLater(Completion completion, std::exception_ptr error);
 
+  bool isIdle() const;  // no operation is queued or runs
+
   // Waits until all queued operations have run and their completions were called.
   void drain(void (*poll)());
 

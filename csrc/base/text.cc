@@ -10,11 +10,6 @@ constexpr std::string_view kHexDigits = "0123456789abcdef";
 
 }  // namespace
 
-std::string rankList(const std::vector<int>& ranks) {
-  return (ranks.size() == 1 ? "rank " : "ranks ") +
-         listed(ranks, [](int rank) { return std::to_string(rank); });
-}
-
 std::vector<int> otherRanks(int rank, int size) {
   std::vector<int> ranks;
   for (int r = 0; r < size; ++r)

@@ -12,9 +12,6 @@
 
 namespace ringreduce {
 
-// "rank 3", "ranks 1, 2 and 5"
-std::string rankList(const std::vector<int>& ranks);
-
 // All ranks of a group except one.
 std::vector<int> otherRanks(int rank, int size);
 

@@ -24,7 +24,7 @@ constexpr Nanos kLeaderGrace = 3 * kSecond;
 
 std::string unjoined(const GroupOptions& options, const std::vector<int>& missing, int size,
                      const char* what) {
-  return rankList(options.shownAs(missing)) + " of " + std::to_string(size) + " did not " + what +
+  return options.rankList(missing) + " of " + std::to_string(size) + " did not " + what +
          " within " + seconds(options.timeout) + ", making group '" + options.name + "'";
 }
 

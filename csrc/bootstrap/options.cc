@@ -20,6 +20,25 @@ static_assert(Config::kMostSlots == kMaxSlots);
 
 }  // namespace
 
+std::string GroupOptions::shown(int rank) const {
+  const std::string number = std::to_string(shownAs(rank));
+  if (startedAs(rank) == shownAs(rank)) return number;
+  return number + " (started as " + std::to_string(startedAs(rank)) + ")";
+}
+
+std::string GroupOptions::rankList(const std::vector<int>& ranks) const {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks, [&](int r) { return shown(r); });
+}
+
+GroupOptions GroupOptions::ofRanks(const std::vector<int>& ranks) const {
+  GroupOptions some = *this;
+  some.global_ranks = shownAs(ranks);
+  if (started_as.empty()) return some;
+  some.started_as.clear();
+  for (const int rank : ranks) some.started_as.push_back(startedAs(rank));
+  return some;
+}
+
 int coresAvailable() {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -35,6 +35,9 @@ struct GroupOptions {
 
   std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
 
+  // After a reconfigure: the ranks' numbers when their processes made the group, for messages.
+  std::vector<int> started_as = {};
+
   int of_ranks = 0;       // of how many these are some; 0: they are all
   bool together = false;  // all ranks are known to share a host: sockets are not for them
 
@@ -44,11 +47,18 @@ struct GroupOptions {
   int shownAs(int rank) const {
     return global_ranks.empty() ? rank : global_ranks[static_cast<size_t>(rank)];
   }
-  std::string shown(int rank) const { return std::to_string(shownAs(rank)); }
   std::vector<int> shownAs(std::vector<int> ranks) const {
     for (int& rank : ranks) rank = shownAs(rank);
     return ranks;
   }
+  int startedAs(int rank) const {
+    return started_as.empty() ? shownAs(rank) : started_as[static_cast<size_t>(rank)];
+  }
+  // "1", or "1 (started as 2)" after a reconfigure that gave the rank another number.
+  std::string shown(int rank) const;
+  std::string rankList(const std::vector<int>& ranks) const;  // "ranks 0 and 1 (started as 2)"
+  // The options of a group of some of the ranks.
+  GroupOptions ofRanks(const std::vector<int>& ranks) const;
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;

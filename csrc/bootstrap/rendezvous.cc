@@ -529,7 +529,7 @@ class Meeting {
 
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
-    const std::string names = rankList(options_.shownAs(late));
+    const std::string names = options_.rankList(late);
     stopwatch_.poll(options_.shownAs(rank_), [&] { return names + " to " + what; });
     if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
     throw Error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " + what +

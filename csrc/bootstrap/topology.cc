@@ -51,14 +51,12 @@ bool Hosts::even() const {
 
 LocalRanks Hosts::memoryExchange(const std::string& purpose, const SharedOptions& shared,
                                  const GroupOptions& options) const {
-  LocalRanks ranks{.rank = localRankOf(rank_),
-                   .size = static_cast<int>(localRanks().size()),
-                   .socket = "ringreduce-" + nonce_ + "-" + purpose + std::to_string(hostOf(rank_)),
-                   .secret = secret_,
-                   .shared = shared,
-                   .options = options};
-  ranks.options.global_ranks = options.shownAs(localRanks());
-  return ranks;
+  return {.rank = localRankOf(rank_),
+          .size = static_cast<int>(localRanks().size()),
+          .socket = "ringreduce-" + nonce_ + "-" + purpose + std::to_string(hostOf(rank_)),
+          .secret = secret_,
+          .shared = shared,
+          .options = options.ofRanks(localRanks())};
 }
 
 // ---- the order of rings
@@ -110,7 +108,7 @@ std::vector<int> ranksNamed(const std::vector<int>& list, const Hosts& hosts,
   std::vector<int> ranks;
   for (const int number : list)
     for (int r = 0; r < hosts.size(); ++r)
-      if (options.shownAs(r) == number) ranks.push_back(r);
+      if (options.startedAs(r) == number) ranks.push_back(r);
   return ranks;
 }
 

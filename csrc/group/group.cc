@@ -54,8 +54,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
                          poll);
     };
     if (hosts.count() > 1) {
-      GroupOptions local_options = options;
-      local_options.global_ranks = options.shownAs(hosts.localRanks());
+      GroupOptions local_options = options.ofRanks(hosts.localRanks());
       local_options.together = true;
       local.reset(new Group(hosts.localRankOf(rank), share("group"), local_options));
     }
@@ -250,6 +249,10 @@ void Group::drain() {
   refuseInChild();
   refuseInside();
   executor_->drain(options_.interrupt);
+}
+
+bool Group::isIdle() const {
+  return executor_->isIdle() && messenger_->isIdle();
 }
 
 void Group::abort(const std::string& why) {

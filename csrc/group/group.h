@@ -70,6 +70,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Waits until all queued operations have ended and their completions have been called.
   void drain();
 
+  // Whether no operation is queued or runs, and no message waits to be sent or received.
+  bool isIdle() const;
+
   // Makes the running operation and all later ones fail, on all ranks; those of `local` as well.
   void abort(const std::string& why);
 

@@ -177,10 +177,9 @@ Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doi
   for (int r : ranks)
     if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere)
       fail(Failure::kPeerLost, r, who(r) + " is lost: " + howLost(r) + waited);
-  return Error(
-      Failure::kPeerLost,
-      (ranks.size() == 1 ? who(ranks[0]) + " has" : rankList(options_.shownAs(ranks)) + " have") +
-          " left group '" + options_.name + "'" + waited);
+  return Error(Failure::kPeerLost,
+               (ranks.size() == 1 ? who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
+                   " left group '" + options_.name + "'" + waited);
 }
 
 void Arbiter::abort(const std::string& why) {
@@ -273,8 +272,7 @@ void Arbiter::recordLost(const std::vector<int>& ranks, Observed observed,
     one.how = how;
     std::vector<int> others = ranks;
     std::erase(others, r);
-    if (!others.empty())
-      one.how += "; nor can " + rankList(options_.shownAs(others)) + " be reached";
+    if (!others.empty()) one.how += "; nor can " + options_.rankList(others) + " be reached";
     one.lost_since = now();
     one.observed = observed;
   }
@@ -544,11 +542,10 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   for (const Party& party : parties) {
     if (party.ranks == right->ranks) continue;
     if (culprit < 0) culprit = party.ranks.front();
-    text += rankList(options_.shownAs(party.ranks)) + " called " + textOf(party.operation) + ", ";
+    text += options_.rankList(party.ranks) + " called " + textOf(party.operation) + ", ";
   }
   if (culprit < 0) culprit = rank_;  // cannot happen: a mismatch makes at least two parties
-  text +=
-      "where " + rankList(options_.shownAs(right->ranks)) + " called " + textOf(right->operation);
+  text += "where " + options_.rankList(right->ranks) + " called " + textOf(right->operation);
   fail(Failure::kMismatch, culprit, text);
 }
 
@@ -684,7 +681,7 @@ std::string Arbiter::details(int r) const {
 }
 
 std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {
-  std::string text = rankList(options_.shownAs(ranks)) + " (";
+  std::string text = options_.rankList(ranks) + " (";
   for (int r : ranks) {
     if (r != ranks.front()) text += "; ";
     text += details(r);

@@ -379,6 +379,11 @@ void Messenger::run() {
   }
 }
 
+bool Messenger::isIdle() {
+  const std::lock_guard lock(mutex_);
+  return engine_.pending().empty();
+}
+
 void Messenger::stop(void (*poll)(), Nanos timeout) {
   std::vector<Engine::Handle> given_up;  // receives, and messages to this rank itself
   bool first = false;                    // no earlier call was interrupted or is complete

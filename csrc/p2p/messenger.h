@@ -59,6 +59,8 @@ class Messenger {
   // A Future of torch waits for the message: it must complete within `timeout`, and Ctrl-C ends it.
   void expect(Delivery& delivery, Nanos timeout);
 
+  bool isIdle();  // no message waits to be sent or received
+
   // Sends posted messages to ranks that still receive, cancels all receives, and ends the thread.
   // `poll`, if not null, is called now and then and may throw: then, and after `timeout`, the sends
   // are cancelled as well.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -100,6 +101,47 @@ void leave(GpuBackend& gpu) {
   }
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+// A rank's handle for a reconfigure: "ringreduce-<token>-<generation>-<number>".
+struct Handle {
+  std::string text;
+  int number = 0;  // of the rank when its process made the group
+
+  explicit Handle(const std::string& handle) : text(handle) {
+    const auto digits = handle.rfind('-') + 1;
+    const char* end = handle.data() + handle.size();
+    const auto read = std::from_chars(handle.data() + digits, end, number);
+    if (!handle.starts_with("ringreduce-") || read.ec != std::errc() || read.ptr != end)
+      throw Error(Failure::kArgument, "'" + handle + "' is no handle of a ringreduce group");
+  }
+};
+
+// By rank.  A list is in that order; a set is put into the order of the ranks' first numbers.
+std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std::string& own) {
+  std::vector<Handle> handles;
+  std::visit(
+      [&](const auto& all) {
+        for (const auto& handle : all) handles.emplace_back(handle);
+      },
+      options.handles);
+  const auto inOrder = [](const Handle& a, const Handle& b) {
+    return std::tie(a.number, a.text) < std::tie(b.number, b.text);
+  };
+  if (std::holds_alternative<std::unordered_set<std::string>>(options.handles))
+    std::ranges::sort(handles, inOrder);
+  for (const Handle& handle : handles)
+    if (std::ranges::count(handles, handle.text, &Handle::text) > 1)
+      throw Error(Failure::kArgument, "'" + handle.text + "' stands twice among the handles");
+  if (std::ranges::count(handles, own, &Handle::text) == 0)
+    throw Error(Failure::kArgument, "this rank's own handle, '" + own + "', is not among the " +
+                                        std::to_string(handles.size()) +
+                                        " given; collect all handles again after each reconfigure");
+  return handles;
+}
+
+#endif
+
 LiveGroups& liveGroups() {
   static auto* all = new LiveGroups;  // never destroyed: used while the process exits
   return *all;
@@ -114,33 +156,44 @@ Backend& asRingreduce(c10d::Backend& backend) {
 }
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options, Gpus gpus)
+                 const GroupOptions& options, Gpus gpus, bool connect)
     : c10d::Backend(rank, size),
       store_(store),
+      group_store_(store),
       group_options_(options),
       options_(c10::make_intrusive<Options>(
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
-      gpus_(std::move(gpus)) {
+      gpus_(std::move(gpus)),
+      is_connected_(connect) {
   options_->group_name = options.name;
   options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  TorchStore adapted(store);
-  group_ = translated([&] {
-    GroupOptions located = options;
-    if (located.store_host.empty()) located.store_host = hostOf(store);
-    if (!hasCuda()) return Group::create(adapted, rank, size, located);
-    adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
-    return Group::create(adapted, rank, size, located);
-  });
-  if (hasCuda())
-    gpu_ = c10::make_intrusive<GpuBackend>(
-        rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
-        [this] {
-          const auto made = gpus_.make_inner(store_, rank_, size_);
-          if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
-          return made;
-        },
-        makeStagedBackend(*this));
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  options_->enable_reconfigure = !connect;
+#endif
+  if (!connect) return;
+  group_ = translated([&] { return makeGroup(store, rank, size, options); });
+  gpu_ = makeGpuBackend();
   liveGroups().add(group_, gpu_);
+}
+
+std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
+                                          GroupOptions options) const {
+  TorchStore adapted(store);
+  if (options.store_host.empty()) options.store_host = hostOf(store);
+  if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
+  return Group::create(adapted, rank, size, options);
+}
+
+c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend() {
+  if (!hasCuda()) return nullptr;
+  return c10::make_intrusive<GpuBackend>(
+      rank_, size_, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
+      [this] {
+        const auto made = gpus_.make_inner(group_store_, rank_, size_);
+        if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
+        return made;
+      },
+      makeStagedBackend(*this));
 }
 
 Backend::~Backend() {
@@ -159,6 +212,10 @@ std::shared_ptr<Group> Backend::groupIfAny() const {
 std::shared_ptr<Group> Backend::group() const {
   if (auto group = groupIfAny()) return group;
   return translated([&]() -> std::shared_ptr<Group> {
+    if (!is_connected_)
+      throw Error(Failure::kSetup, "group '" + group_options_.name +
+                                       "' was made with enable_reconfigure=True and has no members "
+                                       "yet: call reconfigure() first");
     throw Error(Failure::kAborted, "group '" + group_options_.name + "' of rank " +
                                        group_options_.shown(rank_) + " has been destroyed");
   });
@@ -243,15 +300,13 @@ Backend::WorkPtr Backend::endCoalescing() {
 Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                      const std::vector<int>& ranks,
                                      const OptionsPtr& options) const {
-  GroupOptions made = group_options_;
+  GroupOptions made = group_options_.ofRanks(ranks);
   made.timeout = options ? nanosOf(options->timeout) : group()->timeout();
   made.name =
       options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
   made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
   made.shared = group()->sharedOptions();
-  made.global_ranks.clear();
-  for (int r : ranks) made.global_ranks.push_back(group_options_.shownAs(r));
   return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
 }
 
@@ -260,7 +315,7 @@ c10::intrusive_ptr<c10d::Store> Backend::meeting(const char* why,
                                                  const std::vector<int>& ranks) const {
   std::string prefix = std::string("ringreduce/") + why + "/";
   for (int r : ranks) prefix += std::to_string(r) + ",";
-  return c10::make_intrusive<c10d::PrefixStore>(prefix, store_);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, group_store_);
 }
 
 Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -282,7 +337,8 @@ Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
   if (options && !options->group_name.empty()) made.name = options->group_name;
   made.shared = group()->sharedOptions();
   made.global_ranks.clear();  // those of other groups are not known here
-  return c10::make_intrusive<Backend>(store ? store : store_, rank, size, made, gpus_);
+  made.started_as.clear();
+  return c10::make_intrusive<Backend>(store ? store : group_store_, rank, size, made, gpus_);
 }
 
 Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int flags,
@@ -296,6 +352,91 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   if ((flags & kAbort) != 0 && !hasFailed()) abort();
   return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
 }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+// ---- membership
+
+c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
+  return "ringreduce-" + token_ + "-" + std::to_string(generation_) + "-" +
+         std::to_string(group_options_.startedAs(rank_));
+}
+
+Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
+  return translated([&] {
+    const std::string own = get_reconfigure_handle();
+    const std::vector<Handle> handles = handlesOf(options, own);
+    const auto self = std::ranges::find(handles, own, &Handle::text);
+    const int rank = static_cast<int>(self - handles.begin());
+    const int size = static_cast<int>(handles.size());
+
+    std::string members;
+    GroupOptions made = group_options_;
+    made.timeout = nanosOf(options.timeout.value_or(options_->timeout));
+    made.global_ranks.clear();
+    made.started_as.clear();
+    made.of_ranks = 0;
+    for (const Handle& handle : handles) {
+      made.started_as.push_back(handle.number);
+      members += handle.text + " ";
+    }
+    const std::string place = "ringreduce/reconfigure/" + std::to_string(options.uuid);
+    claim(options.uuid, place + "/claim", members, rank);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(
+        place + "/" + std::to_string(std::hash<std::string>()(members)), store_);
+    const std::shared_ptr<Group> group = makeGroup(store, rank, size, made);
+    group->setTimeout(nanosOf(options_->timeout));
+    made.timeout = group_options_.timeout;
+    enter(group, store, std::move(made));
+    return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+  });
+}
+
+// A uuid is for one attempt of one list of members: a second one would meet the remains of the
+// first.  Rank 0 claims it in the store, and each rank knows those that it has used.
+void Backend::claim(int64_t uuid, const std::string& key, const std::string& members, int rank) {
+  bool is_new = used_uuids_.insert(uuid).second;
+  if (is_new && rank == 0) {
+    is_new = fromStore([&] { return store_->compareSet(key, "", members) == members; });
+  } else if (is_new) {
+    const auto claimed_by = TorchStore(store_).get(key);
+    is_new = !claimed_by || *claimed_by == members;
+  }
+  if (!is_new)
+    throw Error(Failure::kSetup, "uuid " + std::to_string(uuid) +
+                                     " of a reconfigure was already used; give each reconfigure of "
+                                     "group '" +
+                                     group_options_.name + "' a new one");
+}
+
+// Leaves the old group, if there is one, for the new one.
+void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
+                    GroupOptions options) {
+  const std::shared_ptr<Group> old = groupIfAny();
+  // Ranks that are not in the new group may never join what is under way.
+  if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+  if (gpu_) leave(*gpu_);
+  {
+    const std::lock_guard lock(group_mutex_);
+    group_ = group;
+    last_failure_ = Failure::kNone;
+    group_store_ = store;
+    group_options_ = std::move(options);
+    rank_ = group->rank();
+    size_ = group->size();
+    is_connected_ = true;
+    ++generation_;
+  }
+  options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
+                                         group_options_.started_as.end());
+  gpu_ = makeGpuBackend();
+  liveGroups().add(group, gpu_);
+  if (old) old->shutdown();  // its works are told of its end
+  observer_->calls = 0;
+  observer_->renewAbortHooks();
+}
+
+#endif
 
 // ---- its state
 
@@ -324,8 +465,7 @@ void Backend::waitForPendingWorks() {
 }
 
 uint64_t Backend::getSequenceNumberForGroup() {
-  const std::lock_guard lock(group_mutex_);
-  return group_ ? group_->operations() : last_operations_;
+  return observer_->calls;
 }
 
 Failure Backend::failure() const {
@@ -360,12 +500,18 @@ c10d::ErrorType Backend::getError() {
       return c10d::ErrorType::TIMEOUT;
     case Failure::kPeerLost:
       return c10d::ErrorType::REMOTE_ERROR;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+    case Failure::kAborted:  // as the caller wished, who reconfigures it
+      if (options_->enable_reconfigure) return c10d::ErrorType::SUCCESS;
+      [[fallthrough]];
+#endif
     default:
       return c10d::ErrorType::COMM_ERROR;
   }
 }
 
 void Backend::abort() {
+  observer_->runAbortHooks();
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (gpu_) gpu_->abort();
 }
@@ -378,10 +524,7 @@ void Backend::shutdown() {
   // Torch keeps this object alive beyond destroy_process_group, and so do default arguments that
   // were bound to the group.
   const std::lock_guard lock(group_mutex_);
-  if (group_) {
-    last_failure_ = group_->failure();
-    last_operations_ = group_->operations();
-  }
+  if (group_) last_failure_ = group_->failure();
   group_.reset();
 }
 

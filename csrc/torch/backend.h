@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "bootstrap/topology.h"
+#include "bootstrap/unix_socket.h"
 #include "cuda/communicator/gpu_communicator.h"
 #include "group/group.h"
 #include "kernels/message.h"
@@ -29,6 +31,7 @@ class GpuBackend;
 
 class Backend final : public c10d::Backend {
  public:
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
   // Makes the backend that takes calls on CUDA tensors which the GPU communicator does not perform;
   // null: they go through the host's memory.
   using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(
@@ -40,8 +43,9 @@ class Backend final : public c10d::Backend {
     MakeInner make_inner;
   };
 
+  // `connect`: make the group now.  Otherwise reconfigure() makes it.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options, Gpus gpus);
+          const GroupOptions& options, Gpus gpus, bool connect = true);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -69,6 +73,8 @@ class Backend final : public c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
                                           const c10d::AllgatherOptions&) override;
   WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+  // Overrides a method that torch has since 2.14.
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions&);
   WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
   WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
                         const c10d::AllToAllOptions&) override;
@@ -112,6 +118,29 @@ class Backend final : public c10d::Backend {
                    const int& size) override;
   // A group of all ranks but some, also after this group has failed.
   BackendPtr shrink(const std::vector<int64_t>& excluded, int flags, const OptionsPtr&) override;
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // ---- membership
+  //
+  // Ranks and size change in place.  The members of the new group each call reconfigure() with the
+  // same fresh uuid and the handles of all of them, and meet in the store that this backend was
+  // made with.  A list of handles gives the order of the ranks; of a set, it is the order of the
+  // numbers that the ranks were started with.  A handle is valid until the next reconfigure() that
+  // succeeds.
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Returns once the new group is made and the old one is left, whose unfinished operations it
+  // aborts.  If it throws, the old group is as it was: ValueError for handles without this rank's,
+  // Error for a uuid that was used before, Timeout or PeerLost for ranks that do not come.
+  WorkPtr reconfigure(const c10d::ReconfigureOptions&) override;
+#endif
+#ifdef C10D_BACKEND_HAS_HOOKS
+  // Run before abort(), or when a call first raises the group's failure; once a group.
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    observer_->setAbortHook(id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t id) override { observer_->setAbortHook(id, nullptr); }
+#endif
 
   void setSequenceNumberForGroup() override {}  // both ends count from the start
   uint64_t getSequenceNumberForGroup() override;
@@ -162,6 +191,11 @@ class Backend final : public c10d::Backend {
   GpuBackend* gpuFor(const at::Tensor& tensor) const;
   GpuBackend* gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
+  std::shared_ptr<Group> makeGroup(const StorePtr& store, int rank, int size,
+                                   GroupOptions options) const;
+  c10::intrusive_ptr<GpuBackend> makeGpuBackend();
+  void claim(int64_t uuid, const std::string& key, const std::string& members, int rank);
+  void enter(const std::shared_ptr<Group>& group, const StorePtr& store, GroupOptions options);
   WorkPtr start(Job job, bool async);
   WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);
@@ -172,15 +206,19 @@ class Backend final : public c10d::Backend {
   BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                      const std::vector<int>& ranks, const OptionsPtr& options) const;
 
-  const c10::intrusive_ptr<c10d::Store> store_;  // for groups made of this one
-  const GroupOptions group_options_;
+  const StorePtr store_;
+  StorePtr group_store_;  // the part of it for this group, and for groups made of it
+  GroupOptions group_options_;
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   const Gpus gpus_;                 // handed on to groups made of this one
-  mutable std::mutex group_mutex_;  // of the next three
+  mutable std::mutex group_mutex_;  // of the next two
   std::shared_ptr<Group> group_;
-  Failure last_failure_ = Failure::kNone;  // of a group that is destroyed, and its operations
-  uint64_t last_operations_ = 0;
+  Failure last_failure_ = Failure::kNone;                       // of a group that is destroyed
+  bool is_connected_;                                           // it has or had a group
+  const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
+  int generation_ = 0;                                          // reconfigures so far
+  std::set<int64_t> used_uuids_;
   c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two

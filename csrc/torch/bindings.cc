@@ -116,7 +116,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::optional<std::string>& algorithm,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
                          std::optional<double> stall_seconds, const std::string& gpu_facts,
-                         const py::object& make_inner, int of_ranks) {
+                         const py::object& make_inner, int of_ranks, bool connect) {
   const auto call = shared(make_inner);
   Backend::Gpus gpus{.facts = gpu_facts,
                      .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
@@ -142,7 +142,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
       options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
       options.shared->slots = slots.value_or(options.shared->slots);
     }
-    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus));
+    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect);
   } catch (const Error&) {
     rethrowToPython();
   }
@@ -398,7 +398,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a, "of_ranks"_a = 0);
+        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = true);
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
   const auto property = [&](const char* name, auto method, auto... guard) {
     const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };

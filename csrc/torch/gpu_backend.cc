@@ -104,11 +104,12 @@ class StreamWork final : public c10d::Work {
  public:
   // Ignores the job's operations: the caller puts them into the stream, then calls `enqueued`.  The
   // context of an error comes from the communicator (its calls' labels).
-  StreamWork(int rank, uint64_t sequence, const Job& job,
+  StreamWork(int rank, uint64_t operation, const Job& job,
              const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         outputs_(job.outputs),
-        sequence_(sequence),
+        operation_(operation),
+        sequence_(++job.observer->calls),
         future_of_one_(job.future_of_one),
         observer_(job.observer),
         communicator_(communicator),
@@ -159,7 +160,7 @@ class StreamWork final : public c10d::Work {
       raise();
       if (now() > end)
         translated([&] {
-          throw Error(Failure::kTimeout, "operation #" + std::to_string(sequence_) + " on " +
+          throw Error(Failure::kTimeout, "operation #" + std::to_string(operation_) + " on " +
                                              stream_.device().str() + " was not done within the " +
                                              std::to_string(timeout.count()) +
                                              " ms that Work.wait was given; it goes on");
@@ -197,7 +198,8 @@ class StreamWork final : public c10d::Work {
   }
 
   const std::vector<at::Tensor> outputs_;
-  const uint64_t sequence_;
+  const uint64_t operation_;  // as errors number it
+  const uint64_t sequence_;   // as torch does
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const Nanos started_ = now();
@@ -256,7 +258,7 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const c10::Stream stream = async ? context->stream : caller;
   job.observer = observer_;
   const auto work =
-      c10::make_intrusive<StreamWork>(rank_, sequence_++, job, context->communicator, stream);
+      c10::make_intrusive<StreamWork>(rank_, operations_++, job, context->communicator, stream);
   try {
     if (async) {
       c10::Event ready(device.type());

@@ -140,7 +140,7 @@ class GpuBackend final : public c10d::Backend {
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
   std::optional<BackendPtr> nccl_;  // null: it cannot start
-  uint64_t sequence_ = 0;
+  uint64_t operations_ = 0;
   bool coalescing_ = false;
   std::vector<c10d::Backend*> others_coalesce_;  // that were told to since startCoalescing
   std::vector<WorkPtr> coalesced_;               // native ones; the others keep their own

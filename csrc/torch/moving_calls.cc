@@ -203,6 +203,22 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   });
 }
 
+Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
+                                        const c10d::GatherOptions& options) {
+  std::vector<Tensors> outputs;
+  Tensors inputs{input};
+  if (options.rootRank == rank_) {
+    translated([&] {
+      requireDense(output, "gather_single", input.device());
+      requireLike(output, input.numel() * size_, input, "gather_single",
+                  "the output (the input's size times the world size)");
+      if (!output.is_contiguous()) refuse("gather_single", "the output must be contiguous");
+    });
+    outputs.push_back(output.view({size_, input.numel()}).unbind());
+  }
+  return gather(outputs, inputs, options);
+}
+
 Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const c10d::ScatterOptions& options) {
   if (GpuBackend* gpu = gpuFor(outputs)) return gpu->scatter(outputs, inputs, options);
@@ -244,6 +260,8 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   return translated([&] {
     requireDense(input, kCall);
     requireDense(output, kCall);
+    if (!input.is_contiguous())  // in the words of torch's own backends
+      refuse(kCall, "Tensors must be contiguous, which the input is not");
     const bool even = input_splits.empty() && output_splits.empty();
     if (input.scalar_type() != output.scalar_type())
       refuse(kCall, c10::str("an input of ", input.scalar_type(), " and an output of ",

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "base/clock.h"
@@ -73,17 +74,49 @@ uint64_t nextCompletionKey() {
   return ++last;
 }
 
+// Removes a work that is over from torch's registry for wait_tensor, as torch's own backends do.
+void unregister(c10d::Work* work) {
+  if (c10d::allow_inflight_collective_as_graph_input())
+    c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::reclaim_copy(work));
+}
+
 }  // namespace
+
+void Observer::setAbortHook(int64_t id, std::function<void()> hook) {
+  const std::lock_guard lock(mutex_);
+  if (hook)
+    abort_hooks_[id] = std::move(hook);
+  else
+    abort_hooks_.erase(id);
+}
+
+void Observer::runAbortHooks() {
+  if (aborted_.exchange(true)) return;
+  decltype(abort_hooks_) hooks;
+  {
+    const std::lock_guard lock(mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    try {
+      hook();
+    } catch (const std::exception& error) {
+      log("abort hook " + std::to_string(id) + " raised an error: " + error.what());
+    }
+  }
+}
 
 Work::Work(Group& group, const Job& job)
     : c10d::Work(group.rank(), job.type, job.title, job.inputs),
       group_(group.weak_from_this()),
       outputs_(job.outputs),
       context_(job.context),
-      sequence_(group.operations()),
+      operation_(group.operations()),
+      sequence_(++job.observer->calls),
       completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
-      observer_(job.observer) {
+      observer_(job.observer),
+      timed_(observer_->timing) {
   observer_->noteThread();
 }
 
@@ -104,6 +137,7 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
     });
   } catch (...) {
     work->finish(std::current_exception());
+    work->tellOfFailure();
     rethrowToPython(textOf(job.context), job.observer->severalThreads());
   }
   if (blocking) work->wait(kNoTimeout);
@@ -117,6 +151,7 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
     work->delivery_ = group.post(std::move(message));
   } catch (...) {
     work->finish(std::current_exception());
+    work->tellOfFailure();
     rethrowToPython("", job.observer->severalThreads());
   }
   work->handle_ = work->delivery_;
@@ -139,7 +174,10 @@ void Work::complete(std::exception_ptr error) {
     while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
     return;
   }
-  if (error) error = shown(std::move(error));
+  if (error) {
+    tellOfFailure();
+    error = shown(std::move(error));
+  }
   ended_ = now();
   finish(error);
   if (!error && observer_->completion_hooks.any())
@@ -154,8 +192,13 @@ void Work::complete(std::exception_ptr error) {
   }
   if (future) settle(*future);
   settled_ = true;
+  synchronize();
   if (observer_->hooked)
     tellObserver(*observer_, retrieveOpType(), sequence_, started_, ended_, rank_);
+}
+
+void Work::tellOfFailure() const {
+  if (const auto group = group_.lock(); group && group->failed()) observer_->runAbortHooks();
 }
 
 bool Work::hasCompletedFuture() {
@@ -221,8 +264,16 @@ std::exception_ptr Work::exception() const {
   return error ? shown(error) : nullptr;
 }
 
+// A finished CPU operation needs nothing more.
+void Work::synchronize() {
+  unregister(this);
+}
+
 bool Work::wait(std::chrono::milliseconds timeout) {
-  if (!handle_) return true;
+  if (!handle_) {
+    synchronize();  // torch registers a work after it may have completed
+    return true;
+  }
   const bool limited = timeout.count() > 0 && timeout.count() < kNever / kMillisecond;
   const Nanos longest = limited ? timeout.count() * kMillisecond : kNever;
   translated([&] {
@@ -233,11 +284,12 @@ bool Work::wait(std::chrono::milliseconds timeout) {
                                   : group->await(*handle_, longest);
     if (!done)
       throw Error(Failure::kTimeout,
-                  "operation #" + std::to_string(sequence_) + " was not done within the " +
+                  "operation #" + std::to_string(operation_) + " was not done within the " +
                       std::to_string(timeout.count()) + " ms that Work.wait was given; it goes on");
   });
   const std::exception_ptr error = handle_->error();
   complete(error);
+  synchronize();
   if (error) std::rethrow_exception(shown(error));
   return true;
 }
@@ -254,7 +306,7 @@ int Work::sourceRank() const {
 }
 
 float Work::getDuration() const {
-  TORCH_CHECK(observer_->timing, "call _enable_collectives_timing() on the group first");
+  TORCH_CHECK(timed_, "call _enable_collectives_timing() on the group before the operation");
   const Nanos ended = ended_;
   TORCH_CHECK(ended != 0, "the operation is not over yet");
   return static_cast<float>(ended - started_) / kMillisecond;
@@ -272,8 +324,14 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
       if (!first) first = std::current_exception();
     }
   }
+  unregister(this);
   if (first) std::rethrow_exception(first);
   return true;
+}
+
+void WorkList::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+  unregister(this);
 }
 
 std::vector<at::Tensor> WorkList::result() {

@@ -41,8 +41,10 @@ class CompletionHooks {
   std::map<int64_t, Hook> hooks_;
 };
 
-// A backend's observation of all its operations: timing and torch's hooks.
-struct Observer {
+// A backend's observation of all its operations: their number, timing and torch's hooks.
+class Observer {
+ public:
+  std::atomic<uint64_t> calls{0};  // torch's sequence number: the first call has number 1
   std::atomic<bool> timing{false};
   std::atomic<bool> hooked{false};  // on_completion is set
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;
@@ -60,9 +62,18 @@ struct Observer {
   }
   bool severalThreads() const { return several_threads_; }
 
+  // Hooks to call before the group is aborted or when its failure is first known.
+  void setAbortHook(int64_t id, std::function<void()> hook);  // null: removes it
+  // Calls them once.  An exception from a hook is logged and dropped.
+  void runAbortHooks();
+  void renewAbortHooks() { aborted_ = false; }  // there is a new group to abort
+
  private:
   std::atomic<std::thread::id> first_thread_{};
   std::atomic<bool> several_threads_{false};
+  std::mutex mutex_;
+  std::map<int64_t, std::function<void()>> abort_hooks_;
+  std::atomic<bool> aborted_{false};
 };
 
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
@@ -97,7 +108,7 @@ class Work final : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {}  // a finished CPU operation needs nothing more
+  void synchronize() override;
   void abort() override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -115,16 +126,19 @@ class Work final : public c10d::Work {
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
   std::exception_ptr shown(std::exception_ptr error) const;
+  void tellOfFailure() const;
   bool hasCompletedFuture();
   void settle(c10::ivalue::Future& future) const;
 
   const std::weak_ptr<Group> group_;
   const std::vector<at::Tensor> outputs_;
   const Context context_;
-  const uint64_t sequence_;
+  const uint64_t operation_;  // as errors number it
+  const uint64_t sequence_;   // as torch does
   const uint64_t completion_key_;
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
+  const bool timed_;
   const Nanos started_ = now();
   std::atomic<Nanos> ended_{0};
 
@@ -164,9 +178,7 @@ class WorkList final : public c10d::Work {
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {
-    for (const auto& work : works_) work->synchronize();
-  }
+  void synchronize() override;
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 

@@ -57,6 +57,15 @@ TEST(ranks_learn_which_ranks_share_their_host) {
   });
 }
 
+TEST(ranks_are_named_by_both_numbers_after_a_reconfigure) {
+  const GroupOptions options{.name = "test", .started_as = {0, 2, 3}};
+  CHECK_EQ(options.shown(0), "0");
+  CHECK_EQ(options.rankList({1}), "rank 1 (started as 2)");
+  CHECK_EQ(options.rankList({0, 1, 2}), "ranks 0, 1 (started as 2) and 2 (started as 3)");
+  const GroupOptions some = options.ofRanks({2, 0});
+  CHECK_EQ(some.rankList({0, 1}), "ranks 2 (started as 3) and 0");
+}
+
 TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers) {
   onHosts("abab", [](const Hosts& hosts) {
     CHECK(hosts.even());
