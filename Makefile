@@ -36,9 +36,10 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 BIN := $(abspath $(VENV))/bin
 SOURCES = -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CPP_FILES = $(shell find csrc tests benchmarks $(SOURCES))
-# The folder in which setup.py built the extension last.  The C++ tests and benchmarks are built there
-# too, so the core is compiled once.
-BUILD = build/extension
+# The folder in which setup.py builds the extension of this environment: build/extension for .venv,
+# build/extension-x for .venv-x.  The C++ tests and benchmarks are built there too, so the core is
+# compiled once.
+BUILD = build/extension$(patsubst $(CURDIR)/.venv%,%,$(filter $(CURDIR)/.venv%,$(abspath $(VENV))))
 # What the extension is made of: when none of it changed, `make build` has nothing to do.
 BUILD_INPUTS := $(shell find csrc $(SOURCES)) CMakeLists.txt $(wildcard cmake/*) setup.py pyproject.toml
 # The sanitizers and the GPU data plane have build folders of their own.
@@ -275,6 +276,6 @@ format: $(VENV)/.ready
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf build dist *.egg-info ringreduce/*.so ringreduce/_build_info.py $(VENV)/.built
+	rm -rf build dist *.egg-info $(VENV)/.built .venv*/.built
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ringreduce tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
