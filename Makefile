@@ -128,7 +128,7 @@ build: $(VENV)/.built
 
 $(VENV)/.built: $(VENV)/.ready $(BUILD_INPUTS)
 	@echo "Building ringreduce (minutes the first time: torch's headers are large)"
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: build
