@@ -4,6 +4,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+# For torch-matrix: the oldest that is supported, ours, and the newest.
+TORCHES ?= 2.11.0 2.13.0 2.14.1 2.15.0
 JOBS ?= $(shell nproc)
 WORLD ?= 3
 # full: make demo takes its time, as for the figures in docs/performance.md.
@@ -36,9 +38,10 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 BIN := $(abspath $(VENV))/bin
 SOURCES = -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CPP_FILES = $(shell find csrc tests benchmarks $(SOURCES))
-# The folder in which setup.py built the extension last.  The C++ tests and benchmarks are built there
-# too, so the core is compiled once.
-BUILD = build/extension
+# The folder in which setup.py builds the extension of this environment: build/extension for .venv,
+# build/extension-x for .venv-x.  The C++ tests and benchmarks are built there too, so the core is
+# compiled once.
+BUILD = build/extension$(patsubst $(CURDIR)/.venv%,%,$(filter $(CURDIR)/.venv%,$(abspath $(VENV))))
 # What the extension is made of: when none of it changed, `make build` has nothing to do.
 BUILD_INPUTS := $(shell find csrc $(SOURCES)) CMakeLists.txt $(wildcard cmake/*) setup.py pyproject.toml
 # The sanitizers and the GPU data plane have build folders of their own.
@@ -67,8 +70,8 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo quick t test test-full test-tcp test-cpp test-python torch-suite \
-  torch-suite-tcp lint includes format sanitize asan tsan fuzz bench bench-net \
+.PHONY: help venv build demo quick t test test-full test-c10d test-tcp test-cpp test-python \
+  torch-suite torch-suite-tcp torch-matrix lint includes format sanitize asan tsan fuzz bench bench-net \
   net-faults nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
@@ -83,6 +86,7 @@ help:
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
+	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
@@ -97,6 +101,7 @@ help:
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON)  TORCH='$(TORCH)'  (any pip requirement, a wheel's path too)"
 	@echo "           JOBS=$(JOBS)  VENV=$(VENV)"
+	@echo "           TORCHES='$(TORCHES)'  (of torch-matrix)"
 	@echo "           WORLD=$(WORLD)  (ranks of torch-suite)"
 	@echo "           RUNS=$(RUNS)  SEED=$(SEED)  (of net-faults)"
 	@echo "           CLANG=$(CLANG)  FUZZ_SECONDS=$(FUZZ_SECONDS)"
@@ -123,7 +128,7 @@ build: $(VENV)/.built
 
 $(VENV)/.built: $(VENV)/.ready $(BUILD_INPUTS)
 	@echo "Building ringreduce (minutes the first time: torch's headers are large)"
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: build
@@ -154,11 +159,15 @@ test: test-cpp test-python
 test-python: build
 	$(BIN)/python -m pytest tests -q -m "not slow" -n 4 --dist loadfile
 
-# Any of tests/*.py runs like this, but for those about shared memory; these show most in the time.
-OVER_TCP = rules mismatch messages moving backend groups work coalescing objects errors properties \
-  hook sharded
-test-tcp: build
-	RINGREDUCE_WIRE=tcp $(BIN)/python -m pytest $(OVER_TCP:%=tests/test_%.py) -q -n 3 --dist loadfile
+# The files that show most of c10d in the time.  Over sockets, any others would run too, but for those
+# about shared memory.
+C10D_TESTS = $(patsubst %,tests/test_%.py,rules mismatch messages moving backend groups work coalescing \
+  objects errors properties hook sharded)
+test-c10d: build
+	$(BIN)/python -m pytest $(C10D_TESTS) -q -n 3 --dist loadfile
+
+test-tcp:
+	RINGREDUCE_WIRE=tcp $(MAKE) test-c10d
 
 # Whole programs: examples, tutorials, the checks of types.
 test-full: build
@@ -181,9 +190,14 @@ nightly: build
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
 
-# Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first.
+# Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first,
+# in build/torch-suite.
 torch-suite: build
 	$(BIN)/python tests/torch_suite/run.py --world $(WORLD)
+
+# Each version in an environment of its own, .venv-VERSION, which stays; TORCH is that of VENV.
+torch-matrix:
+	$(PYTHON) tests/torch_matrix.py --torch '$(TORCH)' --venv $(VENV) $(TORCHES)
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
 torch-suite-tcp: build
@@ -275,6 +289,6 @@ format: $(VENV)/.ready
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf build dist *.egg-info ringreduce/*.so ringreduce/_build_info.py $(VENV)/.built
+	rm -rf build dist *.egg-info $(VENV)/.built .venv*/.built
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ringreduce tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -142,7 +142,7 @@ def jobs() -> int:
 
 class CMakeBuild(build_ext):
     """Builds ringreduce._C in build/<python>-torch<version>, which stays, so that it is quick to
-    build again; then puts it and _build_info.py where setuptools wants them."""
+    build again; for a wheel, puts it and _build_info.py where setuptools wants them."""
 
     def build_extension(self, ext: Extension) -> None:
         check_platform()
@@ -159,30 +159,26 @@ class CMakeBuild(build_ext):
         self.name_folder(folder)
 
         target = Path(self.get_ext_fullpath(ext.name))
-        self.built = [folder / target.name, folder / "_build_info.py"]
-        self.place(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for name in (target.name, "_build_info.py"):
+            shutil.copy2(folder / name, target.parent)
 
     def name_folder(self, folder: Path) -> None:
-        """build/extension is the folder built last: the Makefile builds the C++ tests in it."""
-        link = folder.parent / "extension"
+        """build/extension-x is the folder of .venv-x, build/extension that of .venv or of an
+        environment elsewhere: the Makefile builds the C++ tests there."""
+        name = "extension" + sys.prefix.partition(f"{ROOT}/.venv")[2]
+        link = folder.parent / name
         if link.is_dir() and not link.is_symlink():  # a copy of a tree may have made a folder of it
             shutil.rmtree(link)
-        fresh = folder.parent / f"extension.{os.getpid()}"
+        fresh = folder.parent / f"{name}.{os.getpid()}"
         fresh.symlink_to(folder.name)
         fresh.replace(link)
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable install.  setuptools' own leaves out _build_info.py, and copies only what
-        is newer than what is there: not enough when going back to another torch."""
-        self.place(ROOT / "ringreduce")
-
-    def place(self, package: Path) -> None:
-        package.mkdir(parents=True, exist_ok=True)
-        for source in self.built:
-            # Renamed over the old one, not written into it: a running process may have it mapped.
-            fresh = package / (source.name + ".new")
-            shutil.copy2(source, fresh)
-            fresh.replace(package / source.name)
+        """An editable install imports from the build folder of its Python and torch, so that
+        several share a tree (ringreduce/_load.py).  A copy in the tree would be found first."""
+        for old in [*ROOT.glob("ringreduce/_C*.so"), *ROOT.glob("ringreduce/_build_info.py")]:
+            old.unlink()
 
     def configure(self, cmake: str, ninja: str, folder: Path) -> None:
         cache = folder / "CMakeCache.txt"

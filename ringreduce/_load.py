@@ -38,6 +38,18 @@ def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+def _find_build() -> None:
+    """In a source tree, adds the build folder of this Python and torch to the package's path.
+
+    setup.py names it.  Environments with different versions thus share a tree, and none imports the
+    build of another.
+    """
+    tree = Path(__file__).parent.parent
+    if (tree / "CMakeLists.txt").exists():
+        folder = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+        sys.modules["ringreduce"].__path__.append(str(tree / "build" / folder))
+
+
 @functools.cache
 def load() -> ModuleType:
     """Returns the module ringreduce._C; the second call costs nothing.
@@ -46,11 +58,13 @@ def load() -> ModuleType:
         ImportError: it was not built, or for another Python or another minor release of torch; the
             message holds the command that builds it again.
     """
+    _find_build()
     try:
         from ringreduce import _build_info as built
     except ImportError:  # never built, so this is the source tree: an install always has it
         raise ImportError(
-            f"ringreduce's C++ extension has not been built. Build it with: {_rebuild_command()}"
+            f"ringreduce's C++ extension has not been built for torch {torch.__version__}. Build "
+            f"it with: {_rebuild_command()}"
         ) from None
 
     rebuild = f"Rebuild it with: {_rebuild_command()}"

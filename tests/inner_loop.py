@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "extension"
+# As setup.py names it: build/extension-x for .venv-x.
+BUILD = ROOT / "build" / ("extension" + sys.prefix.partition(f"{ROOT}/.venv")[2])
 TOOLS = Path(sys.executable).parent
 CPP_TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
 # A few fast tests: the layers, errors that name the rank, averaged gradients.

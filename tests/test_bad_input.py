@@ -247,6 +247,12 @@ def test_ranks_in_pid_namespaces_of_their_own(pool: Pool, world: MakeWorld, wire
 WITHOUT_EXTENSION = """
 import importlib, sys, torch
 known = importlib.import_module
+version, torch.__version__ = torch.__version__, "2.99.0"
+try:
+    import ringreduce
+except ImportError as raised:
+    print(raised)
+torch.__version__ = version
 for error in (
     ImportError("_C.so: undefined symbol: _ZN3c10"),
     ImportError("_C.so: failed to map: Cannot allocate memory"),
@@ -269,7 +275,8 @@ for error in (
 def test_an_extension_that_does_not_load(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_EXTENSION)
-    other_torch, no_memory, missing = run_ranks(script, 1)[0].stdout.splitlines()
+    not_for_it, other_torch, no_memory, missing = run_ranks(script, 1)[0].stdout.splitlines()
+    assert "torch 2.99.0" in not_for_it and "pip install" in not_for_it
     assert "built for torch" in other_torch and "pip install" in other_torch
     assert no_memory.endswith("does not load: _C.so: failed to map: Cannot allocate memory")
     assert "has not been built" in missing

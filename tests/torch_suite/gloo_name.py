@@ -23,7 +23,12 @@ class _LooksLikeGloo(type):
     """`ProcessGroupGloo(...)` makes our backend, and isinstance takes it for one of Gloo."""
 
     def __call__(
-        cls, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta
+        cls,
+        store: c10d.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        enable_reconfigure: bool = False,  # passed by torch 2.14 and later
     ) -> _backend.Backend:
         options = c10d._DistributedBackendOptions()
         options.store = store

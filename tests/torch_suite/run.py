@@ -9,7 +9,8 @@
 
 The tests come with torch.  A first pass runs them all on the backend "ringreduce"; those that it
 skips and Gloo runs ask for the name "gloo" literally, and run in a second pass, in which that name
-makes a ringreduce group.  Gloo's results are kept beside this file.
+makes a ringreduce group.  Gloo's results are kept beside this file, those for a torch without such
+in build/torch-suite.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ def main() -> int:
     if settings.device == "cuda":
         return on_gpus(settings)
     path = results.baseline_path(torch.__version__, settings.world)
+    if not path.exists() and not settings.record_gloo:
+        path = LOGS / path.name
     print(f"torch {torch.__version__}, {settings.world} ranks, {os.cpu_count()} cores")
     if settings.k and not path.exists():
         parser.error("there are no results of Gloo for this torch yet: leave -k out first")
