@@ -175,14 +175,15 @@ test-full: build
 	$(BIN)/python -m pytest tests -q -m slow -n 3 --dist loadfile --ignore tests/test_bench_runs.py
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
-# 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file of the torch
-# and the GPU layer compiled by itself; machine code for all GPUs; and every check of UBSan.
+# 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file compiled by
+# itself; machine code for all GPUs; and every check of UBSan.
 nightly: build
 	$(BIN)/python -m pytest tests/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
 	  -k "2_to_the_31 or sigkill_amid or names_a_survivor or many_groups or burn_a_core or soak or \
 	  compiled_steps or properties"
 	$(MAKE) torch-suite-tcp
+	$(MAKE) includes
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
 	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)

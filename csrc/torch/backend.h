@@ -135,6 +135,8 @@ class Backend final : public c10d::Backend {
   WorkPtr reconfigure(const c10d::ReconfigureOptions&) override;
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
+  // Overrides a method that torch has since 2.15, whose flight recorder then writes its dump.
+  bool supportsAbortHooks() const { return true; }
   // Run before abort(), or when a call first raises the group's failure; once a group.
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
     observer_->setAbortHook(id, std::move(hook));
