@@ -238,10 +238,17 @@ def registered(me: Rank) -> list[int]:
         dist.all_reduce(torch.ones(2))
         dist.barrier()
         found.append(size())
+        t = torch.ones(2)
+        work = dist.all_reduce(t if me.rank == 0 else torch.ones(3), async_op=True)
+        with pytest.raises(dist.DistBackendError, match="ranks disagree"):
+            work.wait()
+        if me.rank == 0:
+            with pytest.raises(dist.DistBackendError, match="ranks disagree"):
+                torch.ops._c10d_functional.wait_tensor(t)
     return found
 
 
-def test_work_that_ended_is_not_registered(pool: Pool, world: MakeWorld) -> None:
+def test_only_works_that_succeeded_leave_the_registry(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(registered, world(2, 20.0)) == [[1, 0], [0]]
 
 

@@ -93,8 +93,9 @@ struct LiveGroups {
 };
 
 // Logs errors, those of the NCCL backend inside it too: at this point no caller can receive them.
-void leave(GpuBackend& gpu) {
+void leave(GpuBackend& gpu, bool abort = false) {
   try {
+    if (abort) gpu.abort();
     gpu.shutdown();
   } catch (const std::exception& error) {
     log("rank " + std::to_string(gpu.getRank()) + " leaves a group's GPUs: " + error.what());
@@ -156,7 +157,7 @@ Backend& asRingreduce(c10d::Backend& backend) {
 }
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options, Gpus gpus, bool connect)
+                 const GroupOptions& options, Gpus gpus, bool connect, ChooseShared choose_shared)
     : c10d::Backend(rank, size),
       store_(store),
       group_store_(store),
@@ -164,15 +165,17 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       options_(c10::make_intrusive<Options>(
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
       gpus_(std::move(gpus)),
+      choose_shared_(std::move(choose_shared)),
       is_connected_(connect) {
   options_->group_name = options.name;
-  options_->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
+  const auto& global = options.started_as.empty() ? options.global_ranks : options.started_as;
+  options_->global_ranks_in_group.assign(global.begin(), global.end());
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   options_->enable_reconfigure = !connect;
 #endif
   if (!connect) return;
   group_ = translated([&] { return makeGroup(store, rank, size, options); });
-  gpu_ = makeGpuBackend();
+  gpu_ = makeGpuBackend(rank, size);
   liveGroups().add(group_, gpu_);
 }
 
@@ -180,14 +183,15 @@ std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int s
                                           GroupOptions options) const {
   TorchStore adapted(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
+  if (rank == 0 && choose_shared_) options.shared = choose_shared_(size);
   if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
   return Group::create(adapted, rank, size, options);
 }
 
-c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend() {
+c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend(int rank, int size) {
   if (!hasCuda()) return nullptr;
   return c10::make_intrusive<GpuBackend>(
-      rank_, size_, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
+      rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
       [this] {
         const auto made = gpus_.make_inner(group_store_, rank_, size_);
         if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
@@ -358,12 +362,13 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
 // ---- membership
 
 c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
-  return "ringreduce-" + token_ + "-" + std::to_string(generation_) + "-" +
+  return "ringreduce-" + token_ + "-" + std::to_string(observer_->groups()) + "-" +
          std::to_string(group_options_.startedAs(rank_));
 }
 
 Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   return translated([&] {
+    const std::lock_guard lock(reconfigure_mutex_);
     const std::string own = get_reconfigure_handle();
     const std::vector<Handle> handles = handlesOf(options, own);
     const auto self = std::ranges::find(handles, own, &Handle::text);
@@ -372,7 +377,6 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
 
     std::string members;
     GroupOptions made = group_options_;
-    made.timeout = nanosOf(options.timeout.value_or(options_->timeout));
     made.global_ranks.clear();
     made.started_as.clear();
     made.of_ranks = 0;
@@ -380,14 +384,26 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
       made.started_as.push_back(handle.number);
       members += handle.text + " ";
     }
+    members = std::to_string(std::hash<std::string>()(members));
     const std::string place = "ringreduce/reconfigure/" + std::to_string(options.uuid);
-    claim(options.uuid, place + "/claim", members, rank);
-    const auto store = c10::make_intrusive<c10d::PrefixStore>(
-        place + "/" + std::to_string(std::hash<std::string>()(members)), store_);
-    const std::shared_ptr<Group> group = makeGroup(store, rank, size, made);
-    group->setTimeout(nanosOf(options_->timeout));
-    made.timeout = group_options_.timeout;
-    enter(group, store, std::move(made));
+    const std::string claim_key = place + "/claim";
+    claim(options.uuid, claim_key, members, rank);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(place + "/" + members, store_);
+    GroupOptions within = made;
+    within.timeout = nanosOf(options.timeout.value_or(options_->timeout));
+    try {
+      const std::shared_ptr<Group> group = makeGroup(store, rank, size, within);
+      group->setTimeout(nanosOf(options_->timeout));
+      enter(group, store, std::move(made));
+    } catch (const Error& error) {
+      const auto claimed_by = TorchStore(store_).get(claim_key);
+      if (error.kind() != Failure::kTimeout || !claimed_by || *claimed_by == members) throw;
+      throw Error(error.kind(), std::string(error.what()) +
+                                    "; other ranks were given other "
+                                    "handles for uuid " +
+                                    std::to_string(options.uuid) +
+                                    ", or the same in another order");
+    }
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
   });
 }
@@ -412,28 +428,34 @@ void Backend::claim(int64_t uuid, const std::string& key, const std::string& mem
 // Leaves the old group, if there is one, for the new one.
 void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
                     GroupOptions options) {
-  const std::shared_ptr<Group> old = groupIfAny();
-  // Ranks that are not in the new group may never join what is under way.
-  if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-  if (gpu_) leave(*gpu_);
+  const auto gpu = makeGpuBackend(group->rank(), group->size());
+  std::shared_ptr<Group> old;
+  c10::intrusive_ptr<GpuBackend> old_gpu;
   {
     const std::lock_guard lock(group_mutex_);
-    group_ = group;
+    old = std::exchange(group_, group);
+    old_gpu = std::exchange(gpu_, gpu);
     last_failure_ = Failure::kNone;
     group_store_ = store;
     group_options_ = std::move(options);
     rank_ = group->rank();
     size_ = group->size();
     is_connected_ = true;
-    ++generation_;
+    observer_->enterGroup();
   }
   options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
                                          group_options_.started_as.end());
-  gpu_ = makeGpuBackend();
-  liveGroups().add(group, gpu_);
-  if (old) old->shutdown();  // its works are told of its end
-  observer_->calls = 0;
-  observer_->renewAbortHooks();
+  liveGroups().add(group, gpu);
+  // The new group exists whatever comes of the old one.  Ranks that are not in the new group may
+  // never join what is under way in the old one.
+  if (old_gpu) leave(*old_gpu, true);
+  if (!old) return;
+  try {
+    if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+    old->shutdown();  // its works are told of its end
+  } catch (const Error& error) {
+    log("rank " + group_options_.shown(rank_) + " leaves its old group: " + error.what());
+  }
 }
 
 #endif
@@ -452,6 +474,10 @@ void Backend::registerOnCompletionHook(
 }
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+bool Backend::supportsCompletionHooks() const {
+  return !hasCuda();
+}
+
 void Backend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
   observer_->completion_hooks.add(
       id, [hook = std::move(hook)](uint64_t key, std::optional<float> milliseconds) {
@@ -511,7 +537,7 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::abort() {
-  observer_->runAbortHooks();
+  observer_->runAbortHooks(observer_->groups());
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (gpu_) gpu_->abort();
 }

@@ -43,9 +43,14 @@ class Backend final : public c10d::Backend {
     MakeInner make_inner;
   };
 
-  // `connect`: make the group now.  Otherwise reconfigure() makes it.
+  // The shared options of a group of that size, which rank 0 hands to the others.
+  using ChooseShared = std::function<SharedOptions(int size)>;
+
+  // `connect`: make the group now.  Otherwise reconfigure() makes it.  `choose_shared`: for this
+  // group and for those that replace it; null: `options` or the environment decide.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options, Gpus gpus, bool connect = true);
+          const GroupOptions& options, Gpus gpus, bool connect = true,
+          ChooseShared choose_shared = nullptr);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -151,7 +156,7 @@ class Backend final : public c10d::Backend {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15  // there is no feature macro
   // Not where there are GPUs: no thread learns that a single operation in a stream has ended, and
   // torch then records when operations were issued.
-  bool supportsCompletionHooks() const override { return !(gpu_ && at::hasCUDA()); }
+  bool supportsCompletionHooks() const override;
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override { observer_->completion_hooks.remove(id); }
 #endif
@@ -195,9 +200,11 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
   std::shared_ptr<Group> makeGroup(const StorePtr& store, int rank, int size,
                                    GroupOptions options) const;
-  c10::intrusive_ptr<GpuBackend> makeGpuBackend();
+  c10::intrusive_ptr<GpuBackend> makeGpuBackend(int rank, int size);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
   void claim(int64_t uuid, const std::string& key, const std::string& members, int rank);
   void enter(const std::shared_ptr<Group>& group, const StorePtr& store, GroupOptions options);
+#endif
   WorkPtr start(Job job, bool async);
   WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);
@@ -213,14 +220,17 @@ class Backend final : public c10d::Backend {
   GroupOptions group_options_;
   const OptionsPtr options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
-  const Gpus gpus_;                 // handed on to groups made of this one
+  const Gpus gpus_;  // handed on to groups made of this one
+  const ChooseShared choose_shared_;
   mutable std::mutex group_mutex_;  // of the next two
   std::shared_ptr<Group> group_;
-  Failure last_failure_ = Failure::kNone;                       // of a group that is destroyed
-  bool is_connected_;                                           // it has or had a group
+  Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
+  bool is_connected_;                      // it has or had a group
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  std::mutex reconfigure_mutex_;                                // one reconfigure() at a time
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
-  int generation_ = 0;                                          // reconfigures so far
   std::set<int64_t> used_uuids_;
+#endif
   c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two

@@ -136,13 +136,17 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
     // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
-    if (rank == 0 && (algorithm || slot_bytes || slots)) {
-      options.shared = SharedOptions::fromEnvironment(size);
-      if (algorithm) options.shared->algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
-      options.shared->slot_bytes = slot_bytes.value_or(options.shared->slot_bytes);
-      options.shared->slots = slots.value_or(options.shared->slots);
-    }
-    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect);
+    Backend::ChooseShared choose_shared;
+    if (algorithm || slot_bytes || slots)
+      choose_shared = [=](int ranks) {
+        SharedOptions shared = SharedOptions::fromEnvironment(ranks);
+        if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
+        shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
+        shared.slots = slots.value_or(shared.slots);
+        return shared;
+      };
+    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect,
+                                        std::move(choose_shared));
   } catch (const Error&) {
     rethrowToPython();
   }

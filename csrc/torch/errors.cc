@@ -70,9 +70,9 @@ std::exception_ptr toPython(std::exception_ptr error, const std::string& context
     if (!context.empty()) text += " (" + context + ")";
     if (several_threads && e.kind() == Failure::kMismatch)
       text +=
-          " Several threads of this rank call this group, and their calls have no common order on "
-          "all ranks: give each thread a group of its own (dist.new_group()), as in "
-          "async_save(process_group=...).";
+          " Several threads of this rank have called this group. If they call it at the same time, "
+          "their calls have no common order on all ranks: give each thread a group of its own "
+          "(dist.new_group()), as in async_save(process_group=...).";
     return std::make_exception_ptr(PythonError(e.kind(), text));
   } catch (...) {
     return error;

@@ -194,7 +194,14 @@ class StreamWork final : public c10d::Work {
 
  private:
   void raise() const {  // the group's error, if there is one
-    if (const auto communicator = communicator_.lock()) translated([&] { communicator->check(); });
+    const auto communicator = communicator_.lock();
+    if (!communicator) return;
+    try {
+      translated([&] { communicator->check(); });
+    } catch (...) {
+      observer_->runAbortHooks(observed_group_);
+      throw;
+    }
   }
 
   const std::vector<at::Tensor> outputs_;
@@ -202,6 +209,7 @@ class StreamWork final : public c10d::Work {
   const uint64_t sequence_;   // as torch does
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
+  const uint64_t observed_group_ = observer_->groups();
   const Nanos started_ = now();
   // Not kept alive: a communicator that is gone has run or failed its operations.
   const std::weak_ptr<cuda::GpuCommunicator> communicator_;

@@ -64,7 +64,13 @@ void CompletionHooks::call(uint64_t key, std::optional<float> milliseconds) {
     const std::lock_guard lock(mutex_);
     return hooks_;
   }();
-  for (const auto& [id, hook] : hooks) hook(key, milliseconds);
+  for (const auto& [id, hook] : hooks) {
+    try {
+      hook(key, milliseconds);
+    } catch (const std::exception& error) {
+      log("completion hook " + std::to_string(id) + " raised an error: " + error.what());
+    }
+  }
 }
 
 namespace {
@@ -74,7 +80,8 @@ uint64_t nextCompletionKey() {
   return ++last;
 }
 
-// Removes a work that is over from torch's registry for wait_tensor, as torch's own backends do.
+// Removes a work that has succeeded from torch's registry, as torch's own backends do.  One that
+// has failed stays there: wait_tensor then raises its error.
 void unregister(c10d::Work* work) {
   if (c10d::allow_inflight_collective_as_graph_input())
     c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::reclaim_copy(work));
@@ -90,11 +97,11 @@ void Observer::setAbortHook(int64_t id, std::function<void()> hook) {
     abort_hooks_.erase(id);
 }
 
-void Observer::runAbortHooks() {
-  if (aborted_.exchange(true)) return;
+void Observer::runAbortHooks(uint64_t group) {
   decltype(abort_hooks_) hooks;
   {
     const std::lock_guard lock(mutex_);
+    if (group != groups_ || std::exchange(aborted_, true)) return;
     hooks = abort_hooks_;
   }
   for (const auto& [id, hook] : hooks) {
@@ -104,6 +111,13 @@ void Observer::runAbortHooks() {
       log("abort hook " + std::to_string(id) + " raised an error: " + error.what());
     }
   }
+}
+
+void Observer::enterGroup() {
+  const std::lock_guard lock(mutex_);
+  ++groups_;
+  aborted_ = false;
+  calls = 0;
 }
 
 Work::Work(Group& group, const Job& job)
@@ -116,6 +130,7 @@ Work::Work(Group& group, const Job& job)
       completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
       observer_(job.observer),
+      observed_group_(observer_->groups()),
       timed_(observer_->timing) {
   observer_->noteThread();
 }
@@ -181,8 +196,8 @@ void Work::complete(std::exception_ptr error) {
   ended_ = now();
   finish(error);
   if (!error && observer_->completion_hooks.any())
-    observer_->completion_hooks.call(
-        completion_key_, observer_->timing ? std::optional(getDuration()) : std::nullopt);
+    observer_->completion_hooks.call(completion_key_,
+                                     timed_ ? std::optional(getDuration()) : std::nullopt);
   FuturePtr future;
   {
     const std::lock_guard lock(outcome_mutex_);
@@ -192,13 +207,14 @@ void Work::complete(std::exception_ptr error) {
   }
   if (future) settle(*future);
   settled_ = true;
-  synchronize();
+  if (!error) unregister(this);
   if (observer_->hooked)
     tellObserver(*observer_, retrieveOpType(), sequence_, started_, ended_, rank_);
 }
 
 void Work::tellOfFailure() const {
-  if (const auto group = group_.lock(); group && group->failed()) observer_->runAbortHooks();
+  if (const auto group = group_.lock(); group && group->failed())
+    observer_->runAbortHooks(observed_group_);
 }
 
 bool Work::hasCompletedFuture() {
@@ -266,12 +282,12 @@ std::exception_ptr Work::exception() const {
 
 // A finished CPU operation needs nothing more.
 void Work::synchronize() {
-  unregister(this);
+  if (isSuccess()) unregister(this);
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
   if (!handle_) {
-    synchronize();  // torch registers a work after it may have completed
+    unregister(this);  // torch registers a work after it may have completed
     return true;
   }
   const bool limited = timeout.count() > 0 && timeout.count() < kNever / kMillisecond;
@@ -289,8 +305,8 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   });
   const std::exception_ptr error = handle_->error();
   complete(error);
-  synchronize();
   if (error) std::rethrow_exception(shown(error));
+  unregister(this);
   return true;
 }
 
@@ -324,8 +340,8 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
       if (!first) first = std::current_exception();
     }
   }
-  unregister(this);
   if (first) std::rethrow_exception(first);
+  unregister(this);
   return true;
 }
 

@@ -64,16 +64,21 @@ class Observer {
 
   // Hooks to call before the group is aborted or when its failure is first known.
   void setAbortHook(int64_t id, std::function<void()> hook);  // null: removes it
-  // Calls them once.  An exception from a hook is logged and dropped.
-  void runAbortHooks();
-  void renewAbortHooks() { aborted_ = false; }  // there is a new group to abort
+  // Calls them once a group, not for one that was left.  An exception from a hook is logged and
+  // dropped.
+  void runAbortHooks(uint64_t group);
+
+  // The backend's groups so far: a reconfigure makes another one.
+  uint64_t groups() const { return groups_; }
+  void enterGroup();
 
  private:
   std::atomic<std::thread::id> first_thread_{};
   std::atomic<bool> several_threads_{false};
-  std::mutex mutex_;
+  std::mutex mutex_;  // of the next three
   std::map<int64_t, std::function<void()>> abort_hooks_;
-  std::atomic<bool> aborted_{false};
+  bool aborted_ = false;
+  std::atomic<uint64_t> groups_{0};
 };
 
 void tellObserver(const Observer& observer, c10d::OpType type, uint64_t sequence, Nanos started,
@@ -138,6 +143,7 @@ class Work final : public c10d::Work {
   const uint64_t completion_key_;
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
+  const uint64_t observed_group_;
   const bool timed_;
   const Nanos started_ = now();
   std::atomic<Nanos> ended_{0};
