@@ -552,6 +552,7 @@ void Backend::shutdown() {
   const std::lock_guard lock(group_mutex_);
   if (group_) last_failure_ = group_->failure();
   group_.reset();
+  is_connected_ = true;  // errors then say that the group was destroyed
 }
 
 void Backend::shutdownAll() {

@@ -225,7 +225,7 @@ class Backend final : public c10d::Backend {
   mutable std::mutex group_mutex_;  // of the next two
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
-  bool is_connected_;                      // it has or had a group
+  bool is_connected_;                      // it has or had a group, or was destroyed
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::mutex reconfigure_mutex_;                                // one reconfigure() at a time
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles

@@ -84,6 +84,13 @@ void rethrowToPython(const std::string& context, bool several_threads) {
 }
 
 void checkSignals() {
+  // A daemon thread that waits while the process exits: taking the GIL would end the thread by an
+  // unwinding that no C++ code expects.
+#if PY_VERSION_HEX >= 0x030D0000
+  if (Py_IsFinalizing()) return;
+#else
+  if (_Py_IsFinalizing()) return;
+#endif
   const pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
