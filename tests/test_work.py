@@ -238,8 +238,8 @@ def registered(me: Rank) -> list[int]:
         dist.all_reduce(torch.ones(2))
         dist.barrier()
         found.append(size())
-        t = torch.ones(2)
-        work = dist.all_reduce(t if me.rank == 0 else torch.ones(3), async_op=True)
+        t, group = torch.ones(2), dist.new_group()
+        work = dist.all_reduce(t if me.rank == 0 else torch.ones(3), group=group, async_op=True)
         with pytest.raises(dist.DistBackendError, match="ranks disagree"):
             work.wait()
         if me.rank == 0:
