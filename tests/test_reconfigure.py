@@ -23,6 +23,8 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Call, Died, Pool, Raised, Rank, describe
 
+import ringreduce
+
 pytestmark = [
     pytest.mark.ringreduce,
     pytest.mark.skipif(
@@ -332,6 +334,26 @@ def of_a_group(me: Rank, prefix: str) -> None:
 
 def test_one_group_of_several(pool: Pool, world: MakeWorld) -> None:
     pool.start(of_a_group, world(0), pool.name(), ranks=4).results()
+
+
+def options_kept(me: Rank, prefix: str) -> list[int]:
+    """The memory that `slots` decides, with each of the ranks as rank 0."""
+    store, found = me.store(f"{prefix}/test"), []
+    options = {"store": me.store(prefix), "rank": me.rank, "world_size": 2}
+    dist.init_process_group(me.backend, pg_options=ringreduce.Options(slots=32), **options)
+    group: Any = dist.group.WORLD
+    for uuid, order in ((1, (1, 0)), (2, (0, 1))):
+        found.append(ringreduce.staging_bytes(group))
+        store.set(f"{uuid}/{me.rank}", group.get_reconfigure_handle())
+        dist._reconfigure(uuid, [store.get(f"{uuid}/{n}").decode() for n in order]).wait()
+    found.append(ringreduce.staging_bytes(group))
+    dist.destroy_process_group()
+    return found
+
+
+def test_options_of_the_program_stay(pool: Pool, world: MakeWorld) -> None:
+    for found in pool.start(options_kept, world(0), pool.name(), ranks=2).results():
+        assert found[0] == found[1] == found[2] > 0
 
 
 # ---- random
