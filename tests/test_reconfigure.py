@@ -164,12 +164,18 @@ def refusals(me: Rank, prefix: str) -> list[Raised]:
     handles = member.handles("again", range(2))
     if me.rank == 1:
         found.append(caught(me, lambda: member.reconfigure(3, [handles[1]])))
+    # The ranks do not agree on the order: one is told at once, the other by its timeout.
+    differing = member.handles("differing", [me.rank, 1 - me.rank])
+    found.append(caught(me, lambda: member.reconfigure(5, differing, 1.0)))
     member.join(4, [0, 1])  # nothing of that has harmed the group
     return found
 
 
 def test_what_is_refused_harms_nothing(pool: Pool, world: MakeWorld) -> None:
-    for found in pool.start(refusals, world(0), pool.name(), ranks=2).results():
+    results = pool.start(refusals, world(0), pool.name(), ranks=2).results()
+    disagreed = [found.pop() for found in results]
+    assert any("gave other handles" in error.message for error in disagreed), disagreed
+    for found in results:
         unconnected, used, stale, absent, twice, foreign, *by_others = found
         assert "call reconfigure() first" in unconnected.message
         for error in (used, *by_others):

@@ -398,11 +398,9 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     } catch (const Error& error) {
       const auto claimed_by = TorchStore(store_).get(claim_key);
       if (error.kind() != Failure::kTimeout || !claimed_by || *claimed_by == members) throw;
-      throw Error(error.kind(), std::string(error.what()) +
-                                    "; other ranks were given other "
-                                    "handles for uuid " +
-                                    std::to_string(options.uuid) +
-                                    ", or the same in another order");
+      throw Error(error.kind(),
+                  std::string(error.what()) + "; another rank gave other handles with uuid " +
+                      std::to_string(options.uuid) + ", or the same in another order");
     }
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
   });
@@ -419,10 +417,12 @@ void Backend::claim(int64_t uuid, const std::string& key, const std::string& mem
     is_new = !claimed_by || *claimed_by == members;
   }
   if (!is_new)
-    throw Error(Failure::kSetup, "uuid " + std::to_string(uuid) +
-                                     " of a reconfigure was already used; give each reconfigure of "
-                                     "group '" +
-                                     group_options_.name + "' a new one");
+    throw Error(Failure::kSetup,
+                "rank " + group_options_.shown(rank_) + " of group '" + group_options_.name +
+                    "': uuid " + std::to_string(uuid) +
+                    " of a reconfigure was already used, or another rank gave other handles with "
+                    "it; give each reconfigure a new uuid, and all its ranks the same handles in "
+                    "the same order");
 }
 
 // Leaves the old group, if there is one, for the new one.
