@@ -159,9 +159,10 @@ def from_two_threads(me: Rank) -> list[str]:
             said.append(str(error))
 
     works: list[Any] = []
+    group = dist.new_group()
     starts = [
-        lambda: dist.all_reduce(torch.ones(4), async_op=True),
-        lambda: dist.broadcast(torch.ones(4), 0, async_op=True),
+        lambda: dist.all_reduce(torch.ones(4), group=group, async_op=True),
+        lambda: dist.broadcast(torch.ones(4), 0, group=group, async_op=True),
     ]
     thread = threading.Thread(target=call, args=(starts[me.rank],))
     thread.start()
