@@ -59,13 +59,23 @@ class Queue : public std::enable_shared_from_this<Queue> {
 // How far somebody knows the captured streams to be, by their numbers.
 using Known = std::map<unsigned long long, uint64_t>;
 
+}  // namespace fake
+
+struct CUgraph_st {
+  std::vector<fake::Task> tasks = {};
+  std::vector<std::shared_ptr<void>> user_objects = {};
+};
+struct CUgraphExec_st : CUgraph_st {};
+
+namespace fake {
+
 struct Capture {
   unsigned long long number;
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   CUstream_st* origin;
   std::vector<CUstream_st*> streams = {};
-  std::vector<Task> tasks = {};
+  std::unique_ptr<CUgraph_st> graph = std::make_unique<CUgraph_st>();
   cudaError_t broken = cudaSuccess;
 };
 
@@ -88,11 +98,8 @@ struct CUevent_st {
   fake::Known known = {};
 };
 
-struct CUgraph_st {
-  std::vector<fake::Task> tasks;
-};
-struct CUgraphExec_st {
-  std::vector<fake::Task> tasks;
+struct CUuserObject_st {
+  std::shared_ptr<void> object;
 };
 
 namespace fake {
