@@ -168,7 +168,8 @@ def refused(me: Rank) -> list[Raised | str]:
     group = dist.group.WORLD
     assert group is not None
     backend = group._get_backend(CPU)
-    assert not backend.supports_time_estimate
+    private = "_" if TORCH >= (2, 15) else ""
+    assert not getattr(backend, f"{private}supports_time_estimate")
     calls: list[Callable[[], Any]] = [backend.suspend, backend.resume]
     calls.append(lambda: backend.shrink([me.rank]))
     found: list[Raised | str] = []

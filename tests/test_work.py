@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Pool, Raised, Rank
 from processes import wait_until
 from torch import nn
 from torch._C._distributed_c10d import OpType, WorkResult
@@ -359,6 +361,49 @@ def test_flight_recorder(pool: Pool, world: MakeWorld, size: int, tmp_path: Path
     _, found = pickle.loads((traces / "db").read_bytes())
     assert len(found.collectives) >= 9
     assert all(c.pass_check for c in found.collectives), found.collectives
+
+
+def failed(me: Rank, path: str, how: str) -> None:
+    """A group of two fails after an all-reduce."""
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{path}/trace_"
+    group: Any = dist.group.WORLD
+    assert group.supports_abort_hooks
+    assert group._get_backend(torch.device("cpu")).supports_abort_hooks
+    dist.all_reduce(torch.ones(2))
+    assert not Path(f"{path}/trace_{me.rank}").exists()
+    if how == "abort":
+        group.abort()
+    elif me.rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.broadcast(torch.ones(3), 1)
+        with pytest.raises(dist.DistBackendError):
+            dist.broadcast(torch.ones(4), 1)  # of which no second dump is written
+    elif how == "lost":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        me.hear()
+
+
+@pytest.mark.ringreduce
+@pytest.mark.skipif(TORCH < (2, 15), reason="torch writes no dump for other backends before 2.15")
+@pytest.mark.parametrize("how", ["abort", "timeout", "lost"])
+def test_flight_recorder_writes_its_dump(
+    pool: Pool, world: MakeWorld, how: str, tmp_path: Path
+) -> None:
+    call = pool.start(failed, world(2, 2.0), str(tmp_path), how, fresh=True)
+    call.await_end([0], 60.0)
+    if how == "timeout":
+        call.tell(1)
+    ended = call.outcomes()
+    assert not isinstance(ended[0], Raised), ended[0]
+    dumps = {path.name: pickle.loads(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert set(dumps) == ({"trace_0", "trace_1"} if how == "abort" else {"trace_0"})
+    for found in dumps.values():
+        *_, last = found["entries"]
+        unfinished = how != "abort"
+        assert last["input_sizes"] == ([[3]] if unfinished else [[2]])
+        assert last["retired"] != unfinished, last
+        assert (last["state"] == "completed") != unfinished, last
 
 
 def nans(me: Rank) -> None:
