@@ -33,6 +33,7 @@ __all__ = [
     "hooks",
     "init",
     "instruction_set",
+    "live_ranks",
     "register_comm_hook",
     "staging_bytes",
     "topology",
@@ -62,6 +63,19 @@ def gpu_bytes(group: dist.ProcessGroup | None = None) -> int:
     """
     size: int = extension().gpu_bytes(backend_of(ringreduce_group(group, again=False)))
     return size
+
+
+def live_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The ranks of a group, by their numbers in it, that operations still include.
+
+    In a group with on_loss="continue" ranks that are lost or have left are missing.  Ranks may
+    notice a loss at different moments.
+
+    Args:
+        group: as for `staging_bytes`.
+    """
+    ranks: list[int] = extension().live_ranks(backend_of(ringreduce_group(group, again=False)))
+    return ranks
 
 
 def instruction_set() -> str:

@@ -35,12 +35,17 @@ class Options:
         algorithm: of all-reduce: "auto", "direct", "twoshot", "ring", "bruck" or "hierarchical".
         slot_bytes: size of a slot of shared memory, a multiple of 128 from 4 KiB to 64 MiB.
         slots: how many slots a rank has for each wire, 3 to 32.
+        on_loss: "error": a lost rank fails the group.  "continue": the group goes on without it,
+            on one host; see docs/survive.md.
+        min_ranks: with "continue": if fewer ranks are left, the group fails.  1 by default.
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
     """
 
     algorithm: str | None = None
     slot_bytes: int | None = None
     slots: int | None = None
+    on_loss: str | None = None
+    min_ranks: int | None = None
     stall_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +56,10 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} cannot be negative, as {value} is")
+        if self.on_loss not in (None, "error", "continue"):
+            raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
+        if self.min_ranks is not None and self.min_ranks < 1:
+            raise ValueError(f"min_ranks must be at least 1, not {self.min_ranks}")
 
 
 def _perform_nocolor_split(backend: Backend, device: torch.device) -> None:

@@ -38,7 +38,14 @@ def _meeting_device(group: dist.ProcessGroup) -> torch.device:
 def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
     """Raises Mismatch, on all ranks alike, unless all have the same signature."""
     # Hashes of whole numbers, and of tuples of them, are the same in every process.
-    mine = torch.tensor([hash(signature)], dtype=torch.int64, device=_meeting_device(group))
+    device = _meeting_device(group)
+    number = hash(signature)
+    # The greatest and the least, in one call that goes on without lost ranks.
+    ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    if ends[0].item() == -ends[1].item():
+        return
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     values = [value.item() for value in gathered]

@@ -43,7 +43,8 @@ struct Config {
   static constexpr int64_t kMostLanes = 64;
 
   EnvValue<std::string> algorithm{"auto"}, instruction_set, log;
-  EnvValue<int64_t> slot_bytes, slots;
+  EnvValue<std::string> on_loss{"error"};
+  EnvValue<int64_t> slot_bytes, slots, min_ranks{1};
   EnvValue<double> stall_seconds{10};
 
   EnvValue<std::string> wire{"auto"}, interfaces, ports, congestion, ring, host_id;

@@ -147,7 +147,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   secret_ = net::secretFromText(hosts.secret());
   for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
   shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
-  shared_.validate();
+  shared_.validate(size_);
   // Errors in this rank's settings are thrown here, where the other ranks learn of them.
   const Config config = Config::read();
   congestion_ = config.congestion.get();

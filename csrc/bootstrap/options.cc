@@ -62,11 +62,14 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
   options.algorithm = algorithmNamed(config.algorithm.get()).value();
   options.sockets = config.wire.get() == "tcp";
   options.encrypted = config.tls.get() == 1;
+  const auto most = static_cast<int64_t>(world_size);  // a subgroup may be smaller
+  if (config.on_loss.get() == "continue")
+    options.min_ranks = static_cast<int>(std::min(config.min_ranks.get(), most));
   config.removed.get();
   return options;
 }
 
-void SharedOptions::validate() const {
+void SharedOptions::validate(int world_size) const {
   const auto within = [](const char* what, size_t value, int64_t low, int64_t high) {
     if (value < static_cast<size_t>(low) || value > static_cast<size_t>(high))
       throw Error(Failure::kArgument, std::string(what) + " is " + std::to_string(value) +
@@ -79,6 +82,15 @@ void SharedOptions::validate() const {
     throw Error(Failure::kArgument,
                 "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "
                 "hierarchical");
+  if (min_ranks == kMinRanksAlone)
+    throw Error(Failure::kArgument, "min_ranks needs on_loss='continue'");
+  if (min_ranks < 0 || min_ranks > world_size)
+    throw Error(Failure::kArgument, "min_ranks is " + std::to_string(min_ranks) +
+                                        "; it can be 1 to " + std::to_string(world_size));
+  if (min_ranks > 0 && algorithm == Algorithm::kRing)
+    throw Error(Failure::kArgument,
+                "on_loss is 'continue', and the algorithm 'ring' cannot go on after a loss; take "
+                "auto, direct or twoshot");
   if (encrypted && !net::Tls::isBuiltIn())
     throw Error(Failure::kSetup,
                 "RINGREDUCE_TLS=1 is set, and this copy of ringreduce was built without OpenSSL 3: "
@@ -92,7 +104,7 @@ void SharedOptions::validate() const {
 std::string SharedOptions::toText() const {
   std::ostringstream text;
   text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
-       << encrypted;
+       << encrypted << ' ' << min_ranks;
   return text.str();
 }
 
@@ -101,7 +113,7 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
   SharedOptions options;
   int algorithm = 0;
   if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>
-        options.encrypted))
+        options.encrypted >> options.min_ranks))
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
   return options;

@@ -18,11 +18,15 @@ struct SharedOptions {
   int slots = 4;                           // RINGREDUCE_SLOTS
   bool encrypted = false;                  // RINGREDUCE_TLS=1, of data on sockets
   bool sockets = false;                    // RINGREDUCE_WIRE=tcp: no shared memory for collectives
+  // RINGREDUCE_ON_LOSS=continue: operations go on without lost ranks while at least this many are
+  // left (RINGREDUCE_MIN_RANKS).  0: a lost rank fails the group.
+  int min_ranks = 0;
+  static constexpr int kMinRanksAlone = -1;  // min_ranks was given without on_loss='continue'
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);
   // Throws Error(kArgument) for invalid values.
-  void validate() const;
+  void validate(int world_size = 1) const;
   std::string toText() const;
   static SharedOptions fromText(const std::string& text);
 };

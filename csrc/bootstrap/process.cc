@@ -3,8 +3,11 @@
 
 #include <poll.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -68,6 +71,11 @@ bool isStopped(int pid) {
       return line.find("T (stopped") != std::string::npos ||
              line.find("t (tracing") != std::string::npos;
   return false;
+}
+
+bool kill(const std::shared_ptr<Fd>& process) {
+  return process && (syscall(SYS_pidfd_send_signal, process->get(), SIGKILL, nullptr, 0) == 0 ||
+                     errno == ESRCH);  // another rank has killed it
 }
 
 // ---- this host

@@ -115,7 +115,7 @@ class Meeting {
   // Before anything is sent.
   void prepare() try {
     shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
-    shared_.validate();
+    shared_.validate(size_);
     socket_ = "ringreduce-" + randomSecretText();
     secret_ = randomSecretText();
   } catch (const Error& error) {
@@ -170,6 +170,10 @@ class Meeting {
       return fieldOf(one.second, "id") == fieldOf(mine_, "id");
     });
     const bool memory = here && (options_.together || !forcesSockets());
+    if (!memory && shared_.min_ranks > 0)
+      throw Error(Failure::kArgument,
+                  "on_loss is 'continue', and not all ranks of group '" + options_.name +
+                      "' share memory; several hosts and RINGREDUCE_WIRE=tcp need on_loss='error'");
     Fields table{{"attempt", attempt_},
                  {"version", kVersion},
                  {"id", fieldOf(mine_, "id")},

@@ -14,7 +14,9 @@
 // schedule, but not on slices or wires.
 //
 // Shared memory: slots hold coded slices, and nothing is kept besides but the sum of one slice.
-// This is for trying a codec on one host, and for the same bits as between hosts.
+// This is for trying a codec on one host, and for the same bits as between hosts.  If a rank is
+// lost on the way, its addends are in the slices that it has posted.  All ranks add the chunk of a
+// lost owner from the slots, and use that sum without coding it.
 //
 // Streams: a rank has one coded copy of the message.  A slice of it holds the bytes that this rank
 // sends of that slice, and then the coded sum that comes back.  The sum is made of the very bytes
@@ -91,15 +93,27 @@ class CodedMessage {
         .combine(sum_.data(), sum_.data(), call_.input + s.begin, s.size);
   }
   // The same for the last addends: completes the sum.
-  void finish(Span s) {
+  void finish(Span s) { finish(s, world_size_); }
+  void finish(Span s, int addends) {
     reduceKernels(DType::kFloat32, call_.op)
-        .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, world_size_);
+        .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, addends);
   }
+  // The sum of so many ranks' coded addends is the result.
+  void useSum(Span s, int addends) {
+    const void* sum = sum_.data();
+    reduceKernels(DType::kFloat32, call_.op)
+        .reduce(call_.output + s.begin, &sum, 1, s.size, addends);
+  }
+  void clearSum() { std::ranges::fill(sum_, 0.0F); }
   // The sum, coded.
   void encodeSum(std::byte* out, Span s, bool finished) const {
+    encodeSumOf(finished ? world_size_ : 0, out, s);
+  }
+  // `addends`: 0 if the sum is not finished.
+  void encodeSumOf(int addends, std::byte* out, Span s) const {
     encode(out, sum_.data(), s);
-    if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
-    const auto ranks = static_cast<float>(world_size_);
+    if (addends == 0 || !call_.error || call_.op != ReduceOp::kAvg) return;
+    const auto ranks = static_cast<float>(addends);
     for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
   }
 
@@ -173,22 +187,37 @@ void byOwners(Communicator& c, const CompressedAllReduce& a) {
       if (p != c.rank) message.encodeAddends(slot + part(p), message.span(p, j));
     exchange.post(first + j);
   };
+  // Adds the coded addends of an owner's chunk, and returns of how many ranks.
+  const auto addUp = [&](int owner, uint64_t j) {
+    const Span s = message.span(owner, j);
+    int addends = 0;
+    for (int k = 0; k < c.size - 1; ++k) {
+      const int p = kthToAdd(owner, k, c.size);
+      const std::byte* slot = p == c.rank ? exchange.own(first + j) : exchange.find(p, first + j);
+      if (!slot) continue;
+      const std::byte* in = slot + part(owner);
+      require(addends++ == 0 ? message.begin(in, s) : message.add(in, s), p);
+    }
+    if (addends == 0) message.clearSum();
+    return addends;
+  };
   const auto add = [&](uint64_t j) {
     const Span mine = message.span(c.rank, j);
-    for (int k = 0; k < c.size - 1; ++k) {
-      const int p = kthToAdd(c.rank, k, c.size);
-      const std::byte* in = exchange.peek(p, first + j) + part(c.rank);
-      require(k == 0 ? message.begin(in, mine) : message.add(in, mine), p);
-    }
-    message.finish(mine);
-    message.encodeSum(exchange.own(first + j) + part(c.rank), mine, /*finished=*/true);
+    const int addends = addUp(c.rank, j) + 1;
+    message.finish(mine, addends);
+    message.encodeSumOf(addends, exchange.own(first + j) + part(c.rank), mine);
     exchange.share(first + j);
   };
   const auto collect = [&](uint64_t j) {
     for (int k = 0; k < c.size; ++k) {
       const int p = (c.rank + k) % c.size;
-      const std::byte* slot = p == c.rank ? exchange.own(first + j) : exchange.shared(p, first + j);
-      require(message.decodeResult(slot + part(p), message.span(p, j)), p);
+      const Span s = message.span(p, j);
+      const std::byte* slot =
+          p == c.rank ? exchange.own(first + j) : exchange.findShared(p, first + j);
+      if (slot)
+        require(message.decodeResult(slot + part(p), s), p);
+      else
+        message.useSum(s, addUp(p, j));
     }
     exchange.release(first + j);
   };
@@ -273,6 +302,9 @@ void byRing(Communicator& c, const CompressedAllReduce& a) {
 
 void compressedAllReduce(Communicator& c, const CompressedAllReduce& a) {
   if (c.size == 1) return copyUncoded(a);
+  if (c.survives && a.schedule == CodedSchedule::kRing)
+    throw Error(Failure::kArgument,
+                "the schedule 'ring' cannot go on after a loss; take 'owner', or on_loss='error'");
   if (a.schedule == CodedSchedule::kRing)
     byRing(c, a);
   else

@@ -59,8 +59,12 @@ void Reduction::twoShot() {
     for (int k = 1; k < c_.size && wanted(); ++k) {
       const int p = (c_.rank + k) % c_.size;
       const Span theirs = part(j, p);
-      copyBytes(output(theirs.begin), c_.exchange.shared(p, first_ + j) + inSlot(theirs.begin, j),
-                theirs.size * width_);
+      if (const std::byte* slot = c_.exchange.findShared(p, first_ + j)) {
+        copyBytes(output(theirs.begin), slot + inSlot(theirs.begin, j), theirs.size * width_);
+      } else {
+        gatherSources(j);
+        reduce(theirs, output(theirs.begin), j, p);
+      }
     }
     c_.exchange.release(first_ + j);
   };
@@ -82,18 +86,22 @@ Span Reduction::part(uint64_t j, int p) const {
 void Reduction::gatherSources(uint64_t j) {
   for (int k = 1; k < c_.size; ++k) {
     const int r = (c_.rank + k) % c_.size;
-    sources_[static_cast<size_t>(r)] = c_.exchange.peek(r, first_ + j);
+    sources_[static_cast<size_t>(r)] = c_.exchange.find(r, first_ + j);
   }
 }
 
-void Reduction::reduce(Span span, std::byte* dst, uint64_t j) {
+void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int but) {
   cut_.forEachChunk(span, [&](int chunk, size_t begin, size_t n) {
+    int addends = 0;
     for (int k = 0; k < c_.size; ++k) {
       const int r = kthToAdd(chunk, k, c_.size);
-      ordered_[static_cast<size_t>(k)] =
-          r == c_.rank ? input(begin) : sources_[static_cast<size_t>(r)] + inSlot(begin, j);
+      const std::byte* const slot = sources_[static_cast<size_t>(r)];
+      if (r == c_.rank)
+        ordered_[static_cast<size_t>(addends++)] = input(begin);
+      else if (slot && r != but)
+        ordered_[static_cast<size_t>(addends++)] = slot + inSlot(begin, j);
     }
-    kernels_.reduce(dst + (begin - span.begin) * width_, ordered_.data(), c_.size, n, c_.size);
+    kernels_.reduce(dst + (begin - span.begin) * width_, ordered_.data(), addends, n, addends);
   });
 }
 

@@ -3,6 +3,11 @@
 //
 // Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, with
 // halves accumulated in float32 and rounded once.
+//
+// If a rank is lost in the middle (exchange.h), each element is reduced over the ranks that
+// contributed to it, and an average divides by their number.  A slice that the lost rank has posted
+// includes it; later slices do not.  In two-shot, all ranks add the part of a lost rank that it has
+// not shared, without the lost rank: its own addends of that part never were in a slot.
 #pragma once
 
 #include <cstddef>
@@ -42,6 +47,8 @@ class Reduction {
   void twoShot();
 
  private:
+  static constexpr int kNoRank = -1;
+
   bool wanted() const { return r_.root == Reducible::kEverybody || r_.root == c_.rank; }
   bool wantedByOthers() const { return r_.root != c_.rank; }
 
@@ -59,7 +66,8 @@ class Reduction {
   // Waits for all slots of slice j.
   void gatherSources(uint64_t j);
   // dst = the reduction of `span`, whose elements lie in the slots of slice j and in user memory.
-  void reduce(Span span, std::byte* dst, uint64_t j);
+  // Without rank `but`.
+  void reduce(Span span, std::byte* dst, uint64_t j, int but = kNoRank);
 
   Communicator& c_;
   const Reducible r_;
@@ -67,8 +75,9 @@ class Reduction {
   const Cut cut_;
   const size_t width_, slice_;  // bytes an element, elements a slice
   const uint64_t slices_, first_;
-  std::vector<const std::byte*> sources_;  // the peers' slots of the slice being added
-  std::vector<const void*> ordered_;       // the addends of a chunk, first to last
+  // The peers' slots of the slice being added; null for ranks that are lost.
+  std::vector<const std::byte*> sources_;
+  std::vector<const void*> ordered_;  // the addends of a chunk, first to last
 };
 
 // The five ring primitives (algorithm/ring.h) for a CPU: slots of links, and the reduction kernels.

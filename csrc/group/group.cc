@@ -42,8 +42,15 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
   auto links = std::make_unique<HostLinks>(options);
   Rendezvous met = rendezvous(store, rank, world_size, options,
                               [&](const Hosts& hosts) { return links->open(hosts); });
-  if (!met.hosts)
+  if (!met.hosts) {
+    const bool goes_on = met.membership.options.min_ranks > 0;
+    for (const Member& member : met.membership.members)
+      if (goes_on && !member.process)
+        throw Error(Failure::kSetup,
+                    "on_loss is 'continue', and this system cannot tell which processes have "
+                    "ended: it needs pidfds (Linux 5.3)");
     return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), options));
+  }
 
   const Hosts& hosts = *met.hosts;
   std::shared_ptr<Group> local;
@@ -75,7 +82,8 @@ Group::Group(int rank, Membership membership, const GroupOptions& options)
       timeout_(options.timeout),
       shared_(membership.options),
       membership_(std::move(membership)),
-      arbiter_(std::make_unique<Arbiter>(rank, seatsOf(membership_), options_)),
+      arbiter_(std::make_unique<Arbiter>(rank, seatsOf(membership_), options_, nullptr,
+                                         shared_.min_ranks)),
       wires_(wiresInMemory(rank, membership_, *arbiter_)),
       executor_(std::make_unique<Executor>()),
       messenger_(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter_,
@@ -269,6 +277,16 @@ void Group::checkHealth() const {
 std::vector<PeerState> Group::states() const {
   refuseInChild();
   return arbiter_->states();
+}
+
+std::vector<int> Group::liveRanks() const {
+  const std::vector<PeerState> all = states();
+  std::vector<int> live;
+  for (int r = 0; r < size_; ++r)
+    if (shared_.min_ranks == 0 || r == rank_ ||
+        (!arbiter_->isAbsent(r) && all[static_cast<size_t>(r)].isHere()))
+      live.push_back(r);
+  return live;
 }
 
 void Group::fail(Failure kind, int culprit, const std::string& text) {

@@ -87,6 +87,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
+  // The ranks that operations include: all, if the group does not survive losses.
+  std::vector<int> liveRanks() const;
   // Why a rank is lost: "its process ended".
   std::string howLost(int rank) const { return arbiter_->howLost(rank); }
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process

@@ -18,15 +18,23 @@ namespace {
 class SharedWires final : public Wires {
  public:
   SharedWires(int rank, const Membership& membership, Arbiter& arbiter)
-      : memory_(rank, membership, arbiter) {}
+      : arbiter_(arbiter), memory_(rank, membership, arbiter) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void run(const Operation& operation, const OpSignature&) override {
-    ringreduce::run(memory_.communicator(), operation);
+    try {
+      ringreduce::run(memory_.communicator(), operation);
+    } catch (const Error& error) {
+      // The group goes on without a lost rank, but this operation cannot.
+      if (error.kind() == Failure::kPeerLost && !arbiter_.failed())
+        memory_.communicator().exchange.passSteps();
+      throw;
+    }
   }
   size_t stagingBytes() const override { return memory_.bytes(); }
 
  private:
+  Arbiter& arbiter_;
   SharedMemory memory_;
 };
 

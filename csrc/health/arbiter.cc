@@ -31,6 +31,8 @@ constexpr Nanos kExplainedTime = 2 * kSecond;
 constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
 // How long a rank reads bytes that have arrived already, before it trusts its view of the others.
 constexpr Nanos kReadTime = 20 * kMillisecond;
+// How long a killed process may take to end, and how much time an operation has after a loss.
+constexpr Nanos kTimeToGoOn = 5 * kSecond;
 
 constexpr uint64_t pack(const GroupFailure& failure) {
   return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
@@ -64,11 +66,12 @@ std::vector<Seat> seatsOf(const Membership& membership) {
 }
 
 Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
-                 PeerChannel* channel)
+                 PeerChannel* channel, int min_ranks)
     : rank_(rank),
       size_(static_cast<int>(seats.size())),
       options_(options),
       channel_(channel),
+      min_ranks_(min_ranks),
       peers_(seats.size()) {
   for (size_t r = 0; r < seats.size(); ++r) {
     processes_.push_back(seats[r].process);
@@ -175,8 +178,11 @@ void Arbiter::failLate(int peer, const std::string& missing, const std::string& 
 Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doing) {
   const std::string waited = "; rank " + options_.shown(rank_) + " waited to " + doing;
   for (int r : ranks)
-    if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere)
-      fail(Failure::kPeerLost, r, who(r) + " is lost: " + howLost(r) + waited);
+    if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere) {
+      const std::string text = who(r) + " is lost: " + howLost(r) + waited;
+      if (min_ranks_ > 0) return Error(Failure::kPeerLost, text);
+      fail(Failure::kPeerLost, r, text);
+    }
   return Error(Failure::kPeerLost,
                (ranks.size() == 1 ? who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
                    " left group '" + options_.name + "'" + waited);
@@ -299,6 +305,7 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggards(rank);
+    if (min_ranks_ > 0 && evictStopped(late.ranks)) return;
     std::string text =
         late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
@@ -340,10 +347,54 @@ void Arbiter::compareSignatures() {
 void Arbiter::blameMissing(int rank, Ready ready) {
   const std::vector<PeerState> all = states();
   for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || all[static_cast<size_t>(r)].isHere()) continue;
-    if ((!hasAnnounced(r) || r == rank) && !ready())
+    if (r == rank_ || isAbsent(r) || all[static_cast<size_t>(r)].isHere()) continue;
+    if (min_ranks_ > 0)
+      goOnWithout(r);
+    else if ((!hasAnnounced(r) || r == rank) && !ready())
       failLost(r, (hasAnnounced(r) ? "during " : "before it came to ") + textOf(current_));
   }
+}
+
+// A rank that has left writes nothing more either.  The lost rank may have used up the deadline, so
+// the others get more time.
+void Arbiter::goOnWithout(int rank) {
+  std::vector<int> live;
+  for (int r = 0; r < size_; ++r)
+    if (r != rank && !isAbsent(r)) live.push_back(r);
+  const std::string when =
+      (hasAnnounced(rank) ? "during " : "before it came to ") + textOf(current_);
+  if (static_cast<int>(live.size()) < min_ranks_)
+    failLost(rank, when + "; the ranks that are left are " + std::to_string(live.size()) +
+                       ", and min_ranks is " + std::to_string(min_ranks_));
+  deadline_ = std::max(deadline_, deadlineIn(std::min(timeout_, kTimeToGoOn)));
+  peer(rank).absent = true;
+  if (live.front() != rank_) return;  // one line is enough
+  log(who(rank) + (known(rank).isLost() ? " is lost: " + howLost(rank) : " has left") + ", " +
+      when + " of group '" + options_.name + "'; " + options_.rankList(live) +
+      (live.size() == 1 ? " goes on" : " go on"));
+}
+
+// Kills those of `ranks` that are stopped: a stopped process could go on later, and then write to
+// memory that the others have stopped to guard against it.  Returns whether one of `ranks` has
+// ended, also if another rank has killed it; if none has, the operation times out.
+bool Arbiter::evictStopped(const std::vector<int>& ranks) {
+  Nanos patience = kCensus;
+  for (const int r : stoppedOf(ranks)) {
+    log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
+        textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
+    if (kill(peer(r).seat.process)) patience = kTimeToGoOn;
+  }
+  const auto has_ended = [&](int r) { return !stateOf(r).isHere(); };
+  for (const Nanos until = deadlineIn(patience); !failed() && now() < until; sleepMillisecond())
+    if (std::ranges::any_of(ranks, has_ended)) return true;
+  return false;
+}
+
+void Arbiter::endOperation(int rank) {
+  throw Error(Failure::kPeerLost,
+              who(rank) + (known(rank).isLost() ? " is lost: " + howLost(rank) : " has left") +
+                  "; " + textOf(current_) + " needs its data, in group '" + options_.name +
+                  "', which goes on without it");
 }
 
 // All ranks that wait need the progress of the others, and all receive the answers to one question.
@@ -452,7 +503,7 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   Laggards late;
   std::vector<int> absent;
   for (int r = 0; r < size_; ++r)
-    if (r != rank_ && !hasAnnounced(r)) absent.push_back(r);
+    if (r != rank_ && !isAbsent(r) && !hasAnnounced(r)) absent.push_back(r);
   if (!absent.empty()) {
     late.ranks = current_.kind == Kind::kMonitoredBarrier ? absent : lastOf(absent);
     late.text = whereabouts(late.ranks) + " did not arrive";
@@ -465,7 +516,7 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   int slowest = waited_for;
   bool stopped = false;
   for (int r = 0; r < size_ && !stopped; ++r) {
-    if (r == rank_) continue;
+    if (r == rank_ || isAbsent(r)) continue;
     stopped = isStopped(r);
     if (stopped || (!channel_ && progressOf(r) < progressOf(slowest))) slowest = r;
   }
@@ -495,7 +546,7 @@ Arbiter::Census Arbiter::census(uint64_t first, int other, const OpSignature* se
           theirs = nullptr;
         }
       } else {
-        found.complete = found.complete && channel_ && !known(r).isHere();
+        found.complete = found.complete && (channel_ || min_ranks_ > 0) && !known(r).isHere();
       }
       if (!theirs && sent && r == other && sequence == current_.sequence) theirs = sent;
       if (!theirs) continue;

@@ -18,6 +18,11 @@
 // rank that is killed while it reports leaves no partial failure.  Between hosts each rank keeps
 // the first failure that it receives; if two are found at the same time, ranks may raise different
 // ones.  A failure is final: the group cannot be used any more.
+//
+// A group that survives losses (SharedOptions::min_ranks) does not fail when a rank ends or leaves.
+// The rank is *absent* from then on, once this rank's own wait has found it gone: its process has
+// ended, so it cannot write to shared memory any more.  A rank whose process is stopped at a
+// deadline is killed first.
 #pragma once
 
 #include <atomic>
@@ -66,9 +71,9 @@ class PeerChannel {
 
 class Arbiter final : public WaitGuard, public net::Control::Listener {
  public:
-  // `channel` is null if all ranks share the pages.
+  // `channel` is null if all ranks share the pages.  `min_ranks`: as in SharedOptions.
   Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
-          PeerChannel* channel = nullptr);
+          PeerChannel* channel = nullptr, int min_ranks = 0);
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
   void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread);
@@ -153,6 +158,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void verify(int rank, const OpSignature& theirs) override;
   [[noreturn]] void broken(int rank, const std::string& how) override;
   [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
+  bool isAbsent(int rank) const override { return peer(rank).absent; }
+  [[noreturn]] void endOperation(int rank) override;
 
  private:
   // How long a rank that found a mismatch waits for the other ranks, to find the minority.
@@ -162,6 +169,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
     Seat seat;
     std::atomic<Observed> observed = Observed::kHere;
     std::atomic<bool> drained = false;     // between hosts
+    std::atomic<bool> absent = false;      // operations go on without it
     std::atomic<Nanos> lost_since = 0;     // when it was first known to be lost
     std::string how;                       // why it is lost; guarded by the mutex
     std::atomic<int> waits_for = -1;       // between hosts, as its last progress says
@@ -204,6 +212,9 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // polling
   void compareSignatures();
   void blameMissing(int rank, Ready ready);
+  // A loss in a group that survives it.
+  void goOnWithout(int rank);
+  bool evictStopped(const std::vector<int>& ranks);
   void askNowAndThen();
   // blame
   // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
@@ -222,6 +233,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   const int rank_, size_;
   const GroupOptions& options_;
   PeerChannel* const channel_;
+  const int min_ranks_;
   // By rank.  A question may bring them up to date.
   mutable std::vector<Peer> peers_;
   std::vector<std::shared_ptr<Fd>> processes_;

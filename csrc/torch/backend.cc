@@ -233,6 +233,11 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device device) {
   const auto group = this->group();
+  if (group->sharedOptions().min_ranks > 0)
+    throw Error(Failure::kArgument,
+                "group '" + group->options().name +
+                    "' has on_loss='continue', which CUDA tensors do not support; make their group "
+                    "with on_loss='error'");
   const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
   return several_hosts ? makeInterNodeCommunicator(group, device)
                        : makeHostCommunicator(group, device);

@@ -185,6 +185,7 @@ class Backend final : public c10d::Backend {
   bool hasRaised() const;
   size_t stagingBytes() const;
   size_t gpuBytes() const;
+  std::vector<int> liveRanks() const { return group()->liveRanks(); }
   std::vector<std::string> routes() const;
   // Throws Aborted once the group is destroyed.
   std::shared_ptr<Group> group() const;

@@ -115,6 +115,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::vector<int>& global_ranks,
                          const std::optional<std::string>& algorithm,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
+                         const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
                          std::optional<double> stall_seconds, const std::string& gpu_facts,
                          const py::object& make_inner, int of_ranks, bool connect) {
   const auto call = shared(make_inner);
@@ -137,12 +138,16 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
     Backend::ChooseShared choose_shared;
-    if (algorithm || slot_bytes || slots)
+    if (algorithm || slot_bytes || slots || on_loss || min_ranks)
       choose_shared = [=](int ranks) {
         SharedOptions shared = SharedOptions::fromEnvironment(ranks);
         if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
         shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
         shared.slots = slots.value_or(shared.slots);
+        const bool goes_on = on_loss ? *on_loss == "continue" : shared.min_ranks > 0;
+        const int unless_given = goes_on ? std::max(shared.min_ranks, 1) : 0;
+        shared.min_ranks = min_ranks && !goes_on ? SharedOptions::kMinRanksAlone
+                                                 : min_ranks.value_or(unless_given);
         return shared;
       };
     return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect,
@@ -401,8 +406,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
-        "slots"_a = py::none(), "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = true);
+        "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
+        "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a, "make_inner"_a,
+        "of_ranks"_a = 0, "connect"_a = true);
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
   const auto property = [&](const char* name, auto method, auto... guard) {
     const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };
@@ -412,6 +418,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("staging_bytes", &Backend::stagingBytes);
   property("gpu_bytes", &Backend::gpuBytes, no_gil);
   property("routes", &Backend::routes);
+  property("live_ranks", &Backend::liveRanks, no_gil);
   property("has_raised", &Backend::hasRaised, no_gil);
   property("has_failed", &Backend::hasFailed);
   m.def(

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,6 +97,14 @@ class WaitGuard {
   virtual void verify(int rank, const OpSignature& theirs) = 0;
 
   virtual PeerState stateOf(int rank) const = 0;
+
+  // Whether operations go on without `rank`, in a group that survives losses: it has ended or left,
+  // and this rank knows it.  Its flags are final then.
+  virtual bool isAbsent(int) const { return false; }
+
+  // An operation needs data that an absent rank has not sent.  Throws the error of that operation;
+  // the group can still be used.
+  [[noreturn]] virtual void endOperation(int) { throw std::logic_error("no rank is absent"); }
 
   // Called when no more bytes can be sent to `rank` or received from it.  Throws.
   [[noreturn]] virtual void broken(int rank, const std::string& how) = 0;

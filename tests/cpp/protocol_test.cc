@@ -1,9 +1,13 @@
 // The protocols of shared memory: exchange, links and ring, and channels of messages, with random
-// delays at every step of them, and with mutants that must be caught.
+// delays at every step of them, with ranks that die at any step, and with mutants that must be
+// caught.
 #define CHECK_OWN_MAIN
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "algorithm/ring.h"
@@ -43,7 +47,7 @@ constexpr Patience kSleepy{.spin = 0, .yield = 0, .sleep = 2 * kSecond};
 
 // Ends a wait after twenty seconds, and one that would sleep after a minute, so that a mutant which
 // stalls, or whose waits all last as long as a sleep, is a failure and not a hang.
-struct Impatient final : WaitGuard {
+struct Impatient : WaitGuard {
   const Nanos start = now();
   bool failed() const override { return now() - start > 60 * kSecond; }
   void poll(int, Ready) override {
@@ -213,6 +217,178 @@ void rings(int P, int depth, size_t window) {
   }
 }
 
+// ---- losses
+
+struct Died {};
+
+// A rank that dies when it is about to make so many more publications.
+struct Mortal : HostRules {
+  static inline thread_local int publications_left = 0;
+  static inline thread_local bool one_more = false;  // after its death
+  static inline thread_local std::function<void()> last_words;
+  template <class Rules>
+  static void store(uint64_t& flag, uint64_t n) {
+    if (publications_left-- > 0) return HostRules::store<Rules>(flag, n);
+    last_words();
+    if (!std::exchange(one_more, false)) throw Died{};
+    for (int i = 0; i < 20; ++i) mutants::randomDelay();
+    HostRules::store<Rules>(flag, n);
+  }
+};
+
+enum class LossMistake {
+  kNone,
+  kTooEarly,  // a rank is taken for dead that publishes once more
+};
+
+struct Survivor final : Impatient {
+  explicit Survivor(std::vector<std::atomic<bool>>& dead) : dead(dead) {}
+  bool isAbsent(int rank) const override {
+    mutants::randomDelay();
+    return dead[static_cast<size_t>(rank)];
+  }
+  std::vector<std::atomic<bool>>& dead;
+};
+
+// A sum and an average over P ranks, of which some die.  An element tells whose addends it has.
+// The mortal ranks go through the steps of the exchange as Reduction does, in the simplest way.
+struct LossyWorld {
+  static constexpr int kSums = 2, kSlices = 3, kDepth = 4;
+  static constexpr size_t kSlice = 4 * kChunkElements, kCount = kSlices * kSlice - 100;
+
+  LossyWorld(int P, bool shared_out)
+      : P(P), shared_out(shared_out), memory(P, kSlice * 4, kDepth), dead(static_cast<size_t>(P)) {}
+
+  static float addend(int rank) { return static_cast<float>(1 << 6 * rank); }
+  Span slice(uint64_t j) const { return piece(kCount, kSlice, j); }
+  Span part(uint64_t j, int p) const {
+    const Span s = slice(j);
+    const auto ranks = static_cast<size_t>(P);
+    Span span = piece(s.size, roundUp((s.size + ranks - 1) / ranks, kChunkElements),
+                      static_cast<size_t>(p));
+    span.begin += s.begin;
+    return span;
+  }
+  template <class Rules>
+  BasicExchange<Rules> exchange(int me, Waiter& waiter, WaitGuard& guard) {
+    std::vector<typename BasicExchange<Rules>::Member> members;
+    for (int r = 0; r < P; ++r)
+      members.push_back({&memory.pages[static_cast<size_t>(r)], memory.slots(r)});
+    return BasicExchange<Rules>(me, members, waiter, guard);
+  }
+
+  void dieAfter(int me, int publications, LossMistake mistake) {
+    Survivor guard(dead);
+    Waiter waiter(memory.pages[static_cast<size_t>(me)], guard);
+    auto mine = exchange<Mortal>(me, waiter, guard);
+    Mortal::publications_left = publications;
+    Mortal::last_words = [&] { dead[static_cast<size_t>(me)] = true; };
+    Mortal::one_more = mistake == LossMistake::kTooEarly;
+    const auto put = [](std::byte* at, float value, size_t n) {
+      for (size_t i = 0; i < n; ++i) std::memcpy(at + 4 * i, &value, 4);
+    };
+    try {
+      for (int sum = 0; sum < kSums; ++sum) {
+        const uint64_t first = mine.begin(kSlices);
+        for (uint64_t j = 0; j < kSlices; ++j) {
+          std::byte* const slot = mine.acquire(first + j);
+          put(slot, -1e9F, kSlice);  // nobody may read the slot of a rank that dies here
+          if (Mortal::publications_left == 0) mine.post(first + j);
+          put(slot, addend(me), slice(j).size);
+          mine.post(first + j);
+          float total = addend(me), ranks = 1;
+          for (int r = 0; r < P; ++r)
+            if (r != me && mine.find(r, first + j)) total += addend(r), ++ranks;
+          if (shared_out) {
+            const Span s = part(j, me);
+            put(mine.own(first + j) + (s.begin - slice(j).begin) * 4,
+                sum == 0 ? total : total / ranks, s.size);
+            mine.share(first + j);
+            for (int r = 0; r < P; ++r)
+              if (r != me) mine.findShared(r, first + j);
+          }
+          mine.release(first + j);
+        }
+      }
+    } catch (const Died&) {
+    }
+    dead[static_cast<size_t>(me)] = true;
+  }
+
+  void survive(int me) {
+    Survivor guard(dead);
+    Waiter waiter(memory.pages[static_cast<size_t>(me)], guard);
+    waiter.setPatience({.spin = 0, .yield = 20 * kMicrosecond, .sleep = kMillisecond});
+    Exchange mine = exchange<HostRules>(me, waiter, guard);
+    const ShmPipe unused{me, me, &memory.pages[static_cast<size_t>(me)],
+                         &memory.pages[static_cast<size_t>(me)], memory.links(me)};
+    ShmSendLink next(unused, waiter);
+    ShmRecvLink prev(unused, waiter);
+    Communicator c{.rank = me,
+                   .size = P,
+                   .exchange = mine,
+                   .next = next,
+                   .prev = prev,
+                   .link_slots = memory.links(me),
+                   .watch = guard,
+                   .algorithm = shared_out ? Algorithm::kTwoShot : Algorithm::kDirect};
+    for (uint64_t sum = 0; sum < kSums; ++sum) {
+      std::vector<float> data(kCount, addend(me));
+      const ReduceOp op = sum == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
+      allReduce(c, AllReduce{data.data(), kCount, DType::kFloat32, op});
+      results[static_cast<size_t>(me)].push_back(std::move(data));
+    }
+  }
+
+  // By the final flags of the dead.
+  float expected(uint64_t step, int owner) {
+    float total = 0, ranks = 0;
+    for (int r = 0; r < P; ++r) {
+      RankPage& page = memory.pages[static_cast<size_t>(r)];
+      const Flag& flag = shared_out && r == owner ? page.reduced : page.posted;
+      if (!dead[static_cast<size_t>(r)] || flag.value > step) total += addend(r), ++ranks;
+    }
+    return step < kSlices ? total : total / ranks;
+  }
+  void check() {
+    for (int r = 0; r < P; ++r)
+      for (size_t sum = 0; sum < results[static_cast<size_t>(r)].size(); ++sum)
+        for (uint64_t j = 0; j < kSlices; ++j)
+          for (int owner = 0; owner < P; ++owner) {
+            const Span s = part(j, owner);
+            const float wanted = expected(sum * kSlices + j, owner);
+            for (size_t i = s.begin; i < s.end(); ++i)
+              CHECK_EQ(results[static_cast<size_t>(r)][sum][i], wanted);
+          }
+  }
+
+  const int P;
+  const bool shared_out;
+  Memory memory;
+  std::vector<std::atomic<bool>> dead;
+  std::vector<std::vector<float>> results[4];
+};
+
+template <LossMistake kMistake = LossMistake::kNone>
+void losses() {
+  for (const bool shared_out : {false, true})
+    for (const auto& [P, mortals] : {std::pair{2, 1}, {3, 1}, {4, 2}, {4, 3}})
+      for (int publications = 0; publications < LossyWorld::kSums * LossyWorld::kSlices * 3;
+           ++publications) {
+        LossyWorld world(P, shared_out);
+        ranks::inThreads(P, [&](int me) {
+          // Rank 0 dies first: it owns the first part.
+          if (me < mortals)
+            world.dieAfter(me, publications + 2 * me, kMistake);
+          else
+            world.survive(me);
+        });
+        world.check();
+      }
+}
+
+// ---- all
+
 template <class Rules>
 void everything() {
   for (int P : {2, 3, 5})
@@ -306,6 +482,7 @@ const mutants::Mutants kMutants{
     {"early_reuse", everything<EarlyReuse>},
     {"early_release", [] { rings<Delayed, HostPrimitives, true>(3, 2, 1); }},
     {"skipped_slice", [] { rings<Delayed, SkippedSlice>(3, 4, 2); }},
+    {"taken_for_dead_too_early", losses<LossMistake::kTooEarly>},
     {"channel_weak_publish", channels<WeakPublish>},
     {"channel_weak_observe", channels<WeakObserve>},
     {"channel_early_reuse", channels<EarlyReuse>},
@@ -317,6 +494,10 @@ const mutants::Mutants kMutants{
 
 TEST(exchange_and_ring_hold_under_random_delays) {
   everything<Delayed>();
+}
+
+TEST(survivors_agree_wherever_ranks_die) {
+  losses();
 }
 
 TEST(channels_hold_under_random_delays) {

@@ -20,6 +20,12 @@
 // after every rank's `done` has passed s, and is read for step s only after the owner's `posted`
 // has; between the two only its owner writes it.  All counters only grow and have one writer each.
 // No barrier is needed.
+//
+// In a group that survives losses, ranks may be absent (WaitGuard::isAbsent).  An absent rank has
+// ended or left, so its flags are final, and all other ranks read the same values: they agree
+// without a message on the steps that it has posted and shared.  Slots of these steps stay
+// readable. `find` and `findShared` return null for the other steps.  Nobody waits for an absent
+// rank's `done`, since it reads no more.
 #pragma once
 
 #include <cstddef>
@@ -71,7 +77,8 @@ class BasicExchange {
     for (int r = 0; r < size(); ++r) {
       if (r == rank_ || seen_[r].done + depth > step) continue;
       waiter_.until(r, [&, r] {
-        return (seen_[r].done = page(r).done.template observe<Rules>()) + depth > step;
+        return (seen_[r].done = page(r).done.template observe<Rules>()) + depth > step ||
+               guard_.isAbsent(r);
       });
     }
     return slots.at(step);
@@ -79,8 +86,16 @@ class BasicExchange {
 
   void post(uint64_t step) { publish(page(rank_).posted, step); }
 
+  // Ends the operation if rank r is absent and has not posted the step.
   std::byte* peek(int r, uint64_t step) {
-    await(r, step, &RankPage::posted, seen_[r].posted);
+    std::byte* const slot = find(r, step);
+    if (!slot) guard_.endOperation(r);
+    return slot;
+  }
+
+  // As peek, but null if rank r is absent and has not posted the step.
+  std::byte* find(int r, uint64_t step) {
+    if (!await(r, step, &RankPage::posted, seen_[r].posted)) return nullptr;
     if (!seen_[r].verified) {
       guard_.verify(r);
       seen_[r].verified = true;
@@ -95,8 +110,25 @@ class BasicExchange {
   void share(uint64_t step) { publish(page(rank_).reduced, step); }
 
   const std::byte* shared(int r, uint64_t step) {
-    await(r, step, &RankPage::reduced, seen_[r].reduced);
-    return members_[r].slots.at(step);
+    const std::byte* const slot = findShared(r, step);
+    if (!slot) guard_.endOperation(r);
+    return slot;
+  }
+
+  // As shared, but null if rank r is absent and has not shared the step.
+  const std::byte* findShared(int r, uint64_t step) {
+    return await(r, step, &RankPage::reduced, seen_[r].reduced) ? members_[r].slots.at(step)
+                                                                : nullptr;
+  }
+
+  // After endOperation: passes all steps of the operation, so that no rank waits for them.  Other
+  // ranks may then find old data in the slots, but need the absent rank's data as well, and so end
+  // the operation themselves.
+  void passSteps() {
+    if (next_ == 0) return;
+    post(next_ - 1);
+    share(next_ - 1);
+    release(next_ - 1);
   }
 
  private:
@@ -115,9 +147,12 @@ class BasicExchange {
       if (r != rank_) wakeIfWaiting<Rules>(page(r), rank_);
   }
 
-  void await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {
-    if (seen > step) return;
-    waiter_.until(r, [&] { return (seen = (page(r).*flag).template observe<Rules>()) > step; });
+  // Whether rank r has passed the step; false only if it is absent.
+  bool await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {
+    if (seen > step) return true;
+    const auto passed = [&] { return (seen = (page(r).*flag).template observe<Rules>()) > step; };
+    waiter_.until(r, [&] { return passed() || guard_.isAbsent(r); });
+    return seen > step || passed();  // again: it may have passed the step just before it ended
   }
 
   const int rank_;
