@@ -167,7 +167,8 @@ std::string HostLinks::open(const Hosts& hosts) {
   RingSetting::fromText(ring_setting_);
   agreed_cost_ = AgreedWireCost::fromEnvironment();
   const int here = static_cast<int>(hosts.localRanks().size());
-  const SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
+  SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
+  local.min_ranks = 0;  // the group between hosts does not survive losses
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + ring_setting_ + "|" +
          local.toText();
 }

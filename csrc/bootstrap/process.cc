@@ -60,7 +60,8 @@ std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes) {
     wanted.push_back({.fd = fd ? fd->get() : -1, .events = POLLIN, .revents = 0});
   ::poll(wanted.data(), wanted.size(), 0);
   std::vector<bool> result;
-  for (const pollfd& p : wanted) result.push_back(p.revents != 0);
+  // Not POLLNVAL: a descriptor that the program has closed tells nothing.
+  for (const pollfd& p : wanted) result.push_back((p.revents & (POLLIN | POLLHUP)) != 0);
   return result;
 }
 

@@ -53,7 +53,7 @@ void waitReadable(const std::vector<int>& fds, Nanos longest);
 
 // ---- messages
 
-inline constexpr char kVersion[] = "4";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "5";  // of these messages and of the layout of shared memory
 
 using Fields = std::map<std::string, std::string>;
 std::string encode(const Fields& fields);

@@ -126,13 +126,16 @@ void Compression::agreeLocked(Group& group) {
   for (const CompressedParameter& parameter : parameters_)
     own = mixed(mixed(mixed(own, parameter.name), parameter.count), parameter.exact);
 
-  std::vector<uint64_t> all(static_cast<size_t>(group.size()));
+  // The greatest and the least, in one call that goes on without lost ranks.
+  uint64_t ends[] = {own, ~own};
+  group.run({AllReduce{ends, 2, DType::kInt64, ReduceOp::kMax}});
+  std::vector<uint64_t> all(static_cast<size_t>(group.size()), own);
   AllGather gather{.input = &own, .dtype = DType::kInt64};
   for (uint64_t& one : all) {
     gather.outputs.push_back(&one);
     gather.counts.push_back(1);
   }
-  group.run({gather});
+  if (ends[0] != ~ends[1]) group.run({gather});
   // The most frequent value is right; of two as frequent, that of the lowest rank.
   const auto frequency = [&](uint64_t value) { return std::ranges::count(all, value); };
   const uint64_t right = *std::max_element(

@@ -45,7 +45,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
   if (!met.hosts) {
     const bool goes_on = met.membership.options.min_ranks > 0;
     for (const Member& member : met.membership.members)
-      if (goes_on && !member.process)
+      if (goes_on && world_size > 1 && !(member.process && *member.process))
         throw Error(Failure::kSetup,
                     "on_loss is 'continue', and this system cannot tell which processes have "
                     "ended: it needs pidfds (Linux 5.3)");

@@ -305,7 +305,7 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggards(rank);
-    if (min_ranks_ > 0 && evictStopped(late.ranks)) return;
+    if (min_ranks_ > 0 && (evictStopped(late.ranks) || ready())) return;
     std::string text =
         late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
@@ -348,9 +348,10 @@ void Arbiter::blameMissing(int rank, Ready ready) {
   const std::vector<PeerState> all = states();
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || isAbsent(r) || all[static_cast<size_t>(r)].isHere()) continue;
+    if ((hasAnnounced(r) && r != rank) || ready()) continue;
     if (min_ranks_ > 0)
       goOnWithout(r);
-    else if ((!hasAnnounced(r) || r == rank) && !ready())
+    else
       failLost(r, (hasAnnounced(r) ? "during " : "before it came to ") + textOf(current_));
   }
 }
@@ -375,18 +376,25 @@ void Arbiter::goOnWithout(int rank) {
 }
 
 // Kills those of `ranks` that are stopped: a stopped process could go on later, and then write to
-// memory that the others have stopped to guard against it.  Returns whether one of `ranks` has
+// memory that the others have stopped to guard against it.  First it gives them time, since all
+// ranks may have been stopped, and be resumed one by one.  Returns whether one of `ranks` has
 // ended, also if another rank has killed it; if none has, the operation times out.
 bool Arbiter::evictStopped(const std::vector<int>& ranks) {
-  Nanos patience = kCensus;
-  for (const int r : stoppedOf(ranks)) {
-    log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
-        textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
-    if (kill(peer(r).seat.process)) patience = kTimeToGoOn;
+  const Nanos began = now();
+  long live = size_;
+  for (int r = 0; r < size_; ++r) live -= isAbsent(r) ? 1 : 0;
+  bool killed = false;
+  for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
+    if (std::ranges::any_of(ranks, [&](int r) { return !stateOf(r).isHere(); })) return true;
+    if (killed || now() < began + kCensus) continue;
+    killed = true;
+    for (const int r : stoppedOf(ranks)) {
+      if (--live < min_ranks_) break;
+      log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
+          textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
+      kill(peer(r).seat.process);
+    }
   }
-  const auto has_ended = [&](int r) { return !stateOf(r).isHere(); };
-  for (const Nanos until = deadlineIn(patience); !failed() && now() < until; sleepMillisecond())
-    if (std::ranges::any_of(ranks, has_ended)) return true;
   return false;
 }
 

@@ -95,7 +95,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   [[noreturn]] void failLate(int peer, const std::string& missing, const std::string& doing,
                              Nanos timeout);
   // For a message to or from `ranks`, all of which are gone: fails the group if one of them is
-  // lost.  If they have left, returns the error of this message alone.
+  // lost.  If they have left, or the group survives losses, returns the error of this message
+  // alone.
   Error errorOfGone(const std::vector<int>& ranks, const std::string& doing);
   // Fails the group without throwing, from any thread.
   void abort(const std::string& why);

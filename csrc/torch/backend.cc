@@ -316,6 +316,7 @@ Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& stor
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
   made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
   made.shared = group()->sharedOptions();
+  made.shared->min_ranks = std::min(made.shared->min_ranks, static_cast<int>(ranks.size()));
   return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
 }
 
@@ -345,6 +346,7 @@ Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
   if (options) made.timeout = nanosOf(options->timeout);
   if (options && !options->group_name.empty()) made.name = options->group_name;
   made.shared = group()->sharedOptions();
+  made.shared->min_ranks = std::min(made.shared->min_ranks, size);
   made.global_ranks.clear();  // those of other groups are not known here
   made.started_as.clear();
   return c10::make_intrusive<Backend>(store ? store : group_store_, rank, size, made, gpus_);

@@ -145,7 +145,10 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
         shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
         shared.slots = slots.value_or(shared.slots);
         const bool goes_on = on_loss ? *on_loss == "continue" : shared.min_ranks > 0;
-        const int unless_given = goes_on ? std::max(shared.min_ranks, 1) : 0;
+        const int unless_given =
+            goes_on
+                ? static_cast<int>(std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks))
+                : 0;
         shared.min_ranks = min_ranks && !goes_on ? SharedOptions::kMinRanksAlone
                                                  : min_ranks.value_or(unless_given);
         return shared;

@@ -82,7 +82,8 @@ class WaitGuard {
   virtual bool failed() const = 0;
 
   // Called every few milliseconds by a wait for `rank`.  Throws if the group has failed, the
-  // deadline has passed, or the rank is gone while `ready` is still false.
+  // deadline has passed, or the rank is gone while `ready` is still false and the group does not
+  // survive that.
   virtual void poll(int rank, Ready ready) = 0;
 
   // Called by a wait over a transport after some time without any bytes moved.  Throws if `ready`

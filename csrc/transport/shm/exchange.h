@@ -122,8 +122,8 @@ class BasicExchange {
   }
 
   // After endOperation: passes all steps of the operation, so that no rank waits for them.  Other
-  // ranks may then find old data in the slots, but need the absent rank's data as well, and so end
-  // the operation themselves.
+  // ranks may then find old data in the slots.  They end the operation themselves, since in every
+  // step of an operation that can end so each reader peeks at all ranks, or at the root.
   void passSteps() {
     if (next_ == 0) return;
     post(next_ - 1);
