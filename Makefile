@@ -247,16 +247,12 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	cd $(CUDA_BUILD) && $(CUDA_BIN)ctest -L cuda --output-on-failure
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 
-# PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake), and the tests on CPU tensors of
-# code that only this torch has, since it is newer than TORCH.  They wait more than they compute.
-NEWEST_TORCH_TESTS = $(patsubst %,$(CURDIR)/tests/test_%.py,backend_methods reconfigure work)
+# PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake).
 torch-on-fake: $(CUDA_VENV)/.ready
 	$(CUDA_CMAKE) -B $(CUDA_BUILD)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target torch_on_fake -j $(JOBS)
 	cd $(ON_FAKE) && $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(CURDIR)/tests/cuda/torch_on_fake -q \
 	  -n 3 --dist loadfile
-	cd $(ON_FAKE) && FAKE_GPUS=0 $(RUN_ON_FAKE) $(CUDA_BIN)pytest $(NEWEST_TORCH_TESTS) -q \
-	  -n 6 --dist worksteal
 
 # pip's nvcc lies deep inside, and looks for lib64, which it does not bring.
 $(CUDA_VENV)/.ready: requirements-cuda.txt
