@@ -64,10 +64,8 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
                                      unsigned long long* number, cudaGraph_t* graph,
                                      const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* count) {
-  // torch's allocator asks, but does not use the answer unless it is told to.
-  if (nodes) *nodes = nullptr;
-  if (edges) *edges = nullptr;
-  if (count) *count = 0;
+  if (graph || nodes || edges || count)
+    return said(cudaErrorNotSupported, "the fake shows no graphs while they are captured");
   CUstream_st& stream = streamOf(handle);
   const std::lock_guard lock(captures());
   *status = cudaStreamCaptureStatusNone;
@@ -75,7 +73,6 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   *status =
       stream.capture->broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
   if (number) *number = stream.capture->number;
-  if (graph) *graph = stream.capture->graph.get();
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -107,7 +104,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   for (CUstream_st* joined : capture->streams) joined->known = {};
   std::erase(underWay(), capture);
   if (error) return said(error, "the capture has failed");
-  *graph = capture->graph.release();
+  *graph = new CUgraph_st{capture->tasks};
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
@@ -143,7 +140,7 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t*
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                           unsigned long long) {
-  *made = new CUgraphExec_st{*graph};
+  *made = new CUgraphExec_st{graph->tasks};
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
@@ -151,24 +148,6 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
     for (const Task& task : tasks) task();
   });
   return cudaSuccess;
-}
-// One reference, which the graph takes over from the caller, is all that torch wants.
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void* object, cudaHostFn_t destroy,
-                                 unsigned references, unsigned) {
-  if (references != 1) return said(cudaErrorNotSupported, "a user object has one reference");
-  *made = new CUuserObject_st{{object, destroy}};
-  return cudaSuccess;
-}
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
-  delete object;
-  return cudaSuccess;
-}
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
-                                      unsigned flags) {
-  if (flags != cudaGraphUserObjectMove)
-    return said(cudaErrorNotSupported, "a graph takes over the references of user objects");
-  graph->user_objects.push_back(object->object);
-  return cudaUserObjectRelease(object, 1);
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;

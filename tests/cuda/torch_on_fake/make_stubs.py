@@ -55,7 +55,7 @@ def needed(library: Path) -> set[str]:
 
 def home_of(name: str, version: str) -> str | None:
     """The library of CUDA's that has the symbol; none for those of other libraries."""
-    if ".so." in version and version.startswith(("libcu", "libnv")):
+    if ".so." in version and version.startswith("libcu"):
         return version
     if version == "NVSHMEM" or (not version and name.isidentifier()):
         return next((home for prefix, home in BY_PREFIX.items() if name.startswith(prefix)), None)

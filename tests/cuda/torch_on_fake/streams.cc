@@ -119,7 +119,7 @@ void put(CUstream_st& stream, Task task) {
   {
     const std::lock_guard lock(captures());
     if (stream.capture) {
-      stream.capture->graph->tasks.push_back(std::move(task));
+      stream.capture->tasks.push_back(std::move(task));
       ++stream.known[stream.number];
       return;
     }

@@ -59,23 +59,13 @@ class Queue : public std::enable_shared_from_this<Queue> {
 // How far somebody knows the captured streams to be, by their numbers.
 using Known = std::map<unsigned long long, uint64_t>;
 
-}  // namespace fake
-
-struct CUgraph_st {
-  std::vector<fake::Task> tasks = {};
-  std::vector<std::shared_ptr<void>> user_objects = {};
-};
-struct CUgraphExec_st : CUgraph_st {};
-
-namespace fake {
-
 struct Capture {
   unsigned long long number;
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   CUstream_st* origin;
   std::vector<CUstream_st*> streams = {};
-  std::unique_ptr<CUgraph_st> graph = std::make_unique<CUgraph_st>();
+  std::vector<Task> tasks = {};
   cudaError_t broken = cudaSuccess;
 };
 
@@ -98,8 +88,11 @@ struct CUevent_st {
   fake::Known known = {};
 };
 
-struct CUuserObject_st {
-  std::shared_ptr<void> object;
+struct CUgraph_st {
+  std::vector<fake::Task> tasks;
+};
+struct CUgraphExec_st {
+  std::vector<fake::Task> tasks;
 };
 
 namespace fake {
