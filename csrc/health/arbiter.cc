@@ -513,7 +513,13 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && !isAbsent(r) && !hasAnnounced(r)) absent.push_back(r);
   if (!absent.empty()) {
-    late.ranks = current_.kind == Kind::kMonitoredBarrier ? absent : lastOf(absent);
+    late.ranks = lastOf(absent);
+    if (current_.kind == Kind::kMonitoredBarrier) {
+      // All, but not those that wait for others of them, in an earlier call.
+      late.ranks = absent;
+      std::erase_if(late.ranks, [&](int r) { return heldUpBy(r) != r; });
+      if (late.ranks.empty()) late.ranks = absent;
+    }
     late.text = whereabouts(late.ranks) + " did not arrive";
     std::erase_if(absent, [&](int r) { return std::ranges::count(late.ranks, r) > 0; });
     if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
