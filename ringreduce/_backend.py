@@ -58,6 +58,8 @@ class Options:
                 raise ValueError(f"{name} cannot be negative, as {value} is")
         if self.on_loss not in (None, "error", "continue"):
             raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
+        if self.min_ranks is not None and self.on_loss != "continue":
+            raise ValueError("min_ranks needs on_loss='continue'")
         if self.min_ranks is not None and self.min_ranks < 1:
             raise ValueError(f"min_ranks must be at least 1, not {self.min_ranks}")
 

@@ -82,8 +82,6 @@ void SharedOptions::validate(int world_size) const {
     throw Error(Failure::kArgument,
                 "there is no such algorithm; there are auto, direct, twoshot, ring, bruck and "
                 "hierarchical");
-  if (min_ranks == kMinRanksAlone)
-    throw Error(Failure::kArgument, "min_ranks needs on_loss='continue'");
   if (min_ranks < 0 || min_ranks > world_size)
     throw Error(Failure::kArgument, "min_ranks is " + std::to_string(min_ranks) +
                                         "; it can be 1 to " + std::to_string(world_size));

@@ -21,7 +21,6 @@ struct SharedOptions {
   // RINGREDUCE_ON_LOSS=continue: operations go on without lost ranks while at least this many are
   // left (RINGREDUCE_MIN_RANKS).  0: a lost rank fails the group.
   int min_ranks = 0;
-  static constexpr int kMinRanksAlone = -1;  // min_ranks was given without on_loss='continue'
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);

@@ -6,7 +6,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <csignal>
 #include <fstream>
 #include <map>
@@ -74,9 +73,8 @@ bool isStopped(int pid) {
   return false;
 }
 
-bool kill(const std::shared_ptr<Fd>& process) {
-  return process && (syscall(SYS_pidfd_send_signal, process->get(), SIGKILL, nullptr, 0) == 0 ||
-                     errno == ESRCH);  // another rank has killed it
+void kill(const std::shared_ptr<Fd>& process) {
+  syscall(SYS_pidfd_send_signal, process->get(), SIGKILL, nullptr, 0);
 }
 
 // ---- this host

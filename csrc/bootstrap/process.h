@@ -27,8 +27,8 @@ std::string pidNamespace();
 // Whether a process of this host is stopped (SIGSTOP, a debugger).  False if it cannot be seen.
 bool isStopped(int pid);
 
-// Kills a process (SIGKILL).  False if that is not permitted.
-bool kill(const std::shared_ptr<Fd>& process);
+// Sends SIGKILL.  The system may not permit it.
+void kill(const std::shared_ptr<Fd>& process);
 
 // ---- this host
 

@@ -94,7 +94,9 @@ class CodedMessage {
   }
   // The same for the last addends: completes the sum.
   void finish(Span s) { finish(s, world_size_); }
+  // Of so many ranks: some may be lost.
   void finish(Span s, int addends) {
+    addends_ = addends;
     reduceKernels(DType::kFloat32, call_.op)
         .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, addends);
   }
@@ -107,13 +109,9 @@ class CodedMessage {
   void clearSum() { std::ranges::fill(sum_, 0.0F); }
   // The sum, coded.
   void encodeSum(std::byte* out, Span s, bool finished) const {
-    encodeSumOf(finished ? world_size_ : 0, out, s);
-  }
-  // `addends`: 0 if the sum is not finished.
-  void encodeSumOf(int addends, std::byte* out, Span s) const {
     encode(out, sum_.data(), s);
-    if (addends == 0 || !call_.error || call_.op != ReduceOp::kAvg) return;
-    const auto ranks = static_cast<float>(addends);
+    if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
+    const auto ranks = static_cast<float>(addends_);
     for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
   }
 
@@ -136,6 +134,7 @@ class CodedMessage {
   const Cut cut_;
   const size_t slice_, slices_;
   const int world_size_;
+  int addends_ = 0;         // of the finished sum
   const uint64_t seed_;     // of this rank's draws
   std::vector<float> sum_;  // a slice
 };
@@ -205,15 +204,14 @@ void byOwners(Communicator& c, const CompressedAllReduce& a) {
     const Span mine = message.span(c.rank, j);
     const int addends = addUp(c.rank, j) + 1;
     message.finish(mine, addends);
-    message.encodeSumOf(addends, exchange.own(first + j) + part(c.rank), mine);
+    message.encodeSum(exchange.own(first + j) + part(c.rank), mine, /*finished=*/true);
     exchange.share(first + j);
   };
   const auto collect = [&](uint64_t j) {
     for (int k = 0; k < c.size; ++k) {
       const int p = (c.rank + k) % c.size;
       const Span s = message.span(p, j);
-      const std::byte* slot =
-          p == c.rank ? exchange.own(first + j) : exchange.findShared(p, first + j);
+      const std::byte* slot = p == c.rank ? exchange.own(first + j) : exchange.shared(p, first + j);
       if (slot)
         require(message.decodeResult(slot + part(p), s), p);
       else

@@ -59,7 +59,7 @@ void Reduction::twoShot() {
     for (int k = 1; k < c_.size && wanted(); ++k) {
       const int p = (c_.rank + k) % c_.size;
       const Span theirs = part(j, p);
-      if (const std::byte* slot = c_.exchange.findShared(p, first_ + j)) {
+      if (const std::byte* slot = c_.exchange.shared(p, first_ + j)) {
         copyBytes(output(theirs.begin), slot + inSlot(theirs.begin, j), theirs.size * width_);
       } else {
         gatherSources(j);
@@ -90,7 +90,7 @@ void Reduction::gatherSources(uint64_t j) {
   }
 }
 
-void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int but) {
+void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int excluded) {
   cut_.forEachChunk(span, [&](int chunk, size_t begin, size_t n) {
     int addends = 0;
     for (int k = 0; k < c_.size; ++k) {
@@ -98,7 +98,7 @@ void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int but) {
       const std::byte* const slot = sources_[static_cast<size_t>(r)];
       if (r == c_.rank)
         ordered_[static_cast<size_t>(addends++)] = input(begin);
-      else if (slot && r != but)
+      else if (slot && r != excluded)
         ordered_[static_cast<size_t>(addends++)] = slot + inSlot(begin, j);
     }
     kernels_.reduce(dst + (begin - span.begin) * width_, ordered_.data(), addends, n, addends);

@@ -66,8 +66,8 @@ class Reduction {
   // Waits for all slots of slice j.
   void gatherSources(uint64_t j);
   // dst = the reduction of `span`, whose elements lie in the slots of slice j and in user memory.
-  // Without rank `but`.
-  void reduce(Span span, std::byte* dst, uint64_t j, int but = kNoRank);
+  // Leaves rank `excluded` out.
+  void reduce(Span span, std::byte* dst, uint64_t j, int excluded = kNoRank);
 
   Communicator& c_;
   const Reducible r_;

@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/error.h"
+#include "group/agreement.h"
 #include "kernels/message.h"
 
 namespace ringreduce {
@@ -110,6 +111,31 @@ Compression::~Compression() = default;
 
 // ---- agreement
 
+namespace {
+
+// Throws a Mismatch that names the ranks whose settings differ.  `own`: a hash of this rank's.
+void requireSame(Group& group, uint64_t own) {
+  // The greatest and the least, in one call that goes on without lost ranks.
+  uint64_t ends[] = {own, ~own};
+  group.run({AllReduce{ends, 2, DType::kInt64, ReduceOp::kMax}});
+  if (ends[0] == ~ends[1]) return;
+  const std::vector<uint64_t> all = gatherEach(group, own);
+  // The most frequent value is right; of two as frequent, that of the lowest rank.
+  const auto frequency = [&](uint64_t value) { return std::ranges::count(all, value); };
+  const uint64_t right = *std::max_element(
+      all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
+  std::string odd;
+  for (size_t r = 0; r < all.size(); ++r)
+    if (all[r] != right) odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
+  throw Error(Failure::kMismatch, "compressed gradients: " + odd +
+                                      " has another codec, error_feedback, schedule, stochastic, "
+                                      "seed, start_after, choice of exact parameters, number of "
+                                      "steps so far or model than the other ranks; give all ranks "
+                                      "the same");
+}
+
+}  // namespace
+
 void Compression::agree(Group& group) {
   const std::lock_guard lock(mutex_);
   agreeLocked(group);
@@ -126,30 +152,7 @@ void Compression::agreeLocked(Group& group) {
   for (const CompressedParameter& parameter : parameters_)
     own = mixed(mixed(mixed(own, parameter.name), parameter.count), parameter.exact);
 
-  // The greatest and the least, in one call that goes on without lost ranks.
-  uint64_t ends[] = {own, ~own};
-  group.run({AllReduce{ends, 2, DType::kInt64, ReduceOp::kMax}});
-  std::vector<uint64_t> all(static_cast<size_t>(group.size()), own);
-  AllGather gather{.input = &own, .dtype = DType::kInt64};
-  for (uint64_t& one : all) {
-    gather.outputs.push_back(&one);
-    gather.counts.push_back(1);
-  }
-  if (ends[0] != ~ends[1]) group.run({gather});
-  // The most frequent value is right; of two as frequent, that of the lowest rank.
-  const auto frequency = [&](uint64_t value) { return std::ranges::count(all, value); };
-  const uint64_t right = *std::max_element(
-      all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
-  std::string odd;
-  for (size_t r = 0; r < all.size(); ++r)
-    if (all[r] != right) odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
-  if (!odd.empty())
-    throw Error(Failure::kMismatch, "compressed gradients: " + odd +
-                                        " has another codec, error_feedback, schedule, stochastic, "
-                                        "seed, start_after, choice of "
-                                        "exact parameters, number of steps so far or model than "
-                                        "the other ranks; give all ranks "
-                                        "the same");
+  requireSame(group, own);
   agreed_ = group.weak_from_this();
   message_ = nullptr;  // operations of the previous group may still use it
   // The rest of a step or of a measurement may differ on ranks that were in other groups before.

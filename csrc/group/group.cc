@@ -43,12 +43,14 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
   Rendezvous met = rendezvous(store, rank, world_size, options,
                               [&](const Hosts& hosts) { return links->open(hosts); });
   if (!met.hosts) {
-    const bool goes_on = met.membership.options.min_ranks > 0;
-    for (const Member& member : met.membership.members)
-      if (goes_on && world_size > 1 && !(member.process && *member.process))
+    const bool goes_on = world_size > 1 && met.membership.options.min_ranks > 0;
+    for (int r = 0; r < world_size && goes_on; ++r)
+      if (const auto& process = met.membership.members[static_cast<size_t>(r)].process;
+          !process || !*process)
         throw Error(Failure::kSetup,
-                    "on_loss is 'continue', and this system cannot tell which processes have "
-                    "ended: it needs pidfds (Linux 5.3)");
+                    "rank " + options.shown(rank) + " cannot see when the process of rank " +
+                        options.shown(r) +
+                        " ends, which on_loss='continue' needs: pidfds of Linux 5.3 or newer");
     return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), options));
   }
 

@@ -356,40 +356,43 @@ void Arbiter::blameMissing(int rank, Ready ready) {
   }
 }
 
+std::vector<int> Arbiter::live() const {
+  std::vector<int> live;
+  for (int r = 0; r < size_; ++r)
+    if (!isAbsent(r)) live.push_back(r);
+  return live;
+}
+
 // A rank that has left writes nothing more either.  The lost rank may have used up the deadline, so
 // the others get more time.
 void Arbiter::goOnWithout(int rank) {
-  std::vector<int> live;
-  for (int r = 0; r < size_; ++r)
-    if (r != rank && !isAbsent(r)) live.push_back(r);
   const std::string when =
       (hasAnnounced(rank) ? "during " : "before it came to ") + textOf(current_);
-  if (static_cast<int>(live.size()) < min_ranks_)
-    failLost(rank, when + "; the ranks that are left are " + std::to_string(live.size()) +
-                       ", and min_ranks is " + std::to_string(min_ranks_));
+  const int left = static_cast<int>(live().size()) - 1;
+  if (left < min_ranks_)
+    failLost(rank, when + "; " + std::to_string(left) + (left == 1 ? " rank is" : " ranks are") +
+                       " left, and min_ranks is " + std::to_string(min_ranks_));
   deadline_ = std::max(deadline_, deadlineIn(std::min(timeout_, kTimeToGoOn)));
   peer(rank).absent = true;
-  if (live.front() != rank_) return;  // one line is enough
-  log(who(rank) + (known(rank).isLost() ? " is lost: " + howLost(rank) : " has left") + ", " +
-      when + " of group '" + options_.name + "'; " + options_.rankList(live) +
-      (live.size() == 1 ? " goes on" : " go on"));
+  if (live().front() != rank_) return;  // one line is enough
+  log(howAbsent(rank) + ", " + when + " of group '" + options_.name + "'; " + std::to_string(left) +
+      " of " + std::to_string(size_) + (left == 1 ? " ranks goes on" : " ranks go on"));
 }
 
-// Kills those of `ranks` that are stopped: a stopped process could go on later, and then write to
-// memory that the others have stopped to guard against it.  First it gives them time, since all
-// ranks may have been stopped, and be resumed one by one.  Returns whether one of `ranks` has
-// ended, also if another rank has killed it; if none has, the operation times out.
+// Kills those of `ranks` that are stopped: if one went on later, it would write to memory that is
+// in use.  First it gives them time, since all ranks may have been stopped, and be resumed one by
+// one.  Returns whether one of `ranks` has ended, also if another rank has killed it; if none has,
+// the operation times out.
 bool Arbiter::evictStopped(const std::vector<int>& ranks) {
   const Nanos began = now();
-  long live = size_;
-  for (int r = 0; r < size_; ++r) live -= isAbsent(r) ? 1 : 0;
   bool killed = false;
   for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
     if (std::ranges::any_of(ranks, [&](int r) { return !stateOf(r).isHere(); })) return true;
     if (killed || now() < began + kCensus) continue;
     killed = true;
+    auto left = static_cast<int>(live().size());
     for (const int r : stoppedOf(ranks)) {
-      if (--live < min_ranks_) break;
+      if (--left < min_ranks_) break;
       log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
           textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
       kill(peer(r).seat.process);
@@ -399,10 +402,9 @@ bool Arbiter::evictStopped(const std::vector<int>& ranks) {
 }
 
 void Arbiter::endOperation(int rank) {
-  throw Error(Failure::kPeerLost,
-              who(rank) + (known(rank).isLost() ? " is lost: " + howLost(rank) : " has left") +
-                  "; " + textOf(current_) + " needs its data, in group '" + options_.name +
-                  "', which goes on without it");
+  throw Error(Failure::kPeerLost, howAbsent(rank) + "; rank " + options_.shown(rank_) +
+                                      " needs its data in " + textOf(current_) + ". Group '" +
+                                      options_.name + "' goes on without it.");
 }
 
 // All ranks that wait need the progress of the others, and all receive the answers to one question.
@@ -491,10 +493,14 @@ std::vector<int> Arbiter::lastOf(const std::vector<int>& absent) const {
     least = come;
     last.push_back(r);
   }
-  // Some of these ranks may wait for others of them: blame only ranks that wait for none.
-  std::vector<int> free = last;
+  return freeOf(std::move(last));
+}
+
+// Some of these ranks may wait for others of them.  Returns those that wait for none.
+std::vector<int> Arbiter::freeOf(std::vector<int> ranks) const {
+  std::vector<int> free = ranks;
   std::erase_if(free, [&](int r) { return heldUpBy(r) != r; });
-  return free.empty() ? last : free;
+  return free.empty() ? ranks : free;
 }
 
 int Arbiter::heldUpBy(int rank) const {
@@ -513,13 +519,8 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   for (int r = 0; r < size_; ++r)
     if (r != rank_ && !isAbsent(r) && !hasAnnounced(r)) absent.push_back(r);
   if (!absent.empty()) {
-    late.ranks = lastOf(absent);
-    if (current_.kind == Kind::kMonitoredBarrier) {
-      // All, but not those that wait for others of them, in an earlier call.
-      late.ranks = absent;
-      std::erase_if(late.ranks, [&](int r) { return heldUpBy(r) != r; });
-      if (late.ranks.empty()) late.ranks = absent;
-    }
+    const bool names_all = current_.kind == Kind::kMonitoredBarrier;
+    late.ranks = names_all ? freeOf(absent) : lastOf(absent);
     late.text = whereabouts(late.ranks) + " did not arrive";
     std::erase_if(absent, [&](int r) { return std::ranges::count(late.ranks, r) > 0; });
     if (!absent.empty()) late.text += "; late too: " + whereabouts(absent);
@@ -730,6 +731,11 @@ std::string Arbiter::textOf(OpSignature operation) const {
 
 std::string Arbiter::who(int r) const {
   return "rank " + options_.shown(r) + " (" + peer(r).seat.name + ")";
+}
+
+// For a rank that is lost or has left.
+std::string Arbiter::howAbsent(int r) const {
+  return who(r) + (known(r).isLost() ? " is lost: " + howLost(r) : " has left");
 }
 
 std::string Arbiter::details(int r) const {

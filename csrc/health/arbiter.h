@@ -214,6 +214,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void compareSignatures();
   void blameMissing(int rank, Ready ready);
   // A loss in a group that survives it.
+  std::vector<int> live() const;  // all but the absent
   void goOnWithout(int rank);
   bool evictStopped(const std::vector<int>& ranks);
   void askNowAndThen();
@@ -225,8 +226,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   Census census(uint64_t first, int other, const OpSignature* sent) const;
   Laggards laggards(int waited_for) const;
   std::vector<int> lastOf(const std::vector<int>& absent) const;
+  std::vector<int> freeOf(std::vector<int> ranks) const;
   uint64_t progressOf(int rank) const;
   // texts
+  std::string howAbsent(int rank) const;
   std::string details(int rank) const;
   std::string textOf(OpSignature operation) const;
   std::string monitoredBarrierText(const std::vector<int>& late) const;

@@ -138,19 +138,17 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
     Backend::ChooseShared choose_shared;
-    if (algorithm || slot_bytes || slots || on_loss || min_ranks)
+    if (algorithm || slot_bytes || slots || on_loss)
       choose_shared = [=](int ranks) {
         SharedOptions shared = SharedOptions::fromEnvironment(ranks);
         if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
         shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
         shared.slots = slots.value_or(shared.slots);
-        const bool goes_on = on_loss ? *on_loss == "continue" : shared.min_ranks > 0;
-        const int unless_given =
-            goes_on
-                ? static_cast<int>(std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks))
-                : 0;
-        shared.min_ranks = min_ranks && !goes_on ? SharedOptions::kMinRanksAlone
-                                                 : min_ranks.value_or(unless_given);
+        if (on_loss) {
+          const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
+          const bool goes_on = *on_loss == "continue";
+          shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+        }
         return shared;
       };
     return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect,

@@ -305,7 +305,7 @@ struct LossyWorld {
                 sum == 0 ? total : total / ranks, s.size);
             mine.share(first + j);
             for (int r = 0; r < P; ++r)
-              if (r != me) mine.findShared(r, first + j);
+              if (r != me) mine.shared(r, first + j);
           }
           mine.release(first + j);
         }

@@ -24,8 +24,8 @@
 // In a group that survives losses, ranks may be absent (WaitGuard::isAbsent).  An absent rank has
 // ended or left, so its flags are final, and all other ranks read the same values: they agree
 // without a message on the steps that it has posted and shared.  Slots of these steps stay
-// readable. `find` and `findShared` return null for the other steps.  Nobody waits for an absent
-// rank's `done`, since it reads no more.
+// readable.  For all other steps `find` and `shared` return null.  `acquire` does not wait for an
+// absent rank, which reads no slots any more.
 #pragma once
 
 #include <cstddef>
@@ -109,23 +109,16 @@ class BasicExchange {
 
   void share(uint64_t step) { publish(page(rank_).reduced, step); }
 
+  // Null if rank r is absent and has not shared the step.
   const std::byte* shared(int r, uint64_t step) {
-    const std::byte* const slot = findShared(r, step);
-    if (!slot) guard_.endOperation(r);
-    return slot;
-  }
-
-  // As shared, but null if rank r is absent and has not shared the step.
-  const std::byte* findShared(int r, uint64_t step) {
     return await(r, step, &RankPage::reduced, seen_[r].reduced) ? members_[r].slots.at(step)
                                                                 : nullptr;
   }
 
   // After endOperation: passes all steps of the operation, so that no rank waits for them.  Other
-  // ranks may then find old data in the slots.  They end the operation themselves, since in every
-  // step of an operation that can end so each reader peeks at all ranks, or at the root.
+  // ranks may then read old data from the slots.  But they end the operation as well, because in
+  // each of its steps a rank that reads peeks at the absent rank too.
   void passSteps() {
-    if (next_ == 0) return;
     post(next_ - 1);
     share(next_ - 1);
     release(next_ - 1);
