@@ -15,7 +15,7 @@ T ?=
 # For fuzz.
 CLANG ?= clang++
 FUZZ_SECONDS ?= 60
-# For net-faults: how many, and the first one's seed.
+# For net-faults and survive: how many, and the first one's seed.
 RUNS ?= 200
 SEED ?= 0
 # An nvcc for cuda-build instead of the one from pip; cmake and ninja are then those in PATH.
@@ -72,7 +72,7 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .NOTPARALLEL:
 .PHONY: help venv build demo quick t test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix lint includes format sanitize asan tsan fuzz bench bench-net \
-  net-faults nightly clean cuda-build torch-on-fake gpu-check gpu-study
+  net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
@@ -89,6 +89,7 @@ help:
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
+	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
 	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
 	@echo "make includes  compile each file of the core by itself: it includes what it uses"
@@ -103,7 +104,7 @@ help:
 	@echo "           JOBS=$(JOBS)  VENV=$(VENV)"
 	@echo "           TORCHES='$(TORCHES)'  (of torch-matrix)"
 	@echo "           WORLD=$(WORLD)  (ranks of torch-suite)"
-	@echo "           RUNS=$(RUNS)  SEED=$(SEED)  (of net-faults)"
+	@echo "           RUNS=$(RUNS)  SEED=$(SEED)  (of net-faults and survive)"
 	@echo "           CLANG=$(CLANG)  FUZZ_SECONDS=$(FUZZ_SECONDS)"
 	@echo "           CUDA_ARCHS=$(CUDA_ARCHS)  (GPUs that cuda-build compiles for)"
 	@echo "           CUDA_NVCC=$(CUDA_NVCC)  (for cuda-build: an nvcc of yours instead of pip's)"
@@ -226,6 +227,10 @@ tsan: $(VENV)/.ready
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
 	cd build/tsan && $(CTEST) -j 2 -LE mutants
 	tests/cpp/run_mutants.sh build/tsan
+
+# Each run has a seed: make survive RUNS=1 SEED=17
+survive: build
+	$(BIN)/python tests/survive_faults.py --runs $(RUNS) --seed $(SEED)
 
 # New inputs go to build/fuzz/found; the kept ones (tests/fuzz/corpus) also run in every make test.
 fuzz: $(VENV)/.ready

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import os
 import threading
 import time
 import weakref
@@ -19,6 +20,12 @@ from ringreduce._load import load
 
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
 Backend = Any
+
+# In the store of a group that goes on after losses, once it is made.  torchrun's restarts may share
+# a store.
+_MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+# The process that has made such a group: itself, or the one that it was forked from.
+_maker = 0
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
 THREADS_GRACE = 0.2
@@ -99,6 +106,17 @@ def _leave_at_exit(module: Any) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def _when_to_connect(dist_backend_opts: Any, options: Options) -> str:
+    """When its group is made: "now", by "reconfigure" (torch 2.14), or to "join" one that runs."""
+    if getattr(dist_backend_opts, "enable_reconfigure", False):
+        return "reconfigure"
+    on_loss = options.on_loss or os.environ.get("RINGREDUCE_ON_LOSS")
+    # The same process may make the default group again after a failure, with all others.
+    if on_loss != "continue" or dist.is_initialized() or _maker == os.getpid():
+        return "now"
+    return "join" if dist_backend_opts.store.check([_MADE]) else "now"
+
+
 def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     """What torch calls to make a group; collective over its ranks.
 
@@ -119,7 +137,8 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         )
     ranks = list(dist_backend_opts.global_ranks_in_group)
     all_ranks = dist.get_world_size() if dist.is_initialized() else 0
-    return extension().create_backend(
+    connect = _when_to_connect(dist_backend_opts, options)
+    backend = extension().create_backend(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
@@ -128,10 +147,15 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         global_ranks=ranks,
         gpu_facts=_gpu.facts() if extension().cuda_build() else "",
         of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
-        connect=not getattr(dist_backend_opts, "enable_reconfigure", False),  # torch 2.14
+        connect=connect,
         make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
         **dataclasses.asdict(options),
     )
+    if connect == "now" and extension().goes_on(backend):
+        global _maker
+        _maker = os.getpid()
+        dist_backend_opts.store.set(_MADE, "1")
+    return backend
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:

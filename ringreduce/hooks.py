@@ -4,6 +4,7 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -22,6 +23,16 @@ from ringreduce._backend import (
 from ringreduce.compression import CompressionState, Exact
 
 __all__ = ["CompressionState", "all_reduce_hook", "compressed", "register_comm_hook"]
+
+# The models with our hook, and their codecs.
+_codecs: weakref.WeakKeyDictionary[DistributedDataParallel, str | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def averages_exactly(model: DistributedDataParallel) -> bool:
+    """Whether `register_comm_hook` was called for the model, without a codec."""
+    return model in _codecs and _codecs[model] is None
 
 
 @overload
@@ -125,6 +136,7 @@ def register_comm_hook(
             stochastic,
             seed,
         )
+    _codecs[ddp_model] = None if state is None else state.codec
     group = ringreduce_group(ddp_model.process_group)
     if state is None:
         extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)

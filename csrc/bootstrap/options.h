@@ -44,6 +44,10 @@ struct GroupOptions {
   int of_ranks = 0;       // of how many these are some; 0: they are all
   bool together = false;  // all ranks are known to share a host: sockets are not for them
 
+  // The ranks by the numbers that callers use, ascending, if the group has some of its caller's
+  // ranks only; empty: as they are here.
+  std::vector<int> members = {};
+
   std::string store_host = "";  // where the store is, by name or number, if that is known
 
   // A rank of this group as messages name it.
@@ -53,6 +57,10 @@ struct GroupOptions {
   std::vector<int> shownAs(std::vector<int> ranks) const {
     for (int& rank : ranks) rank = shownAs(rank);
     return ranks;
+  }
+  // The number that callers use.
+  int memberAt(int rank) const {
+    return members.empty() ? rank : members[static_cast<size_t>(rank)];
   }
   int startedAs(int rank) const {
     return started_as.empty() ? shownAs(rank) : started_as[static_cast<size_t>(rank)];

@@ -2,6 +2,7 @@
 // (collectives/collectives.h), so a new collective changes nothing here.
 #include "group/operation.h"
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 
@@ -40,6 +41,19 @@ constexpr bool haveAllKinds(const std::variant<Calls...>*) {
   return sizeof...(Calls) == kKindTable.size() && kinds + 1 == size_t{1} << kKindTable.size();
 }
 static_assert(haveAllKinds(static_cast<CollectiveCall*>(nullptr)));
+
+template <class T>
+std::vector<T> pick(const std::vector<T>& all, const std::vector<int>& members) {
+  std::vector<T> some;
+  for (const int rank : members) some.push_back(all[static_cast<size_t>(rank)]);
+  return some;
+}
+
+int firstMissing(const std::vector<int>& members) {
+  int rank = 0;
+  for (const int member : members) rank += member == rank;
+  return rank;
+}
 
 // Why the call is refused; empty if it is not.
 template <class Call>
@@ -108,6 +122,35 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
       },
       placed.call);
   return placed;
+}
+
+Operation amongMembers(const Operation& operation, const GroupOptions& group, int rank,
+                       int world_size) {
+  validate(operation, group.memberAt(rank), world_size);
+  const std::vector<int>& members = group.members;
+  const auto lacks = [&](const char* call, int needed) {
+    return Error(Failure::kPeerLost, std::string(call) + " needs the data of rank " +
+                                         std::to_string(needed) + ", which group '" + group.name +
+                                         "' has lost. The group goes on without it.");
+  };
+  Operation among = operation;
+  std::visit(
+      [&]<class Call>(Call& call) {
+        constexpr bool takes_lists = HasInputs<Call> || HasOutputs<Call> || HasCounts<Call>;
+        constexpr bool is_scatter = HasInputs<Call> && Rooted<Call>;
+        if constexpr (is_scatter) {
+          if (!call.inputs.empty()) call.inputs = pick(call.inputs, members);
+        } else if constexpr (takes_lists) {
+          throw lacks(name(Call::kKind), firstMissing(members));
+        }
+        if constexpr (Rooted<Call>) {
+          const auto root = std::ranges::find(members, call.root);
+          if (root == members.end()) throw lacks(name(Call::kKind), call.root);
+          call.root = static_cast<int>(root - members.begin());
+        }
+      },
+      among.call);
+  return among;
 }
 
 void run(Communicator& c, const Operation& operation) {

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/op_signature.h"
+#include "bootstrap/options.h"
 #include "collectives/collectives.h"
 
 namespace ringreduce {
@@ -29,6 +30,11 @@ OpSignature announce(const Operation& operation, uint64_t sequence);
 // The same call over a transport that numbers the ranks by their positions in a ring
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
+
+// The same call, of a caller with `world_size` ranks, for rank `rank` of a group that has some of
+// them (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
+Operation amongMembers(const Operation& operation, const GroupOptions& group, int rank,
+                       int world_size);
 
 void run(Communicator& c, const Operation& operation);
 void run(Transport& transport, const Operation& operation);

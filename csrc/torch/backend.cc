@@ -143,6 +143,15 @@ std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std
 
 #endif
 
+void leave(Group& old, bool abort = false) {
+  try {
+    if (abort && !old.failed() && !old.isIdle()) old.abort("it was reconfigured");
+    old.shutdown();  // its works are told of its end
+  } catch (const Error& error) {
+    log("rank " + old.options().shown(old.rank()) + " leaves its old group: " + error.what());
+  }
+}
+
 LiveGroups& liveGroups() {
   static auto* all = new LiveGroups;  // never destroyed: used while the process exits
   return *all;
@@ -157,7 +166,8 @@ Backend& asRingreduce(c10d::Backend& backend) {
 }
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options, Gpus gpus, bool connect, ChooseShared choose_shared)
+                 const GroupOptions& options, Gpus gpus, Connect connect,
+                 ChooseShared choose_shared)
     : c10d::Backend(rank, size),
       store_(store),
       group_store_(store),
@@ -166,14 +176,15 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
       gpus_(std::move(gpus)),
       choose_shared_(std::move(choose_shared)),
-      is_connected_(connect) {
+      is_connected_(connect == Connect::kNow),
+      connect_(connect) {
   options_->group_name = options.name;
   const auto& global = options.started_as.empty() ? options.global_ranks : options.started_as;
   options_->global_ranks_in_group.assign(global.begin(), global.end());
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-  options_->enable_reconfigure = !connect;
+  options_->enable_reconfigure = connect == Connect::kByReconfigure;
 #endif
-  if (!connect) return;
+  if (connect != Connect::kNow) return;
   group_ = translated([&] { return makeGroup(store, rank, size, options); });
   gpu_ = makeGpuBackend(rank, size);
   liveGroups().add(group_, gpu_);
@@ -183,7 +194,7 @@ std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int s
                                           GroupOptions options) const {
   TorchStore adapted(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
-  if (rank == 0 && choose_shared_) options.shared = choose_shared_(size);
+  if (rank == 0 && choose_shared_ && !options.shared) options.shared = choose_shared_(size);
   if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
   return Group::create(adapted, rank, size, options);
 }
@@ -205,6 +216,7 @@ Backend::~Backend() {
   std::optional<pybind11::gil_scoped_release> released;
   if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
   if (gpu_) leave(*gpu_);
+  prepared_.reset();
   group_.reset();
 }
 
@@ -216,6 +228,12 @@ std::shared_ptr<Group> Backend::groupIfAny() const {
 std::shared_ptr<Group> Backend::group() const {
   if (auto group = groupIfAny()) return group;
   return translated([&]() -> std::shared_ptr<Group> {
+    if (!is_connected_ && connect_ == Connect::kByPrepare)
+      throw Error(Failure::kSetup,
+                  "group '" + group_options_.name + "' runs already, and rank " +
+                      group_options_.shown(rank_) +
+                      " is not yet in it: call restore() of a ringreduce.elastic.State before any "
+                      "operation, and make DistributedDataParallel with init_sync=False");
     if (!is_connected_)
       throw Error(Failure::kSetup, "group '" + group_options_.name +
                                        "' was made with enable_reconfigure=True and has no members "
@@ -263,7 +281,12 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 
 Backend::WorkPtr Backend::start(Job job, bool async) {
   job.observer = observer_;
-  return collected(Work::start(*group(), std::move(job), !async));
+  const std::shared_ptr<Group> group = this->group();
+  const GroupOptions& options = group->options();
+  if (!options.members.empty())
+    for (Operation& operation : job.operations)
+      operation = amongMembers(operation, options, group->rank(), size_);
+  return collected(Work::start(*group, std::move(job), !async));
 }
 
 Backend::WorkPtr Backend::start(c10d::OpType type, const char* title, Tensors inputs,
@@ -275,7 +298,18 @@ Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, con
                                        Message message) {
   Job job{type, title, tensors, tensors};
   job.observer = observer_;
-  return collected(Work::start(*group(), std::move(job), std::move(message)));
+  const std::shared_ptr<Group> group = this->group();
+  const std::vector<int>& members = group->options().members;
+  if (!members.empty() && message.peer >= 0 && message.peer < size_) {
+    const auto peer = std::ranges::find(members, message.peer);
+    if (peer == members.end())
+      throw Error(Failure::kPeerLost, "rank " + std::to_string(message.peer) + " of group '" +
+                                          group_options_.name +
+                                          "' is lost, so nothing can be sent to it or received "
+                                          "from it. The group goes on without it.");
+    message.peer = static_cast<int>(peer - members.begin());
+  }
+  return collected(Work::start(*group, std::move(job), std::move(message)));
 }
 
 Backend::WorkPtr Backend::collected(WorkPtr work) {
@@ -456,18 +490,77 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
   // The new group exists whatever comes of the old one.  Ranks that are not in the new group may
   // never join what is under way in the old one.
   if (old_gpu) leave(*old_gpu, true);
-  if (!old) return;
-  try {
-    if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-    old->shutdown();  // its works are told of its end
-  } catch (const Error& error) {
-    log("rank " + group_options_.shown(rank_) + " leaves its old group: " + error.what());
-  }
+  if (old) leave(*old, true);
 }
 
 #endif
 
+// ---- newcomers
+
+void Backend::prepare(const std::string& place, const std::vector<int>& members, Nanos timeout) {
+  translated([&] {
+    const auto self = std::ranges::find(members, rank_);
+    TORCH_CHECK_VALUE(self != members.end() && std::ranges::is_sorted(members) &&
+                          members.front() >= 0 && members.back() < size_,
+                      "ringreduce: these ranks cannot be the members of a group of ", size_,
+                      ", seen from rank ", rank_);
+    GroupOptions made = group_options_.ofRanks(members);
+    const bool all = static_cast<int>(members.size()) == size_;
+    made.members = all ? std::vector<int>() : members;
+    made.timeout = timeout;
+    if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
+    prepared_store_ = c10::make_intrusive<c10d::PrefixStore>(place, store_);
+    prepared_ = makeGroup(prepared_store_, static_cast<int>(self - members.begin()),
+                          static_cast<int>(members.size()), std::move(made));
+    try {
+      prepared_->run({Barrier{}});  // a member may have failed to make it
+    } catch (const Error&) {
+      dropPrepared();
+      throw;
+    }
+    prepared_->setTimeout(nanosOf(options_->timeout));
+  });
+}
+
+void Backend::enterPrepared() {
+  std::shared_ptr<Group> old;
+  {
+    const std::lock_guard lock(group_mutex_);
+    old = std::exchange(group_, std::exchange(prepared_, nullptr));
+    last_failure_ = Failure::kNone;
+    group_store_ = prepared_store_;
+    is_connected_ = true;
+    observer_->enterGroup();
+    liveGroups().add(group_, gpu_);
+  }
+  if (!old) return;
+  // No abort: a survivor may still be in its last operation.  Messages may never be received.
+  old->setTimeout(kSecond);
+  leave(*old);
+}
+
+bool Backend::isConnected() const {
+  const std::lock_guard lock(group_mutex_);
+  return is_connected_;
+}
+
+bool Backend::goesOn() const {
+  const auto group = groupIfAny();
+  return group ? group->sharedOptions().min_ranks > 0 : connect_ == Connect::kByPrepare;
+}
+
+void Backend::dropPrepared() {
+  if (const auto group = std::exchange(prepared_, nullptr)) group->shutdown();
+}
+
 // ---- its state
+
+std::vector<int> Backend::liveRanks() const {
+  const auto group = this->group();
+  std::vector<int> ranks = group->liveRanks();
+  for (int& rank : ranks) rank = group->options().memberAt(rank);
+  return ranks;
+}
 
 void Backend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
@@ -550,6 +643,7 @@ void Backend::abort() {
 }
 
 void Backend::shutdown() {
+  dropPrepared();
   if (gpu_) gpu_->shutdown();
   std::shared_ptr<Group> group = groupIfAny();
   if (!group) return;

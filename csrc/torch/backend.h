@@ -46,10 +46,14 @@ class Backend final : public c10d::Backend {
   // The shared options of a group of that size, which rank 0 hands to the others.
   using ChooseShared = std::function<SharedOptions(int size)>;
 
-  // `connect`: make the group now.  Otherwise reconfigure() makes it.  `choose_shared`: for this
-  // group and for those that replace it; null: `options` or the environment decide.
+  // When the group is made: now, by reconfigure(), or by prepare() as one rank of a group that
+  // runs.
+  enum class Connect { kNow, kByReconfigure, kByPrepare };
+
+  // `choose_shared`: for this group and for those that replace it; null: `options` or the
+  // environment decide.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options, Gpus gpus, bool connect = true,
+          const GroupOptions& options, Gpus gpus, Connect connect = Connect::kNow,
           ChooseShared choose_shared = nullptr);
   ~Backend() override;
 
@@ -139,6 +143,26 @@ class Backend final : public c10d::Backend {
   // Error for a uuid that was used before, Timeout or PeerLost for ranks that do not come.
   WorkPtr reconfigure(const c10d::ReconfigureOptions&) override;
 #endif
+  // ---- newcomers to a group that goes on after losses (ringreduce/elastic.py)
+  //
+  // The members are some of this backend's ranks, which keep their numbers, as does its size.
+  //
+  // Makes the group that is to follow this one; collective over `members`, which meet at `place` in
+  // the store.  Throws Timeout or PeerLost for those that do not come.
+  void prepare(const std::string& place, const std::vector<int>& members, Nanos timeout);
+  // Leaves this group for the prepared one.
+  void enterPrepared();
+  // Gives the prepared group up, if there is one.
+  void dropPrepared();
+  // Whether a broadcast whose root is lost takes the data of the lowest live rank instead: for data
+  // of which each rank has a copy that will do, like what DDP broadcasts in a forward.
+  void setRootsMove(bool move) { roots_move_ = move; }
+  const StorePtr& store() const { return store_; }
+  double timeoutSeconds() const { return std::chrono::duration<double>(options_->timeout).count(); }
+  bool isConnected() const;
+  // Whether it goes on after losses; a newcomer's does.
+  bool goesOn() const;
+
 #ifdef C10D_BACKEND_HAS_HOOKS
   // Overrides a method that torch has since 2.15, whose flight recorder then writes its dump.
   bool supportsAbortHooks() const { return true; }
@@ -185,7 +209,7 @@ class Backend final : public c10d::Backend {
   bool hasRaised() const;
   size_t stagingBytes() const;
   size_t gpuBytes() const;
-  std::vector<int> liveRanks() const { return group()->liveRanks(); }
+  std::vector<int> liveRanks() const;
   std::vector<std::string> routes() const;
   // Throws Aborted once the group is destroyed.
   std::shared_ptr<Group> group() const;
@@ -206,6 +230,7 @@ class Backend final : public c10d::Backend {
   void claim(int64_t uuid, const std::string& key, const std::string& members, int rank);
   void enter(const std::shared_ptr<Group>& group, const StorePtr& store, GroupOptions options);
 #endif
+  WorkPtr broadcastOfCopies(const at::Tensor& tensor, const c10d::BroadcastOptions& options);
   WorkPtr start(Job job, bool async);
   WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);
@@ -227,6 +252,10 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
   bool is_connected_;                      // it has or had a group, or was destroyed
+  const Connect connect_;
+  std::shared_ptr<Group> prepared_;
+  StorePtr prepared_store_;
+  std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::mutex reconfigure_mutex_;                                // one reconfigure() at a time
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -117,7 +118,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
                          const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
                          std::optional<double> stall_seconds, const std::string& gpu_facts,
-                         const py::object& make_inner, int of_ranks, bool connect) {
+                         const py::object& make_inner, int of_ranks, const std::string& connect) {
   const auto call = shared(make_inner);
   Backend::Gpus gpus{.facts = gpu_facts,
                      .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
@@ -151,8 +152,12 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
         }
         return shared;
       };
-    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus), connect,
-                                        std::move(choose_shared));
+    using Connect = Backend::Connect;
+    static const std::map<std::string, Connect> kWays{{"now", Connect::kNow},
+                                                      {"reconfigure", Connect::kByReconfigure},
+                                                      {"join", Connect::kByPrepare}};
+    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus),
+                                        kWays.at(connect), std::move(choose_shared));
   } catch (const Error&) {
     rethrowToPython();
   }
@@ -409,7 +414,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a, "make_inner"_a,
-        "of_ranks"_a = 0, "connect"_a = true);
+        "of_ranks"_a = 0, "connect"_a = "now");
+  m.def(
+      "prepare",
+      [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,
+         double timeout) { asRingreduce(*backend).prepare(place, members, nanosOf(timeout)); },
+      py::call_guard<py::gil_scoped_release>(), "backend"_a, "place"_a, "members"_a, "timeout"_a);
+  m.def(
+      "set_roots_move",
+      [](const BackendPtr& backend, bool move) { asRingreduce(*backend).setRootsMove(move); },
+      "backend"_a, "move"_a);
   m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
   const auto property = [&](const char* name, auto method, auto... guard) {
     const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };
@@ -422,6 +436,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("live_ranks", &Backend::liveRanks, no_gil);
   property("has_raised", &Backend::hasRaised, no_gil);
   property("has_failed", &Backend::hasFailed);
+  property("store", &Backend::store);
+  property("goes_on", &Backend::goesOn);
+  property("timeout_seconds", &Backend::timeoutSeconds);
+  property("is_connected", &Backend::isConnected);
+  property("enter_prepared", &Backend::enterPrepared, no_gil);
+  property("drop_prepared", &Backend::dropPrepared, no_gil);
   m.def(
       "register_comm_hook",
       [](c10d::Reducer& reducer, const BackendPtr& backend, const GroupPtr& group) {

@@ -88,10 +88,41 @@ std::vector<size_t> splitCounts(const at::Tensor& tensor, const std::vector<int6
 
 }  // namespace
 
+// Survivors agree which broadcasts have failed, so all go on to the same root.
+Backend::WorkPtr Backend::broadcastOfCopies(const at::Tensor& tensor,
+                                            const c10d::BroadcastOptions& options) {
+  const std::shared_ptr<Group> group = this->group();
+  const auto from = [&](int root) {
+    // What a root sent before it was lost must not remain in parts of the tensor.
+    const at::Tensor data = root == rank_ ? tensor : at::empty_like(tensor);
+    const Staged staged(data, root == rank_ ? Use::kRead : Use::kWrite, "broadcast");
+    Operation operation{Broadcast{.data = staged.data(),
+                                  .count = countOf(data),
+                                  .dtype = dtypeOf(data, "broadcast"),
+                                  .root = root},
+                        timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
+    if (!group->options().members.empty())
+      operation = amongMembers(operation, group->options(), group->rank(), size_);
+    group->run(std::move(operation));
+    if (root != rank_) at::Tensor(tensor).copy_(data);
+  };
+  std::vector<int> roots{static_cast<int>(options.rootRank)};
+  for (int r = 0; r < size_; ++r)
+    if (r != options.rootRank) roots.push_back(r);
+  for (const int root : roots) try {
+      from(root);
+      break;
+    } catch (const Error& error) {
+      if (error.kind() != Failure::kPeerLost || group->failed()) throw;
+    }
+  return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+}
+
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (GpuBackend* gpu = gpuFor(tensors)) return gpu->broadcast(tensors, options);
-  return translated([&] {
+  return translated([&]() -> WorkPtr {
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
+    if (roots_move_) return broadcastOfCopies(tensor, options);
     const bool root = options.rootRank == rank_;
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, "broadcast");
     return start(c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
