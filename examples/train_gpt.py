@@ -81,16 +81,16 @@ class GPT(nn.Module):
         return self.scores(self.norm(self.blocks(x)))
 
 
-def load_text() -> tuple[Tensor, Tensor]:
+def load_text(max_bytes: int = MAX_BYTES) -> tuple[Tensor, Tensor]:
     """(train, held out): the standard library as int64 characters; every tenth file held out."""
     code = {character: number for number, character in enumerate(VOCABULARY)}
     parts: tuple[list[int], list[int]] = ([], [])
     total = 0
     for number, path in enumerate(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))):
-        text = path.read_bytes()[: MAX_BYTES - total].decode("utf-8", errors="ignore")
+        text = path.read_bytes()[: max_bytes - total].decode("utf-8", errors="ignore")
         total += path.stat().st_size
         parts[number % 10 == 9].extend(code[c] for c in text if c in code)
-        if total >= MAX_BYTES:
+        if total >= max_bytes:
             break
     return torch.tensor(parts[0]), torch.tensor(parts[1])
 
