@@ -1,5 +1,6 @@
-"""What the demo shows at its end: a table for the terminal and a plot, both from its results."""
+"""What the demos show at their end: tables for the terminal and a plot, from their results."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,82 @@ def _plot_steps(axes: Any, mlp: dict[str, Any]) -> None:
     axes.set_xlim(0, 1.45 * max(run["quartiles_ms"][1] for run in runs.values()))
     axes.set_xlabel("ms a step (grey: without sync; colour: sync; whiskers: quartiles)")
     axes.set_title("Wide MLP, 17 M parameters: time a step")
+
+
+def survival(results: dict[str, Any], out: Path) -> str:
+    """What demo_survive.py shows: ringreduce's log, the losses, times, and whether all held."""
+    victim, lost, joined = (results[k] for k in ("victim", "lost_in_step", "joined_in_step"))
+    rows = [
+        (f"step {lost}, in which rank {victim} was lost", "loss_step_ms"),
+        ("from SIGKILL to the end of that step", "kill_to_next_step_ms"),
+        ("median of the other steps", "step_ms"),
+        ("nine tenths of them are shorter than", "step_90_ms"),
+        (f"commit of step {joined}, in which it joined", "join_commit_ms"),
+        ("median of the other commits", "commit_ms"),
+    ]
+    lines = ["", "Logged by ringreduce:", *(f"  {line}" for line in results["logged"])]
+    lines += ["", "Loss of each step, mean of the ranks:"]
+    lines += _text_curve(results["losses"], {lost: "lost", joined: "joined"})
+    lines += ["", "Slowest rank, ms"]
+    lines += [f"  {title:<44}{results[key]:>9.1f}" for title, key in rows]
+    lines += [f"  from its start to its join the process took {results['start_to_join_s']:.1f} s"]
+    lost_steps = results["lost_steps"]
+    lines += ["", f"Steps lost: {len(lost_steps)}" + (f" ({lost_steps})" if lost_steps else "")]
+    weights = "equal in every bit" if results["equal_weights"] else "DIFFERENT"
+    lines += [f"Weights of the {results['ranks']} ranks at the end: {weights}"]
+    lines += [
+        "",
+        f"Plot {out / 'survive.png'}, figures {out / 'survive.json'}, logs {out / 'logs'}/",
+    ]
+    return "\n".join([*lines, f"Done in {results['seconds']:.0f} s."])
+
+
+def _text_curve(values: list[float], marks: dict[int, str]) -> list[str]:
+    """A curve of `values`, of steps 1 and on, with a vertical line at each marked step."""
+    width, height = min(72, len(values)), 12
+
+    def column(step: int) -> int:
+        return (step - 1) * width // len(values)
+
+    columns: list[list[float]] = [[] for _ in range(width)]
+    for step, value in enumerate(values, 1):
+        columns[column(step)].append(value)
+    means = [statistics.mean(part) for part in columns]
+    low, high = min(means), max(means)
+    marked = {column(step) for step in marks}
+    lines = []
+    for row in range(height):
+        upper = high - (high - low) * row / height
+        lower = high - (high - low) * (row + 1) / height
+        label = f"{upper:8.2f} " if row % 4 == 0 else " " * 9
+        cells = (
+            "*" if lower <= mean <= upper else "|" if place in marked else " "
+            for place, mean in enumerate(means)
+        )
+        lines.append((label + "".join(cells)).rstrip())
+    names = [" "] * (width + 8 + 20)
+    for step, name in marks.items():
+        text = f"{name} ({step})"
+        names[9 + column(step) : 9 + column(step) + len(text)] = list(text)
+    return [*lines, "".join(names).rstrip()]
+
+
+def plot_survival(results: dict[str, Any], path: Path) -> None:
+    """The loss curve with the moments in which the rank was lost and joined."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    losses = results["losses"]
+    axes.plot(range(1, len(losses) + 1), losses, color=DARK, linewidth=1)
+    ranks, victim = results["ranks"], results["victim"]
+    for key, height, text in (
+        ("lost_in_step", 0.95, f"rank {victim} is lost: {ranks - 1} ranks go on "),
+        ("joined_in_step", 0.88, f"a new rank {victim} joins: {ranks} ranks go on "),
+    ):
+        axes.axvline(results[key], color=PALE)
+        place = (results[key], height)
+        axes.text(*place, text, transform=axes.get_xaxis_transform(), horizontalalignment="right")
+    axes.set_title(f"Character GPT: {len(results['lost_steps'])} of {len(losses)} steps lost")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats a character")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

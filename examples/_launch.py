@@ -8,16 +8,19 @@ each rank is its own process group and writes to a log file of its own.
 import contextlib
 import json
 import os
+import platform
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from ringreduce.bench.processes import uninterrupted
@@ -54,9 +57,11 @@ class Job:
         self.terminal, self.conversation = terminal, conversation
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{name}-rank{rank}.log" for rank in range(nproc)]
+        for log in self.logs:
+            log.unlink(missing_ok=True)
         self.allowed = deadline
         self.deadline = time.monotonic() + deadline
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Job":
         # The launcher holds the store, as torchrun's agent does: no port to guess, no race for it.
@@ -65,7 +70,7 @@ class Job:
         )
         try:
             for rank in range(self.nproc):
-                self._start(rank)
+                self.start(rank)
         except BaseException:
             self._kill()
             raise
@@ -81,34 +86,11 @@ class Job:
 
     def wait(self) -> None:
         """Returns when every rank has ended well; raises JobFailed when one has not."""
-        while not self._ended():
+        while not self.ended():
             time.sleep(0.05)
 
-    def ask(self, request: str) -> list[Any]:
-        """Sends one line to every rank and returns the one JSON value that each answers."""
-        for process in self.ranks:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # a rank is gone: _ended() below says how
-                process.stdin.write(request.encode() + b"\n")
-                process.stdin.flush()
-        answers: dict[int, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self.ranks):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
-            while len(answers) < self.nproc:
-                if self._ended():
-                    raise JobFailed(f"{self.name}: ended without an answer{self._tails()}")
-                # Ranks answer with one short line, so a readable pipe holds all of it.
-                for key, _ in selector.select(timeout=0.2):
-                    rank, pipe = key.data
-                    line = pipe.readline()
-                    selector.unregister(pipe)
-                    if line:  # else the rank closed its end: _ended() will see it end
-                        answers[rank] = line
-        return [json.loads(answers[rank]) for rank in range(self.nproc)]
-
-    def _start(self, rank: int) -> None:
+    def start(self, rank: int) -> None:
+        """Starts a rank, or a process in the place of one that was killed, with the same log."""
         environment = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -120,8 +102,8 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         to_terminal = self.terminal and rank == 0
-        with self.logs[rank].open("wb") as log, uninterrupted():
-            process = subprocess.Popen(
+        with self.logs[rank].open("ab") as log, uninterrupted():
+            self.ranks[rank] = subprocess.Popen(
                 [sys.executable, *self.command],
                 env=environment,
                 stdin=subprocess.PIPE if self.conversation else subprocess.DEVNULL,
@@ -129,20 +111,50 @@ class Job:
                 stderr=None if to_terminal else log,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks
             )
-            self.ranks.append(process)
 
-    def _ended(self) -> bool:
+    def kill(self, rank: int) -> None:
+        """Ends a rank with SIGKILL; that is no failure of the job."""
+        os.killpg(self.ranks[rank].pid, signal.SIGKILL)
+        self.ranks[rank].wait()
+        del self.ranks[rank]
+
+    def ask(self, request: str) -> list[Any]:
+        """Sends one line to every rank and returns the one JSON value that each answers."""
+        for process in self.ranks.values():
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # a rank is gone: ended() below says how
+                process.stdin.write(request.encode() + b"\n")
+                process.stdin.flush()
+        answers: dict[int, bytes] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in self.ranks.items():
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
+            while len(answers) < self.nproc:
+                if self.ended():
+                    raise JobFailed(f"{self.name}: ended without an answer{self._tails()}")
+                # Ranks answer with one short line, so a readable pipe holds all of it.
+                for key, _ in selector.select(timeout=0.2):
+                    rank, pipe = key.data
+                    line = pipe.readline()
+                    selector.unregister(pipe)
+                    if line:  # else the rank closed its end: ended() will see it end
+                        answers[rank] = line
+        return [json.loads(answers[rank]) for rank in range(self.nproc)]
+
+    def ended(self) -> bool:
         """Whether all ranks ended well. Raises JobFailed for a failure and after the deadline."""
-        if any(process.poll() for process in self.ranks):
+        ranks = self.ranks.values()
+        if any(process.poll() for process in ranks):
             limit = time.monotonic() + GRACE_SECONDS
-            first = {rank: p.returncode for rank, p in enumerate(self.ranks) if p.returncode}
-            while time.monotonic() < limit and any(p.poll() is None for p in self.ranks):
+            first = {rank: p.returncode for rank, p in self.ranks.items() if p.returncode}
+            while time.monotonic() < limit and any(p.poll() is None for p in ranks):
                 time.sleep(0.05)
             how = ", ".join(f"rank {rank} {_describe(code)}" for rank, code in first.items())
             raise JobFailed(f"{self.name}: {how}{self._tails()}")
         if time.monotonic() > self.deadline:
             raise JobFailed(f"{self.name}: not done after {self.allowed:.0f} s{self._tails()}")
-        return all(process.poll() == 0 for process in self.ranks)
+        return all(process.poll() == 0 for process in ranks)
 
     def _tails(self) -> str:
         """The last lines that each rank wrote, for a message."""
@@ -157,15 +169,46 @@ class Job:
 
     def _kill(self) -> None:
         """Ends what still runs, children of the ranks included, and collects every rank."""
-        for process in self.ranks:
+        for process in self.ranks.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):  # of a request that nobody read
                         pipe.close()
-        for process in self.ranks:
+        for process in self.ranks.values():
             process.wait()
+
+
+def run_demo(demo: Callable[[], bool]) -> int:
+    """The exit status of a demo: 0 if it returns True; Ctrl-C and SIGTERM end it with its ranks."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGHUP, _stop)
+    # In a terminal the ranks' bars may have its width; in a log, a line now and then is enough.
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "10")
+    try:
+        return 0 if demo() else 1
+    except JobFailed as failure:
+        print(f"\nThe demo failed. {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped; all ranks were ended.", file=sys.stderr)
+        return 130
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def machine() -> dict[str, Any]:
+    """What the figures of a demo were measured on."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def _describe(code: int) -> str:

@@ -16,9 +16,6 @@ runs ended well and agreed in every bit.
 import argparse
 import importlib.util
 import json
-import os
-import platform
-import signal
 import statistics
 import struct
 import sys
@@ -26,12 +23,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import _demo_report
-import torch
-from _launch import Job, JobFailed
+from _launch import Job, machine, run_demo
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -164,12 +159,7 @@ def compare(args: argparse.Namespace) -> bool:
     gpt = train_gpt(labels, args.gpt_steps, args.out)
     mlp = train_mlp(contenders, args.mlp_rounds, args.out)
     results = {
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        "machine": machine(),
         "seconds": time.monotonic() - began,
         "gpt": gpt,
         "mlp": mlp,
@@ -178,11 +168,6 @@ def compare(args: argparse.Namespace) -> bool:
     _demo_report.plot(results, args.out / "demo.png")
     print(_demo_report.summary(results, args.out))
     return not any(run.get("differs") for part in (gpt, mlp) for run in part["runs"].values())
-
-
-def stop(number: int, frame: FrameType | None) -> None:
-    """Ends the demo as Ctrl-C would, so that it takes its ranks with it."""
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -208,19 +193,7 @@ def main() -> int:
         print("ringreduce is not installed in this Python: see the README", file=sys.stderr)
         return 1
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGHUP, stop)
-    # In a terminal the ranks' bars may have its width; in a log, a line now and then is enough.
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "10")
-    try:
-        return 0 if compare(args) else 1
-    except JobFailed as failure:
-        print(f"\nThe demo failed. {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nStopped; all ranks were ended.", file=sys.stderr)
-        return 130
+    return run_demo(lambda: compare(args))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,17 @@ def test_demo_in_small(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_demo_of_a_lost_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    demo = [sys.executable, str(EXAMPLES / "demo_survive.py"), "--ranks", "3", "--steps", "480"]
+    run([*demo, "--out", str(tmp_path)], seconds=400)
+    results = json.loads((tmp_path / "survive.json").read_text())
+    lost, joined = results["lost_in_step"], results["joined_in_step"]
+    assert 160 <= lost < 320 < joined < 480
+    assert results["losses"][-1] < results["losses"][0]
+    assert (tmp_path / "survive.png").read_bytes().startswith(b"\x89PNG")
+
+
 def processes_naming(text: str) -> list[int]:
     """The processes with `text` in their command line, zombies not among them."""
     found = []
