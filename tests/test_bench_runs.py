@@ -150,6 +150,17 @@ class TestRuns:
             assert errors["int8"] < errors["int4@ring"] < 0.3
 
 
+def test_survive(tmp_path):
+    status, out, err = finish(
+        start(str(REPOSITORY / "benchmarks" / "survive.py"), "--nproc", "3", "--runs", "1",
+              "--checkpoint-every", "20", "--width", "16", "--out", str(tmp_path / "survive.json"))
+    )  # fmt: skip
+    assert status == 0, out + err
+    runs = json.loads((tmp_path / "survive.json").read_text())["runs"]
+    assert runs["ringreduce"][0]["repeated_steps"] == 0
+    assert runs["gloo"][0]["repeated_steps"] > 0  # since the last checkpoint
+
+
 def test_ddp(tmp_path):
     status, out, err = finish(
         start(str(REPOSITORY / "benchmarks" / "ddp.py"), "--tiny", "--rounds", "1", "--steps", "2",
