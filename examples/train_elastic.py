@@ -7,8 +7,7 @@ started in its place joins them.  All ranks may go so, rank 0 too, as long as on
 
 Without the launcher, start a store and then each rank, a new one too, in a shell of its own:
 
-    python -c 'from torch.distributed import TCPStore
-    store = TCPStore("127.0.0.1", 29400, is_master=True, wait_for_workers=False); input()'
+    python -m ringreduce.supervise --store-only --master-port 29400
 
     export MASTER_ADDR=127.0.0.1 MASTER_PORT=29400 TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2
     RANK=0 python examples/train_elastic.py    # and RANK=1 in the next
