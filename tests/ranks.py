@@ -174,6 +174,20 @@ def _enter_place(me: Rank, places: Places | None, home: int) -> None:
         me.store_host, me.store_port = places.store_host, places.store_port
 
 
+def exception_of(work: dist.Work) -> Exception | None:
+    """`work.exception()` of a work that has ended.  torch 2.11 cannot hand it to Python."""
+    try:
+        return work.exception()
+    except TypeError:
+        if work.is_success():
+            return None
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    raise AssertionError("a work that has failed raises no error")
+
+
 def describe(rank: int, error: BaseException) -> Raised:
     """The exception as something that another process, without its class, can look at."""
     kinds = tuple(f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank
+from ranks import exception_of
 
 
 def work_api(me: Rank) -> None:
@@ -19,7 +20,7 @@ def work_api(me: Rank) -> None:
     assert work.wait() is True
     assert work.is_completed()
     assert work.is_success()
-    assert work.exception() is None
+    assert exception_of(work) is None
     assert [r.data_ptr() for r in work.result()] == [t.data_ptr()]
 
     future = dist.all_reduce(torch.ones(10), async_op=True).get_future()

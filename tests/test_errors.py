@@ -14,6 +14,7 @@ import torch.distributed as dist
 from blame import blamed, expect
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Raised, Rank, describe
+from ranks import exception_of
 from test_failures import add_up
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,7 +61,9 @@ def die_with_work_posted(me: Rank, way: str) -> list[Raised]:
                 while not work.is_completed():
                     time.sleep(0.01)
                 assert not work.is_success()
-                raise work.exception()
+                told = exception_of(work)
+                assert told is not None
+                raise told
             else:
                 future.then(lambda f: f.value()).wait()
         except (RuntimeError, dist.DistBackendError) as error:

@@ -6,6 +6,7 @@ the same time, from two threads.
 
 from __future__ import annotations
 
+import inspect
 import random
 import signal
 import time
@@ -20,7 +21,12 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Rank
 
-OVERLAPPING = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 2], [0, 1, 2], [1, 2, 3], [3, 1, 0, 2])
+# torch 2.11 sorts the ranks of each group.
+SORTS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
+AS_GIVEN: dict[str, Any] = {} if SORTS else {"sort_ranks": False}
+REVERSED = [0, 1] if SORTS else [1, 0]
+SHUFFLED = [0, 1, 2, 3] if SORTS else [3, 1, 0, 2]
+OVERLAPPING = ([0, 1], [1, 2], [2, 3], [0, 3], [0, 2], [0, 1, 2], [1, 2, 3], SHUFFLED)
 
 
 def every_call(group: dist.ProcessGroup, members: list[int], rank: int, tag: float) -> None:
@@ -70,7 +76,7 @@ def every_call(group: dist.ProcessGroup, members: list[int], rank: int, tag: flo
 
 
 def overlapping(me: Rank, seed: int) -> int:
-    groups = [dist.new_group(m, sort_ranks=False) for m in OVERLAPPING]
+    groups = [dist.new_group(m, **AS_GIVEN) for m in OVERLAPPING]
     draw = random.Random(seed)  # the same order on all ranks, else groups wait in a circle
     rounds = 0
     for tag in range(3):
@@ -253,8 +259,8 @@ def over_a_store(me: Rank, kind: str, path: str) -> float:
         store = dist.PrefixStore(path, store)
     dist.init_process_group(me.backend, store=store, rank=me.rank, world_size=2)
     every_call(dist.group.WORLD, [0, 1], me.rank, 1.0)
-    group = dist.new_group([1, 0], sort_ranks=False)
-    every_call(group, [1, 0], me.rank, 2.0)
+    group = dist.new_group(REVERSED, **AS_GIVEN)
+    every_call(group, REVERSED, me.rank, 2.0)
     t = torch.ones(1)
     dist.all_reduce(t)
     dist.destroy_process_group()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Raised, Rank
 from processes import wait_until
+from ranks import exception_of
 from torch import nn
 from torch._C._distributed_c10d import OpType, WorkResult
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
@@ -142,7 +143,7 @@ def outcomes_of_work(me: Rank) -> list[Any]:
     group = dist.new_group()
     good = dist.all_reduce(torch.ones(4), group=group, async_op=True)
     code = good.get_future_result().wait()
-    assert good.is_completed() and good.is_success() and good.exception() is None
+    assert good.is_completed() and good.is_success() and exception_of(good) is None
     group.set_timeout(timedelta(seconds=0.4))
     found: list[Any] = [WorkResult(code).name]
     if me.rank == 0:
@@ -151,7 +152,7 @@ def outcomes_of_work(me: Rank) -> list[Any]:
         future = bad.get_future_result()
         wait_until(bad.is_completed, 10.0)
         found.append(time.monotonic() - began)
-        found += [bad.is_completed(), bad.is_success(), str(bad.exception())]
+        found += [bad.is_completed(), bad.is_success(), str(exception_of(bad))]
         found.append(WorkResult(future.wait()).name)
         try:
             bad.wait()
