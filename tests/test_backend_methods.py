@@ -81,6 +81,56 @@ def test_every_call_gives_what_gloo_gives(pool: Pool, world: MakeWorld, size: in
     assert min(counts) > 15
 
 
+def gathered_in_one(me: Rank) -> dict[str, str]:
+    """Gathers into one tensor, and what is said of outputs that cannot be."""
+    gather: Any = dist.gather_single  # type: ignore[attr-defined]
+    p, rank = me.world_size, me.rank
+    for root, shape in enumerate([(p * 6,), (p, 3, 2), (p, 0)]):
+        n = 0 if 0 in shape else 6
+        wide = torch.arange(2.0 * n).view(-1, 2) + 100 * rank
+        out = torch.full(shape, -1.0) if rank == root else None
+        work = gather(wide[:, 1], out, dst=root, async_op=True)
+        work.wait()
+        if out is not None:
+            wanted = [torch.arange(2.0 * n)[1::2] + 100 * r for r in range(p)]
+            assert torch.equal(out, torch.stack(wanted).view(shape)), shape
+            assert [r.data_ptr() for r in work.result()] == [out.data_ptr()]
+    for row in range(p):  # the input is a part of the output: its own, or another
+        out = torch.full((p, 4), float(rank))
+        gather(out[row], out if rank == 0 else None, dst=0)
+        assert out[:, 0].tolist() == ([*map(float, range(p))] if rank == 0 else [rank] * p)
+
+    said: dict[str, str] = {}
+    options, t = dist.GatherOptions(), torch.ones(4)
+    options.rootRank = rank
+    wrong = {
+        "small": torch.empty(p * 4 - 1),
+        "large": torch.empty(p * 4 + 1),
+        "dtype": torch.empty(p * 4, dtype=torch.float64),
+        "strided": torch.empty(4, p).t(),
+        "expanded": torch.empty(1).expand(p * 4),
+    }
+    group: Any = dist.group.WORLD
+    for name, out in wrong.items():
+        with pytest.raises(ValueError) as error:
+            group.gather_single(out, t, options)
+        said[name] = str(error.value)
+    options.rootRank = p
+    with pytest.raises(ValueError, match=f"rank {p}"):
+        group.gather_single(torch.empty(0), t, options)
+    dist.all_reduce(t)  # nothing was sent
+    assert t.tolist() == [p] * 4
+    return said
+
+
+@pytest.mark.ringreduce
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has it from 2.14")
+def test_gather_into_one_tensor(pool: Pool, world: MakeWorld) -> None:
+    for said in pool.run(gathered_in_one, world(3, 20.0)):
+        assert all("gather_single" in text for text in said.values()), said
+        assert "contiguous" in said["strided"]
+
+
 def ended(me: Rank, how: str) -> list[Any]:
     """Rank 0 ends the group with operations under way; everybody's waits end, and name rank 0."""
     group = dist.new_group()

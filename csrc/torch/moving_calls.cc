@@ -59,6 +59,27 @@ Operation gatherList(const Tensors& outputs, const at::Tensor& input, const Outp
           [staged = std::move(staged)] { staged.giveBack(); }};
 }
 
+// gather.  `outputs`: one for each rank at the root, none elsewhere.
+Operation gatherTo(const Tensors& outputs, const at::Tensor& input, int rank,
+                   const c10d::GatherOptions& options, const char* call) {
+  StagedList staged;
+  Gather gather{.input = nullptr,
+                .outputs = {},
+                .count = countOf(input),
+                .dtype = dtypeOf(input, call),
+                .root = static_cast<int>(options.rootRank)};
+  for (const at::Tensor& output : outputs) {
+    requireLike(output, input.numel(), input, call, "each output");
+    gather.outputs.push_back(staged.add(output, Use::kWrite, call));
+  }
+  const at::Tensor own = outputs.empty() ? at::Tensor() : outputs.at(static_cast<size_t>(rank));
+  const bool in_place = own.defined() && isPartOf(input, own, 0);
+  gather.input = staged.add(OutputMemory(outputs).copyIfShared(input, in_place ? &own : nullptr),
+                            Use::kRead, call);
+  return {std::move(gather), timeoutOf(options.timeout),
+          [staged = std::move(staged)] { staged.giveBack(); }};
+}
+
 // Elements by rank where a tensor's first dimension is split; equal parts where no sizes are given.
 std::vector<size_t> splitCounts(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                                 int world_size, const char* call, const char* what) {
@@ -208,46 +229,39 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   return translated([&] {
     const at::Tensor& input = onlyOne(inputs, "gather");
     const bool root = options.rootRank == rank_;
-    StagedList staged;
-    Gather gather{.input = nullptr,
-                  .outputs = {},
-                  .count = countOf(input),
-                  .dtype = dtypeOf(input, "gather"),
-                  .root = static_cast<int>(options.rootRank)};
     if (!root && !outputs.empty())
       refuse("gather", c10::str("outputs at rank ", rank_, ", which is not the destination, rank ",
                                 options.rootRank));
     Tensors list;
     if (root) list = onlyList(outputs, static_cast<size_t>(size_), "gather", "output");
-    for (const at::Tensor& output : list) {
-      requireLike(output, input.numel(), input, "gather", "each output");
-      gather.outputs.push_back(staged.add(output, Use::kWrite, "gather"));
-    }
-    const at::Tensor own = root ? list.at(static_cast<size_t>(rank_)) : at::Tensor();
-    const bool in_place = root && isPartOf(input, own, 0);
-    gather.input = staged.add(OutputMemory(list).copyIfShared(input, in_place ? &own : nullptr),
-                              Use::kRead, "gather");
     return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
-                 {std::move(gather), timeoutOf(options.timeout),
-                  [staged = std::move(staged)] { staged.giveBack(); }},
-                 options.asyncOp);
+                 gatherTo(list, input, rank_, options, "gather"), options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
                                         const c10d::GatherOptions& options) {
-  std::vector<Tensors> outputs;
-  Tensors inputs{input};
-  if (options.rootRank == rank_) {
-    translated([&] {
-      requireDense(output, "gather_single", input.device());
-      requireLike(output, input.numel() * size_, input, "gather_single",
+  constexpr auto kCall = "gather_single";
+  return translated([&] {
+    Tensors inputs{input};
+    Tensors results;
+    Tensors list;
+    if (options.rootRank == rank_) {
+      requireDense(output, kCall, input.device());
+      requireLike(output, input.numel() * size_, input, kCall,
                   "the output (the input's size times the world size)");
-      if (!output.is_contiguous()) refuse("gather_single", "the output must be contiguous");
-    });
-    outputs.push_back(output.view({size_, input.numel()}).unbind());
-  }
-  return gather(outputs, inputs, options);
+      if (!output.is_contiguous()) refuse(kCall, "the output must be contiguous");
+      results = {output};
+      list = output.view({size_, input.numel()}).unbind();
+    }
+    if (GpuBackend* gpu = gpuFor(input)) {
+      std::vector<Tensors> outputs;
+      if (!list.empty()) outputs.push_back(list);
+      return gpu->gather(outputs, inputs, options);
+    }
+    return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, results,
+                 gatherTo(list, input, rank_, options, kCall), options.asyncOp);
+  });
 }
 
 Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
