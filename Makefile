@@ -4,8 +4,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-# For torch-matrix: the oldest that is supported, ours, and the newest.
+# For torch-matrix: the oldest that is supported, ours, and the newest, which torch-smoke takes.
 TORCHES ?= 2.11.0 2.13.0 2.14.1 2.15.0
+# The environment from which VENV borrows all but torch, and whose core is not compiled once more; empty:
+# VENV has everything itself.
+BASE_VENV ?=
 JOBS ?= $(shell nproc)
 WORLD ?= 3
 # full: make demo takes its time, as for the figures in docs/performance.md.
@@ -71,8 +74,8 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive quick t test test-full test-c10d test-tcp test-cpp test-python \
-  torch-suite torch-suite-tcp torch-matrix lint includes format sanitize asan tsan fuzz bench bench-net \
-  net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-study
+  torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan fuzz \
+  bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
@@ -87,6 +90,7 @@ help:
 	@echo "make test-tcp  a choice of the Python tests over sockets (RINGREDUCE_WIRE=tcp)"
 	@echo "make torch-suite  PyTorch's own distributed tests on ringreduce, beside Gloo's results"
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
+	@echo "make torch-smoke  build on the newest torch, and the tests of what is new in it"
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
@@ -120,11 +124,33 @@ define need_python
 	         "(Debian and Ubuntu: apt-get install python3-venv)."; exit 1; }
 endef
 
+ifeq ($(BASE_VENV),)
 $(VENV)/.ready: requirements-dev.txt
 	$(need_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-dev.txt '$(TORCH)'
 	@touch $@
+else
+# Of CUDA's libraries, which a torch for GPUs loads even where it finds none, it has the runtime, and stubs
+# in place of the rest: 1 GB in all, not 6.
+export RINGREDUCE_CUDA = 0
+export CUDA_VISIBLE_DEVICES =
+export PATH := $(abspath $(BASE_VENV))/bin:$(PATH)
+RINGREDUCE_CMAKE_ARGS += -DRINGREDUCE_CORE=$(abspath build/extension/libringreduce_core.a)
+SITE_PACKAGES = lib/python3*/site-packages
+$(VENV)/.ready: $(BASE_VENV)/.ready
+	test -x $(BIN)/python || $(BASE_VENV)/bin/python -m venv --without-pip $(VENV)
+	cd $(VENV)/$(SITE_PACKAGES) && \
+	  echo $(abspath $(wildcard $(BASE_VENV)/$(SITE_PACKAGES))) > base.pth && \
+	  $(BIN)/python -m pip install -q --no-deps '$(TORCH)' && \
+	  if [ -e torch/lib/libtorch_cuda.so ]; then \
+	    $(BIN)/python -m pip install -q --no-deps \
+	      nvidia-cuda-runtime=="$$(sed -n "s/^cuda\b.*= '\(.*\)'/\1.*/p" torch/version.py)" && \
+	    $(BIN)/python $(CURDIR)/tests/cuda/torch_on_fake/make_stubs.py torch/lib nvidia/cu13/lib \
+	      --missing; \
+	  fi
+	@touch $@
+endif
 
 build: $(VENV)/.built
 
@@ -202,8 +228,19 @@ torch-suite: build
 	$(BIN)/python tests/torch_suite/run.py --world $(WORLD)
 
 # Each version in an environment of its own, .venv-VERSION, which stays; TORCH is that of VENV.
-torch-matrix:
+torch-matrix: build
 	$(PYTHON) tests/torch_matrix.py --torch '$(TORCH)' --venv $(VENV) $(TORCHES)
+
+# The extension on the newest torch, and the tests on CPU tensors of what is new in it.
+NEWEST = $(lastword $(TORCHES))
+NEWEST_TESTS = $(patsubst %,tests/test_%.py,backend_methods reconfigure work)
+torch-smoke: build
+ifeq ($(BASE_VENV),)
+	$(MAKE) $@ VENV=.venv-$(NEWEST) TORCH=torch==$(NEWEST) BASE_VENV=$(VENV)
+else
+	$(BIN)/python -m pytest $(NEWEST_TESTS) -q -n 3 --dist worksteal \
+	  -k "not killed and not survivors and not random"
+endif
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
 torch-suite-tcp: build

@@ -2,8 +2,9 @@
 
     python tests/torch_matrix.py 2.11.0 2.14.1
 
-Each version has an environment of its own, .venv-VERSION, made when it is missing, and kept.  The
-table of results also goes to build/torch-matrix.md, all output to build/torch-matrix-VERSION.log.
+Each version has an environment of its own, .venv-VERSION, made when it is missing, and kept.  With
+--venv it holds torch alone, and borrows everything else.  The table of results also goes to
+build/torch-matrix.md, all output to build/torch-matrix-VERSION.log.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def suite_counts(output: str) -> str:
     return f"{counts(1)}{f' ({known[1]} known)' if known else ''}, Gloo {counts(2)}"
 
 
-def test(version: str, venv: str) -> tuple[bool, str]:
+def test(version: str, venv: str, base: str) -> tuple[bool, str]:
     """All of one version; returns whether it passed and its row of the table."""
     log = ROOT / "build" / f"torch-matrix-{version}.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
-    variables = [f"TORCH=torch=={version}", f"VENV={venv}"]
+    variables = [f"TORCH=torch=={version}", f"VENV={venv}", f"BASE_VENV={base}"]
     good, _, seconds = make("build", variables, log)
     cells = [version, f"{'passed' if good else 'FAILED'}, {seconds:.0f} s"]
     for target, counts in (("test-c10d", pytest_counts), ("torch-suite", suite_counts)):
@@ -77,7 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("versions", nargs="+", help="such as 2.14.1")
     parser.add_argument("--torch", default="", help="the requirement that --venv was made with")
-    parser.add_argument("--venv", default="", help="the environment of that version")
+    parser.add_argument("--venv", default="", help="an environment of that version")
     args = parser.parse_args()
     rows = [
         "| torch | build | test-c10d: passed / failed / skipped | torch-suite: the same |",
@@ -86,7 +87,8 @@ def main() -> int:
     all_good = True
     for version in args.versions:
         mine = args.torch == f"torch=={version}" and args.venv
-        good, row = test(version, args.venv if mine else f".venv-{version}")
+        venv, base = (args.venv, "") if mine else (f".venv-{version}", args.venv)
+        good, row = test(version, venv, base)
         all_good = all_good and good
         rows.append(row)
         print(row, flush=True)

@@ -1,6 +1,6 @@
 """Makes libraries that stand in for those of CUDA that PyTorch's wheel for GPUs wants to load.
 
-    make_stubs.py TORCH_LIB HERE
+    make_stubs.py TORCH_LIB HERE [--missing]
 
 Reads which symbols the libraries in TORCH_LIB leave undefined and writes to HERE, for each library
 of CUDA's that would have them, NAME.cc, NAME.map (its symbol versions) and NAME itself, compiled by
@@ -10,14 +10,18 @@ functions answer with an error as a rule, returns one.
 The runtime and the driver (libcudart, libcuda) are one library of the build's, of the files beside
 this one and of the fake's, and NCCL is another: for what these leave out there are weak functions
 in libcudart.so.13.cc and libnccl.so.2.cc.
+
+--missing makes stubs for programs on the CPU, without the fake.  HERE is an environment's folder
+nvidia/cuNN/lib, where torch looks.  A stub is made of each library that is in no nvidia/*/lib, but
+not of the driver, which torch does without.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -55,7 +59,7 @@ def needed(library: Path) -> set[str]:
 
 def home_of(name: str, version: str) -> str | None:
     """The library of CUDA's that has the symbol; none for those of other libraries."""
-    if ".so." in version and version.startswith("libcu"):
+    if ".so." in version and version.startswith(("libcu", "libnv")):
         return version
     if version == "NVSHMEM" or (not version and name.isidentifier()):
         return next((home for prefix, home in BY_PREFIX.items() if name.startswith(prefix)), None)
@@ -81,7 +85,12 @@ def source(library: str, names: list[str]) -> str:
 
 
 def main() -> None:
-    torch_lib, here = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("torch_lib", type=Path)
+    parser.add_argument("here", type=Path)
+    parser.add_argument("--missing", action="store_true", help="stubs beside libraries of CUDA's")
+    arguments = parser.parse_args()
+    torch_lib, here = arguments.torch_lib, arguments.here
     here.mkdir(parents=True, exist_ok=True)
     wanted: dict[str, set[tuple[str, str]]] = defaultdict(set)
     files = sorted(torch_lib.glob("*.so"))
@@ -94,8 +103,12 @@ def main() -> None:
             home = home_of(name, version)
             if home is not None:
                 wanted[home].add((name, version))
-    (here / DRIVER).unlink(missing_ok=True)
-    (here / DRIVER).symlink_to(RUNTIME)
+    if arguments.missing:
+        for path in here.parent.parent.glob("*/lib/*"):
+            wanted.pop(path.name, None)
+    else:
+        (here / DRIVER).unlink(missing_ok=True)
+        (here / DRIVER).symlink_to(RUNTIME)
     for library, symbols in sorted(wanted.items()):
         versions = defaultdict(list)
         for name, version in sorted(symbols):
@@ -109,7 +122,7 @@ def main() -> None:
                 for version, names in versions.items()
             )
         )
-        if library in BUILT:
+        if library in BUILT and not arguments.missing:
             continue
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         flags = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{library}"]
