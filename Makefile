@@ -238,7 +238,7 @@ torch-smoke: build
 ifeq ($(BASE_VENV),)
 	$(MAKE) $@ VENV=.venv-$(NEWEST) TORCH=torch==$(NEWEST) BASE_VENV=$(VENV)
 else
-	$(BIN)/python -m pytest $(NEWEST_TESTS) -q -n 3 --dist worksteal \
+	$(BIN)/python -m pytest $(NEWEST_TESTS) -q -n 2 --dist worksteal \
 	  -k "not killed and not survivors and not random"
 endif
 
