@@ -24,6 +24,7 @@ from conftest import MakeWorld
 from pool import Call, Died, Pool, Raised, Rank, describe
 
 import ringreduce
+from ringreduce import extension
 
 pytestmark = [
     pytest.mark.ringreduce,
@@ -39,14 +40,17 @@ PATIENCE = 60.0  # seconds, where no deadline is tested
 class Member:
     """A rank that can be reconfigured; `store` is for what the test's ranks tell each other."""
 
-    def __init__(self, me: Rank, prefix: str, number: int, hosts: str = "") -> None:
+    def __init__(
+        self, me: Rank, prefix: str, number: int, hosts: str = "", wrap: Any = None
+    ) -> None:
         os.environ.pop("RINGREDUCE_HOSTID", None)
         if hosts:
             os.environ["RINGREDUCE_HOSTID"] = f"{hosts[number]} of {prefix}"
         self.number, self.store = number, me.store(f"{prefix}/test")
+        self.meeting = wrap(me.store(prefix)) if wrap else me.store(prefix)
         dist.init_process_group(
             me.backend,
-            store=me.store(prefix),
+            store=self.meeting,
             rank=number,
             world_size=4,
             timeout=timedelta(seconds=PATIENCE),
@@ -164,9 +168,9 @@ def refusals(me: Rank, prefix: str) -> list[Raised]:
     handles = member.handles("again", range(2))
     if me.rank == 1:
         found.append(caught(me, lambda: member.reconfigure(3, [handles[1]])))
-    # The ranks do not agree on the order: one is told at once, the other by its timeout.
+    # The ranks do not agree on the order.
     differing = member.handles("differing", [me.rank, 1 - me.rank])
-    found.append(caught(me, lambda: member.reconfigure(5, differing, 1.0)))
+    found.append(caught(me, lambda: member.reconfigure(5, differing)))
     member.join(4, [0, 1])  # nothing of that has harmed the group
     return found
 
@@ -174,7 +178,8 @@ def refusals(me: Rank, prefix: str) -> list[Raised]:
 def test_what_is_refused_harms_nothing(pool: Pool, world: MakeWorld) -> None:
     results = pool.start(refusals, world(0), pool.name(), ranks=2).results()
     disagreed = [found.pop() for found in results]
-    assert any("gave other handles" in error.message for error in disagreed), disagreed
+    for error in disagreed:  # neither waits for its timeout
+        assert "gave other handles" in error.message and not error.isa("Timeout"), disagreed
     for found in results:
         unconnected, used, stale, absent, twice, foreign, *by_others = found
         assert "call reconfigure() first" in unconnected.message
@@ -183,7 +188,8 @@ def test_what_is_refused_harms_nothing(pool: Pool, world: MakeWorld) -> None:
         for error in (stale, absent, twice, foreign):
             assert error.isa("ValueError"), error
         assert "collect all handles again" in stale.message
-        assert "twice" in twice.message and "gloo:1:2:3:" in foreign.message
+        assert "twice" in twice.message and "for ranks 0 and 1" in twice.message
+        assert "'gloo:1:2:3:', given for rank 1" in foreign.message
     assert len(by_others) == 1
 
 
@@ -204,7 +210,7 @@ def ended_and_renewed(me: Rank, prefix: str, how: str) -> tuple[list[str], str, 
         member.backend.set_timeout(timedelta(seconds=1))
         if me.rank != 2:
             error = caught(me, lambda: dist.all_reduce(torch.ones(4)))
-            caught(me, lambda: dist.all_reduce(torch.ones(4)))
+            caught(me, lambda: dist.all_reduce(torch.ones(4), async_op=True))  # when it is issued
         member.backend.set_timeout(timedelta(seconds=PATIENCE))
     member.meet("over", 3)
     state = str(member.backend.get_error())
@@ -228,6 +234,86 @@ def test_a_group_that_failed_is_renewed(pool: Pool, world: MakeWorld, how: str) 
         assert (error is not None) == (how == "timeout" and rank != 2)
         if error:
             assert error.isa("Timeout") and "rank 2" in error.message
+
+
+def ended_outside(me: Rank, prefix: str, how: str, ender: int) -> Raised | None:
+    """Number 0 does not come.  One of the others ends the reconfigure for both."""
+    member = Member(me, prefix, me.rank)
+    member.join(1, [0, 1, 2])
+    handles = member.handles("next", [2, 1, 0])
+    end = {
+        "abort": member.backend.abort,
+        "destroy": dist.destroy_process_group,
+        "exit": extension().shutdown_all,
+        "interrupt": partial(os.kill, os.getpid(), signal.SIGINT),
+    }[how]
+    found = None
+    if me.rank > 0:
+        if me.rank == ender:
+            threading.Timer(0.5, end).start()
+        try:
+            member.reconfigure(2, handles)
+        except BaseException as error:  # Ctrl-C too
+            found = describe(me.rank, error)
+    member.meet("over", 3)
+    members = [0, 1, 2]
+    if how == "destroy":
+        members.remove(ender)
+    if me.rank in members:
+        member.join(3, members)
+    return found
+
+
+@pytest.mark.parametrize("ender", [1, 2])
+@pytest.mark.parametrize("how", ["abort", "destroy", "exit", "interrupt"])
+def test_a_waiting_reconfigure_is_ended(pool: Pool, world: MakeWorld, how: str, ender: int) -> None:
+    call = pool.start(ended_outside, world(0), pool.name(), how, ender, ranks=3)
+    found = call.results()
+    own, other = found[ender], found[3 - ender]
+    assert own and other and found[0] is None
+    assert own.isa("KeyboardInterrupt" if how == "interrupt" else "Aborted"), own
+    assert other.isa("Aborted"), other
+    assert ("rank 1 " if ender == 1 else "rank 0 (started as 2)") in other.message, other.message
+
+
+class PlainStore(dist.Store):
+    """A store without compare_set."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key: str, value: Any) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self.inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def deleteKey(self, key: str) -> bool:  # as torch calls it
+        return self.inner.delete_key(key)
+
+
+def with_plain_store(me: Rank, prefix: str) -> Raised | None:
+    member = Member(me, prefix, me.rank, wrap=PlainStore)
+    member.join(1, [0, 1])
+    handles = member.handles("next", [1, 0])
+    if me.rank == 0:
+        member.reconfigure(2, handles[1:])
+    member.meet("taken", 2)
+    if me.rank == 1:
+        return caught(me, lambda: member.reconfigure(2, handles[:1]))
+    return None
+
+
+def test_a_store_without_compare_set(pool: Pool, world: MakeWorld) -> None:
+    found = pool.start(with_plain_store, world(0), pool.name(), ranks=2).results()[1]
+    assert found.isa("RuntimeError") and "already used" in found.message
 
 
 def unfinished(me: Rank, prefix: str) -> list[Raised]:

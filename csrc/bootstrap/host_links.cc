@@ -55,9 +55,12 @@ std::string settingOf(const Hosts& hosts, int rank, int part) {
 
 // The reason why another rank gave up making the group.
 struct RemoteFailure final : std::exception {
-  explicit RemoteFailure(std::string t) : text(std::move(t)) {}
-  const char* what() const noexcept override { return text.c_str(); }
-  std::string text;
+  explicit RemoteFailure(const std::string& stored) {
+    const Fields fields = decode(stored);
+    reason = {kindOf(fields), fieldOf(fields, "text")};
+  }
+  const char* what() const noexcept override { return reason.text.c_str(); }
+  Reason reason;
 };
 
 // Ends a wait of join(): at the deadline, by Ctrl-C, or when another rank has left its reason.
@@ -86,11 +89,13 @@ class JoinGuard {
   }
 
   // Stores the reason for the others, unless another rank stored one first; returns that one.
-  std::optional<std::string> leaveReason(const std::string& text) {
+  std::optional<Reason> leaveReason(const Reason& reason) {
     std::optional<std::string> theirs;
     attempt([&] { theirs = store_.get(key_); });
-    if (!theirs) attempt([&] { store_.set(key_, text); });
-    return theirs;
+    if (theirs) return RemoteFailure(*theirs).reason;
+    const auto kind = std::to_string(static_cast<int>(reason.kind));
+    attempt([&] { store_.set(key_, encode({{"kind", kind}, {"text", reason.text}})); });
+    return std::nullopt;
   }
 
   std::string missing;
@@ -185,8 +190,8 @@ void HostLinks::join(const Hosts& hosts, Store& store,
   const std::string& me = who(rank_);
   JoinGuard guard(store, options_, nonce_, me, rank_);
   const Poll poll = [&] { guard.poll(); };
-  const auto told = [&](const std::string& text) {
-    return Error(Failure::kSetup, text + ", learned by rank " + options_.shown(rank_));
+  const auto told = [&](const Reason& theirs) {
+    return Error(theirs.kind, theirs.text + ", learned by rank " + options_.shown(rank_));
   };
   try {
     poll();
@@ -203,13 +208,13 @@ void HostLinks::join(const Hosts& hosts, Store& store,
     if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
       store.remove(ringKey(nonce_));
   } catch (const RemoteFailure& theirs) {
-    throw told(theirs.text);
+    throw told(theirs.reason);
   } catch (const Error& error) {
     const std::string text = me + ": " + error.what();
-    if (const auto theirs = guard.leaveReason(text)) throw told(*theirs);
+    if (const auto theirs = guard.leaveReason({error.kind(), text})) throw told(*theirs);
     throw Error(error.kind(), text);
   } catch (...) {  // the store, or Ctrl-C
-    guard.leaveReason(reasonOf(std::current_exception(), me).text);
+    guard.leaveReason(reasonOf(std::current_exception(), me));
     throw;
   }
 }

@@ -21,6 +21,13 @@ namespace {
 
 // Only the leader knows which ranks are missing, so the others give it that much time to say so.
 constexpr Nanos kLeaderGrace = 3 * kSecond;
+constexpr size_t kMostReason = 3000;  // bytes of the reason of a failure in a packet
+// Of the table of all members.
+constexpr int kMembersPerPacket = kMostFds / 2;
+
+std::string entryOf(const char* field, int rank) {
+  return field + std::to_string(rank);
+}
 
 std::string unjoined(const GroupOptions& options, const std::vector<int>& missing, int size,
                      const char* what) {
@@ -62,6 +69,11 @@ Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
   }
 }
 
+Failure kindOf(const Fields& fields) {
+  const int64_t kind = number(fields, "kind");
+  return kind == static_cast<int64_t>(Failure::kAborted) ? Failure::kAborted : Failure::kSetup;
+}
+
 // ---- the leader
 
 HostLeader::HostLeader(LocalRanks ranks, Check check)
@@ -70,21 +82,21 @@ HostLeader::HostLeader(LocalRanks ranks, Check check)
       joined_(static_cast<size_t>(ranks_.size)) {
   table_.options = ranks_.shared;
   table_.members.resize(joined_.size());
-  Member& self = table_.members[0];
-  self.pid = static_cast<int>(getpid());
-  self.host = hostName();
-  self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
-  self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
   joined_[0] = true;
   if (ranks_.size > 1) listener_ = listenAt(ranks_.socket, ranks_.size + 16);
 }
 
 Membership HostLeader::run(const Poll& poll, const std::function<void()>& all_there) {
+  Member& self = table_.members[0];  // made while the other ranks come
+  self.pid = static_cast<int>(getpid());
+  self.host = hostName();
+  self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
+  self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
   if (ranks_.size > 1) {
     while (std::ranges::count(joined_, false) > 0) step(poll, "join");
-    all_there();
     for (const Caller& caller : callers_)
       if (caller.rank > 0) sendTable(caller);
+    all_there();  // while they map the memory
     while (!missing().empty()) step(poll, "map the memory");
     for (const Caller& caller : callers_)
       if (caller.rank > 0) tell(caller, {{"say", "go"}});
@@ -108,7 +120,7 @@ void HostLeader::fail(const Reason& reason) {
   for (const Caller& caller : callers_)
     sendPacket(caller.socket, encode({{"say", "fail"},
                                       {"kind", std::to_string(static_cast<int>(reason.kind))},
-                                      {"text", reason.text.substr(0, 3000)}}));
+                                      {"text", reason.text.substr(0, kMostReason)}}));
 }
 
 // The ranks that are not as far as the others.
@@ -169,7 +181,7 @@ bool HostLeader::receiveFrom(Caller& caller) {
   if (fieldOf(fields, "say") == "ready")
     caller.ready = true;
   else if (fieldOf(fields, "say") == "fail")
-    throw Error(Failure::kSetup, fieldOf(fields, "text"));
+    throw Error(kindOf(fields), fieldOf(fields, "text"));
   else
     admit(caller, fields, std::move(packet.fds));
   return true;
@@ -207,16 +219,19 @@ void HostLeader::tell(const Caller& caller, const Fields& fields, const std::vec
 }
 
 void HostLeader::sendTable(const Caller& caller) {
-  for (int r = 0; r < ranks_.size; ++r) {
-    const Member& member = table_.members[static_cast<size_t>(r)];
-    std::vector<int> fds{member.segment->fd()};
-    if (member.process && *member.process) fds.push_back(member.process->get());
-    tell(caller,
-         {{"say", "member"},
-          {"rank", std::to_string(r)},
-          {"pid", std::to_string(member.pid)},
-          {"host", member.host}},
-         fds);
+  for (int first = 0; first < ranks_.size; first += kMembersPerPacket) {
+    Fields entries{{"say", "members"}};
+    std::vector<int> fds;
+    for (int r = first; r < std::min(first + kMembersPerPacket, ranks_.size); ++r) {
+      const Member& member = table_.members[static_cast<size_t>(r)];
+      const bool has_process = member.process && *member.process;
+      fds.push_back(member.segment->fd());
+      if (has_process) fds.push_back(member.process->get());
+      entries[entryOf("pid", r)] = std::to_string(member.pid);
+      entries[entryOf("host", r)] = member.host;
+      entries[entryOf("fds", r)] = has_process ? "2" : "1";
+    }
+    tell(caller, entries, fds);
   }
 }
 
@@ -241,23 +256,31 @@ class HostMember {
   std::optional<Membership> run(const std::function<void()>& all_there) {
     try {
       sendHello();
-      for (int known = 0; known < ranks_.size; ++known) {
+      for (int first = 0; first < ranks_.size; first += kMembersPerPacket) {
         Packet packet;
         if (!await(packet)) return std::nullopt;
-        if (known == 0) all_there();
-        take(std::move(packet));
+        if (first == 0) all_there();
+        take(std::move(packet), first);
       }
       sendPacket(socket_, encode({{"say", "ready"}, {"secret", ranks_.secret}}));
       Packet go;
       if (!await(go)) return std::nullopt;
+    } catch (const LeaderClosed&) {
+      throw;
     } catch (const Error& error) {
-      if (told_ || error.kind() != Failure::kSetup) throw;
+      if (told_ || (error.kind() != Failure::kSetup && error.kind() != Failure::kAborted)) throw;
+      if (error.kind() == Failure::kAborted) {  // its text names this rank
+        sendFailure({error.kind(), error.what()});
+        throw;
+      }
       const Error named(error.kind(), nameOfThis(ranks_) + ": " + error.what());
-      sendPacket(socket_,
-                 encode({{"say", "fail"}, {"secret", ranks_.secret}, {"text", named.what()}}));
+      sendFailure({named.kind(), named.what()});
       Packet answer;
       await(answer);  // throws the error that all ranks get
       throw named;
+    } catch (...) {  // Ctrl-C, or the store
+      sendFailure(reasonOf(std::current_exception(), nameOfThis(ranks_)));
+      throw;
     }
     for (const Member& member : table_.members) member.segment->closeFd();
     return std::move(table_);
@@ -275,6 +298,13 @@ class HostMember {
     hello["host"] = hostName();
     sendPacket(socket_, encode(hello),
                {self.segment->fd()});  // if the leader is gone, the answer says so
+  }
+
+  void sendFailure(const Reason& reason) {
+    sendPacket(socket_, encode({{"say", "fail"},
+                                {"secret", ranks_.secret},
+                                {"kind", std::to_string(static_cast<int>(reason.kind))},
+                                {"text", reason.text.substr(0, kMostReason)}}));
   }
 
   // False if the leader sent this rank away.
@@ -298,18 +328,22 @@ class HostMember {
     }
   }
 
-  void take(Packet packet) {
+  // The entries of the ranks from `first` on.
+  void take(Packet packet, int first) {
     const Fields fields = decode(packet.bytes);
-    const int64_t rank = number(fields, "rank");
-    if (rank < 0 || rank >= ranks_.size || packet.fds.empty())
-      throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
-    Member& member = table_.members[static_cast<size_t>(rank)];
-    member.pid = static_cast<int>(number(fields, "pid"));
-    member.host = fieldOf(fields, "host");
-    if (rank != ranks_.rank)
-      member.segment =
-          Segment::attach(std::move(packet.fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
-    if (packet.fds.size() > 1) member.process = shareProcessFd(std::move(packet.fds[1]));
+    auto fd = packet.fds.begin();
+    for (int r = first; r < std::min(first + kMembersPerPacket, ranks_.size); ++r) {
+      const int64_t fds = number(fields, entryOf("fds", r).c_str());
+      if (fds < 1 || fds > 2 || packet.fds.end() - fd < fds)
+        throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
+      Member& member = table_.members[static_cast<size_t>(r)];
+      member.pid = static_cast<int>(number(fields, entryOf("pid", r).c_str()));
+      member.host = fieldOf(fields, entryOf("host", r).c_str());
+      if (r != ranks_.rank)
+        member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size).bytes);
+      ++fd;
+      if (fds == 2) member.process = shareProcessFd(std::move(*fd++));
+    }
   }
 
   const Fd socket_;

@@ -58,6 +58,8 @@ struct Reason {
 };
 // `who` names this rank, for errors that do not.
 Reason reasonOf(const std::exception_ptr& error, const std::string& who);
+// The kind of a failure that another rank told; kSetup if it told none.
+Failure kindOf(const Fields& fields);
 
 // The knowledge of a rank about its host's ranks before the exchange.
 struct LocalRanks {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,6 +31,18 @@ struct SharedOptions {
   static SharedOptions fromText(const std::string& text);
 };
 
+// An attempt to make a group that can be ended from outside, in a part of the store that no other
+// attempt uses.
+class Attempt {
+ public:
+  virtual ~Attempt() = default;
+  // Rank 0's: called once the other ranks can find it, before any of them learns that all are
+  // there.  Throws Error to end the attempt on all ranks.
+  virtual void claim() = 0;
+  // Called in every wait while the group is made.  Throws Error to end the attempt on all ranks.
+  virtual void poll(Nanos waited) = 0;
+};
+
 struct GroupOptions {
   std::string name;                    // for messages: "group 'default_pg'"
   std::vector<int> global_ranks = {};  // the ranks' numbers in messages; empty: as they are here
@@ -47,8 +60,11 @@ struct GroupOptions {
   // The ranks by the numbers that callers use, ascending, if the group has some of its caller's
   // ranks only; empty: as they are here.
   std::vector<int> members = {};
+  int members_of = 0;  // how many ranks callers count, if there are `members`
 
   std::string store_host = "";  // where the store is, by name or number, if that is known
+
+  std::shared_ptr<Attempt> attempt = nullptr;  // null: nothing outside ends it
 
   // A rank of this group as messages name it.
   int shownAs(int rank) const {
@@ -97,11 +113,13 @@ class Stopwatch {
   bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
   Nanos waited() const { return now() - started_; }
 
-  // Called in every iteration of a waiting loop: lets Ctrl-C end it and logs a stall now and then.
+  // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a
+  // stall now and then.
   // `missing` returns the text of the missing ranks.
   template <class Missing>
   void poll(int rank, Missing missing) {
     if (options_.interrupt) options_.interrupt();
+    if (options_.attempt) options_.attempt->poll(waited());
     if (now() >= next_report_) report(rank, missing());
   }
 

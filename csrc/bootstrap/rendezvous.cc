@@ -31,7 +31,8 @@ constexpr Nanos kRank0Grace = 3 * kSecond;
 // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
 // within the first time, and for as long as the second one.
 constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
-constexpr Nanos kLeastPause = kMillisecond;
+// The shortest time between two looks into the store for a table, and for records of other hosts.
+constexpr Nanos kLeastPause = 50 * kMicrosecond, kRecordsPause = kMillisecond;
 
 std::string recordKey(int rank) {
   return "ringreduce/rank/" + std::to_string(rank);
@@ -95,9 +96,9 @@ class Meeting {
   Rendezvous runRank0() {
     try {
       prepare();
+      if (size_ > 1) publish();
+      if (options_.attempt) options_.attempt->claim();
       if (size_ == 1) return {leader().run(nullptr, nullptr), std::nullopt};
-      putRecord();
-      publish();
       for (;; poll()) {
         if (sharesMemory(table_)) {
           if (auto membership = lead()) return {std::move(*membership), std::nullopt};
@@ -138,7 +139,8 @@ class Meeting {
     for (const int r : ranks) {
       const Fields record = recordOf(r);
       const auto known = records_.find(r);
-      if (fieldOf(record, "attempt") == attempt_)
+      const bool gave_up_before = options_.attempt && record.contains("broken");
+      if (fieldOf(record, "attempt") == attempt_ || gave_up_before)
         take(r, record);
       else if (record.empty() && known != records_.end() && !sharesMemory(table_) &&
                fieldOf(known->second, "seen") == fieldOf(table_, "nonce"))
@@ -160,7 +162,7 @@ class Meeting {
                                        std::to_string(size_));
     if (r > 0 && r < size_) records_[r] = record;
     if (const std::string broken = fieldOf(record, "broken"); !broken.empty())
-      throw Error(Failure::kSetup, broken);
+      throw Error(kindOf(record), broken);
   }
 
   // An invitation to the ranks of this host, while the known ranks are all here; else the table of
@@ -220,8 +222,9 @@ class Meeting {
     struct Elsewhere {};
     bool all_there = false;
     const auto each = [&](std::vector<int> missing, const char* what) {
-      if (!all_there) {
-        if (itIsTime()) checkRecord();
+      if (!all_there && stopwatch_.waited() >= next_records_) {
+        next_records_ = stopwatch_.waited() + std::max(pause(), kRecordsPause);
+        checkRecord();
         readRecords(missing);
         // A rank of this host with a record is about to connect.
         if (absentRanks().empty()) publish();
@@ -234,7 +237,7 @@ class Meeting {
       return leader().run(each, [&] {
         all_there = true;
         store_.remove(kTableKey);
-        store_.remove(recordKey(0));
+        if (is_put_) store_.remove(recordKey(0));
       });
     } catch (const Elsewhere&) {
       leader().sendAway();
@@ -314,7 +317,7 @@ class Meeting {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
       if (table.contains("failed")) {
-        if (lists(table)) failAs(table, ", learned by " + shown(rank_));
+        if (lists(table) || options_.attempt) failAs(table, ", learned by " + shown(rank_));
         if (isLateReason(table)) failAs(table, beforeItCame());
         continue;
       }
@@ -340,7 +343,7 @@ class Meeting {
     throw;
   } catch (...) {  // Ctrl-C, or the store
     failedAttempts().add(attempt_, rank_);
-    tellRank0(reasonOf(std::current_exception(), shown(rank_)).text);
+    tellRank0(reasonOf(std::current_exception(), shown(rank_)));
     throw;
   }
 
@@ -414,7 +417,7 @@ class Meeting {
     bool all_there = false;
     const auto each = [&] {
       stepClock(lateRanks());
-      if (is_put_ && !all_there && itIsTime()) checkRecord();
+      if (!all_there) checkRecord();
     };
     try {
       auto membership = joinLeader(std::move(socket), ranks, each, [&] {
@@ -449,11 +452,12 @@ class Meeting {
 
   // Tells rank 0 in this rank's record, and throws.
   [[noreturn]] void refuse(const Error& error) {
-    tellRank0(error.what());
+    tellRank0({error.kind(), error.what()});
     throw error;
   }
-  void tellRank0(const std::string& why) {
-    mine_["broken"] = why;
+  void tellRank0(const Reason& why) {
+    mine_["broken"] = why.text;
+    mine_["kind"] = std::to_string(static_cast<int>(why.kind));
     try {
       putRecord();
     } catch (const std::exception& failure) {  // the first error matters more
@@ -489,9 +493,10 @@ class Meeting {
   }
   // Empties the record and does not remove it: a store of torch's without compareSet waits for a
   // key that is removed while another rank asks for it.
-  // A record that names a rival stays, for the rival and rank 0 to read.
+  // A record that names a rival or a reason stays, for the rival and rank 0 to read.
   void leave() {
-    if (is_put_ && !mine_.contains("rival")) store_.set(recordKey(rank_), "");
+    if (is_put_ && !mine_.contains("rival") && !mine_.contains("broken"))
+      store_.set(recordKey(rank_), "");
   }
 
   // The store may have ended with rank 0, and the first error matters more.
@@ -503,15 +508,13 @@ class Meeting {
     }
   }
 
-  // Once a tick.
-  bool itIsTime() {
-    if (now() < next_look_) return false;
-    next_look_ = now() + kTick;
-    return true;
-  }
-
-  // Throws if another process has taken this rank's record.
+  // Throws if another process has taken this rank's record.  Once a tick.
+  // No rank needs the record of rank 0, but a second process of rank 0: it is put once rank 0
+  // waits.
   void checkRecord() {
+    if (rank_ == 0 && !is_put_) putRecord();
+    if (!is_put_ || now() < next_look_) return;
+    next_look_ = now() + kTick;
     const Fields own = recordOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
     mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
@@ -523,7 +526,7 @@ class Meeting {
 
   void poll() {
     stepClock(lateRanks());
-    if (is_put_ && itIsTime()) checkRecord();
+    checkRecord();
     std::this_thread::sleep_for(std::chrono::nanoseconds(pause()));
   }
 
@@ -534,7 +537,12 @@ class Meeting {
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
     const std::string names = options_.rankList(late);
-    stopwatch_.poll(options_.shownAs(rank_), [&] { return names + " to " + what; });
+    try {
+      stopwatch_.poll(options_.shownAs(rank_), [&] { return names + " to " + what; });
+    } catch (const Error& error) {  // the attempt was ended
+      if (rank_ == 0) throw;
+      refuse(error);
+    }
     if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
     throw Error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " + what +
                                        " within " + seconds(options_.timeout) + ", making group '" +
@@ -569,7 +577,7 @@ class Meeting {
   const GroupOptions& options_;
   const OwnSettings& own_settings_;
   Stopwatch stopwatch_;
-  Nanos next_look_ = 0;
+  Nanos next_look_ = 0, next_records_ = kRecordsPause;
   Fields mine_;
   bool is_put_ = false;  // it is in the store
   SharedOptions shared_;

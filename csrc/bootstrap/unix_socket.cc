@@ -25,7 +25,7 @@ namespace ringreduce {
 
 namespace {
 
-constexpr size_t kMostBytes = 4096, kMostFds = 8;
+constexpr size_t kMostBytes = 4096;
 
 socklen_t abstractAddress(const std::string& name, sockaddr_un& address) {
   address = {};

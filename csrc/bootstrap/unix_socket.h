@@ -41,6 +41,8 @@ Peer peerOf(const Fd& socket);
 // way.
 Fd pidfdOf(const Fd& socket, const Peer& peer);
 
+inline constexpr int kMostFds = 8;  // in a message
+
 // Sends a whole message.  False if the peer has gone, or takes nothing for ten seconds.
 bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {});
 
@@ -53,7 +55,7 @@ void waitReadable(const std::vector<int>& fds, Nanos longest);
 
 // ---- messages
 
-inline constexpr char kVersion[] = "5";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "6";  // of these messages and of the layout of shared memory
 
 using Fields = std::map<std::string, std::string>;
 std::string encode(const Fields& fields);

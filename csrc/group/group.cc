@@ -42,6 +42,8 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
   auto links = std::make_unique<HostLinks>(options);
   Rendezvous met = rendezvous(store, rank, world_size, options,
                               [&](const Hosts& hosts) { return links->open(hosts); });
+  GroupOptions made = options;
+  made.attempt = nullptr;  // it ends with this call
   if (!met.hosts) {
     const bool goes_on = world_size > 1 && met.membership.options.min_ranks > 0;
     for (int r = 0; r < world_size && goes_on; ++r)
@@ -51,7 +53,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
                     "rank " + options.shown(rank) + " cannot see when the process of rank " +
                         options.shown(r) +
                         " ends, which on_loss='continue' needs: pidfds of Linux 5.3 or newer");
-    return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), options));
+    return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), made));
   }
 
   const Hosts& hosts = *met.hosts;
@@ -63,7 +65,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
                          poll);
     };
     if (hosts.count() > 1) {
-      GroupOptions local_options = options.ofRanks(hosts.localRanks());
+      GroupOptions local_options = made.ofRanks(hosts.localRanks());
       local_options.together = true;
       local.reset(new Group(hosts.localRankOf(rank), share("group"), local_options));
     }
@@ -71,7 +73,7 @@ std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_siz
   });
   auto network = std::make_unique<Network>(std::move(links));
   return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*met.hosts),
-                                          std::move(local), std::move(local_members), options));
+                                          std::move(local), std::move(local_members), made));
 }
 
 Group::Group(int rank, Membership membership, const GroupOptions& options)

@@ -40,6 +40,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // The same as callers count (GroupOptions::members).
+  int callersRank() const { return options_.memberAt(rank_); }
+  int callersSize() const { return options_.members.empty() ? size_ : options_.members_of; }
   Nanos timeout() const { return timeout_; }
   void setTimeout(Nanos timeout) { timeout_ = timeout; }
 

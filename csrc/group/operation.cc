@@ -124,16 +124,15 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   return placed;
 }
 
-Operation amongMembers(const Operation& operation, const GroupOptions& group, int rank,
-                       int world_size) {
-  validate(operation, group.memberAt(rank), world_size);
+void toMembers(Operation& operation, const GroupOptions& group, int rank) {
+  if (group.members.empty()) return;
+  validate(operation, group.memberAt(rank), group.members_of);
   const std::vector<int>& members = group.members;
   const auto lacks = [&](const char* call, int needed) {
     return Error(Failure::kPeerLost, std::string(call) + " needs the data of rank " +
                                          std::to_string(needed) + ", which group '" + group.name +
                                          "' has lost. The group goes on without it.");
   };
-  Operation among = operation;
   std::visit(
       [&]<class Call>(Call& call) {
         constexpr bool takes_lists = HasInputs<Call> || HasOutputs<Call> || HasCounts<Call>;
@@ -149,8 +148,7 @@ Operation amongMembers(const Operation& operation, const GroupOptions& group, in
           call.root = static_cast<int>(root - members.begin());
         }
       },
-      among.call);
-  return among;
+      operation.call);
 }
 
 void run(Communicator& c, const Operation& operation) {

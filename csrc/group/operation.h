@@ -31,10 +31,9 @@ OpSignature announce(const Operation& operation, uint64_t sequence);
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
-// The same call, of a caller with `world_size` ranks, for rank `rank` of a group that has some of
-// them (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
-Operation amongMembers(const Operation& operation, const GroupOptions& group, int rank,
-                       int world_size);
+// Turns a caller's call into that of rank `rank` of a group that may have some of the caller's
+// ranks only (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
+void toMembers(Operation& operation, const GroupOptions& group, int rank);
 
 void run(Communicator& c, const Operation& operation);
 void run(Transport& transport, const Operation& operation);

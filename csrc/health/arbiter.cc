@@ -61,7 +61,7 @@ std::vector<Seat> seatsOf(const Membership& membership) {
     seats.push_back({.page = reinterpret_cast<RankPage*>(member.segment->data()),
                      .process = member.process,
                      .name = "pid " + std::to_string(member.pid) + " on host " + member.host,
-                     .pid = pidSeenHere(member.process)});
+                     .pid = 0});
   return seats;
 }
 
@@ -251,8 +251,8 @@ std::string Arbiter::howLost(int rank) const {
 
 bool Arbiter::isStopped(int rank) const {
   const Peer& one = peer(rank);
-  return (one.seat.pid != 0 && ringreduce::isStopped(one.seat.pid)) ||
-         one.observed == Observed::kStopped;
+  const int pid = one.seat.process ? pidSeenHere(one.seat.process) : one.seat.pid;
+  return (pid != 0 && ringreduce::isStopped(pid)) || one.observed == Observed::kStopped;
 }
 
 std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {

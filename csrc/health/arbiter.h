@@ -46,7 +46,7 @@ struct Seat {
   RankPage* page;
   std::shared_ptr<Fd> process;  // null if it is on another host or unknown
   std::string name;             // "pid 7 on host a"
-  int pid;                      // 0 if it is on another host
+  int pid;                      // if it is on this host and `process` is null; else 0
 };
 std::vector<Seat> seatsOf(const Membership& membership);
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -27,6 +28,9 @@
 namespace ringreduce {
 namespace {
 
+// How long the end of a process waits for reconfigures that it ends.
+constexpr Nanos kExitGrace = 3 * kSecond;
+
 // torch's errors carry pages of frames.
 template <class F>
 auto fromStore(F&& call) {
@@ -35,6 +39,21 @@ auto fromStore(F&& call) {
   } catch (const c10::Error& error) {
     throw Error(Failure::kSetup,
                 std::string("the store failed: ") + error.what_without_backtrace());
+  }
+}
+
+// compareSet, or null where the store has none, as a store of the user's may.
+std::optional<std::vector<uint8_t>> compareSet(c10d::Store& store, const std::string& key,
+                                               const std::vector<uint8_t>& expected,
+                                               const std::vector<uint8_t>& desired) {
+  try {
+    return store.compareSet(key, expected, desired);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  } catch (const c10::Error& error) {  // of a store in Python
+    if (std::string(error.what_without_backtrace()).find("Not implemented") == std::string::npos)
+      throw;
+    return std::nullopt;
   }
 }
 
@@ -50,13 +69,11 @@ class TorchStore final : public Store {
     // returns the present value, or the expected one if there is none.
     static const std::vector<uint8_t> nothing{0};
     return fromStore([&]() -> std::optional<std::string> {
-      try {
-        const std::vector<uint8_t> value = store_->compareSet(key, nothing, nothing);
-        if (value == nothing) return std::nullopt;
-        return std::string(value.begin(), value.end());
-      } catch (const c10::NotImplementedError&) {  // a store of the user's may have no more
+      const auto value = compareSet(*store_, key, nothing, nothing);
+      if (!value)
         return store_->check({key}) ? std::optional(store_->get_to_str(key)) : std::nullopt;
-      }
+      if (*value == nothing) return std::nullopt;
+      return std::string(value->begin(), value->end());
     });
   }
   void remove(const std::string& key) override {
@@ -76,6 +93,91 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
   return Config::read().master_addr;
 }
 
+}  // namespace
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+// A reconfigure under way: its claim of the uuid, and its end from another thread.
+//
+// A uuid is for one attempt of one list of members: a second one would meet the remains of the
+// first.  Rank 0 claims it in the store with the list.  Each other rank looks at the claim while it
+// waits.  A rank that finds another list there with its own handle in it says so beside the claim,
+// where rank 0 looks: that attempt can never be complete.
+class MembershipChange final : public Attempt {
+ public:
+  // `members`: the handles of all.  `refusal`: the error where the uuid is another list's.
+  MembershipChange(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string members,
+                   std::string own, int rank, std::string who, std::string refusal)
+      : store_(std::move(store)),
+        adapted_(std::make_unique<TorchStore>(store_)),
+        key_(std::move(key)),
+        members_(std::move(members)),
+        own_(std::move(own)),
+        rank_(rank),
+        who_(std::move(who)),
+        refusal_(std::move(refusal)) {}
+
+  void claim() override {
+    if (!claims()) refuse();
+  }
+  void poll(Nanos waited) override {
+    check();
+    if (waited < next_look_ || (rank_ != 0 && is_claimed_)) return;
+    next_look_ = waited + kLookPeriod;
+    if (rank_ == 0) {
+      if (const auto other = adapted_->get(key_ + "/differs"))
+        throw Error(Failure::kSetup, refusal_ + " (" + *other + " gave other handles)");
+      return;
+    }
+    const auto claimed_by = adapted_->get(key_);
+    if (claimed_by && *claimed_by != members_) refuse();
+    is_claimed_ = claimed_by.has_value();
+  }
+  // Throws if it was ended.
+  void check() const {
+    if (const char* why = ended_.load())
+      throw Error(Failure::kAborted, who_ + " gave up its reconfigure: " + why);
+  }
+  // From any thread.  `why` is a literal.
+  void end(const char* why) { ended_ = why; }
+  // It has returned or thrown.
+  void finish() { is_finished_ = true; }
+  bool isFinished() const { return is_finished_; }
+
+ private:
+  static constexpr Nanos kFirstLook = 10 * kMillisecond, kLookPeriod = 30 * kMillisecond;
+
+  bool claims() {
+    return fromStore([&] {
+      const std::vector<uint8_t> members(members_.begin(), members_.end());
+      if (const auto claimed_by = compareSet(*store_, key_, {}, members))
+        return *claimed_by == members;
+      if (store_->add(key_ + "/claims", 1) > 1) return adapted_->get(key_) == members_;
+      store_->set(key_, members_);
+      return true;
+    });
+  }
+  [[noreturn]] void refuse() {
+    const std::string claimed_by = adapted_->get(key_).value_or("");
+    if (claimed_by.find(own_ + " ") != std::string::npos) adapted_->set(key_ + "/differs", who_);
+    throw Error(Failure::kSetup, refusal_);
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::unique_ptr<Store> adapted_;
+  const std::string key_, members_, own_;
+  const int rank_;
+  const std::string who_, refusal_;
+  Nanos next_look_ = kFirstLook;
+  bool is_claimed_ = false;  // by this list
+  std::atomic<const char*> ended_ = nullptr;
+  std::atomic<bool> is_finished_ = false;
+};
+
+#endif
+
+namespace {
+
 // The groups that are alive, for shutdownAll.
 struct LiveGroups {
   std::mutex mutex;
@@ -84,11 +186,17 @@ struct LiveGroups {
     c10::weak_intrusive_ptr<GpuBackend> gpu;
   };
   std::vector<Entry> groups;
+  std::vector<std::weak_ptr<MembershipChange>> changes;  // under way
 
   void add(const std::shared_ptr<Group>& group, const c10::intrusive_ptr<GpuBackend>& gpu) {
     const std::lock_guard lock(mutex);
     std::erase_if(groups, [](const Entry& e) { return e.group.expired(); });
     groups.push_back({group, c10::weak_intrusive_ptr<GpuBackend>(gpu)});
+  }
+  void add(const std::shared_ptr<MembershipChange>& change) {
+    const std::lock_guard lock(mutex);
+    std::erase_if(changes, [](const auto& one) { return one.expired(); });
+    changes.push_back(change);
   }
 };
 
@@ -109,31 +217,40 @@ struct Handle {
   std::string text;
   int number = 0;  // of the rank when its process made the group
 
-  explicit Handle(const std::string& handle) : text(handle) {
+  // `place`: "handle 2 of the list", by rank; empty where there is no order.
+  Handle(const std::string& handle, const std::string& place) : text(handle) {
     const auto digits = handle.rfind('-') + 1;
     const char* end = handle.data() + handle.size();
     const auto read = std::from_chars(handle.data() + digits, end, number);
     if (!handle.starts_with("ringreduce-") || read.ec != std::errc() || read.ptr != end)
-      throw Error(Failure::kArgument, "'" + handle + "' is no handle of a ringreduce group");
+      throw Error(Failure::kArgument,
+                  "'" + handle + "'" + place + " is no handle of a ringreduce group");
   }
 };
 
 // By rank.  A list is in that order; a set is put into the order of the ranks' first numbers.
 std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std::string& own) {
   std::vector<Handle> handles;
+  const bool is_set = std::holds_alternative<std::unordered_set<std::string>>(options.handles);
+  const auto placeOf = [&](size_t rank) {
+    return is_set ? "" : ", given for rank " + std::to_string(rank) + ",";
+  };
   std::visit(
       [&](const auto& all) {
-        for (const auto& handle : all) handles.emplace_back(handle);
+        for (const auto& handle : all) handles.emplace_back(handle, placeOf(handles.size()));
       },
       options.handles);
   const auto inOrder = [](const Handle& a, const Handle& b) {
     return std::tie(a.number, a.text) < std::tie(b.number, b.text);
   };
-  if (std::holds_alternative<std::unordered_set<std::string>>(options.handles))
-    std::ranges::sort(handles, inOrder);
-  for (const Handle& handle : handles)
-    if (std::ranges::count(handles, handle.text, &Handle::text) > 1)
-      throw Error(Failure::kArgument, "'" + handle.text + "' stands twice among the handles");
+  if (is_set) std::ranges::sort(handles, inOrder);
+  for (size_t r = 0; r < handles.size(); ++r) {
+    const auto first = std::ranges::find(handles, handles[r].text, &Handle::text);
+    if (const auto at = static_cast<size_t>(first - handles.begin()); at < r)
+      throw Error(Failure::kArgument, "'" + handles[r].text +
+                                          "' stands twice among the handles, for ranks " +
+                                          std::to_string(at) + " and " + std::to_string(r));
+  }
   if (std::ranges::count(handles, own, &Handle::text) == 0)
     throw Error(Failure::kArgument, "this rank's own handle, '" + own + "', is not among the " +
                                         std::to_string(handles.size()) +
@@ -245,7 +362,7 @@ std::shared_ptr<Group> Backend::group() const {
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  if (gpu_) gpu_->setTimeout(timeout);
+  if (const auto gpu = gpuIfAny()) gpu->setTimeout(timeout);
   if (const auto group = groupIfAny()) group->setTimeout(nanosOf(timeout));
 }
 
@@ -261,37 +378,44 @@ std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device d
                        : makeHostCommunicator(group, device);
 }
 
-GpuBackend* Backend::gpuFor(const at::Tensor& tensor) const {
-  return gpu_ && tensor.defined() && tensor.is_cuda() ? gpu_.get() : nullptr;
+Backend::GpuPtr Backend::gpuIfAny() const {
+  const std::lock_guard lock(group_mutex_);
+  return gpu_;
 }
 
-GpuBackend* Backend::gpuFor(const Tensors& tensors) const {
+Backend::GpuPtr Backend::gpuFor(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.is_cuda() ? gpuIfAny() : nullptr;
+}
+
+Backend::GpuPtr Backend::gpuFor(const Tensors& tensors) const {
   return tensors.empty() ? nullptr : gpuFor(tensors[0]);
 }
 
 size_t Backend::gpuBytes() const {
-  return gpu_ ? gpu_->bytes() : 0;
+  const auto gpu = gpuIfAny();
+  return gpu ? gpu->bytes() : 0;
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  if (gpu_ && device.is_cuda()) gpu_->eagerConnectSingleDevice(device);
+  if (!device.is_cuda()) return;
+  if (const auto gpu = gpuIfAny()) gpu->eagerConnectSingleDevice(device);
 }
 
 // ---- starting operations
 
-Backend::WorkPtr Backend::start(Job job, bool async) {
+Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
   job.observer = observer_;
-  const std::shared_ptr<Group> group = this->group();
-  const GroupOptions& options = group->options();
-  if (!options.members.empty())
-    for (Operation& operation : job.operations)
-      operation = amongMembers(operation, options, group->rank(), size_);
-  return collected(Work::start(*group, std::move(job), !async));
+  for (Operation& operation : job.operations) toMembers(operation, group.options(), group.rank());
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  job.refused_after_failure = options_->enable_reconfigure;
+#endif
+  return collected(Work::start(group, std::move(job), !async));
 }
 
-Backend::WorkPtr Backend::start(c10d::OpType type, const char* title, Tensors inputs,
+Backend::WorkPtr Backend::start(Group& group, c10d::OpType type, const char* title, Tensors inputs,
                                 Tensors outputs, Operation operation, bool async) {
-  return start({type, title, std::move(inputs), std::move(outputs), {std::move(operation)}}, async);
+  return start(group, {type, title, std::move(inputs), std::move(outputs), {std::move(operation)}},
+               async);
 }
 
 Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
@@ -322,7 +446,7 @@ void Backend::startCoalescing() {
   const std::lock_guard lock(coalescing_mutex_);
   coalescing_ = true;
   coalesced_.clear();  // of a block that an error has left without its end
-  if (gpu_) gpu_->startCoalescing();
+  if (const auto gpu = gpuIfAny()) gpu->startCoalescing();
 }
 
 Backend::WorkPtr Backend::endCoalescing() {
@@ -333,7 +457,7 @@ Backend::WorkPtr Backend::endCoalescing() {
     coalescing_ = false;
     works = std::exchange(coalesced_, {});
   }
-  if (gpu_) works.push_back(gpu_->endCoalescing());
+  if (const auto gpu = gpuIfAny()) works.push_back(gpu->endCoalescing());
   return c10::make_intrusive<WorkList>(rank_, std::move(works));
 }
 
@@ -403,6 +527,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
 // ---- membership
 
 c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
+  const std::lock_guard lock(group_mutex_);
   return "ringreduce-" + token_ + "-" + std::to_string(observer_->groups()) + "-" +
          std::to_string(group_options_.startedAs(rank_));
 }
@@ -425,55 +550,62 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
       made.started_as.push_back(handle.number);
       members += handle.text + " ";
     }
-    members = std::to_string(std::hash<std::string>()(members));
-    const std::string place = "ringreduce/reconfigure/" + std::to_string(options.uuid);
-    const std::string claim_key = place + "/claim";
-    claim(options.uuid, claim_key, members, rank);
-    const auto store = c10::make_intrusive<c10d::PrefixStore>(place + "/" + members, store_);
+    const std::string uuid = std::to_string(options.uuid);
+    const std::string who = "rank " + made.shown(rank) + " of group '" + made.name + "'";
+    const std::string refusal =
+        who + ": uuid " + uuid +
+        " of a reconfigure was already used, or another rank gave other handles with it; give each "
+        "reconfigure a new uuid, and all its ranks the same handles in the same order";
+    if (!used_uuids_.insert(options.uuid).second) throw Error(Failure::kSetup, refusal);
+    const std::string place = "ringreduce/reconfigure/" + uuid;
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(
+        place + "/" + std::to_string(std::hash<std::string>()(members)), store_);
+
     GroupOptions within = made;
     within.timeout = nanosOf(options.timeout.value_or(options_->timeout));
+    const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
+                                                           rank, who, refusal);
+    within.attempt = change;
+    const auto setChange = [&](const std::shared_ptr<MembershipChange>& now) {
+      const std::lock_guard group_lock(group_mutex_);
+      change_ = now;
+    };
+    setChange(change);
+    liveGroups().add(change);
     try {
-      const std::shared_ptr<Group> group = makeGroup(store, rank, size, within);
+      const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
       group->setTimeout(nanosOf(options_->timeout));
       enter(group, store, std::move(made));
-    } catch (const Error& error) {
-      const auto claimed_by = TorchStore(store_).get(claim_key);
-      if (error.kind() != Failure::kTimeout || !claimed_by || *claimed_by == members) throw;
-      throw Error(error.kind(),
-                  std::string(error.what()) + "; another rank gave other handles with uuid " +
-                      std::to_string(options.uuid) + ", or the same in another order");
+    } catch (...) {
+      setChange(nullptr);
+      change->finish();
+      throw;
     }
+    change->finish();
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
   });
-}
-
-// A uuid is for one attempt of one list of members: a second one would meet the remains of the
-// first.  Rank 0 claims it in the store, and each rank knows those that it has used.
-void Backend::claim(int64_t uuid, const std::string& key, const std::string& members, int rank) {
-  bool is_new = used_uuids_.insert(uuid).second;
-  if (is_new && rank == 0) {
-    is_new = fromStore([&] { return store_->compareSet(key, "", members) == members; });
-  } else if (is_new) {
-    const auto claimed_by = TorchStore(store_).get(key);
-    is_new = !claimed_by || *claimed_by == members;
-  }
-  if (!is_new)
-    throw Error(Failure::kSetup,
-                "rank " + group_options_.shown(rank_) + " of group '" + group_options_.name +
-                    "': uuid " + std::to_string(uuid) +
-                    " of a reconfigure was already used, or another rank gave other handles with "
-                    "it; give each reconfigure a new uuid, and all its ranks the same handles in "
-                    "the same order");
 }
 
 // Leaves the old group, if there is one, for the new one.
 void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
                     GroupOptions options) {
+  // The new group exists whatever comes of the old one.  Ranks that are not in the new group may
+  // never join what is under way in the old one.  That ends on all ranks before any leaves the old
+  // group: otherwise its operations would report a rank that has left as lost.
   const auto gpu = makeGpuBackend(group->rank(), group->size());
-  std::shared_ptr<Group> old;
-  c10::intrusive_ptr<GpuBackend> old_gpu;
-  {
+  std::shared_ptr<Group> old = groupIfAny();
+  GpuPtr old_gpu;
+  try {
+    if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+    group->run({.call = Barrier{}});
+  } catch (const Error& error) {  // the next call raises it
+    log("rank " + options.shown(group->rank()) +
+        " enters a group that has failed: " + error.what());
+  }
+  try {
     const std::lock_guard lock(group_mutex_);
+    change_->check();  // later, the new group is aborted or destroyed
+    change_ = nullptr;
     old = std::exchange(group_, group);
     old_gpu = std::exchange(gpu_, gpu);
     last_failure_ = Failure::kNone;
@@ -483,17 +615,28 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
     size_ = group->size();
     is_connected_ = true;
     observer_->enterGroup();
+  } catch (const Error& error) {
+    group->abort(error.what());
+    group->shutdown();
+    throw;
   }
   options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
                                          group_options_.started_as.end());
   liveGroups().add(group, gpu);
-  // The new group exists whatever comes of the old one.  Ranks that are not in the new group may
-  // never join what is under way in the old one.
   if (old_gpu) leave(*old_gpu, true);
   if (old) leave(*old, true);
 }
 
 #endif
+
+void Backend::endReconfigure(const char* why) {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  const std::lock_guard lock(group_mutex_);
+  if (change_) change_->end(why);
+#else
+  (void)why;
+#endif
+}
 
 // ---- newcomers
 
@@ -507,6 +650,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     GroupOptions made = group_options_.ofRanks(members);
     const bool all = static_cast<int>(members.size()) == size_;
     made.members = all ? std::vector<int>() : members;
+    made.members_of = size_;
     made.timeout = timeout;
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
     prepared_store_ = c10::make_intrusive<c10d::PrefixStore>(place, store_);
@@ -638,13 +782,15 @@ c10d::ErrorType Backend::getError() {
 
 void Backend::abort() {
   observer_->runAbortHooks(observer_->groups());
+  endReconfigure("abort() was called");
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
-  if (gpu_) gpu_->abort();
+  if (const auto gpu = gpuIfAny()) gpu->abort();
 }
 
 void Backend::shutdown() {
+  endReconfigure("its group was destroyed");
   dropPrepared();
-  if (gpu_) gpu_->shutdown();
+  if (const auto gpu = gpuIfAny()) gpu->shutdown();
   std::shared_ptr<Group> group = groupIfAny();
   if (!group) return;
   group->shutdown();
@@ -658,10 +804,25 @@ void Backend::shutdown() {
 
 void Backend::shutdownAll() {
   decltype(LiveGroups::groups) groups;
+  decltype(LiveGroups::changes) changes;
   {
     const std::lock_guard lock(liveGroups().mutex);
     groups.swap(liveGroups().groups);
+    changes.swap(liveGroups().changes);
   }
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  for (const auto& entry : changes)
+    if (const auto change = entry.lock()) change->end("its process exits");
+  // They tell the other ranks.
+  for (const Nanos limit = deadlineIn(kExitGrace); now() < limit;) {
+    if (std::ranges::all_of(changes, [](const auto& entry) {
+          const auto change = entry.lock();
+          return !change || change->isFinished();
+        }))
+      break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+#endif
   for (const auto& entry : groups) {
     if (const auto gpu = entry.gpu.lock()) leave(*gpu);
     if (const auto group = entry.group.lock()) group->shutdown();
@@ -717,7 +878,7 @@ std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
-  if (gpu_ && options.device().is_cuda()) return at::empty({size}, options);
+  if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,

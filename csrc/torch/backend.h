@@ -28,6 +28,7 @@ namespace ringreduce {
 
 class Compression;
 class GpuBackend;
+class MembershipChange;
 
 class Backend final : public c10d::Backend {
  public:
@@ -140,7 +141,8 @@ class Backend final : public c10d::Backend {
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   // Returns once the new group is made and the old one is left, whose unfinished operations it
   // aborts.  If it throws, the old group is as it was: ValueError for handles without this rank's,
-  // Error for a uuid that was used before, Timeout or PeerLost for ranks that do not come.
+  // Error for a uuid that was used before or with other handles, Timeout or PeerLost for ranks that
+  // do not come, Aborted where abort(), shutdown() or the end of its process ends it on a rank.
   WorkPtr reconfigure(const c10d::ReconfigureOptions&) override;
 #endif
   // ---- newcomers to a group that goes on after losses (ringreduce/elastic.py)
@@ -217,22 +219,28 @@ class Backend final : public c10d::Backend {
  private:
   // Null once the group is destroyed.
   std::shared_ptr<Group> groupIfAny() const;
+  using GpuPtr = c10::intrusive_ptr<GpuBackend>;
+  GpuPtr gpuIfAny() const;
   Failure failure() const;
   // The part for CUDA tensors if this is one; null for others, which the caller then refuses if
   // they are not the CPU's.
-  GpuBackend* gpuFor(const at::Tensor& tensor) const;
-  GpuBackend* gpuFor(const Tensors& tensors) const;
+  GpuPtr gpuFor(const at::Tensor& tensor) const;
+  GpuPtr gpuFor(const Tensors& tensors) const;
   std::shared_ptr<cuda::GpuCommunicator> makeCommunicatorOn(c10::Device device);
   std::shared_ptr<Group> makeGroup(const StorePtr& store, int rank, int size,
                                    GroupOptions options) const;
   c10::intrusive_ptr<GpuBackend> makeGpuBackend(int rank, int size);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-  void claim(int64_t uuid, const std::string& key, const std::string& members, int rank);
   void enter(const std::shared_ptr<Group>& group, const StorePtr& store, GroupOptions options);
 #endif
-  WorkPtr broadcastOfCopies(const at::Tensor& tensor, const c10d::BroadcastOptions& options);
-  WorkPtr start(Job job, bool async);
-  WorkPtr start(c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
+  WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
+                            const c10d::BroadcastOptions& options);
+  // Ends a reconfigure() that waits in another thread, if there is one.
+  void endReconfigure(const char* why);
+  // A call takes the group once, and is checked and run with it: another thread may reconfigure
+  // this object meanwhile.
+  WorkPtr start(Group& group, Job job, bool async);
+  WorkPtr start(Group& group, c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);
   WorkPtr startMessage(c10d::OpType type, const char* title, const Tensors& tensors,
                        Message message);
@@ -248,7 +256,7 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   const Gpus gpus_;  // handed on to groups made of this one
   const ChooseShared choose_shared_;
-  mutable std::mutex group_mutex_;  // of the next two
+  mutable std::mutex group_mutex_;  // of the group, its GPUs and the change of its members
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
   bool is_connected_;                      // it has or had a group, or was destroyed
@@ -258,10 +266,11 @@ class Backend final : public c10d::Backend {
   std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::mutex reconfigure_mutex_;                                // one reconfigure() at a time
+  std::shared_ptr<MembershipChange> change_;                    // under way
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
   std::set<int64_t> used_uuids_;
 #endif
-  c10::intrusive_ptr<GpuBackend> gpu_;  // null in a build without CUDA
+  GpuPtr gpu_;  // null in a build without CUDA
 
   std::mutex coalescing_mutex_;  // of the next two
   bool coalescing_ = false;

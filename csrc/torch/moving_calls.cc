@@ -110,43 +110,43 @@ std::vector<size_t> splitCounts(const at::Tensor& tensor, const std::vector<int6
 }  // namespace
 
 // Survivors agree which broadcasts have failed, so all go on to the same root.
-Backend::WorkPtr Backend::broadcastOfCopies(const at::Tensor& tensor,
+Backend::WorkPtr Backend::broadcastOfCopies(Group& group, const at::Tensor& tensor,
                                             const c10d::BroadcastOptions& options) {
-  const std::shared_ptr<Group> group = this->group();
+  const int rank = group.callersRank();
   const auto from = [&](int root) {
     // What a root sent before it was lost must not remain in parts of the tensor.
-    const at::Tensor data = root == rank_ ? tensor : at::empty_like(tensor);
-    const Staged staged(data, root == rank_ ? Use::kRead : Use::kWrite, "broadcast");
+    const at::Tensor data = root == rank ? tensor : at::empty_like(tensor);
+    const Staged staged(data, root == rank ? Use::kRead : Use::kWrite, "broadcast");
     Operation operation{Broadcast{.data = staged.data(),
                                   .count = countOf(data),
                                   .dtype = dtypeOf(data, "broadcast"),
                                   .root = root},
                         timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
-    if (!group->options().members.empty())
-      operation = amongMembers(operation, group->options(), group->rank(), size_);
-    group->run(std::move(operation));
-    if (root != rank_) at::Tensor(tensor).copy_(data);
+    toMembers(operation, group.options(), group.rank());
+    group.run(std::move(operation));
+    if (root != rank) at::Tensor(tensor).copy_(data);
   };
   std::vector<int> roots{static_cast<int>(options.rootRank)};
-  for (int r = 0; r < size_; ++r)
+  for (int r = 0; r < group.callersSize(); ++r)
     if (r != options.rootRank) roots.push_back(r);
   for (const int root : roots) try {
       from(root);
       break;
     } catch (const Error& error) {
-      if (error.kind() != Failure::kPeerLost || group->failed()) throw;
+      if (error.kind() != Failure::kPeerLost || group.failed()) throw;
     }
-  return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
+  return c10::make_intrusive<WorkList>(rank, std::vector<WorkPtr>());
 }
 
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->broadcast(tensors, options);
+  if (const auto gpu = gpuFor(tensors)) return gpu->broadcast(tensors, options);
   return translated([&]() -> WorkPtr {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
-    if (roots_move_) return broadcastOfCopies(tensor, options);
-    const bool root = options.rootRank == rank_;
+    if (roots_move_) return broadcastOfCopies(*group, tensor, options);
+    const bool root = options.rootRank == group->callersRank();
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, "broadcast");
-    return start(c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
+    return start(*group, c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
                  {Broadcast{.data = staged.data(),
                             .count = countOf(tensor),
                             .dtype = dtypeOf(tensor, "broadcast"),
@@ -158,25 +158,29 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
 
 Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::AllgatherOptions& options) {
-  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->allgather(outputs, inputs, options);
+  if (const auto gpu = gpuFor(inputs)) return gpu->allgather(outputs, inputs, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& input = onlyOne(inputs, "all_gather");
-    const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), "all_gather", "output");
-    return start(c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
-                 gatherList(list, input, OutputMemory(list), rank_, options.timeout, "all_gather"),
+    const Tensors& list =
+        onlyList(outputs, static_cast<size_t>(group->callersSize()), "all_gather", "output");
+    return start(*group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
+                 gatherList(list, input, OutputMemory(list), group->callersRank(), options.timeout,
+                            "all_gather"),
                  options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) {
-  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->allgather_coalesced(outputs, inputs, options);
+  if (const auto gpu = gpuFor(inputs)) return gpu->allgather_coalesced(outputs, inputs, options);
   constexpr auto kCall = "all_gather_coalesced";
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     requireSome(inputs, kCall);
-    if (outputs.size() != static_cast<size_t>(size_))
-      refuse(kCall, c10::str("needs ", size_, " lists of outputs, one for each rank, not ",
-                             outputs.size()));
+    if (outputs.size() != static_cast<size_t>(group->callersSize()))
+      refuse(kCall, c10::str("needs ", group->callersSize(),
+                             " lists of outputs, one for each rank, not ", outputs.size()));
     Job job{c10d::OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", inputs};
     for (const Tensors& list : outputs) {
       if (list.size() != inputs.size())
@@ -189,53 +193,57 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
       Tensors by_rank;
       for (const Tensors& list : outputs) by_rank.push_back(list[i]);
       job.operations.push_back(
-          gatherList(by_rank, inputs[i], written, rank_, options.timeout, kCall));
+          gatherList(by_rank, inputs[i], written, group->callersRank(), options.timeout, kCall));
     }
-    return start(std::move(job), options.asyncOp);
+    return start(*group, std::move(job), options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
-  if (GpuBackend* gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
+  if (const auto gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
   return translated([&] {
-    return start(c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
-                 gatherInto(output, input, OutputMemory({output}), rank_, size_, options.timeout,
-                            "all_gather_into_tensor"),
+    const std::shared_ptr<Group> group = this->group();
+    return start(*group, c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
+                 gatherInto(output, input, OutputMemory({output}), group->callersRank(),
+                            group->callersSize(), options.timeout, "all_gather_into_tensor"),
                  options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& options) {
-  if (GpuBackend* gpu = gpuFor(inputs))
+  if (const auto gpu = gpuFor(inputs))
     return gpu->allgather_into_tensor_coalesced(outputs, inputs, options);
   constexpr auto kCall = "all_gather_into_tensor_coalesced";
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     requirePairs(outputs, inputs, kCall);
     Job job{c10d::OpType::COALESCED, "ringreduce:all_gather_into_tensor_coalesced", inputs,
             outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i)
-      job.operations.push_back(
-          gatherInto(outputs[i], inputs[i], written, rank_, size_, options.timeout, kCall));
-    return start(std::move(job), options.asyncOp);
+      job.operations.push_back(gatherInto(outputs[i], inputs[i], written, group->callersRank(),
+                                          group->callersSize(), options.timeout, kCall));
+    return start(*group, std::move(job), options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::GatherOptions& options) {
-  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->gather(outputs, inputs, options);
+  if (const auto gpu = gpuFor(inputs)) return gpu->gather(outputs, inputs, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& input = onlyOne(inputs, "gather");
-    const bool root = options.rootRank == rank_;
+    const bool root = options.rootRank == group->callersRank();
     if (!root && !outputs.empty())
-      refuse("gather", c10::str("outputs at rank ", rank_, ", which is not the destination, rank ",
-                                options.rootRank));
+      refuse("gather", c10::str("outputs at rank ", group->callersRank(),
+                                ", which is not the destination, rank ", options.rootRank));
     Tensors list;
-    if (root) list = onlyList(outputs, static_cast<size_t>(size_), "gather", "output");
-    return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
-                 gatherTo(list, input, rank_, options, "gather"), options.asyncOp);
+    if (root)
+      list = onlyList(outputs, static_cast<size_t>(group->callersSize()), "gather", "output");
+    return start(*group, c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
+                 gatherTo(list, input, group->callersRank(), options, "gather"), options.asyncOp);
   });
 }
 
@@ -243,33 +251,36 @@ Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
                                         const c10d::GatherOptions& options) {
   constexpr auto kCall = "gather_single";
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
+    const int size = group->callersSize();
     Tensors inputs{input};
     Tensors results;
     Tensors list;
-    if (options.rootRank == rank_) {
+    if (options.rootRank == group->callersRank()) {
       requireDense(output, kCall, input.device());
-      requireLike(output, input.numel() * size_, input, kCall,
+      requireLike(output, input.numel() * size, input, kCall,
                   "the output (the input's size times the world size)");
       if (!output.is_contiguous()) refuse(kCall, "the output must be contiguous");
       results = {output};
-      list = output.view({size_, input.numel()}).unbind();
+      list = output.view({size, input.numel()}).unbind();
     }
-    if (GpuBackend* gpu = gpuFor(input)) {
+    if (const auto gpu = gpuFor(input)) {
       std::vector<Tensors> outputs;
       if (!list.empty()) outputs.push_back(list);
       return gpu->gather(outputs, inputs, options);
     }
-    return start(c10d::OpType::GATHER, "ringreduce:gather", inputs, results,
-                 gatherTo(list, input, rank_, options, kCall), options.asyncOp);
+    return start(*group, c10d::OpType::GATHER, "ringreduce:gather", inputs, results,
+                 gatherTo(list, input, group->callersRank(), options, kCall), options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const c10d::ScatterOptions& options) {
-  if (GpuBackend* gpu = gpuFor(outputs)) return gpu->scatter(outputs, inputs, options);
+  if (const auto gpu = gpuFor(outputs)) return gpu->scatter(outputs, inputs, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& output = onlyOne(outputs, "scatter");
-    const bool root = options.rootRank == rank_;
+    const bool root = options.rootRank == group->callersRank();
     StagedList staged;
     Scatter scatter{.inputs = {},
                     .output = staged.add(output, Use::kWrite, "scatter"),
@@ -277,18 +288,20 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                     .dtype = dtypeOf(output, "scatter"),
                     .root = static_cast<int>(options.rootRank)};
     if (!root && !inputs.empty())
-      refuse("scatter", c10::str("inputs at rank ", rank_, ", which is not the source, rank ",
-                                 options.rootRank));
+      refuse("scatter", c10::str("inputs at rank ", group->callersRank(),
+                                 ", which is not the source, rank ", options.rootRank));
     Tensors list;
-    if (root) list = onlyList(inputs, static_cast<size_t>(size_), "scatter", "input");
+    if (root)
+      list = onlyList(inputs, static_cast<size_t>(group->callersSize()), "scatter", "input");
     const OutputMemory written(outputs);
     for (size_t r = 0; r < list.size(); ++r) {
       requireLike(list[r], output.numel(), output, "scatter", "each input");
-      const bool in_place = static_cast<int>(r) == rank_ && isPartOf(output, list[r], 0);
+      const bool in_place =
+          static_cast<int>(r) == group->callersRank() && isPartOf(output, list[r], 0);
       scatter.inputs.push_back(staged.add(
           written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }
-    return start(c10d::OpType::SCATTER, "ringreduce:scatter", list, outputs,
+    return start(*group, c10d::OpType::SCATTER, "ringreduce:scatter", list, outputs,
                  {std::move(scatter), timeoutOf(options.timeout),
                   [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
@@ -299,10 +312,11 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_splits,
                                         std::vector<int64_t>& input_splits,
                                         const c10d::AllToAllOptions& options) {
-  if (GpuBackend* gpu = gpuFor(input))
+  if (const auto gpu = gpuFor(input))
     return gpu->alltoall_base(output, input, output_splits, input_splits, options);
   constexpr auto kCall = "all_to_all_single";
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     requireDense(input, kCall);
     requireDense(output, kCall);
     if (!input.is_contiguous())  // in the words of torch's own backends
@@ -314,13 +328,14 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
     if (even) requireLike(output, input.numel(), input, kCall, "the output (as the input)");
     const DType dtype = dtypeOf(input, kCall);
     StagedList staged;
-    AllToAll exchange{.inputs = {},
-                      .outputs = {},
-                      .send_counts = splitCounts(input, input_splits, size_, kCall, "input"),
-                      .recv_counts = splitCounts(output, output_splits, size_, kCall, "output"),
-                      .even = even,
-                      .dtype = dtype};
-    const auto own = static_cast<size_t>(rank_);
+    AllToAll exchange{
+        .inputs = {},
+        .outputs = {},
+        .send_counts = splitCounts(input, input_splits, group->callersSize(), kCall, "input"),
+        .recv_counts = splitCounts(output, output_splits, group->callersSize(), kCall, "output"),
+        .even = even,
+        .dtype = dtype};
+    const auto own = static_cast<size_t>(group->callersRank());
     if (exchange.send_counts[own] != exchange.recv_counts[own])
       refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
                              " elements and expects ", exchange.recv_counts[own]));
@@ -329,7 +344,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
         exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
-    return start(c10d::OpType::ALLTOALL_BASE, "ringreduce:all_to_all", {input}, {output},
+    return start(*group, c10d::OpType::ALLTOALL_BASE, "ringreduce:all_to_all", {input}, {output},
                  {std::move(exchange), timeoutOf(options.timeout),
                   [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
@@ -338,10 +353,11 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
-  if (GpuBackend* gpu = gpuFor(inputs)) return gpu->alltoall(outputs, inputs, options);
+  if (const auto gpu = gpuFor(inputs)) return gpu->alltoall(outputs, inputs, options);
   constexpr auto kCall = "all_to_all";
   return translated([&] {
-    const auto P = static_cast<size_t>(size_);
+    const std::shared_ptr<Group> group = this->group();
+    const auto P = static_cast<size_t>(group->callersSize());
     onlyList({inputs}, P, kCall, "input");
     onlyList({outputs}, P, kCall, "output");
     requireDense(inputs[0], kCall);
@@ -353,7 +369,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                       .even = false,
                       .dtype = dtypeOf(inputs[0], kCall)};
     for (size_t r = 0; r < P; ++r) {
-      const int64_t own = static_cast<int>(r) == rank_ ? inputs[r].numel() : -1;
+      const int64_t own = static_cast<int>(r) == group->callersRank() ? inputs[r].numel() : -1;
       requireLike(inputs[r], inputs[r].numel(), inputs[0], kCall, "each input");
       requireLike(outputs[r], own >= 0 ? own : outputs[r].numel(), inputs[0], kCall,
                   own >= 0 ? "this rank's own output" : "each output");
@@ -363,7 +379,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
     }
     for (const at::Tensor& input : OutputMemory(outputs).copyIfShared(inputs))
       exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
-    return start(c10d::OpType::ALLTOALL, "ringreduce:all_to_all", inputs, outputs,
+    return start(*group, c10d::OpType::ALLTOALL, "ringreduce:all_to_all", inputs, outputs,
                  {std::move(exchange), timeoutOf(options.timeout),
                   [staged = std::move(staged)] { staged.giveBack(); }},
                  options.asyncOp);
@@ -378,7 +394,8 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   if (gpu_ && options.device && options.device->is_cuda())
     c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
   return translated([&] {
-    return start({.type = c10d::OpType::BARRIER,
+    return start(*group(),
+                 {.type = c10d::OpType::BARRIER,
                   .title = "ringreduce:barrier",
                   .operations = {{Barrier{}, timeoutOf(options.timeout)}}},
                  options.asyncOp);
@@ -390,7 +407,8 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_
   translated([&] {
     // Here a timeout of 0 is a timeout: a rank that is not there already is late.
     const Nanos timeout = options.timeout.count() == 0 ? 1 : timeoutOf(options.timeout);
-    start({.type = c10d::OpType::BARRIER,
+    start(*group(),
+          {.type = c10d::OpType::BARRIER,
            .title = "ringreduce:monitored_barrier",
            .operations = {{MonitoredBarrier{}, timeout}}},
           /*async=*/false);
@@ -419,7 +437,7 @@ Message messageOf(const Tensors& tensors, Message::Direction direction, int peer
 }  // namespace
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->send(tensors, peer, tag);
+  if (const auto gpu = gpuFor(tensors)) return gpu->send(tensors, peer, tag);
   return translated([&] {
     return startMessage(c10d::OpType::SEND, "ringreduce:send", tensors,
                         messageOf(tensors, Message::Direction::kSend, peer, tag, "send"));
@@ -427,18 +445,18 @@ Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recv(tensors, peer, tag);
+  if (const auto gpu = gpuFor(tensors)) return gpu->recv(tensors, peer, tag);
   return translated([&] {
     if (peer < 0)
       refuse("recv",
-             "from rank " + std::to_string(peer) + " in a group of " + std::to_string(size_));
+             "from rank " + std::to_string(peer) + " in a group of " + std::to_string(getSize()));
     return startMessage(c10d::OpType::RECV, "ringreduce:recv", tensors,
                         messageOf(tensors, Message::Direction::kReceive, peer, tag, "recv"));
   });
 }
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->recvAnysource(tensors, tag);
+  if (const auto gpu = gpuFor(tensors)) return gpu->recvAnysource(tensors, tag);
   return translated([&] {
     return startMessage(c10d::OpType::RECVANYSOURCE, "ringreduce:recvAnySource", tensors,
                         messageOf(tensors, Message::Direction::kReceive, kAnySource, tag, "recv"));

@@ -111,19 +111,19 @@ Operation reduceScatterOf(const at::Tensor& output, const Tensors& inputs,
 }  // namespace
 
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce(tensors, options);
+  if (const auto gpu = gpuFor(tensors)) return gpu->allreduce(tensors, options);
   return translated([&] {
     if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
       return allreduce_sparse(tensors, options);
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
-    return start(c10d::OpType::ALLREDUCE, "ringreduce:all_reduce", tensors, tensors,
+    return start(*group(), c10d::OpType::ALLREDUCE, "ringreduce:all_reduce", tensors, tensors,
                  allReduceOf(tensor, options, "all_reduce"), options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const c10d::AllreduceCoalescedOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_coalesced(tensors, options);
+  if (const auto gpu = gpuFor(tensors)) return gpu->allreduce_coalesced(tensors, options);
   constexpr auto kCall = "all_reduce_coalesced";
   return translated([&] {
     requireSome(tensors, kCall);
@@ -156,16 +156,17 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
       bytes += tensor.nbytes();
     }
     flush();
-    return start(std::move(job), options.asyncOp);
+    return start(*group(), std::move(job), options.asyncOp);
   });
 }
 
 BucketAverage Backend::averageBucket(const at::Tensor& bucket, Context context) {
-  if (GpuBackend* gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
+  if (const auto gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
   return translated([&]() -> BucketAverage {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
-    const WorkPtr work = start({c10d::OpType::ALLREDUCE,
+    const WorkPtr work = start(*group(),
+                               {c10d::OpType::ALLREDUCE,
                                 "ringreduce:all_reduce",
                                 {bucket},
                                 {bucket},
@@ -182,14 +183,15 @@ BucketAverage Backend::averageBucket(const at::Tensor& bucket, Context context) 
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->reduce(tensors, options);
+  if (const auto gpu = gpuFor(tensors)) return gpu->reduce(tensors, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& tensor = onlyOne(tensors, "reduce");
     const ReduceOp op = opOf(options.reduceOp, "reduce");
     const at::Tensor real = addable(tensor, op, "reduce");
-    const bool root = options.rootRank == rank_;
+    const bool root = options.rootRank == group->callersRank();
     const Staged staged(real, root ? Use::kBoth : Use::kRead, "reduce");
-    return start(c10d::OpType::REDUCE, "ringreduce:reduce", tensors, tensors,
+    return start(*group, c10d::OpType::REDUCE, "ringreduce:reduce", tensors, tensors,
                  {Reduce{.input = staged.data(),
                          .output = staged.data(),
                          .count = countOf(real),
@@ -204,45 +206,52 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
 
 Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
-  if (GpuBackend* gpu = gpuFor(outputs)) return gpu->reduce_scatter(outputs, inputs, options);
+  if (const auto gpu = gpuFor(outputs)) return gpu->reduce_scatter(outputs, inputs, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
-    const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), "reduce_scatter", "input");
-    return start(c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
-                 reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, rank_, size_,
-                                 options, "reduce_scatter"),
-                 options.asyncOp);
+    const Tensors& list =
+        onlyList(inputs, static_cast<size_t>(group->callersSize()), "reduce_scatter", "input");
+    return start(
+        *group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
+        reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->callersRank(),
+                        group->callersSize(), options, "reduce_scatter"),
+        options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
-  if (GpuBackend* gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
+  if (const auto gpu = gpuFor(output)) return gpu->_reduce_scatter_base(output, input, options);
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     requireDense(input, "reduce_scatter_tensor");
-    return start(c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor", {input},
-                 {output},
-                 reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false, rank_,
-                                 size_, options, "reduce_scatter_tensor"),
+    return start(*group, c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor",
+                 {input}, {output},
+                 reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
+                                 group->callersRank(), group->callersSize(), options,
+                                 "reduce_scatter_tensor"),
                  options.asyncOp);
   });
 }
 
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  if (GpuBackend* gpu = gpuFor(outputs))
+  if (const auto gpu = gpuFor(outputs))
     return gpu->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   constexpr auto kCall = "reduce_scatter_tensor_coalesced";
   return translated([&] {
+    const std::shared_ptr<Group> group = this->group();
     requirePairs(outputs, inputs, kCall);
     Job job{c10d::OpType::COALESCED, "ringreduce:reduce_scatter_tensor_coalesced", inputs, outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
       job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,
-                                               rank_, size_, options, kCall));
+                                               group->callersRank(), group->callersSize(), options,
+                                               kCall));
     }
-    return start(std::move(job), options.asyncOp);
+    return start(*group, std::move(job), options.asyncOp);
   });
 }
 
@@ -352,10 +361,10 @@ Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
                                            const c10d::AllreduceOptions& options) {
-  if (GpuBackend* gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
+  if (const auto gpu = gpuFor(tensors)) return gpu->allreduce_sparse(tensors, options);
   return translated([&] {
     if (tensors.size() != 1) refuse("sparse all_reduce", "takes one tensor");
-    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce",
+    return start(*group(), c10d::OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce",
                  {},  // the profiler has no record of sparse shapes
                  tensors, sparseAllReduce(tensors[0], options), options.asyncOp);
   });
@@ -440,7 +449,7 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
     return start(
-        c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output},
+        *group(), c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output},
         {CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
                              .output = static_cast<float*>(out.data()),
                              .count = countOf(input),
@@ -460,7 +469,7 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
 BucketAverage Backend::averageBucket(const at::Tensor& bucket, Compression& compression,
                                      std::vector<Part> parts, bool last, Context context) {
   return translated([&]() -> BucketAverage {
-    GpuBackend* const gpu = gpuFor(bucket);
+    const GpuPtr gpu = gpuFor(bucket);
     requireDense(bucket, kHook, gpu ? bucket.device() : c10::Device(at::kCPU));
     const DType dtype = dtypeOf(bucket, kHook);
     // In the host's memory: in its own, or where it is copied to and back from.
@@ -483,7 +492,8 @@ BucketAverage Backend::averageBucket(const at::Tensor& bucket, Compression& comp
       then();
       staged.giveBack();
     };
-    const WorkPtr work = start({c10d::OpType::ALLREDUCE,
+    const WorkPtr work = start(*group,
+                               {c10d::OpType::ALLREDUCE,
                                 "ringreduce:compressed_all_reduce",
                                 {bucket},
                                 {trip ? trip->host() : bucket},

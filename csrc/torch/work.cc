@@ -148,6 +148,7 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
       work->complete(nullptr);
       return work;
     }
+    if (job.refused_after_failure) group.checkHealth();
     work->handle_ = group.submitAll(std::move(job.operations), [work](std::exception_ptr error) {
       work->complete(std::move(error));
     });

@@ -97,6 +97,7 @@ struct Job {
   Context context = {};                    // follows an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
   std::shared_ptr<Observer> observer = {};
+  bool refused_after_failure = false;  // where the group has failed, also if it is asynchronous
 };
 
 class Work final : public c10d::Work {
