@@ -31,8 +31,9 @@ constexpr Nanos kRank0Grace = 3 * kSecond;
 // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
 // within the first time, and for as long as the second one.
 constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
-// The shortest time between two looks into the store for a table, and for records of other hosts.
-constexpr Nanos kLeastPause = 50 * kMicrosecond, kRecordsPause = kMillisecond;
+// The shortest time between two looks into the store: for a table, times the number of ranks that
+// look, and at most the second one; for records of other hosts, the second one.
+constexpr Nanos kLeastPause = 25 * kMicrosecond, kRecordsPause = kMillisecond;
 
 std::string recordKey(int rank) {
   return "ringreduce/rank/" + std::to_string(rank);
@@ -532,7 +533,10 @@ class Meeting {
 
   // In proportion to the time that has been waited: few looks into the store are in vain, and no
   // rank waits much longer than it must.
-  Nanos pause() const { return std::clamp<Nanos>(stopwatch_.waited() / 4, kLeastPause, kTick); }
+  Nanos pause() const {
+    const Nanos least = std::min(size_ * kLeastPause, kRecordsPause);
+    return std::clamp<Nanos>(stopwatch_.waited() / 4, least, kTick);
+  }
 
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
