@@ -24,7 +24,7 @@ Backend = Any
 # In the store of a group that goes on after losses, once it is made.  torchrun's restarts may share
 # a store.
 _MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-# The process that has made such a group: itself, or the one that it was forked from.
+# The process that has been in such a group: this one, or the one that it was forked from.
 _maker = 0
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
@@ -117,6 +117,12 @@ def _when_to_connect(dist_backend_opts: Any, options: Options) -> str:
     return "join" if dist_backend_opts.store.check([_MADE]) else "now"
 
 
+def note_member() -> None:
+    """This process has been in a group that goes on after losses."""
+    global _maker
+    _maker = os.getpid()
+
+
 def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     """What torch calls to make a group; collective over its ranks.
 
@@ -152,8 +158,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         **dataclasses.asdict(options),
     )
     if connect == "now" and extension().goes_on(backend):
-        global _maker
-        _maker = os.getpid()
+        note_member()
         dist_backend_opts.store.set(_MADE, "1")
     return backend
 

@@ -22,6 +22,7 @@ rank is missing.  The new group is made beside the old one; a second all-reduce 
 whether all survivors have made it.
 """
 
+import contextlib
 import io
 import json
 import logging
@@ -30,16 +31,18 @@ import os
 import pickle
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import backend_of, extension
+from ringreduce._backend import backend_of, extension, note_member
 from ringreduce.errors import Error, PeerLost, Timeout
-from ringreduce.hooks import averages_exactly, register_comm_hook
+from ringreduce.hooks import averages_exactly, hooked_models, register_comm_hook
 
 __all__ = ["ElasticSampler", "State"]
 
@@ -48,8 +51,8 @@ _log = logging.getLogger("ringreduce")
 _ASKS = "ringreduce/elastic/asks/"  # and the rank: the newcomer's token, and how often it asked
 _ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in
 _PLACE = "ringreduce/elastic/groups/"  # and a number: where the ranks of a group meet
-# The descriptor to which a rank writes its number once it has the state (supervise.py).
-SUPERVISOR = "RINGREDUCE_SUPERVISOR"
+# The folder in which a rank makes a file of its number once it has the state (supervise.py).
+SUPERVISOR = "_RR_SUPERVISOR"
 # How often newcomers ask, and how often a rank looks for them, in seconds.
 _ASK_SECONDS = 0.05
 # How far apart ranks may give up making a group, in seconds.
@@ -118,7 +121,6 @@ class ElasticSampler:
 
     def _commit(self, ranks: list[int], batches: int) -> None:
         """That many batches of each rank are over, of which those of `ranks` count."""
-        batches = min(batches, len(self))  # a commit at the end of an epoch may have none
         for step in range(self._steps, self._steps + batches):
             for place, rank in enumerate(self._ranks):
                 if rank not in ranks:
@@ -152,6 +154,10 @@ class ElasticSampler:
                 )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._rest, self._steps, self._lost = state["rest"].clone(), 0, []
+
+
+# The group's State that was restored.
+_restored: weakref.WeakKeyDictionary[dist.ProcessGroup, "State"] = weakref.WeakKeyDictionary()
 
 
 class _TensorsApart(pickle.Pickler):
@@ -238,20 +244,23 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"a part of the state cannot be called {name!r}")
             setattr(self, name, part)
-        self._models = [p for p in parts.values() if isinstance(p, DistributedDataParallel)]
+        # Those that are no part, but inside of one or around one, count too.
+        models = {m for part in parts.values() for m in _models_in(part)}
+        if any(model.process_group is not group for model in models):
+            raise ValueError("the DistributedDataParallel model must be on the default group")
+        self._models = [m for m in hooked_models() if m.process_group is group]
+        if not models.issubset(self._models) or not all(map(averages_exactly, self._models)):
+            raise ValueError(
+                "register ringreduce's hook without a codec on each DistributedDataParallel model "
+                "before the State is made: ringreduce.register_comm_hook(model)"
+            )
         for model in self._models:
-            if model.process_group is not group:
-                raise ValueError("the DistributedDataParallel model must be on the default group")
-            if not averages_exactly(model):
-                raise ValueError(
-                    "register ringreduce's hook without a codec on the DistributedDataParallel "
-                    "model before the State is made: ringreduce.register_comm_hook(model)"
-                )
             model.register_forward_pre_hook(lambda *_: self._let_roots_move(True))
             model.register_forward_hook(lambda *_: self._let_roots_move(False), always_call=True)
         self._ranks: list[int] = []  # that took part in the last commit, the same on all of them
         self._version = 0  # of these
         self._took_part: list[int] = []
+        self._given = 0  # batches since the last commit
         self._groups = 0  # that were prepared so far, the same on all ranks
         self._seen: dict[int, str] = {}  # how newcomers asked when this rank last looked
         self._next_look = 0.0
@@ -289,16 +298,28 @@ class State:
 
         Raises:
             Timeout: within the group's timeout, no `commit` has let this process in.
-            PeerLost: all ranks that had the state are lost.
+            PeerLost: all ranks that had the state are lost; at the start of a run, rank 0.
+            RuntimeError: another State of the group was restored before, or this one.
         """
+        group = dist.group.WORLD
+        if group in _restored:
+            raise RuntimeError("a group has one State, whose restore() is called once")
         if extension().is_connected(self._backend):
             alive, _ = self._vote({})
-            self._receive_from(alive, is_new=True)
+            if alive[0] != 0:
+                raise PeerLost(
+                    "rank 0, which has the state to start from, is lost before restore()"
+                )
+            self._receive_from([0], self._packed(), is_new=True)
             self._become(alive)
         else:
             self._join()
+            note_member()
+        assert group is not None
+        _restored[group] = self
         if supervisor := os.environ.get(SUPERVISOR):
-            os.write(int(supervisor), f"{self._rank}\n".encode())
+            with contextlib.suppress(OSError):  # it has ended
+                Path(supervisor, str(self._rank)).touch()
 
     def _join(self) -> None:
         """Takes the place of a lost rank."""
@@ -318,7 +339,7 @@ class State:
             alive, _ = self._vote({})
             # Without any of them, they have given this newcomer up.
             if not set(alive).isdisjoint(donors):
-                self._receive_from([r for r in donors if r in alive], is_new=True)
+                self._receive_from([r for r in donors if r in alive], None, is_new=True)
                 self._become(alive)
                 return
 
@@ -329,7 +350,8 @@ class State:
             if time.monotonic() > deadline:
                 raise Timeout(
                     f"rank {self._rank} asked the running group for {timeout:g} s to be let in; "
-                    "no rank called commit(), or the old process of this rank is still in the group"
+                    "no rank called commit(), another process has this rank, or the store is that "
+                    "of a job that has ended"
                 )
             asked += 1
             self._store.set(f"{_ASKS}{self._rank}", f"{token} {asked}")
@@ -339,11 +361,10 @@ class State:
 
     # ---- the boundary of steps
 
-    def commit(self, batches: int = 1) -> None:
+    def commit(self) -> None:
         """Ends a step: learns of losses, and lets newcomers in; collective.
 
-        Args:
-            batches: how many of the sampler's batches each rank has used since the last commit.
+        The batches that `batches` has given since the last commit count as seen.
 
         Raises:
             RuntimeError: `restore` was not called.
@@ -354,32 +375,48 @@ class State:
         alive, tokens = self._vote(self._newcomers())
         self._took_part = alive
         if self.sampler is not None:
-            self.sampler._commit(alive, batches)
+            self.sampler._commit(alive, self._given)
+            self._given = 0
         joined = False
         if tokens:
             alive, joined = self._admit(alive, tokens)
         if alive != self._ranks or joined:
             self._become(alive)
 
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether `batches` has given the last batch of the sampler's epoch.
+
+        For those who commit after several batches: they commit after this one too.
+        """
+        return self.sampler is not None and self._given == len(self.sampler)
+
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches that are left of the sampler's epoch, and then the sampler is in the next.
+        """The batches that are left of the sampler's epoch; then the sampler is in the next one.
 
         Args:
             loader: draws from the sampler: `DataLoader(dataset, batch_sampler=state.sampler)`.
+
+        Raises:
+            RuntimeError: the loader does not draw from the sampler, or the last batch of the epoch
+                was not committed.
         """
         sampler = self.sampler
         if sampler is None:
             raise ValueError("batches() needs a State with a sampler")
         while len(sampler) > 0:
-            version = self._version
+            version, self._given = self._version, 0
             for batch in loader:
+                if self.is_last_batch:
+                    raise RuntimeError("the loader has more batches than the State's sampler")
+                self._given += 1
                 yield batch
                 if self._version != version:
                     break  # what was drawn ahead is drawn again
             if self._version == version and len(sampler) > 0:
                 raise RuntimeError(
-                    f"{len(sampler)} batches were used without a commit(): call it after each, or "
-                    "pass commit(batches=N)"
+                    f"the epoch ended with {self._given} of {len(sampler)} batches used and not "
+                    "committed: call commit() after the last batch too (State.is_last_batch)"
                 )
         sampler._next_epoch()
 
@@ -432,9 +469,10 @@ class State:
             for rank, token in tokens.items():
                 self._store.set(f"{_ANSWERS}{token}", answer)
                 self._store.delete_key(f"{_ASKS}{rank}")
+            packed = self._packed()
             place = f"{_PLACE}{self._groups}"
             extension().prepare(self._backend, place, members, self._join_seconds)
-        except RuntimeError as error:  # ours, or the store's
+        except Exception as error:  # ours, the store's, or that of a part that cannot be sent
             _log.warning("rank %d cannot let ranks %s join: %s", self._rank, [*tokens], error)
             is_made.zero_()
         dist.all_reduce(is_made, op=dist.ReduceOp.MIN)
@@ -443,7 +481,7 @@ class State:
             return alive, False
         extension().enter_prepared(self._backend)
         together, _ = self._vote({})
-        self._receive_from([r for r in alive if r in together], is_new=False)
+        self._receive_from([r for r in alive if r in together], packed, is_new=False)
         for model in self._models:
             _renew_reducer(model)
         if together[0] == self._rank:
@@ -475,12 +513,33 @@ class State:
             else:
                 part.load_state_dict(value)
 
-    def _receive_from(self, donors: list[int], is_new: bool) -> None:
-        """Broadcasts the state of the first donor that lives long enough, for the new ranks."""
+    def _packed(self) -> tuple[bytes, list[torch.Tensor]]:
+        """This rank's state: pickled, and the tensors that were left out of that."""
+        file = io.BytesIO()
+        pickler = _TensorsApart(file)
+        pickler.dump(self._content())
+        kinds = [(t.dtype, t.shape) for t in pickler.tensors]
+        tensors = [t.cpu().contiguous() for t in pickler.tensors]
+        return pickle.dumps((kinds, file.getvalue())), tensors
+
+    def _receive_from(
+        self,
+        donors: list[int],
+        packed: tuple[bytes, list[torch.Tensor]] | None,
+        is_new: bool,
+    ) -> None:
+        """Broadcasts the state of the first donor that lives long enough, for the new ranks.
+
+        `packed`: this rank's, if it is a donor.
+        """
         error: PeerLost | None = None
         for donor in donors:
             try:
-                content = self._broadcast_from(donor, is_new)
+                if donor == self._rank:
+                    assert packed is not None
+                    _send(*packed)
+                else:
+                    content = self._receive(donor, is_new)
             except PeerLost as lost:  # the same on all ranks, so all turn to the next
                 error = lost
                 continue
@@ -489,41 +548,37 @@ class State:
             return
         raise PeerLost(f"all ranks that had the state are lost: {error}") from error
 
-    def _broadcast_from(self, donor: int, is_new: bool) -> dict[str, Any]:
-        """The donor's state, for the new; others only take part."""
-        file, tensors = io.BytesIO(), []
-        if donor == self._rank:
-            pickler = _TensorsApart(file)
-            pickler.dump(self._content())
-            kinds = [(t.dtype, t.shape) for t in pickler.tensors]
-            tensors = [t.cpu().contiguous() for t in pickler.tensors]
-            sent = torch.frombuffer(
-                bytearray(pickle.dumps((kinds, file.getvalue()))), dtype=torch.uint8
-            )
-            size = torch.tensor([sent.numel()], device="cpu")
-            dist.broadcast(size, donor)
-            dist.broadcast(sent, donor)
-        else:
-            size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            dist.broadcast(size, donor)
-            sent = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            dist.broadcast(sent, donor)
-            kinds, pickled = pickle.loads(sent.numpy().tobytes())
-            file = io.BytesIO(pickled)
-        for index, (dtype, shape) in enumerate(kinds):
-            tensor = (
-                tensors[index]
-                if donor == self._rank
-                else torch.empty(shape, dtype=dtype, device="cpu")
-            )
+    def _receive(self, donor: int, is_new: bool) -> dict[str, Any]:
+        """The donor's state for the new; others only take part."""
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        dist.broadcast(size, donor)
+        received = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        dist.broadcast(received, donor)
+        kinds, pickled = pickle.loads(received.numpy().tobytes())
+        tensors = []
+        for dtype, shape in kinds:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             if tensor.numel() > 0:
                 dist.broadcast(tensor, donor)
-            if is_new and donor != self._rank:
+            if is_new:
                 tensors.append(tensor)
-        if not is_new or donor == self._rank:
+        if not is_new:
             return {}
-        content: dict[str, Any] = _TensorsFrom(file, tensors).load()
+        content: dict[str, Any] = _TensorsFrom(io.BytesIO(pickled), tensors).load()
         return content
+
+
+def _send(pickled: bytes, tensors: list[torch.Tensor]) -> None:
+    rank = dist.get_rank()
+    sent = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+    for tensor in [torch.tensor([sent.numel()], device="cpu"), sent, *tensors]:
+        if tensor.numel() > 0:
+            dist.broadcast(tensor, rank)
+
+
+def _models_in(part: Any) -> list[DistributedDataParallel]:
+    modules = part.modules() if isinstance(part, torch.nn.Module) else []
+    return [m for m in modules if isinstance(m, DistributedDataParallel)]
 
 
 def _has_state(part: Any) -> bool:

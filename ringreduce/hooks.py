@@ -30,6 +30,11 @@ _codecs: weakref.WeakKeyDictionary[DistributedDataParallel, str | None] = (
 )
 
 
+def hooked_models() -> list[DistributedDataParallel]:
+    """The models that have our hook and live."""
+    return list(_codecs)
+
+
 def averages_exactly(model: DistributedDataParallel) -> bool:
     """Whether `register_comm_hook` was called for the model, without a codec."""
     return model in _codecs and _codecs[model] is None

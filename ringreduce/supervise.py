@@ -13,12 +13,14 @@ holds only the store, for ranks that something else starts (docs/survive.md).
 """
 
 import argparse
-import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -68,9 +70,8 @@ class _Ranks:
         self.command, self.count, self.port = command, count, port
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
-        # A rank that has the state writes its number (elastic.py).
-        self.news, self.tells = os.pipe()
-        os.set_blocking(self.news, False)
+        self.had_state = False  # whether any rank has had the state
+        self.folder = tempfile.mkdtemp()  # a rank that has the state makes a file (elastic.py)
 
     def start(self, rank: int) -> None:
         environment = {
@@ -87,9 +88,10 @@ class _Ranks:
             # torch then takes the store at that port, and rank 0 starts none.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            SUPERVISOR: str(self.tells),
+            SUPERVISOR: self.folder,
         }
-        self.running[rank] = subprocess.Popen(self.command, env=environment, pass_fds=[self.tells])
+        Path(self.folder, str(rank)).unlink(missing_ok=True)
+        self.running[rank] = subprocess.Popen(self.command, env=environment)
         _say(f"rank {rank} is process {self.running[rank].pid}")
 
     def start_again(self, rank: int) -> None:
@@ -98,8 +100,9 @@ class _Ranks:
 
     def ended(self) -> dict[int, int]:
         """The exit statuses of the ranks that have ended since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            self.waiting -= {int(line) for line in os.read(self.news, 1 << 16).split()}
+        with_state = {int(name) for name in os.listdir(self.folder)}
+        self.had_state |= bool(with_state)
+        self.waiting -= with_state
         codes = {r: code for r, p in self.running.items() if (code := p.poll()) is not None}
         for rank in codes:
             del self.running[rank]
@@ -107,6 +110,8 @@ class _Ranks:
         return codes
 
     def stop(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for process in self.running.values():
             process.terminate()
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -116,6 +121,7 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _supervise(ranks: _Ranks, restarts: int) -> int:
@@ -136,8 +142,8 @@ def _supervise(ranks: _Ranks, restarts: int) -> int:
                 why = "others have ended well" if finished else "no restarts are left"
                 _say(f"rank {rank} ended with {_how(code)}; {why}")
                 failed += 1
-        if ranks.running and ranks.waiting.issuperset(ranks.running):
-            _say(f"no rank is left that could let ranks {sorted(ranks.running)} join")
+        if ranks.had_state and ranks.running and ranks.waiting.issuperset(ranks.running):
+            _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
             break
     return 0 if finished and not failed else 1
 
