@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ Backend = Any
 _MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 # The process that has been in such a group: this one, or the one that it was forked from.
 _maker = 0
+
+SUPERVISOR = "_RR_SUPERVISOR"  # the variable with that folder
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
 THREADS_GRACE = 0.2
@@ -121,6 +124,14 @@ def note_member() -> None:
     """This process has been in a group that goes on after losses."""
     global _maker
     _maker = os.getpid()
+    tell_supervisor("made")
+
+
+def tell_supervisor(name: str) -> None:
+    """Makes a file in supervise.py's folder, if there is one: "made", or a rank with the state."""
+    if folder := os.environ.get(SUPERVISOR):
+        with contextlib.suppress(OSError):  # it has ended
+            Path(folder, name).touch()
 
 
 def create(dist_backend_opts: Any, backend_options: Any) -> Backend:

@@ -22,25 +22,22 @@ rank is missing.  The new group is made beside the old one; a second all-reduce 
 whether all survivors have made it.
 """
 
-import contextlib
 import io
 import json
 import logging
 import math
-import os
 import pickle
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce._backend import backend_of, extension, note_member
+from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
 from ringreduce.errors import Error, PeerLost, Timeout
 from ringreduce.hooks import averages_exactly, hooked_models, register_comm_hook
 
@@ -51,8 +48,6 @@ _log = logging.getLogger("ringreduce")
 _ASKS = "ringreduce/elastic/asks/"  # and the rank: the newcomer's token, and how often it asked
 _ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in
 _PLACE = "ringreduce/elastic/groups/"  # and a number: where the ranks of a group meet
-# The folder in which a rank makes a file of its number once it has the state (supervise.py).
-SUPERVISOR = "_RR_SUPERVISOR"
 # How often newcomers ask, and how often a rank looks for them, in seconds.
 _ASK_SECONDS = 0.05
 # How far apart ranks may give up making a group, in seconds.
@@ -317,9 +312,7 @@ class State:
             note_member()
         assert group is not None
         _restored[group] = self
-        if supervisor := os.environ.get(SUPERVISOR):
-            with contextlib.suppress(OSError):  # it has ended
-                Path(supervisor, str(self._rank)).touch()
+        tell_supervisor(str(self._rank))
 
     def _join(self) -> None:
         """Takes the place of a lost rank."""

@@ -25,7 +25,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringreduce.elastic import SUPERVISOR
+from ringreduce._backend import SUPERVISOR
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -70,8 +70,8 @@ class _Ranks:
         self.command, self.count, self.port = command, count, port
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
-        self.had_state = False  # whether any rank has had the state
-        self.folder = tempfile.mkdtemp()  # a rank that has the state makes a file (elastic.py)
+        self.was_made = False  # whether there has been a group
+        self.folder = tempfile.mkdtemp()  # for tell_supervisor
 
     def start(self, rank: int) -> None:
         environment = {
@@ -100,9 +100,9 @@ class _Ranks:
 
     def ended(self) -> dict[int, int]:
         """The exit statuses of the ranks that have ended since the last call."""
-        with_state = {int(name) for name in os.listdir(self.folder)}
-        self.had_state |= bool(with_state)
-        self.waiting -= with_state
+        told = os.listdir(self.folder)
+        self.was_made |= bool(told)
+        self.waiting -= {int(name) for name in told if name.isdigit()}
         codes = {r: code for r, p in self.running.items() if (code := p.poll()) is not None}
         for rank in codes:
             del self.running[rank]
@@ -142,7 +142,7 @@ def _supervise(ranks: _Ranks, restarts: int) -> int:
                 why = "others have ended well" if finished else "no restarts are left"
                 _say(f"rank {rank} ended with {_how(code)}; {why}")
                 failed += 1
-        if ranks.had_state and ranks.running and ranks.waiting.issuperset(ranks.running):
+        if ranks.was_made and ranks.running and ranks.waiting.issuperset(ranks.running):
             _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
             break
     return 0 if finished and not failed else 1
