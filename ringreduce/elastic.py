@@ -50,9 +50,9 @@ _ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets i
 _PLACE = "ringreduce/elastic/groups/"  # and a number: where the ranks of a group meet
 # How often newcomers ask, and how often a rank looks for them, in seconds.
 _ASK_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
 # How far apart ranks may give up making a group, in seconds.
 _JOIN_SPREAD = 5.0
-_LOOK_SECONDS = 0.1
 
 
 class ElasticSampler:
@@ -151,8 +151,8 @@ class ElasticSampler:
         self._rest, self._steps, self._lost = state["rest"].clone(), 0, []
 
 
-# The group's State that was restored.
-_restored: weakref.WeakKeyDictionary[dist.ProcessGroup, "State"] = weakref.WeakKeyDictionary()
+# The groups whose State was restored.
+_restored: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class _TensorsApart(pickle.Pickler):
@@ -297,6 +297,7 @@ class State:
             RuntimeError: another State of the group was restored before, or this one.
         """
         group = dist.group.WORLD
+        assert group is not None
         if group in _restored:
             raise RuntimeError("a group has one State, whose restore() is called once")
         if extension().is_connected(self._backend):
@@ -310,8 +311,7 @@ class State:
         else:
             self._join()
             note_member()
-        assert group is not None
-        _restored[group] = self
+        _restored.add(group)
         tell_supervisor(str(self._rank))
 
     def _join(self) -> None:
