@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600  # deadline
-LOGGED = re.compile(r"rank .* is lost: .*|rank .* has joined; .*")
+LOGGED = re.compile(r"rank .* is lost: .*|rank .* joined; .*")
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
@@ -136,7 +136,7 @@ def show(args: argparse.Namespace) -> bool:
     times = train(args)
     logs = [(args.out / "logs" / f"survive-rank{r}.log").read_text() for r in range(args.ranks)]
     logged = [line for log in logs for line in LOGGED.findall(log)]
-    logged.sort(key=lambda line: " has joined; " in line)
+    logged.sort(key=lambda line: " joined; " in line)
     steps = read_steps(args)
     lost = lost_steps(steps, args.victim)
     ends = [
@@ -155,7 +155,7 @@ def show(args: argparse.Namespace) -> bool:
     (args.out / "survive.json").write_text(json.dumps(results, indent=1) + "\n")
     _demo_report.plot_survival(results, args.out / "survive.png")
     print(_demo_report.survival(results, args.out))
-    told = [sum(word in line for line in logged) for word in (" is lost: ", " has joined; ")]
+    told = [sum(word in line for line in logged) for word in (" is lost: ", " joined; ")]
     return told == [1, 1] and not lost and results["equal_weights"]
 
 
