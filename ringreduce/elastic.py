@@ -474,10 +474,11 @@ class State:
             return alive, False
         extension().enter_prepared(self._backend)
         together, _ = self._vote({})
-        self._receive_from([r for r in alive if r in together], packed, is_new=False)
+        donors = [r for r in alive if r in together]
+        self._receive_from(donors, packed, is_new=False)
         for model in self._models:
             _renew_reducer(model)
-        if together[0] == self._rank:
+        if donors[0] == self._rank:
             names = " and ".join(f"rank {r}" for r in tokens if r in together) or "no rank"
             _log.warning("%s joined; %d of %d ranks go on", names, len(together), self._world_size)
         return together, True
