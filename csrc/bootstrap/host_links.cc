@@ -173,7 +173,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   agreed_cost_ = AgreedWireCost::fromEnvironment();
   const int here = static_cast<int>(hosts.localRanks().size());
   SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
-  local.min_ranks = 0;  // the group between hosts does not survive losses
+  local.min_ranks = 0;  // a group that survives losses has no groups of a host
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + ring_setting_ + "|" +
          local.toText();
 }

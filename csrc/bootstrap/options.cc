@@ -39,6 +39,14 @@ GroupOptions GroupOptions::ofRanks(const std::vector<int>& ranks) const {
   return some;
 }
 
+GroupOptions GroupOptions::ofMembers(const std::vector<int>& ranks, int size) const {
+  const bool all = static_cast<int>(ranks.size()) == size;
+  GroupOptions some = all ? *this : ofRanks(ranks);
+  some.members = all ? std::vector<int>() : ranks;
+  if (!all && some.of_ranks == 0) some.of_ranks = size;
+  return some;
+}
+
 int coresAvailable() {
   cpu_set_t set;
   CPU_ZERO(&set);

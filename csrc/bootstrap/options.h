@@ -57,10 +57,8 @@ struct GroupOptions {
   int of_ranks = 0;       // of how many these are some; 0: they are all
   bool together = false;  // all ranks are known to share a host: sockets are not for them
 
-  // The ranks by the numbers that callers use, ascending, if the group has some of its caller's
-  // ranks only; empty: as they are here.
+  // Those of the caller's ranks that take part, ascending; empty: all.
   std::vector<int> members = {};
-  int members_of = 0;  // how many ranks callers count, if there are `members`
 
   std::string store_host = "";  // where the store is, by name or number, if that is known
 
@@ -74,10 +72,6 @@ struct GroupOptions {
     for (int& rank : ranks) rank = shownAs(rank);
     return ranks;
   }
-  // The number that callers use.
-  int memberAt(int rank) const {
-    return members.empty() ? rank : members[static_cast<size_t>(rank)];
-  }
   int startedAs(int rank) const {
     return started_as.empty() ? shownAs(rank) : started_as[static_cast<size_t>(rank)];
   }
@@ -86,6 +80,8 @@ struct GroupOptions {
   std::string rankList(const std::vector<int>& ranks) const;  // "ranks 0 and 1 (started as 2)"
   // The options of a group of some of the ranks.
   GroupOptions ofRanks(const std::vector<int>& ranks) const;
+  // The same for the operations of a larger group in which these take part.
+  GroupOptions ofMembers(const std::vector<int>& ranks, int size) const;
 
   // Called now and then by waits in a user's thread; throws to end them (Ctrl-C).  May be null.
   void (*interrupt)() = nullptr;

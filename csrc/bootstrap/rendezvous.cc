@@ -173,10 +173,6 @@ class Meeting {
       return fieldOf(one.second, "id") == fieldOf(mine_, "id");
     });
     const bool memory = here && (options_.together || !forcesSockets());
-    if (!memory && shared_.min_ranks > 0)
-      throw Error(Failure::kArgument,
-                  "on_loss is 'continue', and not all ranks of group '" + options_.name +
-                      "' share memory; several hosts and RINGREDUCE_WIRE=tcp need on_loss='error'");
     Fields table{{"attempt", attempt_},
                  {"version", kVersion},
                  {"id", fieldOf(mine_, "id")},

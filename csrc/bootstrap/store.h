@@ -1,6 +1,6 @@
 // The key-value store through which ranks find each other; any will do (csrc/torch adapts torch's).
 //
-// It is used while a group is being made and never after.
+// It is used while a group is made, and after losses if the group goes on between hosts.
 #pragma once
 
 #include <unistd.h>
@@ -20,6 +20,13 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual std::optional<std::string> get(const std::string& key) = 0;  // does not wait
   virtual void remove(const std::string& key) = 0;
+  // Sets the value if the key has none.  Returns the value that the key then has.
+  virtual std::string setOnce(const std::string& key, const std::string& value) {
+    (void)key, (void)value;
+    throw Error(Failure::kSetup,
+                "on_loss='continue' between hosts needs a store with compare_set, which all of "
+                "torch's own have");
+  }
 };
 
 // A store whose errors name this rank and the group, and the usual cause.
@@ -36,6 +43,9 @@ class NamedStore final : public Store {
   }
   void remove(const std::string& key) override {
     named([&] { store_.remove(key); });
+  }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    return named([&] { return store_.setOnce(key, value); });
   }
 
  private:

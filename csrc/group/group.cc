@@ -1,19 +1,16 @@
-// Puts membership, arbiter, wires and executor together.
+// Runs operations and messages in the epoch of the group.  Recoveries are in group_recovery.cc.
 #include "group/group.h"
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <utility>
 
-#include "base/bytes.h"
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/host_links.h"
-#include "bootstrap/rendezvous.h"
-#include "bootstrap/store.h"
-#include "collectives/hierarchy.h"
+#include "bootstrap/topology.h"
 #include "group/network.h"
 #include "group/wires.h"
 #include "kernels/reduce.h"
@@ -21,131 +18,81 @@
 namespace ringreduce {
 namespace {
 
-// A blocking caller spins if there is a core for every rank, but not for long, since the scheduler
-// may still put two ranks on one core.  The worker runs beside the computation that made its input,
-// and yielding would give the computation a whole time slice, so the worker sleeps soon.
-Patience patienceOf(bool in_users_thread, int world_size) {
-  const bool crowded = world_size > coresAvailable();
-  if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
-  return {.spin = crowded ? 0 : 10 * kMicrosecond, .yield = 200 * kMicrosecond};
+std::vector<int> membersOf(const Epoch& epoch) {
+  std::vector<int> members = epoch.options.members;
+  for (int r = static_cast<int>(members.size()); r < epoch.size; ++r) members.push_back(r);
+  return members;
 }
 
 }  // namespace
 
-std::shared_ptr<Group> Group::create(Store& users_store, int rank, int world_size,
+std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int world_size,
                                      const GroupOptions& options) {
-  if (world_size < 1 || rank < 0 || rank >= world_size)
+  std::vector<int> members = options.members;
+  if (members.empty())
+    for (int r = 0; r < world_size; ++r) members.push_back(r);
+  const auto self = std::ranges::find(members, rank);
+  if (self == members.end())
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
-  NamedStore store(users_store, rank, options);
-  auto links = std::make_unique<HostLinks>(options);
-  Rendezvous met = rendezvous(store, rank, world_size, options,
-                              [&](const Hosts& hosts) { return links->open(hosts); });
-  GroupOptions made = options;
-  made.attempt = nullptr;  // it ends with this call
-  if (!met.hosts) {
-    const bool goes_on = world_size > 1 && met.membership.options.min_ranks > 0;
-    for (int r = 0; r < world_size && goes_on; ++r)
-      if (const auto& process = met.membership.members[static_cast<size_t>(r)].process;
-          !process || !*process)
-        throw Error(Failure::kSetup,
-                    "rank " + options.shown(rank) + " cannot see when the process of rank " +
-                        options.shown(r) +
-                        " ends, which on_loss='continue' needs: pidfds of Linux 5.3 or newer");
-    return std::shared_ptr<Group>(new Group(rank, std::move(met.membership), made));
-  }
-
-  const Hosts& hosts = *met.hosts;
+  auto executor = std::make_unique<Executor>();
   std::shared_ptr<Group> local;
-  Membership local_members;
-  links->join(hosts, store, [&](const HostLinks::Poll& poll) {
-    const auto share = [&](const char* purpose) {
-      return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
-                         poll);
-    };
-    if (hosts.count() > 1) {
-      GroupOptions local_options = made.ofRanks(hosts.localRanks());
-      local_options.together = true;
-      local.reset(new Group(hosts.localRankOf(rank), share("group"), local_options));
-    }
-    if (Hierarchy::fits(hosts, links->sharedOptions())) local_members = share("hierarchy");
-  });
-  auto network = std::make_unique<Network>(std::move(links));
-  return std::shared_ptr<Group>(new Group(rank, std::move(network), std::move(*met.hosts),
-                                          std::move(local), std::move(local_members), made));
+  const auto make_local = [&](int local_rank, Membership membership, const GroupOptions& of_host) {
+    auto of_local = std::make_unique<Executor>();
+    auto epoch = std::make_shared<Epoch>(local_rank, std::move(membership), of_host, *of_local);
+    const int size = epoch->size;
+    local.reset(new Group(local_rank, size, of_host, std::move(of_local), std::move(epoch), nullptr,
+                          nullptr));
+  };
+  auto epoch = Epoch::create(*store, static_cast<int>(self - members.begin()),
+                             static_cast<int>(members.size()),
+                             options.ofMembers(members, world_size), *executor, make_local);
+  GroupOptions made = options;
+  made.attempt = nullptr;
+  return std::shared_ptr<Group>(new Group(rank, world_size, made, std::move(executor),
+                                          std::move(epoch), std::move(local), store));
 }
 
-Group::Group(int rank, Membership membership, const GroupOptions& options)
+Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,
+             std::shared_ptr<Epoch> epoch, std::shared_ptr<Group> local,
+             const std::shared_ptr<Store>& store)
     : rank_(rank),
-      size_(static_cast<int>(membership.members.size())),
+      size_(size),
       options_(options),
       generation_(forkGeneration()),
-      users_patience_(patienceOf(/*in_users_thread=*/true, size_)),
-      workers_patience_(patienceOf(/*in_users_thread=*/false, size_)),
       timeout_(options.timeout),
-      shared_(membership.options),
-      membership_(std::move(membership)),
-      arbiter_(std::make_unique<Arbiter>(rank, seatsOf(membership_), options_, nullptr,
-                                         shared_.min_ranks)),
-      wires_(wiresInMemory(rank, membership_, *arbiter_)),
-      executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter_,
-                                             *executor_, options_, users_patience_)) {}
-
-Group::Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
-             Membership local_members, const GroupOptions& options)
-    : rank_(rank),
-      size_(hosts.size()),
-      options_(options),
-      generation_(forkGeneration()),
-      users_patience_(
-          patienceOf(/*in_users_thread=*/true, static_cast<int>(hosts.localRanks().size()))),
-      workers_patience_(
-          patienceOf(/*in_users_thread=*/false, static_cast<int>(hosts.localRanks().size()))),
-      timeout_(options.timeout),
-      shared_(network->sharedOptions()),
-      membership_(std::move(local_members)),
-      hosts_(std::make_unique<Hosts>(std::move(hosts))),
-      network_(std::move(network)),
+      shared_(epoch->shared),
       local_(std::move(local)),
-      arbiter_(std::make_unique<Arbiter>(rank, network_->seats(*hosts_), options_, network_.get())),
-      wires_(wiresBetween(*network_, *hosts_, shared_, membership_, *arbiter_)),
-      closed_first_(network_.get()),
-      executor_(std::make_unique<Executor>()),
-      messenger_(std::make_unique<Messenger>(rank, network_->channels(), *arbiter_, *executor_,
-                                             options_, users_patience_)) {}
-
-void Group::Closes::operator()(Network* network) const {
-  network->close();
-}
+      executor_(std::move(executor)),
+      epoch_(std::move(epoch)),
+      store_(epoch_->hosts && shared_.min_ranks > 0 ? store : nullptr),
+      recovery_(store_ ? std::make_unique<Recovery>(
+                             store_, "ringreduce/epochs/" + epoch_->hosts->nonce() + "/", rank_,
+                             membersOf(*epoch_), shared_.min_ranks, options_)
+                       : nullptr) {}
 
 Group::~Group() {
   if (forkGeneration() != generation_) {
     // The threads and locks of the parent do not exist here, and its memory is not ours to mark.
-    (void)messenger_.release();
     (void)executor_.release();
-    (void)wires_.release();
-    (void)closed_first_.release();
-    (void)network_.release();
-    new std::shared_ptr<Group>(std::move(local_));
-    (void)arbiter_.release();
-    new Membership(std::move(membership_));
+    new std::shared_ptr<Group>(local_);
+    new std::shared_ptr<Epoch>(std::move(epoch_));
+    new std::vector<std::shared_ptr<Epoch>>(std::move(tried_));
     return;
   }
   leave(nullptr);
 }
 
-// In this order: no collective is called any more, then no message received, then nothing at all.
+std::shared_ptr<Epoch> Group::epoch() const {
+  const std::lock_guard lock(epoch_mutex_);
+  return epoch_;
+}
+
+// No collective is called any more when the epoch ends.
 void Group::leave(void (*poll)()) {
   executor_->stop(poll);
-  messenger_->stop(poll, timeout_);
-  if (network_) network_->handOver(poll, timeout_);
-  std::call_once(departed_, [&] {
-    arbiter_->depart(Declared::kGone);
-    if (network_) network_->leave();
-    wires_->close();
-  });
+  epoch()->leave(poll, timeout_);
 }
 
 void Group::refuseInChild() const {
@@ -167,19 +114,16 @@ void Group::refuseInside() const {
 }
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
-  const uint64_t sequence = sequence_++;
-  wires_->setPatience(in_users_thread ? users_patience_ : workers_patience_);
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
   try {
-    if (operation.before) operation.before();
-    arbiter_->begin(announce(operation, sequence), timeout, in_users_thread);
-    wires_->run(operation, arbiter_->current());
-    arbiter_->end();
+    if (recovery_)
+      executeWhole(operation, timeout, in_users_thread);
+    else if (options_.members.empty())
+      epoch_->run(operation, timeout, in_users_thread);
+    else
+      epoch_->run(toMembers(operation, epoch_->options), timeout, in_users_thread);
   } catch (const Error&) {
     raised_ = true;
-    throw;
-  } catch (...) {  // Ctrl-C or another exception in the middle of the operation
-    arbiter_->abort("interrupted in operation #" + std::to_string(sequence));
     throw;
   }
   if (operation.after) operation.after();
@@ -228,19 +172,36 @@ std::shared_ptr<OperationHandle> Group::submit(Operation operation,
   return submitAll(std::move(operations), std::move(completion));
 }
 
+// An epoch that ends finishes its messages.
+std::shared_ptr<Epoch> Group::epochOf(const Delivery& delivery) const {
+  const auto owner = std::static_pointer_cast<Epoch>(delivery.owner.lock());
+  return owner ? owner : epoch();
+}
+
 std::shared_ptr<Delivery> Group::post(Message message) {
   refuseInChild();
-  return messenger_->post(std::move(message));
+  const std::shared_ptr<Epoch> epoch = this->epoch();
+  const std::vector<int>& members = epoch->options.members;
+  if (!members.empty() && message.peer >= 0 && message.peer < size_) {
+    const auto peer = std::ranges::find(members, message.peer);
+    if (peer == members.end())
+      throw Error(Failure::kPeerLost, "rank " + options_.shown(message.peer) + " of group '" +
+                                          options_.name +
+                                          "' is lost, so nothing can be sent to it or received "
+                                          "from it. The group goes on without it.");
+    message.peer = static_cast<int>(peer - members.begin());
+  }
+  return epoch->messenger->post(std::move(message), epoch);
 }
 
 bool Group::await(Delivery& delivery, Nanos longest) {
   refuseInChild();
-  return messenger_->await(delivery, longest, timeout_);
+  return delivery.isDone() || epochOf(delivery)->messenger->await(delivery, longest, timeout_);
 }
 
 void Group::expect(Delivery& delivery) {
   refuseInChild();
-  messenger_->expect(delivery, timeout_);
+  if (!delivery.isDone()) epochOf(delivery)->messenger->expect(delivery, timeout_);
 }
 
 bool Group::await(OperationHandle& handle, Nanos longest) {
@@ -251,7 +212,7 @@ bool Group::await(OperationHandle& handle, Nanos longest) {
   } catch (...) {
     // Ctrl-C.  The caller may free the buffers, and other ranks wait for an operation that this
     // rank will not finish: so the operation ends for all before this returns.
-    arbiter_->abort("interrupted while it waited for an operation");
+    abort("interrupted while it waited for an operation");
     handle.wait(kNever, nullptr);
     throw;
   }
@@ -264,47 +225,73 @@ void Group::drain() {
 }
 
 bool Group::isIdle() const {
-  return executor_->isIdle() && messenger_->isIdle();
+  return executor_->isIdle() && epoch()->messenger->isIdle();
 }
 
 void Group::abort(const std::string& why) {
   refuseInChild();
-  arbiter_->abort(why);
+  {
+    const std::lock_guard lock(epoch_mutex_);
+    if (aborted_.empty()) aborted_ = why;
+    epoch_->arbiter->abort(why);
+    for (const auto& tried : tried_) tried->arbiter->abort(why);
+  }
   if (local_) local_->abort(why);
 }
 
 void Group::checkHealth() const {
   refuseInChild();
-  arbiter_->check();
+  if (!recovery_) return epoch_->arbiter->check();
+  if (!failed()) return;
+  const std::lock_guard lock(epoch_mutex_);
+  if (ended_) std::rethrow_exception(ended_);
+  epoch_->arbiter->check();
+}
+
+// A group that recovers has not failed while a recovery may mend it.
+Failure Group::failure() const {
+  const std::lock_guard lock(epoch_mutex_);
+  if (ended_) try {
+      std::rethrow_exception(ended_);
+    } catch (const Error& error) {
+      return error.kind();
+    } catch (...) {  // Ctrl-C
+      return Failure::kAborted;
+    }
+  const Failure failure = epoch_->arbiter->failure();
+  return recovery_ && failure == Failure::kPeerLost ? Failure::kNone : failure;
 }
 
 std::vector<PeerState> Group::states() const {
   refuseInChild();
-  return arbiter_->states();
+  return epoch()->arbiter->states();
 }
 
 std::vector<int> Group::liveRanks() const {
-  const std::vector<PeerState> all = states();
+  refuseInChild();
+  const std::shared_ptr<Epoch> epoch = this->epoch();
+  const std::vector<PeerState> all = epoch->arbiter->states();
+  const std::vector<int> members = membersOf(*epoch);
   std::vector<int> live;
-  for (int r = 0; r < size_; ++r)
-    if (shared_.min_ranks == 0 || r == rank_ ||
-        (!arbiter_->isAbsent(r) && all[static_cast<size_t>(r)].isHere()))
-      live.push_back(r);
+  for (int r = 0; r < epoch->size; ++r)
+    if (shared_.min_ranks == 0 || r == epoch->rank ||
+        (!epoch->arbiter->isAbsent(r) && all[static_cast<size_t>(r)].isHere()))
+      live.push_back(members[static_cast<size_t>(r)]);
   return live;
 }
 
 void Group::fail(Failure kind, int culprit, const std::string& text) {
   refuseInChild();
-  arbiter_->fail(kind, culprit, text);
+  epoch()->arbiter->fail(kind, culprit, text);
 }
 
 void Group::failLost(int rank, const std::string& when) {
   refuseInChild();
-  arbiter_->failLost(rank, when);
+  epoch()->arbiter->failLost(rank, when);
 }
 
 std::vector<int> Group::stopped() const {
-  return arbiter_->stoppedOf(otherRanks(rank_, size_));
+  return epoch()->arbiter->stoppedOf(otherRanks(rank_, size_));
 }
 
 void Group::interrupt(const std::string& doing) {
@@ -312,34 +299,41 @@ void Group::interrupt(const std::string& doing) {
   try {
     options_.interrupt();
   } catch (...) {
-    arbiter_->abort("interrupted " + doing);
+    abort("interrupted " + doing);
     throw;
   }
 }
 
 void Group::askForStreams(bool at_once) {
   // The answers need no earlier operations of the group's own.
-  network_->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
+  epoch()->network->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
 }
 
-const HostRing* Group::ring() const {
-  return network_ ? &network_->ring() : nullptr;
+std::shared_ptr<const Hosts> Group::hosts() const {
+  const std::shared_ptr<Epoch> epoch = this->epoch();
+  return {epoch, epoch->hosts.get()};
+}
+
+std::shared_ptr<const HostRing> Group::ring() const {
+  const std::shared_ptr<Epoch> epoch = this->epoch();
+  return {epoch, epoch->network ? &epoch->network->ring() : nullptr};
 }
 
 WireCost Group::wireCost() const {
-  return network_ ? network_->cost() : WireCost{};
+  const std::shared_ptr<Epoch> epoch = this->epoch();
+  return epoch->network ? epoch->network->cost() : WireCost{};
 }
 
 std::vector<std::string> Group::routes() const {
-  return wires_->routes();
+  return epoch()->wires->routes();
 }
 
 size_t Group::stagingBytes() const {
-  return wires_->stagingBytes();
+  return epoch()->wires->stagingBytes() + inputs_bytes_;
 }
 
 uint64_t Group::bytesSent() const {
-  return wires_->bytesSent();
+  return epoch()->wires->bytesSent();
 }
 
 void Group::shutdown() {

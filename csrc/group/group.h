@@ -7,42 +7,46 @@
 // Thread-safe.  All ranks must call the same operations in the same order; otherwise all ranks get
 // an Error.  After any Error except kArgument the group has failed for good: destroy it and make a
 // new one.  In a forked child every call except destruction is refused.
+//
+// A group that survives losses (SharedOptions::min_ranks) does so in shared memory within an
+// operation (health/arbiter.h), and between hosts by whole operations (group/recovery.h).
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "base/executor.h"
-#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
+#include "group/epoch.h"
 #include "group/operation.h"
-#include "health/arbiter.h"
-#include "p2p/messenger.h"
+#include "group/recovery.h"
 
 namespace ringreduce {
 
-class Hosts;
-struct HostRing;
-class Network;
-class Wires;
-
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // Collective.  Returns when all ranks have joined, on one host or several.  Throws Error.
-  static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
+  // Collective over options.members.  Returns when they have joined, on one host or several.
+  // Throws Error.  A group that survives losses between hosts uses the store after each loss.
+  static std::shared_ptr<Group> create(std::shared_ptr<Store> store, int rank, int world_size,
                                        const GroupOptions& options);
+  // The same with a store that outlives the group.
+  static std::shared_ptr<Group> create(Store& store, int rank, int world_size,
+                                       const GroupOptions& options) {
+    return create(std::shared_ptr<Store>(std::shared_ptr<Store>(), &store), rank, world_size,
+                  options);
+  }
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  // Members or not: calls name ranks by these numbers.
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // The same as callers count (GroupOptions::members).
-  int callersRank() const { return options_.memberAt(rank_); }
-  int callersSize() const { return options_.members.empty() ? size_ : options_.members_of; }
   Nanos timeout() const { return timeout_; }
   void setTimeout(Nanos timeout) { timeout_ = timeout; }
 
@@ -80,7 +84,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void abort(const std::string& why);
 
   // ---- for waits for other ranks outside operations: on sockets, on a GPU.  From any thread,
-  // except `interrupt`, whether or not an operation runs.
+  // except `interrupt`, whether or not an operation runs.  Not of a group that recovers, except
+  // checkHealth, liveRanks and interrupt.
 
   // Throws the group's error if it has failed.
   void checkHealth() const;
@@ -90,19 +95,19 @@ class Group : public std::enable_shared_from_this<Group> {
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
-  // The ranks that operations include: all, if the group does not survive losses.
+  // The ranks that operations include: all members, if the group does not survive losses.
   std::vector<int> liveRanks() const;
   // Why a rank is lost: "its process ended".
-  std::string howLost(int rank) const { return arbiter_->howLost(rank); }
+  std::string howLost(int rank) const { return epoch()->arbiter->howLost(rank); }
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".
   [[noreturn]] void failLost(int rank, const std::string& when);
   // Other ranks whose processes are stopped (SIGSTOP, a debugger).
   std::vector<int> stopped() const;
   // "rank 2 (pid 7 on host a)", and the same with the last operation seen of each rank.
-  std::string who(int rank) const { return arbiter_->who(rank); }
+  std::string who(int rank) const { return epoch()->arbiter->who(rank); }
   std::string whereabouts(const std::vector<int>& ranks) const {
-    return arbiter_->whereabouts(ranks);
+    return epoch()->arbiter->whereabouts(ranks);
   }
   // Lets Ctrl-C end a wait in a user's thread: aborts the group as "interrupted <doing>" and throws
   // the interrupt's exception.
@@ -112,9 +117,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // ---- the progress of GPU streams, where ranks do not share memory
 
   // The progress that other ranks receive when they ask.
-  void publishStreams(const StreamProgress& own) { arbiter_->publishStreams(own); }
+  void publishStreams(const StreamProgress& own) { epoch()->arbiter->publishStreams(own); }
   // The latest progress of that rank, and its time (0: never).
-  std::pair<StreamProgress, Nanos> streamsOf(int rank) const { return arbiter_->streamsOf(rank); }
+  std::pair<StreamProgress, Nanos> streamsOf(int rank) const {
+    return epoch()->arbiter->streamsOf(rank);
+  }
   // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
   // also if they have just been asked, and ranks with nothing new do not answer again.
   void askForStreams(bool at_once);
@@ -124,59 +131,76 @@ class Group : public std::enable_shared_from_this<Group> {
   void shutdown();
 
   // Which rank is on which host; null if all ranks share memory.
-  const Hosts* hosts() const { return hosts_.get(); }
+  std::shared_ptr<const Hosts> hosts() const;
   // The order of rings between hosts; null likewise.
-  const HostRing* ring() const;
+  std::shared_ptr<const HostRing> ring() const;
   // The cost model of the wires between hosts.
   WireCost wireCost() const;
-  // The group of this host's ranks, even of one, if there are several hosts; else null.
+  // The group of this host's ranks, even of one, if there are several hosts and the group does not
+  // survive losses; else null.
   const std::shared_ptr<Group>& local() const { return local_; }
   // How each rank on another host is reached, one line each.
   std::vector<std::string> routes() const;
 
-  bool failed() const { return arbiter_->failed(); }
+  bool failed() const { return failure() != Failure::kNone; }
   // Whether an operation has ended with an Error.  Set before the operation completes.
   bool hasRaised() const { return raised_; }
-  Failure failure() const { return arbiter_->failure(); }  // kNone if it has not failed
-  uint64_t operations() const { return submitted_; }       // the sequence number of the next one
+  Failure failure() const;                            // kNone if it has not failed
+  uint64_t operations() const { return submitted_; }  // the sequence number of the next one
   size_t stagingBytes() const;
   // Bytes that collectives have written to sockets; 0 inside a host.
   uint64_t bytesSent() const;
   const SharedOptions& sharedOptions() const { return shared_; }
 
  private:
-  Group(int rank, Membership membership, const GroupOptions& options);
-  Group(int rank, std::unique_ptr<Network> network, Hosts hosts, std::shared_ptr<Group> local,
-        Membership local_members, const GroupOptions& options);
+  // `store`: of a group that recovers.
+  Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,
+        std::shared_ptr<Epoch> epoch, std::shared_ptr<Group> local,
+        const std::shared_ptr<Store>& store);
+  std::shared_ptr<Epoch> epoch() const;
+  std::shared_ptr<Epoch> epochOf(const Delivery& delivery) const;
   void refuseInChild() const;
   void refuseInside() const;
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
   void leave(void (*poll)());
 
-  struct Closes {
-    void operator()(Network* network) const;
-  };
+  // ---- of a group that recovers
+  void executeWhole(const Operation& operation, Nanos timeout, bool in_users_thread);
+  void runWhole(const Operation& operation, Standing& standing, Nanos timeout,
+                bool in_users_thread);
+  void keepInputs(const Overwritten& inputs);
+  bool recover(const Standing& standing, const Operation& operation, Nanos timeout,
+               bool in_users_thread);
+  bool makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread);
+  void enter(const std::shared_ptr<Epoch>& next);
+  std::vector<std::shared_ptr<Epoch>> epochs() const;
+  Recovery::Sight look(int rank) const;
+  bool isStopped(int rank) const;
+  void logLosses(const std::vector<int>& before, const std::string& operation) const;
+  void end(const std::exception_ptr& error);
 
   const int rank_, size_;
   const GroupOptions options_;
   const int generation_;  // number of forks before it was made
-  const Patience users_patience_, workers_patience_;
   std::atomic<Nanos> timeout_;
   const SharedOptions shared_;
-  Membership membership_;  // of ranks that share memory: all, or this host's
-  std::unique_ptr<Hosts> hosts_;
-  std::unique_ptr<Network> network_;  // to the other ranks
-  std::shared_ptr<Group> local_;
-  std::unique_ptr<Arbiter> arbiter_;
-  std::unique_ptr<Wires> wires_;
-  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the arbiter and the wires
+  const std::shared_ptr<Group> local_;
   std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
-  uint64_t sequence_ = 0;  // of the running operation; guarded by the executor's token
-  std::once_flag departed_;
-  std::unique_ptr<Executor> executor_;  // its threads use all of the above
-  std::unique_ptr<Messenger> messenger_;
+  uint64_t sequence_ = 0;  // of the next operation; guarded by the executor's token
+  std::unique_ptr<Executor> executor_;
+
+  mutable std::mutex epoch_mutex_;  // guards the next ones
+  std::shared_ptr<Epoch> epoch_;
+  // During a recovery: made after `epoch_`, which one of them will replace.
+  std::vector<std::shared_ptr<Epoch>> tried_;
+  std::exception_ptr ended_;        // why a recovery has failed
+  std::string aborted_;             // why this rank has ended it
+  const std::shared_ptr<Store> store_;
+  const std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
+  std::unique_ptr<std::byte[]> inputs_;       // of the running operation
+  size_t inputs_bytes_ = 0;
 };
 
 }  // namespace ringreduce

@@ -124,10 +124,10 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   return placed;
 }
 
-void toMembers(Operation& operation, const GroupOptions& group, int rank) {
-  if (group.members.empty()) return;
-  validate(operation, group.memberAt(rank), group.members_of);
+Operation toMembers(const Operation& operation, const GroupOptions& group) {
+  Operation placed{.call = operation.call, .timeout = operation.timeout, .before = operation.before};
   const std::vector<int>& members = group.members;
+  if (members.empty()) return placed;
   const auto lacks = [&](const char* call, int needed) {
     return Error(Failure::kPeerLost, std::string(call) + " needs the data of rank " +
                                          std::to_string(needed) + ", which group '" + group.name +
@@ -148,7 +148,36 @@ void toMembers(Operation& operation, const GroupOptions& group, int rank) {
           call.root = static_cast<int>(root - members.begin());
         }
       },
-      operation.call);
+      placed.call);
+  return placed;
+}
+
+std::optional<Overwritten> repeatable(const Operation& operation) {
+  struct {
+    using Result = std::optional<Overwritten>;
+    Result operator()(const AllReduce& a) {
+      return Overwritten{a.data, a.count * sizeOf(a.dtype)};
+    }
+    Result operator()(const Reduce& r) {
+      if (r.input != r.output) return Overwritten{};
+      return Overwritten{r.output, r.count * sizeOf(r.dtype)};
+    }
+    Result operator()(const CompressedAllReduce& c) {
+      if (c.input != c.output) return Overwritten{};
+      return Overwritten{c.output, c.count * sizeof(float)};
+    }
+    Result operator()(const Broadcast&) { return Overwritten{}; }
+    Result operator()(const Scatter&) { return Overwritten{}; }
+    Result operator()(const Barrier&) { return Overwritten{}; }
+    Result operator()(const MonitoredBarrier&) { return Overwritten{}; }
+    // These need all ranks, so they never run again after a loss.
+    Result operator()(const ReduceScatter&) { return std::nullopt; }
+    Result operator()(const AllGather&) { return std::nullopt; }
+    Result operator()(const Gather&) { return std::nullopt; }
+    Result operator()(const AllToAll&) { return std::nullopt; }
+    Result operator()(const SparseAllReduce&) { return std::nullopt; }
+  } of;
+  return std::visit(of, operation.call);
 }
 
 void run(Communicator& c, const Operation& operation) {

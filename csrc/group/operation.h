@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -31,9 +32,17 @@ OpSignature announce(const Operation& operation, uint64_t sequence);
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
-// Turns a caller's call into that of rank `rank` of a group that may have some of the caller's
-// ranks only (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
-void toMembers(Operation& operation, const GroupOptions& group, int rank);
+// The same call, without its `after`, in a group of some of the caller's ranks
+// (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
+Operation toMembers(const Operation& operation, const GroupOptions& group);
+
+// Whether the call can run once more from the inputs that it left, if `overwritten` is restored: the
+// memory that it both reads and writes.
+struct Overwritten {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+std::optional<Overwritten> repeatable(const Operation& operation);
 
 void run(Communicator& c, const Operation& operation);
 void run(Transport& transport, const Operation& operation);

@@ -255,6 +255,12 @@ bool Arbiter::isStopped(int rank) const {
   return (pid != 0 && ringreduce::isStopped(pid)) || one.observed == Observed::kStopped;
 }
 
+// Between hosts: whether it has not answered for a while, as a process that runs does, whatever it
+// computes.
+bool Arbiter::isSilent(int rank) const {
+  return now() - std::max<Nanos>(peer(rank).last_progress, started_) > 2 * kSecond;
+}
+
 std::vector<int> Arbiter::stoppedOf(const std::vector<int>& ranks) const {
   std::vector<int> stopped;
   for (int r : ranks)
@@ -305,11 +311,15 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggards(rank);
-    if (min_ranks_ > 0 && (evictStopped(late.ranks) || ready())) return;
+    if (min_ranks_ > 0 && !channel_ && (evictStopped(late.ranks) || ready())) return;
     std::string text =
         late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
       text = monitoredBarrierText(late.ranks) + ". " + text;
+    // The others go on without a rank whose process does not run: see culprit().
+    if (min_ranks_ > 0 && channel_)
+      for (const int r : late.ranks)
+        if (isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
     fail(Failure::kTimeout, late.ranks.front(), text);
   }
   if (time >= next_report_ && !ready()) {
@@ -733,9 +743,11 @@ std::string Arbiter::who(int r) const {
   return "rank " + options_.shown(r) + " (" + peer(r).seat.name + ")";
 }
 
-// For a rank that is lost or has left.
 std::string Arbiter::howAbsent(int r) const {
-  return who(r) + (known(r).isLost() ? " is lost: " + howLost(r) : " has left");
+  const PeerState state = known(r);
+  return who(r) + (state.isLost()   ? " is lost: " + howLost(r)
+                   : state.isHere() ? " is left out, since it cannot be reached"
+                                    : " has left");
 }
 
 std::string Arbiter::details(int r) const {

@@ -19,10 +19,11 @@
 // the first failure that it receives; if two are found at the same time, ranks may raise different
 // ones.  A failure is final: the group cannot be used any more.
 //
-// A group that survives losses (SharedOptions::min_ranks) does not fail when a rank ends or leaves.
-// The rank is *absent* from then on, once this rank's own wait has found it gone: its process has
+// A group in shared memory that survives losses (SharedOptions::min_ranks) does not fail when a rank
+// ends or leaves.  The rank is *absent* from then on, once this rank's own wait has found it gone: its process has
 // ended, so it cannot write to shared memory any more.  A rank whose process is stopped at a
-// deadline is killed first.
+// deadline is killed first.  Between hosts a loss fails the epoch (group/epoch.h), and a new one
+// takes its place.
 #pragma once
 
 #include <atomic>
@@ -103,6 +104,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // Throws if the group has failed.
   void check() const;
   bool failed() const override { return failureWord().load(std::memory_order_acquire) != 0; }
+  // Which rank is to blame for the failure, if there is one.
+  int culprit() const {
+    return static_cast<int>(failureWord().load(std::memory_order_acquire) >> 24 & 0xffffff);
+  }
   // Why the group has failed, or kNone.
   Failure failure() const {
     return static_cast<Failure>(failureWord().load(std::memory_order_acquire) >> 48);
@@ -128,6 +133,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::pair<StreamProgress, Nanos> streamsOf(int rank) const;
   // "rank 2 (pid 7 on host a)"
   std::string who(int rank) const;
+  // The same of a rank that is lost or has left, and how.
+  std::string howAbsent(int rank) const;
   // The same, with the last operation seen and whether the process is stopped.
   std::string whereabouts(const std::vector<int>& ranks) const;
 
@@ -217,6 +224,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::vector<int> live() const;  // all but the absent
   void goOnWithout(int rank);
   bool evictStopped(const std::vector<int>& ranks);
+  bool isSilent(int rank) const;
   void askNowAndThen();
   // blame
   // Rank `other` called another operation.  `sent` is the signature that it sent, if it sent one.
@@ -229,7 +237,6 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::vector<int> freeOf(std::vector<int> ranks) const;
   uint64_t progressOf(int rank) const;
   // texts
-  std::string howAbsent(int rank) const;
   std::string details(int rank) const;
   std::string textOf(OpSignature operation) const;
   std::string monitoredBarrierText(const std::vector<int>& late) const;

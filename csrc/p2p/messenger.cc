@@ -69,7 +69,7 @@ Messenger::~Messenger() {
   if (thread_.joinable()) stop(nullptr, kNever);
 }
 
-std::shared_ptr<Delivery> Messenger::post(Message message) {
+std::shared_ptr<Delivery> Messenger::post(Message message, std::weak_ptr<void> owner) {
   const bool from_any =
       message.direction == Message::Direction::kReceive && message.peer == kAnySource;
   if (!from_any && (message.peer < 0 || message.peer >= size_))
@@ -79,7 +79,7 @@ std::shared_ptr<Delivery> Messenger::post(Message message) {
                     " rank " + std::to_string(message.peer) + " in a group of " +
                     std::to_string(size_));
   arbiter_.check();
-  auto delivery = std::make_shared<Delivery>(std::move(message));
+  auto delivery = std::make_shared<Delivery>(std::move(message), std::move(owner), options_);
   {
     const std::lock_guard lock(mutex_);
     if (closed_) throw Error(Failure::kAborted, "the group has been destroyed");

@@ -32,10 +32,18 @@ namespace ringreduce {
 // A posted message, to wait for.
 class Delivery final : public OperationHandle, public Transfer {
  public:
-  explicit Delivery(Message m) : Transfer(std::move(m)) {}
+  Delivery(Message m, std::weak_ptr<void> o, const GroupOptions& group)
+      : Transfer(std::move(m)), owner(std::move(o)), members_(group.members) {}
 
+  // The sender of a receive that is done, as callers count (GroupOptions::members).
+  int sender() const { return members_.empty() ? source : members_[static_cast<size_t>(source)]; }
+
+  const std::weak_ptr<void> owner;  // what the messenger belongs to
   // Since when it is waited for by a thread that cannot drive the engine; 0 if it is not.
   Nanos expected_since = 0, timeout = kNever;
+
+ private:
+  const std::vector<int> members_;
 };
 
 // The wires of rank `rank` to each rank of a host: rings in the members' segments.  The membership
@@ -50,7 +58,7 @@ class Messenger {
 
   // Starts a send or a receive, and moves as much as possible at once.  Throws Error(kArgument) for
   // invalid arguments, and Error(kAborted) while the group is being left.
-  std::shared_ptr<Delivery> post(Message message);
+  std::shared_ptr<Delivery> post(Message message, std::weak_ptr<void> owner);
 
   // Waits.  Returns false after `longest`.  The message must complete within `timeout` from now.
   // Ctrl-C aborts the group and throws.  Does not throw the message's error.

@@ -79,6 +79,14 @@ class TorchStore final : public Store {
   void remove(const std::string& key) override {
     fromStore([&] { store_->deleteKey(key); });
   }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    return fromStore([&] {
+      const std::vector<uint8_t> desired(value.begin(), value.end());
+      const auto kept = compareSet(*store_, key, {}, desired);
+      if (!kept) return Store::setOnce(key, value);
+      return std::string(kept->begin(), kept->end());
+    });
+  }
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -309,10 +317,10 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 
 std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
                                           GroupOptions options) const {
-  TorchStore adapted(store);
+  const auto adapted = std::make_shared<TorchStore>(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
   if (rank == 0 && choose_shared_ && !options.shared) options.shared = choose_shared_(size);
-  if (hasCuda()) adapted.set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
+  if (hasCuda()) adapted->set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
   return Group::create(adapted, rank, size, options);
 }
 
@@ -405,7 +413,6 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 
 Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
   job.observer = observer_;
-  for (Operation& operation : job.operations) toMembers(operation, group.options(), group.rank());
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   job.refused_after_failure = options_->enable_reconfigure;
 #endif
@@ -422,18 +429,7 @@ Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, con
                                        Message message) {
   Job job{type, title, tensors, tensors};
   job.observer = observer_;
-  const std::shared_ptr<Group> group = this->group();
-  const std::vector<int>& members = group->options().members;
-  if (!members.empty() && message.peer >= 0 && message.peer < size_) {
-    const auto peer = std::ranges::find(members, message.peer);
-    if (peer == members.end())
-      throw Error(Failure::kPeerLost, "rank " + std::to_string(message.peer) + " of group '" +
-                                          group_options_.name +
-                                          "' is lost, so nothing can be sent to it or received "
-                                          "from it. The group goes on without it.");
-    message.peer = static_cast<int>(peer - members.begin());
-  }
-  return collected(Work::start(*group, std::move(job), std::move(message)));
+  return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
 
 Backend::WorkPtr Backend::collected(WorkPtr work) {
@@ -574,8 +570,8 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     liveGroups().add(change);
     try {
       const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-      group->setTimeout(nanosOf(options_->timeout));
       enter(group, store, std::move(made));
+      group->setTimeout(nanosOf(options_->timeout));  // until here it is the reconfigure's
     } catch (...) {
       setChange(nullptr);
       change->finish();
@@ -647,15 +643,12 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
                           members.front() >= 0 && members.back() < size_,
                       "ringreduce: these ranks cannot be the members of a group of ", size_,
                       ", seen from rank ", rank_);
-    GroupOptions made = group_options_.ofRanks(members);
-    const bool all = static_cast<int>(members.size()) == size_;
-    made.members = all ? std::vector<int>() : members;
-    made.members_of = size_;
+    GroupOptions made = group_options_;
+    made.members = members;
     made.timeout = timeout;
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
     prepared_store_ = c10::make_intrusive<c10d::PrefixStore>(place, store_);
-    prepared_ = makeGroup(prepared_store_, static_cast<int>(self - members.begin()),
-                          static_cast<int>(members.size()), std::move(made));
+    prepared_ = makeGroup(prepared_store_, rank_, size_, std::move(made));
     try {
       prepared_->run({Barrier{}});  // a member may have failed to make it
     } catch (const Error&) {
@@ -700,10 +693,7 @@ void Backend::dropPrepared() {
 // ---- its state
 
 std::vector<int> Backend::liveRanks() const {
-  const auto group = this->group();
-  std::vector<int> ranks = group->liveRanks();
-  for (int& rank : ranks) rank = group->options().memberAt(rank);
-  return ranks;
+  return group()->liveRanks();
 }
 
 void Backend::registerOnCompletionHook(

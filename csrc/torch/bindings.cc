@@ -176,13 +176,14 @@ py::tuple topologyOf(const BackendPtr& backend) {
   const Group& group = *held;
   std::vector<std::vector<int>> hosts;
   std::vector<std::string> names;
-  const Hosts* known = group.hosts();
+  const std::shared_ptr<const Hosts> known = group.hosts();
   for (int host = 0; known && host < known->count(); ++host) {
     hosts.push_back(known->ranksOn(host));
     names.push_back(known->machineOf(hosts.back().front()));
   }
   const HostRing none{.hosts = {}};
-  const HostRing& ring = group.ring() ? *group.ring() : none;
+  const std::shared_ptr<const HostRing> found = group.ring();
+  const HostRing& ring = found ? *found : none;
   static constexpr const char* kSources[] = {"ranks", "given", "measured"};
   return py::make_tuple(hosts, names, kSources[static_cast<size_t>(ring.source)], ring.hosts,
                         ring.ranks, ring.mbit);

@@ -112,7 +112,7 @@ std::vector<size_t> splitCounts(const at::Tensor& tensor, const std::vector<int6
 // Survivors agree which broadcasts have failed, so all go on to the same root.
 Backend::WorkPtr Backend::broadcastOfCopies(Group& group, const at::Tensor& tensor,
                                             const c10d::BroadcastOptions& options) {
-  const int rank = group.callersRank();
+  const int rank = group.rank();
   const auto from = [&](int root) {
     // What a root sent before it was lost must not remain in parts of the tensor.
     const at::Tensor data = root == rank ? tensor : at::empty_like(tensor);
@@ -122,12 +122,11 @@ Backend::WorkPtr Backend::broadcastOfCopies(Group& group, const at::Tensor& tens
                                   .dtype = dtypeOf(data, "broadcast"),
                                   .root = root},
                         timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
-    toMembers(operation, group.options(), group.rank());
     group.run(std::move(operation));
     if (root != rank) at::Tensor(tensor).copy_(data);
   };
   std::vector<int> roots{static_cast<int>(options.rootRank)};
-  for (int r = 0; r < group.callersSize(); ++r)
+  for (int r = 0; r < group.size(); ++r)
     if (r != options.rootRank) roots.push_back(r);
   for (const int root : roots) try {
       from(root);
@@ -144,7 +143,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
     const std::shared_ptr<Group> group = this->group();
     const at::Tensor& tensor = onlyOne(tensors, "broadcast");
     if (roots_move_) return broadcastOfCopies(*group, tensor, options);
-    const bool root = options.rootRank == group->callersRank();
+    const bool root = options.rootRank == group->rank();
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, "broadcast");
     return start(*group, c10d::OpType::BROADCAST, "ringreduce:broadcast", tensors, tensors,
                  {Broadcast{.data = staged.data(),
@@ -163,9 +162,9 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
     const std::shared_ptr<Group> group = this->group();
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list =
-        onlyList(outputs, static_cast<size_t>(group->callersSize()), "all_gather", "output");
+        onlyList(outputs, static_cast<size_t>(group->size()), "all_gather", "output");
     return start(*group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
-                 gatherList(list, input, OutputMemory(list), group->callersRank(), options.timeout,
+                 gatherList(list, input, OutputMemory(list), group->rank(), options.timeout,
                             "all_gather"),
                  options.asyncOp);
   });
@@ -178,8 +177,8 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     requireSome(inputs, kCall);
-    if (outputs.size() != static_cast<size_t>(group->callersSize()))
-      refuse(kCall, c10::str("needs ", group->callersSize(),
+    if (outputs.size() != static_cast<size_t>(group->size()))
+      refuse(kCall, c10::str("needs ", group->size(),
                              " lists of outputs, one for each rank, not ", outputs.size()));
     Job job{c10d::OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", inputs};
     for (const Tensors& list : outputs) {
@@ -193,7 +192,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
       Tensors by_rank;
       for (const Tensors& list : outputs) by_rank.push_back(list[i]);
       job.operations.push_back(
-          gatherList(by_rank, inputs[i], written, group->callersRank(), options.timeout, kCall));
+          gatherList(by_rank, inputs[i], written, group->rank(), options.timeout, kCall));
     }
     return start(*group, std::move(job), options.asyncOp);
   });
@@ -205,8 +204,8 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     return start(*group, c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
-                 gatherInto(output, input, OutputMemory({output}), group->callersRank(),
-                            group->callersSize(), options.timeout, "all_gather_into_tensor"),
+                 gatherInto(output, input, OutputMemory({output}), group->rank(),
+                            group->size(), options.timeout, "all_gather_into_tensor"),
                  options.asyncOp);
   });
 }
@@ -223,8 +222,8 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
             outputs};
     const OutputMemory written(outputs);
     for (size_t i = 0; i < inputs.size(); ++i)
-      job.operations.push_back(gatherInto(outputs[i], inputs[i], written, group->callersRank(),
-                                          group->callersSize(), options.timeout, kCall));
+      job.operations.push_back(gatherInto(outputs[i], inputs[i], written, group->rank(),
+                                          group->size(), options.timeout, kCall));
     return start(*group, std::move(job), options.asyncOp);
   });
 }
@@ -235,15 +234,15 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     const at::Tensor& input = onlyOne(inputs, "gather");
-    const bool root = options.rootRank == group->callersRank();
+    const bool root = options.rootRank == group->rank();
     if (!root && !outputs.empty())
-      refuse("gather", c10::str("outputs at rank ", group->callersRank(),
+      refuse("gather", c10::str("outputs at rank ", group->rank(),
                                 ", which is not the destination, rank ", options.rootRank));
     Tensors list;
     if (root)
-      list = onlyList(outputs, static_cast<size_t>(group->callersSize()), "gather", "output");
+      list = onlyList(outputs, static_cast<size_t>(group->size()), "gather", "output");
     return start(*group, c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
-                 gatherTo(list, input, group->callersRank(), options, "gather"), options.asyncOp);
+                 gatherTo(list, input, group->rank(), options, "gather"), options.asyncOp);
   });
 }
 
@@ -252,11 +251,11 @@ Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
   constexpr auto kCall = "gather_single";
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
-    const int size = group->callersSize();
+    const int size = group->size();
     Tensors inputs{input};
     Tensors results;
     Tensors list;
-    if (options.rootRank == group->callersRank()) {
+    if (options.rootRank == group->rank()) {
       requireDense(output, kCall, input.device());
       requireLike(output, input.numel() * size, input, kCall,
                   "the output (the input's size times the world size)");
@@ -270,7 +269,7 @@ Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
       return gpu->gather(outputs, inputs, options);
     }
     return start(*group, c10d::OpType::GATHER, "ringreduce:gather", inputs, results,
-                 gatherTo(list, input, group->callersRank(), options, kCall), options.asyncOp);
+                 gatherTo(list, input, group->rank(), options, kCall), options.asyncOp);
   });
 }
 
@@ -280,7 +279,7 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     const at::Tensor& output = onlyOne(outputs, "scatter");
-    const bool root = options.rootRank == group->callersRank();
+    const bool root = options.rootRank == group->rank();
     StagedList staged;
     Scatter scatter{.inputs = {},
                     .output = staged.add(output, Use::kWrite, "scatter"),
@@ -288,16 +287,16 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                     .dtype = dtypeOf(output, "scatter"),
                     .root = static_cast<int>(options.rootRank)};
     if (!root && !inputs.empty())
-      refuse("scatter", c10::str("inputs at rank ", group->callersRank(),
+      refuse("scatter", c10::str("inputs at rank ", group->rank(),
                                  ", which is not the source, rank ", options.rootRank));
     Tensors list;
     if (root)
-      list = onlyList(inputs, static_cast<size_t>(group->callersSize()), "scatter", "input");
+      list = onlyList(inputs, static_cast<size_t>(group->size()), "scatter", "input");
     const OutputMemory written(outputs);
     for (size_t r = 0; r < list.size(); ++r) {
       requireLike(list[r], output.numel(), output, "scatter", "each input");
       const bool in_place =
-          static_cast<int>(r) == group->callersRank() && isPartOf(output, list[r], 0);
+          static_cast<int>(r) == group->rank() && isPartOf(output, list[r], 0);
       scatter.inputs.push_back(staged.add(
           written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }
@@ -331,11 +330,11 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
     AllToAll exchange{
         .inputs = {},
         .outputs = {},
-        .send_counts = splitCounts(input, input_splits, group->callersSize(), kCall, "input"),
-        .recv_counts = splitCounts(output, output_splits, group->callersSize(), kCall, "output"),
+        .send_counts = splitCounts(input, input_splits, group->size(), kCall, "input"),
+        .recv_counts = splitCounts(output, output_splits, group->size(), kCall, "output"),
         .even = even,
         .dtype = dtype};
-    const auto own = static_cast<size_t>(group->callersRank());
+    const auto own = static_cast<size_t>(group->rank());
     if (exchange.send_counts[own] != exchange.recv_counts[own])
       refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
                              " elements and expects ", exchange.recv_counts[own]));
@@ -357,7 +356,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
   constexpr auto kCall = "all_to_all";
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
-    const auto P = static_cast<size_t>(group->callersSize());
+    const auto P = static_cast<size_t>(group->size());
     onlyList({inputs}, P, kCall, "input");
     onlyList({outputs}, P, kCall, "output");
     requireDense(inputs[0], kCall);
@@ -369,7 +368,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                       .even = false,
                       .dtype = dtypeOf(inputs[0], kCall)};
     for (size_t r = 0; r < P; ++r) {
-      const int64_t own = static_cast<int>(r) == group->callersRank() ? inputs[r].numel() : -1;
+      const int64_t own = static_cast<int>(r) == group->rank() ? inputs[r].numel() : -1;
       requireLike(inputs[r], inputs[r].numel(), inputs[0], kCall, "each input");
       requireLike(outputs[r], own >= 0 ? own : outputs[r].numel(), inputs[0], kCall,
                   own >= 0 ? "this rank's own output" : "each output");

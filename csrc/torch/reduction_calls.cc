@@ -189,7 +189,7 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
     const at::Tensor& tensor = onlyOne(tensors, "reduce");
     const ReduceOp op = opOf(options.reduceOp, "reduce");
     const at::Tensor real = addable(tensor, op, "reduce");
-    const bool root = options.rootRank == group->callersRank();
+    const bool root = options.rootRank == group->rank();
     const Staged staged(real, root ? Use::kBoth : Use::kRead, "reduce");
     return start(*group, c10d::OpType::REDUCE, "ringreduce:reduce", tensors, tensors,
                  {Reduce{.input = staged.data(),
@@ -211,11 +211,11 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
     const std::shared_ptr<Group> group = this->group();
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list =
-        onlyList(inputs, static_cast<size_t>(group->callersSize()), "reduce_scatter", "input");
+        onlyList(inputs, static_cast<size_t>(group->size()), "reduce_scatter", "input");
     return start(
         *group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
-        reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->callersRank(),
-                        group->callersSize(), options, "reduce_scatter"),
+        reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->rank(),
+                        group->size(), options, "reduce_scatter"),
         options.asyncOp);
   });
 }
@@ -229,7 +229,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
     return start(*group, c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor",
                  {input}, {output},
                  reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
-                                 group->callersRank(), group->callersSize(), options,
+                                 group->rank(), group->size(), options,
                                  "reduce_scatter_tensor"),
                  options.asyncOp);
   });
@@ -248,7 +248,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
       job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,
-                                               group->callersRank(), group->callersSize(), options,
+                                               group->rank(), group->size(), options,
                                                kCall));
     }
     return start(*group, std::move(job), options.asyncOp);

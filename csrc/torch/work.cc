@@ -121,9 +121,8 @@ void Observer::enterGroup() {
 }
 
 Work::Work(Group& group, const Job& job)
-    : c10d::Work(group.options().memberAt(group.rank()), job.type, job.title, job.inputs),
+    : c10d::Work(group.rank(), job.type, job.title, job.inputs),
       group_(group.weak_from_this()),
-      members_(group.options().members),
       outputs_(job.outputs),
       context_(job.context),
       operation_(group.operations()),
@@ -320,7 +319,7 @@ int Work::sourceRank() const {
   const bool receive = delivery_ && delivery_->message.direction == Message::Direction::kReceive;
   TORCH_CHECK(receive && delivery_->isDone(),
               "only a receive that is over has a source rank to tell");
-  return members_.empty() ? delivery_->source : members_[static_cast<size_t>(delivery_->source)];
+  return delivery_->sender();
 }
 
 float Work::getDuration() const {

@@ -137,7 +137,6 @@ class Work final : public c10d::Work {
   void settle(c10::ivalue::Future& future) const;
 
   const std::weak_ptr<Group> group_;
-  const std::vector<int> members_;  // GroupOptions::members
   const std::vector<at::Tensor> outputs_;
   const Context context_;
   const uint64_t operation_;  // as errors number it

@@ -1,0 +1,147 @@
+// Puts membership, arbiter, wires and messages of the same ranks together.
+#include "group/epoch.h"
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "bootstrap/host_links.h"
+#include "bootstrap/rendezvous.h"
+#include "collectives/hierarchy.h"
+#include "group/network.h"
+#include "group/wires.h"
+
+namespace ringreduce {
+namespace {
+
+// A blocking caller spins if there is a core for every rank, but not for long, since the scheduler
+// may still put two ranks on one core.  The worker runs beside the computation that made its input,
+// and yielding would give the computation a whole time slice, so the worker sleeps soon.
+Patience patienceOf(bool in_users_thread, size_t ranks_here) {
+  const bool crowded = static_cast<int>(ranks_here) > coresAvailable();
+  if (!in_users_thread) return {.spin = crowded ? 0 : 5 * kMicrosecond, .yield = 0};
+  return {.spin = crowded ? 0 : 10 * kMicrosecond, .yield = 200 * kMicrosecond};
+}
+
+// A group that survives losses in shared memory must see when a process ends.
+void requireProcesses(const Membership& membership, int rank, const GroupOptions& options) {
+  for (size_t r = 0; r < membership.members.size(); ++r)
+    if (const auto& process = membership.members[r].process; !process || !*process)
+      throw Error(Failure::kSetup,
+                  "rank " + options.shown(rank) + " cannot see when the process of rank " +
+                      options.shown(static_cast<int>(r)) +
+                      " ends, which on_loss='continue' needs: pidfds of Linux 5.3 or newer");
+}
+
+}  // namespace
+
+std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_size,
+                                     const GroupOptions& options, Executor& executor,
+                                     const MakeLocal& make_local) {
+  NamedStore store(users_store, rank, options);
+  auto links = std::make_unique<HostLinks>(options);
+  Rendezvous met = rendezvous(store, rank, world_size, options,
+                              [&](const Hosts& hosts) { return links->open(hosts); });
+  GroupOptions made = options;
+  made.attempt = nullptr;  // it ends with this call
+  if (!met.hosts) {
+    if (world_size > 1 && met.membership.options.min_ranks > 0)
+      requireProcesses(met.membership, rank, options);
+    return std::make_shared<Epoch>(rank, std::move(met.membership), made, executor);
+  }
+
+  const Hosts& hosts = *met.hosts;
+  Membership local_members;
+  links->join(hosts, store, [&](const HostLinks::Poll& poll) {
+    // A group that survives losses has no other way between hosts than the flat ring.
+    if (links->sharedOptions().min_ranks > 0) return;
+    const auto share = [&](const char* purpose) {
+      return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
+                         poll);
+    };
+    if (hosts.count() > 1) {
+      GroupOptions local_options = made.ofRanks(hosts.localRanks());
+      local_options.together = true;
+      make_local(hosts.localRankOf(rank), share("group"), local_options);
+    }
+    if (Hierarchy::fits(hosts, links->sharedOptions())) local_members = share("hierarchy");
+  });
+  auto network = std::make_unique<Network>(std::move(links));
+  return std::shared_ptr<Epoch>(new Epoch(rank, std::move(network), std::move(*met.hosts),
+                                          std::move(local_members), made, executor));
+}
+
+Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Executor& executor)
+    : rank(rank),
+      size(static_cast<int>(membership.members.size())),
+      options(options),
+      users_patience_(patienceOf(/*in_users_thread=*/true, membership.members.size())),
+      workers_patience_(patienceOf(/*in_users_thread=*/false, membership.members.size())),
+      shared(membership.options),
+      membership_(std::move(membership)),
+      arbiter(std::make_unique<Arbiter>(rank, seatsOf(membership_), this->options, nullptr,
+                                        shared.min_ranks)),
+      wires(wiresInMemory(rank, membership_, *arbiter)),
+      messenger(std::make_unique<Messenger>(rank, messageRings(membership_, rank), *arbiter,
+                                            executor, this->options, users_patience_)) {}
+
+Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership local_members,
+             const GroupOptions& options, Executor& executor)
+    : rank(rank),
+      size(among.size()),
+      options(options),
+      users_patience_(patienceOf(/*in_users_thread=*/true, among.localRanks().size())),
+      workers_patience_(patienceOf(/*in_users_thread=*/false, among.localRanks().size())),
+      shared(made->sharedOptions()),
+      membership_(std::move(local_members)),
+      hosts(std::make_unique<Hosts>(std::move(among))),
+      network(std::move(made)),
+      arbiter(std::make_unique<Arbiter>(rank, network->seats(*hosts), this->options, network.get(),
+                                        shared.min_ranks)),
+      wires(wiresBetween(*network, *hosts, shared, membership_, *arbiter)),
+      closed_first_(network.get()),
+      messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,
+                                            this->options, users_patience_)) {}
+
+Epoch::~Epoch() = default;
+
+void Epoch::Closes::operator()(Network* network) const {
+  network->close();
+}
+
+void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread) {
+  const uint64_t sequence = sequence_++;
+  wires->setPatience(in_users_thread ? users_patience_ : workers_patience_);
+  try {
+    if (operation.before) operation.before();
+    arbiter->begin(announce(operation, sequence), timeout, in_users_thread);
+    wires->run(operation, arbiter->current());
+    arbiter->end();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {  // Ctrl-C or another exception in the middle of the operation
+    arbiter->abort("interrupted in operation #" + std::to_string(sequence));
+    throw;
+  }
+}
+
+// In this order: no message is received any more, then nothing at all.
+void Epoch::leave(void (*poll)(), Nanos timeout) {
+  messenger->stop(poll, timeout);
+  if (network) network->handOver(poll, timeout);
+  std::call_once(departed_, [&] {
+    arbiter->depart(Declared::kGone);
+    if (network) network->leave();
+    wires->close();
+  });
+}
+
+void Epoch::retire() {
+  messenger->stop(nullptr, 0);
+  std::call_once(departed_, [&] {
+    if (network) network->close();
+    wires->close();
+  });
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,90 @@
+// The ranks of a group between two changes of who they are: the memory and the sockets that they
+// share, their states, their operations and messages.
+//
+// Most groups have one epoch.  A group that goes on after losses between hosts takes a new one after
+// each loss (group/recovery.h).
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/executor.h"
+#include "bootstrap/membership.h"
+#include "bootstrap/options.h"
+#include "bootstrap/store.h"
+#include "group/operation.h"
+#include "health/arbiter.h"
+#include "p2p/messenger.h"
+
+namespace ringreduce {
+
+class Hosts;
+struct HostRing;
+class Network;
+class Wires;
+
+class Epoch {
+ public:
+  // Makes the group of the ranks of this host, if there are several hosts.
+  using MakeLocal = std::function<void(int rank, Membership membership, const GroupOptions&)>;
+
+  // Collective.  Returns when all ranks have joined, on one host or several.  Throws Error.
+  // The executor must outlive it.
+  static std::shared_ptr<Epoch> create(Store& store, int rank, int world_size,
+                                       const GroupOptions& options, Executor& executor,
+                                       const MakeLocal& make_local);
+  // Of ranks that share memory.
+  Epoch(int rank, Membership membership, const GroupOptions& options, Executor& executor);
+  ~Epoch();
+  Epoch(const Epoch&) = delete;
+  Epoch& operator=(const Epoch&) = delete;
+
+  // Runs the operation in this thread.  One at a time.
+  void run(const Operation& operation, Nanos timeout, bool in_users_thread);
+
+  // Sends posted messages and leaves the other ranks.
+  void leave(void (*poll)(), Nanos timeout);
+  // After a newer epoch has taken its place on all ranks: ends without a word to them.
+  void retire();
+
+  const int rank, size;
+  const GroupOptions options;
+
+ private:
+  Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, Membership local_members,
+        const GroupOptions& options, Executor& executor);
+
+  struct Closes {
+    void operator()(Network* network) const;
+  };
+
+  const Patience users_patience_, workers_patience_;
+
+ public:
+  const SharedOptions shared;
+
+ private:
+  Membership membership_;  // of ranks that share memory: all, or this host's
+
+ public:
+  const std::unique_ptr<Hosts> hosts;      // null if all ranks share memory
+  const std::unique_ptr<Network> network;  // to the other ranks; null likewise
+  const std::unique_ptr<Arbiter> arbiter;
+  const std::unique_ptr<Wires> wires;
+
+ private:
+  std::unique_ptr<Network, Closes> closed_first_;  // its threads use the arbiter and the wires
+
+ public:
+  const std::unique_ptr<Messenger> messenger;
+
+ private:
+  uint64_t sequence_ = 0;  // of the next operation
+  std::once_flag departed_;
+};
+
+}  // namespace ringreduce

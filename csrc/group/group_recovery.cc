@@ -1,0 +1,265 @@
+// Operations of a group that goes on after losses between hosts: each is run until all ranks that
+// go on hold its result (group/recovery.h).
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "bootstrap/topology.h"
+#include "group/group.h"
+#include "group/network.h"
+
+namespace ringreduce {
+namespace {
+
+// After an epoch could not be made: how long a rank looks for a lost one that explains it.
+constexpr Nanos kReasonTime = 2 * kSecond;
+
+// Keys of one attempt to make an epoch.
+class EpochStore final : public Store {
+ public:
+  EpochStore(Store& store, std::string prefix) : store_(store), prefix_(std::move(prefix)) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(prefix_ + key, value);
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    return store_.get(prefix_ + key);
+  }
+  void remove(const std::string& key) override { store_.remove(prefix_ + key); }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    return store_.setOnce(prefix_ + key, value);
+  }
+
+ private:
+  Store& store_;
+  const std::string prefix_;
+};
+
+// Ends the making of an epoch as soon as one of its ranks is lost.
+class WatchedAttempt final : public Attempt {
+ public:
+  explicit WatchedAttempt(std::function<void()> check) : check_(std::move(check)) {}
+  void claim() override {}
+  void poll(Nanos) override { check_(); }
+
+ private:
+  const std::function<void()> check_;
+};
+
+int positionIn(const Epoch& epoch, int rank) {
+  const std::vector<int>& members = epoch.options.members;
+  if (members.empty()) return rank;
+  const auto at = std::ranges::find(members, rank);
+  return at == members.end() ? -1 : static_cast<int>(at - members.begin());
+}
+
+}  // namespace
+
+void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_users_thread) {
+  checkHealth();
+  Standing standing{.operation = sequence_++};
+  try {
+    if (operation.before) operation.before();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    abort("interrupted in operation #" + std::to_string(standing.operation));
+    throw;
+  }
+  const std::optional<Overwritten> overwritten = repeatable(operation);
+  if (overwritten && epoch_->network) keepInputs(*overwritten);
+  for (;;) try {
+      return runWhole(operation, standing, timeout, in_users_thread);
+    } catch (const Error&) {
+      const bool is_loss = epoch_->network && epoch_->arbiter->failure() == Failure::kPeerLost;
+      if (!is_loss) throw;
+      if (recover(standing, operation, timeout, in_users_thread)) return;
+      if (!overwritten)
+        throw Error(Failure::kPeerLost, std::string(name(announce(operation, 0).kind)) +
+                                            " of group '" + options_.name +
+                                            "' ended with the loss of a rank, since it needs the "
+                                            "data of all. The group goes on without it.");
+      standing.holds = false;
+      if (overwritten->bytes > 0)
+        std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
+    }
+}
+
+void Group::keepInputs(const Overwritten& inputs) {
+  if (inputs_bytes_ < inputs.bytes) {
+    inputs_.reset();
+    inputs_ = std::make_unique_for_overwrite<std::byte[]>(inputs.bytes);
+    inputs_bytes_ = inputs.bytes;
+  }
+  if (inputs.bytes > 0) std::memcpy(inputs_.get(), inputs.data, inputs.bytes);
+}
+
+// Returns once all ranks of the epoch hold the result.
+void Group::runWhole(const Operation& operation, Standing& standing, Nanos timeout,
+                     bool in_users_thread) {
+  // A barrier has no result, and the second one would say the same again.
+  const bool is_barrier = std::holds_alternative<Barrier>(operation.call) ||
+                          std::holds_alternative<MonitoredBarrier>(operation.call);
+  standing.holds = is_barrier;
+  Operation placed = toMembers(operation, epoch_->options);
+  placed.before = nullptr;
+  epoch_->run(placed, timeout, in_users_thread);
+  // In shared memory the survivors finish the operation itself.
+  if (is_barrier || !epoch_->network) return;
+  standing.holds = true;
+  standing.epoch = recovery_->epoch();
+  epoch_->run({.call = Barrier{}}, timeout, in_users_thread);
+}
+
+// Goes on without the lost ranks.  Returns whether the operation is done.
+bool Group::recover(const Standing& standing, const Operation& operation, Nanos timeout,
+                    bool in_users_thread) {
+  const auto poll = [&] {
+    if (in_users_thread && options_.interrupt) options_.interrupt();
+    const std::lock_guard lock(epoch_mutex_);
+    if (!aborted_.empty())
+      throw Error(Failure::kAborted, "rank " + options_.shown(rank_) + " aborted group '" +
+                                         options_.name + "': " + aborted_);
+  };
+  const std::string text = describe(announce(operation, standing.operation));
+  const auto nameLate = [&](const std::vector<int>& late) {
+    return options_.rankList(late) + " did not come to " + text + " of group '" + options_.name +
+           "', which was to go on after a loss,";
+  };
+  const Recovery::Watch watch{.look = [this](int rank) { return look(rank); },
+                              .isStopped = [this](int rank) { return isStopped(rank); },
+                              .poll = poll,
+                              .nameLate = nameLate};
+  try {
+    for (;;) {
+      const std::vector<int> before = recovery_->members();
+      const Plan plan = recovery_->agree(standing, watch, timeout);
+      logLosses(before, text);
+      if (!makeNextEpoch(watch, timeout, in_users_thread)) continue;
+      return standing.holds && (plan.is_done || standing.operation < plan.operation);
+    }
+  } catch (const Error& error) {
+    if (error.kind() == Failure::kAborted) recovery_->giveUp(error);
+    end(std::current_exception());
+    throw;
+  } catch (...) {  // Ctrl-C
+    recovery_->giveUp(Error(Failure::kAborted, "rank " + options_.shown(rank_) + " of group '" +
+                                                   options_.name +
+                                                   "' was interrupted in a recovery"));
+    end(std::current_exception());
+    throw;
+  }
+}
+
+// Makes the epoch of the plan's members; collective over them.  False if one of them was lost.
+bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread) {
+  const std::vector<int>& members = recovery_->members();
+  const auto firstLost = [&] {
+    return std::ranges::find_if(
+        members, [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
+  };
+  GroupOptions made = options_.ofMembers(members, size_);
+  made.shared = shared_;
+  made.timeout = timeout;
+  made.attempt = std::make_shared<WatchedAttempt>([&] {
+    watch.poll();
+    if (const auto lost = firstLost(); lost != members.end())
+      throw Error(Failure::kPeerLost,
+                  "rank " + options_.shown(*lost) + " is lost too, in a recovery");
+  });
+  const auto self = std::ranges::find(members, rank_);
+  EpochStore store(*store_, recovery_->meeting());
+  try {
+    const auto next = Epoch::create(store, static_cast<int>(self - members.begin()),
+                                    static_cast<int>(members.size()), made, *executor_, nullptr);
+    {
+      const std::lock_guard lock(epoch_mutex_);
+      tried_.push_back(next);
+    }
+    watch.poll();
+    next->run({.call = Barrier{}}, timeout, in_users_thread);
+    enter(next);
+    return true;
+  } catch (const Error& error) {
+    // The news of another loss may be on its way.
+    for (const Nanos until = deadlineIn(kReasonTime); firstLost() == members.end();) {
+      if (error.kind() == Failure::kAborted || now() >= until) throw;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return false;
+  }
+}
+
+// All members have made it, so none of them needs this rank in an older one.
+void Group::enter(const std::shared_ptr<Epoch>& next) {
+  std::vector<std::shared_ptr<Epoch>> old;
+  {
+    const std::lock_guard lock(epoch_mutex_);
+    old.swap(tried_);
+    std::erase(old, next);
+    old.push_back(std::exchange(epoch_, next));
+  }
+  for (const auto& one : old) one->retire();
+}
+
+std::vector<std::shared_ptr<Epoch>> Group::epochs() const {
+  const std::lock_guard lock(epoch_mutex_);
+  std::vector<std::shared_ptr<Epoch>> all = tried_;
+  all.push_back(epoch_);
+  return all;
+}
+
+// A rank that is here in any epoch is here: it leaves the older ones as it goes on.
+Recovery::Sight Group::look(int rank) const {
+  if (rank == rank_) return Recovery::Sight::kHere;
+  auto sight = Recovery::Sight::kEnded;
+  for (const auto& one : epochs()) {
+    const int position = positionIn(*one, rank);
+    if (position < 0) continue;
+    const PeerState state = one->arbiter->stateOf(position);
+    const bool is_blamed =
+        one->arbiter->failure() == Failure::kPeerLost && one->arbiter->culprit() == position;
+    if (state.isHere() && !is_blamed) return Recovery::Sight::kHere;
+    if (state.declared == Declared::kHere && state.observed != Observed::kEnded)
+      sight = Recovery::Sight::kSilent;
+  }
+  return sight;
+}
+
+bool Group::isStopped(int rank) const {
+  return std::ranges::any_of(epochs(), [&](const auto& one) {
+    const int position = positionIn(*one, rank);
+    return position >= 0 && !one->arbiter->stoppedOf({position}).empty();
+  });
+}
+
+// One line a loss is enough.
+void Group::logLosses(const std::vector<int>& before, const std::string& operation) const {
+  const std::vector<int>& left = recovery_->members();
+  if (left.front() != rank_) return;
+  for (const int rank : before) {
+    if (std::ranges::find(left, rank) != left.end()) continue;
+    std::string who;
+    for (const auto& one : epochs())
+      if (const int position = positionIn(*one, rank); position >= 0 && who.empty())
+        who = one->arbiter->howAbsent(position);
+    log(who + ", during " + operation + " of group '" + options_.name + "'; " +
+        std::to_string(left.size()) + " of " + std::to_string(size_) +
+        (left.size() == 1 ? " ranks goes on" : " ranks go on"));
+  }
+}
+
+// The other ranks go on without this one.
+void Group::end(const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(epoch_mutex_);
+    ended_ = error;
+  }
+  for (const auto& one : epochs()) one->leave(nullptr, kSecond);
+}
+
+}  // namespace ringreduce

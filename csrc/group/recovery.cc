@@ -1,0 +1,210 @@
+// Standings and plans in the store.
+#include "group/recovery.h"
+
+#include <algorithm>
+#include <chrono>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+
+namespace ringreduce {
+namespace {
+
+// How long the others wait for a rank that cannot be reached and may come to the store.
+constexpr Nanos kSilentGrace = kSecond;
+// How much longer than the rank that proposes the others wait.
+constexpr Nanos kGrace = 3 * kSecond;
+constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 2 * kMillisecond;
+
+bool contains(const std::vector<int>& ranks, int rank) {
+  return std::ranges::find(ranks, rank) != ranks.end();
+}
+
+template <class Number>
+void write(std::ostream& out, const std::vector<Number>& numbers) {
+  out << ' ' << numbers.size();
+  for (const Number n : numbers) out << ' ' << n;
+}
+
+std::vector<int> readRanks(std::istream& in) {
+  size_t n = 0;
+  std::vector<int> ranks;
+  for (in >> n; ranks.size() < n && in;) {
+    int rank = 0;
+    in >> rank;
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+[[noreturn]] void throwUnreadable(const std::string& text) {
+  throw Error(Failure::kSetup, "the store has '" + text +
+                                   "' where the ranks agree how to go on after a loss; does another "
+                                   "program write to the keys of this group?");
+}
+
+}  // namespace
+
+std::string Standing::toText() const {
+  std::ostringstream out;
+  out << operation << ' ' << holds << ' ' << epoch;
+  write(out, unreachable);
+  return out.str();
+}
+
+Standing Standing::fromText(const std::string& text) {
+  std::istringstream in(text);
+  Standing one;
+  in >> one.operation >> one.holds >> one.epoch;
+  one.unreachable = readRanks(in);
+  if (!in) throwUnreadable(text);
+  return one;
+}
+
+Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) {
+  Plan plan;
+  for (const auto& [rank, standing] : came) {
+    plan.operation = std::max(plan.operation, standing.operation);
+    if (!contains(ended, rank)) plan.members.push_back(rank);
+  }
+  const auto cutBetween = [&](int a, int b) {
+    return contains(came.at(a).unreachable, b) || contains(came.at(b).unreachable, a);
+  };
+  for (;;) {
+    int worst = -1;
+    long most = 0;
+    for (const int rank : plan.members) {
+      const long cuts = std::ranges::count_if(
+          plan.members, [&](int other) { return other != rank && cutBetween(rank, other); });
+      if (cuts > 0 && cuts >= most) most = cuts, worst = rank;
+    }
+    if (worst < 0) break;
+    std::erase(plan.members, worst);
+  }
+  plan.is_done = !plan.members.empty();
+  for (const int rank : plan.members) {
+    const Standing& one = came.at(rank);
+    plan.is_done = plan.is_done && one.operation == plan.operation && one.holds &&
+                   one.epoch == came.at(plan.members.front()).epoch;
+  }
+  return plan;
+}
+
+Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
+                   std::vector<int> members, int min_ranks, const GroupOptions& options)
+    : store_(std::move(store)),
+      place_(std::move(place)),
+      rank_(rank),
+      min_ranks_(min_ranks),
+      options_(options),
+      members_(std::move(members)) {
+  store_->setOnce(place_ + "0", "made");  // throws here for a store that cannot do it
+}
+
+std::string Recovery::key(const char* what) const {
+  return place_ + std::to_string(epoch_ + 1) + "/" + what;
+}
+
+// Whether all have come that may; else `late` receives those that are awaited.
+bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& came, Nanos waited,
+                          std::vector<int>& late, std::vector<int>& ended) const {
+  late.clear();
+  ended.clear();
+  bool silent = false;
+  for (const int rank : members_) {
+    if (rank == rank_) continue;
+    const Sight sight = watch.look(rank);
+    if (sight == Sight::kEnded) ended.push_back(rank);
+    if (sight == Sight::kEnded || came.contains(rank)) continue;
+    if (sight == Sight::kHere) late.push_back(rank);
+    silent = silent || sight == Sight::kSilent;
+  }
+  return late.empty() && !(silent && waited < kSilentGrace);
+}
+
+Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
+  for (const int rank : members_)
+    if (rank != rank_ && watch.look(rank) == Sight::kSilent) own.unreachable.push_back(rank);
+  const std::string standing_key = key("rank/"), plan_key = key("plan");
+  store_->set(standing_key + std::to_string(rank_), own.toText());
+  std::map<int, Standing> came{{rank_, own}};
+  std::vector<int> late, ended;
+  const Nanos began = now();
+  for (Nanos nap = kShortestNap;; nap = std::min(2 * nap, kLongestNap)) {
+    watch.poll();
+    if (const auto plan = store_->get(plan_key)) return adopt(*plan);
+    const auto first = std::ranges::find_if(
+        members_, [&](int r) { return r == rank_ || watch.look(r) == Sight::kHere; });
+    const bool proposes = *first == rank_;
+    if (proposes) {
+      for (const int rank : members_)
+        if (!came.contains(rank))
+          if (const auto text = store_->get(standing_key + std::to_string(rank)))
+            came.emplace(rank, Standing::fromText(*text));
+      bool all_there = mayPropose(watch, came, now() - began, late, ended);
+      // A stopped rank that wakes up later finds itself left out.
+      if (!all_there && now() - began >= timeout) {
+        std::erase_if(late, watch.isStopped);
+        all_there = late.empty();
+      }
+      if (all_there) {
+        const Plan plan = planOf(came, ended);
+        std::ostringstream out;
+        out << "plan " << plan.operation << ' ' << plan.is_done;
+        write(out, plan.members);
+        return adopt(store_->setOnce(plan_key, out.str()));
+      }
+    }
+    if (now() - began >= timeout + (proposes ? 0 : kGrace)) {
+      if (!proposes) late = {*first};
+      const Error error(Failure::kTimeout, watch.nameLate(late) + " within " + seconds(timeout));
+      giveUp(error);
+      return adopt(store_->get(plan_key).value_or(""));
+    }
+    std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
+  }
+}
+
+void Recovery::giveUp(const Error& error) {
+  store_->setOnce(key("plan"), "end " + std::to_string(static_cast<int>(error.kind())) + ' ' +
+                                   error.what());
+}
+
+Plan Recovery::adopt(const std::string& text) {
+  std::istringstream in(text);
+  std::string kind;
+  in >> kind;
+  if (kind == "end") {
+    int failure = 0;
+    std::string why;
+    in >> failure >> std::ws;
+    std::getline(in, why, '\0');
+    throw Error(static_cast<Failure>(failure), why);
+  }
+  Plan plan;
+  in >> plan.operation >> plan.is_done;
+  plan.members = readRanks(in);
+  if (!in || kind != "plan") throwUnreadable(text);
+  ++epoch_;
+  const std::string of_group = " of group '" + options_.name + "'";
+  if (!contains(plan.members, rank_))
+    throw Error(Failure::kPeerLost,
+                "rank " + options_.shown(rank_) + of_group + " was left out: " +
+                    options_.rankList(plan.members) +
+                    " could not reach it, and went on without it. Start its process again.");
+  std::vector<int> lost = members_;
+  std::erase_if(lost, [&](int r) { return contains(plan.members, r); });
+  members_ = plan.members;
+  const int left = static_cast<int>(members_.size());
+  if (left < min_ranks_)
+    throw Error(Failure::kPeerLost, options_.rankList(lost) + of_group +
+                                        (lost.size() == 1 ? " is lost; " : " are lost; ") +
+                                        std::to_string(left) +
+                                        (left == 1 ? " rank is" : " ranks are") +
+                                        " left, and min_ranks is " + std::to_string(min_ranks_));
+  return plan;
+}
+
+}  // namespace ringreduce
