@@ -20,10 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce._backend import backend_of, extension
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(os.environ.get("RINGREDUCE_WIRE") == "tcp", reason="needs shared memory"),
-]
+pytestmark = pytest.mark.ringreduce
+WIRES = ["tcp"] if os.environ.get("RINGREDUCE_WIRE") == "tcp" else ["memory", "tcp"]
+every_wire = pytest.mark.parametrize("wire", WIRES)
+
+
+def on(wire: str) -> dict[str, str]:
+    """Settings of a group that goes on after losses."""
+    return {"ON_LOSS": "continue", **({"WIRE": "tcp"} if wire == "tcp" else {})}
+
 OPS = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG, "BOR": dist.ReduceOp.BOR}
 AFTER = 30  # calls of the survivors after the loss
 
@@ -81,7 +86,10 @@ def run_and_kill(call: Call, victims: list[int], draw: random.Random) -> list[An
     return [outcome.value for outcome in outcomes if isinstance(outcome, Done)]
 
 
-def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool) -> None:
+@every_wire
+def test_sigkill_costs_no_all_reduce(
+    pool: Pool, world: MakeWorld, full: bool, wire: str
+) -> None:
     """Each result is the same on all survivors, over all ranks or over all but the lost."""
     seed = int(os.environ.get("RINGREDUCE_SEED", random.randrange(10**6)))
     print(f"RINGREDUCE_SEED={seed}")
@@ -94,7 +102,7 @@ def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool) -
         dtype = "float32" if op == "AVG" else dtype
         n, style = draw.choice([1, 1000, 300_000]), draw.choice(["blocking", "async", "barriers"])
         case = f"trial {trial}: {victims} of {size}, {n} {dtype}, {op}, {style}"
-        env = {"ON_LOSS": "continue", "ALGORITHM": draw.choice(["auto", "direct", "twoshot"])}
+        env = {**on(wire), "ALGORITHM": draw.choice(["auto", "direct", "twoshot"])}
         call = pool.start(reduce_on, world(size, **env), n, op, dtype, style)
         values = run_and_kill(call, victims, draw)
         live = sum(1 << r for r in range(size) if r not in victims)
@@ -146,14 +154,15 @@ def train_on(me: Rank, way: str, steps_after: int) -> tuple[list[bytes], list[in
     return weights, ringreduce.live_ranks(), float(loss)
 
 
+@every_wire
 @pytest.mark.parametrize("way", ["ddp", "loop", "int8", "bfloat16"])
 def test_training_goes_on_with_equal_weights(
-    pool: Pool, world: MakeWorld, full: bool, way: str
+    pool: Pool, world: MakeWorld, full: bool, way: str, wire: str
 ) -> None:
     draw = random.Random()
     for trial in range(10 if full else 2):
         victim = trial % 3
-        call = pool.start(train_on, world(3, ON_LOSS="continue"), way, 20)
+        call = pool.start(train_on, world(3, **on(wire)), way, 20)
         values = run_and_kill(call, [victim], draw)
         live = [r for r in range(3) if r != victim]
         assert [value[1] for value in values] == [live, live]
@@ -205,11 +214,12 @@ def call_all(me: Rank, victim: int) -> dict[str, str]:
     return found
 
 
+@every_wire
 @pytest.mark.parametrize("victim", [0, 2])
 def test_calls_that_need_the_lost_rank_raise_and_the_group_goes_on(
-    pool: Pool, world: MakeWorld, victim: int
+    pool: Pool, world: MakeWorld, victim: int, wire: str
 ) -> None:
-    call = pool.start(call_all, world(3, ON_LOSS="continue"), victim)
+    call = pool.start(call_all, world(3, **on(wire)), victim)
     values = run_and_kill(call, [victim], random.Random())
     root = 1 if victim == 0 else 0
     for rank, found in zip([r for r in range(3) if r != victim], values, strict=True):
@@ -237,8 +247,9 @@ def leave_early(me: Rank) -> float:
     return float(t[0])
 
 
-def test_a_rank_that_leaves_is_not_waited_for(pool: Pool, world: MakeWorld) -> None:
-    call = pool.start(leave_early, world(3, ON_LOSS="continue"), remade=True)
+@every_wire
+def test_a_rank_that_leaves_is_not_waited_for(pool: Pool, world: MakeWorld, wire: str) -> None:
+    call = pool.start(leave_early, world(3, **on(wire)), remade=True)
     assert call.results() == [2.0, 0.0, 2.0]
     assert "rank 1 (pid " in call.log(0) and "has left" in call.log(0)
     assert "2 of 3 ranks go on" in call.log(0)
@@ -274,8 +285,9 @@ def reduce_forever(me: Rank) -> None:
         dist.all_reduce(torch.ones(1000))
 
 
-def test_fewer_than_min_ranks_fail_the_group(pool: Pool, world: MakeWorld) -> None:
-    call = pool.start(reduce_forever, world(3, ON_LOSS="continue", MIN_RANKS="2"), remade=True)
+@every_wire
+def test_fewer_than_min_ranks_fail_the_group(pool: Pool, world: MakeWorld, wire: str) -> None:
+    call = pool.start(reduce_forever, world(3, MIN_RANKS="2", **on(wire)), remade=True)
     for rank in range(3):
         call.heard(rank)
     call.signal(0, signal.SIGKILL)
@@ -296,17 +308,16 @@ def make_group(me: Rank, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "says"),
+    ("options", "says"),
     [
-        ({"on_loss": "continue", "min_ranks": 3}, {}, "min_ranks is 3; it can be 1 to 2"),
-        ({"on_loss": "continue", "algorithm": "ring"}, {}, "'ring' cannot go on after a loss"),
-        ({"on_loss": "continue"}, {"WIRE": "tcp"}, "not all ranks of group .* share memory"),
+        ({"on_loss": "continue", "min_ranks": 3}, "min_ranks is 3; it can be 1 to 2"),
+        ({"on_loss": "continue", "algorithm": "ring"}, "'ring' cannot go on after a loss"),
     ],
 )
 def test_what_cannot_go_on_is_refused_when_the_group_is_made(
-    pool: Pool, world: MakeWorld, options: dict[str, Any], env: dict[str, str], says: str
+    pool: Pool, world: MakeWorld, options: dict[str, Any], says: str
 ) -> None:
-    call = pool.start(make_group, world(0, **env), options, ranks=2, fresh=True)
+    call = pool.start(make_group, world(0), options, ranks=2, fresh=True)
     for outcome in call.outcomes():
         assert isinstance(outcome, Raised) and outcome.isa("ValueError"), outcome
         assert re.search(says, outcome.message), outcome.message

@@ -115,18 +115,42 @@ void Group::refuseInside() const {
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
+  ++sequence_;
   try {
     if (recovery_)
       executeWhole(operation, timeout, in_users_thread);
     else if (options_.members.empty())
       epoch_->run(operation, timeout, in_users_thread);
     else
-      epoch_->run(toMembers(operation, epoch_->options), timeout, in_users_thread);
+      epoch_->run(inEpoch(operation), timeout, in_users_thread);
   } catch (const Error&) {
     raised_ = true;
     throw;
   }
   if (operation.after) operation.after();
+}
+
+// The call as the ranks of the epoch number themselves.
+Operation Group::inEpoch(const Operation& operation) const {
+  return toMembers(operation, epoch_->options, [&](int rank) { return lacks(operation, rank); });
+}
+
+Error Group::lacks(const Operation& operation, int rank) const {
+  return Error(Failure::kPeerLost, howAbsent(rank) + "; rank " + options_.shown(rank_) +
+                                       " needs its data in " + textOf(operation) + ". Group '" +
+                                       options_.name + "' goes on without it.");
+}
+
+std::string Group::howAbsent(int rank) const {
+  const std::lock_guard lock(epoch_mutex_);
+  const auto known = absent_.find(rank);
+  return known != absent_.end() ? known->second : "rank " + options_.shown(rank) + " is lost";
+}
+
+std::string Group::textOf(const Operation& operation) const {
+  OpSignature signature = announce(operation, sequence_ - 1);
+  if (signature.root != kNoRoot) signature.root = options_.shownAs(signature.root);
+  return describe(signature);
 }
 
 // Validates all operations before the first one runs.
@@ -185,10 +209,9 @@ std::shared_ptr<Delivery> Group::post(Message message) {
   if (!members.empty() && message.peer >= 0 && message.peer < size_) {
     const auto peer = std::ranges::find(members, message.peer);
     if (peer == members.end())
-      throw Error(Failure::kPeerLost, "rank " + options_.shown(message.peer) + " of group '" +
-                                          options_.name +
-                                          "' is lost, so nothing can be sent to it or received "
-                                          "from it. The group goes on without it.");
+      throw Error(Failure::kPeerLost, howAbsent(message.peer) +
+                                          "; nothing can be sent to it or received from it. Group '" +
+                                          options_.name + "' goes on without it.");
     message.peer = static_cast<int>(peer - members.begin());
   }
   return epoch->messenger->post(std::move(message), epoch);

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -163,6 +164,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void refuseInside() const;
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
+  Operation inEpoch(const Operation& operation) const;
+  Error lacks(const Operation& operation, int rank) const;
+  std::string howAbsent(int rank) const;
+  std::string textOf(const Operation& operation) const;
   void leave(void (*poll)());
 
   // ---- of a group that recovers
@@ -177,7 +182,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::shared_ptr<Epoch>> epochs() const;
   Recovery::Sight look(int rank) const;
   bool isStopped(int rank) const;
-  void logLosses(const std::vector<int>& before, const std::string& operation) const;
+  void noteLosses(const std::vector<int>& before, const std::string& operation);
   void end(const std::exception_ptr& error);
 
   const int rank_, size_;
@@ -197,6 +202,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::shared_ptr<Epoch>> tried_;
   std::exception_ptr ended_;        // why a recovery has failed
   std::string aborted_;             // why this rank has ended it
+  std::map<int, std::string> absent_;  // "rank 2 (pid 7 on host a) is lost: its process ended"
   const std::shared_ptr<Store> store_;
   const std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
   std::unique_ptr<std::byte[]> inputs_;       // of the running operation

@@ -61,7 +61,7 @@ int positionIn(const Epoch& epoch, int rank) {
 
 void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_users_thread) {
   checkHealth();
-  Standing standing{.operation = sequence_++};
+  Standing standing{.operation = sequence_ - 1};
   try {
     if (operation.before) operation.before();
   } catch (const Error&) {
@@ -77,12 +77,13 @@ void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_user
     } catch (const Error&) {
       const bool is_loss = epoch_->network && epoch_->arbiter->failure() == Failure::kPeerLost;
       if (!is_loss) throw;
+      const std::vector<int> before = recovery_->members();
       if (recover(standing, operation, timeout, in_users_thread)) return;
-      if (!overwritten)
-        throw Error(Failure::kPeerLost, std::string(name(announce(operation, 0).kind)) +
-                                            " of group '" + options_.name +
-                                            "' ended with the loss of a rank, since it needs the "
-                                            "data of all. The group goes on without it.");
+      if (!overwritten) {
+        const auto& left = recovery_->members();
+        const auto lost = std::ranges::mismatch(before, left).in1;
+        throw lacks(operation, lost == before.end() ? before.front() : *lost);
+      }
       standing.holds = false;
       if (overwritten->bytes > 0)
         std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
@@ -105,7 +106,7 @@ void Group::runWhole(const Operation& operation, Standing& standing, Nanos timeo
   const bool is_barrier = std::holds_alternative<Barrier>(operation.call) ||
                           std::holds_alternative<MonitoredBarrier>(operation.call);
   standing.holds = is_barrier;
-  Operation placed = toMembers(operation, epoch_->options);
+  Operation placed = inEpoch(operation);
   placed.before = nullptr;
   epoch_->run(placed, timeout, in_users_thread);
   // In shared memory the survivors finish the operation itself.
@@ -125,7 +126,7 @@ bool Group::recover(const Standing& standing, const Operation& operation, Nanos 
       throw Error(Failure::kAborted, "rank " + options_.shown(rank_) + " aborted group '" +
                                          options_.name + "': " + aborted_);
   };
-  const std::string text = describe(announce(operation, standing.operation));
+  const std::string text = textOf(operation);
   const auto nameLate = [&](const std::vector<int>& late) {
     return options_.rankList(late) + " did not come to " + text + " of group '" + options_.name +
            "', which was to go on after a loss,";
@@ -138,7 +139,7 @@ bool Group::recover(const Standing& standing, const Operation& operation, Nanos 
     for (;;) {
       const std::vector<int> before = recovery_->members();
       const Plan plan = recovery_->agree(standing, watch, timeout);
-      logLosses(before, text);
+      noteLosses(before, text);
       if (!makeNextEpoch(watch, timeout, in_users_thread)) continue;
       return standing.holds && (plan.is_done || standing.operation < plan.operation);
     }
@@ -237,17 +238,21 @@ bool Group::isStopped(int rank) const {
   });
 }
 
-// One line a loss is enough.
-void Group::logLosses(const std::vector<int>& before, const std::string& operation) const {
+// One rank logs them.
+void Group::noteLosses(const std::vector<int>& before, const std::string& operation) {
   const std::vector<int>& left = recovery_->members();
-  if (left.front() != rank_) return;
   for (const int rank : before) {
     if (std::ranges::find(left, rank) != left.end()) continue;
     std::string who;
     for (const auto& one : epochs())
       if (const int position = positionIn(*one, rank); position >= 0 && who.empty())
         who = one->arbiter->howAbsent(position);
-    log(who + ", during " + operation + " of group '" + options_.name + "'; " +
+    {
+      const std::lock_guard lock(epoch_mutex_);
+      absent_[rank] = who;
+    }
+    if (left.front() == rank_)
+      log(who + ", during " + operation + " of group '" + options_.name + "'; " +
         std::to_string(left.size()) + " of " + std::to_string(size_) +
         (left.size() == 1 ? " ranks goes on" : " ranks go on"));
   }

@@ -124,15 +124,11 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   return placed;
 }
 
-Operation toMembers(const Operation& operation, const GroupOptions& group) {
+Operation toMembers(const Operation& operation, const GroupOptions& group,
+                    const std::function<Error(int rank)>& lacks) {
   Operation placed{.call = operation.call, .timeout = operation.timeout, .before = operation.before};
   const std::vector<int>& members = group.members;
   if (members.empty()) return placed;
-  const auto lacks = [&](const char* call, int needed) {
-    return Error(Failure::kPeerLost, std::string(call) + " needs the data of rank " +
-                                         std::to_string(needed) + ", which group '" + group.name +
-                                         "' has lost. The group goes on without it.");
-  };
   std::visit(
       [&]<class Call>(Call& call) {
         constexpr bool takes_lists = HasInputs<Call> || HasOutputs<Call> || HasCounts<Call>;
@@ -140,11 +136,11 @@ Operation toMembers(const Operation& operation, const GroupOptions& group) {
         if constexpr (is_scatter) {
           if (!call.inputs.empty()) call.inputs = pick(call.inputs, members);
         } else if constexpr (takes_lists) {
-          throw lacks(name(Call::kKind), firstMissing(members));
+          throw lacks(firstMissing(members));
         }
         if constexpr (Rooted<Call>) {
           const auto root = std::ranges::find(members, call.root);
-          if (root == members.end()) throw lacks(name(Call::kKind), call.root);
+          if (root == members.end()) throw lacks(call.root);
           call.root = static_cast<int>(root - members.begin());
         }
       },

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/error.h"
 #include "base/op_signature.h"
 #include "bootstrap/options.h"
 #include "collectives/collectives.h"
@@ -33,8 +34,9 @@ OpSignature announce(const Operation& operation, uint64_t sequence);
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
 // The same call, without its `after`, in a group of some of the caller's ranks
-// (GroupOptions::members).  Throws Error(kPeerLost) for a call that needs another rank.
-Operation toMembers(const Operation& operation, const GroupOptions& group);
+// (GroupOptions::members).  For a call that needs another rank, throws what `lacks` returns.
+Operation toMembers(const Operation& operation, const GroupOptions& group,
+                    const std::function<Error(int rank)>& lacks);
 
 // Whether the call can run once more from the inputs that it left, if `overwritten` is restored: the
 // memory that it both reads and writes.
