@@ -66,11 +66,11 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       local_(std::move(local)),
       executor_(std::move(executor)),
       epoch_(std::move(epoch)),
-      store_(epoch_->hosts && shared_.min_ranks > 0 ? store : nullptr),
-      recovery_(store_ ? std::make_unique<Recovery>(
-                             store_, "ringreduce/epochs/" + epoch_->hosts->nonce() + "/", rank_,
-                             membersOf(*epoch_), shared_.min_ranks, options_)
-                       : nullptr) {}
+      recovery_(epoch_->hosts && shared_.min_ranks > 0
+                    ? std::make_unique<Recovery>(
+                          store, "ringreduce/epochs/" + epoch_->hosts->nonce() + "/", rank_,
+                          membersOf(*epoch_), shared_.min_ranks, options_)
+                    : nullptr) {}
 
 Group::~Group() {
   if (forkGeneration() != generation_) {

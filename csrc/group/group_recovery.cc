@@ -173,7 +173,7 @@ bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_u
                   "rank " + options_.shown(*lost) + " is lost too, in a recovery");
   });
   const auto self = std::ranges::find(members, rank_);
-  EpochStore store(*store_, recovery_->meeting());
+  EpochStore store(recovery_->store(), recovery_->meeting());
   try {
     const auto next = Epoch::create(store, static_cast<int>(self - members.begin()),
                                     static_cast<int>(members.size()), made, *executor_, nullptr);

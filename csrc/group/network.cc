@@ -98,6 +98,7 @@ std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
     net::Control::Options control;
     control.ring = links_->controlRing();
     control.lost_after = links_->lostAfter();
+    control.goes_on = links_->sharedOptions().min_ranks > 0;
     arbiter_ = &arbiter;
     auto ring = net::Control::start(
         reactor_, rank_, size_, links_->takeNext(), links_->takePrevious(),

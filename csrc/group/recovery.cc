@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
+#include <future>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -17,6 +20,52 @@ constexpr Nanos kSilentGrace = kSecond;
 // How much longer than the rank that proposes the others wait.
 constexpr Nanos kGrace = 3 * kSecond;
 constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 2 * kMillisecond;
+
+// How long the store may take for an answer.
+constexpr Nanos kAnswerTime = 10 * kSecond;
+
+// A store whose calls end in time: where the network is cut, one of torch's waits for minutes.
+class AnsweringStore final : public Store {
+ public:
+  explicit AnsweringStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    inTime<bool>([key, value](Store& store) {
+      store.set(key, value);
+      return true;
+    });
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    return inTime<std::optional<std::string>>([key](Store& store) { return store.get(key); });
+  }
+  void remove(const std::string& key) override {
+    inTime<bool>([key](Store& store) {
+      store.remove(key);
+      return true;
+    });
+  }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    return inTime<std::string>(
+        [key, value](Store& store) { return store.setOnce(key, value); });
+  }
+
+ private:
+  template <class Answer>
+  Answer inTime(std::function<Answer(Store&)> call) {
+    std::packaged_task<Answer()> task([store = store_, call = std::move(call)] {
+      return call(*store);
+    });
+    std::future<Answer> answer = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
+      throw Error(Failure::kPeerLost,
+                  "the store has not answered for " + seconds(kAnswerTime) +
+                      ", so this rank cannot go on after a loss; was its host cut off?");
+    return answer.get();
+  }
+
+  const std::shared_ptr<Store> store_;
+};
 
 bool contains(const std::vector<int>& ranks, int rank) {
   return std::ranges::find(ranks, rank) != ranks.end();
@@ -94,7 +143,7 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
 
 Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
                    std::vector<int> members, int min_ranks, const GroupOptions& options)
-    : store_(std::move(store)),
+    : store_(std::make_shared<AnsweringStore>(std::move(store))),
       place_(std::move(place)),
       rank_(rank),
       min_ranks_(min_ranks),

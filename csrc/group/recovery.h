@@ -77,7 +77,9 @@ class Recovery {
   // The ranks that go on, and how many plans there have been.
   const std::vector<int>& members() const { return members_; }
   int epoch() const { return epoch_; }
-  // Where the members of the latest plan meet in the store.
+  // Calls of this store end in time.
+  Store& store() const { return *store_; }
+  // Where the members of the latest plan meet in it.
   std::string meeting() const { return place_ + std::to_string(epoch_) + "/"; }
 
   // Collective over the members that are not lost.  Throws Error on all of them: kTimeout if one

@@ -95,7 +95,12 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void notReached(int rank);
   void reportCut();
   void reportLost(std::vector<int> ranks, Observed observed, const std::string& how);
-  bool listens() const { return !state_.failure && state_.departure(me_) != Declared::kGone; }
+  // Whether the group has come to its end: a loss is not one if the ranks go on.
+  bool hasFailed() const {
+    return state_.failure &&
+           !(options_.goes_on && state_.failure->kind == Failure::kPeerLost);
+  }
+  bool listens() const { return !hasFailed() && state_.departure(me_) != Declared::kGone; }
   std::string noPacket(size_t ranks) const;
 
   const std::shared_ptr<Reactor> reactor_;
@@ -275,7 +280,7 @@ void ControlNode::sendHeartbeats() {
 bool ControlNode::isFlushed() {
   if (over_) return true;
   sendAll();
-  const bool gone = state_.departure(me_) == Declared::kGone && !state_.failure;
+  const bool gone = state_.departure(me_) == Declared::kGone && !hasFailed();
   return std::ranges::all_of(links_, [&](const Link& link) {
     if (link->error != 0) return true;
     if (gone && link->needed && ring_.has(link->peer)) return false;
@@ -301,7 +306,7 @@ void ControlNode::onDisconnect(const Link& link, int error, bool nonsense) {
   if (meansUnreachable(link->error)) error = link->error;
   const int peer = link->peer;
   // A departed rank ends its connections; after a failure all ranks do.
-  if (!ring_.has(peer) || state_.failure) return closeGaps();
+  if (!ring_.has(peer) || hasFailed()) return closeGaps();
   if (!link->proven) {
     if (link->dialled) notReached(peer);
     return closeGaps();
@@ -338,8 +343,8 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     closeGaps();
   } else if (const auto* failure = std::get_if<GroupFailure>(&frame)) {
     if (state_.failure) return;
-    reactor_->cancel(std::exchange(settling_, 0));  // the failure names the culprit
     state_.failure = *failure;
+    if (hasFailed()) reactor_->cancel(std::exchange(settling_, 0));  // it names the culprit
     forward({Outbox::Kind::kFailure, 0}, from);
     if (state_.departure(me_) != Declared::kGone) listener_.onRemoteError(*failure);
     closeGaps();
@@ -427,8 +432,8 @@ void ControlNode::forward(Outbox::Item item, const Connection* from) {
 
 void ControlNode::broadcastError(const GroupFailure& failure) {
   if (state_.failure) return;
-  reactor_->cancel(std::exchange(settling_, 0));
   state_.failure = failure;
+  if (hasFailed()) reactor_->cancel(std::exchange(settling_, 0));
   forward({Outbox::Kind::kFailure, 0}, nullptr);
   closeGaps();
 }
@@ -454,9 +459,9 @@ void ControlNode::askForProgress(uint64_t since) {
 void ControlNode::closeGaps() {
   if (over_) return;
   const bool gone = state_.departure(me_) == Declared::kGone;
-  if (!gone && !state_.failure) dialNext();
+  if (!gone && !hasFailed()) dialNext();
   const bool bridged =
-      gone || state_.failure || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
+      gone || hasFailed() || (isLinked(ring_.next(me_)) && isLinked(ring_.previous(me_)));
   if (!bridged) return;
   for (const Link& link : std::vector<Link>(links_)) {
     if (link->told_not_needed || state_.departure(link->peer) != Declared::kGone) continue;

@@ -71,6 +71,7 @@ class Control {
     Nanos heartbeat = 500 * kMillisecond;
     Nanos lost_after = 3 * kSecond;  // RINGREDUCE_LOST_SECONDS
     std::vector<int> ring = {};      // all ranks in the ring's order; empty: 0, 1, ...
+    bool goes_on = false;            // a loss does not end the ring: the others go on
   };
 
   // `next` and `previous` are proven connections to the two neighbours in the ring: with two ranks,

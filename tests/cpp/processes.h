@@ -67,7 +67,7 @@ class SharedStore final : public ringreduce::Store {
   };
   struct Table {
     std::atomic<bool> taken;
-    Entry entries[32];
+    Entry entries[128];
   };
   struct Lock {
     explicit Lock(Table& t) : table(t) {
