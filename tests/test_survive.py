@@ -224,7 +224,8 @@ def test_calls_that_need_the_lost_rank_raise_and_the_group_goes_on(
     root = 1 if victim == 0 else 0
     for rank, found in zip([r for r in range(3) if r != victim], values, strict=True):
         done = {"live broadcast", "reduce", "barrier", "monitored_barrier"}
-        done |= {"gather"} if rank != root else set()
+        # Between hosts all ranks raise for the same call.
+        done |= {"gather"} if rank != root and wire == "memory" else set()
         for name, text in found.items():
             if name in done:
                 assert text == "done", f"{name}: {text}"

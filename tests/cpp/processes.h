@@ -43,12 +43,12 @@ class SharedStore final : public ringreduce::Store {
 
   void set(const std::string& key, const std::string& value) override {
     const Lock lock(*table_);
-    Entry* entry = find(key);
-    if (!entry) entry = find("");
-    if (!entry || key.size() >= sizeof entry->key || value.size() >= sizeof entry->value)
-      throw std::runtime_error("the tests' store is full");
-    std::strcpy(entry->key, key.c_str());
-    std::strcpy(entry->value, value.c_str());
+    setLocked(key, value);
+  }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    const Lock lock(*table_);
+    if (!find(key)) setLocked(key, value);
+    return find(key)->value;
   }
   std::optional<std::string> get(const std::string& key) override {
     const Lock lock(*table_);
@@ -76,6 +76,14 @@ class SharedStore final : public ringreduce::Store {
     ~Lock() { table.taken = false; }
     Table& table;
   };
+  void setLocked(const std::string& key, const std::string& value) {
+    Entry* entry = find(key);
+    if (!entry) entry = find("");
+    if (!entry || key.size() >= sizeof entry->key || value.size() >= sizeof entry->value)
+      throw std::runtime_error("the tests' store is full");
+    std::strcpy(entry->key, key.c_str());
+    std::strcpy(entry->value, value.c_str());
+  }
   Entry* find(const std::string& key) {
     for (Entry& entry : table_->entries)
       if (key == entry.key) return &entry;
