@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ringreduce import _gpu, errors
 from ringreduce._backend import Backend, Options, extension
@@ -67,7 +68,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         self._options = dataclasses.replace(options, on_loss="error")
         self._lock = threading.Lock()  # of the next two
         self._making: Any = None  # what can end a configure that is under way
-        self._backend: Backend | None = None
+        self._backend: Backend = None
         self._error: Exception | None = None
 
     def getBackendName(self) -> str:
@@ -81,7 +82,6 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         with self._lock:
             making, backend = self._making, self._backend
             self._making = making if errored else extension().Making(self._who())
-            self._backend = None
         if making is not None:
             making.end()
         failure = None
@@ -90,21 +90,26 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
             if errored or not extension().is_idle(backend):
                 backend.abort()
             failure = _failure_of(backend)
-            backend.shutdown()
         self._error = (self._error or failure) if errored else None
         self._pg = None
+        self._leave(backend)  # after errored() has the error: calls that waited raise it already
         super().abort(errored)  # logs it
 
     def shutdown(self) -> None:
         """Finishes what is queued, and leaves the group."""
         with self._lock:
             making, backend = self._making, self._backend
-            self._backend = None
         if making is not None:
             making.end()
-        if backend is not None:
-            backend.shutdown()
+        self._leave(backend)
         super().shutdown()
+
+    def _leave(self, backend: Backend) -> None:
+        with self._lock:
+            if backend is None or backend is not self._backend:  # another thread leaves it
+                return
+            self._backend = None
+        backend.shutdown()
 
     def errored(self) -> Exception | None:
         """The error with which the group has failed, until the next configure."""
@@ -141,7 +146,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
     def _who(self) -> str:
         return f"rank {self._rank} (pid {os.getpid()}) of group '{self._name()}'"
 
-    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
         with self._lock:
             making = self._making = self._making or extension().Making(self._who())
         try:
@@ -162,7 +167,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
             making.check()  # later, abort() finds the backend
         except errors.Error as error:
             self.abort()
-            self._error = error
+            self._making, self._error = None, error
             raise
         pg = dist.ProcessGroup(store, rank, world_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
