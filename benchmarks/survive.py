@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each way")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps, with Gloo")
     parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 4")
+    parser.add_argument("--ways", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     parser.add_argument("--out", type=Path, help="a file for all figures")
     parser.add_argument("--way", choices=LAUNCHERS, help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -264,9 +265,9 @@ def main() -> None:
     if args.nproc < 2 or args.runs < 1 or args.checkpoint_every < 10:
         parser.error("--nproc must be at least 2, --runs 1 and --checkpoint-every 10")
 
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in LAUNCHERS}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
     for number in range(args.runs):
-        for way in LAUNCHERS if number % 2 == 0 else reversed(LAUNCHERS):
+        for way in args.ways if number % 2 == 0 else reversed(args.ways):
             around = lighthouse(args.nproc) if way.startswith("torchft") else nullcontext({})
             with TemporaryDirectory() as folder, around as env:
                 found[way].append(run(way, args, Path(folder), env))
