@@ -22,8 +22,11 @@ def create_backend(
     gpu_facts: str,  # JSON, for the store
     make_inner: Callable[[Store, int, int], Any],  # of store, rank and world size
     of_ranks: int = 0,  # of how many these are some; 0: they are all
-    connect: bool = True,
+    connect: str = "now",  # "reconfigure", "join"
+    making: Making | None = None,
 ) -> Any: ...
+def check(backend: Any) -> None: ...  # the group's Error, if it has failed
+def is_idle(backend: Any) -> bool: ...
 def has_failed(backend: Any) -> bool: ...
 def has_raised(backend: Any) -> bool: ...
 def shutdown_all() -> None: ...
@@ -49,6 +52,11 @@ def compressed_all_reduce(
 
 @type_check_only
 class _Bound(type): ...  # the metaclass of what pybind11 binds
+
+class Making(metaclass=_Bound):  # of a group
+    def __init__(self, who: str) -> None: ...
+    def end(self) -> None: ...  # from any thread
+    def check(self) -> None: ...  # Aborted, if it was ended
 
 class HookState(metaclass=_Bound):  # parameters are known by their place in the list
     def __init__(

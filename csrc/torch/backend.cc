@@ -311,6 +311,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 #endif
   if (connect != Connect::kNow) return;
   group_ = translated([&] { return makeGroup(store, rank, size, options); });
+  group_options_.attempt = nullptr;  // not of groups made of this one
   gpu_ = makeGpuBackend(rank, size);
   liveGroups().add(group_, gpu_);
 }
@@ -731,6 +732,17 @@ uint64_t Backend::getSequenceNumberForGroup() {
 Failure Backend::failure() const {
   const std::lock_guard lock(group_mutex_);
   return group_ ? group_->failure() : last_failure_;
+}
+
+void Backend::check() const {
+  translated([&] {
+    if (const auto group = groupIfAny()) group->checkHealth();
+  });
+}
+
+bool Backend::isIdle() const {
+  const auto group = groupIfAny();
+  return !group || (group->isIdle() && gpuBytes() == 0);  // streams may hold its operations
 }
 
 bool Backend::hasRaised() const {

@@ -207,6 +207,10 @@ class Backend final : public c10d::Backend {
   static void shutdownAll();
 
   bool hasFailed() const { return failure() != Failure::kNone; }
+  // Throws the group's error if it has failed.
+  void check() const;
+  // Whether it can be left without an abort: nothing is under way.
+  bool isIdle() const;
   // Whether an operation has ended with an Error.
   bool hasRaised() const;
   size_t stagingBytes() const;

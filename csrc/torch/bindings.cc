@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -110,6 +111,25 @@ double stallSeconds(const std::string& rank) {
   }
 }
 
+// The making of a group, which another thread can end.
+class Making final : public Attempt {
+ public:
+  explicit Making(std::string who) : who_(std::move(who)) {}
+  void claim() override { check(); }
+  void poll(Nanos /*waited*/) override { check(); }
+  void end() { ended_ = true; }
+  // Throws if it was ended.
+  void check() const {
+    if (ended_)
+      throw Error(Failure::kAborted,
+                  who_ + " gave up while the group was made: abort() was called");
+  }
+
+ private:
+  const std::string who_;
+  std::atomic<bool> ended_ = false;
+};
+
 // Settings that are not given come from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
@@ -118,7 +138,8 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
                          const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
                          std::optional<double> stall_seconds, const std::string& gpu_facts,
-                         const py::object& make_inner, int of_ranks, const std::string& connect) {
+                         const py::object& make_inner, int of_ranks, const std::string& connect,
+                         const std::shared_ptr<Making>& making) {
   const auto call = shared(make_inner);
   Backend::Gpus gpus{.facts = gpu_facts,
                      .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
@@ -133,6 +154,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
     options.of_ranks = of_ranks;
+    options.attempt = making;
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
@@ -411,11 +433,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The type of Backend.mem_allocator: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
+  py::class_<Making, std::shared_ptr<Making>>(m, "Making")
+      .def(py::init<std::string>(), "who"_a)
+      .def("end", &Making::end)
+      .def("check", [](const Making& making) { translated([&] { making.check(); }); });
+
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a, "make_inner"_a,
-        "of_ranks"_a = 0, "connect"_a = "now");
+        "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
   m.def(
       "prepare",
       [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,
@@ -437,6 +464,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("live_ranks", &Backend::liveRanks, no_gil);
   property("has_raised", &Backend::hasRaised, no_gil);
   property("has_failed", &Backend::hasFailed);
+  property("check", &Backend::check, no_gil);
+  property("is_idle", &Backend::isIdle, no_gil);
   property("store", &Backend::store);
   property("goes_on", &Backend::goesOn);
   property("timeout_seconds", &Backend::timeoutSeconds);
