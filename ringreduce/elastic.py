@@ -46,8 +46,11 @@ __all__ = ["ElasticSampler", "State"]
 _log = logging.getLogger("ringreduce")
 
 _ASKS = "ringreduce/elastic/asks/"  # and the rank: the newcomer's token, and how often it asked
-_ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in
+_KINDS = "ringreduce/elastic/kinds/"  # and the rank: what parts the newcomer has
+_ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in, or a refusal
 _PLACE = "ringreduce/elastic/groups/"  # and a number: where the ranks of a group meet
+# Settings of a sampler that are the same on all ranks; the seed is sent.
+_SAMPLER = ("samples", "batch_size", "shuffle")
 # How often newcomers ask, and how often a rank looks for them, in seconds.
 _ASK_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
@@ -141,7 +144,7 @@ class ElasticSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken, with any number of ranks."""
-        for name in ("samples", "batch_size", "shuffle"):
+        for name in _SAMPLER:
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the state of a sampler with {name}={state[name]} does not fit one with "
@@ -191,8 +194,9 @@ class State:
         sampler: an `ElasticSampler`, or None.
         join_seconds: how long the others wait in `commit` for a newcomer that ends meanwhile.
         parts: what newcomers receive: objects with `state_dict` and `load_state_dict` (models,
-            optimizers, schedulers, scalers), and values that can be pickled.  Their tensors lie in
-            CPU memory.  Random generators are not sent: each rank has its own.
+            optimizers, schedulers, scalers), torch.Generators from which all ranks draw the same
+            numbers, and values that can be pickled.  Their tensors lie in CPU memory.  Generators
+            that are no part are each rank's own.
 
     Raises:
         RuntimeError: there is no default group.
@@ -294,6 +298,7 @@ class State:
         Raises:
             Timeout: within the group's timeout, no `commit` has let this process in.
             PeerLost: all ranks that had the state are lost; at the start of a run, rank 0.
+            ValueError: the running ranks have other parts, for example a model of other shapes.
             RuntimeError: another State of the group was restored before, or this one.
         """
         group = dist.group.WORLD
@@ -318,9 +323,12 @@ class State:
         """Takes the place of a lost rank."""
         timeout = extension().timeout_seconds(self._backend)
         deadline = time.monotonic() + timeout
+        self._store.set(f"{_KINDS}{self._rank}", json.dumps(self._kinds()))
         while True:
             token = str(random.SystemRandom().randrange(1, 1 << 62))
             answer = self._ask(token, deadline, timeout)
+            if "refused" in answer:
+                raise ValueError(answer["refused"])
             self._groups, donors = answer["groups"], answer["donors"]
             try:
                 place, members = f"{_PLACE}{self._groups}", answer["members"]
@@ -337,7 +345,10 @@ class State:
                 return
 
     def _ask(self, token: str, deadline: float, timeout: float) -> dict[str, Any]:
-        """Asks until an answer comes: the number of the group to join, its members, the donors."""
+        """Asks until an answer comes: the number of the group to join, its members, the donors.
+
+        Or why this rank cannot join.
+        """
         asked = 0
         while not self._store.check([_ANSWERS + token]):
             if time.monotonic() > deadline:
@@ -441,13 +452,40 @@ class State:
                     continue
                 ask = self._store.get(key).decode()
                 # One that has not asked again since may have ended.
-                if self._seen.get(rank, ask) != ask:
-                    found[rank] = int(ask.split()[0])
-                self._seen[rank] = ask
+                if self._seen.setdefault(rank, ask) == ask:
+                    continue
+                token = int(ask.split()[0])
+                if self._refuse(rank, token):
+                    del self._seen[rank]
+                else:
+                    found[rank], self._seen[rank] = token, ask
         except RuntimeError as error:  # it was in a rank that is lost
             _log.warning("no new ranks can join, since the store is lost: %s", error)
             self._next_look = math.inf
         return found
+
+    def _refuse(self, rank: int, token: int) -> bool:
+        """Whether a newcomer's parts are not those of the others; then it is told so."""
+        there, here = json.loads(self._store.get(f"{_KINDS}{rank}")), self._kinds()
+        names = sorted(there.keys() | here.keys())
+        pairs = [(name, there.get(name, "none"), here.get(name, "none")) for name in names]
+        me = self._rank
+        other = [
+            f"{name} is {mine} on rank {rank} and {ours} on rank {me}"
+            for name, mine, ours in pairs
+            if mine != ours and mine and ours
+        ]
+        if not other:
+            return False
+        shown = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
+        text = (
+            f"rank {rank} cannot join, because its State differs from that of the running ranks: "
+            f"{shown}. Start it with the program, the model and the settings of the running ranks"
+        )
+        self._store.set(f"{_ANSWERS}{token}", json.dumps({"refused": text}))
+        self._store.delete_key(f"{_ASKS}{rank}")
+        _log.warning("%s", text)
+        return True
 
     def _admit(self, alive: list[int], tokens: dict[int, int]) -> tuple[list[int], bool]:
         """Makes the group of these ranks and newcomers.  The ranks from now on, and whether it is
@@ -494,13 +532,36 @@ class State:
 
     # ---- the state on its way
 
+    def _kinds(self) -> dict[str, str]:
+        """What ranks must have in common, by name; "" for what fits anything."""
+        kinds: dict[str, str] = {}
+        for name in self._parts:
+            part = getattr(self, name)
+            kinds[f"part {name}"] = "a part"
+            if isinstance(part, torch.nn.Module):
+                for key, value in _state_of(part).items():
+                    if isinstance(value, torch.Tensor):
+                        lazy = torch.nn.parameter.is_lazy(value)
+                        kind = "" if lazy else f"{value.dtype} of shape {tuple(value.shape)}"
+                        kinds[f"{key} of part {name}"] = kind
+            elif isinstance(part, torch.optim.Optimizer):
+                for number, group in enumerate(part.param_groups):
+                    count = len(group["params"])
+                    kinds[f"group {number} of part {name}"] = f"{count} parameters"
+            elif isinstance(part, ElasticSampler):
+                for key in _SAMPLER:
+                    kinds[f"{key} of part {name}"] = str(getattr(part, key))
+        return kinds
+
     def _content(self) -> dict[str, Any]:
         return {name: _state_of(getattr(self, name)) for name in self._parts}
 
     def _load(self, content: dict[str, Any]) -> None:
         for name, value in content.items():
             part = getattr(self, name)
-            if not _has_state(part):
+            if isinstance(part, torch.Generator):
+                part.set_state(value)
+            elif not _has_state(part):
                 setattr(self, name, value)
             elif isinstance(part, DistributedDataParallel):
                 part.module.load_state_dict(value)
@@ -582,6 +643,8 @@ def _has_state(part: Any) -> bool:
 def _state_of(part: Any) -> Any:
     if isinstance(part, DistributedDataParallel):
         return part.module.state_dict()
+    if isinstance(part, torch.Generator):
+        return part.get_state()
     return part.state_dict() if _has_state(part) else part
 
 

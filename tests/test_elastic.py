@@ -130,6 +130,56 @@ def test_a_newcomer_joins_while_another_place_is_vacant(tmp_path: Path) -> None:
     assert "rank 1 joined; 3 of 4 ranks go on" in done.stderr
 
 
+OTHER_MODEL = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import ringreduce
+from ringreduce import elastic
+
+ringreduce.init()
+rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
+lives = len(life.read_text()) if life.exists() else 0
+life.write_text("x" * (lives + 1))
+net = torch.nn.Linear(8, 4 if lives == 1 else 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+dice = torch.Generator().manual_seed(rank + 10 * lives)
+state = elastic.State(net=net, optimizer=optimizer, dice=dice, drawn=0.0, step=0)
+try:
+    state.restore()
+except ValueError as error:
+    print("refused:", error, file=sys.stderr)
+    sys.exit(7)
+while state.step < 20 or len(state.live_ranks) < 2:
+    state.step += 1
+    state.drawn = torch.rand((), generator=dice).item()
+    if state.step == 10 and rank == 0 and lives == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.002)
+    state.commit()
+    agreed = torch.tensor([state.drawn, -state.drawn], dtype=torch.float64)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    assert agreed[0] == -agreed[1], "the ranks drew different numbers"
+dist.destroy_process_group()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_MODEL)
+    (tmp_path / "lives").mkdir()
+    done = supervise("--nproc", "2", str(script), str(tmp_path / "lives"))
+    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 is done", "rank 1 is done"], done
+    text = "rank 0 cannot join, because its State differs from that of the running ranks: "
+    text += "bias of part net is torch.float32 of shape (4,) on rank 0 and torch.float32 of "
+    text += "shape (3,) on rank 1; weight of part net"
+    assert "refused: " + text in done.stderr, done.stderr
+    assert done.stderr.count(text) == 2  # rank 1 logs it once
+    assert "asks again to join" not in done.stderr and "cannot let ranks" not in done.stderr
+
+
 def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
