@@ -38,8 +38,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
+from ringreduce.compression import CompressionState
 from ringreduce.errors import Error, PeerLost, Timeout
-from ringreduce.hooks import averages_exactly, hooked_models, register_comm_hook
+from ringreduce.hooks import attach, hooked_models
 
 __all__ = ["ElasticSampler", "State"]
 
@@ -202,7 +203,8 @@ class State:
         RuntimeError: there is no default group.
         ValueError: the default group is not ringreduce's, does not have on_loss="continue", or has
             a timeout below join_seconds + 5 s; a DistributedDataParallel model among the parts is
-            on another group or does not have ringreduce's exact hook.
+            on another group, does not have ringreduce's hook or has it with codec="auto"; a
+            CompressionState is among the parts.
     """
 
     if TYPE_CHECKING:
@@ -242,16 +244,27 @@ class State:
         for name, part in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"a part of the state cannot be called {name!r}")
+            if isinstance(part, CompressionState):
+                raise ValueError(
+                    f"the CompressionState {name!r} is no part of the State: each rank has "
+                    "residuals of its own, and the State sends the rest by itself"
+                )
             setattr(self, name, part)
         # Those that are no part, but inside of one or around one, count too.
         models = {m for part in parts.values() for m in _models_in(part)}
         if any(model.process_group is not group for model in models):
             raise ValueError("the DistributedDataParallel model must be on the default group")
-        self._models = [m for m in hooked_models() if m.process_group is group]
-        if not models.issubset(self._models) or not all(map(averages_exactly, self._models)):
+        self._models = {m: s for m, s in hooked_models().items() if m.process_group is group}
+        if not models.issubset(self._models):
             raise ValueError(
-                "register ringreduce's hook without a codec on each DistributedDataParallel model "
-                "before the State is made: ringreduce.register_comm_hook(model)"
+                "register ringreduce's hook on each DistributedDataParallel model before the State "
+                "is made: ringreduce.register_comm_hook(model)"
+            )
+        self._compressions = [state for state in self._models.values() if state is not None]
+        if any(state.codec == "auto" for state in self._compressions):
+            raise ValueError(
+                'a model of a State cannot have codec="auto", because a newcomer cannot take over '
+                'its measurements; choose a codec, for example "int8", or none'
             )
         for model in self._models:
             model.register_forward_pre_hook(lambda *_: self._let_roots_move(True))
@@ -312,6 +325,9 @@ class State:
                     "rank 0, which has the state to start from, is lost before restore()"
                 )
             self._receive_from([0], self._packed(), is_new=True)
+            # Rank 0 too, since ranks whose counts are set agree anew in the next step.
+            for state in self._compressions:
+                state._take_counts(state.steps, state._loss_scale)
             self._become(alive)
         else:
             self._join()
@@ -514,8 +530,9 @@ class State:
         together, _ = self._vote({})
         donors = [r for r in alive if r in together]
         self._receive_from(donors, packed, is_new=False)
-        for model in self._models:
+        for model, state in self._models.items():
             _renew_reducer(model)
+            attach(model, state)
         if donors[0] == self._rank:
             names = " and ".join(f"rank {r}" for r in tokens if r in together) or "no rank"
             _log.warning("%s joined; %d of %d ranks go on", names, len(together), self._world_size)
@@ -551,13 +568,26 @@ class State:
             elif isinstance(part, ElasticSampler):
                 for key in _SAMPLER:
                     kinds[f"{key} of part {name}"] = str(getattr(part, key))
+        kinds["number of DDP models"] = str(len(self._models))
+        for number, state in enumerate(self._models.values()):
+            settings = {"codec": None} if state is None else state._settings
+            for key, setting in settings.items():
+                kinds[f"{key} of the hook of DDP model {number}"] = str(setting)
+            if state is not None:
+                exact = state.exact_parameters()
+                kinds[f"exact of the hook of DDP model {number}"] = str(exact)
         return kinds
 
     def _content(self) -> dict[str, Any]:
-        return {name: _state_of(getattr(self, name)) for name in self._parts}
+        return {
+            "parts": {name: _state_of(getattr(self, name)) for name in self._parts},
+            "counts": [(state.steps, state._loss_scale) for state in self._compressions],
+        }
 
     def _load(self, content: dict[str, Any]) -> None:
-        for name, value in content.items():
+        for state, counts in zip(self._compressions, content["counts"], strict=True):
+            state._take_counts(*counts)
+        for name, value in content["parts"].items():
             part = getattr(self, name)
             if isinstance(part, torch.Generator):
                 part.set_state(value)
@@ -661,4 +691,3 @@ def _renew_reducer(model: Any) -> None:
         model._static_graph_delay_allreduce_enqueued = False
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
-    register_comm_hook(model)

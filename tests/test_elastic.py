@@ -180,6 +180,73 @@ def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
     assert "asks again to join" not in done.stderr and "cannot let ranks" not in done.stderr
 
 
+CODED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ringreduce
+from ringreduce import elastic
+
+ringreduce.init()
+rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
+is_first = not life.exists()
+life.touch()
+net = torch.nn.Linear(40, 100, bias=False)
+model = DistributedDataParallel(net, init_sync=False)
+hook = ringreduce.register_comm_hook(model, codec="int4", stochastic=True, start_after=2)
+state = elastic.State(model=model, step=0)
+
+def gradient(rank):
+    return torch.randn(100, 40, generator=torch.Generator().manual_seed(1000 * rank + state.step))
+
+def mean_residual():
+    held = hook.residual("weight")
+    held = torch.zeros(100, 40) if held is None else held
+    dist.all_reduce(held, op=dist.ReduceOp.AVG)
+    return held.double()
+
+state.restore()
+assert is_first or (state.step >= 10 and hook.steps == state.step)
+before = None
+while state.step < 20 or len(state.live_ranks) < 3:
+    (model(torch.eye(40)).T * gradient(rank)).sum().backward()
+    state.step += 1
+    if state.step == 10 and rank == 1 and is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.002)
+    before = hook.residual("weight")
+    was = state.live_ranks
+    state.commit()
+    if len(state.live_ranks) > len(was):
+        assert before.any() and torch.equal(hook.residual("weight"), before)
+owed, total, wanted = mean_residual(), 0, 0
+for _ in range(6):
+    net.weight.grad = None
+    (model(torch.eye(40)).T * gradient(rank)).sum().backward()
+    total = total + net.weight.grad.double()
+    wanted = wanted + sum(gradient(r).double() for r in range(3)) / 3
+    assert (total - wanted).abs().max() > 1e-3  # it is coded
+    state.step += 1
+    state.commit()
+ends = torch.stack([net.weight.grad, -net.weight.grad])
+dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+assert torch.equal(ends[0], -ends[1]), "the ranks have different bits"
+assert (total + mean_residual() - owed - wanted).abs().max() < 1e-5
+dist.destroy_process_group()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def test_residuals_stay_when_a_rank_joins(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CODED)
+    (tmp_path / "lives").mkdir()
+    done = supervise("--nproc", "3", "--restarts", "1", str(script), str(tmp_path / "lives"))
+    assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in range(3)], done
+
+
 def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
@@ -297,9 +364,12 @@ def make_state(me: Rank, what: str) -> None:
     parts: dict[str, Any] = {"step": 0}
     if what == "no hook":
         parts["model"] = DistributedDataParallel(net)
-    elif what == "codec":
+    elif what in ("auto", "residuals"):
         parts["model"] = DistributedDataParallel(net)
-        ringreduce.register_comm_hook(parts["model"], codec="int8")
+        codec = "auto" if what == "auto" else "int8"
+        hook = ringreduce.register_comm_hook(parts["model"], codec=codec)
+        if what == "residuals":
+            parts["hook"] = hook
     elif what == "other group":
         parts["model"] = DistributedDataParallel(net, process_group=dist.new_group())
     elif what == "name":
@@ -313,8 +383,9 @@ def make_state(me: Rank, what: str) -> None:
     ("what", "on_loss", "says"),
     [
         ("group", "error", "needs a default group of the backend ringreduce that goes on"),
-        ("no hook", "continue", "register ringreduce's hook without a codec"),
-        ("codec", "continue", "register ringreduce's hook without a codec"),
+        ("no hook", "continue", "register ringreduce's hook on each"),
+        ("auto", "continue", 'cannot have codec="auto"'),
+        ("residuals", "continue", "the CompressionState 'hook' is no part of the State"),
         ("other group", "continue", "must be on the default group"),
         ("name", "continue", "a part of the state cannot be called 'commit'"),
         ("no restore", "continue", "call restore\\(\\) before the first step"),
