@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,18 +53,23 @@ def test_many_random_faults() -> None:
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
+
+rank, first = int(os.environ["RANK"]), Path(sys.argv[1], os.environ["RANK"])
+is_first = not first.exists()
+first.touch()
+if rank == 3 and not is_first:
+    sys.exit(7)  # its place stays vacant
+
 import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
 
 ringreduce.init()
-rank, first = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
-is_first = not first.exists()
-first.touch()
+names = ("GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+node, per_node, local = (int(os.environ[name]) for name in names)
+assert rank == node * per_node + local and dist.get_world_size() == 4
 if not is_first:
-    if rank == 3:
-        sys.exit(7)  # its place stays vacant
     try:
         dist.all_reduce(torch.ones(1))
     except ringreduce.Error as error:
@@ -78,7 +84,7 @@ if is_first:
 while state.step < 20 or state.live_ranks != [0, 1, 2]:
     state.step += 1
     state.weights += 1
-    if state.step == 10 and is_first and rank in (1, 3):
+    if state.step == 10 and is_first and rank in (1, 2, 3):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.002)
     state.commit()
@@ -120,14 +126,30 @@ def supervise(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_a_newcomer_joins_while_another_place_is_vacant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path, hosts: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "lives").mkdir()
-    done = supervise("--nproc", "4", "--restarts", "2", str(script), str(tmp_path / "lives"))
-    assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in (0, 1, 2)], done
-    assert "rank 1 ended with signal SIGKILL; it is started again" in done.stderr
-    assert "rank 1 joined; 3 of 4 ranks go on" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"-m ringreduce.supervise --restarts 3 --nnodes {hosts} --nproc {4 // hosts}"
+    command += f" --master-addr 127.0.0.1 --master-port {port} --node-rank"
+    supervisors = [
+        subprocess.Popen(
+            [sys.executable, *command.split(), str(node), str(script), str(tmp_path / "lives")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(hosts)
+    ]
+    told = [supervisor.communicate(timeout=240) for supervisor in supervisors]
+    stdout, stderr = ("".join(texts) for texts in zip(*told, strict=True))
+    done = [f"rank {rank} is done" for rank in (0, 1, 2)]
+    assert sorted(stdout.splitlines()) == done, stderr
+    assert "rank 1 ended with signal SIGKILL; it is started again" in stderr
+    assert "joined; 3 of 4 ranks go on" in stderr
 
 
 OTHER_MODEL = """
@@ -264,6 +286,7 @@ def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
         (["--nproc", "0", "x.py"], "--nproc of at least 1 and a script are needed"),
         (["--store-only"], "--store-only goes with --master-port"),
         (["--nproc", "2", "--restarts", "-1", "x.py"], "--restarts must be at least 0"),
+        (["--nproc", "2", "--nnodes", "2", "x.py"], "need --master-addr and --master-port"),
     ],
 )
 def test_supervise_refuses(arguments: list[str], says: str) -> None:
