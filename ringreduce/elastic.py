@@ -182,6 +182,22 @@ class _TensorsFrom(pickle.Unpickler):
         return self.tensors[index]
 
 
+class _OneRoot(dist.ProcessGroup):
+    """The default group, whose broadcasts come from that rank."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())  # type: ignore[call-arg]
+        self.root = root
+
+    def broadcast(self, tensors: list[torch.Tensor], _: Any) -> Any:  # type: ignore[override]
+        # What a root sent before it was lost must not remain in parts of the tensor.
+        data = tensors[0].clone()
+        work = dist.broadcast(data, self.root, async_op=True)
+        work.wait()
+        tensors[0].copy_(data)
+        return work
+
+
 class State:
     """What the ranks of a training run have in common, and the boundary of its steps.
 
@@ -267,7 +283,7 @@ class State:
                 'its measurements; choose a codec, for example "int8", or none'
             )
         for model in self._models:
-            model.register_forward_pre_hook(lambda *_: self._let_roots_move(True))
+            model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
             model.register_forward_hook(lambda *_: self._let_roots_move(False), always_call=True)
         self._ranks: list[int] = []  # that took part in the last commit, the same on all of them
         self._version = 0  # of these
@@ -279,8 +295,26 @@ class State:
         self._callbacks: list[Callable[[list[int]], None]] = []
 
     def _let_roots_move(self, move: bool) -> None:
-        """DDP broadcasts buffers and the order of its buckets from rank 0, which may be lost."""
+        """DDP broadcasts buffers from rank 0, which may be lost."""
         extension().set_roots_move(self._backend, move)
+
+    def _before_forward(self, model: Any) -> None:
+        """Has the reducer rebuild its buckets, if it is to, and not by itself in forward.
+
+        It broadcasts first the order of the parameters and then the sizes of the buckets.  Both
+        must come from one rank, as ranks whose gradients came in another order have other sizes.
+        """
+        for root in self._ranks if torch.is_grad_enabled() else []:
+            group = _OneRoot(root)
+            model.reducer._update_process_group(group)
+            try:
+                model.reducer._rebuild_buckets()
+                break
+            except PeerLost:  # the same on all ranks, so all turn to the next
+                continue
+            finally:
+                model.reducer._update_process_group(model.process_group)
+        self._let_roots_move(True)
 
     @property
     def took_part(self) -> list[int]:

@@ -382,6 +382,33 @@ def test_without_rank_0_there_is_no_state_to_start_from(pool: Pool, world: MakeW
         assert isinstance(outcome, Done) and "rank 0" in outcome.value, outcome
 
 
+def lose_the_root(me: Rank) -> list[float]:
+    """Gradients after the loss of rank 0 between the broadcasts of a rebuild of DDP's buckets."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(5)))
+    for layer in net:
+        torch.nn.init.ones_(layer.weight)
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-6)
+    ringreduce.register_comm_hook(model)
+    state = elastic.State(model=model)
+    state.restore()
+    model(torch.ones(1, 1) * me.rank).sum().backward()
+    state.commit()
+    if me.rank == 0:
+        # The last number is that of the buckets; the other ranks have another one.
+        dist.broadcast(torch.tensor([0, 1, 2, 3, 4, 3], dtype=torch.int32), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        net.zero_grad()
+        model(torch.ones(1, 1) * me.rank).sum().backward()
+        state.commit()
+    return [layer.weight.grad.item() for layer in net]
+
+
+def test_a_rebuild_of_buckets_has_one_root(pool: Pool, world: MakeWorld) -> None:
+    outcomes = pool.start(lose_the_root, world(3, ON_LOSS="continue"), remade=True).outcomes()
+    assert [o.value for o in outcomes if isinstance(o, Done)] == [[1.5] * 5] * 2, outcomes
+
+
 def make_state(me: Rank, what: str) -> None:
     net = torch.nn.Linear(2, 2)
     parts: dict[str, Any] = {"step": 0}
