@@ -96,8 +96,8 @@ class _Nodes:
     A thread does it, since a host that vanishes may hold up a call of the store for minutes.
     """
 
-    def __init__(self, store: TCPStore, node: int, count: int) -> None:
-        self.store, self.node = store, node
+    def __init__(self, store: TCPStore, node: int, count: int, holds_store: bool) -> None:
+        self.store, self.node, self.holds_store = store, node, holds_store
         # Ranks that run and have the state, ranks that have ended well, whether all have ended.
         self.own = (0, 0, False)
         self.others: dict[int, tuple[int, int, bool]] = {}  # the same of those that were heard
@@ -111,11 +111,9 @@ class _Nodes:
     def _exchange(self) -> None:
         last: dict[int, bytes] = {}
         beat = 0
-        ended = False
-        while not ended:
+        while True:
             beat += 1
             own = self.own
-            ended = own[2]
             try:
                 self.store.set(f"{_NODES}{self.node}", json.dumps([beat, *own]))
                 for node in set(range(self.count)) - {self.node}:
@@ -128,8 +126,9 @@ class _Nodes:
                 self.store_is_lost = True
                 _say(f"the store is lost, so no rank is started again: {error}")
                 return
-            if not self.own[2]:
-                time.sleep(_TELL_SECONDS)
+            if own[2] and not (self.holds_store and self._running()):
+                return
+            time.sleep(_TELL_SECONDS)
 
     def _running(self) -> list[tuple[int, int, bool]]:
         """What other supervisors told last, without those that have ended or are silent."""
@@ -149,16 +148,14 @@ class _Nodes:
         """Whether a rank of another host has ended well."""
         return any(finished for _, finished, _ in list(self.others.values()))
 
-    def leave(self, holds_store: bool) -> None:
+    def leave(self) -> None:
         """Says that the ranks of this host have ended; with the store, waits for the others."""
         self.own = (0, self.own[1], True)
         if self.count == 1:
             return
-        if holds_store and self._running():
+        if self.holds_store and self._running():
             _say("the ranks of this host have ended; the store stays until those of others have")
-        while holds_store and self._running():
-            time.sleep(_TELL_SECONDS / 4)
-        self._thread.join(2 * _TELL_SECONDS)
+        self._thread.join(None if self.holds_store else 3 * _TELL_SECONDS)
 
 
 class _Ranks:
@@ -280,7 +277,7 @@ def main() -> int:
         _say(f"the store is at port {store.port}, until Ctrl-C")
         signal.sigwait([signal.SIGINT, signal.SIGTERM])
         return 0
-    nodes = _Nodes(store, arguments.node_rank, arguments.nnodes)
+    nodes = _Nodes(store, arguments.node_rank, arguments.nnodes, holds_store)
     ranks = _Ranks(arguments, store.port)
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -290,7 +287,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop)
     try:
         status = _supervise(ranks, nodes)
-        nodes.leave(holds_store)
+        nodes.leave()
         return status
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
