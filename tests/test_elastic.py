@@ -123,7 +123,7 @@ sys.stdout.write(f"rank {rank} is done\\n")
 
 def supervise(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ringreduce.supervise", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
