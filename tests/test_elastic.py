@@ -334,7 +334,7 @@ def accumulate(me: Rank, samples: int) -> list[list[int]]:
     net = DistributedDataParallel(torch.nn.Linear(2, 2))
     ringreduce.register_comm_hook(net)
     state = elastic.State(sampler=sampler, net=net.module)
-    assert state._models == [net]
+    assert list(state._models) == [net]
     state.restore()
     with pytest.raises(RuntimeError, match="restore\\(\\) is called once"):
         elastic.State().restore()
