@@ -186,16 +186,19 @@ class CompressionState:
             )
         ]
         self._loss_scale = 1.0
+        self._settings = {
+            "codec": codec,
+            "feedback": self._feedback,
+            "start_after": _whole(start_after, "start_after"),
+            "schedule": schedule,
+            "stochastic": bool(stochastic),
+            "seed": _whole(seed, "seed"),
+        }
         self._state = extension().HookState(
             parameters=list(parameters.values()),
             exact=self._exact,
             names=[zlib.crc32(name.encode()) for name in parameters],
-            codec=codec,
-            feedback=self._feedback,
-            start_after=_whole(start_after, "start_after"),
-            schedule=schedule,
-            stochastic=bool(stochastic),
-            seed=_whole(seed, "seed"),
+            **self._settings,
         )
 
     @property
@@ -343,4 +346,13 @@ class CompressionState:
 
     def _agree(self, group: dist.ProcessGroup) -> None:
         """Raises Mismatch, on all ranks, unless all have the same settings.  Collective."""
-        self._state.agree(backend_of(group))
+        backend = backend_of(group)
+        # A rank that joins a running group (ringreduce.elastic) has none yet; it agrees with the
+        # others in its first step.
+        if extension().is_connected(backend) or not extension().goes_on(backend):
+            self._state.agree(backend)
+
+    def _take_counts(self, steps: int, loss_scale: float) -> None:
+        """Goes on with another rank's counts, and with the residuals of this one."""
+        self.set_loss_scale(loss_scale)
+        self._state.set_steps(steps)

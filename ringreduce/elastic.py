@@ -38,16 +38,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
+from ringreduce.compression import CompressionState
 from ringreduce.errors import Error, PeerLost, Timeout
-from ringreduce.hooks import averages_exactly, hooked_models, register_comm_hook
+from ringreduce.hooks import attach, hooked_models
 
 __all__ = ["ElasticSampler", "State"]
 
 _log = logging.getLogger("ringreduce")
 
 _ASKS = "ringreduce/elastic/asks/"  # and the rank: the newcomer's token, and how often it asked
-_ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in
+_KINDS = "ringreduce/elastic/kinds/"  # and the rank: what parts the newcomer has
+_ANSWERS = "ringreduce/elastic/answers/"  # and the token: the group that lets it in, or a refusal
 _PLACE = "ringreduce/elastic/groups/"  # and a number: where the ranks of a group meet
+# Settings of a sampler that are the same on all ranks; the seed is sent.
+_SAMPLER = ("samples", "batch_size", "shuffle")
 # How often newcomers ask, and how often a rank looks for them, in seconds.
 _ASK_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
@@ -141,7 +145,7 @@ class ElasticSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken, with any number of ranks."""
-        for name in ("samples", "batch_size", "shuffle"):
+        for name in _SAMPLER:
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the state of a sampler with {name}={state[name]} does not fit one with "
@@ -178,6 +182,22 @@ class _TensorsFrom(pickle.Unpickler):
         return self.tensors[index]
 
 
+class _OneRoot(dist.ProcessGroup):
+    """The default group, whose broadcasts come from that rank."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())  # type: ignore[call-arg]
+        self.root = root
+
+    def broadcast(self, tensors: list[torch.Tensor], _: Any) -> Any:  # type: ignore[override]
+        # What a root sent before it was lost must not remain in parts of the tensor.
+        data = tensors[0].clone()
+        work = dist.broadcast(data, self.root, async_op=True)
+        work.wait()
+        tensors[0].copy_(data)
+        return work
+
+
 class State:
     """What the ranks of a training run have in common, and the boundary of its steps.
 
@@ -191,14 +211,16 @@ class State:
         sampler: an `ElasticSampler`, or None.
         join_seconds: how long the others wait in `commit` for a newcomer that ends meanwhile.
         parts: what newcomers receive: objects with `state_dict` and `load_state_dict` (models,
-            optimizers, schedulers, scalers), and values that can be pickled.  Their tensors lie in
-            CPU memory.  Random generators are not sent: each rank has its own.
+            optimizers, schedulers, scalers), torch.Generators from which all ranks draw the same
+            numbers, and values that can be pickled.  Their tensors lie in CPU memory.  Generators
+            that are no part are each rank's own.
 
     Raises:
         RuntimeError: there is no default group.
         ValueError: the default group is not ringreduce's, does not have on_loss="continue", or has
             a timeout below join_seconds + 5 s; a DistributedDataParallel model among the parts is
-            on another group or does not have ringreduce's exact hook.
+            on another group, does not have ringreduce's hook or has it with codec="auto"; a
+            CompressionState is among the parts.
     """
 
     if TYPE_CHECKING:
@@ -238,19 +260,30 @@ class State:
         for name, part in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"a part of the state cannot be called {name!r}")
+            if isinstance(part, CompressionState):
+                raise ValueError(
+                    f"the CompressionState {name!r} is no part of the State: each rank has "
+                    "residuals of its own, and the State sends the rest by itself"
+                )
             setattr(self, name, part)
         # Those that are no part, but inside of one or around one, count too.
         models = {m for part in parts.values() for m in _models_in(part)}
         if any(model.process_group is not group for model in models):
             raise ValueError("the DistributedDataParallel model must be on the default group")
-        self._models = [m for m in hooked_models() if m.process_group is group]
-        if not models.issubset(self._models) or not all(map(averages_exactly, self._models)):
+        self._models = {m: s for m, s in hooked_models().items() if m.process_group is group}
+        if not models.issubset(self._models):
             raise ValueError(
-                "register ringreduce's hook without a codec on each DistributedDataParallel model "
-                "before the State is made: ringreduce.register_comm_hook(model)"
+                "register ringreduce's hook on each DistributedDataParallel model before the State "
+                "is made: ringreduce.register_comm_hook(model)"
+            )
+        self._compressions = [state for state in self._models.values() if state is not None]
+        if any(state.codec == "auto" for state in self._compressions):
+            raise ValueError(
+                'a model of a State cannot have codec="auto", because a newcomer cannot take over '
+                'its measurements; choose a codec, for example "int8", or none'
             )
         for model in self._models:
-            model.register_forward_pre_hook(lambda *_: self._let_roots_move(True))
+            model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
             model.register_forward_hook(lambda *_: self._let_roots_move(False), always_call=True)
         self._ranks: list[int] = []  # that took part in the last commit, the same on all of them
         self._version = 0  # of these
@@ -262,8 +295,26 @@ class State:
         self._callbacks: list[Callable[[list[int]], None]] = []
 
     def _let_roots_move(self, move: bool) -> None:
-        """DDP broadcasts buffers and the order of its buckets from rank 0, which may be lost."""
+        """DDP broadcasts buffers from rank 0, which may be lost."""
         extension().set_roots_move(self._backend, move)
+
+    def _before_forward(self, model: Any) -> None:
+        """Has the reducer rebuild its buckets, if it is to, and not by itself in forward.
+
+        It broadcasts first the order of the parameters and then the sizes of the buckets.  Both
+        must come from one rank, as ranks whose gradients came in another order have other sizes.
+        """
+        for root in self._ranks if torch.is_grad_enabled() else []:
+            group = _OneRoot(root)
+            model.reducer._update_process_group(group)
+            try:
+                model.reducer._rebuild_buckets()
+                break
+            except PeerLost:  # the same on all ranks, so all turn to the next
+                continue
+            finally:
+                model.reducer._update_process_group(model.process_group)
+        self._let_roots_move(True)
 
     @property
     def took_part(self) -> list[int]:
@@ -294,6 +345,7 @@ class State:
         Raises:
             Timeout: within the group's timeout, no `commit` has let this process in.
             PeerLost: all ranks that had the state are lost; at the start of a run, rank 0.
+            ValueError: the running ranks have other parts, for example a model of other shapes.
             RuntimeError: another State of the group was restored before, or this one.
         """
         group = dist.group.WORLD
@@ -307,6 +359,9 @@ class State:
                     "rank 0, which has the state to start from, is lost before restore()"
                 )
             self._receive_from([0], self._packed(), is_new=True)
+            # Rank 0 too, since ranks whose counts are set agree anew in the next step.
+            for state in self._compressions:
+                state._take_counts(state.steps, state._loss_scale)
             self._become(alive)
         else:
             self._join()
@@ -318,9 +373,12 @@ class State:
         """Takes the place of a lost rank."""
         timeout = extension().timeout_seconds(self._backend)
         deadline = time.monotonic() + timeout
+        self._store.set(f"{_KINDS}{self._rank}", json.dumps(self._kinds()))
         while True:
             token = str(random.SystemRandom().randrange(1, 1 << 62))
             answer = self._ask(token, deadline, timeout)
+            if "refused" in answer:
+                raise ValueError(answer["refused"])
             self._groups, donors = answer["groups"], answer["donors"]
             try:
                 place, members = f"{_PLACE}{self._groups}", answer["members"]
@@ -337,7 +395,10 @@ class State:
                 return
 
     def _ask(self, token: str, deadline: float, timeout: float) -> dict[str, Any]:
-        """Asks until an answer comes: the number of the group to join, its members, the donors."""
+        """Asks until an answer comes: the number of the group to join, its members, the donors.
+
+        Or why this rank cannot join.
+        """
         asked = 0
         while not self._store.check([_ANSWERS + token]):
             if time.monotonic() > deadline:
@@ -441,13 +502,40 @@ class State:
                     continue
                 ask = self._store.get(key).decode()
                 # One that has not asked again since may have ended.
-                if self._seen.get(rank, ask) != ask:
-                    found[rank] = int(ask.split()[0])
-                self._seen[rank] = ask
+                if self._seen.setdefault(rank, ask) == ask:
+                    continue
+                token = int(ask.split()[0])
+                if self._refuse(rank, token):
+                    del self._seen[rank]
+                else:
+                    found[rank], self._seen[rank] = token, ask
         except RuntimeError as error:  # it was in a rank that is lost
             _log.warning("no new ranks can join, since the store is lost: %s", error)
             self._next_look = math.inf
         return found
+
+    def _refuse(self, rank: int, token: int) -> bool:
+        """Whether a newcomer's parts are not those of the others; then it is told so."""
+        there, here = json.loads(self._store.get(f"{_KINDS}{rank}")), self._kinds()
+        names = sorted(there.keys() | here.keys())
+        pairs = [(name, there.get(name, "none"), here.get(name, "none")) for name in names]
+        me = self._rank
+        other = [
+            f"{name} is {mine} on rank {rank} and {ours} on rank {me}"
+            for name, mine, ours in pairs
+            if mine != ours and mine and ours
+        ]
+        if not other:
+            return False
+        shown = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
+        text = (
+            f"rank {rank} cannot join, because its State differs from that of the running ranks: "
+            f"{shown}. Start it with the program, the model and the settings of the running ranks"
+        )
+        self._store.set(f"{_ANSWERS}{token}", json.dumps({"refused": text}))
+        self._store.delete_key(f"{_ASKS}{rank}")
+        _log.warning("%s", text)
+        return True
 
     def _admit(self, alive: list[int], tokens: dict[int, int]) -> tuple[list[int], bool]:
         """Makes the group of these ranks and newcomers.  The ranks from now on, and whether it is
@@ -476,8 +564,9 @@ class State:
         together, _ = self._vote({})
         donors = [r for r in alive if r in together]
         self._receive_from(donors, packed, is_new=False)
-        for model in self._models:
+        for model, state in self._models.items():
             _renew_reducer(model)
+            attach(model, state)
         if donors[0] == self._rank:
             names = " and ".join(f"rank {r}" for r in tokens if r in together) or "no rank"
             _log.warning("%s joined; %d of %d ranks go on", names, len(together), self._world_size)
@@ -494,13 +583,49 @@ class State:
 
     # ---- the state on its way
 
+    def _kinds(self) -> dict[str, str]:
+        """What ranks must have in common, by name; "" for what fits anything."""
+        kinds: dict[str, str] = {}
+        for name in self._parts:
+            part = getattr(self, name)
+            kinds[f"part {name}"] = "a part"
+            if isinstance(part, torch.nn.Module):
+                for key, value in _state_of(part).items():
+                    if isinstance(value, torch.Tensor):
+                        lazy = torch.nn.parameter.is_lazy(value)
+                        kind = "" if lazy else f"{value.dtype} of shape {tuple(value.shape)}"
+                        kinds[f"{key} of part {name}"] = kind
+            elif isinstance(part, torch.optim.Optimizer):
+                for number, group in enumerate(part.param_groups):
+                    count = len(group["params"])
+                    kinds[f"group {number} of part {name}"] = f"{count} parameters"
+            elif isinstance(part, ElasticSampler):
+                for key in _SAMPLER:
+                    kinds[f"{key} of part {name}"] = str(getattr(part, key))
+        kinds["number of DDP models"] = str(len(self._models))
+        for number, state in enumerate(self._models.values()):
+            settings = {"codec": None} if state is None else state._settings
+            for key, setting in settings.items():
+                kinds[f"{key} of the hook of DDP model {number}"] = str(setting)
+            if state is not None:
+                exact = state.exact_parameters()
+                kinds[f"exact of the hook of DDP model {number}"] = str(exact)
+        return kinds
+
     def _content(self) -> dict[str, Any]:
-        return {name: _state_of(getattr(self, name)) for name in self._parts}
+        return {
+            "parts": {name: _state_of(getattr(self, name)) for name in self._parts},
+            "counts": [(state.steps, state._loss_scale) for state in self._compressions],
+        }
 
     def _load(self, content: dict[str, Any]) -> None:
-        for name, value in content.items():
+        for state, counts in zip(self._compressions, content["counts"], strict=True):
+            state._take_counts(*counts)
+        for name, value in content["parts"].items():
             part = getattr(self, name)
-            if not _has_state(part):
+            if isinstance(part, torch.Generator):
+                part.set_state(value)
+            elif not _has_state(part):
                 setattr(self, name, value)
             elif isinstance(part, DistributedDataParallel):
                 part.module.load_state_dict(value)
@@ -582,6 +707,8 @@ def _has_state(part: Any) -> bool:
 def _state_of(part: Any) -> Any:
     if isinstance(part, DistributedDataParallel):
         return part.module.state_dict()
+    if isinstance(part, torch.Generator):
+        return part.get_state()
     return part.state_dict() if _has_state(part) else part
 
 
@@ -598,4 +725,3 @@ def _renew_reducer(model: Any) -> None:
         model._static_graph_delay_allreduce_enqueued = False
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
-    register_comm_hook(model)

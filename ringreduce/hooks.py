@@ -24,20 +24,27 @@ from ringreduce.compression import CompressionState, Exact
 
 __all__ = ["CompressionState", "all_reduce_hook", "compressed", "register_comm_hook"]
 
-# The models with our hook, and their codecs.
-_codecs: weakref.WeakKeyDictionary[DistributedDataParallel, str | None] = (
+# The models with our hook, and the states of those with a codec.
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, CompressionState | None] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def hooked_models() -> list[DistributedDataParallel]:
-    """The models that have our hook and live."""
-    return list(_codecs)
+def hooked_models() -> dict[DistributedDataParallel, CompressionState | None]:
+    """The models that have our hook and live, and the states of those with a codec."""
+    return dict(_states)
 
 
-def averages_exactly(model: DistributedDataParallel) -> bool:
-    """Whether `register_comm_hook` was called for the model, without a codec."""
-    return model in _codecs and _codecs[model] is None
+def attach(ddp_model: DistributedDataParallel, state: CompressionState | None) -> None:
+    """Gives the model's reducer our hook."""
+    group = ringreduce_group(ddp_model.process_group)
+    if state is None:
+        extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
+    else:
+        state._state.register(ddp_model.reducer, backend_of(group), group)
+    if ddp_model.logger is not None:
+        name = "ringreduce_all_reduce" if state is None else f"ringreduce_{state.codec}"
+        ddp_model.logger._set_comm_hook_name(name)
 
 
 @overload
@@ -141,17 +148,11 @@ def register_comm_hook(
             stochastic,
             seed,
         )
-    _codecs[ddp_model] = None if state is None else state.codec
-    group = ringreduce_group(ddp_model.process_group)
-    if state is None:
-        extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
-    else:
+    _states[ddp_model] = state
+    if state is not None:
         state.process_group = ddp_model.process_group
-        state._agree(group)
-        state._state.register(ddp_model.reducer, backend_of(group), group)
-    if ddp_model.logger is not None:
-        name = "ringreduce_all_reduce" if state is None else f"ringreduce_{state.codec}"
-        ddp_model.logger._set_comm_hook_name(name)
+        state._agree(ringreduce_group(ddp_model.process_group))
+    attach(ddp_model, state)
     return state
 
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of one host and, unlike torchrun, lets the others live when one is lost.
+"""Starts the ranks of a host and, unlike torchrun, lets the others live when one is lost.
 
     python -m ringreduce.supervise --nproc 4 train.py ...
 
@@ -7,18 +7,27 @@ ends with an error or by a signal is started again, with the same RANK, while re
 with `ringreduce.elastic` in the script it joins the others.  RINGREDUCE_ON_LOSS=continue is set
 unless the environment has another value.
 
+    python -m ringreduce.supervise --nnodes 2 --node-rank K --nproc 4 \\
+        --master-addr HOST --master-port 29500 train.py ...
+
+does so on each of several hosts, for ranks K * 4 to K * 4 + 3.  The store lives in the supervisor
+of node 0, which ends last.
+
     python -m ringreduce.supervise --store-only --master-port 29500
 
-holds only the store, for ranks that something else starts (docs/survive.md).
+holds only the store, for ranks that something else starts, or for supervisors with
+--external-store (docs/survive.md).
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -30,17 +39,31 @@ from ringreduce._backend import SUPERVISOR
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
+_NODES = "ringreduce/supervise/"  # and the node: what its supervisor tells the others
+_TELL_SECONDS = 1.0
+_SILENT_SECONDS = 30.0  # after which a supervisor counts as lost
+# Longer than a node's news may be late: a rank may just have joined there.
+_SETTLE_SECONDS = 5.0
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ringreduce.supervise",
-        description="Starts the ranks of one host; a lost rank does not end the others.",
+        description="Starts the ranks of a host; a lost rank does not end the others.",
     )
-    parser.add_argument("--nproc", type=int, help="number of ranks")
+    parser.add_argument("--nproc", type=int, help="number of ranks on this host")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of hosts (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this host (default: 0)")
     parser.add_argument("--store-only", action="store_true", help="start no ranks")
     parser.add_argument(
-        "--restarts", type=int, default=3, help="of all ranks together (default: 3)"
+        "--external-store",
+        action="store_true",
+        help="another process holds the store, also for node 0: --store-only, for example",
     )
+    parser.add_argument(
+        "--restarts", type=int, default=3, help="of all ranks of this host together (default: 3)"
+    )
+    parser.add_argument("--master-addr", default="127.0.0.1", help="of the store: node 0's host")
     parser.add_argument("--master-port", type=int, default=0, help="of the store (default: any)")
     parser.add_argument("script", nargs="?", help="a Python script, and its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -50,6 +73,10 @@ def _arguments() -> argparse.Namespace:
             parser.error("--store-only goes with --master-port and nothing else")
     elif not arguments.script or not arguments.nproc or arguments.nproc < 1:
         parser.error("--nproc of at least 1 and a script are needed")
+    if not 0 <= arguments.node_rank < arguments.nnodes:
+        parser.error("--node-rank must be from 0 to --nnodes - 1")
+    if (arguments.nnodes > 1 or arguments.external_store) and not arguments.master_port:
+        parser.error("--nnodes above 1 and --external-store need --master-addr and --master-port")
     if arguments.restarts < 0:
         parser.error("--restarts must be at least 0")
     return arguments
@@ -63,27 +90,105 @@ def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-class _Ranks:
-    """The processes."""
+class _Nodes:
+    """What the supervisors of several hosts tell each other by the store.
 
-    def __init__(self, command: list[str], count: int, port: int) -> None:
-        self.command, self.count, self.port = command, count, port
+    A thread does it, since a host that vanishes may hold up a call of the store for minutes.
+    """
+
+    def __init__(self, store: TCPStore, node: int, count: int, holds_store: bool) -> None:
+        self.store, self.node, self.holds_store = store, node, holds_store
+        # Ranks that run and have the state, ranks that have ended well, whether all have ended.
+        self.own = (0, 0, False)
+        self.others: dict[int, tuple[int, int, bool]] = {}  # the same of those that were heard
+        self.count = count
+        self.store_is_lost = False
+        self._heard: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._exchange, daemon=True)
+        if count > 1:
+            self._thread.start()
+
+    def _exchange(self) -> None:
+        last: dict[int, bytes] = {}
+        beat = 0
+        while True:
+            beat += 1
+            own = self.own
+            try:
+                self.store.set(f"{_NODES}{self.node}", json.dumps([beat, *own]))
+                for node in set(range(self.count)) - {self.node}:
+                    key = f"{_NODES}{node}"
+                    told = self.store.get(key) if self.store.check([key]) else None
+                    if told is not None and told != last.get(node):
+                        last[node], self._heard[node] = told, time.monotonic()
+                        self.others[node] = tuple(json.loads(told)[1:])
+            except RuntimeError as error:
+                self.store_is_lost = True
+                _say(f"the store is lost, so no rank is started again: {error}")
+                return
+            if own[2] and not (self.holds_store and self._running()):
+                return
+            time.sleep(_TELL_SECONDS)
+
+    def _running(self) -> list[tuple[int, int, bool]]:
+        """What other supervisors told last, without those that have ended or are silent."""
+        now = time.monotonic()
+        return [
+            told
+            for node, told in list(self.others.items())
+            if not told[2] and now - self._heard[node] < _SILENT_SECONDS
+        ]
+
+    def have_members(self) -> bool:
+        """Whether ranks that have the state may run on another host."""
+        all_heard = len(self.others) == self.count - 1
+        return not all_heard or any(members for members, _, _ in self._running())
+
+    def have_finished(self) -> bool:
+        """Whether a rank of another host has ended well."""
+        return any(finished for _, finished, _ in list(self.others.values()))
+
+    def leave(self) -> None:
+        """Says that the ranks of this host have ended; with the store, waits for the others."""
+        self.own = (0, self.own[1], True)
+        if self.count == 1:
+            return
+        if self.holds_store and self._running():
+            _say("the ranks of this host have ended; the store stays until those of others have")
+        self._thread.join(None if self.holds_store else 3 * _TELL_SECONDS)
+
+
+class _Ranks:
+    """The processes of this host, by their ranks."""
+
+    def __init__(self, arguments: argparse.Namespace, port: int) -> None:
+        self.command = [sys.executable, arguments.script, *arguments.arguments]
+        self.arguments, self.port = arguments, port
+        first = arguments.node_rank * arguments.nproc
+        self.all = range(first, first + arguments.nproc)
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
         self.was_made = False  # whether there has been a group
         self.folder = tempfile.mkdtemp()  # for tell_supervisor
 
     def start(self, rank: int) -> None:
+        given = self.arguments
+        world_size = str(given.nnodes * given.nproc)
         environment = {
             "RINGREDUCE_ON_LOSS": "continue",
             # As torchrun does: else each rank computes on all cores.
-            **({"OMP_NUM_THREADS": "1"} if self.count > 1 else {}),
+            **({"OMP_NUM_THREADS": "1"} if given.nproc > 1 else {}),
             **os.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.count),
-            "LOCAL_WORLD_SIZE": str(self.count),
-            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_RANK": str(rank - self.all.start),
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": str(given.nproc),
+            "GROUP_RANK": str(given.node_rank),
+            "GROUP_WORLD_SIZE": str(given.nnodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": given.master_addr,
             "MASTER_PORT": str(self.port),
             # torch then takes the store at that port, and rank 0 starts none.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -109,9 +214,7 @@ class _Ranks:
         self.waiting -= codes.keys()
         return codes
 
-    def stop(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+    def end(self) -> None:
         for process in self.running.values():
             process.terminate()
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -121,30 +224,41 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.running = {}
 
 
-def _supervise(ranks: _Ranks, restarts: int) -> int:
+def _supervise(ranks: _Ranks, nodes: _Nodes) -> int:
     """The exit status: 0 if a rank ended well and none failed without another start."""
-    finished, failed = 0, 0
-    for rank in range(ranks.count):
+    finished, failed, restarts = 0, 0, ranks.arguments.restarts
+    for rank in ranks.all:
         ranks.start(rank)
+    could_join = time.monotonic()
     while ranks.running:
         time.sleep(_POLL_SECONDS)
         for rank, code in ranks.ended().items():
             if code == 0:
                 finished += 1
-            elif not finished and restarts > 0:
+                continue
+            if finished or nodes.have_finished():
+                why = "others have ended well"
+            elif nodes.store_is_lost:
+                why = "the store is lost"
+            elif restarts == 0:
+                why = "no restarts are left"
+            else:
                 restarts -= 1
                 _say(f"rank {rank} ended with {_how(code)}; it is started again")
                 ranks.start_again(rank)
-            else:
-                why = "others have ended well" if finished else "no restarts are left"
-                _say(f"rank {rank} ended with {_how(code)}; {why}")
-                failed += 1
-        if ranks.was_made and ranks.running and ranks.waiting.issuperset(ranks.running):
-            _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
-            break
+                continue
+            _say(f"rank {rank} ended with {_how(code)}; {why}")
+            failed += 1
+        nodes.own = (len(ranks.running.keys() - ranks.waiting), finished, False)
+        if not ranks.was_made or nodes.own[0] > 0 or nodes.have_members():
+            could_join = time.monotonic()
+        elif nodes.count == 1 or time.monotonic() - could_join > _SETTLE_SECONDS:
+            if ranks.running:
+                _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
+            ranks.end()
     return 0 if finished and not failed else 1
 
 
@@ -152,18 +266,19 @@ def main() -> int:
     arguments = _arguments()
     if arguments.store_only:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    holds_store = arguments.node_rank == 0 and not arguments.external_store
     store = TCPStore(
-        "127.0.0.1",
+        arguments.master_addr,
         arguments.master_port,
-        is_master=True,
+        is_master=holds_store,
         wait_for_workers=False,
     )
     if arguments.store_only:
         _say(f"the store is at port {store.port}, until Ctrl-C")
         signal.sigwait([signal.SIGINT, signal.SIGTERM])
         return 0
-    command = [sys.executable, arguments.script, *arguments.arguments]
-    ranks = _Ranks(command, arguments.nproc, store.port)
+    nodes = _Nodes(store, arguments.node_rank, arguments.nnodes, holds_store)
+    ranks = _Ranks(arguments, store.port)
 
     def stop(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -171,9 +286,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
-        return _supervise(ranks, arguments.restarts)
+        status = _supervise(ranks, nodes)
+        nodes.leave()
+        return status
     finally:
-        ranks.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.end()
+        shutil.rmtree(ranks.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

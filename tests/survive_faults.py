@@ -50,6 +50,7 @@ class Plan:
     steps: int
     size: int  # of the model
     faults: int
+    codec: str | None  # of DDP's hook
 
     @staticmethod
     def of(seed: int) -> Plan:
@@ -61,6 +62,7 @@ class Plan:
             steps=draw.randint(500, 3000),
             size=draw.choice([3, 200, 3000]),
             faults=draw.randint(3, 20),
+            codec=draw.choice([None, None, "int8", "int4"]),
         )
 
 
@@ -112,7 +114,10 @@ def train(plan: Plan, rank: int, life: int, port: int, folder: str, pipe: Any) -
         model = DistributedDataParallel(
             net, init_sync=False, bucket_cap_mb=0.01, static_graph=static
         )
-        ringreduce.register_comm_hook(model)
+        if plan.codec is None:
+            ringreduce.register_comm_hook(model)
+        else:
+            ringreduce.register_comm_hook(model, codec=plan.codec)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     sampler = elastic.ElasticSampler(SAMPLES, BATCH, seed=plan.seed)
     state = elastic.State(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,18 +53,23 @@ def test_many_random_faults() -> None:
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
+
+rank, first = int(os.environ["RANK"]), Path(sys.argv[1], os.environ["RANK"])
+is_first = not first.exists()
+first.touch()
+if rank == 3 and not is_first:
+    sys.exit(7)  # its place stays vacant
+
 import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
 
 ringreduce.init()
-rank, first = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
-is_first = not first.exists()
-first.touch()
+names = ("GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+node, per_node, local = (int(os.environ[name]) for name in names)
+assert rank == node * per_node + local and dist.get_world_size() == 4
 if not is_first:
-    if rank == 3:
-        sys.exit(7)  # its place stays vacant
     try:
         dist.all_reduce(torch.ones(1))
     except ringreduce.Error as error:
@@ -78,7 +84,7 @@ if is_first:
 while state.step < 20 or state.live_ranks != [0, 1, 2]:
     state.step += 1
     state.weights += 1
-    if state.step == 10 and is_first and rank in (1, 3):
+    if state.step == 10 and is_first and rank in (1, 2, 3):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.002)
     state.commit()
@@ -117,17 +123,150 @@ sys.stdout.write(f"rank {rank} is done\\n")
 
 def supervise(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ringreduce.supervise", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_newcomer_joins_while_another_place_is_vacant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path, hosts: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "lives").mkdir()
-    done = supervise("--nproc", "4", "--restarts", "2", str(script), str(tmp_path / "lives"))
-    assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in (0, 1, 2)], done
-    assert "rank 1 ended with signal SIGKILL; it is started again" in done.stderr
-    assert "rank 1 joined; 3 of 4 ranks go on" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"-m ringreduce.supervise --restarts 3 --nnodes {hosts} --nproc {4 // hosts}"
+    command += f" --master-addr 127.0.0.1 --master-port {port} --node-rank"
+    supervisors = [
+        subprocess.Popen(
+            [sys.executable, *command.split(), str(node), str(script), str(tmp_path / "lives")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(hosts)
+    ]
+    told = [supervisor.communicate(timeout=240) for supervisor in supervisors]
+    stdout, stderr = ("".join(texts) for texts in zip(*told, strict=True))
+    done = [f"rank {rank} is done" for rank in (0, 1, 2)]
+    assert sorted(stdout.splitlines()) == done, stderr
+    assert "rank 1 ended with signal SIGKILL; it is started again" in stderr
+    assert "joined; 3 of 4 ranks go on" in stderr
+
+
+OTHER_MODEL = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import ringreduce
+from ringreduce import elastic
+
+ringreduce.init()
+rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
+lives = len(life.read_text()) if life.exists() else 0
+life.write_text("x" * (lives + 1))
+net = torch.nn.Linear(8, 4 if lives == 1 else 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+dice = torch.Generator().manual_seed(rank + 10 * lives)
+state = elastic.State(net=net, optimizer=optimizer, dice=dice, drawn=0.0, step=0)
+try:
+    state.restore()
+except ValueError as error:
+    print("refused:", error, file=sys.stderr)
+    sys.exit(7)
+while state.step < 20 or len(state.live_ranks) < 2:
+    state.step += 1
+    state.drawn = torch.rand((), generator=dice).item()
+    if state.step == 10 and rank == 0 and lives == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.002)
+    state.commit()
+    agreed = torch.tensor([state.drawn, -state.drawn], dtype=torch.float64)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    assert agreed[0] == -agreed[1], "the ranks drew different numbers"
+dist.destroy_process_group()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_MODEL)
+    (tmp_path / "lives").mkdir()
+    done = supervise("--nproc", "2", str(script), str(tmp_path / "lives"))
+    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 is done", "rank 1 is done"], done
+    text = "rank 0 cannot join, because its State differs from that of the running ranks: "
+    text += "bias of part net is torch.float32 of shape (4,) on rank 0 and torch.float32 of "
+    text += "shape (3,) on rank 1; weight of part net"
+    assert "refused: " + text in done.stderr, done.stderr
+    assert done.stderr.count(text) == 2  # rank 1 logs it once
+    assert "asks again to join" not in done.stderr and "cannot let ranks" not in done.stderr
+
+
+CODED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ringreduce
+from ringreduce import elastic
+
+ringreduce.init()
+rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
+is_first = not life.exists()
+life.touch()
+net = torch.nn.Linear(40, 100, bias=False)
+model = DistributedDataParallel(net, init_sync=False)
+hook = ringreduce.register_comm_hook(model, codec="int4", stochastic=True, start_after=2)
+state = elastic.State(model=model, step=0)
+
+def gradient(rank):
+    return torch.randn(100, 40, generator=torch.Generator().manual_seed(1000 * rank + state.step))
+
+def mean_residual():
+    held = hook.residual("weight")
+    held = torch.zeros(100, 40) if held is None else held
+    dist.all_reduce(held, op=dist.ReduceOp.AVG)
+    return held.double()
+
+state.restore()
+assert is_first or (state.step >= 10 and hook.steps == state.step)
+before = None
+while state.step < 20 or len(state.live_ranks) < 3:
+    (model(torch.eye(40)).T * gradient(rank)).sum().backward()
+    state.step += 1
+    if state.step == 10 and rank == 1 and is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.002)
+    before = hook.residual("weight")
+    was = state.live_ranks
+    state.commit()
+    if len(state.live_ranks) > len(was):
+        assert before.any() and torch.equal(hook.residual("weight"), before)
+owed, total, wanted = mean_residual(), 0, 0
+for _ in range(6):
+    net.weight.grad = None
+    (model(torch.eye(40)).T * gradient(rank)).sum().backward()
+    total = total + net.weight.grad.double()
+    wanted = wanted + sum(gradient(r).double() for r in range(3)) / 3
+    assert (total - wanted).abs().max() > 1e-3  # it is coded
+    state.step += 1
+    state.commit()
+ends = torch.stack([net.weight.grad, -net.weight.grad])
+dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+assert torch.equal(ends[0], -ends[1]), "the ranks have different bits"
+assert (total + mean_residual() - owed - wanted).abs().max() < 1e-5
+dist.destroy_process_group()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def test_residuals_stay_when_a_rank_joins(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CODED)
+    (tmp_path / "lives").mkdir()
+    done = supervise("--nproc", "3", "--restarts", "1", str(script), str(tmp_path / "lives"))
+    assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in range(3)], done
 
 
 def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
@@ -147,6 +286,7 @@ def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
         (["--nproc", "0", "x.py"], "--nproc of at least 1 and a script are needed"),
         (["--store-only"], "--store-only goes with --master-port"),
         (["--nproc", "2", "--restarts", "-1", "x.py"], "--restarts must be at least 0"),
+        (["--nproc", "2", "--nnodes", "2", "x.py"], "need --master-addr and --master-port"),
     ],
 )
 def test_supervise_refuses(arguments: list[str], says: str) -> None:
@@ -194,7 +334,7 @@ def accumulate(me: Rank, samples: int) -> list[list[int]]:
     net = DistributedDataParallel(torch.nn.Linear(2, 2))
     ringreduce.register_comm_hook(net)
     state = elastic.State(sampler=sampler, net=net.module)
-    assert state._models == [net]
+    assert list(state._models) == [net]
     state.restore()
     with pytest.raises(RuntimeError, match="restore\\(\\) is called once"):
         elastic.State().restore()
@@ -242,14 +382,44 @@ def test_without_rank_0_there_is_no_state_to_start_from(pool: Pool, world: MakeW
         assert isinstance(outcome, Done) and "rank 0" in outcome.value, outcome
 
 
+def lose_the_root(me: Rank) -> list[float]:
+    """Gradients after the loss of rank 0 between the broadcasts of a rebuild of DDP's buckets."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(5)))
+    for layer in net:
+        torch.nn.init.ones_(layer.weight)
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-6)
+    ringreduce.register_comm_hook(model)
+    state = elastic.State(model=model)
+    state.restore()
+    model(torch.ones(1, 1) * me.rank).sum().backward()
+    state.commit()
+    if me.rank == 0:
+        # The last number is that of the buckets; the other ranks have another one.
+        dist.broadcast(torch.tensor([0, 1, 2, 3, 4, 3], dtype=torch.int32), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        net.zero_grad()
+        model(torch.ones(1, 1) * me.rank).sum().backward()
+        state.commit()
+    return [layer.weight.grad.item() for layer in net]
+
+
+def test_a_rebuild_of_buckets_has_one_root(pool: Pool, world: MakeWorld) -> None:
+    outcomes = pool.start(lose_the_root, world(3, ON_LOSS="continue"), remade=True).outcomes()
+    assert [o.value for o in outcomes if isinstance(o, Done)] == [[1.5] * 5] * 2, outcomes
+
+
 def make_state(me: Rank, what: str) -> None:
     net = torch.nn.Linear(2, 2)
     parts: dict[str, Any] = {"step": 0}
     if what == "no hook":
         parts["model"] = DistributedDataParallel(net)
-    elif what == "codec":
+    elif what in ("auto", "residuals"):
         parts["model"] = DistributedDataParallel(net)
-        ringreduce.register_comm_hook(parts["model"], codec="int8")
+        codec = "auto" if what == "auto" else "int8"
+        hook = ringreduce.register_comm_hook(parts["model"], codec=codec)
+        if what == "residuals":
+            parts["hook"] = hook
     elif what == "other group":
         parts["model"] = DistributedDataParallel(net, process_group=dist.new_group())
     elif what == "name":
@@ -263,8 +433,9 @@ def make_state(me: Rank, what: str) -> None:
     ("what", "on_loss", "says"),
     [
         ("group", "error", "needs a default group of the backend ringreduce that goes on"),
-        ("no hook", "continue", "register ringreduce's hook without a codec"),
-        ("codec", "continue", "register ringreduce's hook without a codec"),
+        ("no hook", "continue", "register ringreduce's hook on each"),
+        ("auto", "continue", 'cannot have codec="auto"'),
+        ("residuals", "continue", "the CompressionState 'hook' is no part of the State"),
         ("other group", "continue", "must be on the default group"),
         ("name", "continue", "a part of the state cannot be called 'commit'"),
         ("no restore", "continue", "call restore\\(\\) before the first step"),
