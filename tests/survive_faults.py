@@ -241,6 +241,7 @@ def train(plan: Plan, rank: int, life: int, port: int, folder: str, pipe: Any) -
     state.on_change(lambda ranks: is_first.append(True))
     samples: list[int] = []  # since the last commit
     with open(f"{folder}/{rank}-{life}", "w", buffering=1) as record:
+        record.write(json.dumps({"step": state.step, "joined": True}) + "\n")
         while not state.is_over:
             for batch in state.batches(sampler):
                 orders.at("late")
@@ -540,6 +541,7 @@ class Run:
     def check(self) -> None:
         before: dict[int, dict[int, Any]] = collections.defaultdict(dict)
         took_part: dict[int, list[int]] = {}
+        joined_after = set()
         wrong = self.ended.wrong
         for path in sorted(Path(self.folder).glob("*-*")):
             rank = int(path.name.split("-")[0])
@@ -549,13 +551,18 @@ class Run:
                 except json.JSONDecodeError:
                     continue  # it was killed while it wrote
                 step = told["step"]
-                if "ranks" in told:
+                if "joined" in told:
+                    joined_after.add(step)
+                elif "ranks" in told:
                     if took_part.setdefault(step, told["ranks"]) != told["ranks"]:
                         wrong.append(f"step {step}: ranks {took_part[step]} and {told['ranks']}")
                 elif rank in before[step]:
                     wrong.append(f"rank {rank} did step {step} twice")
                 else:
                     before[step][rank] = told
+        # All who were in a step may die in its commit, once newcomers have the state.
+        for step in joined_after.intersection(before).difference(took_part):
+            took_part[step] = sorted(before[step])
         self.ended.steps = max(before, default=0)
         missing = set(range(1, self.ended.steps + 1)).symmetric_difference(took_part)
         if missing:

@@ -1,0 +1,269 @@
+"""Times the all_reduce in which a rank dies, and what on_loss="continue" costs while none does.
+
+    python benchmarks/loss.py deaths --nproc 4 --deaths 100
+    python benchmarks/loss.py cost --nproc 2
+
+`deaths`: ranks call all_reduce one after the other.  One is killed at a random moment, in an
+all_reduce or while the others wait for it; then the next, until one rank is left.  The time goes
+from the later of two moments, the death and the last survivor's call, to the moment at which the
+all_reduce has ended on all survivors.  The death is the moment at which the kernel says that the
+process has ended; the column "kill" counts from the signal instead.
+
+`cost`: the same processes have a group with each value of on_loss, which take turns.  Figures are
+medians of the rounds; the ratio is the median of the rounds' ratios, with their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import multiprocessing as mp
+import os
+import random
+import select
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+
+SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "25 MiB": 25 << 20}
+WARM = 10  # calls before the first death, and after each
+DEADLINE = 60  # seconds of a group of ranks
+
+
+def tensor_of(size: str) -> torch.Tensor:
+    return torch.ones(SIZES[size] // 4)
+
+
+def connect(rank: int, world: int, port: int, name: str, on_loss: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port))
+    options = ringreduce.Options(on_loss=on_loss)
+    dist.init_process_group(
+        "ringreduce", store=store, rank=rank, world_size=world, pg_options=options
+    )
+
+
+def start(nproc: int, target: Callable[..., None], *arguments: Any) -> list[tuple[Any, Any]]:
+    """A process and a pipe of each rank."""
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "ringreduce"])
+    found = []
+    for rank in range(nproc):
+        ours, theirs = mp.Pipe()
+        process = context.Process(
+            target=target, args=(rank, nproc, theirs, *arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        found.append((process, ours))
+    return found
+
+
+def hear(pipe: Any) -> Any:
+    if not pipe.poll(DEADLINE):
+        raise RuntimeError(f"a rank did not answer in {DEADLINE} s")
+    return pipe.recv()
+
+
+# ---- deaths
+
+
+def reduce_on(rank: int, world: int, pipe: Any, port: int, name: str, size: str) -> None:
+    """Reduces for ever; after each loss, tells the times of the last calls.
+
+    A rank to which the parent writes stays away from the calls.
+    """
+    connect(rank, world, port, name, "continue")
+    t = tensor_of(size)
+    calls: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=2 * WARM)
+    live, told = world, 0
+    for number in itertools.count():
+        if number == told + WARM:
+            pipe.send(list(calls))
+        if pipe.poll():
+            pipe.recv()
+            pipe.send("away")
+            signal.pause()
+        begin = time.monotonic_ns()
+        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        calls.append((number, begin, time.monotonic_ns()))
+        if len(ringreduce.live_ranks()) != live:
+            live, told = len(ringreduce.live_ranks()), number
+
+
+def kill(pid: int) -> tuple[int, int]:
+    """When the signal was sent and when the process had ended."""
+    ended = os.pidfd_open(pid)
+    sent = time.monotonic_ns()
+    signal.pidfd_send_signal(ended, signal.SIGKILL)
+    select.select([ended], [], [], DEADLINE)
+    now = time.monotonic_ns()
+    os.close(ended)
+    return sent, now
+
+
+def seconds_after(moment: int, calls: list[dict[int, tuple[int, int]]]) -> float:
+    """From the later of the moment and the last call of the all_reduce that was not over then."""
+    for number in sorted(set.intersection(*(set(of_rank) for of_rank in calls))):
+        end = max(of_rank[number][1] for of_rank in calls)
+        if end > moment:
+            return (end - max(moment, *(of_rank[number][0] for of_rank in calls))) / 1e9
+    raise RuntimeError("no call has ended after the death")
+
+
+def die(nproc: int, size: str, port: int, name: str) -> list[dict[str, Any]]:
+    """The times of all deaths but the last rank's."""
+    ranks = start(nproc, reduce_on, port, name, size)
+    for _, pipe in ranks:
+        hear(pipe)
+    found = []
+    random.shuffle(ranks)
+    while len(ranks) > 1:
+        process, pipe = ranks.pop()
+        is_away = random.random() < 0.5
+        if is_away:
+            pipe.send("stay away")
+            hear(pipe)
+        time.sleep(random.random() * 0.05)
+        sent, ended = kill(process.pid)
+        calls = [{n: (begin, end) for n, begin, end in hear(pipe)} for _, pipe in ranks]
+        found.append(
+            {
+                "size": size,
+                "left": len(ranks),
+                "away": is_away,
+                "death_s": seconds_after(ended, calls),
+                "kill_s": seconds_after(sent, calls),
+            }
+        )
+    ranks[0][0].kill()
+    return found
+
+
+def deaths(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for number in itertools.count():
+        if len(found) >= args.deaths * len(args.sizes):
+            break
+        for size in args.sizes:
+            found += die(args.nproc, size, port, f"{args.nproc} {size} {number}")
+    print(f"{args.nproc} ranks, {len(found)} deaths; milliseconds")
+    heads = ["median", "p90", "max", "kill: median", "p90", "max"]
+    print(f"{'':<32}{'deaths':>8}" + "".join(f"{head:>14}" for head in heads))
+    for size, is_away in itertools.product(args.sizes, [True, False]):
+        those = [one for one in found if (one["size"], one["away"]) == (size, is_away)]
+        cells = []
+        for key in ("death_s", "kill_s"):
+            times = sorted(1e3 * one[key] for one in those) or [float("nan")]
+            cells += [statistics.median(times), times[int(0.9 * (len(times) - 1))], times[-1]]
+        what = f"{size}, the others " + ("wait" if is_away else "reduce")
+        print(f"{what:<32}{len(those):>8}" + "".join(f"{cell:>14.2f}" for cell in cells))
+    return found
+
+
+# ---- what it costs while no rank dies
+
+
+def network(width: int = 512) -> torch.nn.Module:
+    layers = [torch.nn.Linear(width, width) for _ in range(6)]
+    return torch.nn.Sequential(*(m for layer in layers for m in (layer, torch.nn.ReLU())))
+
+
+def time_turns(rank: int, world: int, pipe: Any, port: int, args: argparse.Namespace) -> None:
+    """Tells the seconds of each round, for each value of on_loss and each call."""
+    connect(rank, world, port, "cost", "error")
+    groups = {
+        on_loss: dist.new_group(pg_options=ringreduce.Options(on_loss=on_loss))
+        for on_loss in ("error", "continue")
+    }
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    for size in args.sizes:
+        t = tensor_of(size)
+        calls[size] = {
+            on_loss: lambda t=t, group=group: dist.all_reduce(t, dist.ReduceOp.MAX, group)
+            for on_loss, group in groups.items()
+        }
+    steps, inputs = {}, torch.randn(16, 512)
+    for on_loss, group in groups.items():
+        model = DistributedDataParallel(network(), process_group=group)
+        ringreduce.register_comm_hook(model)
+        steps[on_loss] = lambda model=model: model(inputs).square().mean().backward()
+    calls["DDP step"] = steps
+    found: dict[str, dict[str, list[float]]] = {}
+    for what, ways in calls.items():
+        counts = torch.zeros(1, dtype=torch.int64)
+        for way in ways.values():
+            way()
+            begin = time.perf_counter()
+            for _ in range(3):
+                way()
+            counts += int(args.seconds / 2 * 3 / (time.perf_counter() - begin))
+        dist.broadcast(counts, 0)
+        count = max(3, int(counts))
+        times: dict[str, list[float]] = {on_loss: [] for on_loss in ways}
+        for number in range(args.rounds):
+            for on_loss in ways if number % 2 == 0 else reversed(ways):
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(count):
+                    ways[on_loss]()
+                times[on_loss].append((time.perf_counter() - begin) / count)
+        found[what] = times
+    pipe.send(found)
+    dist.destroy_process_group()
+
+
+def cost(args: argparse.Namespace, port: int) -> dict[str, Any]:
+    ranks = start(args.nproc, time_turns, port, args)
+    deadline = time.monotonic() + 10 * DEADLINE
+    while not ranks[0][1].poll(1.0):
+        if time.monotonic() > deadline or any(process.exitcode for process, _ in ranks):
+            raise RuntimeError("a rank has failed, or takes too long")
+    found: dict[str, dict[str, list[float]]] = ranks[0][1].recv()
+    for process, _ in ranks:
+        process.join()
+    print(f"{args.nproc} ranks, {args.rounds} rounds; microseconds")
+    print(f"{'':<12}{'error':>12}{'continue':>12}{'ratio':>10}   quartiles")
+    for what, times in found.items():
+        ratios = [b / a for a, b in zip(times["error"], times["continue"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        medians = [1e6 * statistics.median(times[way]) for way in ("error", "continue")]
+        print(f"{what:<12}{medians[0]:>12.1f}{medians[1]:>12.1f}{middle:>10.4f}", end="")
+        print(f"   {low:.4f}-{high:.4f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["deaths", "cost"])
+    parser.add_argument("--nproc", type=int, default=2, help="ranks")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="of the tensors")
+    parser.add_argument("--deaths", type=int, default=100, help="at each size, at least")
+    parser.add_argument("--rounds", type=int, default=51, help="of each value of on_loss")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a round, about")
+    parser.add_argument("--out", type=Path, help="a file for all times, as JSON")
+    args = parser.parse_args()
+    if args.nproc < 2 or args.deaths < 1 or args.rounds < 2:
+        parser.error("--nproc and --rounds must be at least 2, --deaths 1")
+    args.sizes = args.sizes or (["1 KiB", "25 MiB"] if args.what == "deaths" else [*SIZES])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = {"deaths": deaths, "cost": cost}[args.what](args, store.port)
+    if args.out:
+        content = {"command": " ".join(sys.argv), "cores": os.cpu_count(), "times": found}
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
