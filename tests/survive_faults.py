@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -31,7 +30,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -533,6 +532,12 @@ class Run:
         if not any(life.is_done for life in self.ranks.values()):
             self.ended.wrong.append("no rank came to the end in time")
 
+    def kill_all(self) -> None:
+        """After Ctrl-C or an error."""
+        for life in self.ranks.values():
+            life.process.kill()
+            life.process.join()
+
     def stacks(self, life: Life) -> str:
         return os.popen(f"py-spy dump --pid {life.process.pid} 2> /dev/null").read()
 
@@ -593,25 +598,31 @@ class Run:
                 wrong.append(f"epoch {epoch}: {SAMPLES - len(seen[epoch])} samples are missing")
 
 
+def one_run(seed: int, context: Any, port: int) -> Generator[Ended | None, None, None]:
+    """Yields None while it goes on."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Plan.of(seed), context, port, folder)
+        try:
+            yield from run.go()
+            yield run.ended
+        finally:
+            run.kill_all()
+
+
 def runs(seeds: Iterable[int], at_once: int) -> Iterator[Ended]:
     """Some runs beside each other, since most of a run is waiting; each as it ends."""
     context = context_of()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    left = iter(seeds)
-    active: list[tuple[Run, Iterator[None]]] = []
-    with contextlib.ExitStack() as folders:
-        while True:
-            for seed in itertools.islice(left, at_once - len(active)):
-                folder = folders.enter_context(tempfile.TemporaryDirectory())
-                run = Run(Plan.of(seed), context, store.port, folder)
-                active.append((run, run.go()))
-            if not active:
-                return
-            for one in list(active):
-                if next(one[1], "ended") == "ended":
-                    active.remove(one)
-                    yield one[0].ended
-            time.sleep(0.001)
+    to_start = (one_run(seed, context, store.port) for seed in seeds)
+    active = list(itertools.islice(to_start, at_once))
+    while active:
+        for run in list(active):
+            if (ended := next(run)) is not None:
+                run.close()
+                active.remove(run)
+                active.extend(itertools.islice(to_start, 1))
+                yield ended
+        time.sleep(0.001)
 
 
 def context_of() -> Any:
