@@ -6,8 +6,9 @@
 `deaths`: ranks call all_reduce one after the other.  One is killed at a random moment, in an
 all_reduce or while the others wait for it; then the next, until one rank is left.  The time goes
 from the later of two moments, the death and the last survivor's call, to the moment at which the
-all_reduce has ended on all survivors.  The death is the moment at which the kernel says that the
-process has ended; the column "kill" counts from the signal instead.
+all_reduce has ended on all survivors.  The death is the moment at which the kernel tells this
+program that the process has ended; the columns of "kill" count from the signal instead, and are an
+upper bound.
 
 `cost`: the same processes have a group with each value of on_loss, which take turns.  Figures are
 medians of the rounds; the ratio is the median of the rounds' ratios, with their quartiles.
@@ -81,18 +82,18 @@ def hear(pipe: Any) -> Any:
 
 
 def reduce_on(rank: int, world: int, pipe: Any, port: int, name: str, size: str) -> None:
-    """Reduces for ever; after each loss, tells the times of the last calls.
+    """Reduces for ever; after each loss, tells in which call it saw it and the last calls' times.
 
     A rank to which the parent writes stays away from the calls.
     """
     connect(rank, world, port, name, "continue")
     t = tensor_of(size)
     calls: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=2 * WARM)
-    live, told = world, 0
+    live, seen = world, 0
     for number in itertools.count():
-        if number == told + WARM:
-            pipe.send(list(calls))
-        if pipe.poll():
+        if number == seen + WARM:
+            pipe.send((seen, {n: (begin, end) for n, begin, end in calls}))
+        if number % WARM == 0 and pipe.poll():
             pipe.recv()
             pipe.send("away")
             signal.pause()
@@ -100,7 +101,7 @@ def reduce_on(rank: int, world: int, pipe: Any, port: int, name: str, size: str)
         dist.all_reduce(t, op=dist.ReduceOp.MAX)
         calls.append((number, begin, time.monotonic_ns()))
         if len(ringreduce.live_ranks()) != live:
-            live, told = len(ringreduce.live_ranks()), number
+            live, seen = len(ringreduce.live_ranks()), number
 
 
 def kill(pid: int) -> tuple[int, int]:
@@ -114,13 +115,16 @@ def kill(pid: int) -> tuple[int, int]:
     return sent, now
 
 
-def seconds_after(moment: int, calls: list[dict[int, tuple[int, int]]]) -> float:
-    """From the later of the moment and the last call of the all_reduce that was not over then."""
-    for number in sorted(set.intersection(*(set(of_rank) for of_rank in calls))):
-        end = max(of_rank[number][1] for of_rank in calls)
-        if end > moment:
-            return (end - max(moment, *(of_rank[number][0] for of_rank in calls))) / 1e9
-    raise RuntimeError("no call has ended after the death")
+def seconds_after(moment: int, told: list[tuple[int, dict[int, tuple[int, int]]]]) -> float:
+    """From the later of the moment and the last call to the end, of the slowest call in which a
+    survivor saw the loss."""
+    numbers = [seen for seen, _ in told]
+    times = []
+    for number in range(min(numbers), max(numbers) + 1):
+        begin = max(calls[number][0] for _, calls in told)
+        end = max(calls[number][1] for _, calls in told)
+        times.append(end - max(moment, begin))
+    return max(times) / 1e9
 
 
 def die(nproc: int, size: str, port: int, name: str) -> list[dict[str, Any]]:
@@ -138,14 +142,14 @@ def die(nproc: int, size: str, port: int, name: str) -> list[dict[str, Any]]:
             hear(pipe)
         time.sleep(random.random() * 0.05)
         sent, ended = kill(process.pid)
-        calls = [{n: (begin, end) for n, begin, end in hear(pipe)} for _, pipe in ranks]
+        told = [hear(pipe) for _, pipe in ranks]
         found.append(
             {
                 "size": size,
                 "left": len(ranks),
                 "away": is_away,
-                "death_s": seconds_after(ended, calls),
-                "kill_s": seconds_after(sent, calls),
+                "death_s": seconds_after(ended, told),
+                "kill_s": seconds_after(sent, told),
             }
         )
     ranks[0][0].kill()
