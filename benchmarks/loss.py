@@ -1,7 +1,8 @@
-"""Times the all_reduce in which a rank dies, and what on_loss="continue" costs while none does.
+"""What the loss of ranks costs with on_loss="continue": time, and quality of the training.
 
     python benchmarks/loss.py deaths --nproc 4 --deaths 100
     python benchmarks/loss.py cost --nproc 2
+    python benchmarks/loss.py training --nproc 4 --deaths 20
 
 `deaths`: ranks call all_reduce one after the other.  One is killed at a random moment, in an
 all_reduce or while the others wait for it; then the next, until one rank is left.  The time goes
@@ -12,6 +13,10 @@ upper bound.
 
 `cost`: the same processes have a group with each value of on_loss, which take turns.  Figures are
 medians of the rounds; the ratio is the median of the rounds' ratios, with their quartiles.
+
+`training`: the character GPT of examples/train_gpt.py is trained with several seeds, with as many
+deaths, each of a random rank that is started again at once, and without.  The loss is that on text
+that training has not seen, the same for all seeds.
 """
 
 from __future__ import annotations
@@ -37,6 +42,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
+from ringreduce import elastic
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_gpt import BATCH, CONTEXT, GPT, held_out_loss, load_text, rate_factor, text_loss
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "25 MiB": 25 << 20}
 WARM = 10  # calls before the first death, and after each
@@ -56,20 +65,15 @@ def connect(rank: int, world: int, port: int, name: str, on_loss: str) -> None:
     )
 
 
-def start(nproc: int, target: Callable[..., None], *arguments: Any) -> list[tuple[Any, Any]]:
-    """A process and a pipe of each rank."""
+def start(rank: int, nproc: int, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    """A process and a pipe to it."""
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "ringreduce"])
-    found = []
-    for rank in range(nproc):
-        ours, theirs = mp.Pipe()
-        process = context.Process(
-            target=target, args=(rank, nproc, theirs, *arguments), daemon=True
-        )
-        process.start()
-        theirs.close()
-        found.append((process, ours))
-    return found
+    context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "train_gpt"])
+    ours, theirs = mp.Pipe()
+    process = context.Process(target=target, args=(rank, nproc, theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def hear(pipe: Any) -> Any:
@@ -129,7 +133,7 @@ def seconds_after(moment: int, told: list[tuple[int, dict[int, tuple[int, int]]]
 
 def die(nproc: int, size: str, port: int, name: str) -> list[dict[str, Any]]:
     """The times of all deaths but the last rank's."""
-    ranks = start(nproc, reduce_on, port, name, size)
+    ranks = [start(rank, nproc, reduce_on, port, name, size) for rank in range(nproc)]
     for _, pipe in ranks:
         hear(pipe)
     found = []
@@ -230,7 +234,7 @@ def time_turns(rank: int, world: int, pipe: Any, port: int, args: argparse.Names
 
 
 def cost(args: argparse.Namespace, port: int) -> dict[str, Any]:
-    ranks = start(args.nproc, time_turns, port, args)
+    ranks = [start(rank, args.nproc, time_turns, port, args) for rank in range(args.nproc)]
     deadline = time.monotonic() + 10 * DEADLINE
     while not ranks[0][1].poll(1.0):
         if time.monotonic() > deadline or any(process.exitcode for process, _ in ranks):
@@ -249,21 +253,113 @@ def cost(args: argparse.Namespace, port: int) -> dict[str, Any]:
     return found
 
 
+# ---- training
+
+
+def train(
+    rank: int, world: int, pipe: Any, port: int, name: str, seed: int, args: argparse.Namespace
+) -> None:
+    """Tells the number of each step, and the loss at the end."""
+    connect(rank, world, port, name, "continue")
+    text, held_out = load_text(1 << 20)
+    pieces = text.unfold(0, CONTEXT + 1, CONTEXT)  # each with the character after it
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(GPT(2, args.width), init_sync=False)
+    ringreduce.register_comm_hook(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(n, args.steps))
+    sampler = elastic.ElasticSampler(len(pieces), BATCH, seed=seed)
+    state = elastic.State(
+        model=model, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0
+    )
+    state.restore()
+    while state.step < args.steps:
+        for batch in state.batches(sampler):
+            piece = pieces[batch]
+            optimizer.zero_grad()
+            text_loss(model, piece[:, :-1], piece[:, 1:]).backward()
+            optimizer.step()
+            schedule.step()
+            state.step += 1
+            state.commit()
+            pipe.send(state.step)
+            if state.step == args.steps:
+                break
+    pipe.send(held_out_loss(model.module, held_out, 0))
+    dist.destroy_process_group()
+
+
+def train_once(args: argparse.Namespace, port: int, seed: int, deaths: int) -> dict[str, Any]:
+    """Trains once; the loss, and the step of each death and of each join."""
+    draw = random.Random(seed)
+    rest = (train, port, f"{seed} {deaths}", seed, args)
+    ranks = {rank: start(rank, args.nproc, *rest) for rank in range(args.nproc)}
+    due = [args.steps * (number + 1) // (deaths + 1) for number in range(deaths)]
+    steps = dict.fromkeys(ranks, 0)  # of each rank that takes part, the last
+    killed, joined, losses = [], [], {}
+    deadline = time.monotonic() + args.steps + DEADLINE
+    while not losses or losses.keys() < steps.keys():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the training takes too long")
+        for rank, (_, pipe) in ranks.items():
+            while rank not in losses and pipe.poll(0.001):
+                told = pipe.recv()
+                if isinstance(told, float):
+                    losses[rank] = told
+                    break
+                if rank not in steps:
+                    joined.append(told)
+                steps[rank] = told
+        if due and len(steps) > 1 and max(steps.values()) >= due[0]:
+            victim = draw.choice(sorted(steps))
+            killed.append({"rank": victim, "step": steps.pop(victim)})
+            ranks[victim][0].kill()
+            ranks[victim] = start(victim, args.nproc, *rest)
+            due.pop(0)
+    for process, _ in ranks.values():
+        process.kill()
+        process.join()
+    if due or len(set(losses.values())) != 1:
+        raise RuntimeError(f"deaths that did not happen: {len(due)}; losses of ranks: {losses}")
+    loss = next(iter(losses.values()))
+    return {"seed": seed, "loss": loss, "killed": killed, "joined_after_step": joined}
+
+
+def training(args: argparse.Namespace, port: int) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    for seed in range(args.seeds):
+        for way, deaths in (("without", 0), ("with", args.deaths)):
+            found[way].append(train_once(args, port, seed, deaths))
+            joined = len(found[way][-1]["joined_after_step"])
+            loss = found[way][-1]["loss"]
+            print(f"seed {seed}, {deaths} deaths, {joined} joined: loss {loss:.4f}", flush=True)
+    for way, those in found.items():
+        losses = [one["loss"] for one in those]
+        print(
+            f"{way} deaths: mean {statistics.mean(losses):.4f}, "
+            f"{min(losses):.4f} to {max(losses):.4f}"
+        )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["deaths", "cost"])
+    parser.add_argument("what", choices=["deaths", "cost", "training"])
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="of the tensors")
-    parser.add_argument("--deaths", type=int, default=100, help="at each size, at least")
+    parser.add_argument("--deaths", type=int, default=20, help="at each size, or of a training")
     parser.add_argument("--rounds", type=int, default=51, help="of each value of on_loss")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a round, about")
+    parser.add_argument("--seeds", type=int, default=5, help="of the training")
+    parser.add_argument("--steps", type=int, default=600, help="of a training")
+    parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 4")
     parser.add_argument("--out", type=Path, help="a file for all times, as JSON")
     args = parser.parse_args()
-    if args.nproc < 2 or args.deaths < 1 or args.rounds < 2:
-        parser.error("--nproc and --rounds must be at least 2, --deaths 1")
+    if min(args.nproc, args.rounds) < 2 or min(args.deaths, args.seeds) < 1:
+        parser.error("--nproc and --rounds must be at least 2, --deaths and --seeds 1")
     args.sizes = args.sizes or (["1 KiB", "25 MiB"] if args.what == "deaths" else [*SIZES])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = {"deaths": deaths, "cost": cost}[args.what](args, store.port)
+    found = {"deaths": deaths, "cost": cost, "training": training}[args.what](args, store.port)
     if args.out:
         content = {"command": " ".join(sys.argv), "cores": os.cpu_count(), "times": found}
         args.out.write_text(json.dumps(content, indent=1) + "\n")
