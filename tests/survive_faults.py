@@ -640,7 +640,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the counts, as JSON")
     arguments = parser.parse_args()
     faults = collections.Counter[str]()
-    joined, steps, bad = 0, 0, []
+    joined, steps, bad, result = 0, 0, list[int](), dict[str, Any]()
     started = time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
     for done, ended in enumerate(runs(seeds, arguments.jobs), 1):
@@ -651,23 +651,22 @@ def main() -> int:
             print(f"seed {ended.seed} ({Plan.of(ended.seed)}): {text}", flush=True)
         if ended.wrong:
             bad.append(ended.seed)
+        result = {
+            "runs": done,
+            "first_seed": arguments.seed,
+            "faults": dict(sorted(faults.items())),
+            "all_faults": faults.total(),
+            "ranks_joined": joined,
+            "steps": steps,
+            "failed_seeds": bad,
+            "seconds": round(time.monotonic() - started),
+            "torch": torch.__version__,
+        }
         if done % 20 == 0:
-            seconds = time.monotonic() - started
-            print(f"{done} runs, {faults.total()} faults, {seconds:.0f} s", flush=True)
-    result = {
-        "runs": arguments.runs,
-        "first_seed": arguments.seed,
-        "faults": dict(sorted(faults.items())),
-        "all_faults": faults.total(),
-        "ranks_joined": joined,
-        "steps": steps,
-        "failed_seeds": bad,
-        "seconds": round(time.monotonic() - started),
-        "torch": torch.__version__,
-    }
+            print(f"{done} runs, {faults.total()} faults, {result['seconds']} s", flush=True)
+        if arguments.out:  # kept also if this is stopped
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if bad else 0
 
 
