@@ -259,7 +259,7 @@ def cost(args: argparse.Namespace, port: int) -> dict[str, Any]:
 def train(
     rank: int, world: int, pipe: Any, port: int, name: str, seed: int, args: argparse.Namespace
 ) -> None:
-    """Tells the number of each step, and the loss at the end."""
+    """Tells the number of each step and of ranks that took part, and the loss at the end."""
     connect(rank, world, port, name, "continue")
     text, held_out = load_text(1 << 20)
     pieces = text.unfold(0, CONTEXT + 1, CONTEXT)  # each with the character after it
@@ -282,7 +282,7 @@ def train(
             schedule.step()
             state.step += 1
             state.commit()
-            pipe.send(state.step)
+            pipe.send((state.step, len(state.took_part)))
             if state.step == args.steps:
                 break
     pipe.send(held_out_loss(model.module, held_out, 0))
@@ -296,7 +296,7 @@ def train_once(args: argparse.Namespace, port: int, seed: int, deaths: int) -> d
     ranks = {rank: start(rank, args.nproc, *rest) for rank in range(args.nproc)}
     due = [args.steps * (number + 1) // (deaths + 1) for number in range(deaths)]
     steps = dict.fromkeys(ranks, 0)  # of each rank that takes part, the last
-    killed, joined, losses = [], [], {}
+    killed, joined, losses, live = [], [], {}, {}
     deadline = time.monotonic() + args.steps + DEADLINE
     while not losses or losses.keys() < steps.keys():
         if time.monotonic() > deadline:
@@ -308,8 +308,8 @@ def train_once(args: argparse.Namespace, port: int, seed: int, deaths: int) -> d
                     losses[rank] = told
                     break
                 if rank not in steps:
-                    joined.append(told)
-                steps[rank] = told
+                    joined.append(told[0])
+                steps[rank], live[told[0]] = told
         if due and len(steps) > 1 and max(steps.values()) >= due[0]:
             victim = draw.choice(sorted(steps))
             killed.append({"rank": victim, "step": steps.pop(victim)})
@@ -322,7 +322,8 @@ def train_once(args: argparse.Namespace, port: int, seed: int, deaths: int) -> d
     if due or len(set(losses.values())) != 1:
         raise RuntimeError(f"deaths that did not happen: {len(due)}; losses of ranks: {losses}")
     loss = next(iter(losses.values()))
-    return {"seed": seed, "loss": loss, "killed": killed, "joined_after_step": joined}
+    mean = statistics.mean(live.values())
+    return {"seed": seed, "loss": loss, "ranks": mean, "killed": killed, "joined_after": joined}
 
 
 def training(args: argparse.Namespace, port: int) -> dict[str, Any]:
@@ -330,9 +331,12 @@ def training(args: argparse.Namespace, port: int) -> dict[str, Any]:
     for seed in range(args.seeds):
         for way, deaths in (("without", 0), ("with", args.deaths)):
             found[way].append(train_once(args, port, seed, deaths))
-            joined = len(found[way][-1]["joined_after_step"])
-            loss = found[way][-1]["loss"]
-            print(f"seed {seed}, {deaths} deaths, {joined} joined: loss {loss:.4f}", flush=True)
+            one = found[way][-1]
+            print(
+                f"seed {seed}, {deaths} deaths, {len(one['joined_after'])} joined, "
+                f"{one['ranks']:.2f} ranks a step: loss {one['loss']:.4f}",
+                flush=True,
+            )
     for way, those in found.items():
         losses = [one["loss"] for one in those]
         print(
