@@ -161,6 +161,23 @@ def test_survive(tmp_path):
     assert runs["gloo"][0]["repeated_steps"] > 0  # since the last checkpoint
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["deaths", "--nproc", "3", "--sizes", "1 KiB", "--deaths", "2"], 2),
+        (["cost", "--sizes", "1 KiB", "--rounds", "2", "--seconds", "0.01"], 2),
+        (["training", "--deaths", "1", "--seeds", "1", "--steps", "20", "--width", "16"], 2),
+    ],
+)
+def test_loss(tmp_path, arguments, found):
+    path = tmp_path / "loss.json"
+    status, out, err = finish(
+        start(str(REPOSITORY / "benchmarks" / "loss.py"), *arguments, "--out", str(path))
+    )
+    assert status == 0, out + err
+    assert len(json.loads(path.read_text())["times"]) == found
+
+
 def test_ddp(tmp_path):
     status, out, err = finish(
         start(str(REPOSITORY / "benchmarks" / "ddp.py"), "--tiny", "--rounds", "1", "--steps", "2",

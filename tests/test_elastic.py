@@ -29,12 +29,10 @@ pytestmark = [
 
 
 def faults(runs: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = int(os.environ.get("RINGREDUCE_SEED", int.from_bytes(os.urandom(3), "big")))
     joined = 0
-    for seed in range(first, first + runs):
-        ended = survive_faults.run(seed, survive_faults.context_of(), store.port)
-        assert not ended.wrong, f"make survive RUNS=1 SEED={seed}: {ended.wrong}"
+    for ended in survive_faults.runs(range(first, first + runs), at_once=2):
+        assert not ended.wrong, f"make survive RUNS=1 SEED={ended.seed}: {ended.wrong}"
         joined += ended.joined
     assert joined > 0
 
@@ -45,7 +43,7 @@ def test_random_faults() -> None:
 
 @pytest.mark.slow
 def test_many_random_faults() -> None:
-    faults(30)
+    faults(20)  # 300 faults
 
 
 # ---- a newcomer, while another rank's place stays vacant
