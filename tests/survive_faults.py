@@ -476,6 +476,8 @@ class Run:
             if life.told:
                 there = status == -signal.SIGALRM
                 self.faults[life.told if there else life.told.split(" in ")[0]] += 1
+            elif status == 1 and life.struck and self.plan.wire == "tcp":
+                pass  # it was left out while it was stopped, and raised that
             elif status not in (0, -signal.SIGKILL) or not (life.struck or life.is_done):
                 self.ended.wrong.append(f"rank {rank} ended with {status}")
             if life.is_done:
