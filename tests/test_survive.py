@@ -29,6 +29,7 @@ def on(wire: str) -> dict[str, str]:
     """Settings of a group that goes on after losses."""
     return {"ON_LOSS": "continue", **({"WIRE": "tcp"} if wire == "tcp" else {})}
 
+
 OPS = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG, "BOR": dist.ReduceOp.BOR}
 AFTER = 30  # calls of the survivors after the loss
 
@@ -87,9 +88,7 @@ def run_and_kill(call: Call, victims: list[int], draw: random.Random) -> list[An
 
 
 @every_wire
-def test_sigkill_costs_no_all_reduce(
-    pool: Pool, world: MakeWorld, full: bool, wire: str
-) -> None:
+def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool, wire: str) -> None:
     """Each result is the same on all survivors, over all ranks or over all but the lost."""
     seed = int(os.environ.get("RINGREDUCE_SEED", random.randrange(10**6)))
     print(f"RINGREDUCE_SEED={seed}")

@@ -53,13 +53,11 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
   const Hosts& hosts = *met.hosts;
   Membership local_members;
   links->join(hosts, store, [&](const HostLinks::Poll& poll) {
-    // A group that survives losses has no other way between hosts than the flat ring.
-    if (links->sharedOptions().min_ranks > 0) return;
     const auto share = [&](const char* purpose) {
       return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
                          poll);
     };
-    if (hosts.count() > 1) {
+    if (hosts.count() > 1 && links->sharedOptions().min_ranks == 0) {
       GroupOptions local_options = made.ofRanks(hosts.localRanks());
       local_options.together = true;
       make_local(hosts.localRankOf(rank), share("group"), local_options);

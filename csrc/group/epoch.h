@@ -1,8 +1,8 @@
 // The ranks of a group between two changes of who they are: the memory and the sockets that they
 // share, their states, their operations and messages.
 //
-// Most groups have one epoch.  A group that goes on after losses between hosts takes a new one after
-// each loss (group/recovery.h).
+// Most groups have one epoch.  A group that goes on after losses between hosts takes a new one
+// after each loss (group/recovery.h).
 #pragma once
 
 #include <atomic>

@@ -209,9 +209,10 @@ std::shared_ptr<Delivery> Group::post(Message message) {
   if (!members.empty() && message.peer >= 0 && message.peer < size_) {
     const auto peer = std::ranges::find(members, message.peer);
     if (peer == members.end())
-      throw Error(Failure::kPeerLost, howAbsent(message.peer) +
-                                          "; nothing can be sent to it or received from it. Group '" +
-                                          options_.name + "' goes on without it.");
+      throw Error(Failure::kPeerLost,
+                  howAbsent(message.peer) +
+                      "; nothing can be sent to it or received from it. Group '" + options_.name +
+                      "' goes on without it.");
     message.peer = static_cast<int>(peer - members.begin());
   }
   return epoch->messenger->post(std::move(message), epoch);

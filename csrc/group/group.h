@@ -200,8 +200,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Epoch> epoch_;
   // During a recovery: made after `epoch_`, which one of them will replace.
   std::vector<std::shared_ptr<Epoch>> tried_;
-  std::exception_ptr ended_;        // why a recovery has failed
-  std::string aborted_;             // why this rank has ended it
+  std::exception_ptr ended_;           // why a recovery has failed
+  std::string aborted_;                // why this rank has ended it
   std::map<int, std::string> absent_;  // "rank 2 (pid 7 on host a) is lost: its process ended"
   const std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
   std::unique_ptr<std::byte[]> inputs_;       // of the running operation

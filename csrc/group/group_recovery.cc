@@ -85,8 +85,7 @@ void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_user
         throw lacks(operation, lost == before.end() ? before.front() : *lost);
       }
       standing.holds = false;
-      if (overwritten->bytes > 0)
-        std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
+      if (overwritten->bytes > 0) std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
     }
 }
 
@@ -160,8 +159,8 @@ bool Group::recover(const Standing& standing, const Operation& operation, Nanos 
 bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread) {
   const std::vector<int>& members = recovery_->members();
   const auto firstLost = [&] {
-    return std::ranges::find_if(
-        members, [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
+    return std::ranges::find_if(members,
+                                [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
   };
   GroupOptions made = options_.ofMembers(members, size_);
   made.shared = shared_;
@@ -253,8 +252,8 @@ void Group::noteLosses(const std::vector<int>& before, const std::string& operat
     }
     if (left.front() == rank_)
       log(who + ", during " + operation + " of group '" + options_.name + "'; " +
-        std::to_string(left.size()) + " of " + std::to_string(size_) +
-        (left.size() == 1 ? " ranks goes on" : " ranks go on"));
+          std::to_string(left.size()) + " of " + std::to_string(size_) +
+          (left.size() == 1 ? " ranks goes on" : " ranks go on"));
   }
 }
 

@@ -126,7 +126,8 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
 
 Operation toMembers(const Operation& operation, const GroupOptions& group,
                     const std::function<Error(int rank)>& lacks) {
-  Operation placed{.call = operation.call, .timeout = operation.timeout, .before = operation.before};
+  Operation placed{
+      .call = operation.call, .timeout = operation.timeout, .before = operation.before};
   const std::vector<int>& members = group.members;
   if (members.empty()) return placed;
   std::visit(
@@ -151,9 +152,7 @@ Operation toMembers(const Operation& operation, const GroupOptions& group,
 std::optional<Overwritten> repeatable(const Operation& operation) {
   struct {
     using Result = std::optional<Overwritten>;
-    Result operator()(const AllReduce& a) {
-      return Overwritten{a.data, a.count * sizeOf(a.dtype)};
-    }
+    Result operator()(const AllReduce& a) { return Overwritten{a.data, a.count * sizeOf(a.dtype)}; }
     Result operator()(const Reduce& r) {
       if (r.input != r.output) return Overwritten{};
       return Overwritten{r.output, r.count * sizeOf(r.dtype)};

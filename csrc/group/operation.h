@@ -38,8 +38,8 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 Operation toMembers(const Operation& operation, const GroupOptions& group,
                     const std::function<Error(int rank)>& lacks);
 
-// Whether the call can run once more from the inputs that it left, if `overwritten` is restored: the
-// memory that it both reads and writes.
+// Whether the call can run once more from the inputs that it left, if `overwritten` is restored:
+// the memory that it both reads and writes.
 struct Overwritten {
   void* data = nullptr;
   size_t bytes = 0;

@@ -45,16 +45,14 @@ class AnsweringStore final : public Store {
     });
   }
   std::string setOnce(const std::string& key, const std::string& value) override {
-    return inTime<std::string>(
-        [key, value](Store& store) { return store.setOnce(key, value); });
+    return inTime<std::string>([key, value](Store& store) { return store.setOnce(key, value); });
   }
 
  private:
   template <class Answer>
   Answer inTime(std::function<Answer(Store&)> call) {
-    std::packaged_task<Answer()> task([store = store_, call = std::move(call)] {
-      return call(*store);
-    });
+    std::packaged_task<Answer()> task(
+        [store = store_, call = std::move(call)] { return call(*store); });
     std::future<Answer> answer = task.get_future();
     std::thread(std::move(task)).detach();
     if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
@@ -89,9 +87,10 @@ std::vector<int> readRanks(std::istream& in) {
 }
 
 [[noreturn]] void throwUnreadable(const std::string& text) {
-  throw Error(Failure::kSetup, "the store has '" + text +
-                                   "' where the ranks agree how to go on after a loss; does another "
-                                   "program write to the keys of this group?");
+  throw Error(Failure::kSetup,
+              "the store has '" + text +
+                  "' where the ranks agree how to go on after a loss; does another "
+                  "program write to the keys of this group?");
 }
 
 }  // namespace
@@ -217,8 +216,8 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
 }
 
 void Recovery::giveUp(const Error& error) {
-  store_->setOnce(key("plan"), "end " + std::to_string(static_cast<int>(error.kind())) + ' ' +
-                                   error.what());
+  store_->setOnce(key("plan"),
+                  "end " + std::to_string(static_cast<int>(error.kind())) + ' ' + error.what());
 }
 
 Plan Recovery::adopt(const std::string& text) {
@@ -240,8 +239,8 @@ Plan Recovery::adopt(const std::string& text) {
   const std::string of_group = " of group '" + options_.name + "'";
   if (!contains(plan.members, rank_))
     throw Error(Failure::kPeerLost,
-                "rank " + options_.shown(rank_) + of_group + " was left out: " +
-                    options_.rankList(plan.members) +
+                "rank " + options_.shown(rank_) + of_group +
+                    " was left out: " + options_.rankList(plan.members) +
                     " could not reach it, and went on without it. Start its process again.");
   std::vector<int> lost = members_;
   std::erase_if(lost, [&](int r) { return contains(plan.members, r); });

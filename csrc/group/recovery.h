@@ -36,9 +36,9 @@ namespace ringreduce {
 
 // Where a rank stands when it comes to recover.
 struct Standing {
-  uint64_t operation = 0;            // the one that it is in; it has returned from those before
-  bool holds = false;                // it has the whole result of that one
-  int epoch = 0;                     // in which it got that result
+  uint64_t operation = 0;             // the one that it is in; it has returned from those before
+  bool holds = false;                 // it has the whole result of that one
+  int epoch = 0;                      // in which it got that result
   std::vector<int> unreachable = {};  // other ranks that it cannot reach
 
   std::string toText() const;
@@ -66,7 +66,7 @@ class Recovery {
   struct Watch {
     std::function<Sight(int rank)> look;
     std::function<bool(int rank)> isStopped;
-    std::function<void()> poll;                            // throws to end the wait
+    std::function<void()> poll;                             // throws to end the wait
     std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 (...) did not come"
   };
 

@@ -19,11 +19,11 @@
 // the first failure that it receives; if two are found at the same time, ranks may raise different
 // ones.  A failure is final: the group cannot be used any more.
 //
-// A group in shared memory that survives losses (SharedOptions::min_ranks) does not fail when a rank
-// ends or leaves.  The rank is *absent* from then on, once this rank's own wait has found it gone: its process has
-// ended, so it cannot write to shared memory any more.  A rank whose process is stopped at a
-// deadline is killed first.  Between hosts a loss fails the epoch (group/epoch.h), and a new one
-// takes its place.
+// A group in shared memory that survives losses (SharedOptions::min_ranks) does not fail when a
+// rank ends or leaves.  The rank is *absent* from then on, once this rank's own wait has found it
+// gone: its process has ended, so it cannot write to shared memory any more.  A rank whose process
+// is stopped at a deadline is killed first.  Between hosts a loss fails the epoch (group/epoch.h),
+// and a new one takes its place.
 #pragma once
 
 #include <atomic>

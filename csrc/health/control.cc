@@ -97,8 +97,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void reportLost(std::vector<int> ranks, Observed observed, const std::string& how);
   // Whether the group has come to its end: a loss is not one if the ranks go on.
   bool hasFailed() const {
-    return state_.failure &&
-           !(options_.goes_on && state_.failure->kind == Failure::kPeerLost);
+    return state_.failure && !(options_.goes_on && state_.failure->kind == Failure::kPeerLost);
   }
   bool listens() const { return !hasFailed() && state_.departure(me_) != Declared::kGone; }
   std::string noPacket(size_t ranks) const;

@@ -163,10 +163,10 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list =
         onlyList(outputs, static_cast<size_t>(group->size()), "all_gather", "output");
-    return start(*group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
-                 gatherList(list, input, OutputMemory(list), group->rank(), options.timeout,
-                            "all_gather"),
-                 options.asyncOp);
+    return start(
+        *group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
+        gatherList(list, input, OutputMemory(list), group->rank(), options.timeout, "all_gather"),
+        options.asyncOp);
   });
 }
 
@@ -178,8 +178,8 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
     const std::shared_ptr<Group> group = this->group();
     requireSome(inputs, kCall);
     if (outputs.size() != static_cast<size_t>(group->size()))
-      refuse(kCall, c10::str("needs ", group->size(),
-                             " lists of outputs, one for each rank, not ", outputs.size()));
+      refuse(kCall, c10::str("needs ", group->size(), " lists of outputs, one for each rank, not ",
+                             outputs.size()));
     Job job{c10d::OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", inputs};
     for (const Tensors& list : outputs) {
       if (list.size() != inputs.size())
@@ -204,8 +204,8 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     return start(*group, c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
-                 gatherInto(output, input, OutputMemory({output}), group->rank(),
-                            group->size(), options.timeout, "all_gather_into_tensor"),
+                 gatherInto(output, input, OutputMemory({output}), group->rank(), group->size(),
+                            options.timeout, "all_gather_into_tensor"),
                  options.asyncOp);
   });
 }
@@ -239,8 +239,7 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
       refuse("gather", c10::str("outputs at rank ", group->rank(),
                                 ", which is not the destination, rank ", options.rootRank));
     Tensors list;
-    if (root)
-      list = onlyList(outputs, static_cast<size_t>(group->size()), "gather", "output");
+    if (root) list = onlyList(outputs, static_cast<size_t>(group->size()), "gather", "output");
     return start(*group, c10d::OpType::GATHER, "ringreduce:gather", inputs, list,
                  gatherTo(list, input, group->rank(), options, "gather"), options.asyncOp);
   });
@@ -290,13 +289,11 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
       refuse("scatter", c10::str("inputs at rank ", group->rank(),
                                  ", which is not the source, rank ", options.rootRank));
     Tensors list;
-    if (root)
-      list = onlyList(inputs, static_cast<size_t>(group->size()), "scatter", "input");
+    if (root) list = onlyList(inputs, static_cast<size_t>(group->size()), "scatter", "input");
     const OutputMemory written(outputs);
     for (size_t r = 0; r < list.size(); ++r) {
       requireLike(list[r], output.numel(), output, "scatter", "each input");
-      const bool in_place =
-          static_cast<int>(r) == group->rank() && isPartOf(output, list[r], 0);
+      const bool in_place = static_cast<int>(r) == group->rank() && isPartOf(output, list[r], 0);
       scatter.inputs.push_back(staged.add(
           written.copyIfShared(list[r], in_place ? &output : nullptr), Use::kRead, "scatter"));
     }

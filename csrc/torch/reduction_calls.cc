@@ -212,11 +212,10 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list =
         onlyList(inputs, static_cast<size_t>(group->size()), "reduce_scatter", "input");
-    return start(
-        *group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
-        reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->rank(),
-                        group->size(), options, "reduce_scatter"),
-        options.asyncOp);
+    return start(*group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
+                 reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->rank(),
+                                 group->size(), options, "reduce_scatter"),
+                 options.asyncOp);
   });
 }
 
@@ -229,8 +228,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
     return start(*group, c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor",
                  {input}, {output},
                  reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
-                                 group->rank(), group->size(), options,
-                                 "reduce_scatter_tensor"),
+                                 group->rank(), group->size(), options, "reduce_scatter_tensor"),
                  options.asyncOp);
   });
 }
@@ -248,8 +246,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
       job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,
-                                               group->rank(), group->size(), options,
-                                               kCall));
+                                               group->rank(), group->size(), options, kCall));
     }
     return start(*group, std::move(job), options.asyncOp);
   });

@@ -106,16 +106,16 @@ class DeadlyStore final : public Store {
 // All-reduces in which `first` dies, and `second` at that call of its recovery.
 bool runWithDeaths(int first, int second, int call) {
   processes::SharedStore store;
-  auto* results = static_cast<Results*>(mmap(nullptr, sizeof(Results), PROT_READ | PROT_WRITE,
-                                             MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  auto* results = static_cast<Results*>(
+      mmap(nullptr, sizeof(Results), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   const processes::Ends ends = processes::run(kRanks, [&](int rank) {
     // If only ranks 0 and 3 are left, they share memory.
     const ranks::Setting host("RINGREDUCE_HOSTID", std::string(1, "abca"[rank]));
     DeadlyStore deadly(store, *results);
     SharedOptions shared;
     shared.min_ranks = 1;
-    const auto group = Group::create(
-        deadly, rank, kRanks, {.name = "test", .timeout = 60 * kSecond, .shared = shared});
+    const auto group = Group::create(deadly, rank, kRanks,
+                                     {.name = "test", .timeout = 60 * kSecond, .shared = shared});
     if (rank == second) deadly.last = call;
     std::vector<int> data(kCount);
     for (int i = 0; i < kOperations; ++i) {
@@ -155,7 +155,8 @@ bool runWithDeaths(int first, int second, int call) {
 TEST(a_second_death_at_any_call_of_the_recovery) {
   for (const int second : {0, 2}) {
     int deaths = 0;
-    for (int call = 0; call < 60; call += call < 12 ? 1 : 6) deaths += runWithDeaths(1, second, call);
+    for (int call = 0; call < 60; call += call < 12 ? 1 : 6)
+      deaths += runWithDeaths(1, second, call);
     CHECK(deaths >= 8);
   }
 }
