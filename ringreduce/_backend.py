@@ -46,7 +46,7 @@ class Options:
         slot_bytes: size of a slot of shared memory, a multiple of 128 from 4 KiB to 64 MiB.
         slots: how many slots a rank has for each wire, 3 to 32.
         on_loss: "error": a lost rank fails the group.  "continue": the group goes on without it,
-            on one host; see docs/survive.md.
+            see docs/survive.md.
         min_ranks: with "continue": if fewer ranks are left, the group fails.  1 by default.
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
     """

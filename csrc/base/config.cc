@@ -118,7 +118,7 @@ const Row kRows[] = {
     {"RINGREDUCE_SLOTS", "4", "3 to 32", "slots a rank has, for each of its two wires", kRank0,
      [](C& c, Given& g) { c.slots = g.integer(C::kLeastSlots, C::kMostSlots); }},
     {"RINGREDUCE_ON_LOSS", "error", "error, continue",
-     "continue: operations go on without ranks that are lost; on one host", kRank0,
+     "continue: operations go on without ranks that are lost", kRank0,
      [](C& c, Given& g) { c.on_loss = g.word({"error", "continue"}); }},
     {"RINGREDUCE_MIN_RANKS", "1", "1 to 1e6",
      "with RINGREDUCE_ON_LOSS=continue: if fewer ranks are left, the group fails", kRank0,

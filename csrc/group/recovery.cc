@@ -54,12 +54,19 @@ class AnsweringStore final : public Store {
     std::packaged_task<Answer()> task(
         [store = store_, call = std::move(call)] { return call(*store); });
     std::future<Answer> answer = task.get_future();
-    std::thread(std::move(task)).detach();
+    std::thread(std::move(task)).detach();  // it may wait for the store for minutes
     if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
       throw Error(Failure::kPeerLost,
                   "the store has not answered for " + seconds(kAnswerTime) +
                       ", so this rank cannot go on after a loss; was its host cut off?");
-    return answer.get();
+    try {
+      return answer.get();
+    } catch (const Error& error) {
+      throw Error(Failure::kPeerLost,
+                  std::string("after a loss between hosts the ranks that are left need a store that "
+                              "outlives every rank, as `python -m ringreduce.supervise` holds one: ") +
+                      error.what());
+    }
   }
 
   const std::shared_ptr<Store> store_;
@@ -142,13 +149,13 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
 
 Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
                    std::vector<int> members, int min_ranks, const GroupOptions& options)
-    : store_(std::make_shared<AnsweringStore>(std::move(store))),
+    : store_(std::make_shared<AnsweringStore>(store)),
       place_(std::move(place)),
       rank_(rank),
       min_ranks_(min_ranks),
       options_(options),
       members_(std::move(members)) {
-  store_->setOnce(place_ + "0", "made");  // throws here for a store that cannot do it
+  store->setOnce(place_ + "0", "made");  // throws here for a store that cannot do it
 }
 
 std::string Recovery::key(const char* what) const {
