@@ -80,4 +80,4 @@ def test_a_stopped_rank_is_left_out_and_told_so(pool: Pool) -> None:
         *others, stopped = call.outcomes()
         assert others == [Done(r, ([7.0] * 20, [0, 1, 2])) for r in range(3)], others
         assert isinstance(stopped, Raised) and stopped.isa("PeerLost"), stopped
-        assert "was left out: ranks 0, 1 and 2" in stopped.message, stopped.message
+        assert "was left out: ranks 0, 1 and 2 had no answer" in stopped.message, stopped.message

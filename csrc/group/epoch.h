@@ -48,7 +48,7 @@ class Epoch {
 
   // Sends posted messages and leaves the other ranks.
   void leave(void (*poll)(), Nanos timeout);
-  // After a newer epoch has taken its place on all ranks: ends without a word to them.
+  // After a newer epoch has taken its place on all ranks: ends without waiting for them.
   void retire();
 
   const int rank, size;

@@ -79,6 +79,7 @@ Group::~Group() {
     new std::shared_ptr<Group>(local_);
     new std::shared_ptr<Epoch>(std::move(epoch_));
     new std::vector<std::shared_ptr<Epoch>>(std::move(tried_));
+    (void)recovery_.release();
     return;
   }
   leave(nullptr);
@@ -204,7 +205,20 @@ std::shared_ptr<Epoch> Group::epochOf(const Delivery& delivery) const {
 
 std::shared_ptr<Delivery> Group::post(Message message) {
   refuseInChild();
-  const std::shared_ptr<Epoch> epoch = this->epoch();
+  std::shared_ptr<Epoch> epoch;
+  {
+    const std::lock_guard lock(epoch_mutex_);
+    epoch = epoch_;
+    if (recovery_ && message.direction == Message::Direction::kSend) {
+      // A later message must not be taken for one that was lost.
+      if (sent_earlier_.contains(message.peer))
+        throw Error(Failure::kPeerLost,
+                    ownName() + " cannot send to rank " + options_.shown(message.peer) +
+                        ": messages that it sent before the loss of a rank may have been lost too. "
+                        "Send messages in a group that is made after the loss.");
+      sent_to_.insert(message.peer);
+    }
+  }
   const std::vector<int>& members = epoch->options.members;
   if (!members.empty() && message.peer >= 0 && message.peer < size_) {
     const auto peer = std::ranges::find(members, message.peer);
@@ -268,22 +282,19 @@ void Group::checkHealth() const {
   if (!recovery_) return epoch_->arbiter->check();
   if (!failed()) return;
   const std::lock_guard lock(epoch_mutex_);
-  if (ended_) std::rethrow_exception(ended_);
+  if (ended_) throw Error(*ended_);
+  if (!aborted_.empty()) throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_);
   epoch_->arbiter->check();
 }
 
 // A group that recovers has not failed while a recovery may mend it.
 Failure Group::failure() const {
   const std::lock_guard lock(epoch_mutex_);
-  if (ended_) try {
-      std::rethrow_exception(ended_);
-    } catch (const Error& error) {
-      return error.kind();
-    } catch (...) {  // Ctrl-C
-      return Failure::kAborted;
-    }
+  if (ended_) return ended_->kind();
   const Failure failure = epoch_->arbiter->failure();
-  return recovery_ && failure == Failure::kPeerLost ? Failure::kNone : failure;
+  const bool may_recover = recovery_ && epoch_->network && failure == Failure::kPeerLost;
+  if (!may_recover) return failure;
+  return aborted_.empty() ? Failure::kNone : Failure::kAborted;
 }
 
 std::vector<PeerState> Group::states() const {

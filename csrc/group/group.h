@@ -13,11 +13,12 @@
 #pragma once
 
 #include <atomic>
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <utility>
 
 #include "base/executor.h"
@@ -175,15 +176,18 @@ class Group : public std::enable_shared_from_this<Group> {
   void runWhole(const Operation& operation, Standing& standing, Nanos timeout,
                 bool in_users_thread);
   void keepInputs(const Overwritten& inputs);
-  bool recover(const Standing& standing, const Operation& operation, Nanos timeout,
-               bool in_users_thread);
-  bool makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread);
+  bool recover(Standing& standing, const Operation& operation, Nanos timeout, bool in_users_thread);
+  bool makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread,
+                     int& fruitless);
   void enter(const std::shared_ptr<Epoch>& next);
   std::vector<std::shared_ptr<Epoch>> epochs() const;
   Recovery::Sight look(int rank) const;
+  bool isCut(int rank) const;
   bool isStopped(int rank) const;
+  void tell(const Error& error);
+  std::string ownName() const;
   void noteLosses(const std::vector<int>& before, const std::string& operation);
-  void end(const std::exception_ptr& error);
+  void end(const Error& error);
 
   const int rank_, size_;
   const GroupOptions options_;
@@ -200,12 +204,13 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Epoch> epoch_;
   // During a recovery: made after `epoch_`, which one of them will replace.
   std::vector<std::shared_ptr<Epoch>> tried_;
-  std::exception_ptr ended_;           // why a recovery has failed
+  std::set<int> sent_to_, sent_earlier_;  // ranks: messages of this epoch, and of those before
+  std::optional<Error> ended_;  // why a recovery has failed
   std::string aborted_;                // why this rank has ended it
   std::map<int, std::string> absent_;  // "rank 2 (pid 7 on host a) is lost: its process ended"
-  const std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
+  std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
   std::unique_ptr<std::byte[]> inputs_;       // of the running operation
-  size_t inputs_bytes_ = 0;
+  std::atomic<size_t> inputs_bytes_ = 0;
 };
 
 }  // namespace ringreduce

@@ -18,6 +18,8 @@ namespace {
 
 // After an epoch could not be made: how long a rank looks for a lost one that explains it.
 constexpr Nanos kReasonTime = 2 * kSecond;
+// How often ranks that are all there try in vain.
+constexpr int kMostFruitless = 4;
 
 // Keys of one attempt to make an epoch.
 class EpochStore final : public Store {
@@ -62,30 +64,37 @@ int positionIn(const Epoch& epoch, int rank) {
 void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_users_thread) {
   checkHealth();
   Standing standing{.operation = sequence_ - 1};
+  const std::optional<Overwritten> overwritten = repeatable(operation, rank_);
   try {
     if (operation.before) operation.before();
+    if (overwritten && epoch_->network) keepInputs(*overwritten);
   } catch (const Error&) {
     throw;
   } catch (...) {
     abort("interrupted in operation #" + std::to_string(standing.operation));
     throw;
   }
-  const std::optional<Overwritten> overwritten = repeatable(operation);
-  if (overwritten && epoch_->network) keepInputs(*overwritten);
   for (;;) try {
       return runWhole(operation, standing, timeout, in_users_thread);
-    } catch (const Error&) {
-      const bool is_loss = epoch_->network && epoch_->arbiter->failure() == Failure::kPeerLost;
-      if (!is_loss) throw;
-      const std::vector<int> before = recovery_->members();
-      if (recover(standing, operation, timeout, in_users_thread)) return;
-      if (!overwritten) {
-        const auto& left = recovery_->members();
-        const auto lost = std::ranges::mismatch(before, left).in1;
-        throw lacks(operation, lost == before.end() ? before.front() : *lost);
+    } catch (const Error& error) {
+      const bool has_failed = epoch_->network && epoch_->arbiter->failed();
+      if (!has_failed) throw;
+      if (epoch_->arbiter->failure() != Failure::kPeerLost) {
+        tell(error);  // some may have seen a loss first, and wait for this rank
+        throw;
       }
-      standing.holds = false;
-      if (overwritten->bytes > 0) std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
+      const std::vector<int> before = recovery_->members();
+      if (recover(standing, operation, std::max(timeout, timeout_.load()), in_users_thread)) return;
+      if (!overwritten) {
+        const std::vector<int>& left = recovery_->members();
+        const auto lost = std::ranges::mismatch(before, left).in1;
+        if (lost != before.end()) throw lacks(operation, *lost);
+        throw Error(Failure::kPeerLost,
+                    "rank " + options_.shown(rank_) + ": connections between ranks were lost in " +
+                        textOf(operation) + ". Group '" + options_.name + "' goes on.");
+      }
+      if (overwritten->bytes > 0)
+        std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
     }
 }
 
@@ -116,14 +125,15 @@ void Group::runWhole(const Operation& operation, Standing& standing, Nanos timeo
 }
 
 // Goes on without the lost ranks.  Returns whether the operation is done.
-bool Group::recover(const Standing& standing, const Operation& operation, Nanos timeout,
+bool Group::recover(Standing& standing, const Operation& operation, Nanos timeout,
                     bool in_users_thread) {
+  const Nanos began = now();
   const auto poll = [&] {
     if (in_users_thread && options_.interrupt) options_.interrupt();
+    if (!in_users_thread && options_.interrupted && options_.interrupted(began))
+      throw Error(Failure::kAborted, ownName() + " was interrupted while it recovered from a loss");
     const std::lock_guard lock(epoch_mutex_);
-    if (!aborted_.empty())
-      throw Error(Failure::kAborted, "rank " + options_.shown(rank_) + " aborted group '" +
-                                         options_.name + "': " + aborted_);
+    if (!aborted_.empty()) throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_);
   };
   const std::string text = textOf(operation);
   const auto nameLate = [&](const std::vector<int>& late) {
@@ -131,40 +141,59 @@ bool Group::recover(const Standing& standing, const Operation& operation, Nanos 
            "', which was to go on after a loss,";
   };
   const Recovery::Watch watch{.look = [this](int rank) { return look(rank); },
+                              .isCut = [this](int rank) { return isCut(rank); },
                               .isStopped = [this](int rank) { return isStopped(rank); },
                               .poll = poll,
                               .nameLate = nameLate};
   try {
-    for (;;) {
+    for (int fruitless = 0;;) {
       const std::vector<int> before = recovery_->members();
       const Plan plan = recovery_->agree(standing, watch, timeout);
+      const bool is_done = plan.is_done || standing.operation < plan.operation;
+      // From now on others may repeat it, or raise.
+      if (!is_done) standing.holds = false;
       noteLosses(before, text);
-      if (!makeNextEpoch(watch, timeout, in_users_thread)) continue;
-      return standing.holds && (plan.is_done || standing.operation < plan.operation);
+      if (makeNextEpoch(watch, timeout, in_users_thread, fruitless))
+        return standing.holds && is_done;
     }
   } catch (const Error& error) {
-    if (error.kind() == Failure::kAborted) recovery_->giveUp(error);
-    end(std::current_exception());
+    if (error.kind() == Failure::kAborted) tell(error);
+    end(error);
     throw;
   } catch (...) {  // Ctrl-C
-    recovery_->giveUp(Error(Failure::kAborted, "rank " + options_.shown(rank_) + " of group '" +
-                                                   options_.name +
-                                                   "' was interrupted in a recovery"));
-    end(std::current_exception());
+    const Error error(Failure::kAborted, ownName() + " was interrupted in a recovery from a loss");
+    tell(error);
+    end(error);
     throw;
   }
 }
 
-// Makes the epoch of the plan's members; collective over them.  False if one of them was lost.
-bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread) {
+// The first error matters more than one of the store.
+void Group::tell(const Error& error) {
+  try {
+    recovery_->giveUp(error);
+  } catch (const std::exception& failure) {
+    log(ownName() + " cannot tell the others why it ends: " + failure.what());
+  }
+}
+
+std::string Group::ownName() const {
+  return "rank " + options_.shown(rank_) + " of group '" + options_.name + "'";
+}
+
+// Makes the epoch of the plan's members; collective over them.  False if they have to meet again:
+// one of them was lost, or they could not reach each other, which counts in `fruitless`.
+bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread,
+                          int& fruitless) {
   const std::vector<int>& members = recovery_->members();
   const auto firstLost = [&] {
-    return std::ranges::find_if(members,
-                                [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
+    return std::ranges::find_if(
+        members, [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
   };
   GroupOptions made = options_.ofMembers(members, size_);
   made.shared = shared_;
   made.timeout = timeout;
+  if (!in_users_thread) made.interrupt = nullptr;
   made.attempt = std::make_shared<WatchedAttempt>([&] {
     watch.poll();
     if (const auto lost = firstLost(); lost != members.end())
@@ -185,9 +214,14 @@ bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_u
     enter(next);
     return true;
   } catch (const Error& error) {
+    if (error.kind() == Failure::kAborted) throw;
     // The news of another loss may be on its way.
     for (const Nanos until = deadlineIn(kReasonTime); firstLost() == members.end();) {
-      if (error.kind() == Failure::kAborted || now() >= until) throw;
+      watch.poll();
+      if (now() >= until) {
+        if (++fruitless == kMostFruitless) throw;
+        break;
+      }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return false;
@@ -202,6 +236,7 @@ void Group::enter(const std::shared_ptr<Epoch>& next) {
     old.swap(tried_);
     std::erase(old, next);
     old.push_back(std::exchange(epoch_, next));
+    sent_earlier_.merge(std::exchange(sent_to_, {}));
   }
   for (const auto& one : old) one->retire();
 }
@@ -213,27 +248,48 @@ std::vector<std::shared_ptr<Epoch>> Group::epochs() const {
   return all;
 }
 
-// A rank that is here in any epoch is here: it leaves the older ones as it goes on.
+// A rank that is here in any epoch is here: it leaves the older ones as it goes on, and a newer one
+// if it cannot make it.  But it does not answer if it is to blame where it is still here.
 Recovery::Sight Group::look(int rank) const {
-  if (rank == rank_) return Recovery::Sight::kHere;
-  auto sight = Recovery::Sight::kEnded;
+  using Sight = Recovery::Sight;
+  if (rank == rank_) return Sight::kHere;
+  auto sight = Sight::kEnded;
   for (const auto& one : epochs()) {
     const int position = positionIn(*one, rank);
-    if (position < 0) continue;
+    const Failure failure = one->arbiter->failure();
+    // After another failure an epoch hears no news.
+    if (position < 0 || (failure != Failure::kNone && failure != Failure::kPeerLost)) continue;
     const PeerState state = one->arbiter->stateOf(position);
-    const bool is_blamed =
-        one->arbiter->failure() == Failure::kPeerLost && one->arbiter->culprit() == position;
-    if (state.isHere() && !is_blamed) return Recovery::Sight::kHere;
-    if (state.declared == Declared::kHere && state.observed != Observed::kEnded)
-      sight = Recovery::Sight::kSilent;
+    if (state.isHere() && failure == Failure::kPeerLost && one->arbiter->culprit() == position)
+      return Sight::kSilent;
+    if (state.isHere())
+      sight = Sight::kHere;
+    else if (sight == Sight::kEnded && state.declared == Declared::kHere &&
+             state.observed != Observed::kEnded)
+      sight = Sight::kSilent;
   }
   return sight;
 }
 
-bool Group::isStopped(int rank) const {
+// As this rank has found itself.
+bool Group::isCut(int rank) const {
   return std::ranges::any_of(epochs(), [&](const auto& one) {
     const int position = positionIn(*one, rank);
-    return position >= 0 && !one->arbiter->stoppedOf({position}).empty();
+    if (position < 0) return false;
+    const Arbiter& arbiter = *one->arbiter;
+    const bool is_blamed = arbiter.failure() == Failure::kPeerLost &&
+                           arbiter.culprit() == position && arbiter.reporter() == one->rank;
+    const PeerState state = arbiter.stateOf(position);
+    return state.observed == Observed::kUnreachable || (state.isHere() && is_blamed);
+  });
+}
+
+// Asks it, and waits briefly for an answer.
+bool Group::isStopped(int rank) const {
+  return std::ranges::none_of(epochs(), [&](const auto& one) {
+    const int position = positionIn(*one, rank);
+    return position >= 0 && one->arbiter->stoppedOf({position}).empty() &&
+           one->arbiter->answers(position);
   });
 }
 
@@ -243,9 +299,13 @@ void Group::noteLosses(const std::vector<int>& before, const std::string& operat
   for (const int rank : before) {
     if (std::ranges::find(left, rank) != left.end()) continue;
     std::string who;
-    for (const auto& one : epochs())
-      if (const int position = positionIn(*one, rank); position >= 0 && who.empty())
-        who = one->arbiter->howAbsent(position);
+    bool is_known = false;
+    for (const auto& one : epochs()) {
+      const int position = positionIn(*one, rank);
+      if (position < 0 || is_known) continue;
+      who = one->arbiter->howAbsent(position);
+      is_known = !one->arbiter->stateOf(position).isHere();
+    }
     {
       const std::lock_guard lock(epoch_mutex_);
       absent_[rank] = who;
@@ -258,7 +318,7 @@ void Group::noteLosses(const std::vector<int>& before, const std::string& operat
 }
 
 // The other ranks go on without this one.
-void Group::end(const std::exception_ptr& error) {
+void Group::end(const Error& error) {
   {
     const std::lock_guard lock(epoch_mutex_);
     ended_ = error;

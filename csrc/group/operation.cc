@@ -149,12 +149,13 @@ Operation toMembers(const Operation& operation, const GroupOptions& group,
   return placed;
 }
 
-std::optional<Overwritten> repeatable(const Operation& operation) {
+std::optional<Overwritten> repeatable(const Operation& operation, int rank) {
   struct {
     using Result = std::optional<Overwritten>;
+    const int rank;
     Result operator()(const AllReduce& a) { return Overwritten{a.data, a.count * sizeOf(a.dtype)}; }
     Result operator()(const Reduce& r) {
-      if (r.input != r.output) return Overwritten{};
+      if (r.input != r.output || r.root != rank) return Overwritten{};
       return Overwritten{r.output, r.count * sizeOf(r.dtype)};
     }
     Result operator()(const CompressedAllReduce& c) {
@@ -171,7 +172,7 @@ std::optional<Overwritten> repeatable(const Operation& operation) {
     Result operator()(const Gather&) { return std::nullopt; }
     Result operator()(const AllToAll&) { return std::nullopt; }
     Result operator()(const SparseAllReduce&) { return std::nullopt; }
-  } of;
+  } of{rank};
   return std::visit(of, operation.call);
 }
 

@@ -44,7 +44,7 @@ struct Overwritten {
   void* data = nullptr;
   size_t bytes = 0;
 };
-std::optional<Overwritten> repeatable(const Operation& operation);
+std::optional<Overwritten> repeatable(const Operation& operation, int rank);
 
 void run(Communicator& c, const Operation& operation);
 void run(Transport& transport, const Operation& operation);

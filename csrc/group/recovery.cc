@@ -8,6 +8,7 @@
 #include <optional>
 #include <sstream>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "base/text.h"
@@ -19,7 +20,7 @@ namespace {
 constexpr Nanos kSilentGrace = kSecond;
 // How much longer than the rank that proposes the others wait.
 constexpr Nanos kGrace = 3 * kSecond;
-constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 2 * kMillisecond;
+constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 20 * kMillisecond;
 
 // How long the store may take for an answer.
 constexpr Nanos kAnswerTime = 10 * kSecond;
@@ -27,7 +28,9 @@ constexpr Nanos kAnswerTime = 10 * kSecond;
 // A store whose calls end in time: where the network is cut, one of torch's waits for minutes.
 class AnsweringStore final : public Store {
  public:
-  explicit AnsweringStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  // `who`: "rank 1 of group 'x'".
+  AnsweringStore(std::shared_ptr<Store> store, std::string who)
+      : store_(std::move(store)), who_(std::move(who)) {}
 
   void set(const std::string& key, const std::string& value) override {
     inTime<bool>([key, value](Store& store) {
@@ -57,19 +60,20 @@ class AnsweringStore final : public Store {
     std::thread(std::move(task)).detach();  // it may wait for the store for minutes
     if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
       throw Error(Failure::kPeerLost,
-                  "the store has not answered for " + seconds(kAnswerTime) +
-                      ", so this rank cannot go on after a loss; was its host cut off?");
+                  who_ + " cannot go on after a loss: the store has not answered for " +
+                      seconds(kAnswerTime) + "; was this host cut off from it?");
     try {
       return answer.get();
     } catch (const Error& error) {
       throw Error(Failure::kPeerLost,
-                  std::string("after a loss between hosts the ranks that are left need a store that "
-                              "outlives every rank, as `python -m ringreduce.supervise` holds one: ") +
+                  who_ + " cannot go on after a loss between hosts: it needs a store that outlives "
+                         "every rank, as `python -m ringreduce.supervise` holds one: " +
                       error.what());
     }
   }
 
   const std::shared_ptr<Store> store_;
+  const std::string who_;
 };
 
 bool contains(const std::vector<int>& ranks, int rank) {
@@ -128,15 +132,18 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
     return contains(came.at(a).unreachable, b) || contains(came.at(b).unreachable, a);
   };
   for (;;) {
-    int worst = -1;
-    long most = 0;
+    std::tuple<long, long, int> worst{0, 0, -1};
     for (const int rank : plan.members) {
-      const long cuts = std::ranges::count_if(
-          plan.members, [&](int other) { return other != rank && cutBetween(rank, other); });
-      if (cuts > 0 && cuts >= most) most = cuts, worst = rank;
+      const auto count = [&](auto&& which) {
+        return static_cast<long>(std::ranges::count_if(
+            plan.members, [&](int other) { return other != rank && which(other); }));
+      };
+      const long cuts = count([&](int other) { return cutBetween(rank, other); });
+      const long blames = count([&](int other) { return contains(came.at(other).unreachable, rank); });
+      if (cuts > 0) worst = std::max(worst, {cuts, blames, rank});
     }
-    if (worst < 0) break;
-    std::erase(plan.members, worst);
+    if (std::get<int>(worst) < 0) break;
+    std::erase(plan.members, std::get<int>(worst));
   }
   plan.is_done = !plan.members.empty();
   for (const int rank : plan.members) {
@@ -149,7 +156,8 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
 
 Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
                    std::vector<int> members, int min_ranks, const GroupOptions& options)
-    : store_(std::make_shared<AnsweringStore>(store)),
+    : store_(std::make_shared<AnsweringStore>(
+          store, "rank " + options.shown(rank) + " of group '" + options.name + "'")),
       place_(std::move(place)),
       rank_(rank),
       min_ranks_(min_ranks),
@@ -181,17 +189,21 @@ bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& cam
 
 Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
   for (const int rank : members_)
-    if (rank != rank_ && watch.look(rank) == Sight::kSilent) own.unreachable.push_back(rank);
+    if (rank != rank_ && watch.isCut(rank)) own.unreachable.push_back(rank);
   const std::string standing_key = key("rank/"), plan_key = key("plan");
   store_->set(standing_key + std::to_string(rank_), own.toText());
   std::map<int, Standing> came{{rank_, own}};
   std::vector<int> late, ended;
   const Nanos began = now();
-  for (Nanos nap = kShortestNap;; nap = std::min(2 * nap, kLongestNap)) {
+  for (;;) {
+    const bool is_late = now() - began >= timeout;
     watch.poll();
     if (const auto plan = store_->get(plan_key)) return adopt(*plan);
     const auto first = std::ranges::find_if(
-        members_, [&](int r) { return r == rank_ || watch.look(r) == Sight::kHere; });
+        members_, [&](int r) {
+          return r == rank_ ||
+                 (watch.look(r) == Sight::kHere && !(is_late && watch.isStopped(r)));
+        });
     const bool proposes = *first == rank_;
     if (proposes) {
       for (const int rank : members_)
@@ -200,7 +212,7 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
             came.emplace(rank, Standing::fromText(*text));
       bool all_there = mayPropose(watch, came, now() - began, late, ended);
       // A stopped rank that wakes up later finds itself left out.
-      if (!all_there && now() - began >= timeout) {
+      if (!all_there && is_late) {
         std::erase_if(late, watch.isStopped);
         all_there = late.empty();
       }
@@ -218,7 +230,8 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
       giveUp(error);
       return adopt(store_->get(plan_key).value_or(""));
     }
-    std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
+    std::this_thread::sleep_for(
+        std::chrono::nanoseconds(std::clamp((now() - began) / 4, kShortestNap, kLongestNap)));
   }
 }
 
@@ -248,7 +261,8 @@ Plan Recovery::adopt(const std::string& text) {
     throw Error(Failure::kPeerLost,
                 "rank " + options_.shown(rank_) + of_group +
                     " was left out: " + options_.rankList(plan.members) +
-                    " could not reach it, and went on without it. Start its process again.");
+                    " had no answer from it in time, and went on without it. Start its process "
+                    "again.");
   std::vector<int> lost = members_;
   std::erase_if(lost, [&](int r) { return contains(plan.members, r); });
   members_ = plan.members;

@@ -16,7 +16,8 @@
 // raises PeerLost.  It has no connection to the new epoch, so nothing that it sends later counts.
 //
 // If two ranks that came cannot reach each other, one of them stays out: the one that more ranks
-// cannot reach, so the larger side of a cut goes on; then the higher rank.  A side that cannot
+// cannot reach, so the larger side of a cut goes on; then the one that the other blames; then the
+// higher rank.  A side that cannot
 // reach the store raises.
 #pragma once
 
@@ -65,7 +66,8 @@ class Recovery {
   // What the wait in `agree` needs; each is called often.
   struct Watch {
     std::function<Sight(int rank)> look;
-    std::function<bool(int rank)> isStopped;
+    std::function<bool(int rank)> isCut;      // this rank itself has found it so
+    std::function<bool(int rank)> isStopped;  // asked when it is late
     std::function<void()> poll;                             // throws to end the wait
     std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 (...) did not come"
   };

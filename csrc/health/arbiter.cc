@@ -209,7 +209,9 @@ void Arbiter::throwFailure() const {
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank " +
             options_.shown(0);
-  text += ". The group has failed: destroy it and make a new one.";
+  const bool goes_on = channel_ && min_ranks_ > 0 && kind == Failure::kPeerLost;
+  text += goes_on ? ". Messages that were under way are lost; the group goes on with its next collective."
+                  : ". The group has failed: destroy it and make a new one.";
   throw Error(kind, text);
 }
 
@@ -253,6 +255,15 @@ bool Arbiter::isStopped(int rank) const {
   const Peer& one = peer(rank);
   const int pid = one.seat.process ? pidSeenHere(one.seat.process) : one.seat.pid;
   return (pid != 0 && ringreduce::isStopped(pid)) || one.observed == Observed::kStopped;
+}
+
+bool Arbiter::answers(int rank) const {
+  if (!channel_) return true;
+  const Nanos asked = now(), until = asked + kCensus;
+  channel_->askForProgress(kNoOperation - 1);
+  // Ranks do not repeat an answer at once.
+  while (peer(rank).last_progress < asked - kSecond / 2 && now() < until) sleepMillisecond();
+  return peer(rank).last_progress >= asked - kSecond / 2;
 }
 
 // Between hosts: whether it has not answered for a while, as a process that runs does, whatever it
@@ -746,7 +757,7 @@ std::string Arbiter::who(int r) const {
 std::string Arbiter::howAbsent(int r) const {
   const PeerState state = known(r);
   return who(r) + (state.isLost()   ? " is lost: " + howLost(r)
-                   : state.isHere() ? " is left out, since it cannot be reached"
+                   : state.isHere() ? " is left out, since it did not answer in time"
                                     : " has left");
 }
 

@@ -105,6 +105,7 @@ bool Messenger::pass() {
   bool moved = false, others_wait = false;
   {
     const std::lock_guard lock(mutex_);
+    if (stopping_) return false;  // the wires may be closed
     moved = engine_.progress(over, touched);
     others_wait = driven_ && driver_ != std::this_thread::get_id();
   }

@@ -132,7 +132,7 @@ Backend::WorkPtr Backend::broadcastOfCopies(Group& group, const at::Tensor& tens
       from(root);
       break;
     } catch (const Error& error) {
-      if (error.kind() != Failure::kPeerLost || group.failed()) throw;
+      if (error.kind() != Failure::kPeerLost || group.failed() || root == roots.back()) throw;
     }
   return c10::make_intrusive<WorkList>(rank, std::vector<WorkPtr>());
 }
