@@ -39,7 +39,8 @@ def sums(me: Rank, after: int) -> tuple[list[float], list[int]]:
 
 def start(pool: Pool, hosts: Hosts, ranks: int, timeout: float) -> Call:
     settings = (("RINGREDUCE_ON_LOSS", "continue"), ("RINGREDUCE_LOST_SECONDS", "1"))
-    world = World(ranks, "ringreduce", settings, timeout=timeout, places=hosts.places(ranks // len(hosts.all)))
+    places = hosts.places(ranks // len(hosts.all))
+    world = World(ranks, "ringreduce", settings, timeout=timeout, places=places)
     call = pool.start(sums, world, 20, fresh=True)
     for rank in range(ranks):
         assert call.heard(rank) == "flowing"

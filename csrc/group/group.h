@@ -205,11 +205,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // During a recovery: made after `epoch_`, which one of them will replace.
   std::vector<std::shared_ptr<Epoch>> tried_;
   std::set<int> sent_to_, sent_earlier_;  // ranks: messages of this epoch, and of those before
-  std::optional<Error> ended_;  // why a recovery has failed
-  std::string aborted_;                // why this rank has ended it
-  std::map<int, std::string> absent_;  // "rank 2 (pid 7 on host a) is lost: its process ended"
-  std::unique_ptr<Recovery> recovery_;  // null if the group does not recover
-  std::unique_ptr<std::byte[]> inputs_;       // of the running operation
+  std::optional<Error> ended_;            // why a recovery has failed
+  std::string aborted_;                   // why this rank has ended it
+  std::map<int, std::string> absent_;     // "rank 2 (pid 7 on host a) is lost: its process ended"
+  std::unique_ptr<Recovery> recovery_;    // null if the group does not recover
+  std::unique_ptr<std::byte[]> inputs_;   // of the running operation
   std::atomic<size_t> inputs_bytes_ = 0;
 };
 

@@ -93,8 +93,7 @@ void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_user
                     "rank " + options_.shown(rank_) + ": connections between ranks were lost in " +
                         textOf(operation) + ". Group '" + options_.name + "' goes on.");
       }
-      if (overwritten->bytes > 0)
-        std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
+      if (overwritten->bytes > 0) std::memcpy(overwritten->data, inputs_.get(), overwritten->bytes);
     }
 }
 
@@ -187,8 +186,8 @@ bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_u
                           int& fruitless) {
   const std::vector<int>& members = recovery_->members();
   const auto firstLost = [&] {
-    return std::ranges::find_if(
-        members, [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
+    return std::ranges::find_if(members,
+                                [&](int r) { return watch.look(r) != Recovery::Sight::kHere; });
   };
   GroupOptions made = options_.ofMembers(members, size_);
   made.shared = shared_;

@@ -66,8 +66,9 @@ class AnsweringStore final : public Store {
       return answer.get();
     } catch (const Error& error) {
       throw Error(Failure::kPeerLost,
-                  who_ + " cannot go on after a loss between hosts: it needs a store that outlives "
-                         "every rank, as `python -m ringreduce.supervise` holds one: " +
+                  who_ +
+                      " cannot go on after a loss between hosts: it needs a store that outlives "
+                      "every rank, as `python -m ringreduce.supervise` holds one: " +
                       error.what());
     }
   }
@@ -139,7 +140,8 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
             plan.members, [&](int other) { return other != rank && which(other); }));
       };
       const long cuts = count([&](int other) { return cutBetween(rank, other); });
-      const long blames = count([&](int other) { return contains(came.at(other).unreachable, rank); });
+      const long blames =
+          count([&](int other) { return contains(came.at(other).unreachable, rank); });
       if (cuts > 0) worst = std::max(worst, {cuts, blames, rank});
     }
     if (std::get<int>(worst) < 0) break;
@@ -199,11 +201,9 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
     const bool is_late = now() - began >= timeout;
     watch.poll();
     if (const auto plan = store_->get(plan_key)) return adopt(*plan);
-    const auto first = std::ranges::find_if(
-        members_, [&](int r) {
-          return r == rank_ ||
-                 (watch.look(r) == Sight::kHere && !(is_late && watch.isStopped(r)));
-        });
+    const auto first = std::ranges::find_if(members_, [&](int r) {
+      return r == rank_ || (watch.look(r) == Sight::kHere && !(is_late && watch.isStopped(r)));
+    });
     const bool proposes = *first == rank_;
     if (proposes) {
       for (const int rank : members_)

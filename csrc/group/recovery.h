@@ -66,8 +66,8 @@ class Recovery {
   // What the wait in `agree` needs; each is called often.
   struct Watch {
     std::function<Sight(int rank)> look;
-    std::function<bool(int rank)> isCut;      // this rank itself has found it so
-    std::function<bool(int rank)> isStopped;  // asked when it is late
+    std::function<bool(int rank)> isCut;                    // this rank itself has found it so
+    std::function<bool(int rank)> isStopped;                // asked when it is late
     std::function<void()> poll;                             // throws to end the wait
     std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 (...) did not come"
   };

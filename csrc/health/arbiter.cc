@@ -210,8 +210,10 @@ void Arbiter::throwFailure() const {
             "send/recv from rank " +
             options_.shown(0);
   const bool goes_on = channel_ && min_ranks_ > 0 && kind == Failure::kPeerLost;
-  text += goes_on ? ". Messages that were under way are lost; the group goes on with its next collective."
-                  : ". The group has failed: destroy it and make a new one.";
+  text +=
+      goes_on
+          ? ". Messages that were under way are lost; the group goes on with its next collective."
+          : ". The group has failed: destroy it and make a new one.";
   throw Error(kind, text);
 }
 

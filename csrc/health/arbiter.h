@@ -127,8 +127,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
   // The rank that `rank` waits for, directly or through other waiting ranks, as far as known.
   int heldUpBy(int rank) const;
-  // Whether a rank of another host answers a question for its progress in a short time, as a process
-  // that runs does, whatever it computes.  Those that share memory always do.
+  // Whether a rank of another host answers a question for its progress in a short time, as a
+  // process that runs does, whatever it computes.  Those that share memory always do.
   bool answers(int rank) const;
   // Waits briefly for the other ranks' progress before one is blamed for being late: this rank may
   // be the one that was stopped.  Throws if the group has failed.

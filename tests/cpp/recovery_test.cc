@@ -151,6 +151,27 @@ bool runWithDeaths(int first, int second, int call) {
   return both;
 }
 
+// The first to die never comes, so the root has sent all that it has long before the others have
+// it.
+TEST(a_root_returns_once_all_hold_its_data) {
+  processes::SharedStore store;
+  const processes::Ends ends = processes::run(kRanks, [&](int rank) {
+    const ranks::Setting host("RINGREDUCE_HOSTID", std::to_string(rank));
+    SharedOptions shared;
+    shared.min_ranks = 1;
+    const auto group = Group::create(store, rank, kRanks,
+                                     {.name = "test", .timeout = 60 * kSecond, .shared = shared});
+    for (int i = 0; i < kOperations; ++i) {
+      if (rank == 1 && i == 2) kill(getpid(), SIGKILL);
+      std::vector<int> data(kCount, rank == 0 ? i : -1);
+      group->run({Broadcast{data.data(), kCount, DType::kInt32, 0}});
+      CHECK(std::ranges::count(data, i) == static_cast<long>(kCount));
+    }
+  });
+  for (int r = 0; r < kRanks; ++r)
+    CHECK_EQ(ends[static_cast<size_t>(r)], r == 1 ? "killed by signal 9" : "");
+}
+
 // The rank that proposes the plan, and another one, from the first call to the last.
 TEST(a_second_death_at_any_call_of_the_recovery) {
   for (const int second : {0, 2}) {
