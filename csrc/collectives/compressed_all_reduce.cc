@@ -300,9 +300,6 @@ void byRing(Communicator& c, const CompressedAllReduce& a) {
 
 void compressedAllReduce(Communicator& c, const CompressedAllReduce& a) {
   if (c.size == 1) return copyUncoded(a);
-  if (c.survives && a.schedule == CodedSchedule::kRing)
-    throw Error(Failure::kArgument,
-                "the schedule 'ring' cannot go on after a loss; take 'owner', or on_loss='error'");
   if (a.schedule == CodedSchedule::kRing)
     byRing(c, a);
   else

@@ -39,7 +39,6 @@ SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& wa
                     .prev = from_prev_,
                     .link_slots = linkSlots(membership, rank),
                     .watch = watch,
-                    .algorithm = membership.options.algorithm,
-                    .survives = membership.options.min_ranks > 0} {}
+                    .algorithm = membership.options.algorithm} {}
 
 }  // namespace ringreduce

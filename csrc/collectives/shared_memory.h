@@ -26,7 +26,6 @@ struct Communicator {
   Slots link_slots;
   WaitGuard& watch;
   Algorithm algorithm;
-  bool survives = false;  // ranks may be lost on the way (exchange.h)
 
   int previousRank() const { return (rank + size - 1) % size; }
 };

@@ -69,7 +69,7 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       recovery_(epoch_->hosts && shared_.min_ranks > 0
                     ? std::make_unique<Recovery>(
                           store, "ringreduce/epochs/" + epoch_->hosts->nonce() + "/", rank_,
-                          membersOf(*epoch_), shared_.min_ranks, options_)
+                          membersOf(*epoch_), options_)
                     : nullptr) {}
 
 Group::~Group() {
@@ -156,7 +156,14 @@ std::string Group::textOf(const Operation& operation) const {
 
 // Validates all operations before the first one runs.
 void Group::check(const std::vector<Operation>& operations) const {
-  for (const Operation& operation : operations) validate(operation, rank_, size_);
+  for (const Operation& operation : operations) {
+    validate(operation, rank_, size_);
+    const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
+    if (compressed && compressed->schedule == CodedSchedule::kRing && shared_.min_ranks > 0)
+      throw Error(
+          Failure::kArgument,
+          "the schedule 'ring' cannot go on after a loss; take 'owner', or on_loss='error'");
+  }
 }
 
 bool Group::tryRunHere(const std::vector<Operation>& operations) {
@@ -300,6 +307,10 @@ Failure Group::failure() const {
 std::vector<PeerState> Group::states() const {
   refuseInChild();
   return epoch()->arbiter->states();
+}
+
+std::vector<int> Group::members() const {
+  return membersOf(*epoch());
 }
 
 std::vector<int> Group::liveRanks() const {

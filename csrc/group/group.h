@@ -97,7 +97,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);
-  // The ranks that operations include: all members, if the group does not survive losses.
+  // The ranks that operations include, in the order in which hosts() and ring() number them.
+  std::vector<int> members() const;
+  // Those of them that are not lost: all, if the group does not survive losses.
   std::vector<int> liveRanks() const;
   // Why a rank is lost: "its process ended".
   std::string howLost(int rank) const { return epoch()->arbiter->howLost(rank); }
@@ -184,6 +186,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Recovery::Sight look(int rank) const;
   bool isCut(int rank) const;
   bool isStopped(int rank) const;
+  Error tooFew(const std::vector<int>& before) const;
   void tell(const Error& error);
   std::string ownName() const;
   void noteLosses(const std::vector<int>& before, const std::string& operation);

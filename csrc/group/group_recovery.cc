@@ -152,6 +152,12 @@ bool Group::recover(Standing& standing, const Operation& operation, Nanos timeou
       // From now on others may repeat it, or raise.
       if (!is_done) standing.holds = false;
       noteLosses(before, text);
+      if (static_cast<int>(plan.members.size()) < shared_.min_ranks) {
+        const Error error = tooFew(before);
+        if (!standing.holds || !is_done) throw error;
+        end(error);  // of the next call
+        return true;
+      }
       if (makeNextEpoch(watch, timeout, in_users_thread, fruitless))
         return standing.holds && is_done;
     }
@@ -165,6 +171,18 @@ bool Group::recover(Standing& standing, const Operation& operation, Nanos timeou
     end(error);
     throw;
   }
+}
+
+Error Group::tooFew(const std::vector<int>& before) const {
+  const std::vector<int>& left = recovery_->members();
+  std::string text;
+  for (const int rank : before)
+    if (std::ranges::find(left, rank) == left.end())
+      text += (text.empty() ? "" : "; ") + howAbsent(rank);
+  return Error(Failure::kPeerLost, text + "; " + std::to_string(left.size()) +
+                                       (left.size() == 1 ? " rank is" : " ranks are") +
+                                       " left of group '" + options_.name + "', and min_ranks is " +
+                                       std::to_string(shared_.min_ranks));
 }
 
 // The first error matters more than one of the store.

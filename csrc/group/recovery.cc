@@ -157,12 +157,11 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
 }
 
 Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
-                   std::vector<int> members, int min_ranks, const GroupOptions& options)
+                   std::vector<int> members, const GroupOptions& options)
     : store_(std::make_shared<AnsweringStore>(
           store, "rank " + options.shown(rank) + " of group '" + options.name + "'")),
       place_(std::move(place)),
       rank_(rank),
-      min_ranks_(min_ranks),
       options_(options),
       members_(std::move(members)) {
   store->setOnce(place_ + "0", "made");  // throws here for a store that cannot do it
@@ -256,23 +255,13 @@ Plan Recovery::adopt(const std::string& text) {
   plan.members = readRanks(in);
   if (!in || kind != "plan") throwUnreadable(text);
   ++epoch_;
-  const std::string of_group = " of group '" + options_.name + "'";
   if (!contains(plan.members, rank_))
     throw Error(Failure::kPeerLost,
-                "rank " + options_.shown(rank_) + of_group +
-                    " was left out: " + options_.rankList(plan.members) +
+                "rank " + options_.shown(rank_) + " of group '" + options_.name +
+                    "' was left out: " + options_.rankList(plan.members) +
                     " had no answer from it in time, and went on without it. Start its process "
                     "again.");
-  std::vector<int> lost = members_;
-  std::erase_if(lost, [&](int r) { return contains(plan.members, r); });
   members_ = plan.members;
-  const int left = static_cast<int>(members_.size());
-  if (left < min_ranks_)
-    throw Error(Failure::kPeerLost, options_.rankList(lost) + of_group +
-                                        (lost.size() == 1 ? " is lost; " : " are lost; ") +
-                                        std::to_string(left) +
-                                        (left == 1 ? " rank is" : " ranks are") +
-                                        " left, and min_ranks is " + std::to_string(min_ranks_));
   return plan;
 }
 

@@ -69,12 +69,12 @@ class Recovery {
     std::function<bool(int rank)> isCut;                    // this rank itself has found it so
     std::function<bool(int rank)> isStopped;                // asked when it is late
     std::function<void()> poll;                             // throws to end the wait
-    std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 (...) did not come"
+    std::function<std::string(std::vector<int>)> nameLate;  // "rank 2 did not come"
   };
 
   // `place`: a part of the store that no other group uses.
   Recovery(std::shared_ptr<Store> store, std::string place, int rank, std::vector<int> members,
-           int min_ranks, const GroupOptions& options);
+           const GroupOptions& options);
 
   // The ranks that go on, and how many plans there have been.
   const std::vector<int>& members() const { return members_; }
@@ -85,8 +85,8 @@ class Recovery {
   std::string meeting() const { return place_ + std::to_string(epoch_) + "/"; }
 
   // Collective over the members that are not lost.  Throws Error on all of them: kTimeout if one
-  // does not come in time, kPeerLost if too few are left, and what `giveUp` was given; kPeerLost on
-  // a rank that is not in the plan.
+  // does not come in time, and what `giveUp` was given; kPeerLost on a rank that is not in the
+  // plan.
   Plan agree(Standing own, const Watch& watch, Nanos timeout);
   // This rank ends the group for all, at the next time that they come.
   void giveUp(const Error& error);
@@ -99,7 +99,7 @@ class Recovery {
 
   const std::shared_ptr<Store> store_;
   const std::string place_;
-  const int rank_, min_ranks_;
+  const int rank_;
   const GroupOptions& options_;
   std::vector<int> members_;
   int epoch_ = 0;

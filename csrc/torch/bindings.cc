@@ -199,16 +199,21 @@ py::tuple topologyOf(const BackendPtr& backend) {
   std::vector<std::vector<int>> hosts;
   std::vector<std::string> names;
   const std::shared_ptr<const Hosts> known = group.hosts();
+  const std::vector<int> members = group.members();
+  const auto named = [&](std::vector<int> ranks) {
+    for (int& rank : ranks) rank = members[static_cast<size_t>(rank)];
+    return ranks;
+  };
   for (int host = 0; known && host < known->count(); ++host) {
-    hosts.push_back(known->ranksOn(host));
-    names.push_back(known->machineOf(hosts.back().front()));
+    hosts.push_back(named(known->ranksOn(host)));
+    names.push_back(known->machineOf(known->ranksOn(host).front()));
   }
   const HostRing none{.hosts = {}};
   const std::shared_ptr<const HostRing> found = group.ring();
   const HostRing& ring = found ? *found : none;
   static constexpr const char* kSources[] = {"ranks", "given", "measured"};
   return py::make_tuple(hosts, names, kSources[static_cast<size_t>(ring.source)], ring.hosts,
-                        ring.ranks, ring.mbit);
+                        named(ring.ranks), ring.mbit);
 }
 
 std::vector<int> bestRingOf(const Rates& rates) {
