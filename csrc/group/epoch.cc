@@ -101,7 +101,9 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
       messenger(std::make_unique<Messenger>(rank, network->channels(), *arbiter, executor,
                                             this->options, users_patience_)) {}
 
-Epoch::~Epoch() = default;
+Epoch::~Epoch() {
+  retire();  // if it has not left
+}
 
 void Epoch::Closes::operator()(Network* network) const {
   network->close();
