@@ -647,12 +647,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other")
+    parser.add_argument("--wire", choices=["auto", "tcp"], help="only seeds that decide on it")
     parser.add_argument("--out", type=Path, help="a file for the counts, as JSON")
     arguments = parser.parse_args()
     faults = collections.Counter[str]()
     joined, steps, bad, result = 0, 0, list[int](), dict[str, Any]()
     started = time.monotonic()
-    seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    from_first = itertools.count(arguments.seed)
+    fitting = (s for s in from_first if arguments.wire in (None, Plan.of(s).wire))
+    seeds = itertools.islice(fitting, arguments.runs)
     for done, ended in enumerate(runs(seeds, arguments.jobs), 1):
         faults += ended.faults
         joined += ended.joined
