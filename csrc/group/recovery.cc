@@ -18,8 +18,9 @@ namespace {
 
 // How long the others wait for a rank that cannot be reached and may come to the store.
 constexpr Nanos kSilentGrace = kSecond;
-// How much longer than the rank that proposes the others wait.
-constexpr Nanos kGrace = 3 * kSecond;
+// How much longer a rank may take that was stopped and runs again at the deadline; and how much
+// longer than the rank that proposes the others wait.
+constexpr Nanos kTimeToGoOn = 5 * kSecond, kGrace = 3 * kSecond;
 constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 20 * kMillisecond;
 
 // How long the store may take for an answer.
@@ -223,7 +224,7 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
         return adopt(store_->setOnce(plan_key, out.str()));
       }
     }
-    if (now() - began >= timeout + (proposes ? 0 : kGrace)) {
+    if (now() - began >= timeout + kTimeToGoOn + (proposes ? 0 : kGrace)) {
       if (!proposes) late = {*first};
       const Error error(Failure::kTimeout, watch.nameLate(late) + " within " + seconds(timeout));
       giveUp(error);

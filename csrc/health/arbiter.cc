@@ -89,6 +89,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   started_ = now();
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout);
+  has_more_time_ = false;
   next_report_ = deadlineIn(options_.stall);
   // Before the log names ranks that are late.
   next_question_ = std::min(started_ + kSecond, next_report_ - kCensus);
@@ -330,9 +331,14 @@ void Arbiter::poll(int rank, Ready ready) {
     if (current_.kind == Kind::kMonitoredBarrier)
       text = monitoredBarrierText(late.ranks) + ". " + text;
     // The others go on without a rank whose process does not run: see culprit().
-    if (min_ranks_ > 0 && channel_)
+    if (min_ranks_ > 0 && channel_) {
       for (const int r : late.ranks)
         if (isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
+      if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
+        deadline_ = time + kTimeToGoOn;
+        return;
+      }
+    }
     fail(Failure::kTimeout, late.ranks.front(), text);
   }
   if (time >= next_report_ && !ready()) {

@@ -261,7 +261,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   OpSignature current_;
   uint64_t history_ = 0;
-  bool inline_ = false;
+  bool inline_ = false, has_more_time_ = false;
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages
   Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
 };
