@@ -81,6 +81,27 @@ std::string problemOf(const Call& call, int rank, int world_size) {
   return problem;
 }
 
+// Of each collective: see repeatable().
+struct Repeats {
+  using Result = std::optional<Overwritten>;
+  const int rank;
+  Result operator()(const AllReduce& a) { return Overwritten{a.data, a.count * sizeOf(a.dtype)}; }
+  Result operator()(const Reduce& r) {
+    if (r.input != r.output || r.root != rank) return Overwritten{};
+    return Overwritten{r.output, r.count * sizeOf(r.dtype)};
+  }
+  Result operator()(const CompressedAllReduce& c) {
+    if (c.input != c.output) return Overwritten{};
+    return Overwritten{c.output, c.count * sizeof(float)};
+  }
+  Result operator()(const Broadcast&) { return Overwritten{}; }
+  Result operator()(const Scatter&) { return Overwritten{}; }
+  Result operator()(const Barrier&) { return Overwritten{}; }
+  Result operator()(const MonitoredBarrier&) { return Overwritten{}; }
+  // Others need all ranks, so they never run again after a loss.
+  Result operator()(const auto&) { return std::nullopt; }
+};
+
 }  // namespace
 
 void validate(const Operation& operation, int rank, int world_size) {
@@ -150,30 +171,7 @@ Operation toMembers(const Operation& operation, const GroupOptions& group,
 }
 
 std::optional<Overwritten> repeatable(const Operation& operation, int rank) {
-  struct {
-    using Result = std::optional<Overwritten>;
-    const int rank;
-    Result operator()(const AllReduce& a) { return Overwritten{a.data, a.count * sizeOf(a.dtype)}; }
-    Result operator()(const Reduce& r) {
-      if (r.input != r.output || r.root != rank) return Overwritten{};
-      return Overwritten{r.output, r.count * sizeOf(r.dtype)};
-    }
-    Result operator()(const CompressedAllReduce& c) {
-      if (c.input != c.output) return Overwritten{};
-      return Overwritten{c.output, c.count * sizeof(float)};
-    }
-    Result operator()(const Broadcast&) { return Overwritten{}; }
-    Result operator()(const Scatter&) { return Overwritten{}; }
-    Result operator()(const Barrier&) { return Overwritten{}; }
-    Result operator()(const MonitoredBarrier&) { return Overwritten{}; }
-    // These need all ranks, so they never run again after a loss.
-    Result operator()(const ReduceScatter&) { return std::nullopt; }
-    Result operator()(const AllGather&) { return std::nullopt; }
-    Result operator()(const Gather&) { return std::nullopt; }
-    Result operator()(const AllToAll&) { return std::nullopt; }
-    Result operator()(const SparseAllReduce&) { return std::nullopt; }
-  } of{rank};
-  return std::visit(of, operation.call);
+  return std::visit(Repeats{rank}, operation.call);
 }
 
 void run(Communicator& c, const Operation& operation) {
