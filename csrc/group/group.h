@@ -46,7 +46,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Members or not: calls name ranks by these numbers.
+  // Calls name ranks by these numbers, whichever of them are members.
   int rank() const { return rank_; }
   int size() const { return size_; }
   Nanos timeout() const { return timeout_; }
@@ -200,7 +200,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Group> local_;
   std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
-  uint64_t sequence_ = 0;  // of the next operation; guarded by the executor's token
+  uint64_t sequence_ = 0;  // operations so far; guarded by the executor's token
   std::unique_ptr<Executor> executor_;
 
   mutable std::mutex epoch_mutex_;  // guards the next ones
