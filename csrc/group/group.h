@@ -178,7 +178,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void runWhole(const Operation& operation, Standing& standing, Nanos timeout,
                 bool in_users_thread);
   void keepInputs(const Overwritten& inputs);
-  bool recover(Standing& standing, const Operation& operation, Nanos timeout, bool in_users_thread);
+  bool recover(const Error& loss, Standing& standing, const Operation& operation, Nanos timeout,
+               bool in_users_thread);
   bool makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_users_thread,
                      int& fruitless);
   void enter(const std::shared_ptr<Epoch>& next);

@@ -84,7 +84,8 @@ void Group::executeWhole(const Operation& operation, Nanos timeout, bool in_user
         throw;
       }
       const std::vector<int> before = recovery_->members();
-      if (recover(standing, operation, std::max(timeout, timeout_.load()), in_users_thread)) return;
+      if (recover(error, standing, operation, std::max(timeout, timeout_.load()), in_users_thread))
+        return;
       if (!overwritten) {
         const std::vector<int>& left = recovery_->members();
         const auto lost = std::ranges::mismatch(before, left).in1;
@@ -123,9 +124,9 @@ void Group::runWhole(const Operation& operation, Standing& standing, Nanos timeo
   epoch_->run({.call = Barrier{}}, timeout, in_users_thread);
 }
 
-// Goes on without the lost ranks.  Returns whether the operation is done.
-bool Group::recover(Standing& standing, const Operation& operation, Nanos timeout,
-                    bool in_users_thread) {
+// Goes on without the lost ranks, after the error `loss`.  Returns whether the operation is done.
+bool Group::recover(const Error& loss, Standing& standing, const Operation& operation,
+                    Nanos timeout, bool in_users_thread) {
   const Nanos began = now();
   const auto poll = [&] {
     if (in_users_thread && options_.interrupt) options_.interrupt();
@@ -136,8 +137,10 @@ bool Group::recover(Standing& standing, const Operation& operation, Nanos timeou
   };
   const std::string text = textOf(operation);
   const auto nameLate = [&](const std::vector<int>& late) {
-    return options_.rankList(late) + " did not come to " + text + " of group '" + options_.name +
-           "', which was to go on after a loss,";
+    std::vector<int> positions;
+    for (const int rank : late) positions.push_back(positionIn(*epoch_, rank));
+    return epoch_->arbiter->whereabouts(positions) + " did not come to " + text + " of group '" +
+           options_.name + "', which was to go on after a loss,";
   };
   const Recovery::Watch watch{.look = [this](int rank) { return look(rank); },
                               .isCut = [this](int rank) { return isCut(rank); },
@@ -161,6 +164,10 @@ bool Group::recover(Standing& standing, const Operation& operation, Nanos timeou
       if (makeNextEpoch(watch, timeout, in_users_thread, fruitless))
         return standing.holds && is_done;
     }
+  } catch (const StoreFailure& failure) {
+    const Error error(failure.kind(), std::string(loss.what()) + "; " + failure.what());
+    end(error);
+    throw error;
   } catch (const Error& error) {
     if (error.kind() == Failure::kAborted) tell(error);
     end(error);

@@ -16,7 +16,8 @@
 namespace ringreduce {
 namespace {
 
-// How long the others wait for a rank that cannot be reached and may come to the store.
+// How long ranks that are no majority wait for one that cannot be reached and may come to the
+// store: it may belong to a larger side of a cut.
 constexpr Nanos kSilentGrace = kSecond;
 // How much longer a rank may take that was stopped and runs again at the deadline; and how much
 // longer than the rank that proposes the others wait.
@@ -60,17 +61,18 @@ class AnsweringStore final : public Store {
     std::future<Answer> answer = task.get_future();
     std::thread(std::move(task)).detach();  // it may wait for the store for minutes
     if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
-      throw Error(Failure::kPeerLost,
-                  who_ + " cannot go on after a loss: the store has not answered for " +
-                      seconds(kAnswerTime) + "; was this host cut off from it?");
+      throw StoreFailure(Failure::kPeerLost,
+                         who_ + " cannot go on after a loss: the store has not answered for " +
+                             seconds(kAnswerTime) + "; was this host cut off from it?");
     try {
       return answer.get();
     } catch (const Error& error) {
-      throw Error(Failure::kPeerLost,
-                  who_ +
-                      " cannot go on after a loss between hosts: it needs a store that outlives "
-                      "every rank, as `python -m ringreduce.supervise` holds one: " +
-                      error.what());
+      throw StoreFailure(
+          Failure::kPeerLost,
+          who_ +
+              " cannot go on after a loss between hosts: it needs a store that outlives every "
+              "rank, as `python -m ringreduce.supervise` holds one: " +
+              error.what());
     }
   }
 
@@ -178,15 +180,18 @@ bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& cam
   late.clear();
   ended.clear();
   bool silent = false;
+  size_t present = 1;
   for (const int rank : members_) {
     if (rank == rank_) continue;
     const Sight sight = watch.look(rank);
+    present += sight == Sight::kHere && came.contains(rank);
     if (sight == Sight::kEnded) ended.push_back(rank);
     if (sight == Sight::kEnded || came.contains(rank)) continue;
     if (sight == Sight::kHere) late.push_back(rank);
     silent = silent || sight == Sight::kSilent;
   }
-  return late.empty() && !(silent && waited < kSilentGrace);
+  const bool is_majority = 2 * present > members_.size();
+  return late.empty() && (!silent || is_majority || waited >= kSilentGrace);
 }
 
 Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {

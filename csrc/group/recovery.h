@@ -55,6 +55,11 @@ struct Plan {
 // The plan of the ranks that came, of which `ended` are lost by now.
 Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended);
 
+// The store cannot be used any more, so this rank cannot recover.
+struct StoreFailure final : Error {
+  using Error::Error;
+};
+
 class Recovery {
  public:
   // What this rank knows of another.
@@ -86,7 +91,7 @@ class Recovery {
 
   // Collective over the members that are not lost.  Throws Error on all of them: kTimeout if one
   // does not come in time, and what `giveUp` was given; kPeerLost on a rank that is not in the
-  // plan.
+  // plan.  Throws StoreFailure where the store fails.
   Plan agree(Standing own, const Watch& watch, Nanos timeout);
   // This rank ends the group for all, at the next time that they come.
   void giveUp(const Error& error);
