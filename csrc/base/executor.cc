@@ -19,6 +19,11 @@ namespace {
 // How long the next completion waits for the one before it, until another thread calls it.
 constexpr auto kPatience = std::chrono::milliseconds(1);
 
+// How long a quick operation waits for its caller.  While such operations come, the worker looks
+// for them from time to time, so that they need not wake it: so often until it sleeps for good.
+constexpr Nanos kQuickTime = 50 * kMicrosecond, kNap = 200 * kMicrosecond;
+constexpr int kNaps = 10;
+
 }  // namespace
 
 // ---- OperationHandle
@@ -79,6 +84,7 @@ struct Executor::State : std::enable_shared_from_this<State> {
   struct Item {
     Work work;
     std::shared_ptr<OperationHandle> handle;
+    Nanos due;  // the time from which the worker may take it
   };
   struct Due {
     Completion completion;
@@ -94,6 +100,9 @@ struct Executor::State : std::enable_shared_from_this<State> {
   int calling = 0;           // callback threads that are in a completion
   bool abandoned = false;    // the callback threads are detached
   bool busy = false;         // the token: an operation runs
+  bool asleep = false;       // the worker waits to be notified
+  bool hurried = false;      // the worker takes all that is queued at once
+  uint64_t quick = 0;        // submissions of quick operations
   std::thread::id owner;     // the holder of the token, if that is a user's thread
   bool worker_done = false;  // no more completions will come
   bool stopping = false;
@@ -116,30 +125,68 @@ struct Executor::State : std::enable_shared_from_this<State> {
   void work() {
     name("ringreduce");
     std::unique_lock lock(mutex);
-    for (;;) {
-      for_worker.wait(lock,
-                      [&] { return (!queue.empty() && !busy) || (stopping && queue.empty()); });
-      if (queue.empty()) break;
-      Item item = std::move(queue.front());
-      queue.pop_front();
-      busy = true;
-      lock.unlock();
-      std::exception_ptr error;
-      try {
-        item.work(/*in_users_thread=*/false);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      item.work = nullptr;  // releases its objects before the completion
-      lock.lock();
-      busy = false;
-      // Before the token can be taken: an operation is done before a later one has run.
-      if (Completion completion = item.handle->finish(error))
-        queueCompletion({std::move(completion), std::move(error)});
-      if (stopping) idle.notify_all();
-    }
+    while (awaitItem(lock))
+      if (Due next = runFirst(lock, /*in_users_thread=*/false).due; next.completion)
+        queueCompletion(std::move(next));
     worker_done = true;
     for_callbacks.notify_all();
+  }
+
+  // Waits until the worker may take the first item.  False if there will be none.
+  bool awaitItem(std::unique_lock<std::mutex>& lock) {
+    int naps = kNaps;
+    for (uint64_t seen = quick;;) {
+      if (std::exchange(seen, quick) != quick) naps = 0;
+      if (queue.empty()) {
+        if (stopping) return false;
+        hurried = false;
+      }
+      if (queue.empty() && naps < kNaps) {
+        ++naps;
+        for_worker.wait_for(lock, std::chrono::nanoseconds(kNap));
+      } else if (queue.empty() || busy) {
+        asleep = true;
+        for_worker.wait(lock);
+        asleep = false;
+      } else if (const Nanos left = queue.front().due - now(); left > 0 && !hurried && !stopping) {
+        for_worker.wait_for(lock, std::chrono::nanoseconds(left));
+      } else {
+        return true;
+      }
+    }
+  }
+
+  struct Ended {
+    std::shared_ptr<OperationHandle> handle;
+    Due due;                   // its completion, which may be null
+    bool interrupted = false;  // its error is no Error
+  };
+
+  // Runs the first item; the token must be free.
+  Ended runFirst(std::unique_lock<std::mutex>& lock, bool in_users_thread) {
+    Item item = std::move(queue.front());
+    queue.pop_front();
+    busy = true;
+    if (in_users_thread) owner = std::this_thread::get_id();
+    lock.unlock();
+    Ended ended{.handle = std::move(item.handle), .due = {}};
+    std::exception_ptr& error = ended.due.error;
+    try {
+      item.work(in_users_thread);
+    } catch (const Error&) {
+      error = std::current_exception();
+    } catch (...) {
+      error = std::current_exception();
+      ended.interrupted = true;
+    }
+    item.work = nullptr;  // releases its objects before the completion
+    lock.lock();
+    owner = {};
+    busy = false;
+    // Before the token can be taken: an operation is done before a later one has run.
+    ended.due.completion = ended.handle->finish(error);
+    if (stopping) idle.notify_all();
+    return ended;
   }
 
   // With the lock held, as the next two.
@@ -212,7 +259,7 @@ void Executor::returnToken() {
   state_->owner = {};
   state_->busy = false;
   // Notify only if a thread waits: every small operation passes here.
-  if (!state_->queue.empty()) state_->for_worker.notify_one();
+  if (state_->asleep && !state_->queue.empty()) state_->for_worker.notify_one();
   if (state_->stopping) state_->idle.notify_all();
 }
 
@@ -235,16 +282,53 @@ void Executor::startThreads() {
   }
 }
 
-std::shared_ptr<OperationHandle> Executor::submit(Work work, Completion completion) {
+std::shared_ptr<OperationHandle> Executor::submit(Work work, Completion completion, bool quick) {
   auto handle = std::make_shared<OperationHandle>();
   if (completion) handle->setCompletion(std::move(completion));
   const std::shared_ptr<State> state = state_;
   const std::lock_guard lock(state->mutex);
   if (state->stopping) throw Error(Failure::kAborted, "the group has been destroyed");
   if (!state->worker.joinable()) startThreads();
-  state->queue.push_back({std::move(work), handle});
-  state->for_worker.notify_one();
+  state->queue.push_back({std::move(work), handle, quick ? now() + kQuickTime : 0});
+  if (quick)
+    ++state->quick;
+  else
+    state->hurried = true;
+  if (state->asleep || !quick) state->for_worker.notify_one();
   return handle;
+}
+
+void Executor::runUntil(const OperationHandle& handle) {
+  const std::shared_ptr<State> state = state_;
+  std::exception_ptr interrupt;  // in an earlier operation
+  std::unique_lock lock(state->mutex);
+  while (!handle.isDone()) {
+    if (state->busy || state->queue.empty()) {
+      state->hurried = !state->queue.empty();
+      break;
+    }
+    State::Ended ended = state->runFirst(lock, /*in_users_thread=*/true);
+    const bool is_own = ended.handle.get() == &handle;
+    if (ended.interrupted && !is_own) interrupt = ended.due.error;
+    if (!ended.due.completion) continue;
+    if (is_own) {  // a thread that waits may call its own completion
+      lock.unlock();
+      State::call(ended.due.completion, ended.due.error);
+      ended = {};
+      lock.lock();
+    } else {
+      state->queueCompletion(std::move(ended.due));
+    }
+  }
+  if (state->asleep && !state->queue.empty()) state->for_worker.notify_one();
+  lock.unlock();
+  if (interrupt && handle.error()) std::rethrow_exception(interrupt);
+}
+
+void Executor::hurry() {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->queue.empty() || std::exchange(state_->hurried, true)) return;
+  state_->for_worker.notify_one();
 }
 
 void Executor::callLater(Completion completion, std::exception_ptr error) {

@@ -2,11 +2,14 @@
 //
 // They run one at a time, in the order of the calls.  A blocking call with nothing before it runs
 // in the caller's own thread (`tryRunHere`): a hand-off costs more than a small all-reduce.
-// Everything else queues for one worker thread, which starts with the first queued operation.
-// Completions are called in callback threads, so that a callback that waits for an operation does
-// not stop the worker.  While one callback takes long, another thread calls the next, since the
-// first may wait for its Future (torch's PowerSGD hook does); apart from that they keep the order.
-// No thread outlives the executor, unless a callback destroys it: then they end right afterwards.
+// Everything else queues.  One worker thread takes it from there, or a thread that waits for it,
+// whichever comes first.  The worker starts with the first queued operation, and lets an operation
+// that is marked as quick wait briefly for its caller: to wake the worker costs more than to run
+// it. Completions are called in callback threads, so that a callback that waits for an operation
+// does not stop the worker.  While one callback takes long, another thread calls the next, since
+// the first may wait for its Future (torch's PowerSGD hook does); apart from that they keep the
+// order. No thread outlives the executor, unless a callback destroys it: then they end right
+// afterwards.
 #pragma once
 
 #include <condition_variable>
@@ -73,7 +76,15 @@ class Executor {
   }
 
   // Queues `work`.  The handle is finished right after it; `completion`, if any, is called later.
-  std::shared_ptr<OperationHandle> submit(Work work, Completion completion);
+  // `quick`: it takes less time than to wake the worker.
+  std::shared_ptr<OperationHandle> submit(Work work, Completion completion, bool quick);
+
+  // Runs queued operations in this thread until the one of `handle` is done, or another thread runs
+  // one.  Throws what interrupted an earlier operation (Ctrl-C) if that made this one fail.
+  void runUntil(const OperationHandle& handle);
+
+  // Lets the worker take what is queued at once: nobody may come to wait for it.
+  void hurry();
 
   // Calls `completion` in a callback thread, after those that are due.
   void callLater(Completion completion, std::exception_ptr error);

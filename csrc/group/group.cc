@@ -18,6 +18,9 @@
 namespace ringreduce {
 namespace {
 
+// In shared memory operations of up to so many bytes take less time than to wake a thread.
+constexpr size_t kQuickBytes = 64 << 10;
+
 std::vector<int> membersOf(const Epoch& epoch) {
   std::vector<int> members = epoch.options.members;
   for (int r = static_cast<int>(members.size()); r < epoch.size; ++r) members.push_back(r);
@@ -190,11 +193,18 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
   refuseInChild();
   check(operations);
   submitted_ += operations.size();
+  size_t bytes = 0;
+  for (const Operation& operation : operations) bytes += bytesOf(operation);
+  const bool quick = bytes <= kQuickBytes && !recovery_ && !epoch_->network;
   return executor_->submit(
       [this, operations = std::move(operations)](bool in_users_thread) {
         for (const Operation& operation : operations) execute(operation, in_users_thread);
       },
-      std::move(completion));
+      std::move(completion), quick);
+}
+
+void Group::hurry() {
+  executor_->hurry();
 }
 
 std::shared_ptr<OperationHandle> Group::submit(Operation operation,
@@ -253,6 +263,11 @@ bool Group::await(OperationHandle& handle, Nanos longest) {
   refuseInChild();
   if (!handle.isDone()) refuseInside();
   try {
+    // A thread whose wait ends earlier must not begin to run it.
+    if (longest == kNever)
+      executor_->runUntil(handle);
+    else
+      executor_->hurry();
     return handle.wait(longest, options_.interrupt);
   } catch (...) {
     // Ctrl-C.  The caller may free the buffers, and other ranks wait for an operation that this

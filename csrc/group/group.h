@@ -71,10 +71,14 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Delivery> post(Message message);
 
   // Waits for a handle of this group.  Returns false after `longest`.  Ctrl-C fails the group.
+  // Without a limit, a queued operation runs in this thread if no other runs it.
   bool await(OperationHandle& handle, Nanos longest);
   bool await(Delivery& delivery, Nanos longest);
   // Starts the deadline of a message that is waited for without `await`: by a Future of torch.
   void expect(Delivery& delivery);
+
+  // Starts what is queued soon, for a thread that waits without `await`.
+  void hurry();
 
   // Waits until all queued operations have ended and their completions have been called.
   void drain();

@@ -27,6 +27,8 @@ concept HasOutputs = requires(Call c) { c.outputs.size(); };
 template <class Call>
 concept HasCounts = requires(Call c) { c.counts.size(); };
 template <class Call>
+concept HasSendCounts = requires(Call c) { c.send_counts.size(); };
+template <class Call>
 concept Signs = requires(const Call c, OpSignature a) { c.sign(a); };
 template <class Call>
 concept Reorders = requires(Call c, const std::vector<int>& ranks) { c.reorder(ranks); };
@@ -129,6 +131,23 @@ OpSignature announce(const Operation& operation, uint64_t sequence) {
       },
       operation.call);
   return a;
+}
+
+size_t bytesOf(const Operation& operation) {
+  return std::visit(
+      []<class Call>(const Call& call) {
+        size_t elements = 0, lists = 1, width = sizeof(float);
+        if constexpr (Typed<Call>) width = sizeOf(call.dtype);
+        if constexpr (HasInputs<Call>) lists = std::max(lists, call.inputs.size());
+        if constexpr (HasOutputs<Call>) lists = std::max(lists, call.outputs.size());
+        if constexpr (Counted<Call>) elements = call.count * lists;
+        if constexpr (HasCounts<Call>)
+          for (const size_t count : call.counts) elements += count;
+        if constexpr (HasSendCounts<Call>)
+          for (const size_t count : call.send_counts) elements += count;
+        return elements * width;
+      },
+      operation.call);
 }
 
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {

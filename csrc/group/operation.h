@@ -29,6 +29,9 @@ void validate(const Operation& operation, int rank, int world_size);
 // The signature that the ranks compare with each other.
 OpSignature announce(const Operation& operation, uint64_t sequence);
 
+// The bytes of this rank's elements, about.
+size_t bytesOf(const Operation& operation);
+
 // The same call over a transport that numbers the ranks by their positions in a ring
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);

@@ -242,7 +242,10 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (known_) return future;
   }
   // The Future will be waited for, somewhere in torch.
-  if (const auto group = group_.lock(); group && delivery_) group->expect(*delivery_);
+  if (const auto group = group_.lock(); group && delivery_)
+    group->expect(*delivery_);
+  else if (group)
+    group->hurry();
   if (delivery_ && !delivery_->setCompletion(
                        [work = self()](std::exception_ptr e) { work->complete(std::move(e)); }))
     complete(delivery_->error());
