@@ -1,31 +1,12 @@
 """Gradient averaging for training loops without DDP."""
 
-from collections.abc import Iterable, Iterator
-
 import torch
 import torch.distributed as dist
 
 from ringreduce._backend import devices_text, extension, noting_errors, ringreduce_group
 from ringreduce.errors import Mismatch
 
-# The size of DDP's buckets: large enough to be fast, small enough to overlap with the copies.
-BUCKET_BYTES = 25 << 20
-
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups gradients of one dtype and device, in order, into lists of about BUCKET_BYTES."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for gradient in gradients:
-        kind = gradient.dtype, gradient.device
-        buckets.setdefault(kind, []).append(gradient)
-        sizes[kind] = sizes.get(kind, 0) + gradient.nbytes
-        if sizes[kind] >= BUCKET_BYTES:
-            yield buckets.pop(kind)
-            del sizes[kind]
-    yield from buckets.values()
 
 
 def _meeting_device(group: dist.ProcessGroup) -> torch.device:
@@ -64,9 +45,9 @@ def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
 def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replaces each parameter's gradient by its average over the group's ranks.
 
-    Call it on all ranks after backward and before the optimizer's step.  Gradients are packed
-    into buckets of 25 MiB, one dtype each, so that many small parameters cost little.  Parameters
-    whose `.grad` is None are left out; they must be the same on all ranks.
+    Call it on all ranks after backward and before the optimizer's step.  Large gradients are
+    averaged where they are, and small ones of one dtype in buckets, so that many small parameters
+    cost little.  Parameters whose `.grad` is None are left out; they must be the same on all ranks.
 
     Args:
         model: its `.parameters()` have dense gradients of floating dtypes, in CPU memory or, where
@@ -103,14 +84,9 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     group = ringreduce_group(group, call=True)
     with noting_errors(group):
         _require_same(tuple(signature), group)
-        pending = []
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            pending.append((bucket, flat, work))
-        for bucket, flat, work in pending:
-            work.wait()
-            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(
-                bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)]
-            )
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        options.asyncOp = False
+        for device in devices:
+            if some := [gradient for gradient in gradients if gradient.device.type == device]:
+                group.allreduce_coalesced(some, options).wait()

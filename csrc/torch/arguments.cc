@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -275,6 +277,27 @@ void requirePairs(const Tensors& outputs, const Tensors& inputs, const char* cal
   requireSome(inputs, call);
   if (outputs.size() != inputs.size())
     refuse(call, c10::str(outputs.size(), " outputs for ", inputs.size(), " inputs"));
+}
+
+std::shared_ptr<at::Tensor> Buffers::take(size_t bytes) {
+  const auto make = [](size_t size) {
+    return at::empty({static_cast<int64_t>(size)}, at::TensorOptions(at::kByte));
+  };
+  if (bytes > kBytes) return std::make_shared<at::Tensor>(make(bytes));
+  at::Tensor buffer;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!kept_.empty()) {
+      buffer = std::move(kept_.back());
+      kept_.pop_back();
+    }
+  }
+  if (!buffer.defined()) buffer = make(kBytes);
+  return {new at::Tensor(std::move(buffer)), [self = shared_from_this()](at::Tensor* done) {
+            const std::unique_ptr<at::Tensor> owned(done);
+            const std::lock_guard lock(self->mutex_);
+            if (self->kept_.size() < kMostKept) self->kept_.push_back(std::move(*owned));
+          }};
 }
 
 }  // namespace ringreduce

@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
@@ -133,6 +135,21 @@ std::vector<Pointer> partsOf(void* memory, const std::vector<size_t>& counts, si
   }
   return parts;
 }
+
+// Memory for small tensors that travel as one message.  It is kept for later messages.
+class Buffers : public std::enable_shared_from_this<Buffers> {
+ public:
+  static constexpr size_t kBytes = 1 << 20;  // of a buffer that is kept
+
+  // At least so many bytes.  They go back when the last pointer to them ends.
+  std::shared_ptr<at::Tensor> take(size_t bytes);
+
+ private:
+  static constexpr size_t kMostKept = 32;
+
+  std::mutex mutex_;
+  std::vector<at::Tensor> kept_;
+};
 
 // Tensors that an operation works on, each in dense memory until the operation is over.
 class StagedList {

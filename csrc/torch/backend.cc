@@ -302,7 +302,8 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       gpus_(std::move(gpus)),
       choose_shared_(std::move(choose_shared)),
       is_connected_(connect == Connect::kNow),
-      connect_(connect) {
+      connect_(connect),
+      buffers_(std::make_shared<Buffers>()) {
   options_->group_name = options.name;
   const auto& global = options.started_as.empty() ? options.global_ranks : options.started_as;
   options_->global_ranks_in_group.assign(global.begin(), global.end());

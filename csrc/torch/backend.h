@@ -26,6 +26,7 @@
 
 namespace ringreduce {
 
+class Buffers;
 class Compression;
 class GpuBackend;
 class MembershipChange;
@@ -275,6 +276,7 @@ class Backend final : public c10d::Backend {
   std::set<int64_t> used_uuids_;
 #endif
   GpuPtr gpu_;  // null in a build without CUDA
+  const std::shared_ptr<Buffers> buffers_;
 
   std::mutex coalescing_mutex_;  // of the next two
   bool coalescing_ = false;

@@ -40,10 +40,10 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
 
 // Several small tensors of one dtype become one message, because each operation waits for all
 // ranks.  A large tensor goes alone, because it would be copied twice.
-constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = 1 << 20;
+constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = Buffers::kBytes;
 
 Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& options,
-                         const char* call) {
+                         const std::shared_ptr<Buffers>& buffers, const char* call) {
   const at::NoGradGuard no_grad;
   const ReduceOp op = opOf(options.reduceOp, call);
   Tensors flat;
@@ -52,9 +52,14 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
     (void)Staged(tensor, Use::kBoth, call);  // refuses a tensor that cannot be written back
   Tensors pieces;
   for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
-  const at::Tensor all = at::cat(pieces);
+  int64_t elements = 0;
+  for (const at::Tensor& piece : pieces) elements += piece.numel();
+  const std::shared_ptr<at::Tensor> buffer =
+      buffers->take(static_cast<size_t>(elements) * pieces[0].element_size());
+  at::Tensor all = buffer->view(pieces[0].scalar_type()).narrow(0, 0, elements);
+  at::cat_out(all, pieces);
   Operation operation = allReduceOf(all, options, call);
-  operation.after = [all, flat] {
+  operation.after = [buffer, all, flat] {
     const at::NoGradGuard no_grad;
     int64_t at = 0;
     for (const at::Tensor& tensor : flat) {
@@ -133,8 +138,9 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
     // not depend on it, because other ranks' tensors may not share memory.
     const bool copied = anyShareMemory(tensors);
     const auto add = [&](const Tensors& some) {
-      job.operations.push_back(some.size() > 1 || copied ? fusedAllReduce(some, options, kCall)
-                                                         : allReduceOf(some[0], options, kCall));
+      job.operations.push_back(some.size() > 1 || copied
+                                   ? fusedAllReduce(some, options, buffers_, kCall)
+                                   : allReduceOf(some[0], options, kCall));
     };
     Tensors small;
     size_t bytes = 0;
