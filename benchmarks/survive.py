@@ -1,6 +1,6 @@
 """Kills a rank of a training run: ringreduce.elastic, and Gloo under torchrun with checkpoints.
 
-    python benchmarks/survive.py --out survive_gloo.json
+    python benchmarks/survive.py --out survive_ways.json
 
 Both train the character GPT of examples/train_gpt.py on one host.  With ringreduce the others go on
 and a new process joins; torchrun starts all ranks again, from the last checkpoint.  The rank is
