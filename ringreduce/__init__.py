@@ -18,6 +18,7 @@ from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
+from ringreduce.memory import empty, share_
 
 __all__ = [
     "Aborted",
@@ -29,12 +30,14 @@ __all__ = [
     "PeerLost",
     "Timeout",
     "average_gradients",
+    "empty",
     "gpu_bytes",
     "hooks",
     "init",
     "instruction_set",
     "live_ranks",
     "register_comm_hook",
+    "share_",
     "staging_bytes",
     "topology",
 ]

@@ -224,6 +224,14 @@ void perform(Wires& wires, const CollectiveCall& call) {
   std::visit(function, call);
 }
 
+// The memory of this rank that the collective would use in place, if it lies in a block and that is
+// worth two rounds of flags; null if there is no such way.
+struct SharedData {
+  const void* data = nullptr;
+  size_t bytes = 0;
+};
+SharedData inPlace(const CollectiveCall& call);
+
 // ---- between hosts (hierarchy.h)
 
 // A compressed all-reduce between the ranks of a list, this one among them, in that order.  An

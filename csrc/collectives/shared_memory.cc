@@ -1,6 +1,8 @@
 // The places of pages and slots in the members' segments.
 #include "collectives/shared_memory.h"
 
+#include "collectives/collectives.h"
+
 namespace ringreduce {
 namespace {
 
@@ -22,8 +24,27 @@ std::vector<Exchange::Member> exchangeMembers(const Membership& m) {
 ShmPipe pipe(const Membership& m, int from, int to) {
   return {from, to, &pageOf(m, from), &pageOf(m, to), linkSlots(m, to)};
 }
+std::vector<RankPage*> pages(const Membership& m) {
+  std::vector<RankPage*> all;
+  for (int r = 0; r < static_cast<int>(m.members.size()); ++r) all.push_back(&pageOf(m, r));
+  return all;
+}
+// A rank that is lost while it writes in place leaves neither an input nor a result, so groups that
+// go on after losses do not; nor do those whose user has chosen an algorithm.
+bool sharesTensors(const Membership& m) {
+  return m.options.min_ranks == 0 && m.options.algorithm == Algorithm::kAuto;
+}
 
 }  // namespace
+
+SharedData inPlace(const CollectiveCall& call) {
+  // Below it, a round of flags more costs as much as the copies that it saves.
+  constexpr size_t kLeastBytes = 64 << 10;
+  const auto* a = std::get_if<AllReduce>(&call);
+  if (!a || a->op == ReduceOp::kPremulSum) return {};  // that one scales its input first
+  const size_t bytes = a->count * sizeOf(a->dtype);
+  return bytes >= kLeastBytes ? SharedData{a->data, bytes} : SharedData{};
+}
 
 SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& watch)
     : size_(static_cast<int>(membership.members.size())),
@@ -32,6 +53,9 @@ SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& wa
       exchange_(rank, exchangeMembers(membership), waiter_, watch),
       to_next_(pipe(membership, rank, (rank + 1) % size_), waiter_),
       from_prev_(pipe(membership, (rank + size_ - 1) % size_, rank), waiter_),
+      tensors_(sharesTensors(membership) ? std::make_unique<SharedTensors>(
+                                               rank, pages(membership), exchange_, waiter_, watch)
+                                         : nullptr),
       communicator_{.rank = rank,
                     .size = size_,
                     .exchange = exchange_,
@@ -39,6 +63,7 @@ SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& wa
                     .prev = from_prev_,
                     .link_slots = linkSlots(membership, rank),
                     .watch = watch,
-                    .algorithm = membership.options.algorithm} {}
+                    .algorithm = membership.options.algorithm,
+                    .tensors = tensors_.get()} {}
 
 }  // namespace ringreduce

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "algorithm/choose.h"
 #include "base/error.h"
 #include "bootstrap/membership.h"
 #include "transport/shm/exchange.h"
+#include "transport/shm/shared_tensors.h"
 #include "transport/shm/shm_link.h"
 #include "transport/shm/wait.h"
 
@@ -26,6 +28,7 @@ struct Communicator {
   Slots link_slots;
   WaitGuard& watch;
   Algorithm algorithm;
+  SharedTensors* tensors = nullptr;  // null: tensors are not used in place
 
   int previousRank() const { return (rank + size - 1) % size; }
 };
@@ -38,6 +41,8 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   Communicator& communicator() { return communicator_; }
+  // Null: tensors are not used in place.
+  SharedTensors* tensors() const { return communicator_.tensors; }
   void setPatience(Patience patience) { waiter_.setPatience(patience); }
   size_t bytes() const { return bytes_; }
 
@@ -48,6 +53,7 @@ class SharedMemory {
   Exchange exchange_;
   ShmSendLink to_next_;
   ShmRecvLink from_prev_;
+  std::unique_ptr<SharedTensors> tensors_;
   Communicator communicator_;
 };
 

@@ -114,6 +114,7 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread)
   wires->setPatience(in_users_thread ? users_patience_ : workers_patience_);
   try {
     if (operation.before) operation.before();
+    wires->prepare(operation, sequence);
     arbiter->begin(announce(operation, sequence), timeout, in_users_thread);
     wires->run(operation, arbiter->current());
     arbiter->end();

@@ -393,6 +393,10 @@ size_t Group::stagingBytes() const {
   return epoch()->wires->stagingBytes() + inputs_bytes_;
 }
 
+bool Group::usesTensorsInPlace() const {
+  return size_ > 1 && epoch()->wires->usesTensorsInPlace();
+}
+
 uint64_t Group::bytesSent() const {
   return epoch()->wires->bytesSent();
 }

@@ -150,6 +150,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // How each rank on another host is reached, one line each.
   std::vector<std::string> routes() const;
 
+  // Whether collectives use tensors in place that all ranks have in shared blocks.
+  bool usesTensorsInPlace() const;
+
   bool failed() const { return failure() != Failure::kNone; }
   // Whether an operation has ended with an Error.  Set before the operation completes.
   bool hasRaised() const { return raised_; }

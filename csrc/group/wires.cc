@@ -21,6 +21,12 @@ class SharedWires final : public Wires {
       : arbiter_(arbiter), memory_(rank, membership, arbiter) {}
 
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
+  void prepare(const Operation& operation, uint64_t sequence) override {
+    if (SharedTensors* tensors = memory_.tensors()) {
+      const auto [data, bytes] = inPlace(operation.call);
+      tensors->offer(sequence, data, bytes);
+    }
+  }
   void run(const Operation& operation, const OpSignature&) override {
     try {
       ringreduce::run(memory_.communicator(), operation);
@@ -31,6 +37,7 @@ class SharedWires final : public Wires {
       throw;
     }
   }
+  bool usesTensorsInPlace() const override { return memory_.tensors() != nullptr; }
   size_t stagingBytes() const override { return memory_.bytes(); }
 
  private:

@@ -18,9 +18,12 @@ namespace ringreduce {
 class Wires {
  public:
   virtual ~Wires() = default;
+  // Before the operation is announced.
+  virtual void prepare(const Operation&, uint64_t /*sequence*/) {}
   virtual void setPatience(Patience patience) = 0;
   // `announced`: as the arbiter has announced it.
   virtual void run(const Operation& operation, const OpSignature& announced) = 0;
+  virtual bool usesTensorsInPlace() const { return false; }
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }
   virtual uint64_t bytesSent() const { return 0; }

@@ -24,6 +24,7 @@
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
 #include "torch/staged_backend.h"
+#include "transport/shm/shared_block.h"
 
 namespace ringreduce {
 namespace {
@@ -874,6 +875,17 @@ std::shared_ptr<PageAllocator> pageAllocator() {
   return *allocator;
 }
 
+size_t bytesOf(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return static_cast<size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
+}
+
+at::Tensor tensorIn(c10::DataPtr memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytesOf(sizes, options),
+                             std::move(memory), nullptr, /*resizable=*/false);
+  const at::Tensor tensor = at::empty({0}, options);
+  return tensor.set_(storage, 0, sizes, c10::contiguous_strides(sizes));
+}
+
 }  // namespace
 
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
@@ -884,10 +896,19 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringreduce allocateTensor: ", size, " elements");
   if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
-  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
-                             pageAllocator()->allocate(bytes), nullptr, /*resizable=*/false);
-  return at::empty({0}, options).set_(storage, 0, {size}, {1});
+  const std::shared_ptr<Group> group = groupIfAny();
+  if (group && group->usesTensorsInPlace()) return sharedTensor({size}, options);
+  return tensorIn(pageAllocator()->allocate(bytesOf({size}, options)), {size}, options);
+}
+
+at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const size_t bytes = bytesOf(sizes, options);
+  auto* block = new std::shared_ptr<SharedBlock>(SharedBlock::create(bytes));
+  c10::DataPtr memory(
+      (*block)->data(), block,
+      [](void* context) { delete static_cast<std::shared_ptr<SharedBlock>*>(context); },
+      c10::DeviceType::CPU);
+  return tensorIn(std::move(memory), sizes, options);
 }
 
 }  // namespace ringreduce

@@ -197,8 +197,9 @@ class Backend final : public c10d::Backend {
   // object remain.
   void shutdown() override;
 
-  // Memory that is aligned to pages, in huge ones where the system has them.
-  // On a GPU it is the caching allocator's: DDP's buckets are registered when the hook sees them.
+  // Memory that is aligned to pages, in huge ones where the system has them.  In a group on one
+  // host its peers can map it. On a GPU it is the caching allocator's: DDP's buckets are registered
+  // when the hook sees them.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0 || gpu_; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
@@ -292,6 +293,10 @@ class PageAllocator final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 };
+
+// A tensor in memory of its own that the other ranks of this host can map (shared_block.h), zeroed.
+// Throws Error(kSetup).
+at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // The ringreduce backend behind a torch backend object; throws if it is another one.
 Backend& asRingreduce(c10d::Backend& backend);

@@ -495,6 +495,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return costTo(backend ? asRingreduce(*backend).group()->wireCost() : WireCost{});
       },
       "backend"_a);
+  m.def(
+      "shared_tensor",
+      [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+        return translated([&] { return sharedTensor(sizes, at::TensorOptions(dtype)); });
+      },
+      "sizes"_a, "dtype"_a);
   m.def("config", &config);
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);

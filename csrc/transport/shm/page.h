@@ -23,6 +23,14 @@ constexpr uint32_t wakeWordFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
+// Where the data of an operation lie in a block (shared_block.h) that peers can map.
+struct TensorOffer {
+  uint64_t block;  // its number; 0: the data are not in a block
+  uint64_t offset, bytes;
+  uint64_t device, inode;  // of the block's file, which peers open as a descriptor of this process
+  int32_t pid, fd;
+};
+
 struct RankPage {
   Flag posted;    // exchange: steps whose slot is filled
   Flag reduced;   // exchange: steps whose slot holds this rank's share of the sum (two-shot)
@@ -32,6 +40,7 @@ struct RankPage {
 
   Flag announced;  // operations announced
   OpSignature announcements[kAnnouncements];
+  TensorOffer offers[kAnnouncements];  // of the same operations; written before `announced`
 
   alignas(kLine)
       uint32_t wake_word;  // wakeWordFor(r) while the owner sleeps and waits for rank r, else 0

@@ -1,0 +1,106 @@
+// All blocks of the process, by address.
+#include "transport/shm/shared_block.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/error.h"
+
+namespace ringreduce {
+
+struct SharedBlocks {
+  std::mutex mutex;
+  std::map<const std::byte*, SharedBlock*> by_address;
+  std::atomic<size_t> count{0};
+  uint64_t numbers = 0;
+
+  static SharedBlocks& all() {
+    static SharedBlocks* blocks = [] {
+      auto* made = new SharedBlocks;  // never destroyed: tensors may outlive static objects
+      pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, inChild);
+      return made;
+    }();
+    return *blocks;
+  }
+
+  // The child's view shows what is in the block, and keeps what the child writes.
+  static void inChild() {
+    for (const auto& [address, block] : all().by_address)
+      if (!std::exchange(block->detached_, true) &&
+          mmap(block->data(), block->size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+               block->fd(), 0) == MAP_FAILED)
+        _exit(1);  // to go on would mean to write into the parent's tensors
+    all().mutex.unlock();
+  }
+};
+
+SharedBlock::SharedBlock(std::shared_ptr<Segment> segment)
+    : segment_(std::move(segment)), number_(++SharedBlocks::all().numbers) {
+  fd_ = Fd(fcntl(segment_->fd(), F_DUPFD_CLOEXEC, 0));
+  struct stat status{};
+  if (!fd_ || fstat(fd_.get(), &status) != 0)
+    throwErrno(Failure::kSetup, "cannot make shared memory for a tensor");
+  device_ = status.st_dev;
+  inode_ = status.st_ino;
+  segment_->closeFd();
+}
+
+std::shared_ptr<SharedBlock> SharedBlock::create(size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto segment = Segment::create(roundUp(bytes == 0 ? 1 : bytes, page));
+  SharedBlocks& all = SharedBlocks::all();
+  const std::lock_guard lock(all.mutex);
+  const std::shared_ptr<SharedBlock> block(new SharedBlock(std::move(segment)));
+  all.by_address[block->data()] = block.get();
+  ++all.count;
+  return block;
+}
+
+std::shared_ptr<SharedBlock> SharedBlock::holding(const void* data, size_t bytes) {
+  SharedBlocks& all = SharedBlocks::all();
+  if (all.count.load(std::memory_order_relaxed) == 0) return nullptr;
+  const auto* begin = static_cast<const std::byte*>(data);
+  std::shared_ptr<SharedBlock> block;  // may end after the lock
+  const std::lock_guard lock(all.mutex);
+  auto after = all.by_address.upper_bound(begin);
+  if (after == all.by_address.begin()) return nullptr;
+  block = std::prev(after)->second->weak_from_this().lock();
+  const bool holds = block && !block->detached_ && begin + bytes <= block->data() + block->size();
+  return holds ? block : nullptr;
+}
+
+void SharedBlock::detach() {
+  SharedBlocks& all = SharedBlocks::all();
+  const std::lock_guard lock(all.mutex);
+  if (detached_) return;
+  void* copy = mmap(nullptr, size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (copy == MAP_FAILED)
+    throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
+  std::memcpy(copy, data(), size());
+  if (mremap(copy, size(), size(), MREMAP_MAYMOVE | MREMAP_FIXED, data()) == MAP_FAILED)
+    throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
+  detached_ = true;
+}
+
+SharedBlock::~SharedBlock() {
+  SharedBlocks& all = SharedBlocks::all();
+  const std::lock_guard lock(all.mutex);
+  all.by_address.erase(data());
+  --all.count;
+  // In a forked child it is the parent's memory.
+  if (!detached_)
+    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size()));
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,55 @@
+// Memory for tensors that the other ranks of a host can map: collectives read and write it in place
+// (transport/shm/shared_tensors.h).
+//
+// A block belongs to the process, not to a group, and may outlive every group.  When it ends its
+// memory is freed at once, also where peers still map it.  A forked child has a copy-on-write view
+// of it, so the child cannot change the parent's tensors.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/fd.h"
+#include "transport/shm/segment.h"
+
+namespace ringreduce {
+
+class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
+ public:
+  // Of at least `bytes`, zeroed, in whole pages.  Throws Error(kSetup).
+  static std::shared_ptr<SharedBlock> create(size_t bytes);
+
+  // The block that all these bytes lie in; null if there is none, or if it is detached.
+  static std::shared_ptr<SharedBlock> holding(const void* data, size_t bytes);
+
+  ~SharedBlock();
+  SharedBlock(const SharedBlock&) = delete;
+  SharedBlock& operator=(const SharedBlock&) = delete;
+
+  std::byte* data() const { return segment_->data(); }
+  size_t size() const { return segment_->size(); }
+  uint64_t number() const { return number_; }  // from 1; no two blocks of a process have the same
+  int fd() const { return fd_.get(); }
+  dev_t device() const { return device_; }
+  ino_t inode() const { return inode_; }
+
+  // Replaces its memory by a private copy: what peers write to the block later does not change it.
+  // It cannot be shared again.
+  void detach();
+
+ private:
+  friend struct SharedBlocks;
+  explicit SharedBlock(std::shared_ptr<Segment> segment);
+
+  const std::shared_ptr<Segment> segment_;
+  const uint64_t number_;
+  Fd fd_;  // its own: the segment may close the other
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
+  bool detached_ = false;  // guarded by the mutex of all blocks
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,53 @@
+"""Tensors in memory that the ranks of a host share."""
+
+import torch
+
+from ringreduce._backend import extension
+
+
+def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor in memory that the other ranks of this host can map.
+
+    If all ranks of a group on one host pass such tensors of 64 KiB or more to `all_reduce`, it reads
+    and writes them where they are, without the copies into and out of the group's own memory.  The
+    call and its bits stay the same.  Other tensors and other groups work as before.
+
+    Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
+    group.  It cannot be resized.  A forked child has a copy-on-write view of it.
+
+    Args:
+        size: the shape, as for `torch.empty`; elements are zero.
+        dtype: None for torch's default.
+
+    Raises:
+        ValueError: a negative size.
+        Error: the system has no memory, or the process no file descriptor left.
+    """
+    if any(n < 0 for n in size):
+        raise ValueError(f"ringreduce.empty: a tensor cannot have the shape {size}")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    tensor: torch.Tensor = extension().shared_tensor(size, dtype)
+    return tensor
+
+
+@torch.no_grad()
+def share_(tensor: torch.Tensor) -> torch.Tensor:
+    """Moves a tensor into memory as that of `empty`, and returns it.
+
+    Other tensors that view the same memory do not move with it: share a model's parameters before
+    anything views them, for example before DistributedDataParallel is made.
+
+    Args:
+        tensor: dense, on the CPU; a Parameter too.  It becomes contiguous.
+
+    Raises:
+        ValueError: a tensor that is sparse or on another device.
+        Error: as for `empty`.
+    """
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise ValueError(
+            f"ringreduce.share_ takes dense tensors on the CPU, not one that is {tensor.layout} on "
+            f"{tensor.device}"
+        )
+    tensor.set_(empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor))
+    return tensor
