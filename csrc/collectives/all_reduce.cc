@@ -53,8 +53,8 @@ void inPlace(Communicator& c, const AllReduce& a, const std::vector<std::byte*>&
 }  // namespace
 
 void allReduce(Communicator& c, const AllReduce& a) {
-  if (const auto* data = c.tensors ? c.tensors->gather() : nullptr) try {
-      return inPlace(c, a, *data);
+  if (c.tensors) try {
+      if (const auto* data = c.tensors->gather()) return inPlace(c, a, *data);
     } catch (...) {
       c.tensors->detach();
       throw;

@@ -2,13 +2,20 @@
 //
 // Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must
 // be; what needs processes (a killed rank, a fork) is tested from Python.
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "algorithm/cut.h"
 #include "check.h"
 #include "ranks.h"
+#include "transport/shm/shared_block.h"
 
 using namespace ringreduce;
 using ranks::failureOf;
@@ -69,6 +76,63 @@ TEST(fewest_slots) {
     const Setting chosen("RINGREDUCE_ALGORITHM", algorithm);
     allReduceMatches(3);
   }
+}
+
+// Some ranks may have their data in blocks, and others not.
+TEST(shared_tensors_give_the_canonical_bits) {
+  for (int P : {2, 3, 4})
+    for (size_t n : {16384, 20000, 70001, 300007}) {
+      const std::vector<float> expected = canonicalSum(P, n);
+      ranks::inGroup(P, [&](Group& group) {
+        const int me = group.rank();
+        std::vector<float> own(n);
+        std::shared_ptr<SharedBlock> block;
+        for (int again = 0; again < 12; ++again) {
+          // In turns: all share, all but one, none; new blocks now and then, at any offset.
+          const bool shares = again % 4 < 2 || (again % 4 == 2 && me != again % P);
+          const size_t offset = static_cast<size_t>(again % 3) * 12;
+          if (again % 6 == 0) block = SharedBlock::create(n * sizeof(float) + 64);
+          float* data = shares ? reinterpret_cast<float*>(block->data() + offset) : own.data();
+          std::ranges::copy(input(me, n), data);
+          group.run({AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}});
+          CHECK(std::equal(expected.begin(), expected.end(), data));
+        }
+      });
+    }
+}
+
+TEST(blocks_are_found_by_address) {
+  auto block = SharedBlock::create(100000);
+  const std::byte* data = block->data();
+  CHECK(SharedBlock::holding(data, block->size()) == block);
+  CHECK(SharedBlock::holding(data + 99999, 1) == block);
+  CHECK(!SharedBlock::holding(data, block->size() + 1));
+  CHECK(!SharedBlock::holding(data - 1, 1));
+  block.reset();
+  CHECK(!SharedBlock::holding(data, 1));
+}
+
+TEST(a_failed_operation_leaves_a_private_copy) {
+  ranks::inGroup(2, [](Group& group) {
+    const auto block = SharedBlock::create(1 << 20);
+    auto* data = reinterpret_cast<float*>(block->data());
+    const size_t n = block->size() / sizeof(float);
+    group.run({AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}});  // maps it
+    std::fill(data, data + n, 7.f);
+    // As a peer would, which has a mapping of its own.
+    void* peers = mmap(nullptr, block->size(), PROT_WRITE, MAP_SHARED, block->fd(), 0);
+    CHECK(peers != MAP_FAILED);
+    if (group.rank() == 1) group.abort("test");
+    std::string why;
+    CHECK(failureOf([&] { group.run({AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}}); },
+                    why) == Failure::kAborted);
+    std::memset(peers, 1, block->size());
+    munmap(peers, block->size());
+    if (group.rank() == 0) {
+      CHECK(!SharedBlock::holding(data, 1));
+      CHECK(std::count(data, data + n, 7.f) == static_cast<long>(n));
+    }
+  });
 }
 
 TEST(queued_and_blocking_operations_keep_their_order) {

@@ -36,20 +36,21 @@ struct SharedBlocks {
 
   // The child's view shows what is in the block, and keeps what the child writes.
   static void inChild() {
-    for (const auto& [address, block] : all().by_address)
+    for (const auto& [address, block] : all().by_address) {
       if (!std::exchange(block->detached_, true) &&
           mmap(block->data(), block->size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-               block->fd(), 0) == MAP_FAILED)
+               block->fd_, 0) == MAP_FAILED)
         _exit(1);  // to go on would mean to write into the parent's tensors
+      close(std::exchange(block->fd_, -1));
+    }
     all().mutex.unlock();
   }
 };
 
 SharedBlock::SharedBlock(std::shared_ptr<Segment> segment)
     : segment_(std::move(segment)), number_(++SharedBlocks::all().numbers) {
-  fd_ = Fd(fcntl(segment_->fd(), F_DUPFD_CLOEXEC, 0));
   struct stat status{};
-  if (!fd_ || fstat(fd_.get(), &status) != 0)
+  if (fstat(segment_->fd(), &status) != 0 || (fd_ = fcntl(segment_->fd(), F_DUPFD_CLOEXEC, 0)) < 0)
     throwErrno(Failure::kSetup, "cannot make shared memory for a tensor");
   device_ = status.st_dev;
   inode_ = status.st_ino;
@@ -100,7 +101,8 @@ SharedBlock::~SharedBlock() {
   --all.count;
   // In a forked child it is the parent's memory.
   if (!detached_)
-    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size()));
+    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size()));
+  if (fd_ >= 0) close(fd_);
 }
 
 }  // namespace ringreduce

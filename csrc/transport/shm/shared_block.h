@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "base/fd.h"
 #include "transport/shm/segment.h"
 
 namespace ringreduce {
@@ -32,7 +31,7 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
   std::byte* data() const { return segment_->data(); }
   size_t size() const { return segment_->size(); }
   uint64_t number() const { return number_; }  // from 1; no two blocks of a process have the same
-  int fd() const { return fd_.get(); }
+  int fd() const { return fd_; }
   dev_t device() const { return device_; }
   ino_t inode() const { return inode_; }
 
@@ -46,7 +45,8 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
 
   const std::shared_ptr<Segment> segment_;
   const uint64_t number_;
-  Fd fd_;  // its own: the segment may close the other
+  // Not an Fd: a forked child needs it before it closes it.
+  int fd_ = -1;
   dev_t device_ = 0;
   ino_t inode_ = 0;
   bool detached_ = false;  // guarded by the mutex of all blocks

@@ -1,0 +1,153 @@
+"""ringreduce.empty and share_: tensors that all_reduce uses where they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Died, Pool, Raised, Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+
+pytestmark = pytest.mark.ringreduce
+
+SIZE = 100_003
+
+
+def values(me: Rank, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(me.rank)
+    return (torch.randn(SIZE, generator=draw) * 9).to(dtype)
+
+
+def as_other_tensors(me: Rank) -> None:
+    """Every op and dtype gives the same bits, wherever the ranks have their data."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+            plain = values(me, dtype)
+            shared = ringreduce.share_(plain.clone())
+            # A view in the midst of the memory, and a rank that has none.
+            part = ringreduce.empty(SIZE + 7, dtype=dtype)[5:-2].copy_(plain)
+            mixed = part if me.rank else plain.clone()
+            dist.all_reduce(plain, op)
+            dist.all_reduce(shared, op)
+            work = dist.all_reduce(mixed, op, async_op=True)
+            assert work is not None
+            work.wait()
+            assert torch.equal(plain, shared) and torch.equal(plain, mixed), (dtype, op)
+    premul = values(me, torch.float32)
+    shared = ringreduce.share_(premul.clone())
+    for t in (premul, shared):
+        dist.all_reduce(t, dist._make_nccl_premul_sum(0.5))
+    assert torch.equal(premul, shared)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_as_other_tensors(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(as_other_tensors, world(size))
+
+
+def fresh_memory(me: Rank) -> None:
+    """New tensors, often at the addresses of old ones, are new to the peers too."""
+    group = dist.new_group([1, 0])
+    kept = ringreduce.empty(SIZE).fill_(3.0)
+    for k in range(300):
+        t = ringreduce.empty(SIZE).fill_(float(k + me.rank))
+        dist.all_reduce(t, group=group if k % 2 else None)
+        assert t.eq(2 * k + 1).all(), k
+    dist.destroy_process_group()
+    assert kept.eq(3.0).all() and t.eq(599).all()  # memory outlives the groups
+
+
+def test_memory_comes_and_goes(pool: Pool, world: MakeWorld) -> None:
+    pool.start(fresh_memory, world(2), fresh=True).results()
+
+
+def forks(me: Rank) -> None:
+    t = ringreduce.empty(SIZE).fill_(1.0)
+    dist.all_reduce(t)
+    child = os.fork()
+    if child == 0:
+        t.fill_(99.0)
+        os._exit(0 if t.eq(99.0).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert t.eq(me.world_size).all()
+    dist.all_reduce(t)
+    assert t.eq(me.world_size**2).all()
+
+
+def test_a_forked_child_does_not_change_the_parent(pool: Pool, world: MakeWorld) -> None:
+    pool.run(forks, world(2))
+
+
+def until_lost(me: Rank) -> None:
+    t = ringreduce.empty(4_000_000)
+    me.tell("flowing")
+    try:
+        while True:
+            dist.all_reduce(t)
+    except ringreduce.PeerLost:
+        # Nothing of the failed operation arrives later.
+        t.fill_(5.0)
+        time.sleep(0.3)
+        assert t.eq(5.0).all()
+        raise
+
+
+def test_a_lost_rank(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(until_lost, world(3, 20.0), fresh=True)
+    for rank in range(3):
+        assert call.heard(rank) == "flowing"
+    call.signal(1, signal.SIGKILL)
+    for outcome in call.outcomes():
+        if outcome.rank == 1:
+            assert outcome == Died(1, -signal.SIGKILL)
+        else:
+            assert isinstance(outcome, Raised) and outcome.isa("PeerLost"), outcome
+            assert "rank 1 " in outcome.message, outcome.message
+
+
+def shared_model(me: Rank) -> list[str]:
+    """Parameters that are shared before DDP is made train as others do."""
+    digests = []
+    for shares in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 5))
+        if shares:
+            for parameter in model.parameters():
+                assert ringreduce.share_(parameter) is parameter
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ringreduce.register_comm_hook(ddp)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(5):
+            draw = torch.Generator().manual_seed(100 * step + me.rank)
+            ddp(torch.randn(8, 300, generator=draw)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        digests.append(oracle.digest(*model.parameters()))
+    return digests
+
+
+def test_a_model_of_shared_parameters(pool: Pool, world: MakeWorld) -> None:
+    found = pool.run(shared_model, world(2))
+    assert len({digest for digests in found for digest in digests}) == 1
+
+
+def test_arguments() -> None:
+    t = ringreduce.empty(2, 3, dtype=torch.int16)
+    assert t.shape == (2, 3) and t.dtype == torch.int16 and t.eq(0).all()
+    assert ringreduce.empty().shape == () and ringreduce.empty(0).numel() == 0
+    wide = torch.arange(6.0).view(2, 3).t()
+    kept = wide.clone()
+    assert ringreduce.share_(wide) is wide and torch.equal(wide, kept) and wide.is_contiguous()
+    with pytest.raises(ValueError, match="shape"):
+        ringreduce.empty(-1)
+    with pytest.raises(ValueError, match="dense tensors on the CPU"):
+        ringreduce.share_(torch.eye(3).to_sparse())
