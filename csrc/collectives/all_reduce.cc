@@ -2,7 +2,8 @@
 //
 // Shared memory: direct, two-shot (both reduction.h) or the ring.
 // Streams: four algorithms.  Bruck's all-gather and a sum on each rank; direct, which is the same
-// in one hop; two-shot; the ring. All of them give the same bits.
+// in one hop; two-shot; the ring. All of them give the same bits.  In the order of ranks
+// (algorithm/cut.h) the ring is not taken.
 #include <algorithm>
 
 #include "algorithm/choose.h"
@@ -73,7 +74,7 @@ void bruck(Transport& transport, const AllReduce& a, int radix) {
   std::vector<const void*> ordered(P);
   Cut{a.count, transport.size()}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
     for (int k = 0; k < transport.size(); ++k) {
-      const int r = kthToAdd(chunk, k, transport.size());
+      const int r = transport.kthToAdd(chunk, k);
       const auto x =
           static_cast<size_t>((r - transport.rank() + transport.size()) % transport.size());
       ordered[static_cast<size_t>(k)] = all + x * bytes + begin * width;
@@ -130,7 +131,7 @@ void allReduce(Transport& transport, const AllReduce& a) {
   const WireCost& cost = transport.options().cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
   switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                                transport.options().algorithm, cost)) {
+                                transport.options().algorithm, cost, transport.options().order)) {
     case Algorithm::kBruck:
       return bruck(transport, a, bruckRadix(P, cost));
     case Algorithm::kDirect:

@@ -39,6 +39,7 @@ SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& wa
                     .prev = from_prev_,
                     .link_slots = linkSlots(membership, rank),
                     .watch = watch,
-                    .algorithm = membership.options.algorithm} {}
+                    .algorithm = membership.options.algorithm,
+                    .order = membership.options.order} {}
 
 }  // namespace ringreduce

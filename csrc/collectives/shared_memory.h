@@ -7,6 +7,7 @@
 #include <string>
 
 #include "algorithm/choose.h"
+#include "algorithm/cut.h"
 #include "base/error.h"
 #include "bootstrap/membership.h"
 #include "transport/shm/exchange.h"
@@ -26,6 +27,7 @@ struct Communicator {
   Slots link_slots;
   WaitGuard& watch;
   Algorithm algorithm;
+  Order order;
 
   int previousRank() const { return (rank + size - 1) % size; }
 };
