@@ -458,8 +458,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a,
-        "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
+        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
   m.def(
       "prepare",
       [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,

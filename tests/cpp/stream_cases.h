@@ -116,9 +116,9 @@ struct Reducing {
   uint32_t seed;
   int root;
   bool in_place;
-  std::vector<size_t> parts = {};      // of `count`: a reduce-scatter's
-  std::vector<Bytes> addends = {};     // by rank
-  Bytes reduced = {}, scattered = {};  // what must come of it
+  std::vector<size_t> parts = {};         // of `count`: a reduce-scatter's
+  std::vector<Bytes> addends = {};        // by rank
+  Bytes reduced = {}, scattered = {};     // what must come of it
   Bytes ascending = {}, descending = {};  // the same of both, added in the order of ranks
 
   size_t width() const { return sizeOf(dtype); }
