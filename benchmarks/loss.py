@@ -1,7 +1,7 @@
 """What the loss of ranks costs with on_loss="continue": time, and quality of the training.
 
     python benchmarks/loss.py deaths --nproc 4 --deaths 100
-    python benchmarks/loss.py cost --nproc 2
+    python benchmarks/loss.py cost --nproc 2          (--option order: what that of ranks costs)
     python benchmarks/loss.py training --nproc 4 --deaths 20
 
 `deaths`: ranks call all_reduce one after the other.  One is killed at a random moment, in an
@@ -11,8 +11,9 @@ all_reduce has ended on all survivors.  The death is the moment at which the ker
 program that the process has ended; the columns of "kill" count from the signal instead, and are an
 upper bound.
 
-`cost`: the same processes have a group with each value of on_loss, which take turns.  Figures are
-medians of the rounds; the ratio is the median of the rounds' ratios, with their quartiles.
+`cost`: the same processes have a group with each value of on_loss, or of another option, which take
+turns.  Figures are medians of the rounds; the ratio is the median of the rounds' ratios, with their
+quartiles.
 
 `training`: the character GPT of examples/train_gpt.py is trained with several seeds, with as many
 deaths, each of a random rank that is started again at once, and without.  The loss is that on text
@@ -48,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_gpt import BATCH, CONTEXT, GPT, held_out_loss, load_text, rate_factor, text_loss
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "25 MiB": 25 << 20}
+OPTIONS = {"on_loss": ("error", "continue"), "order": ("ring", "rank")}
 WARM = 10  # calls before the first death, and after each
 DEADLINE = 60  # seconds of a group of ranks
 
@@ -190,24 +192,24 @@ def network(width: int = 512) -> torch.nn.Module:
 
 
 def time_turns(rank: int, world: int, pipe: Any, port: int, args: argparse.Namespace) -> None:
-    """Tells the seconds of each round, for each value of on_loss and each call."""
+    """Tells the seconds of each round, for each value of the option and each call."""
     connect(rank, world, port, "cost", "error")
     groups = {
-        on_loss: dist.new_group(pg_options=ringreduce.Options(on_loss=on_loss))
-        for on_loss in ("error", "continue")
+        value: dist.new_group(pg_options=ringreduce.Options(**{args.option: value}))
+        for value in OPTIONS[args.option]
     }
     calls: dict[str, dict[str, Callable[[], object]]] = {}
     for size in args.sizes:
         t = tensor_of(size)
         calls[size] = {
-            on_loss: lambda t=t, group=group: dist.all_reduce(t, dist.ReduceOp.MAX, group)
-            for on_loss, group in groups.items()
+            value: lambda t=t, group=group: dist.all_reduce(t, dist.ReduceOp.AVG, group)
+            for value, group in groups.items()
         }
     steps, inputs = {}, torch.randn(16, 512)
-    for on_loss, group in groups.items():
+    for value, group in groups.items():
         model = DistributedDataParallel(network(), process_group=group)
         ringreduce.register_comm_hook(model)
-        steps[on_loss] = lambda model=model: model(inputs).square().mean().backward()
+        steps[value] = lambda model=model: model(inputs).square().mean().backward()
     calls["DDP step"] = steps
     found: dict[str, dict[str, list[float]]] = {}
     for what, ways in calls.items():
@@ -220,14 +222,14 @@ def time_turns(rank: int, world: int, pipe: Any, port: int, args: argparse.Names
             counts += int(args.seconds / 2 * 3 / (time.perf_counter() - begin))
         dist.broadcast(counts, 0)
         count = max(3, int(counts))
-        times: dict[str, list[float]] = {on_loss: [] for on_loss in ways}
+        times: dict[str, list[float]] = {value: [] for value in ways}
         for number in range(args.rounds):
-            for on_loss in ways if number % 2 == 0 else reversed(ways):
+            for value in ways if number % 2 == 0 else reversed(ways):
                 dist.barrier()
                 begin = time.perf_counter()
                 for _ in range(count):
-                    ways[on_loss]()
-                times[on_loss].append((time.perf_counter() - begin) / count)
+                    ways[value]()
+                times[value].append((time.perf_counter() - begin) / count)
         found[what] = times
     pipe.send(found)
     dist.destroy_process_group()
@@ -243,11 +245,12 @@ def cost(args: argparse.Namespace, port: int) -> dict[str, Any]:
     for process, _ in ranks:
         process.join()
     print(f"{args.nproc} ranks, {args.rounds} rounds; microseconds")
-    print(f"{'':<12}{'error':>12}{'continue':>12}{'ratio':>10}   quartiles")
+    usual, other = OPTIONS[args.option]
+    print(f"{'':<12}{usual:>12}{other:>12}{'ratio':>10}   quartiles")
     for what, times in found.items():
-        ratios = [b / a for a, b in zip(times["error"], times["continue"], strict=True)]
+        ratios = [b / a for a, b in zip(times[usual], times[other], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        medians = [1e6 * statistics.median(times[way]) for way in ("error", "continue")]
+        medians = [1e6 * statistics.median(times[value]) for value in (usual, other)]
         print(f"{what:<12}{medians[0]:>12.1f}{medians[1]:>12.1f}{middle:>10.4f}", end="")
         print(f"   {low:.4f}-{high:.4f}")
     return found
@@ -352,7 +355,8 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="of the tensors")
     parser.add_argument("--deaths", type=int, default=20, help="at each size, or of a training")
-    parser.add_argument("--rounds", type=int, default=51, help="of each value of on_loss")
+    parser.add_argument("--option", choices=OPTIONS, default="on_loss", help="whose cost")
+    parser.add_argument("--rounds", type=int, default=51, help="of each value of the option")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a round, about")
     parser.add_argument("--seeds", type=int, default=5, help="of the training")
     parser.add_argument("--steps", type=int, default=600, help="of a training")

@@ -18,6 +18,7 @@ def create_backend(
     on_loss: str | None = None,
     min_ranks: int | None = None,
     stall_seconds: float | None = None,
+    order: str | None = None,
     *,
     gpu_facts: str,  # JSON, for the store
     make_inner: Callable[[Store, int, int], Any],  # of store, rank and world size
@@ -95,6 +96,7 @@ def explain(
     sockets: bool,  # ranks of one host, too, go over them
     wanted: str,
     cost: dict[str, float],  # as of wire_cost; what is left out is the default
+    order: str = "ring",
 ) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
 def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
 def config() -> list[dict[str, str]]: ...  # a dictionary for each environment variable

@@ -49,6 +49,8 @@ class Options:
             see docs/survive.md.
         min_ranks: with "continue": if fewer ranks are left, the group fails.  1 by default.
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
+        order: "rank": sums add the ranks' values in the order 0, 1, 2, ..., so their bits do not
+            depend on sizes of messages, algorithms or hosts.  "ring": see docs/design.md.
     """
 
     algorithm: str | None = None
@@ -57,6 +59,7 @@ class Options:
     on_loss: str | None = None
     min_ranks: int | None = None
     stall_seconds: float | None = None
+    order: str | None = None
 
     def __post_init__(self) -> None:
         stall = self.stall_seconds
@@ -68,6 +71,8 @@ class Options:
                 raise ValueError(f"{name} cannot be negative, as {value} is")
         if self.on_loss not in (None, "error", "continue"):
             raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
+        if self.order not in (None, "ring", "rank"):
+            raise ValueError(f"order can be 'ring' or 'rank', not {self.order!r}")
         if self.min_ranks is not None and self.on_loss != "continue":
             raise ValueError("min_ranks needs on_loss='continue'")
         if self.min_ranks is not None and self.min_ranks < 1:

@@ -2,8 +2,8 @@
 
 The exact one keeps the promised order: the message is cut into P equal chunks, ceil(n / P)
 rounded up to 128 elements (a reduce-scatter's into its parts); chunk c is added in rank order c+1,
-c+2, ..., c (mod P).  Half types are accumulated in float32 and rounded once; AVG divides before
-that, integers towards zero.
+c+2, ..., c (mod P); by rank, every element in the order 0, 1, ..., P-1.  Half types are accumulated
+in float32 and rounded once; AVG divides before that, integers towards zero.
 """
 
 from __future__ import annotations
@@ -122,16 +122,18 @@ def scaled(value: Tensor, by: float) -> Tensor:
     return (wide * torch.tensor(by, dtype=wide.dtype)).to(value.dtype)
 
 
-def exact(inputs: Sequence[Tensor], op: str) -> Tensor:
+def exact(inputs: Sequence[Tensor], op: str, by_rank: bool = False) -> Tensor:
     """The promised bits, from all ranks' inputs (1-D, all alike)."""
     world_size, n = len(inputs), inputs[0].numel()
     size = chunk_elements(n, world_size)
     starts = [min(c * size, n) for c in range(world_size + 1)]
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
-    return torch.cat(exact_parts(inputs, op, counts))
+    return torch.cat(exact_parts(inputs, op, counts, by_rank))
 
 
-def exact_parts(inputs: Sequence[Tensor], op: str, counts: Sequence[int]) -> list[Tensor]:
+def exact_parts(
+    inputs: Sequence[Tensor], op: str, counts: Sequence[int], by_rank: bool = False
+) -> list[Tensor]:
     """The same for parts of given sizes, the first of which is added in the order 1, 2, ..., 0."""
     world_size, dtype = len(inputs), inputs[0].dtype
     if op == "PREMUL_SUM":
@@ -143,7 +145,8 @@ def exact_parts(inputs: Sequence[Tensor], op: str, counts: Sequence[int]) -> lis
     for c in range(world_size):
         cut = slice(end, end + counts[c])
         end += counts[c]
-        order = [wide[(c + 1 + k) % world_size][cut] for k in range(world_size)]
+        first = 0 if by_rank else c + 1
+        order = [wide[(first + k) % world_size][cut] for k in range(world_size)]
         total = functools.reduce(step, order)
         if op == "AVG":
             rounding = None if dtype.is_floating_point else "trunc"

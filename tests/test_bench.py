@@ -43,6 +43,8 @@ def test_the_choice_of_algorithm_is_explained(capsys):
     assert not rows["64B"].startswith("hier") and rows["25MiB"].startswith("hierarchical")
     rows = table("--nproc 8 --hosts 2 --sizes 64 --algorithm hierarchical")
     assert "asked for" in rows["64B"]
+    rows = table("--nproc 8 --hosts 2 --sizes 64,25M --order rank")
+    assert rows["64B"].startswith("bruck") and rows["25MiB"].startswith("twoshot")
     rows = table("--nproc 4 --hosts 1 --sizes 1K,1M")  # inside a host there are no times
     assert rows["1KiB"].startswith("direct") and rows["1MiB"].startswith("twoshot - - - -")
 

@@ -5,6 +5,8 @@ Each rank knows how to make every rank's input, so a job carries only sizes, typ
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import oracle
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pool import Pool, Rank
+from pool import Pool, Rank, World
 
 ALGORITHMS = ("direct", "twoshot", "ring")
 SIZES = (1, 2, 3, 4, 6, 9)
@@ -172,6 +174,81 @@ def test_properties(pool: Pool, world: MakeWorld, backend: str, full: bool) -> N
         check(pool, world(size, ALGORITHM=algorithm), cases)
 
     run()
+
+
+def reduce_split(me: Rank, t: torch.Tensor, op: str, draw: random.Random) -> None:
+    """An all-reduce of a tensor, in as many as six buckets, one after the other or coalesced."""
+    cuts = sorted(draw.randint(0, t.numel()) for _ in range(draw.randint(0, 5)))
+    buckets = list(torch.tensor_split(t, cuts))
+    if draw.random() < 0.3:
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = reduce_op(op, me.rank)
+        dist.group.WORLD.allreduce_coalesced(buckets, options).wait()  # type: ignore[union-attr]
+        return
+    for bucket in buckets:
+        dist.all_reduce(bucket, op=reduce_op(op, me.rank))
+
+
+def reduce_by_rank(me: Rank, name: str, hosts: str, settings: dict[str, str], seed: int) -> None:
+    """Compares every reduction in the order of ranks with the oracle, however it is split."""
+    os.environ |= {f"RINGREDUCE_{key}": value for key, value in settings.items()}
+    os.environ |= {"RINGREDUCE_HOSTID": f"order {hosts[me.rank]}", "RINGREDUCE_ORDER": "rank"}
+    me.world_size = size = len(hosts)
+    me.init(name)
+    draw = random.Random(seed)
+    try:
+        kinds = [(dtype, op) for dtype, op in oracle.PAIRS if dtype in oracle.FLOATS]
+        for dtype, op, n in [(*kind, 3001) for kind in kinds] + [("float32", "AVG", 1_200_007)]:
+            inputs = [oracle.make_input(dtype, op, n, r, seed) for r in range(size)]
+            wanted, mine = oracle.exact(inputs, op, by_rank=True), inputs[me.rank]
+
+            def check(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+                same = torch.equal(oracle.bits(got), oracle.bits(wanted))
+                assert same, f"{what} of {n} {dtype}, {op}, seed={seed}"  # noqa: B023
+
+            for _ in range(2):
+                t = mine.clone()
+                reduce_split(me, t, op, draw)
+                check(t, wanted, "all_reduce")
+            root = draw.randrange(size)
+            t = mine.clone()
+            dist.reduce(t, root, op=reduce_op(op, me.rank))
+            check(t, wanted if me.rank == root else mine, "reduce")
+            parts = torch.tensor_split(mine, sorted(draw.randint(0, n) for _ in range(size - 1)))
+            counts = [len(part) for part in parts]
+            t = torch.empty_like(parts[me.rank])
+            dist.reduce_scatter(t, list(parts), op=reduce_op(op, me.rank))
+            check(t, wanted.split(counts)[me.rank], "reduce_scatter")
+            if op == "SUM":
+                sparse = mine.to_sparse()
+                dist.all_reduce(sparse)
+                check(sparse.to_dense() + 0.0, wanted + 0.0, "sparse all_reduce")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize(
+    ("hosts", "settings"),
+    [
+        ("aa", {}),
+        ("aaa", {"ALGORITHM": "direct"}),
+        ("aaaa", {"SLOT_BYTES": "4096"}),
+        ("aaaaa", {"ALGORITHM": "twoshot"}),
+        ("aaa", {"WIRE": "tcp"}),
+        ("ab", {"BANDWIDTH_MBIT": "10"}),
+        ("aab", {"ALGORITHM": "bruck"}),
+        ("aabb", {}),
+        ("abab", {"RING": "1,0"}),
+        ("aabbc", {"ALGORITHM": "twoshot", "RING": "2,0,1"}),
+    ],
+    ids=str,
+)
+def test_the_order_of_ranks(pool: Pool, hosts: str, settings: dict[str, str]) -> None:
+    seed = int(os.environ.get("RINGREDUCE_SEED", random.randrange(10**6)))
+    print(f"RINGREDUCE_SEED={seed}")
+    arguments = (pool.name("order"), hosts, settings, seed)
+    pool.start(reduce_by_rank, World(0, "ringreduce"), *arguments, ranks=len(hosts)).results()
 
 
 def reduce_specials(me: Rank, op: str) -> list[str]:

@@ -60,20 +60,23 @@ def three() -> Iterator[Hosts]:
         yield hosts
 
 
-def on(hosts: Hosts, per_host: int = 1, family: str = "ipv4", timeout: float = 60.0) -> World:
+def on(
+    hosts: Hosts, per_host: int = 1, family: str = "ipv4", timeout: float = 60.0, order: str = ""
+) -> World:
     places = hosts.places(per_host=per_host, family=family)
-    return World(per_host * len(hosts), "ringreduce", timeout=timeout, places=places)
+    env = (("RINGREDUCE_ORDER", order),)
+    return World(per_host * len(hosts), "ringreduce", env, timeout, places)
 
 
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
-@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize(("per_host", "order"), [(1, "ring"), (2, "ring"), (2, "rank")])
 def test_hosts_give_the_bits_of_one(
-    pool: Pool, world: MakeWorld, three: Hosts, per_host: int, family: str
+    pool: Pool, world: MakeWorld, three: Hosts, per_host: int, order: str, family: str
 ) -> None:
-    apart = pool.start(sums, on(three, per_host, family), fresh=True).results()
+    apart = pool.start(sums, on(three, per_host, family, order=order), fresh=True).results()
     assert all(bits == apart[0] for bits in apart)
-    if per_host == 1:
-        assert apart == pool.start(sums, world(3)).results()
+    if per_host == 1 or order == "rank":  # the hierarchy has an order of its own
+        assert apart == pool.start(sums, world(3 * per_host, ORDER=order)).results()
 
 
 def loop(me: Rank, victim: int, own_end: bool) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +112,29 @@ def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool, w
             assert results[-1][1] == {live}, case
         if len(victims) == 1:  # first the slices that include it, then the others
             assert all(mask in (live, (1 << size) - 1) for r in values[0] for mask in r[1]), case
+
+
+def add_by_rank(me: Rank, victim: int) -> bool:
+    """Whether a sum after the loss is that of the others' values in ascending order."""
+    inputs = [oracle.make_input("float32", "SUM", 9001, r, 1) for r in range(me.world_size)]
+    dist.barrier()
+    if me.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while victim in ringreduce.live_ranks():
+        dist.all_reduce(torch.ones(1))
+    t = inputs[me.rank].clone()
+    dist.all_reduce(t)
+    del inputs[victim]
+    return torch.equal(t, oracle.exact(inputs, "SUM", by_rank=True))
+
+
+@every_wire
+def test_survivors_add_by_rank(pool: Pool, world: MakeWorld, wire: str) -> None:
+    settings = {**on(wire), "ORDER": "rank", "RING": "2,4,0,3,1"}
+    outcomes = pool.start(add_by_rank, world(5, **settings), 1, remade=True).outcomes()
+    assert [outcome.rank for outcome in outcomes if outcome == Done(outcome.rank, True)] == [
+        0, 2, 3, 4
+    ]  # fmt: skip
 
 
 def ranks_in_a_sum() -> int:
@@ -312,9 +336,10 @@ def make_group(me: Rank, options: dict[str, Any]) -> None:
     [
         ({"on_loss": "continue", "min_ranks": 3}, "min_ranks is 3; it can be 1 to 2"),
         ({"on_loss": "continue", "algorithm": "ring"}, "'ring' cannot go on after a loss"),
+        ({"order": "rank", "algorithm": "hierarchical"}, "'hierarchical' cannot add in the order"),
     ],
 )
-def test_what_cannot_go_on_is_refused_when_the_group_is_made(
+def test_what_cannot_be_is_refused_when_the_group_is_made(
     pool: Pool, world: MakeWorld, options: dict[str, Any], says: str
 ) -> None:
     call = pool.start(make_group, world(0), options, ranks=2, fresh=True)
@@ -329,6 +354,7 @@ def test_what_cannot_go_on_is_refused_when_the_group_is_made(
         ({"on_loss": "ignore"}, "on_loss can be 'error' or 'continue', not 'ignore'"),
         ({"on_loss": "continue", "min_ranks": 0}, "min_ranks must be at least 1, not 0"),
         ({"min_ranks": 2}, "min_ranks needs on_loss='continue'"),
+        ({"order": "host"}, "order can be 'ring' or 'rank', not 'host'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:

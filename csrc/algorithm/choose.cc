@@ -6,20 +6,22 @@
 namespace ringreduce {
 
 Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                   int ranks_on_host, Algorithm wanted, const WireCost& cost) {
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost,
+                                   Order order) {
   const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double P = world_size, S = static_cast<double>(bytes), p = ranks_on_host;
   const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
   // How many flows share a host's wire where all ranks send to all ranks of other hosts.
   const double shared = p * (P - p) / (P - 1);
   Explanation found{
-      .choice = chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost),
+      .choice = chooseStreamAllReduce(bytes, partial_bytes, world_size, wanted, cost, order),
       .candidates = {{Algorithm::kBruck, times.bruck(), static_cast<double>(shape.hops),
                       (P - 1) * S * shared},
-                     {Algorithm::kTwoShot, times.twoShot(), 2, 2 * (P - 1) / P * S * shared},
-                     {Algorithm::kRing, times.ring(), 2 * (P - 1), times.ringBytes()}},
+                     {Algorithm::kTwoShot, times.twoShot(), 2, 2 * (P - 1) / P * S * shared}},
       .why = {}};
-  const bool has_hierarchy = p > 1 && P > p;
+  if (order == Order::kRing)
+    found.candidates.push_back({Algorithm::kRing, times.ring(), 2 * (P - 1), times.ringBytes()});
+  const bool has_hierarchy = order == Order::kRing && p > 1 && P > p;
   if (has_hierarchy) {
     found.candidates.push_back({Algorithm::kHierarchical, times.hierarchy(ranks_on_host),
                                 2 * (P / p - 1), times.hierarchyBytes(ranks_on_host)});

@@ -25,6 +25,8 @@
 //
 //   hierarchical   each host adds through shared memory, then rings between the hosts add: 2 (H-1)
 //                  hops, and 2 (H-1)/H S bytes on a host's wire
+//
+// In the order of ranks (algorithm/cut.h) ring and hierarchical cannot add, and are not chosen.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +38,7 @@
 #include <string_view>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "base/op_signature.h"
 
 namespace ringreduce {
@@ -44,6 +47,10 @@ enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing, kBruck, kHiera
 inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // no algorithm
 inline constexpr const char* kAlgorithmNames[] = {"auto", "direct", "twoshot",
                                                   "ring", "bruck",  "hierarchical"};
+// Whether it can add in the order of ranks.
+constexpr bool addsByRank(Algorithm algorithm) {
+  return algorithm != Algorithm::kRing && algorithm != Algorithm::kHierarchical;
+}
 
 constexpr std::optional<Algorithm> algorithmNamed(std::string_view name) {
   for (uint8_t i = 0; i < std::size(kAlgorithmNames); ++i)
@@ -156,16 +163,20 @@ struct StreamTimes {
 
 // Of ranks that see no hosts: one of direct, twoshot, ring and bruck.
 constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                          Algorithm wanted, const WireCost& cost) {
+                                          Algorithm wanted, const WireCost& cost,
+                                          Order order = Order::kRing) {
   const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double everything = times.P * times.S;
   const bool gathers = wanted == Algorithm::kBruck || wanted == Algorithm::kDirect;
   if (wanted != Algorithm::kAuto && wanted != Algorithm::kHierarchical &&
       !(gathers && everything > static_cast<double>(kMostBruckBytes)))
     return wanted;
+  const bool rings = order == Order::kRing;
   const double bruck = times.bruck(), two_shot = times.twoShot(), ring = times.ring();
-  if (bruck <= ring && bruck <= two_shot && everything <= static_cast<double>(kBruckBytes))
+  if ((bruck <= ring || !rings) && bruck <= two_shot &&
+      everything <= static_cast<double>(kBruckBytes))
     return Algorithm::kBruck;
+  if (!rings) return Algorithm::kTwoShot;
   return two_shot < ring && world_size > 2 ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
@@ -279,6 +290,7 @@ struct Explanation {
 
 // Of `world_size` ranks, as many on each of several hosts.
 Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
-                                   int ranks_on_host, Algorithm wanted, const WireCost& cost);
+                                   int ranks_on_host, Algorithm wanted, const WireCost& cost,
+                                   Order order = Order::kRing);
 
 }  // namespace ringreduce

@@ -5,10 +5,14 @@
 // (mod P).  Every algorithm keeps this cut and this order, so an element's sum never depends on the
 // algorithm, on pipelining or on the address of a buffer.  For transport a chunk, or the whole
 // message, is cut again into slices that fit a slot; this does not change any result.
+//
+// In the order of ranks (RINGREDUCE_ORDER=rank) every element is added in the order 0, 1, ..., P-1.
+// Then its sum does not depend on its place in the message either.  A ring cannot add so.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 #include "base/bytes.h"
 
@@ -62,9 +66,11 @@ struct Cut {
   }
 };
 
+enum class Order : uint8_t { kRing, kRank };
+
 // The rank whose value is the k-th to be added in chunk c.
-constexpr int kthToAdd(int c, int k, int world_size) {
-  return (c + 1 + k) % world_size;
+constexpr int kthToAdd(int c, int k, int world_size, Order order = Order::kRing) {
+  return order == Order::kRank ? k : (c + 1 + k) % world_size;
 }
 
 static_assert(Cut{1000, 3}.chunkSize() == 384 && Cut{1000, 3}.chunk(2).size == 232);

@@ -112,6 +112,9 @@ const Row kRows[] = {
      [](C& c, Given& g) {
        c.algorithm = g.word({"auto", "direct", "twoshot", "ring", "bruck", "hierarchical"});
      }},
+    {"RINGREDUCE_ORDER", "ring", "ring, rank",
+     "rank: sums add the ranks' values in the order 0, 1, 2, ...", kRank0,
+     [](C& c, Given& g) { c.order = g.word({"ring", "rank"}); }},
     {"RINGREDUCE_SLOT_BYTES", "128K; 256K where ranks outnumber cores",
      "4K to 64M, a multiple of 128", "the size of a slot of shared memory", kRank0,
      [](C& c, Given& g) { c.slot_bytes = g.integer(C::kLeastSlotBytes, C::kMostSlotBytes); }},

@@ -42,7 +42,7 @@ struct Config {
   static constexpr int64_t kLeastSlots = 3, kMostSlots = 32;  // two-shot uses three at a time
   static constexpr int64_t kMostLanes = 64;
 
-  EnvValue<std::string> algorithm{"auto"}, on_loss{"error"}, instruction_set, log;
+  EnvValue<std::string> algorithm{"auto"}, order{"ring"}, on_loss{"error"}, instruction_set, log;
   EnvValue<int64_t> slot_bytes, slots, min_ranks{1};
   EnvValue<double> stall_seconds{10};
 

@@ -68,6 +68,7 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
     options.slot_bytes = static_cast<size_t>(bytes);
   if (const int64_t slots = config.slots.get()) options.slots = static_cast<int>(slots);
   options.algorithm = algorithmNamed(config.algorithm.get()).value();
+  if (config.order.get() == "rank") options.order = Order::kRank;
   options.sockets = config.wire.get() == "tcp";
   options.encrypted = config.tls.get() == 1;
   const auto most = static_cast<int64_t>(world_size);  // a subgroup may be smaller
@@ -97,6 +98,11 @@ void SharedOptions::validate(int world_size) const {
     throw Error(Failure::kArgument,
                 "on_loss is 'continue', and the algorithm 'ring' cannot go on after a loss; take "
                 "auto, direct or twoshot");
+  if (order == Order::kRank && !addsByRank(algorithm))
+    throw Error(Failure::kArgument, std::string("order is 'rank', and the algorithm '") +
+                                        kAlgorithmNames[static_cast<size_t>(algorithm)] +
+                                        "' cannot add in the order of ranks; take auto, direct, "
+                                        "twoshot or bruck");
   if (encrypted && !net::Tls::isBuiltIn())
     throw Error(Failure::kSetup,
                 "RINGREDUCE_TLS=1 is set, and this copy of ringreduce was built without OpenSSL 3: "
@@ -110,18 +116,19 @@ void SharedOptions::validate(int world_size) const {
 std::string SharedOptions::toText() const {
   std::ostringstream text;
   text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
-       << encrypted << ' ' << min_ranks;
+       << encrypted << ' ' << min_ranks << ' ' << static_cast<int>(order);
   return text.str();
 }
 
 SharedOptions SharedOptions::fromText(const std::string& text) {
   std::istringstream in(text);
   SharedOptions options;
-  int algorithm = 0;
+  int algorithm = 0, order = 0;
   if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>
-        options.encrypted >> options.min_ranks))
+        options.encrypted >> options.min_ranks >> order))
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
+  options.order = static_cast<Order>(order);
   return options;
 }
 

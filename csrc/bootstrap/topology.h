@@ -73,7 +73,8 @@ class Hosts {
 // Ranks of one host stay beside each other.  All ranks have the same order: the settings are
 // compared, and rank 0 decides by the measured rates.
 //
-// Ranks are added in this order too: a rank's position in it is its number in algorithm/cut.h.
+// Ranks are added in this order too: a rank's position in it is its number in algorithm/cut.h.  In
+// the order of ranks (RINGREDUCE_ORDER=rank) they are added by their own numbers.
 
 struct RingSetting {
   bool measure = false;

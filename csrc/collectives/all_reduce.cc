@@ -1,8 +1,10 @@
 // All-reduce.
 //
 // Shared memory: direct, two-shot (both reduction.h) or the ring; in place if all ranks' tensors
-// are shared. Streams: four algorithms.  Bruck's all-gather and a sum on each rank; direct, which
-// is the same in one hop; two-shot; the ring. All of them give the same bits.
+// are shared.
+// Streams: four algorithms.  Bruck's all-gather and a sum on each rank; direct, which is the same
+// in one hop; two-shot; the ring. All of them give the same bits.  In the order of ranks
+// (algorithm/cut.h) the ring is not taken.
 #include <algorithm>
 
 #include "algorithm/choose.h"
@@ -41,7 +43,7 @@ void inPlace(Communicator& c, const AllReduce& a, const std::vector<std::byte*>&
     const size_t n = std::min(tile, chunk.end() - at);
     for (int k = 0; k < c.size; ++k)
       ordered[static_cast<size_t>(k)] =
-          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size))] + at * width;
+          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] + at * width;
     std::byte* const sum = data[static_cast<size_t>(c.rank)] + at * width;
     kernels.reduce(sum, ordered.data(), c.size, n, c.size);
     for (int k = 1; k < c.size; ++k)
@@ -101,7 +103,7 @@ void bruck(Transport& transport, const AllReduce& a, int radix) {
   std::vector<const void*> ordered(P);
   Cut{a.count, transport.size()}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
     for (int k = 0; k < transport.size(); ++k) {
-      const int r = kthToAdd(chunk, k, transport.size());
+      const int r = transport.kthToAdd(chunk, k);
       const auto x =
           static_cast<size_t>((r - transport.rank() + transport.size()) % transport.size());
       ordered[static_cast<size_t>(k)] = all + x * bytes + begin * width;
@@ -158,7 +160,7 @@ void allReduce(Transport& transport, const AllReduce& a) {
   const WireCost& cost = transport.options().cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
   switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                                transport.options().algorithm, cost)) {
+                                transport.options().algorithm, cost, transport.options().order)) {
     case Algorithm::kBruck:
       return bruck(transport, a, bruckRadix(P, cost));
     case Algorithm::kDirect:

@@ -112,10 +112,12 @@ size_t Hierarchy::stagingBytes() const {
 }
 
 bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
-  return reducesByHosts(a.count * sizeOf(a.dtype),
+  const TransportOptions& options = transport.options();
+  return options.order == Order::kRing &&
+         reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
-                        static_cast<int>(hosts_.localRanks().size()), transport.options().algorithm,
-                        transport.options().cost);
+                        static_cast<int>(hosts_.localRanks().size()), options.algorithm,
+                        options.cost);
 }
 
 Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t count, DType dtype,

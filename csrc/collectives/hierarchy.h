@@ -12,7 +12,8 @@
 // there chunk h is made of the hosts' sums in the order h+1, ..., h (mod H).  Hosts are numbered in
 // the order of the ring (bootstrap/topology.h).  The other algorithms add in another order:
 // results may differ from theirs in the last bits, but are the same on all ranks and in each run.
-// Halves are float32 throughout, and are rounded once.
+// Halves are float32 throughout, and are rounded once.  Where all-reduces are to add in the order
+// of ranks (RINGREDUCE_ORDER=rank), only compressed ones go by the hierarchy.
 //
 // A compressed all-reduce has the same stages.  Sums inside the host are exact.  Between hosts one
 // rank of each host codes each part, and has that part's errors; elsewhere its errors are 0.  The

@@ -2,7 +2,8 @@
 //
 // Shared memory: direct or two-shot (reduction.h).
 // Streams: for small messages the root receives all addends and adds them; otherwise the first half
-// of the ring, whose results go to the root.
+// of the ring, whose results go to the root.  In the order of ranks (algorithm/cut.h) the root adds
+// large messages too.
 #include <vector>
 
 #include "algorithm/choose.h"
@@ -52,7 +53,8 @@ void reduce(Transport& transport, const Reduce& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  if (reducesByRing(bytes, r.count * partial, P, transport.options().cost)) {
+  const TransportOptions& options = transport.options();
+  if (options.order == Order::kRing && reducesByRing(bytes, r.count * partial, P, options.cost)) {
     const Cut cut{r.count, P};
     std::vector<RingChunk> chunks;
     for (int c = 0; c < P; ++c) {

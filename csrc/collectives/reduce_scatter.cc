@@ -6,7 +6,8 @@
 // half of the ring.
 //
 // Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
-// the same bits.
+// the same bits.  In the order of ranks (algorithm/cut.h) it is added in that, and the ring is not
+// taken.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -60,6 +61,7 @@ void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, parts.elements()));
   const uint64_t first = c.exchange.begin(slices);
   std::vector<const void*> ordered(static_cast<size_t>(c.size));
+  const Order order = sums ? Order::kRing : c.order;  // the hierarchy has an order of its own
   const auto fill = [&](uint64_t j) {
     std::byte* slot = c.exchange.acquire(first + j);
     for (int p = 0; p < c.size; ++p) {
@@ -72,7 +74,7 @@ void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
   pipeline(c.exchange, slices, fill, [&](uint64_t j) {
     const Span s = piece(count(c.rank), parts.elements(), j);
     for (int k = 0; k < c.size; ++k) {
-      const int p = kthToAdd(c.rank, k, c.size);
+      const int p = kthToAdd(c.rank, k, c.size, order);
       ordered[static_cast<size_t>(k)] =
           p == c.rank ? input(p, s.begin) : parts.incoming(c.exchange.peek(p, first + j), p);
     }
@@ -119,7 +121,9 @@ void reduceScatter(Transport& transport, const ReduceScatter& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  if (scattersByRing(total * width, total * partial, P, transport.options().cost))
+  const TransportOptions& options = transport.options();
+  if (options.order == Order::kRing &&
+      scattersByRing(total * width, total * partial, P, options.cost))
     return runStreamRing(transport, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
   DirectSum sum(transport, r.dtype, r.op, mine.count, me);

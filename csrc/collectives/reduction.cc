@@ -94,7 +94,7 @@ void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int excluded) {
   cut_.forEachChunk(span, [&](int chunk, size_t begin, size_t n) {
     int addends = 0;
     for (int k = 0; k < c_.size; ++k) {
-      const int r = kthToAdd(chunk, k, c_.size);
+      const int r = kthToAdd(chunk, k, c_.size, c_.order);
       const std::byte* const slot = sources_[static_cast<size_t>(r)];
       if (r == c_.rank)
         ordered_[static_cast<size_t>(addends++)] = input(begin);

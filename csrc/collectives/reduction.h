@@ -1,8 +1,8 @@
 // A reduction over the exchange by one of two algorithms that give the same bits.  The result
 // arrives at all ranks (all_reduce.cc) or at one (reduce.cc).
 //
-// Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, with
-// halves accumulated in float32 and rounded once.
+// Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, or
+// in that of ranks, with halves accumulated in float32 and rounded once.
 //
 // If a rank is lost in the middle (exchange.h), each element is reduced over the ranks that
 // contributed to it, and an average divides by their number.  A slice that the lost rank has posted

@@ -64,6 +64,7 @@ SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& wa
                     .link_slots = linkSlots(membership, rank),
                     .watch = watch,
                     .algorithm = membership.options.algorithm,
+                    .order = membership.options.order,
                     .tensors = tensors_.get()} {}
 
 }  // namespace ringreduce

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "algorithm/choose.h"
+#include "algorithm/cut.h"
 #include "base/error.h"
 #include "bootstrap/membership.h"
 #include "transport/shm/exchange.h"
@@ -28,6 +29,7 @@ struct Communicator {
   Slots link_slots;
   WaitGuard& watch;
   Algorithm algorithm;
+  Order order;
   SharedTensors* tensors = nullptr;  // null: tensors are not used in place
 
   int previousRank() const { return (rank + size - 1) % size; }

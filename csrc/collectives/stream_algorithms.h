@@ -97,7 +97,7 @@ class DirectSum {
     std::vector<const void*> ordered(P);
     const auto add = [&](int owner, size_t begin, size_t n, size_t slice_begin) {
       for (int k = 0; k < transport_.size(); ++k) {
-        const auto r = static_cast<size_t>(kthToAdd(owner, k, transport_.size()));
+        const auto r = static_cast<size_t>(transport_.kthToAdd(owner, k));
         ordered[static_cast<size_t>(k)] = sources[r] + (begin - slice_begin) * width_;
       }
       kernels_.reduce(output + begin * width_, ordered.data(), transport_.size(), n,

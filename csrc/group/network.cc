@@ -82,7 +82,11 @@ std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
         const int rank = positions_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
         return links_->dial(rank, net::Purpose::kData, number, poll);
       },
-      TransportOptions{.algorithm = links_->sharedOptions().algorithm, .cost = cost}, tcp);
+      TransportOptions{.algorithm = links_->sharedOptions().algorithm,
+                       .cost = cost,
+                       .order = links_->sharedOptions().order,
+                       .callers_ranks = positions_},
+      tcp);
 }
 
 std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {

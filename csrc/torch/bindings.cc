@@ -130,6 +130,11 @@ class Making final : public Attempt {
   std::atomic<bool> ended_ = false;
 };
 
+// Python has refused all others.
+Order orderNamed(const std::string& name) {
+  return name == "rank" ? Order::kRank : Order::kRing;
+}
+
 // Settings that are not given come from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
@@ -137,7 +142,8 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::optional<std::string>& algorithm,
                          std::optional<size_t> slot_bytes, std::optional<int> slots,
                          const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
-                         std::optional<double> stall_seconds, const std::string& gpu_facts,
+                         std::optional<double> stall_seconds,
+                         const std::optional<std::string>& order, const std::string& gpu_facts,
                          const py::object& make_inner, int of_ranks, const std::string& connect,
                          const std::shared_ptr<Making>& making) {
   const auto call = shared(make_inner);
@@ -161,7 +167,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
     // read by rank 0 alone, inside.
     Backend::ChooseShared choose_shared;
-    if (algorithm || slot_bytes || slots || on_loss)
+    if (algorithm || slot_bytes || slots || on_loss || order)
       choose_shared = [=](int ranks) {
         SharedOptions shared = SharedOptions::fromEnvironment(ranks);
         if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
@@ -172,6 +178,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
           const bool goes_on = *on_loss == "continue";
           shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
         }
+        if (order) shared.order = orderNamed(*order);
         return shared;
       };
     using Connect = Backend::Connect;
@@ -247,8 +254,12 @@ py::dict costTo(const WireCost& cost) {
 // The choice, why, and of each candidate its name, seconds, hops and bytes: there are none where
 // all share memory.
 py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_on_host,
-                  bool sockets, const std::string& wanted, const py::dict& given) {
+                  bool sockets, const std::string& wanted, const py::dict& given,
+                  const std::string& order_name) {
   const auto algorithm = algorithmNamed(wanted);
+  const Order order = orderNamed(order_name);
+  if (order == Order::kRank && algorithm && !addsByRank(*algorithm))
+    throw py::value_error("the algorithm '" + wanted + "' cannot add in the order of ranks");
   if (algorithm && world_size >= 2 && ranks_on_host == world_size && !sockets) {
     const Algorithm choice = chooseAllReduce(bytes, world_size, *algorithm);
     return py::make_tuple(kAlgorithmNames[static_cast<size_t>(choice)],
@@ -262,8 +273,8 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
     throw py::value_error("there is no such algorithm, or no such group");
   WireCost cost = costFrom(given);
   cost.ranks_on_host = ranks_on_host;
-  const Explanation found =
-      explainStreamAllReduce(bytes, partial_bytes, world_size, ranks_on_host, *algorithm, cost);
+  const Explanation found = explainStreamAllReduce(bytes, partial_bytes, world_size, ranks_on_host,
+                                                   *algorithm, cost, order);
   py::list candidates;
   for (const Candidate& one : found.candidates)
     candidates.append(py::make_tuple(kAlgorithmNames[static_cast<size_t>(one.algorithm)],
@@ -446,8 +457,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
-        "stall_seconds"_a = py::none(), py::kw_only(), "gpu_facts"_a, "make_inner"_a,
-        "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
+        "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
+        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
   m.def(
       "prepare",
       [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,
@@ -488,7 +499,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("topology", &topologyOf, "backend"_a);
   m.def("best_ring", &bestRingOf, "rates"_a);
   m.def("explain", &explain, "bytes"_a, "partial_bytes"_a, "world_size"_a, "ranks_on_host"_a,
-        "sockets"_a, "wanted"_a, "cost"_a);
+        "sockets"_a, "wanted"_a, "cost"_a, "order"_a = "ring");
   m.def(
       "wire_cost",
       [](const BackendPtr& backend) {

@@ -297,21 +297,18 @@ at::Tensor unpacked(const at::Tensor& bytes, const at::Tensor& own) {
   at::Tensor values = at::empty(shape, own._values().options());
   copyBytes(indices.data_ptr(), at + sizeof elements, indices.nbytes());
   copyBytes(values.data_ptr(), at + sizeof elements + indices.nbytes(), values.nbytes());
-  return at::_sparse_coo_tensor_unsafe(indices, values, own.sizes());
+  return at::_sparse_coo_tensor_unsafe(indices, values, own.sizes())._coalesced_(true);
 }
 
-// The sum in a wider dtype where the own one would round at every addition.
+// In a wider dtype where the own one would round at every addition, or cannot be added.  Not by one
+// coalesce() of all parts, which adds equal indices in no particular order.
 at::Tensor sumOf(const std::vector<at::Tensor>& parts, const at::Tensor& own, ReduceOp op) {
   const auto dtype = own.scalar_type();
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
-  std::vector<at::Tensor> indices, values;
-  for (const at::Tensor& part : parts) {
-    indices.push_back(part._indices());
-    values.push_back(half ? part._values().to(at::kFloat) : part._values());
-  }
-  at::Tensor sum =
-      at::_sparse_coo_tensor_unsafe(at::cat(indices, 1), at::cat(values, 0), own.sizes())
-          .coalesce();
+  const auto wide = half ? at::kFloat : dtype == at::kBool ? at::kInt : dtype;
+  at::Tensor sum = parts[0].to(wide);
+  for (size_t k = 1; k < parts.size(); ++k) sum = sum.add(parts[k].to(wide));
+  sum = sum.coalesce();
   at::Tensor result = sum._values();
   if (op == ReduceOp::kAvg) result = result.div(static_cast<double>(parts.size()));
   return at::_sparse_coo_tensor_unsafe(sum._indices(), result.to(dtype), own.sizes())

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "algorithm/choose.h"
+#include "algorithm/cut.h"
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/op_signature.h"
@@ -37,10 +38,13 @@ namespace ringreduce {
 
 inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
 
-// The inputs of the choice of algorithms.
+// The inputs of the choice of algorithms, and the order of addition.
 struct TransportOptions {
   Algorithm algorithm = Algorithm::kAuto;
   WireCost cost = {};
+  Order order = Order::kRing;
+  // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
+  std::vector<int> callers_ranks = {};
 };
 
 // Memory for one operation.  Blocks are kept for the next one, so that small calls allocate
@@ -94,6 +98,12 @@ class Transport {
   int size() const { return size_; }
   WaitGuard& guard() const { return guard_; }
   const TransportOptions& options() const { return options_; }
+  // The rank whose value is the k-th to be added in chunk c.
+  int kthToAdd(int c, int k) const {
+    const int r = ringreduce::kthToAdd(c, k, size_, options_.order);
+    if (options_.order == Order::kRing || options_.callers_ranks.empty()) return r;
+    return options_.callers_ranks[static_cast<size_t>(r)];
+  }
 
   // Starts an operation.
   virtual void begin(const OpSignature& operation) = 0;

@@ -61,6 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--op", default="sum", choices=OPS)
     add("--algorithm", default=os.environ.get("RINGREDUCE_ALGORITHM", "auto"),
         choices=ALGORITHMS["cpu"], help="asked for (that of RINGREDUCE_ALGORITHM)")  # fmt: skip
+    add("--order", default=os.environ.get("RINGREDUCE_ORDER", "ring"), choices=("ring", "rank"),
+        help="of addition (that of RINGREDUCE_ORDER)")  # fmt: skip
     return parser
 
 
@@ -103,8 +105,10 @@ def world_at_hand() -> tuple[World, int]:
     return world, rank
 
 
-def explained(world: World, sizes: Sequence[int], dtype: str, algorithm: str) -> list[str]:
-    """The table's lines."""
+def explained(
+    world: World, sizes: Sequence[int], dtype: str, algorithm: str, order: str
+) -> list[str]:
+    """The table's lines. Raises ValueError for an algorithm that cannot add in that order."""
     # Where one host holds more than another there is no hierarchy; no more does the model know.
     per_host = world.ranks_on_host if world.even else 1
     model = {key: world.cost[key] for key in ("hop", "message", "byte", "memory", "crowd")}
@@ -121,8 +125,9 @@ def explained(world: World, sizes: Sequence[int], dtype: str, algorithm: str) ->
     lines.append(f"{'size':>8}  {'takes':<13}{heads}  why")
     for size in sizes:
         choice, why, candidates = extension().explain(
-            size, partial_bytes(size, dtype), world.ranks, per_host, world.sockets, algorithm, model
-        )
+            size, partial_bytes(size, dtype), world.ranks, per_host, world.sockets, algorithm,
+            model, order,
+        )  # fmt: skip
         times = {name: seconds for name, seconds, _, _ in candidates}
         cells = "".join(
             f"{format_time(times[name]) if name in times else '-':>14}" for name in CANDIDATES
@@ -144,8 +149,9 @@ def main(arguments: Sequence[str]) -> int:
             world_at_hand() if elastic.under_torchrun() and not options.nproc
             else (world_of(options), 0)
         )  # fmt: skip
+        lines = explained(world, sizes, options.dtype, options.algorithm, options.order)
     except ValueError as error:
         parser.error(str(error))
     if rank == 0:
-        print("\n".join(explained(world, sizes, options.dtype, options.algorithm)), flush=True)
+        print("\n".join(lines), flush=True)
     return 0

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -91,6 +92,20 @@ inline std::vector<TransportOptions> everyChoice() {
           {.algorithm = Algorithm::kBruck, .cost = few_messages}};
 }
 
+// Those that can add in the order of ranks.  The transport numbers these from the last to the first
+// where it does not number them as the caller.
+inline std::vector<TransportOptions> choicesByRank(int P) {
+  std::vector<TransportOptions> choices;
+  for (TransportOptions options : everyChoice()) {
+    if (!addsByRank(options.algorithm)) continue;
+    options.order = Order::kRank;
+    if (choices.size() % 2 == 1)
+      for (int r = P - 1; r >= 0; --r) options.callers_ranks.push_back(r);
+    choices.push_back(std::move(options));
+  }
+  return choices;
+}
+
 // ---- reductions
 
 struct Reducing {
@@ -101,9 +116,10 @@ struct Reducing {
   uint32_t seed;
   int root;
   bool in_place;
-  std::vector<size_t> parts = {};      // of `count`: a reduce-scatter's
-  std::vector<Bytes> addends = {};     // by rank
-  Bytes reduced = {}, scattered = {};  // what must come of it
+  std::vector<size_t> parts = {};         // of `count`: a reduce-scatter's
+  std::vector<Bytes> addends = {};        // by rank
+  Bytes reduced = {}, scattered = {};     // what must come of it
+  Bytes ascending = {}, descending = {};  // the same of both, added in the order of ranks
 
   size_t width() const { return sizeOf(dtype); }
   double factor(int rank) const { return 0.5 + rank; }
@@ -133,6 +149,18 @@ struct Reducing {
         {0, count}, [&](int chunk, size_t begin, size_t n) { add(reduced, chunk, begin, n); });
     size_t begin = 0;
     for (int p = 0; p < P; begin += parts[at(p++)]) add(scattered, p, begin, parts[at(p)]);
+    for (Bytes* sums : {&ascending, &descending}) {
+      sums->resize(count * width());
+      std::vector<const void*> ordered;
+      for (const Bytes& addend : all) ordered.push_back(addend.data());
+      if (sums == &descending) std::ranges::reverse(ordered);
+      reduceKernels(dtype, op).reduce(sums->data(), ordered.data(), P, count, P);
+    }
+  }
+  // Of an all-reduce, and of a reduce-scatter.
+  const Bytes& wanted(const TransportOptions& options, bool scatters = false) const {
+    if (options.order == Order::kRing) return scatters ? scattered : reduced;
+    return options.callers_ranks.empty() ? ascending : descending;
   }
 
   void expect(const void* got, const unsigned char* wanted, size_t n, const char* what) const {
@@ -148,15 +176,16 @@ struct Reducing {
 
   void run(Caller& call) const {
     const int me = call.transport.rank();
+    const TransportOptions& options = call.transport.options();
     Bytes data = addends[at(me)];
     call(AllReduce{data.data(), count, dtype, op, factor(me)});
-    expect(data.data(), reduced.data(), count, "all_reduce");
+    expect(data.data(), wanted(options).data(), count, "all_reduce");
 
     const Bytes& before = addends[at(me)];
     Bytes input = before, output(before.size(), kUntouched);
     unsigned char* const to = me != root ? nullptr : in_place ? input.data() : output.data();
     call(Reduce{input.data(), to, count, dtype, op, root, factor(me)});
-    if (me == root) expect(to, reduced.data(), count, "reduce");
+    if (me == root) expect(to, wanted(options).data(), count, "reduce");
     if (to != input.data()) CHECK(input == before);
 
     input = before;
@@ -168,7 +197,8 @@ struct Reducing {
     }
     scatter.output = in_place ? input.data() + mine * width() : output.data();
     call(scatter);
-    expect(scatter.output, scattered.data() + mine * width(), parts[at(me)], "reduce_scatter");
+    expect(scatter.output, wanted(options, true).data() + mine * width(), parts[at(me)],
+           "reduce_scatter");
     if (in_place)
       std::copy_n(before.data() + mine * width(), parts[at(me)] * width(),
                   input.data() + mine * width());
@@ -217,8 +247,9 @@ inline std::vector<Reducing> reductions(int P, uint32_t seed, size_t most_bytes)
 }
 
 inline void checkReductions(const Over& over, int most_ranks, size_t most_bytes) {
-  const std::vector<TransportOptions> choices = everyChoice();
   for (int P = 1; P <= most_ranks; ++P) {
+    std::vector<TransportOptions> choices = everyChoice();
+    std::ranges::copy(choicesByRank(P), std::back_inserter(choices));
     const std::vector<Reducing> cases = reductions(P, static_cast<uint32_t>(P), most_bytes);
     for (size_t i = 0; i < choices.size(); ++i)
       over(P, choices[i], [&](Caller& call) {

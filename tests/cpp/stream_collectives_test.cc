@@ -127,12 +127,18 @@ TEST(a_window_is_bounded_by_what_the_whole_ring_has_under_way) {
 TEST(shared_memory_gives_the_same_bits) {
   for (int P : {2, 3, 5}) {
     const auto cases = stream_cases::reductions(P, static_cast<uint32_t>(P), 60000);
-    ranks::inGroup(P, [&](Group& group) {
-      for (const stream_cases::Reducing& c : cases) {
-        stream_cases::Bytes data = c.addends[stream_cases::at(group.rank())];
-        group.run({AllReduce{data.data(), c.count, c.dtype, c.op, c.factor(group.rank())}});
-        c.expect(data.data(), c.reduced.data(), c.count, "all_reduce in shared memory");
-      }
-    });
+    for (Order order : {Order::kRing, Order::kRank}) {
+      const auto reduce = [&](Group& group) {
+        for (const stream_cases::Reducing& c : cases) {
+          stream_cases::Bytes data = c.addends[stream_cases::at(group.rank())];
+          group.run({AllReduce{data.data(), c.count, c.dtype, c.op, c.factor(group.rank())}});
+          c.expect(data.data(), c.wanted({.order = order}).data(), c.count,
+                   "all_reduce in shared memory");
+        }
+      };
+      SharedOptions shared;
+      shared.order = order;
+      ranks::inGroup(P, reduce, {.name = "test", .shared = shared});
+    }
   }
 }
