@@ -74,7 +74,7 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive quick t test test-full test-c10d test-tcp test-cpp test-python \
-  torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan fuzz \
+  torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan arm fuzz \
   bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-study
 
 help:
@@ -93,6 +93,7 @@ help:
 	@echo "make torch-smoke  build on the newest torch, and the tests of what is new in it"
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
+	@echo "make arm       the core and the C++ tests for AArch64, run by qemu-user; needs a cross compiler"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
@@ -207,7 +208,7 @@ test-full: build
 
 # What takes minutes or gigabytes to show and rarely fails: whole runs of the benchmarks; 100 kills,
 # 1,000 groups, more than 2 GiB, random programs; PyTorch's suite over sockets; each file compiled by
-# itself; machine code for all GPUs; and every check of UBSan.
+# itself; machine code for all GPUs; every check of UBSan; and AArch64.
 nightly: build
 	$(BIN)/python -m pytest tests/test_bench_runs.py -q
 	RINGREDUCE_TEST_FULL=1 $(BIN)/python -m pytest tests -q \
@@ -221,6 +222,7 @@ nightly: build
 	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="80;86;89;90;100;120" \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
+	$(MAKE) arm
 
 # Gloo's results are kept in tests/torch_suite; for another torch or number of ranks they are made first,
 # in build/torch-suite.
@@ -268,6 +270,19 @@ tsan: $(VENV)/.ready
 	$(BIN)/cmake --build build/tsan -j $(JOBS)
 	cd build/tsan && $(CTEST) -j 2 -LE mutants
 	tests/cpp/run_mutants.sh build/tsan
+
+# The core, without torch, for AArch64.  The emulator shows instructions and bits, but not the order of
+# memory accesses: it has that of the machine that it runs on.
+ARM = aarch64-linux-gnu
+QEMU = qemu-aarch64-static
+arm: $(VENV)/.ready
+	@for tool in $(ARM)-g++ $(QEMU); do command -v $$tool > /dev/null || \
+	  { echo "make arm needs $$tool (Debian and Ubuntu: apt-get install g++-$(ARM) qemu-user-static)."; exit 1; }; done
+	$(CMAKE) -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(ARM)-g++ -DCMAKE_CROSSCOMPILING_EMULATOR="$(QEMU);-L;/usr/$(ARM)" \
+	  -DRINGREDUCE_BUILD_BENCHMARKS=OFF -DRINGREDUCE_OPENSSL=0 -DRINGREDUCE_WERROR=ON
+	$(BIN)/cmake --build build/arm --target cpp_tests -j $(JOBS)
+	cd build/arm && $(CTEST) -j 2
 
 # Each run has a seed: make survive RUNS=1 SEED=17
 survive: build

@@ -49,6 +49,7 @@ std::string nameOfThis(const LocalRanks& ranks) {
 Layout::Layout(const SharedOptions& options, int world_size) {
   const size_t slots = options.slot_bytes * static_cast<size_t>(options.slots);
   const auto P = static_cast<size_t>(world_size);
+  // Not the kernel's pages, which may be larger: a segment is mapped as a whole.
   exchange = roundUp(sizeof(RankPage), 4096);
   link = exchange + slots;
   boxes = link + slots;

@@ -135,7 +135,7 @@ void Arbiter::decide(const GroupFailure& failure) {
       RankPage& reporters = page(failure.reporter);
       std::strncpy(reporters.record, failure.text.c_str(), sizeof reporters.record - 1);
       uint64_t none = 0;
-      failureWord().compare_exchange_strong(none, pack(failure), std::memory_order_acq_rel);
+      failureWord().compare_exchange_strong(none, pack(failure), std::memory_order_seq_cst);
       if (channel_ && failure.reporter == rank_) channel_->broadcastError(failure);
     }
   }
@@ -220,6 +220,9 @@ void Arbiter::throwFailure() const {
 
 // ---- the state of ranks
 
+// An ended process has passed full barriers of the kernel, so its stores are visible.  That loads
+// after this function see them, on AArch64 too, follows from `observed`: its store comes after
+// poll(), and known() loads it before the process's flags are read.
 void Arbiter::readProcesses() const {
   const std::vector<bool> all = ended(processes_);
   for (int r = 0; r < size_; ++r)

@@ -103,7 +103,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void abort(const std::string& why);
   // Throws if the group has failed.
   void check() const;
-  bool failed() const override { return failureWord().load(std::memory_order_acquire) != 0; }
+  // Sequentially consistent: a rank looks here between setting its wake word and sleeping.
+  bool failed() const override { return failureWord().load(std::memory_order_seq_cst) != 0; }
   // Which rank is to blame for the failure, if there is one.
   int culprit() const {
     return static_cast<int>(failureWord().load(std::memory_order_acquire) >> 24 & 0xffffff);

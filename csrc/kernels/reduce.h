@@ -3,8 +3,9 @@
 // A reduction adds in the order of its sources, so that every algorithm that keeps this order gives
 // the same bits.  float16 and bfloat16 are accumulated in float32 and rounded once, at the end:
 // their partial results are float32, also on the wire ("partial type").  A chain of `combine` that
-// ends with `finish` gives the same bits as one `reduce`.  Only the payload of a NaN that comes
-// from two NaNs is unspecified.
+// ends with `finish` gives the same bits as one `reduce`.  Only two things are unspecified: the
+// payload of a NaN that comes from two NaNs, and the sign of a NaN that comes from none (infinity
+// minus infinity), which is negative on x86-64 and positive on AArch64.
 //
 // MIN and MAX give NaN if either side is one, as torch.minimum does, and the earlier source where
 // two are equal (0 and -0).  Sums and products of integers wrap.  A bool may be any byte; 0 is
@@ -12,6 +13,7 @@
 //
 // The kernels are compiled for several instruction sets and give the same bits in all of them.  The
 // best set of this CPU is chosen once, or the one that RINGREDUCE_ISA names (v2, v3 or v4).
+// AArch64 has one set, NEON: the vectors are of a fixed size, which is that of SVE on few CPUs.
 // Pointers need no alignment.  No kernel allocates, blocks or throws; reduceKernels throws Error
 // for a pair that isSupported denies, and if this CPU can run no set.
 #pragma once

@@ -1,8 +1,8 @@
 // A test program in C++: TEST(name) { CHECK(...); CHECK_EQ(a, b); } and nothing else to set up.
 //
 // Each file that includes this is a program of its own; its main runs every TEST (or those whose
-// name contains the first argument), prints "N passed, N failed" and fails if a check did or if
-// none ran.
+// name contains the first argument, or after "-" all but the one of that name), prints "N passed, N
+// failed" and fails if a check did or if none ran.
 #pragma once
 
 #include <cstdio>
@@ -78,11 +78,16 @@ extern "C" __attribute__((visibility("default"))) const char* __tsan_default_sup
 
 namespace check {
 
-// Runs the tests whose name contains `filter`; returns main's exit status.
+// Runs the tests that `filter`, the first argument, chooses; returns main's exit status.
 inline int runAll(const char* filter) {
+  const auto isWanted = [filter](const char* name) {
+    if (!filter) return true;
+    if (*filter == '-') return std::strcmp(name, filter + 1) != 0;
+    return std::strstr(name, filter) != nullptr;
+  };
   int passed = 0, failed = 0;
   for (const Test& test : tests()) {
-    if (filter && !std::strstr(test.name, filter)) continue;
+    if (!isWanted(test.name)) continue;
     try {
       test.run();
       ++passed;

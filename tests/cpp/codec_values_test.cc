@@ -6,7 +6,7 @@
 #include "check.h"
 #include "codec_oracle.h"
 
-#if defined(__SSE2__)
+#if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
 
@@ -222,7 +222,27 @@ TEST(draws_differ_by_seed_and_place) {
       agreement([](uint64_t s) { return codec::drawn<Single>(codec::keyOf(s + 1, 0), 0); })));
 }
 
-#if defined(__SSE2__)
+// The register with the modes of this thread's arithmetic, and the one that flushes subnormals.
+#if defined(__x86_64__)
+constexpr unsigned kFlush = 0x8040;
+unsigned modes() {
+  return _mm_getcsr();
+}
+void setModes(unsigned modes) {
+  _mm_setcsr(modes);
+}
+#else
+constexpr uint64_t kFlush = 1 << 24;
+uint64_t modes() {
+  uint64_t modes;
+  asm volatile("mrs %0, fpcr" : "=r"(modes));
+  return modes;
+}
+void setModes(uint64_t modes) {
+  asm volatile("msr fpcr, %0" : : "r"(modes) : "memory");
+}
+#endif
+
 // A rank whose threads flush subnormals (torch.set_flush_denormal) decodes as the others do.
 TEST(decoding_knows_no_modes) {
   const std::vector<float> values = someValues(4000, 11, true);
@@ -230,15 +250,14 @@ TEST(decoding_knows_no_modes) {
     const Bytes coded = encoded(codec, values);
     std::vector<float> want(values.size()), got(values.size());
     CHECK(kernels.decode(want.data(), coded.data(), coded.size(), want.size()));
-    const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);
+    const auto usual = modes();
+    setModes(usual | kFlush);
     const bool taken = kernels.decode(got.data(), coded.data(), coded.size(), got.size());
-    _mm_setcsr(mode);
+    setModes(usual);
     CHECK(taken);
     if (std::memcmp(want.data(), got.data(), 4 * want.size()) != 0)
       check::fail(__FILE__, __LINE__, describe(set, codec, 0));
   });
 }
-#endif
 
 }  // namespace

@@ -148,7 +148,7 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
   // No machine has room for such a stack.
   pthread_attr_t usual, huge;
   CHECK(pthread_getattr_default_np(&usual) == 0 && pthread_attr_init(&huge) == 0);
-  CHECK(pthread_attr_setstacksize(&huge, size_t{1} << 46) == 0);
+  CHECK(pthread_attr_setstacksize(&huge, size_t{1} << 48) == 0);
   CHECK(pthread_setattr_default_np(&huge) == 0);
   std::string why;
   int calls = 0;

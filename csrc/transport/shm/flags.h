@@ -6,10 +6,16 @@
 //
 // `HostRules` holds the memory orders.  On the host both are sequentially consistent: a rank that
 // goes to sleep must see a publication, or the publisher must see it asleep (wait.h), which
-// release/acquire does not promise.  On x86-64 that costs one locked store and nothing for loads.
-// On a GPU, where nothing sleeps, they are release and acquire (cuda/kernels/ordering.h).  Tests
-// replace the rules by random delays, and by mutants that must be caught: `Rules` is the most
-// derived struct.
+// release/acquire does not promise.  On a GPU, where nothing sleeps, they are release and acquire
+// (cuda/kernels/ordering.h).  Tests replace the rules by random delays, and by mutants that must be
+// caught: `Rules` is the most derived struct.
+//
+// x86-64: a publication is XCHG, a full barrier; an observation is MOV, since loads stay in order.
+// glibc's memcpy ends its non-temporal stores with SFENCE, so slots are visible before the flag.
+//
+// AArch64: a publication is STLR, an observation LDAR.  All earlier loads and stores of the thread
+// come before its STLR, all later ones after its LDAR.  An LDAR does not pass an earlier STLR of
+// the thread, so no DMB is needed.  The non-temporal LDNP and STNP are ordered so too.
 #pragma once
 
 #include <atomic>
@@ -36,7 +42,8 @@ struct HostRules {
   static void delay() {}                      // tests sleep here, at every step of the protocol
 };
 
-// Each flag has its own pair of cache lines: processors prefetch neighbouring lines.
+// Each flag has its own pair of cache lines: processors prefetch neighbouring lines.  Longer lines
+// than 128 bytes (A64FX has 256) are slower, not wrong.
 inline constexpr size_t kLine = 128;
 
 struct alignas(kLine) Flag {

@@ -2,8 +2,8 @@
 //
 // A waiter sets its page's wake word, looks at the flag once more, and sleeps.  A publisher stores
 // its flag and then looks at the wake word.  Both are sequentially consistent, so one of them sees
-// the other.  A sleep ends after a few milliseconds in any case, to check for dead processes,
-// deadlines and Ctrl-C.
+// the other.  So are the accesses to the failure of the group (health/arbiter.h).  A sleep ends
+// after a few milliseconds in any case, to check for dead processes, deadlines and Ctrl-C.
 #pragma once
 
 #include "base/clock.h"
@@ -16,7 +16,7 @@ inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb");
+  asm volatile("isb");  // waits about as long as PAUSE; YIELD is often a no-op
 #endif
 }
 
