@@ -114,14 +114,21 @@ def test_sigkill_costs_no_all_reduce(pool: Pool, world: MakeWorld, full: bool, w
             assert all(mask in (live, (1 << size) - 1) for r in values[0] for mask in r[1]), case
 
 
+def ranks_in_a_sum() -> int:
+    """The same number on all survivors, who may notice a loss at different moments."""
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    return int(t)
+
+
 def add_by_rank(me: Rank, victim: int) -> bool:
     """Whether a sum after the loss is that of the others' values in ascending order."""
     inputs = [oracle.make_input("float32", "SUM", 9001, r, 1) for r in range(me.world_size)]
     dist.barrier()
     if me.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    while victim in ringreduce.live_ranks():
-        dist.all_reduce(torch.ones(1))
+    while ranks_in_a_sum() == me.world_size:
+        pass
     t = inputs[me.rank].clone()
     dist.all_reduce(t)
     del inputs[victim]
@@ -135,13 +142,6 @@ def test_survivors_add_by_rank(pool: Pool, world: MakeWorld, wire: str) -> None:
     assert [outcome.rank for outcome in outcomes if outcome == Done(outcome.rank, True)] == [
         0, 2, 3, 4
     ]  # fmt: skip
-
-
-def ranks_in_a_sum() -> int:
-    """The same number on all survivors, who may notice a loss at different moments."""
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    return int(t)
 
 
 def train_on(me: Rank, way: str, steps_after: int) -> tuple[list[bytes], list[int], float]:
