@@ -7,7 +7,7 @@ namespace ringreduce {
 
 Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
                                    int ranks_on_host, Algorithm wanted, const WireCost& cost,
-                                   Order order) {
+                                   AddOrder order) {
   const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double P = world_size, S = static_cast<double>(bytes), p = ranks_on_host;
   const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
@@ -19,9 +19,9 @@ Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world
                       (P - 1) * S * shared},
                      {Algorithm::kTwoShot, times.twoShot(), 2, 2 * (P - 1) / P * S * shared}},
       .why = {}};
-  if (order == Order::kRing)
+  if (order == AddOrder::kRing)
     found.candidates.push_back({Algorithm::kRing, times.ring(), 2 * (P - 1), times.ringBytes()});
-  const bool has_hierarchy = order == Order::kRing && p > 1 && P > p;
+  const bool has_hierarchy = order == AddOrder::kRing && p > 1 && P > p;
   if (has_hierarchy) {
     found.candidates.push_back({Algorithm::kHierarchical, times.hierarchy(ranks_on_host),
                                 2 * (P / p - 1), times.hierarchyBytes(ranks_on_host)});

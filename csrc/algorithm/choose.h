@@ -164,14 +164,14 @@ struct StreamTimes {
 // Of ranks that see no hosts: one of direct, twoshot, ring and bruck.
 constexpr Algorithm chooseStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
                                           Algorithm wanted, const WireCost& cost,
-                                          Order order = Order::kRing) {
+                                          AddOrder order = AddOrder::kRing) {
   const StreamTimes times(bytes, partial_bytes, world_size, cost);
   const double everything = times.P * times.S;
   const bool gathers = wanted == Algorithm::kBruck || wanted == Algorithm::kDirect;
   if (wanted != Algorithm::kAuto && wanted != Algorithm::kHierarchical &&
       !(gathers && everything > static_cast<double>(kMostBruckBytes)))
     return wanted;
-  const bool rings = order == Order::kRing;
+  const bool rings = order == AddOrder::kRing;
   const double bruck = times.bruck(), two_shot = times.twoShot(), ring = times.ring();
   if ((bruck <= ring || !rings) && bruck <= two_shot &&
       everything <= static_cast<double>(kBruckBytes))
@@ -291,6 +291,6 @@ struct Explanation {
 // Of `world_size` ranks, as many on each of several hosts.
 Explanation explainStreamAllReduce(size_t bytes, size_t partial_bytes, int world_size,
                                    int ranks_on_host, Algorithm wanted, const WireCost& cost,
-                                   Order order = Order::kRing);
+                                   AddOrder order = AddOrder::kRing);
 
 }  // namespace ringreduce

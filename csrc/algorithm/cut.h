@@ -66,11 +66,11 @@ struct Cut {
   }
 };
 
-enum class Order : uint8_t { kRing, kRank };
+enum class AddOrder : uint8_t { kRing, kRank };
 
 // The rank whose value is the k-th to be added in chunk c.
-constexpr int kthToAdd(int c, int k, int world_size, Order order = Order::kRing) {
-  return order == Order::kRank ? k : (c + 1 + k) % world_size;
+constexpr int kthToAdd(int c, int k, int world_size, AddOrder order = AddOrder::kRing) {
+  return order == AddOrder::kRank ? k : (c + 1 + k) % world_size;
 }
 
 static_assert(Cut{1000, 3}.chunkSize() == 384 && Cut{1000, 3}.chunk(2).size == 232);

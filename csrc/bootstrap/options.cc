@@ -68,7 +68,7 @@ SharedOptions SharedOptions::fromEnvironment(int world_size) {
     options.slot_bytes = static_cast<size_t>(bytes);
   if (const int64_t slots = config.slots.get()) options.slots = static_cast<int>(slots);
   options.algorithm = algorithmNamed(config.algorithm.get()).value();
-  if (config.order.get() == "rank") options.order = Order::kRank;
+  if (config.order.get() == "rank") options.order = AddOrder::kRank;
   options.sockets = config.wire.get() == "tcp";
   options.encrypted = config.tls.get() == 1;
   const auto most = static_cast<int64_t>(world_size);  // a subgroup may be smaller
@@ -98,7 +98,7 @@ void SharedOptions::validate(int world_size) const {
     throw Error(Failure::kArgument,
                 "on_loss is 'continue', and the algorithm 'ring' cannot go on after a loss; take "
                 "auto, direct or twoshot");
-  if (order == Order::kRank && !addsByRank(algorithm))
+  if (order == AddOrder::kRank && !addsByRank(algorithm))
     throw Error(Failure::kArgument, std::string("order is 'rank', and the algorithm '") +
                                         kAlgorithmNames[static_cast<size_t>(algorithm)] +
                                         "' cannot add in the order of ranks; take auto, direct, "
@@ -128,7 +128,7 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
         options.encrypted >> options.min_ranks >> order))
     throw Error(Failure::kSetup, "a rank told options that cannot be read: " + text);
   options.algorithm = static_cast<Algorithm>(algorithm);
-  options.order = static_cast<Order>(order);
+  options.order = static_cast<AddOrder>(order);
   return options;
 }
 

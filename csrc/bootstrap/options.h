@@ -23,7 +23,7 @@ struct SharedOptions {
   // RINGREDUCE_ON_LOSS=continue: operations go on without lost ranks while at least this many are
   // left (RINGREDUCE_MIN_RANKS).  0: a lost rank fails the group.
   int min_ranks = 0;
-  Order order = Order::kRing;  // RINGREDUCE_ORDER
+  AddOrder order = AddOrder::kRing;  // RINGREDUCE_ORDER
 
   // Reads the environment; defaults depend on how many ranks share this process's cores.
   static SharedOptions fromEnvironment(int world_size);

@@ -113,7 +113,7 @@ size_t Hierarchy::stagingBytes() const {
 
 bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
   const TransportOptions& options = transport.options();
-  return options.order == Order::kRing &&
+  return options.order == AddOrder::kRing &&
          reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
                         static_cast<int>(hosts_.localRanks().size()), options.algorithm,

@@ -54,7 +54,8 @@ void reduce(Transport& transport, const Reduce& r) {
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
   const TransportOptions& options = transport.options();
-  if (options.order == Order::kRing && reducesByRing(bytes, r.count * partial, P, options.cost)) {
+  if (options.order == AddOrder::kRing &&
+      reducesByRing(bytes, r.count * partial, P, options.cost)) {
     const Cut cut{r.count, P};
     std::vector<RingChunk> chunks;
     for (int c = 0; c < P; ++c) {

@@ -61,7 +61,7 @@ void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, parts.elements()));
   const uint64_t first = c.exchange.begin(slices);
   std::vector<const void*> ordered(static_cast<size_t>(c.size));
-  const Order order = sums ? Order::kRing : c.order;  // the hierarchy has an order of its own
+  const AddOrder order = sums ? AddOrder::kRing : c.order;  // the hierarchy has an order of its own
   const auto fill = [&](uint64_t j) {
     std::byte* slot = c.exchange.acquire(first + j);
     for (int p = 0; p < c.size; ++p) {
@@ -122,7 +122,7 @@ void reduceScatter(Transport& transport, const ReduceScatter& r) {
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
   const TransportOptions& options = transport.options();
-  if (options.order == Order::kRing &&
+  if (options.order == AddOrder::kRing &&
       scattersByRing(total * width, total * partial, P, options.cost))
     return runStreamRing(transport, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 

@@ -385,7 +385,7 @@ std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device d
                 "group '" + group->options().name +
                     "' has on_loss='continue', which CUDA tensors do not support; make their group "
                     "with on_loss='error'");
-  if (group->sharedOptions().order == Order::kRank)
+  if (group->sharedOptions().order == AddOrder::kRank)
     throw Error(Failure::kArgument,
                 "group '" + group->options().name +
                     "' has order='rank', in which GPUs do not add; make the group of CUDA tensors "

@@ -131,8 +131,8 @@ class Making final : public Attempt {
 };
 
 // Python has refused all others.
-Order orderNamed(const std::string& name) {
-  return name == "rank" ? Order::kRank : Order::kRing;
+AddOrder orderNamed(const std::string& name) {
+  return name == "rank" ? AddOrder::kRank : AddOrder::kRing;
 }
 
 // Settings that are not given come from the environment.
@@ -257,8 +257,8 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
                   bool sockets, const std::string& wanted, const py::dict& given,
                   const std::string& order_name) {
   const auto algorithm = algorithmNamed(wanted);
-  const Order order = orderNamed(order_name);
-  if (order == Order::kRank && algorithm && !addsByRank(*algorithm))
+  const AddOrder order = orderNamed(order_name);
+  if (order == AddOrder::kRank && algorithm && !addsByRank(*algorithm))
     throw py::value_error("the algorithm '" + wanted + "' cannot add in the order of ranks");
   if (algorithm && world_size >= 2 && ranks_on_host == world_size && !sockets) {
     const Algorithm choice = chooseAllReduce(bytes, world_size, *algorithm);

@@ -42,7 +42,7 @@ inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
 struct TransportOptions {
   Algorithm algorithm = Algorithm::kAuto;
   WireCost cost = {};
-  Order order = Order::kRing;
+  AddOrder order = AddOrder::kRing;
   // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
   std::vector<int> callers_ranks = {};
 };
@@ -101,7 +101,7 @@ class Transport {
   // The rank whose value is the k-th to be added in chunk c.
   int kthToAdd(int c, int k) const {
     const int r = ringreduce::kthToAdd(c, k, size_, options_.order);
-    if (options_.order == Order::kRing || options_.callers_ranks.empty()) return r;
+    if (options_.order == AddOrder::kRing || options_.callers_ranks.empty()) return r;
     return options_.callers_ranks[static_cast<size_t>(r)];
   }
 

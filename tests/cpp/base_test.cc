@@ -48,7 +48,7 @@ TEST(a_chunk_is_added_from_its_next_rank_to_its_owner) {
     for (int c = 0; c < P; ++c) {
       CHECK_EQ(kthToAdd(c, 0, P), (c + 1) % P);
       CHECK_EQ(kthToAdd(c, P - 1, P), c);
-      for (int k = 0; k < P; ++k) CHECK_EQ(kthToAdd(c, k, P, Order::kRank), k);
+      for (int k = 0; k < P; ++k) CHECK_EQ(kthToAdd(c, k, P, AddOrder::kRank), k);
     }
 }
 
@@ -90,7 +90,7 @@ TEST(between_hosts_hops_count_for_little_and_bytes_for_much) {
       // A ring cannot add in the order of ranks.
       for (size_t bytes = 1; bytes <= 1 << 30; bytes *= 2)
         for (Algorithm wanted : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kBruck})
-          CHECK(addsByRank(chooseStreamAllReduce(bytes, bytes, P, wanted, wire, Order::kRank)));
+          CHECK(addsByRank(chooseStreamAllReduce(bytes, bytes, P, wanted, wire, AddOrder::kRank)));
     }
   // Halves, whose partial sums are twice as long.
   CHECK(chooseStreamAllReduce(size_t{1} << 30, size_t{2} << 30, 8, Algorithm::kAuto, cost) ==

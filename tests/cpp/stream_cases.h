@@ -98,7 +98,7 @@ inline std::vector<TransportOptions> choicesByRank(int P) {
   std::vector<TransportOptions> choices;
   for (TransportOptions options : everyChoice()) {
     if (!addsByRank(options.algorithm)) continue;
-    options.order = Order::kRank;
+    options.order = AddOrder::kRank;
     if (choices.size() % 2 == 1)
       for (int r = P - 1; r >= 0; --r) options.callers_ranks.push_back(r);
     choices.push_back(std::move(options));
@@ -159,7 +159,7 @@ struct Reducing {
   }
   // Of an all-reduce, and of a reduce-scatter.
   const Bytes& wanted(const TransportOptions& options, bool scatters = false) const {
-    if (options.order == Order::kRing) return scatters ? scattered : reduced;
+    if (options.order == AddOrder::kRing) return scatters ? scattered : reduced;
     return options.callers_ranks.empty() ? ascending : descending;
   }
 

@@ -127,7 +127,7 @@ TEST(a_window_is_bounded_by_what_the_whole_ring_has_under_way) {
 TEST(shared_memory_gives_the_same_bits) {
   for (int P : {2, 3, 5}) {
     const auto cases = stream_cases::reductions(P, static_cast<uint32_t>(P), 60000);
-    for (Order order : {Order::kRing, Order::kRank}) {
+    for (AddOrder order : {AddOrder::kRing, AddOrder::kRank}) {
       const auto reduce = [&](Group& group) {
         for (const stream_cases::Reducing& c : cases) {
           stream_cases::Bytes data = c.addends[stream_cases::at(group.rank())];
