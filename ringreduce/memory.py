@@ -8,9 +8,9 @@ from ringreduce._backend import extension
 def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A CPU tensor in memory that the other ranks of this host can map.
 
-    If all ranks of a group on one host pass such tensors of 64 KiB or more to `all_reduce`, it reads
-    and writes them where they are, without the copies into and out of the group's own memory.  The
-    call and its bits stay the same.  Other tensors and other groups work as before.
+    If all ranks of a group on one host pass such tensors of 64 KiB or more to `all_reduce`, it
+    reads and writes them where they are, without the copies into and out of the group's own
+    memory.  The call and its bits stay the same.  Other tensors and other groups work as before.
 
     Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
     group.  It cannot be resized.  A forked child has a copy-on-write view of it.

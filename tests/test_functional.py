@@ -235,3 +235,37 @@ def tensor_parallel(me: Rank) -> float:
 def test_tensor_parallel(pool: Pool, world: MakeWorld) -> None:
     first, second = pool.start(tensor_parallel, world(2, 20.0), remade=True).results()
     assert first == second
+
+
+def operator(me: Rank) -> None:
+    """torch.ops.ringreduce.all_reduce_ is dist.all_reduce, also in a compiled program."""
+    part = dist.new_group([1, 0], backend="ringreduce")
+    assert part is not None
+
+    def step(t: torch.Tensor, group: str) -> torch.Tensor:
+        doubled = t * 2
+        torch.ops.ringreduce.all_reduce_(doubled, "avg", group)
+        return doubled + 1
+
+    for group in (dist.group.WORLD, part):
+        assert group is not None
+        for op, named in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+            t = torch.arange(100.0) * (me.rank + 1)
+            expected = t.clone()
+            dist.all_reduce(expected, named, group=group)
+            torch.ops.ringreduce.all_reduce_(t, op, group.group_name)
+            assert torch.equal(t, expected)
+        t = torch.full((1000,), float(me.rank))
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        assert compiled(t, group.group_name).eq(2).all()
+        assert t.eq(me.rank).all()
+    with pytest.raises(ValueError, match="knows sum"):
+        torch.ops.ringreduce.all_reduce_(torch.ones(3), "mean", part.group_name)
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(RuntimeError, match="a ringreduce group is needed, not one of gloo"):
+        torch.ops.ringreduce.all_reduce_(torch.ones(3), "sum", gloo.group_name)
+
+
+@pytest.mark.ringreduce
+def test_operator(pool: Pool, world: MakeWorld) -> None:
+    pool.run(operator, world(2))

@@ -54,6 +54,15 @@ void inPlace(Communicator& c, const AllReduce& a, const std::vector<std::byte*>&
 
 }  // namespace
 
+SharedData inPlace(const CollectiveCall& call) {
+  // Below it, a round of flags more costs as much as the copies that it saves.
+  constexpr size_t kLeastBytes = 64 << 10;
+  const auto* a = std::get_if<AllReduce>(&call);
+  if (!a || a->op == ReduceOp::kPremulSum) return {};  // that one scales its input first
+  const size_t bytes = a->count * sizeOf(a->dtype);
+  return bytes >= kLeastBytes ? SharedData{a->data, bytes} : SharedData{};
+}
+
 void allReduce(Communicator& c, const AllReduce& a) {
   if (c.tensors) try {
       if (const auto* data = c.tensors->gather()) return inPlace(c, a, *data);

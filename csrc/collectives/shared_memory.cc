@@ -1,8 +1,6 @@
 // The places of pages and slots in the members' segments.
 #include "collectives/shared_memory.h"
 
-#include "collectives/collectives.h"
-
 namespace ringreduce {
 namespace {
 
@@ -36,15 +34,6 @@ bool sharesTensors(const Membership& m) {
 }
 
 }  // namespace
-
-SharedData inPlace(const CollectiveCall& call) {
-  // Below it, a round of flags more costs as much as the copies that it saves.
-  constexpr size_t kLeastBytes = 64 << 10;
-  const auto* a = std::get_if<AllReduce>(&call);
-  if (!a || a->op == ReduceOp::kPremulSum) return {};  // that one scales its input first
-  const size_t bytes = a->count * sizeOf(a->dtype);
-  return bytes >= kLeastBytes ? SharedData{a->data, bytes} : SharedData{};
-}
 
 SharedMemory::SharedMemory(int rank, const Membership& membership, WaitGuard& watch)
     : size_(static_cast<int>(membership.members.size())),

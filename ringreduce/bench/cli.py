@@ -51,7 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", choices=DTYPES)
     add("--op", default="sum", choices=OPS, help="for collectives that reduce (sum)")
     add("--compare", default=(), type=_peers, metavar="LIST",
-        help="peers: gloo, mpi (needs mpi4py and mpirun), on GPUs nccl and symm_mem (torch's "
+        help="peers: gloo, mpi (needs mpi4py and mpirun), shared (ringreduce on tensors of "
+        "ringreduce.empty), operator (torch.ops.ringreduce), on GPUs nccl and symm_mem (torch's "
         "symmetric memory), or ringreduce itself with another algorithm: direct, twoshot, ring, on "
         "GPUs also oneshot, between hosts also bruck and hierarchical")  # fmt: skip
     add("--codec", default=(), type=_codecs, metavar="LIST", dest="codecs",

@@ -10,6 +10,7 @@ from ringreduce.bench.settings import (
     ALGORITHM_VARIABLES,
     ALGORITHMS,
     OURS,
+    OWN_WAYS,
     ROOFLINE,
     Contender,
     Settings,
@@ -58,6 +59,9 @@ def _peers(peer: str, placing: Placing) -> Iterator[Contender]:
         for key, title in SYMMETRIC.items():
             symmetric = Contender(key, title, "symm_mem", "gloo", optional=True)
             yield equipped(symmetric, symmetric_environment, placing)
+    elif peer in OWN_WAYS:
+        missing = "it is measured on CPU tensors only" if on_gpu else ""
+        yield Contender(peer, peer, peer, "ringreduce", missing=missing)
     elif peer in ALGORITHMS["cuda"] or peer in ALGORITHMS["cpu"]:
         other = "CPU" if on_gpu else "CUDA"
         missing = "" if peer in ALGORITHMS[placing.device] else f"it is for {other} tensors only"

@@ -100,6 +100,32 @@ class CodecEngine(TorchEngine):
         return lambda: run(backend, tensor, tensor, **options).wait()
 
 
+class SharedEngine(TorchEngine):
+    """ringreduce's all_reduce of a tensor that the ranks of a host share (ringreduce.empty)."""
+
+    def call(self, collective: Collective) -> Call:
+        case = collective.case
+        if type(collective) is not AllReduce:
+            raise Unsupported("shared tensors are for all_reduce only")
+        library = importlib.import_module("ringreduce")
+        tensor = library.empty(case.count, dtype=getattr(torch, case.dtype))
+        collective.tensor = collective.output = tensor
+        return collective.torch_call()
+
+
+class OperatorEngine(TorchEngine):
+    """ringreduce's operator, without the Python part of torch.distributed."""
+
+    def call(self, collective: Collective) -> Call:
+        op, tensor = collective.case.op, collective.tensor
+        if type(collective) is not AllReduce:
+            raise Unsupported("the operator is for all_reduce only")
+        group = dist.group.WORLD
+        assert group is not None
+        run, name = torch.ops.ringreduce.all_reduce_.default, group.group_name
+        return lambda: run(tensor, op, name)
+
+
 class RooflineEngine(TorchEngine):
     """No collective: every rank scales its own buffer in place, all at the same time.
 
@@ -187,6 +213,8 @@ def make_engine(spec: dict[str, Any]) -> Engine:
     engines: dict[str, Callable[[dict[str, Any]], Engine]] = {
         "torch": TorchEngine,
         "codec": CodecEngine,
+        "shared": SharedEngine,
+        "operator": OperatorEngine,
         "roofline": RooflineEngine,
         "symm_mem": SymmetricEngine,
         "mpi": MpiEngine,

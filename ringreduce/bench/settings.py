@@ -19,8 +19,10 @@ ALGORITHMS = {
     "cuda": ("auto", "direct", "oneshot", "twoshot", "ring"),
 }
 ALGORITHM_VARIABLES = {"cpu": "RINGREDUCE_ALGORITHM", "cuda": "RINGREDUCE_CUDA_ALGORITHM"}
+# ringreduce's other ways to call all_reduce: of shared tensors, and as an operator of torch.
+OWN_WAYS = ("shared", "operator")
 PEERS = (
-    "gloo", "mpi", "nccl", "symm_mem",
+    "gloo", "mpi", "nccl", "symm_mem", *OWN_WAYS,
     *dict.fromkeys((*ALGORITHMS["cuda"][1:], *ALGORITHMS["cpu"][1:])),
 )  # fmt: skip
 # How float32 values may travel, and who adds them: `--codec int8` or `--codec int8@ring`. The
