@@ -85,7 +85,7 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     with noting_errors(group):
         _require_same(tuple(signature), group)
         options = dist.AllreduceCoalescedOptions()
-        options.reduceOp = dist.ReduceOp.AVG
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = False
         for device in devices:
             if some := [gradient for gradient in gradients if gradient.device.type == device]:

@@ -49,5 +49,5 @@ def share_(tensor: torch.Tensor) -> torch.Tensor:
             f"ringreduce.share_ takes dense tensors on the CPU, not one that is {tensor.layout} on "
             f"{tensor.device}"
         )
-    tensor.set_(empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor))
+    tensor.data = empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return tensor

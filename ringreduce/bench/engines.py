@@ -117,9 +117,9 @@ class OperatorEngine(TorchEngine):
     """ringreduce's operator, without the Python part of torch.distributed."""
 
     def call(self, collective: Collective) -> Call:
-        op, tensor = collective.case.op, collective.tensor
         if type(collective) is not AllReduce:
             raise Unsupported("the operator is for all_reduce only")
+        op, tensor = collective.case.op, collective.tensor
         group = dist.group.WORLD
         assert group is not None
         run, name = torch.ops.ringreduce.all_reduce_.default, group.group_name
