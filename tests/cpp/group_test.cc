@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "algorithm/cut.h"
@@ -113,7 +114,8 @@ TEST(blocks_are_found_by_address) {
 }
 
 TEST(a_failed_operation_leaves_a_private_copy) {
-  ranks::inGroup(2, [](Group& group) {
+  std::atomic<bool> has_failed{false};
+  ranks::inGroup(2, [&](Group& group) {
     const auto block = SharedBlock::create(1 << 20);
     auto* data = reinterpret_cast<float*>(block->data());
     const size_t n = block->size() / sizeof(float);
@@ -127,10 +129,12 @@ TEST(a_failed_operation_leaves_a_private_copy) {
       operation.timeout = 50 * kMillisecond;
       std::string why;
       CHECK(failureOf([&] { group.run(operation); }, why) == Failure::kTimeout);
+      has_failed = true;
       std::memset(peers, 1, block->size());
       CHECK(!SharedBlock::holding(data, 1));
       CHECK(std::count(data, data + n, 7.f) == static_cast<long>(n));
     }
+    while (!has_failed) std::this_thread::yield();
     munmap(peers, block->size());
   });
 }
