@@ -87,6 +87,6 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = False
-        for device in devices:
-            if some := [gradient for gradient in gradients if gradient.device.type == device]:
-                group.allreduce_coalesced(some, options).wait()
+        for kind in dict.fromkeys((g.device, g.dtype) for g in gradients):
+            some = [g for g in gradients if (g.device, g.dtype) == kind]
+            group.allreduce_coalesced(some, options).wait()

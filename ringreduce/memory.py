@@ -1,11 +1,14 @@
 """Tensors in memory that the ranks of a host share."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ringreduce._backend import extension
 
 
-def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A CPU tensor in memory that the other ranks of this host can map.
 
     If all ranks of a group on one host pass such tensors of 64 KiB or more to `all_reduce`, it
@@ -13,7 +16,9 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     memory.  The call and its bits stay the same.  Other tensors and other groups work as before.
 
     Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
-    group.  It cannot be resized.  A forked child has a copy-on-write view of it.
+    group, and cannot be resized.  Keep such tensors: the first all_reduce of new ones maps them on
+    all ranks, and each takes a file descriptor.  A forked child cannot change them, but may see
+    what the parent writes later, and zeros after the parent has freed them.
 
     Args:
         size: the shape, as for `torch.empty`; elements are zero.
@@ -23,10 +28,11 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         ValueError: a negative size.
         Error: the system has no memory, or the process no file descriptor left.
     """
-    if any(n < 0 for n in size):
-        raise ValueError(f"ringreduce.empty: a tensor cannot have the shape {size}")
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(n < 0 for n in torch.Size(shape)):
+        raise ValueError(f"ringreduce.empty: a tensor cannot have the shape {tuple(shape)}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    tensor: torch.Tensor = extension().shared_tensor(size, dtype)
+    tensor: torch.Tensor = extension().shared_tensor(torch.Size(shape), dtype)
     return tensor
 
 
@@ -41,13 +47,13 @@ def share_(tensor: torch.Tensor) -> torch.Tensor:
         tensor: dense, on the CPU; a Parameter too.  It becomes contiguous.
 
     Raises:
-        ValueError: a tensor that is sparse or on another device.
+        ValueError: a tensor that is sparse, quantized or on another device.
         Error: as for `empty`.
     """
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise ValueError(
-            f"ringreduce.share_ takes dense tensors on the CPU, not one that is {tensor.layout} on "
-            f"{tensor.device}"
+            "ringreduce.share_ takes dense tensors on the CPU that are not quantized, not one of "
+            f"{tensor.dtype} that is {tensor.layout} on {tensor.device}"
         )
     tensor.data = empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import oracle
@@ -114,6 +115,42 @@ def test_a_lost_rank(pool: Pool, world: MakeWorld) -> None:
             assert "rank 1 " in outcome.message, outcome.message
 
 
+def a_group_that_fails(me: Rank) -> None:
+    """The failure of one group does not touch another one's part of the same memory."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    x = ringreduce.empty(2 * SIZE)
+    if me.rank == 1:
+        for _ in range(20):
+            dist.all_reduce(x[:SIZE], group=groups[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+    part = x[SIZE:]
+    lost = threading.Event()
+
+    def until_lost() -> None:
+        with pytest.raises(ringreduce.PeerLost):
+            while True:
+                dist.all_reduce(x[:SIZE], group=groups[0])
+        lost.set()
+
+    thread = threading.Thread(target=until_lost) if me.rank == 0 else None
+    if thread:
+        thread.start()
+    for _ in range(400):
+        part.fill_(1.0 + me.rank)
+        dist.all_reduce(part, group=groups[1])
+        assert part.eq(4.0).all()
+    if thread:
+        thread.join()
+        assert lost.is_set()
+    os._exit(0)
+
+
+def test_a_group_that_fails_leaves_others_alone(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(a_group_that_fails, world(3, 20.0), fresh=True)
+    found = [outcome.exitcode for outcome in call.outcomes() if isinstance(outcome, Died)]
+    assert found == [0, -signal.SIGKILL, 0], call.outcomes()
+
+
 def shared_model(me: Rank) -> list[str]:
     """Parameters that are shared before DDP is made train as others do."""
     digests = []
@@ -147,6 +184,13 @@ def test_arguments() -> None:
     wide = torch.arange(6.0).view(2, 3).t()
     kept = wide.clone()
     assert ringreduce.share_(wide) is wide and torch.equal(wide, kept) and wide.is_contiguous()
+    assert ringreduce.empty((2, 3)).shape == ringreduce.empty(torch.Size([2, 3])).shape == (2, 3)
+    for lazy in (
+        torch.randn(5, dtype=torch.cfloat).conj(),
+        torch.randn(5, dtype=torch.cfloat).imag,
+    ):
+        kept = lazy.clone()
+        assert torch.equal(ringreduce.share_(lazy), kept)
     with pytest.raises(ValueError, match="shape"):
         ringreduce.empty(-1)
     with pytest.raises(ValueError, match="dense tensors on the CPU"):

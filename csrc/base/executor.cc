@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -95,14 +96,15 @@ struct Executor::State : std::enable_shared_from_this<State> {
   std::condition_variable for_worker, for_callbacks, idle;
   std::deque<Item> queue;
   std::deque<Due> due;
-  uint64_t taken = 0;        // completions that were taken from due
-  int alive = 0;             // callback threads
-  int calling = 0;           // callback threads that are in a completion
-  bool abandoned = false;    // the callback threads are detached
-  bool busy = false;         // the token: an operation runs
-  bool asleep = false;       // the worker waits to be notified
-  bool hurried = false;      // the worker takes all that is queued at once
-  uint64_t quick = 0;        // submissions of quick operations
+  uint64_t taken = 0;                          // completions that were taken from due
+  int alive = 0;                               // callback threads
+  int calling = 0;                             // callback threads that are in a completion
+  bool abandoned = false;                      // the callback threads are detached
+  std::multiset<std::thread::id> own_callers;  // threads in the completion that they waited for
+  bool busy = false;                           // the token: an operation runs
+  bool asleep = false;                         // the worker waits to be notified
+  bool hurried = false;                        // the worker takes all that is queued at once
+  uint64_t quick = 0;                          // submissions of quick operations
   std::thread::id owner;     // the holder of the token, if that is a user's thread
   bool worker_done = false;  // no more completions will come
   bool stopping = false;
@@ -185,7 +187,10 @@ struct Executor::State : std::enable_shared_from_this<State> {
     busy = false;
     // Before the token can be taken: an operation is done before a later one has run.
     ended.due.completion = ended.handle->finish(error);
-    if (stopping) idle.notify_all();
+    if (stopping) {
+      idle.notify_all();
+      for_worker.notify_one();
+    }
     return ended;
   }
 
@@ -311,11 +316,15 @@ void Executor::runUntil(const OperationHandle& handle) {
     const bool is_own = ended.handle.get() == &handle;
     if (ended.interrupted && !is_own) interrupt = ended.due.error;
     if (!ended.due.completion) continue;
-    if (is_own) {  // a thread that waits may call its own completion
+    if (is_own) {  // a thread that waits may call its own completion, which may wait for what is
+                   // queued
+      if (state->asleep && !state->queue.empty()) state->for_worker.notify_one();
+      const auto caller = state->own_callers.insert(std::this_thread::get_id());
       lock.unlock();
       State::call(ended.due.completion, ended.due.error);
       ended = {};
       lock.lock();
+      state->own_callers.erase(caller);
     } else {
       state->queueCompletion(std::move(ended.due));
     }
@@ -357,7 +366,9 @@ void Executor::drain(void (*poll)()) {
   const auto self = std::this_thread::get_id();
   const auto& callback_threads = state->callback_threads;
   if (std::ranges::any_of(callback_threads, [&](auto& t) { return t.get_id() == self; })) return;
-  while (state->busy || state->calling > 0 || !state->queue.empty() || !state->due.empty()) {
+  if (state->own_callers.contains(self)) return;
+  while (state->busy || state->calling > 0 || !state->own_callers.empty() ||
+         !state->queue.empty() || !state->due.empty()) {
     state->idle.wait_for(lock, std::chrono::milliseconds(1));
     if (!poll) continue;
     lock.unlock();

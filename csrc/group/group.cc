@@ -204,7 +204,7 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
 }
 
 void Group::hurry() {
-  executor_->hurry();
+  if (forkGeneration() == generation_) executor_->hurry();
 }
 
 std::shared_ptr<OperationHandle> Group::submit(Operation operation,

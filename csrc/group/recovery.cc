@@ -16,8 +16,8 @@
 namespace ringreduce {
 namespace {
 
-// How long ranks that are no majority wait for one that cannot be reached and may come to the
-// store: it may belong to a larger side of a cut.
+// How long the others wait for a rank that cannot be reached and may come to the store: it may
+// belong to a larger side of a cut.  They do not wait if most ranks have come and cannot reach it.
 constexpr Nanos kSilentGrace = kSecond;
 // How much longer a rank may take that was stopped and runs again at the deadline; and how much
 // longer than the rank that proposes the others wait.
@@ -179,19 +179,18 @@ bool Recovery::mayPropose(const Watch& watch, const std::map<int, Standing>& cam
                           std::vector<int>& late, std::vector<int>& ended) const {
   late.clear();
   ended.clear();
-  bool silent = false;
-  size_t present = 1;
+  bool silent = false;  // one that may yet come
   for (const int rank : members_) {
     if (rank == rank_) continue;
     const Sight sight = watch.look(rank);
-    present += sight == Sight::kHere && came.contains(rank);
     if (sight == Sight::kEnded) ended.push_back(rank);
     if (sight == Sight::kEnded || came.contains(rank)) continue;
     if (sight == Sight::kHere) late.push_back(rank);
-    silent = silent || sight == Sight::kSilent;
+    const auto cut_off = static_cast<size_t>(std::ranges::count_if(
+        came, [&](const auto& one) { return contains(one.second.unreachable, rank); }));
+    silent = silent || (sight == Sight::kSilent && 2 * cut_off <= members_.size());
   }
-  const bool is_majority = 2 * present > members_.size();
-  return late.empty() && (!silent || is_majority || waited >= kSilentGrace);
+  return late.empty() && (!silent || waited >= kSilentGrace);
 }
 
 Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {

@@ -30,6 +30,7 @@ class SharedWires final : public Wires {
   void run(const Operation& operation, const OpSignature&) override {
     try {
       ringreduce::run(memory_.communicator(), operation);
+      if (SharedTensors* tensors = memory_.tensors()) tensors->finish();
     } catch (const Error& error) {
       // The group goes on without a lost rank, but this operation cannot.
       if (error.kind() == Failure::kPeerLost && !arbiter_.failed())

@@ -312,7 +312,8 @@ void Arbiter::recordLost(const std::vector<int>& ranks, Observed observed,
 void Arbiter::poll(int rank, Ready ready) {
   check();
   if (inline_ && options_.interrupt) options_.interrupt();
-  if (!inline_ && options_.interrupted && options_.interrupted(started_)) {
+  // Also where a user's thread runs it: Python's signals reach the main one only.
+  if (options_.interrupted && options_.interrupted(started_)) {
     abort("interrupted in " + textOf(current_));
     throwFailure();
   }

@@ -902,7 +902,11 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();
-  if (group && group->usesTensorsInPlace()) return sharedTensor({size}, options);
+  if (group && group->usesTensorsInPlace()) try {
+      return sharedTensor({size}, options);
+    } catch (const Error& error) {  // too many descriptors, for example: the slots will do
+      log(std::string("a tensor is not shared: ") + error.what());
+    }
   return tensorIn(pageAllocator()->allocate(bytesOf({size}, options)), {size}, options);
 }
 

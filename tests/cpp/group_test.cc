@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "algorithm/cut.h"
+#include "base/executor.h"
 #include "check.h"
 #include "ranks.h"
 #include "transport/shm/shared_block.h"
@@ -137,6 +138,45 @@ TEST(a_failed_operation_leaves_a_private_copy) {
     while (!has_failed) std::this_thread::yield();
     munmap(peers, block->size());
   });
+}
+
+TEST(a_completion_in_a_waiting_thread_may_wait_for_a_later_operation) {
+  for (const bool quick : {true, false}) {
+    Executor executor;
+    std::shared_ptr<OperationHandle> later;
+    std::atomic<bool> may_end{false};
+    const auto first = executor.submit(
+        [&](bool) {
+          while (!may_end) std::this_thread::yield();
+        },
+        [&](std::exception_ptr) { later->wait(kNever, nullptr); }, quick);
+    later = executor.submit([](bool) {}, nullptr, quick);
+    std::thread waiter([&] { executor.runUntil(*first); });
+    // By then the worker sleeps until the first operation ends.
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    may_end = true;
+    waiter.join();
+    executor.drain(nullptr);
+    CHECK(later->isDone());
+  }
+}
+
+TEST(an_executor_stops_while_a_thread_that_waits_runs_its_operations) {
+  Executor executor;
+  std::atomic<bool> may_end{false};
+  executor.submit(
+      [&](bool) {
+        while (!may_end) std::this_thread::yield();
+      },
+      nullptr, true);
+  const auto last = executor.submit([](bool) {}, nullptr, true);
+  std::thread waiter([&] { executor.runUntil(*last); });
+  std::thread stopper([&] { executor.stop(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  may_end = true;
+  waiter.join();
+  stopper.join();
+  CHECK(last->isDone());
 }
 
 TEST(queued_and_blocking_operations_keep_their_order) {

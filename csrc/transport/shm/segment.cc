@@ -2,6 +2,7 @@
 #include "transport/shm/segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -25,7 +26,12 @@ struct Mappings {
 };
 
 Mappings& mappings() {
-  static Mappings* all = new Mappings;  // never destroyed: groups may outlive static objects
+  // Never destroyed: groups may outlive static objects.
+  static Mappings* all = [] {
+    pthread_atfork([] { mappings().mutex.lock(); }, [] { mappings().mutex.unlock(); },
+                   [] { mappings().mutex.unlock(); });
+    return new Mappings;
+  }();
   return *all;
 }
 

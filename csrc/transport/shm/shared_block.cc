@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -81,28 +82,40 @@ std::shared_ptr<SharedBlock> SharedBlock::holding(const void* data, size_t bytes
   return holds ? block : nullptr;
 }
 
-void SharedBlock::detach() {
-  SharedBlocks& all = SharedBlocks::all();
-  const std::lock_guard lock(all.mutex);
-  if (detached_) return;
-  void* copy = mmap(nullptr, size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+void SharedBlock::detach(const std::byte* begin, size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto offset = static_cast<size_t>(begin - data());
+  const size_t first = roundUp(offset, page);
+  const size_t last = (offset + bytes) / page * page;
+  const size_t end = last + page == size() ? size() : last;
+  const std::lock_guard lock(SharedBlocks::all().mutex);
+  detached_ = true;
+  if (end <= first) return;
+  const size_t length = end - first;
+  void* copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (copy == MAP_FAILED)
     throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
-  std::memcpy(copy, data(), size());
-  if (mremap(copy, size(), size(), MREMAP_MAYMOVE | MREMAP_FIXED, data()) == MAP_FAILED)
+  std::memcpy(copy, data() + first, length);
+  if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, data() + first) == MAP_FAILED) {
+    const int error = errno;
+    munmap(copy, length);
+    errno = error;
     throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
-  detached_ = true;
+  }
 }
 
 SharedBlock::~SharedBlock() {
-  SharedBlocks& all = SharedBlocks::all();
-  const std::lock_guard lock(all.mutex);
-  all.by_address.erase(data());
-  --all.count;
-  // In a forked child it is the parent's memory.
-  if (!detached_)
-    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size()));
-  if (fd_ >= 0) close(fd_);
+  const bool is_parents = forkGeneration() != generation_;
+  {
+    SharedBlocks& all = SharedBlocks::all();
+    const std::lock_guard lock(all.mutex);
+    all.by_address.erase(data());
+    --all.count;
+    if (!is_parents && !detached_) madvise(data(), size(), MADV_REMOVE);
+    if (fd_ >= 0) close(fd_);
+  }
+  // The lock that it would take may have been held by a thread of the parent.
+  if (is_parents) new std::shared_ptr<Segment>(std::move(segment_));
 }
 
 }  // namespace ringreduce

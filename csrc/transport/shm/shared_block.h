@@ -2,8 +2,8 @@
 // (transport/shm/shared_tensors.h).
 //
 // A block belongs to the process, not to a group, and may outlive every group.  When it ends its
-// memory is freed at once, also where peers still map it.  A forked child has a copy-on-write view
-// of it, so the child cannot change the parent's tensors.
+// memory is freed at once, also where peers still map it.  A forked child cannot change it, but
+// sees what the parent and its peers write later to pages that the child has not written.
 #pragma once
 
 #include <sys/types.h>
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/fd.h"
 #include "transport/shm/segment.h"
 
 namespace ringreduce {
@@ -35,15 +36,17 @@ class SharedBlock : public std::enable_shared_from_this<SharedBlock> {
   dev_t device() const { return device_; }
   ino_t inode() const { return inode_; }
 
-  // Replaces its memory by a private copy: what peers write to the block later does not change it.
-  // It cannot be shared again.
-  void detach();
+  // Replaces the pages that hold nothing but these bytes by private copies: what peers write to
+  // them later does not change this process's.  Other groups may be using the rest.  The block is
+  // not offered again.  Throws Error(kSetup).
+  void detach(const std::byte* begin, size_t bytes);
 
  private:
   friend struct SharedBlocks;
   explicit SharedBlock(std::shared_ptr<Segment> segment);
 
-  const std::shared_ptr<Segment> segment_;
+  const int generation_ = forkGeneration();
+  std::shared_ptr<Segment> segment_;
   const uint64_t number_;
   // Not an Fd: a forked child needs it before it closes it.
   int fd_ = -1;

@@ -46,6 +46,8 @@ SharedTensors::SharedTensors(int rank, std::vector<RankPage*> pages, Exchange& e
 void SharedTensors::offer(uint64_t sequence, const void* data, size_t bytes) {
   sequence_ = sequence;
   own_ = data ? SharedBlock::holding(data, bytes) : nullptr;
+  own_data_ = static_cast<const std::byte*>(data);
+  own_bytes_ = bytes;
   if (!own_ && !has_offered_) return;
   has_offered_ = true;
   TensorOffer& offer = pages_[static_cast<size_t>(rank_)]->offers[sequence % kAnnouncements];
@@ -85,36 +87,33 @@ const std::vector<std::byte*>* SharedTensors::gather() {
 }
 
 const SharedTensors::Blocks& SharedTensors::blocksOf(const std::vector<TensorOffer>& offers) {
-  const auto is_these = [&](const Blocks& known) {
-    return std::ranges::equal(known.numbers, offers, {}, {}, &TensorOffer::block);
-  };
-  if (const auto found = std::ranges::find_if(known_, is_these); found != known_.end()) {
-    known_.splice(known_.begin(), known_, found);
-    return known_.front();
-  }
-  known_.push_front(map(offers));
-  if (known_.size() > kMostSets) known_.pop_back();
-  Blocks& blocks = known_.front();
-  blocks.usable = allHave(blocks.usable);
+  std::vector<uint64_t> numbers;
+  for (const TensorOffer& offer : offers) numbers.push_back(offer.block);
+  const auto [found, is_new] = known_.try_emplace(std::move(numbers));
+  Blocks& blocks = found->second;
+  blocks.used = sequence_;
+  if (!is_new) return blocks;
+  if (known_.size() > kMostSets)
+    known_.erase(
+        std::ranges::min_element(known_, {}, [](const auto& known) { return known.second.used; }));
+  blocks.segments = map(offers);
+  blocks.usable = allHave(!blocks.segments.empty());
   if (!blocks.usable) blocks.segments.clear();
   return blocks;
 }
 
-SharedTensors::Blocks SharedTensors::map(const std::vector<TensorOffer>& offers) const {
-  Blocks blocks{.numbers = {}, .segments = {}, .usable = true};
-  for (const TensorOffer& offer : offers) blocks.numbers.push_back(offer.block);
-  for (size_t r = 0; r < offers.size(); ++r) {
-    std::shared_ptr<Segment>& segment = blocks.segments.emplace_back();
-    if (static_cast<int>(r) == rank_) continue;
-    try {
-      segment = open(offers[r]);
+// By rank, without this one's; empty if one cannot be mapped.
+std::vector<std::shared_ptr<Segment>> SharedTensors::map(
+    const std::vector<TensorOffer>& offers) const {
+  std::vector<std::shared_ptr<Segment>> segments(offers.size());
+  for (size_t r = 0; r < offers.size(); ++r) try {
+      if (static_cast<int>(r) != rank_) segments[r] = open(offers[r]);
     } catch (const Error& error) {
-      if (known_.empty()) log(std::string("shared tensors go through the slots: ") + error.what());
-      blocks.usable = false;
-      break;
+      if (known_.size() == 1)
+        log(std::string("shared tensors go through the slots: ") + error.what());
+      return {};
     }
-  }
-  return blocks;
+  return segments;
 }
 
 // Whether all ranks say so.
@@ -131,7 +130,11 @@ bool SharedTensors::allHave(bool mine) {
 
 void SharedTensors::detach() {
   if (!own_) return;
-  own_->detach();
+  try {
+    own_->detach(own_data_, own_bytes_);
+  } catch (const Error& error) {  // that of the operation matters more
+    log(std::string("after a failed operation peers may write to a tensor: ") + error.what());
+  }
   own_ = nullptr;
 }
 

@@ -13,7 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <list>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -40,19 +40,22 @@ class SharedTensors {
   // The operation has failed: peers may still write to this rank's data.
   void detach();
 
+  // The operation is over.
+  void finish() { own_ = nullptr; }
+
  private:
   // Blocks that were offered together, and this process's mappings of them.
   struct Blocks {
-    std::vector<uint64_t> numbers;  // by rank
-    std::vector<std::shared_ptr<Segment>> segments;
-    bool usable;  // all ranks have mapped all
+    std::vector<std::shared_ptr<Segment>> segments;  // by rank
+    bool usable = true;                              // all ranks have mapped all
+    uint64_t used = 0;                               // the latest operation on them
   };
-  // More sets of blocks than a model has buckets.  A mapping of a block that has ended costs
-  // addresses, but no memory.
-  static constexpr size_t kMostSets = 256;
+  // More than a model has gradients.  A mapping of a block that has ended costs addresses, but no
+  // memory.
+  static constexpr size_t kMostSets = 4096;
 
   const Blocks& blocksOf(const std::vector<TensorOffer>& offers);
-  Blocks map(const std::vector<TensorOffer>& offers) const;
+  std::vector<std::shared_ptr<Segment>> map(const std::vector<TensorOffer>& offers) const;
   bool allHave(bool mine);
 
   const int rank_;
@@ -63,7 +66,9 @@ class SharedTensors {
   bool has_offered_ = false;  // ever
   uint64_t sequence_ = 0;
   std::shared_ptr<SharedBlock> own_;  // of the operation, or null
-  std::list<Blocks> known_;           // the latest used first; the same sets on all ranks
+  const std::byte* own_data_ = nullptr;
+  size_t own_bytes_ = 0;
+  std::map<std::vector<uint64_t>, Blocks> known_;  // by their numbers; the same sets on all ranks
   std::vector<TensorOffer> offers_;
   std::vector<std::byte*> places_;
 };
