@@ -35,16 +35,30 @@ struct SharedBlocks {
     return *blocks;
   }
 
-  // The child's view shows what is in the block, and keeps what the child writes.
+  // A view of the file shows what is in the block, and keeps what the child writes.  Some pages of
+  // a detached block are no longer those of the file, so the child gets a copy of it.
   static void inChild() {
     for (const auto& [address, block] : all().by_address) {
-      if (!std::exchange(block->detached_, true) &&
-          mmap(block->data(), block->size(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-               block->fd_, 0) == MAP_FAILED)
-        _exit(1);  // to go on would mean to write into the parent's tensors
+      const bool is_private = std::exchange(block->detached_, true)
+                                  ? makePrivate(block->data(), block->size())
+                                  : mmap(block->data(), block->size(), PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_FIXED, block->fd_, 0) != MAP_FAILED;
+      if (!is_private) _exit(1);  // to go on would mean to write into the parent's tensors
       close(std::exchange(block->fd_, -1));
     }
     all().mutex.unlock();
+  }
+
+  // Replaces whole pages by a copy that only this process has.  False, with errno, if it cannot.
+  static bool makePrivate(std::byte* pages, size_t bytes) {
+    void* copy = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return false;
+    std::memcpy(copy, pages, bytes);
+    if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, pages) != MAP_FAILED) return true;
+    const int error = errno;
+    munmap(copy, bytes);
+    errno = error;
+    return false;
   }
 };
 
@@ -90,18 +104,8 @@ void SharedBlock::detach(const std::byte* begin, size_t bytes) {
   const size_t end = last + page == size() ? size() : last;
   const std::lock_guard lock(SharedBlocks::all().mutex);
   detached_ = true;
-  if (end <= first) return;
-  const size_t length = end - first;
-  void* copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (copy == MAP_FAILED)
+  if (end > first && !SharedBlocks::makePrivate(data() + first, end - first))
     throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
-  std::memcpy(copy, data() + first, length);
-  if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, data() + first) == MAP_FAILED) {
-    const int error = errno;
-    munmap(copy, length);
-    errno = error;
-    throwErrno(Failure::kSetup, "cannot make a private copy of a shared tensor");
-  }
 }
 
 SharedBlock::~SharedBlock() {

@@ -47,7 +47,7 @@ class SharedTensors {
   // Blocks that were offered together, and this process's mappings of them.
   struct Blocks {
     std::vector<std::shared_ptr<Segment>> segments;  // by rank
-    bool usable = true;                              // all ranks have mapped all
+    bool usable = false;                             // all ranks have mapped all
     uint64_t used = 0;                               // the latest operation on them
   };
   // More than a model has gradients.  A mapping of a block that has ended costs addresses, but no
