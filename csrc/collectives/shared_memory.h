@@ -29,7 +29,7 @@ struct Communicator {
   Slots link_slots;
   WaitGuard& watch;
   Algorithm algorithm;
-  AddOrder order;
+  AddOrder order = AddOrder::kRing;
   SharedTensors* tensors = nullptr;  // null: tensors are not used in place
 
   int previousRank() const { return (rank + size - 1) % size; }
