@@ -1,12 +1,52 @@
 """Gradient averaging for training loops without DDP."""
 
+import weakref
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.distributed as dist
 
 from ringreduce._backend import devices_text, extension, noting_errors, ringreduce_group
 from ringreduce.errors import Mismatch
 
+# Gradients of this size are averaged where they are.  Smaller ones are copied into buckets, which
+# are as large as DDP's.
+LARGE_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+# The memory of each group's buckets, by dtype, device and number.
+_Kind = tuple[torch.dtype, torch.device]
+_memory: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[_Kind, int], torch.Tensor]]
+_memory = weakref.WeakKeyDictionary()
+
+
+def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups small gradients of one dtype and device, in order, in lists of about BUCKET_BYTES."""
+    buckets: dict[_Kind, list[torch.Tensor]] = {}
+    sizes: dict[_Kind, int] = {}
+    for gradient in gradients:
+        if gradient.nbytes >= LARGE_BYTES:
+            yield [gradient]
+            continue
+        kind = gradient.dtype, gradient.device
+        buckets.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.nbytes
+        if sizes[kind] >= BUCKET_BYTES:
+            yield buckets.pop(kind)
+            del sizes[kind]
+    yield from buckets.values()
+
+
+def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> torch.Tensor:
+    """The elements of a bucket, in memory that is kept for the next step."""
+    kept = _memory.setdefault(group, {})
+    place = (bucket[0].dtype, bucket[0].device), number
+    elements = sum(gradient.numel() for gradient in bucket)
+    if place not in kept or kept[place].numel() != elements:
+        kept[place] = bucket[0].new_empty(elements)
+    return torch.cat([gradient.reshape(-1) for gradient in bucket], out=kept[place])
 
 
 def _meeting_device(group: dist.ProcessGroup) -> torch.device:
@@ -45,9 +85,10 @@ def _require_same(signature: tuple[int, ...], group: dist.ProcessGroup) -> None:
 def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replaces each parameter's gradient by its average over the group's ranks.
 
-    Call it on all ranks after backward and before the optimizer's step.  Large gradients are
-    averaged where they are, and small ones of one dtype in buckets, so that many small parameters
-    cost little.  Parameters whose `.grad` is None are left out; they must be the same on all ranks.
+    Call it on all ranks after backward and before the optimizer's step.  Gradients of 1 MiB or more
+    are averaged where they are, and smaller ones of one dtype in buckets, so that many small
+    parameters cost little.  Parameters whose `.grad` is None are left out; they must be the same on
+    all ranks.
 
     Args:
         model: its `.parameters()` have dense gradients of floating dtypes, in CPU memory or, where
@@ -84,9 +125,16 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     group = ringreduce_group(group, call=True)
     with noting_errors(group):
         _require_same(tuple(signature), group)
-        options = dist.AllreduceCoalescedOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        options.asyncOp = False
-        for kind in dict.fromkeys((g.device, g.dtype) for g in gradients):
-            some = [g for g in gradients if (g.device, g.dtype) == kind]
-            group.allreduce_coalesced(some, options).wait()
+        pending = []
+        for number, bucket in enumerate(_buckets(gradients)):
+            flat = bucket[0] if len(bucket) == 1 else _flat(bucket, group, number)
+            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            pending.append((bucket, flat, work))
+        for bucket, flat, work in pending:
+            work.wait()
+            if len(bucket) == 1:
+                continue
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)]
+            )

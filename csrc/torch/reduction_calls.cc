@@ -39,10 +39,8 @@ Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& op
 }
 
 // Several small tensors of one dtype become one message, because each operation waits for all
-// ranks.  A large tensor goes alone, because it would be copied twice.  Between hosts that costs
-// less than a message more.
+// ranks.  A large tensor goes alone, because it would be copied twice.
 constexpr size_t kFusedTensorBytes = 64 << 10, kFusedBytes = Buffers::kBytes;
-constexpr size_t kFusedBetweenHosts = 25 << 20;
 
 Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& options,
                          const std::shared_ptr<Buffers>& buffers, const char* call) {
@@ -144,10 +142,6 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                    ? fusedAllReduce(some, options, buffers_, kCall)
                                    : allReduceOf(some[0], options, kCall));
     };
-    const std::shared_ptr<Group> group = this->group();
-    const bool between_hosts = group->hosts() != nullptr;
-    const size_t most = between_hosts ? kFusedBetweenHosts : kFusedTensorBytes;
-    const size_t most_together = between_hosts ? kFusedBetweenHosts : kFusedBytes;
     Tensors small;
     size_t bytes = 0;
     const auto flush = [&] {
@@ -156,18 +150,19 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
       bytes = 0;
     };
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.nbytes() > most) {
+      if (tensor.nbytes() > kFusedTensorBytes) {
+        flush();
         add({tensor});
         continue;
       }
-      if (bytes + tensor.nbytes() > most_together ||
+      if (bytes + tensor.nbytes() > kFusedBytes ||
           (!small.empty() && small[0].scalar_type() != tensor.scalar_type()))
         flush();
       small.push_back(tensor);
       bytes += tensor.nbytes();
     }
     flush();
-    return start(*group, std::move(job), options.asyncOp);
+    return start(*group(), std::move(job), options.asyncOp);
   });
 }
 
