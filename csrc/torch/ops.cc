@@ -35,17 +35,17 @@ c10d::ReduceOp::RedOpType opNamed(std::string_view name) {
                     "band, bor and bxor, not '", name, "'");
 }
 
-void runAllReduce(const at::Tensor& tensor, c10::string_view op, const std::string& group_name) {
+void runAllReduce(const at::Tensor& tensor, const std::string& op, const std::string& group_name) {
   const auto group = c10d::resolve_process_group(group_name);
   const auto backend = group->getBackend(tensor.device().type());
   c10d::AllreduceOptions options;
-  options.reduceOp = opNamed({op.data(), op.size()});
+  options.reduceOp = opNamed(op);
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{tensor};
   asRingreduce(*backend).allreduce(tensors, options)->wait();
 }
 
-void onMeta(const at::Tensor&, c10::string_view, const std::string&) {}
+void onMeta(const at::Tensor&, const std::string&, const std::string&) {}
 
 }  // namespace
 
