@@ -196,6 +196,9 @@ namespace {
 
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
+// If NCCL refuses a call because a rank is lost: how long the watchdog may take to name that rank,
+// or to report that none is known (RemoteRanks::probe).
+constexpr Nanos kVerdict = 2 * kSecond;
 
 // The text of a group's error without the group, the rank that noticed it, and the advice.
 std::string causeOf(const std::string& text) {
@@ -348,7 +351,11 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
   try {
     // The error of this host's group names the rank to blame.
     if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
-    group->fail(Failure::kAborted, hosts.rank(),
+    const bool noticed_by_nccl = why.kind() == Failure::kPeerLost || !ncclError().empty();
+    const Nanos end = deadlineIn(kVerdict);
+    while (noticed_by_nccl && !group->failed() && now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    group->fail(noticed_by_nccl ? Failure::kPeerLost : Failure::kAborted, hosts.rank(),
                 group->who(hosts.rank()) + " gave up: " + why.what() +
                     (call.label ? " (" + call.label() + ")" : ""));
   } catch (const Error&) {

@@ -185,18 +185,21 @@ def test_an_abort_ends_what_waits_in_a_stream(pool: Pool, layout: str) -> None:
         assert outcome == Done(outcome.rank, "Aborted" if outcome.rank != 1 else "")
 
 
-def until_one_dies(me: Rank) -> None:
+def until_one_dies(me: Rank, synchronize: bool) -> None:
     x = torch.ones(10_000, device="cuda")
     for k in range(10**9):
         dist.all_reduce(x, dist.ReduceOp.MAX)
-        torch.cuda.synchronize()
+        if synchronize:
+            torch.cuda.synchronize()
         if k == 2:
             me.tell("flowing")
 
 
+# Without synchronize() a loss is most often noticed by NCCL, in a call that it refuses.
+@pytest.mark.parametrize("synchronize", [True, False])
 @pytest.mark.parametrize("layout", ["ab", "aabb"])
-def test_a_killed_rank(pool: Pool, layout: str) -> None:
-    call = start(pool, until_one_dies, layout, fresh=True)
+def test_a_killed_rank(pool: Pool, layout: str, synchronize: bool) -> None:
+    call = start(pool, until_one_dies, layout, synchronize, fresh=True)
     for rank in range(len(layout)):
         call.heard(rank)
     call.signal(1, signal.SIGKILL)
