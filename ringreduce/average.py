@@ -15,9 +15,8 @@ LARGE_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
-
-# The memory of each group's buckets, by dtype, device and number.
 _Kind = tuple[torch.dtype, torch.device]
+# The memory of each group's buckets, by kind and number.
 _memory: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[_Kind, int], torch.Tensor]]
 _memory = weakref.WeakKeyDictionary()
 

@@ -69,6 +69,7 @@ struct InterNodeCommunicator::State {
   void finish(Pending& pending, cudaStream_t stream);
   [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
                            cudaStream_t stream);
+  void awaitVerdict(const Error& why);
   void follow(cudaStream_t stream);
   void deliver(const GpuAllReduce& call, cudaStream_t stream);
   std::string ncclError();
@@ -196,8 +197,8 @@ namespace {
 
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
-// If NCCL refuses a call because a rank is lost: how long the watchdog may take to name that rank,
-// or to report that none is known (RemoteRanks::probe).
+// How long the watchdog may take to name the lost rank that made NCCL refuse a call, or to report
+// that none is known: longer than the patience of RemoteRanks::probe.
 constexpr Nanos kVerdict = 2 * kSecond;
 
 // The text of a group's error without the group, the rank that noticed it, and the advice.
@@ -345,17 +346,24 @@ void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream)
   pending.set(done);
 }
 
+// NCCL may notice a lost rank before the group does, and does not name it: gives the watchdog time
+// to.  It asks NCCL only while the group has not failed, since a failure frees NCCL's communicator
+// once `calls` is free, or after kCallsEnd.
+void InterNodeCommunicator::State::awaitVerdict(const Error& why) {
+  if (group->failed() || (why.kind() != Failure::kPeerLost && ncclError().empty())) return;
+  for (const Nanos end = deadlineIn(kVerdict); !group->failed() && now() < end;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 // Ends a call of which parts may be in the streams: the other ranks wait for the rest.
 void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
                                           Pending& pending, cudaStream_t stream) {
   try {
     // The error of this host's group names the rank to blame.
     if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
-    const bool noticed_by_nccl = why.kind() == Failure::kPeerLost || !ncclError().empty();
-    const Nanos end = deadlineIn(kVerdict);
-    while (noticed_by_nccl && !group->failed() && now() < end)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    group->fail(noticed_by_nccl ? Failure::kPeerLost : Failure::kAborted, hosts.rank(),
+    awaitVerdict(why);
+    group->fail(why.kind() == Failure::kPeerLost ? Failure::kPeerLost : Failure::kAborted,
+                hosts.rank(),
                 group->who(hosts.rank()) + " gave up: " + why.what() +
                     (call.label ? " (" + call.label() + ")" : ""));
   } catch (const Error&) {
