@@ -363,13 +363,13 @@ TEST(a_rank_that_does_not_come_is_named_by_all) {
     std::atomic<int> told{0};
     onHosts(hosts, [&](Rank& rank) {
       std::vector<float> data(1000, 1);
-      // It knows when it comes, and puts nothing into its stream.
+      // It comes late: most often it has heard, and then puts nothing into its stream.
       while (rank.rank == 2 && told < rank.size - 1)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const auto failure = failureOf([&] { sum(rank, data, 600 * kMillisecond); }, "rank 2 (pid ");
       ++told;
       CHECK(failure == Failure::kTimeout);
-      CHECK(rank.rank == 2 ? data[0] == 1 : isPoisoned(data));
+      CHECK(isPoisoned(data) || (rank.rank == 2 && data[0] == 1));
       CHECK(failureOf([&] { rank.communicator.check(); }, "did not arrive") == Failure::kTimeout);
     });
   }

@@ -69,6 +69,7 @@ struct InterNodeCommunicator::State {
   void finish(Pending& pending, cudaStream_t stream);
   [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
                            cudaStream_t stream);
+  bool isEcho(const Error& why) const;
   void awaitVerdict(const Error& why);
   void follow(cudaStream_t stream);
   void deliver(const GpuAllReduce& call, cudaStream_t stream);
@@ -104,6 +105,7 @@ struct InterNodeCommunicator::State {
   EventPool events;
   std::shared_ptr<Event> last;
   unsigned long long last_stream = 0;  // its number
+  Nanos echo_since = 0;                // for the watchdog's thread
   std::unique_ptr<Watchdog> watchdog;  // last: its threads use the rest
 };
 
@@ -197,8 +199,8 @@ namespace {
 
 // How long an abort waits for a call that is putting work into streams.
 constexpr Nanos kCallsEnd = 300 * kMillisecond;
-// How long the watchdog may take to name the lost rank that made NCCL refuse a call, or to report
-// that none is known: longer than the patience of RemoteRanks::probe.
+// How long the watchdog may take to name the rank to blame for what this rank noticed first, or to
+// report that none is known: longer than the patience of RemoteRanks::probe.
 constexpr Nanos kVerdict = 2 * kSecond;
 
 // The text of a group's error without the group, the rank that noticed it, and the advice.
@@ -209,11 +211,19 @@ std::string causeOf(const std::string& text) {
 
 }  // namespace
 
+// Ranks abort the group of their host when the group over all hosts has failed.  Such an abort may
+// arrive before the failure itself, which says why and names the rank to blame.
+bool InterNodeCommunicator::State::isEcho(const Error& why) const {
+  return why.kind() == Failure::kAborted && host_group->failed();
+}
+
 void InterNodeCommunicator::State::checkHost() {
   try {
     local->check();
     host_group->checkHealth();
   } catch (const Error& error) {
+    if (echo_since == 0) echo_since = now();
+    if (isEcho(error) && now() - echo_since < kVerdict) return;
     group->fail(error.kind(), hosts.rank(), causeOf(error.what()));
   }
 }
@@ -346,11 +356,12 @@ void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream)
   pending.set(done);
 }
 
-// NCCL may notice a lost rank before the group does, and does not name it: gives the watchdog time
-// to.  It asks NCCL only while the group has not failed, since a failure frees NCCL's communicator
-// once `calls` is free, or after kCallsEnd.
+// Gives the watchdog time to name the rank to blame: NCCL may notice a lost rank before the group
+// does, and neither NCCL nor an echo names it.  NCCL is asked only while the group has not failed,
+// since a failure frees NCCL's communicator once `calls` is free, or after kCallsEnd.
 void InterNodeCommunicator::State::awaitVerdict(const Error& why) {
-  if (group->failed() || (why.kind() != Failure::kPeerLost && ncclError().empty())) return;
+  if (group->failed()) return;
+  if (why.kind() != Failure::kPeerLost && !isEcho(why) && ncclError().empty()) return;
   for (const Nanos end = deadlineIn(kVerdict); !group->failed() && now() < end;)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
@@ -359,9 +370,9 @@ void InterNodeCommunicator::State::awaitVerdict(const Error& why) {
 void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
                                           Pending& pending, cudaStream_t stream) {
   try {
+    if (!host_group->failed() || isEcho(why)) awaitVerdict(why);
     // The error of this host's group names the rank to blame.
     if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
-    awaitVerdict(why);
     group->fail(why.kind() == Failure::kPeerLost ? Failure::kPeerLost : Failure::kAborted,
                 hosts.rank(),
                 group->who(hosts.rank()) + " gave up: " + why.what() +
