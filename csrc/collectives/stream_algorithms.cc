@@ -69,17 +69,37 @@ void gatherByRing(Transport& transport, const Blocks& blocks) {
     for (size_t j = 0; j < slicesOf(blocks.bytes[x], slice); ++j)
       visit(piece(blocks.bytes[x], slice, j));
   };
-  // The block of the rank before this one comes first.
-  for (size_t x = blocks.bytes.size() - 1; x > 0; --x)
-    forEachSlice(x,
-                 [&](Span s) { transport.expect(previous, blocks.places[x] + s.begin, s.size); });
-  transport.send(next, blocks.own, blocks.bytes[0]);
+  struct Slice {
+    const std::byte* data;
+    size_t bytes;
+  };
+  std::vector<Slice> sends;  // in this order
+  forEachSlice(0, [&](Span s) { sends.push_back({blocks.own + s.begin, s.size}); });
+  // Slice k that arrives is slice own + k that is sent, so the window is at most `own`.
+  const size_t own = sends.size();
+  size_t arrivals = 0;
+  // The block of the rank before this one comes first; the next rank's own is not forwarded.
   for (size_t x = blocks.bytes.size() - 1; x > 0; --x)
     forEachSlice(x, [&](Span s) {
-      transport.peek(previous);
-      transport.release(previous);
-      if (x > 1) transport.send(next, blocks.places[x] + s.begin, s.size);
+      transport.expect(previous, blocks.places[x] + s.begin, s.size);
+      ++arrivals;
+      if (x > 1) sends.push_back({blocks.places[x] + s.begin, s.size});
     });
+
+  size_t sent = 0;
+  const auto sendUpTo = [&](size_t end) {
+    for (; sent < std::min(end, sends.size()); ++sent)
+      transport.send(next, sends[sent].data, sends[sent].bytes);
+  };
+  const size_t window = streamWindow(own, sliceBytes(blocks.bytes[0]), P, Transport::kWindow,
+                                     transport.options().cost);
+  sendUpTo(window);
+  for (size_t k = 0; k < arrivals; ++k) {
+    transport.peek(previous);
+    transport.release(previous);
+    sendUpTo(k + 1 + window);
+  }
+  sendUpTo(sends.size());
 }
 
 }  // namespace ringreduce

@@ -61,6 +61,7 @@ struct Blocks {
 void gatherByBruck(Transport& transport, const Blocks& blocks, int radix);
 
 // Slice by slice round the ring: each rank forwards the blocks that it receives, except the last.
+// A rank sends no further ahead of what it receives than streamWindow().
 void gatherByRing(Transport& transport, const Blocks& blocks);
 
 // ---- direct sum
@@ -354,18 +355,29 @@ class MoveRing : RingPass {
 // them: the other ranks send theirs and wait for its sums.
 inline constexpr size_t kMostUnderWay = 256 << 20;
 
-// How many slices of each chunk are in flight.  A rank has twice as many buffers as partial sums in
-// flight, since as many results may be in flight to a root that is the next rank.  So the ranks
-// never all wait for a buffer.
-constexpr size_t streamWindow(size_t slices, int ranks, size_t buffers) {
+// The rate, in bytes/s, that the window of a ring allows for: more than one stream over TCP moves.
+inline constexpr double kMostRate = 5e9;
+
+// How many slices of each chunk are in flight: a bound on how far a rank's sends run ahead of what
+// it receives.  It is what the wire needs and not more.  A long queue in one direction of a line
+// delays the acknowledgements of the other direction, and congestion control then keeps that one
+// far below the line's rate (docs/design.md).
+//
+// A rank has twice as many buffers as partial sums in flight, since as many results may be in
+// flight to a root that is the next rank.  So the ranks never all wait for a buffer.
+constexpr size_t streamWindow(size_t slices, size_t slice_bytes, int ranks, size_t buffers,
+                              const WireCost& cost) {
   const size_t of_each_chunk = kMostUnderWay / kPieceBytes / static_cast<size_t>(ranks);
-  return std::min({slices, buffers / 2 - 1, std::max<size_t>(1, of_each_chunk)});
+  const size_t wanted = 3 * kPieceBytes + static_cast<size_t>(cost.hop * kMostRate);
+  return std::min({slices, buffers / 2 - 1, std::max<size_t>(1, of_each_chunk),
+                   ceilDiv(wanted, std::max<size_t>(1, slice_bytes))});
 }
 
 inline void runStreamRing(Transport& transport, const RingCall& call,
                           size_t buffers = Transport::kWindow) {
   RingShape shape = RingPass::shapeOf(transport, call);
-  shape.window = streamWindow(call.slices, shape.world_size, buffers);
+  shape.window = streamWindow(call.slices, call.slice * sizeOf(call.kernels.partial),
+                              shape.world_size, buffers, transport.options().cost);
   ExpectRing expect(transport, call);
   runRing(expect, shape);
   MoveRing move(transport, call);

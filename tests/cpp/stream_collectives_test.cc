@@ -113,11 +113,14 @@ TEST(the_stand_in_is_hard_on_mistakes) {
            "something was expected and not taken");
 }
 
-TEST(a_window_is_bounded_by_what_the_whole_ring_has_under_way) {
-  CHECK_EQ(streamWindow(1000, 4, 256), 127u);
-  CHECK_EQ(streamWindow(100, 4, 256), 100u);
+TEST(a_window_is_bounded_by_what_the_wire_needs_and_by_what_the_whole_ring_has_under_way) {
+  const WireCost near{}, far{.hop = 0.05};
+  CHECK_EQ(streamWindow(1000, kPieceBytes, 4, 256, far), 127u);
+  CHECK_EQ(streamWindow(100, kPieceBytes, 4, 256, far), 100u);
+  CHECK_EQ(streamWindow(1000, kPieceBytes, 4, 256, near), 4u);
+  CHECK_EQ(streamWindow(1000, kLeastSlice, 4, 256, near), 58u);
   for (const int ranks : {16, 100, 1000, 16'000}) {
-    const size_t window = streamWindow(1000, ranks, 256);
+    const size_t window = streamWindow(1000, kPieceBytes, ranks, 256, far);
     CHECK(window >= 1 &&
           window * static_cast<size_t>(ranks) <=
               std::max<size_t>(kMostUnderWay / kPieceBytes, static_cast<size_t>(ranks)));
