@@ -11,13 +11,15 @@ from ringreduce._backend import extension
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A CPU tensor in memory that the other ranks of this host can map.
 
-    If all ranks of a group on one host pass such tensors of 64 KiB or more to `all_reduce`, it
-    reads and writes them where they are, without the copies into and out of the group's own
-    memory.  The call and its bits stay the same.  Other tensors and other groups work as before.
+    If all ranks of a group on one host pass such tensors of 64 KiB or more, `all_reduce`, `reduce`
+    and `broadcast` use them where they are, without the copies into and out of the group's own
+    memory.  `all_gather`, `reduce_scatter` and `all_to_all` with even parts do so if the inputs are
+    such tensors; a list of inputs must be consecutive parts of one.  The call and its bits stay the
+    same.  Other tensors, calls and groups work as before.
 
     Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
-    group, and cannot be resized.  Keep such tensors: the first all_reduce of new ones maps them on
-    all ranks, and each takes a file descriptor.  A forked child cannot change them, but may see
+    group, and cannot be resized.  Keep such tensors: the first call with new ones maps them on all
+    ranks, and each takes a file descriptor.  A forked child cannot change them, but may see
     what the parent writes later, and zeros after the parent has freed them.
 
     Args:

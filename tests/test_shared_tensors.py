@@ -1,4 +1,4 @@
-"""ringreduce.empty and share_: tensors that all_reduce uses where they are."""
+"""ringreduce.empty and share_: tensors that collectives use where they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import oracle
 import pytest
@@ -53,6 +54,50 @@ def as_other_tensors(me: Rank) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_as_other_tensors(pool: Pool, world: MakeWorld, size: int) -> None:
     pool.run(as_other_tensors, world(size))
+
+
+def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str]:
+    """What the collectives give that can use shared tensors in place; of memory from `make`."""
+    whole = me.world_size * SIZE
+    part, everything, out = make(SIZE), make(whole), make(whole)
+    found = []
+
+    def given(t: torch.Tensor, salt: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(100 * salt + me.rank)
+        return t.copy_(torch.randn(t.numel(), generator=draw))
+
+    def keep(*tensors: torch.Tensor) -> None:
+        found.append(oracle.digest(*tensors))
+
+    for k in range(3):
+        dist.broadcast(given(part, k), me.world_size - 1)
+        keep(part)
+        dist.reduce(given(part, k), 1)
+        keep(*[part] * (me.rank == 1))
+        dist.all_gather_into_tensor(out, given(part, k))
+        keep(part, out)
+        dist.reduce_scatter_tensor(part, given(everything, k), dist.ReduceOp.AVG)
+        keep(part, everything)
+        dist.all_to_all_single(out, given(everything, k))
+        keep(out, everything)
+        uneven = [SIZE - 5 if r == me.rank else SIZE for r in range(me.world_size)]
+        dist.all_to_all_single(out[: sum(uneven)], everything[: sum(uneven)], uneven, uneven)
+        keep(out)
+        shards = list(given(everything, k).chunk(me.world_size))[::-1]  # not in one piece
+        dist.reduce_scatter(part, shards)
+        keep(part)
+    return found
+
+
+def every_collective(me: Rank) -> None:
+    expected = moved_and_reduced(me, torch.empty)
+    assert moved_and_reduced(me, ringreduce.empty) == expected
+    assert moved_and_reduced(me, ringreduce.empty if me.rank else torch.empty) == expected
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(every_collective, world(size))
 
 
 def fresh_memory(me: Rank) -> None:

@@ -1,6 +1,7 @@
 // All-gather.
 //
-// Shared memory: each rank fills its slots and copies those of all others out.
+// Shared memory: each rank fills its slots and copies those of all others out, or copies from their
+// tensors if all are shared.
 // Streams: Bruck's algorithm for small messages, otherwise the ring, straight from and to the
 // caller's memory.
 #include <algorithm>
@@ -27,6 +28,10 @@ void SparseAllReduce::reorder(const std::vector<int>& ranks) {
 
 // ---- over shared memory
 
+SharedData AllGather::shared(int rank) const {
+  return {input, counts[static_cast<size_t>(rank)] * sizeOf(dtype)};
+}
+
 void allGather(Communicator& c, const AllGather& a) {
   Exchange& exchange = c.exchange;
   const size_t width = sizeOf(a.dtype);
@@ -41,6 +46,13 @@ void allGather(Communicator& c, const AllGather& a) {
     if (output(0) != input) copyBytes(output(0), input, a.counts[0] * width);
     return;
   }
+  const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
+    for (int k = 0; k < c.size; ++k) {
+      const auto r = static_cast<size_t>((c.rank + k) % c.size);
+      if (a.outputs[r] != data[r]) copyBytes(a.outputs[r], data[r], a.counts[r] * width);
+    }
+  };
+  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
   const size_t most = *std::max_element(a.counts.begin(), a.counts.end()) * width;
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, exchange.slotBytes()));
   const uint64_t first = exchange.begin(slices);

@@ -30,46 +30,18 @@ void ring(Communicator& c, const AllReduce& a) {
                        .window = static_cast<size_t>(c.link_slots.depth) / 2});
 }
 
-// Rank r adds chunk r of all inputs where they lie, and writes the sum to all of them.  Nobody else
-// reads or writes that chunk.  The announcement of the operation says that an input may be used,
-// and the barrier that all results are written.  `data`: by rank, here.
-void inPlace(Communicator& c, const AllReduce& a, const std::vector<std::byte*>& data) {
-  constexpr size_t kTileBytes = 16 << 10;  // stays in the first cache between the two passes
-  const ReduceKernels& kernels = reduceKernels(a.dtype, a.op);
-  const size_t width = sizeOf(a.dtype), tile = kTileBytes / width;
-  const Span chunk = Cut{a.count, c.size}.chunk(c.rank);
-  std::vector<const void*> ordered(data.size());
-  for (size_t at = chunk.begin; at < chunk.end(); at += tile) {
-    const size_t n = std::min(tile, chunk.end() - at);
-    for (int k = 0; k < c.size; ++k)
-      ordered[static_cast<size_t>(k)] =
-          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] + at * width;
-    std::byte* const sum = data[static_cast<size_t>(c.rank)] + at * width;
-    kernels.reduce(sum, ordered.data(), c.size, n, c.size);
-    for (int k = 1; k < c.size; ++k)
-      copyBytes(data[static_cast<size_t>((c.rank + k) % c.size)] + at * width, sum, n * width);
-  }
-  barrier(c, Barrier{});
-}
-
 }  // namespace
 
-SharedData inPlace(const CollectiveCall& call) {
-  // Below it, a round of flags more costs as much as the copies that it saves.
-  constexpr size_t kLeastBytes = 64 << 10;
-  const auto* a = std::get_if<AllReduce>(&call);
-  if (!a || a->op == ReduceOp::kPremulSum) return {};  // that one scales its input first
-  const size_t bytes = a->count * sizeOf(a->dtype);
-  return bytes >= kLeastBytes ? SharedData{a->data, bytes} : SharedData{};
+SharedData AllReduce::shared(int) const {
+  if (op == ReduceOp::kPremulSum) return {};  // it scales its input first
+  return {data, count * sizeOf(dtype)};
 }
 
 void allReduce(Communicator& c, const AllReduce& a) {
-  if (c.tensors) try {
-      if (const auto* data = c.tensors->gather()) return inPlace(c, a, *data);
-    } catch (...) {
-      c.tensors->detach();
-      throw;
-    }
+  const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
+    reduceInPlace(c, data, a.count, a.dtype, a.op, Reducible::kEverybody);
+  };
+  if (inPlace(c, PeerWrites::kYes, where_they_lie)) return;
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   if (c.size == 1) return;  // the reduction of one value is the value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};

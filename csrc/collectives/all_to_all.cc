@@ -1,8 +1,10 @@
 // All-to-all.
 //
 // Shared memory: each rank shares its slots out between the others.  The number of slices depends
-// on the longest message between any two ranks. Streams: each rank sends each other its part,
-// beginning with the next rank, so that the ranks do not all begin with the same one.
+// on the longest message between any two ranks.  If all messages are equally long and all ranks'
+// inputs are shared, each rank copies its parts from there.
+// Streams: each rank sends each other its part, beginning with the next rank, so that the ranks do
+// not all begin with the same one.
 //
 // Unless all messages are equally long by agreement, the ranks exchange their counts first.  That
 // also finds a rank that expects another number of elements than it is sent.
@@ -43,6 +45,11 @@ void AllToAll::reorder(const std::vector<int>& ranks) {
 
 // ---- over shared memory
 
+SharedData AllToAll::shared(int) const {
+  if (!even) return {};  // a rank does not know where the others' parts begin
+  return inOnePiece(inputs, send_counts, sizeOf(dtype));
+}
+
 namespace {
 
 // The elements of the longest message.  Throws if a rank sends another count than its receiver
@@ -71,6 +78,15 @@ void allToAll(Communicator& c, const AllToAll& a) {
   const auto index = [](int r) { return static_cast<size_t>(r); };
   const auto outgoing = [&](int r) { return static_cast<const std::byte*>(a.inputs[index(r)]); };
   const auto incoming = [&](int r) { return static_cast<std::byte*>(a.outputs[index(r)]); };
+  const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
+    const size_t bytes = a.send_counts[0] * width;
+    for (int k = 0; k < c.size; ++k) {
+      const int r = (c.rank + k) % c.size;
+      const std::byte* const mine = data[index(r)] + index(c.rank) * bytes;
+      if (incoming(r) != mine) copyBytes(incoming(r), mine, bytes);
+    }
+  };
+  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
   const uint64_t longest = a.even ? a.send_counts[0] : agreeOnLongest(c, a);
 
   const Parts parts(c, width);

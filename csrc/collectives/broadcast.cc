@@ -2,8 +2,10 @@
 //
 // Shared memory: the root fills slots and the others copy them out.  The root waits only if it has
 // no free slot, so it may be as many steps ahead as it has slots.  The other ranks post their steps
-// too, without data, so that each rank sees which ranks have arrived. Streams: a binomial tree for
-// small messages, otherwise a chain of all ranks, which pass each slice on as it comes.
+// too, without data, so that each rank sees which ranks have arrived.  If all ranks' tensors are
+// shared, rank r copies chunk r of the root's to all others.
+// Streams: a binomial tree for small messages, otherwise a chain of all ranks, which pass each
+// slice on as it comes.
 #include <algorithm>
 
 #include "algorithm/choose.h"
@@ -14,8 +16,21 @@
 
 namespace ringreduce {
 
+SharedData Broadcast::shared(int) const {
+  return {data, count * sizeOf(dtype)};
+}
+
 void broadcast(Communicator& c, const Broadcast& b) {
   if (c.size == 1) return;
+  const auto chunk_by_chunk = [&](const std::vector<std::byte*>& data) {
+    const size_t width = sizeOf(b.dtype);
+    const Span chunk = Cut{b.count, c.size}.chunk(c.rank);
+    const std::byte* const source = data[static_cast<size_t>(b.root)];
+    for (int k = 1; k < c.size; ++k)
+      copyBytes(data[static_cast<size_t>((b.root + k) % c.size)] + chunk.begin * width,
+                source + chunk.begin * width, chunk.size * width);
+  };
+  if (inPlace(c, c.rank == b.root ? PeerWrites::kNo : PeerWrites::kYes, chunk_by_chunk)) return;
   Exchange& exchange = c.exchange;
   const size_t bytes = b.count * sizeOf(b.dtype);
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(bytes, exchange.slotBytes()));

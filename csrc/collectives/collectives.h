@@ -9,6 +9,7 @@
 //     std::string problem(int world_size) const     why it is refused; empty if it is not
 //     void sign(OpSignature&) const                  what else the ranks compare
 //     void reorder(const std::vector<int>& ranks)    its other lists by rank, in another order
+//     SharedData shared(int rank) const              its memory that peers use in place
 //
 // Memory is the caller's and dense.  A list that is `by rank` has an entry for each rank of the
 // group.  Inputs are only read.  An output shares no memory with an input unless it is said.
@@ -29,6 +30,13 @@ namespace ringreduce {
 
 class Transport;
 
+// Memory of this rank that the other ranks read or write, if all ranks have theirs in shared blocks
+// (transport/shm/shared_tensors.h); null if the call has no such way.
+struct SharedData {
+  const void* data = nullptr;
+  size_t bytes = 0;
+};
+
 // In place: `data` holds this rank's addends and receives the reduction over all ranks.
 struct AllReduce {
   static constexpr Kind kKind = Kind::kAllReduce;
@@ -37,6 +45,8 @@ struct AllReduce {
   DType dtype;
   ReduceOp op;
   double factor = 1;  // PREMUL_SUM: this rank's, applied to its addends first
+
+  SharedData shared(int rank) const;
 };
 void allReduce(Communicator&, const AllReduce&);
 void allReduce(Transport&, const AllReduce&);
@@ -76,6 +86,8 @@ struct Reduce {
   ReduceOp op;
   int root;
   double factor = 1;
+
+  SharedData shared(int rank) const;
 };
 void reduce(Communicator&, const Reduce&);
 void reduce(Transport&, const Reduce&);
@@ -90,6 +102,8 @@ struct ReduceScatter {
   DType dtype;
   ReduceOp op;
   double factor = 1;
+
+  SharedData shared(int rank) const;
 };
 void reduceScatter(Communicator&, const ReduceScatter&);
 void reduceScatter(Transport&, const ReduceScatter&);
@@ -104,6 +118,8 @@ struct Broadcast {
   size_t count;
   DType dtype;
   int root;
+
+  SharedData shared(int rank) const;
 };
 void broadcast(Communicator&, const Broadcast&);
 void broadcast(Transport&, const Broadcast&);
@@ -115,6 +131,8 @@ struct AllGather {
   std::vector<void*> outputs = {};  // by rank
   std::vector<size_t> counts = {};  // by rank, the same on all ranks
   DType dtype;
+
+  SharedData shared(int rank) const;
 };
 void allGather(Communicator&, const AllGather&);
 void allGather(Transport&, const AllGather&);
@@ -181,6 +199,7 @@ struct AllToAll {
   std::string problem(int world_size) const;
   void sign(OpSignature& signature) const;
   void reorder(const std::vector<int>& ranks);
+  SharedData shared(int rank) const;
 };
 void allToAll(Communicator&, const AllToAll&);
 void allToAll(Transport&, const AllToAll&);
@@ -224,14 +243,6 @@ void perform(Wires& wires, const CollectiveCall& call) {
   std::visit(function, call);
 }
 
-// The memory of this rank that the collective would use in place, if it lies in a block and that is
-// worth two rounds of flags; null if there is no such way.
-struct SharedData {
-  const void* data = nullptr;
-  size_t bytes = 0;
-};
-SharedData inPlace(const CollectiveCall& call);
-
 // ---- between hosts (hierarchy.h)
 
 // A compressed all-reduce between the ranks of a list, this one among them, in that order.  An
@@ -256,6 +267,42 @@ struct SumsOfHosts {
   int world_size;  // addends of each element, for the average
 };
 void allReduceSums(Transport&, const SumsOfHosts&);
+
+// ---- helpers for calls in shared tensors
+
+// Whether other ranks write to this rank's data: after a failure they may do so late.
+enum class PeerWrites { kNo, kYes };
+
+// Calls body(data) if all ranks have the data of this operation in shared blocks; `data` is where
+// they lie in this process, by rank.  Returns false, and does nothing, if they have not.
+//
+// The announcement of the operation says that a rank's data may be used, and the barrier that all
+// ranks are done with them.
+template <class Body>
+bool inPlace(Communicator& c, PeerWrites writes, Body body) {
+  if (!c.tensors || c.size == 1) return false;
+  try {
+    const std::vector<std::byte*>* const data = c.tensors->gather();
+    if (!data) return false;
+    body(*data);
+    barrier(c, Barrier{});
+    return true;
+  } catch (...) {
+    if (writes == PeerWrites::kYes) c.tensors->detach();
+    throw;
+  }
+}
+
+// The memory of parts that follow each other; null if they do not.
+inline SharedData inOnePiece(const std::vector<const void*>& parts,
+                             const std::vector<size_t>& counts, size_t width) {
+  const auto* end = static_cast<const std::byte*>(parts[0]);
+  for (size_t r = 0; r < parts.size(); ++r) {
+    if (parts[r] != end) return {};
+    end += counts[r] * width;
+  }
+  return {parts[0], static_cast<size_t>(end - static_cast<const std::byte*>(parts[0]))};
+}
 
 // ---- helpers for calls with lists of their own
 

@@ -1,6 +1,6 @@
 // Reduce: an all-reduce whose result only one rank wants.  The same bits with less traffic.
 //
-// Shared memory: direct or two-shot (reduction.h).
+// Shared memory: direct or two-shot (reduction.h); in place if all ranks' tensors are shared.
 // Streams: for small messages the root receives all addends and adds them; otherwise the first half
 // of the ring, whose results go to the root.  In the order of ranks (algorithm/cut.h) the root adds
 // large messages too.
@@ -14,7 +14,17 @@
 
 namespace ringreduce {
 
+SharedData Reduce::shared(int rank) const {
+  // Another output of the root is no memory that peers could write to.
+  if (op == ReduceOp::kPremulSum || (rank == root && output != input)) return {};
+  return {input, count * sizeOf(dtype)};
+}
+
 void reduce(Communicator& c, const Reduce& r) {
+  const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
+    reduceInPlace(c, data, r.count, r.dtype, r.op, r.root);
+  };
+  if (inPlace(c, c.rank == r.root ? PeerWrites::kYes : PeerWrites::kNo, where_they_lie)) return;
   const size_t bytes = r.count * sizeOf(r.dtype);
   Reducible reducible{r.input, c.rank == r.root ? r.output : nullptr, r.count, r.dtype, r.op,
                       r.root};

@@ -1,9 +1,10 @@
 // Reduce-scatter.
 //
 // Shared memory: each rank puts the others' parts into its slot, and adds its own part of all
-// slots. That moves the bytes which an all-reduce moves to get its sums, and no more. Streams: for
-// small messages each rank sends each other its part and adds what it receives; otherwise the first
-// half of the ring.
+// slots.  That moves the bytes which an all-reduce moves to get its sums, and no more.  If all
+// ranks' inputs are shared, it adds its own part of them where they lie.
+// Streams: for small messages each rank sends each other its part and adds what it receives;
+// otherwise the first half of the ring.
 //
 // Rank r's part is added in the order r+1, ..., r: an all-reduce whose chunks are these parts gives
 // the same bits.  In the order of ranks (algorithm/cut.h) it is added in that, and the ring is not
@@ -89,7 +90,23 @@ void scatter(Communicator& c, const ReduceScatter& r, bool sums) {
 
 }  // namespace
 
+SharedData ReduceScatter::shared(int) const {
+  if (op == ReduceOp::kPremulSum) return {};  // it scales its inputs first
+  return inOnePiece(inputs, counts, sizeOf(dtype));
+}
+
 void reduceScatter(Communicator& c, const ReduceScatter& r) {
+  const auto from_their_tensors = [&](const std::vector<std::byte*>& data) {
+    const auto me = static_cast<size_t>(c.rank);
+    const size_t before = std::accumulate(r.counts.begin(), r.counts.begin() + c.rank, size_t{0});
+    std::vector<const void*> ordered(data.size());
+    for (int k = 0; k < c.size; ++k)
+      ordered[static_cast<size_t>(k)] =
+          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] +
+          before * sizeOf(r.dtype);
+    reduceKernels(r.dtype, r.op).reduce(r.output, ordered.data(), c.size, r.counts[me], c.size);
+  };
+  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
   scatter(c, r, /*sums=*/false);
 }
 

@@ -105,4 +105,24 @@ void Reduction::reduce(Span span, std::byte* dst, uint64_t j, int excluded) {
   });
 }
 
+void reduceInPlace(Communicator& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
+                   ReduceOp op, int root) {
+  constexpr size_t kTileBytes = 16 << 10;  // stays in the first cache between the two passes
+  const ReduceKernels& kernels = reduceKernels(dtype, op);
+  const size_t width = sizeOf(dtype), tile = kTileBytes / width;
+  const Span chunk = Cut{count, c.size}.chunk(c.rank);
+  const int first = root == Reducible::kEverybody ? c.rank : root;
+  std::vector<const void*> ordered(data.size());
+  for (size_t at = chunk.begin; at < chunk.end(); at += tile) {
+    const size_t n = std::min(tile, chunk.end() - at);
+    for (int k = 0; k < c.size; ++k)
+      ordered[static_cast<size_t>(k)] =
+          data[static_cast<size_t>(kthToAdd(c.rank, k, c.size, c.order))] + at * width;
+    std::byte* const result = data[static_cast<size_t>(first)] + at * width;
+    kernels.reduce(result, ordered.data(), c.size, n, c.size);
+    for (int k = 1; k < c.size && root == Reducible::kEverybody; ++k)
+      copyBytes(data[static_cast<size_t>((c.rank + k) % c.size)] + at * width, result, n * width);
+  }
+}
+
 }  // namespace ringreduce

@@ -80,6 +80,11 @@ class Reduction {
   std::vector<const void*> ordered_;  // the addends of a chunk, first to last
 };
 
+// Rank r reduces chunk r of all inputs where they lie, and writes it to the data of `root`, or of
+// all ranks.  No other rank reads or writes that chunk.  `data`: of each rank, here.
+void reduceInPlace(Communicator& c, const std::vector<std::byte*>& data, size_t count, DType dtype,
+                   ReduceOp op, int root);
+
 // The five ring primitives (algorithm/ring.h) for a CPU: slots of links, and the reduction kernels.
 //
 // On their way to the owner, halves travel as float32 (the kernels' partial type): they are rounded

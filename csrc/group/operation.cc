@@ -33,6 +33,8 @@ concept Signs = requires(const Call c, OpSignature a) { c.sign(a); };
 template <class Call>
 concept Reorders = requires(Call c, const std::vector<int>& ranks) { c.reorder(ranks); };
 template <class Call>
+concept Shares = requires(const Call c, int rank) { SharedData{c.shared(rank)}; };
+template <class Call>
 concept HasProblem = requires(const Call c, int world_size) { c.problem(world_size); };
 
 // Each Kind has one call.
@@ -131,6 +133,18 @@ OpSignature announce(const Operation& operation, uint64_t sequence) {
       },
       operation.call);
   return a;
+}
+
+SharedData sharedData(const Operation& operation, int rank) {
+  // Below it, a round of flags more costs as much as the copies that it saves.
+  constexpr size_t kLeastBytes = 64 << 10;
+  return std::visit(
+      [&]<class Call>(const Call& call) {
+        SharedData found;
+        if constexpr (Shares<Call>) found = call.shared(rank);
+        return found.bytes >= kLeastBytes ? found : SharedData{};
+      },
+      operation.call);
 }
 
 size_t bytesOf(const Operation& operation) {

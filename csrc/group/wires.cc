@@ -23,7 +23,7 @@ class SharedWires final : public Wires {
   void setPatience(Patience patience) override { memory_.setPatience(patience); }
   void prepare(const Operation& operation, uint64_t sequence) override {
     if (SharedTensors* tensors = memory_.tensors()) {
-      const auto [data, bytes] = inPlace(operation.call);
+      const auto [data, bytes] = sharedData(operation, memory_.communicator().rank);
       tensors->offer(sequence, data, bytes);
     }
   }

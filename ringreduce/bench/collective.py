@@ -6,6 +6,7 @@ bandwidth follows from its size. `collectives` lists all that there are.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Case:
     rank: int
     world: int
     device: str = "cpu"
+    shares: bool = False  # the buffers are tensors of ringreduce.empty
 
 
 class Collective(ABC):
@@ -103,7 +105,11 @@ class Collective(ABC):
         return self._inputs(count, salt * self.case.world + receiver)
 
     def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=getattr(torch, self.case.dtype), device=self.case.device)
+        dtype = getattr(torch, self.case.dtype)
+        if self.case.shares:
+            tensor: torch.Tensor = importlib.import_module("ringreduce").empty(count, dtype=dtype)
+            return tensor
+        return torch.empty(count, dtype=dtype, device=self.case.device)
 
 
 class InShares(Collective):

@@ -101,16 +101,7 @@ class CodecEngine(TorchEngine):
 
 
 class SharedEngine(TorchEngine):
-    """ringreduce's all_reduce of a tensor that the ranks of a host share (ringreduce.empty)."""
-
-    def call(self, collective: Collective) -> Call:
-        case = collective.case
-        if type(collective) is not AllReduce:
-            raise Unsupported("shared tensors are for all_reduce only")
-        library = importlib.import_module("ringreduce")
-        tensor = library.empty(case.count, dtype=getattr(torch, case.dtype))
-        collective.tensor = collective.output = tensor
-        return collective.torch_call()
+    """ringreduce on tensors that the ranks of a host share (ringreduce.empty)."""
 
 
 class OperatorEngine(TorchEngine):

@@ -12,7 +12,7 @@ from ringreduce.bench.channel import Message
 from ringreduce.bench.clocks import clock_for
 from ringreduce.bench.collective import Call, Case, Collective
 from ringreduce.bench.collectives import COLLECTIVES
-from ringreduce.bench.engines import Engine, make_engine
+from ringreduce.bench.engines import Engine, SharedEngine, make_engine
 from ringreduce.bench.servant import Servant, run
 
 
@@ -32,7 +32,8 @@ class Rank(Servant):
         """Make the buffers of a row; those of the row before are freed first."""
         self.collective = None
         self.call = lambda: None
-        case = Case(count, dtype, op, self.engine.rank, self.world, self.device)
+        shares = isinstance(self.engine, SharedEngine)
+        case = Case(count, dtype, op, self.engine.rank, self.world, self.device, shares)
         self.collective = COLLECTIVES[collective](case)
         self.call = self.engine.call(self.collective)
         return {}

@@ -103,6 +103,62 @@ TEST(shared_tensors_give_the_canonical_bits) {
     }
 }
 
+// Each collective that has a way in place gives what it gives on other memory, and leaves its
+// inputs.
+TEST(every_collective_in_shared_tensors) {
+  constexpr DType kType = DType::kFloat32;
+  for (const int P : {2, 3, 4})
+    for (const size_t n : {size_t{16384}, size_t{30011}}) {
+      const auto index = [](int r) { return static_cast<size_t>(r); };
+      const size_t whole = index(P) * n;
+      ranks::inGroup(P, [&](Group& group) {
+        const int me = group.rank();
+        const auto block = SharedBlock::create(2 * whole * sizeof(float));
+        std::vector<float> plain(2 * whole);
+        // A call reads the first `whole` floats of its memory and writes the others, or in place.
+        const auto inputs = [&](float* memory) {
+          std::vector<const void*> parts;
+          for (int r = 0; r < P; ++r) parts.push_back(memory + index(r) * n);
+          return parts;
+        };
+        const auto outputs = [&](float* memory) {
+          std::vector<void*> parts;
+          for (int r = 0; r < P; ++r) parts.push_back(memory + whole + index(r) * n);
+          return parts;
+        };
+        const std::vector<size_t> counts(index(P), n);
+        const std::vector<std::function<CollectiveCall(float*)>> calls{
+            [&](float* m) { return Broadcast{m, whole, kType, P - 1}; },
+            [&](float* m) { return Reduce{m, m, whole, kType, ReduceOp::kSum, 1}; },
+            [&](float* m) { return Reduce{m, m + whole, whole, kType, ReduceOp::kAvg, 1}; },
+            [&](float* m) { return AllGather{m, outputs(m), counts, kType}; },
+            [&](float* m) {  // its input lies in its output
+              return AllGather{m + whole + index(me) * n, outputs(m), counts, kType};
+            },
+            [&](float* m) {
+              return ReduceScatter{inputs(m), counts, m + whole, kType, ReduceOp::kAvg};
+            },
+            [&](float* m) {  // its output lies in its input
+              return ReduceScatter{inputs(m), counts, m + index(me) * n, kType, ReduceOp::kSum};
+            },
+            [&](float* m) { return AllToAll{inputs(m), outputs(m), counts, counts, true, kType}; },
+        };
+        for (size_t k = 0; k < 3 * calls.size(); ++k) {
+          const bool shares = k < 2 * calls.size() || me > 0;  // at last one rank has none
+          std::vector<float> own;
+          if (!shares) own.resize(2 * whole);
+          float* const memory = shares ? reinterpret_cast<float*>(block->data()) : own.data();
+          for (float* m : {plain.data(), memory}) {
+            std::ranges::copy(input(me, whole), m);
+            std::ranges::copy(input(me + P, whole), m + whole);
+            group.run({calls[k % calls.size()](m)});
+          }
+          CHECK(std::equal(plain.begin(), plain.end(), memory));
+        }
+      });
+    }
+}
+
 TEST(blocks_are_found_by_address) {
   auto block = SharedBlock::create(100000);
   const std::byte* data = block->data();
