@@ -109,6 +109,13 @@ CASES = (
         line=LAN,
     ),
     Case(
+        "lan_300",
+        "2 hosts, 300 Mbit/s, 0.2 ms round trip",
+        hosts=2,
+        sizes=(25 * MIB,),
+        line={"rate_mbit": 300, "delay_ms": 0.1},
+    ),
+    Case(
         "lan_4",
         "4 hosts, 1 Gbit/s each (tbf, MTU 9000)",
         hosts=4,

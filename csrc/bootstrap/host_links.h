@@ -63,7 +63,8 @@ class HostLinks {
   // The most addresses of one rank that data is shared out to.
   size_t mostPaths() const;
   int connections() const { return connections_; }  // RINGREDUCE_LANES; 0: as many as help
-  Nanos lostAfter() const { return lost_after_; }   // RINGREDUCE_LOST_SECONDS
+  const std::string& congestion() const { return congestion_; }  // RINGREDUCE_CONGESTION
+  Nanos lostAfter() const { return lost_after_; }                // RINGREDUCE_LOST_SECONDS
 
  private:
   struct Early {

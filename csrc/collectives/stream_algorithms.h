@@ -361,7 +361,7 @@ inline constexpr double kMostRate = 5e9;
 // How many slices of each chunk are in flight: a bound on how far a rank's sends run ahead of what
 // it receives.  It is what the wire needs and not more.  A long queue in one direction of a line
 // delays the acknowledgements of the other direction, and congestion control then keeps that one
-// far below the line's rate (docs/design.md).
+// far below the line's rate (docs/hosts.md).
 //
 // A rank has twice as many buffers as partial sums in flight, since as many results may be in
 // flight to a root that is the next rank.  So the ranks never all wait for a buffer.

@@ -67,7 +67,9 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
 std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
   const std::vector<int>& ranks = links_->ring().ranks;
   const WireCost& cost = links_->cost();
-  TcpOptions tcp{.shown = ranks, .lost_after = links_->lostAfter()};
+  TcpOptions tcp{.shown = ranks,
+                 .lost_after = links_->lostAfter(),
+                 .leaves_bbr = links_->congestion().empty()};
   WaitGuard* guard = &arbiter;
   if (!ranks.empty())
     guard = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();

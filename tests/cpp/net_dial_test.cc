@@ -147,16 +147,20 @@ TEST(who_is_stopped_is_waited_for_and_who_is_deaf_is_not) {
   CHECK(contains(failure(calling({{deserted()}})), "connection refused"));
 }
 
+std::string congestionOf(const Socket& socket) {
+  char name[32] = {};
+  socklen_t size = sizeof name;
+  CHECK(getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0);
+  return name;
+}
+
 TEST(congestion_control_is_set_or_an_error) {
   Group group;
   group.admit();
   DialOptions options;
   options.congestion = "reno";
   const Socket ours = group.dial(options);
-  char name[32] = {};
-  socklen_t size = sizeof name;
-  CHECK(getsockopt(ours.get(), IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0);
-  CHECK_EQ(std::string(name), "reno");
+  CHECK_EQ(congestionOf(ours), "reno");
   options.congestion = "none-such";
   const std::string text = failure([&] { group.dial(options); });
   CHECK(contains(text, "RINGREDUCE_CONGESTION=none-such") && contains(text, "reno"));

@@ -2,6 +2,8 @@
 // those of ranks that are gone.
 #include <linux/filter.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -175,6 +177,42 @@ TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
       CHECK_EQ(limit > 0 && limit < (1u << 20), connections > 1);
     }
   }
+}
+
+// Reno stands for a choice of the system's, since every process may set it.
+TEST(a_short_path_leaves_bbr_alone_unless_it_was_chosen) {
+  for (const bool chosen : {false, true})
+    for (const std::string before : {"bbr", "reno"}) {
+      Alone alone({.min_connections = 2, .leaves_bbr = !chosen});
+      std::atomic<bool> is_set = true;
+      alone.prepare = [&](const TcpPair& pair) {
+        if (setsockopt(pair.dialled.get(), IPPROTO_TCP, TCP_CONGESTION, before.data(),
+                       static_cast<socklen_t>(before.size())) != 0)
+          is_set = false;  // this kernel has no BBR, or this process may not use it
+      };
+      // More than the kernel's buffers hold, so it is still being sent when the others are read.
+      const std::vector<unsigned char> data(32 << 20, 7);
+      std::jthread reader([&](const std::stop_token& stop) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        std::vector<char> buffer(1 << 20);
+        while (!stop.stop_requested()) {
+          const std::lock_guard lock(alone.mutex);
+          for (const Fd& socket : alone.theirs)
+            while (recv(socket.get(), buffer.data(), buffer.size(), MSG_DONTWAIT) > 0) continue;
+        }
+      });
+      alone.me.operation(
+          [&](Transport& transport) { transport.send(1, data.data(), data.size()); });
+      reader.request_stop();
+      reader.join();
+      const std::lock_guard lock(alone.mutex);
+      for (const Fd& socket : alone.ours) {
+        char name[16] = {};
+        socklen_t size = sizeof name;
+        CHECK(getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0);
+        if (is_set) CHECK_EQ(std::string(name) == before, chosen || before == "reno");
+      }
+    }
 }
 
 TEST(connections_are_no_more_than_there_are_descriptors_for) {

@@ -410,8 +410,6 @@ Moved RecvStream::progress() {
 
 namespace {
 
-// One connection fills a path with a shorter round trip, if nothing is lost.
-constexpr Nanos kLongPath = 2 * kMillisecond;
 // Connections on a long path: slow start needs a round trip for each doubling.  BBR needs fewer.
 constexpr int kAtFirst = 8, kAtFirstWithBbr = 4;
 constexpr double kWorthwhile = 1.15;

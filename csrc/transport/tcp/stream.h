@@ -214,6 +214,9 @@ class RecvStream {
 // had data to send doubles its connections as long as that makes it faster; on a short path it goes
 // back when it did not.
 
+// One connection fills a path with a shorter round trip, if nothing is lost.
+inline constexpr Nanos kLongPath = 2 * kMillisecond;
+
 // How many connections to begin with, if the round trip is known beforehand.
 int initialConnections(Nanos round_trip);
 

@@ -139,11 +139,23 @@ constexpr Nanos kIdle = kSecond / 2;
 // Bytes of buffers that are kept from one operation to the next.
 constexpr size_t kKeptBuffers = 64 << 20;
 
-bool isBbr(const Fd& socket) {
+bool usesBbr(const Fd& socket) {
   std::array<char, 16> name{};  // with the terminating zero
   socklen_t size = name.size() - 1;
   return getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) == 0 &&
          std::string_view(name.data()).starts_with("bbr");
+}
+
+// BBR paces a connection by the rate at which acknowledgements return.  On a short path that is
+// busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
+// path. A control that reacts to loss keeps the path full.  The kernel allows Reno to every
+// process.
+void leaveBbr(const Fd& socket) {
+  if (!usesBbr(socket)) return;
+  for (const std::string_view name : {"cubic", "reno"})
+    if (setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                   static_cast<socklen_t>(name.size())) == 0)
+      return;
 }
 
 net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
@@ -158,7 +170,7 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
     sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
     sample.retransmits += info.tcpi_total_retrans;
-    if (i == 0) sample.bbr = isBbr(connection.socket);
+    if (i == 0) sample.bbr = usesBbr(connection.socket);
   }
   return sample;
 }
@@ -279,7 +291,10 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.connections() == 0 || now() < o.next_look) return;
   o.next_look = now() + kLookEvery;
-  const int wanted = o.count.look(sampleOf(o.stream), o.busy);
+  const net::ConnectionCount::Sample sample = sampleOf(o.stream);
+  if (options.leaves_bbr && sample.round_trip > 0 && sample.round_trip <= net::kLongPath)
+    for (int i = 0; i < o.stream.connections(); ++i) leaveBbr(o.stream.connection(i).socket);
+  const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
   if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)

@@ -28,6 +28,8 @@ struct TcpOptions {
   // When the control ring declares a rank lost.  Bytes of a rank that has left or ended are awaited
   // for twice as long after the last ones arrived.
   Nanos lost_after = 3 * kSecond;
+  // Connections on a short path do not keep BBR.  False if the user chose a congestion control.
+  bool leaves_bbr = true;
 };
 
 class TcpTransport final : public Transport {
