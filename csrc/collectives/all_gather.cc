@@ -52,7 +52,7 @@ void allGather(Communicator& c, const AllGather& a) {
       if (a.outputs[r] != data[r]) copyBytes(a.outputs[r], data[r], a.counts[r] * width);
     }
   };
-  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
+  if (inPlace(c, from_their_tensors)) return;
   const size_t most = *std::max_element(a.counts.begin(), a.counts.end()) * width;
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(most, exchange.slotBytes()));
   const uint64_t first = exchange.begin(slices);

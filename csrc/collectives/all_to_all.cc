@@ -82,11 +82,10 @@ void allToAll(Communicator& c, const AllToAll& a) {
     const size_t bytes = a.send_counts[0] * width;
     for (int k = 0; k < c.size; ++k) {
       const int r = (c.rank + k) % c.size;
-      const std::byte* const mine = data[index(r)] + index(c.rank) * bytes;
-      if (incoming(r) != mine) copyBytes(incoming(r), mine, bytes);
+      copyBytes(incoming(r), data[index(r)] + index(c.rank) * bytes, bytes);
     }
   };
-  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
+  if (inPlace(c, from_their_tensors)) return;
   const uint64_t longest = a.even ? a.send_counts[0] : agreeOnLongest(c, a);
 
   const Parts parts(c, width);

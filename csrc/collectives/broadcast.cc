@@ -30,7 +30,7 @@ void broadcast(Communicator& c, const Broadcast& b) {
       copyBytes(data[static_cast<size_t>((b.root + k) % c.size)] + chunk.begin * width,
                 source + chunk.begin * width, chunk.size * width);
   };
-  if (inPlace(c, c.rank == b.root ? PeerWrites::kNo : PeerWrites::kYes, chunk_by_chunk)) return;
+  if (inPlace(c, chunk_by_chunk)) return;
   Exchange& exchange = c.exchange;
   const size_t bytes = b.count * sizeOf(b.dtype);
   const uint64_t slices = std::max<uint64_t>(1, ceilDiv(bytes, exchange.slotBytes()));

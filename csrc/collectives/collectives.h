@@ -270,25 +270,27 @@ void allReduceSums(Transport&, const SumsOfHosts&);
 
 // ---- helpers for calls in shared tensors
 
-// Whether other ranks write to this rank's data: after a failure they may do so late.
-enum class PeerWrites { kNo, kYes };
-
 // Calls body(data) if all ranks have the data of this operation in shared blocks; `data` is where
-// they lie in this process, by rank.  Returns false, and does nothing, if they have not.
+// they lie in this process, by rank.  Returns false if they have not; no data has moved then.
 //
 // The announcement of the operation says that a rank's data may be used, and the barrier that all
-// ranks are done with them.
+// ranks are done with them.  A rank whose call fails leaves its data to its caller while others may
+// still read and write them.  So it takes a private copy, and a rank that finds the group failed
+// after the barrier fails too: the pages at both ends of the data are shared with other tensors,
+// and are not copied.
 template <class Body>
-bool inPlace(Communicator& c, PeerWrites writes, Body body) {
+bool inPlace(Communicator& c, Body body) {
   if (!c.tensors || c.size == 1) return false;
   try {
     const std::vector<std::byte*>* const data = c.tensors->gather();
     if (!data) return false;
     body(*data);
     barrier(c, Barrier{});
+    auto never = [] { return false; };
+    if (c.watch.failed()) c.watch.poll(c.previousRank(), Ready(never));
     return true;
   } catch (...) {
-    if (writes == PeerWrites::kYes) c.tensors->detach();
+    c.tensors->detach();
     throw;
   }
 }

@@ -24,7 +24,7 @@ void reduce(Communicator& c, const Reduce& r) {
   const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
     reduceInPlace(c, data, r.count, r.dtype, r.op, r.root);
   };
-  if (inPlace(c, c.rank == r.root ? PeerWrites::kYes : PeerWrites::kNo, where_they_lie)) return;
+  if (inPlace(c, where_they_lie)) return;
   const size_t bytes = r.count * sizeOf(r.dtype);
   Reducible reducible{r.input, c.rank == r.root ? r.output : nullptr, r.count, r.dtype, r.op,
                       r.root};

@@ -106,7 +106,7 @@ void reduceScatter(Communicator& c, const ReduceScatter& r) {
           before * sizeOf(r.dtype);
     reduceKernels(r.dtype, r.op).reduce(r.output, ordered.data(), c.size, r.counts[me], c.size);
   };
-  if (inPlace(c, PeerWrites::kNo, from_their_tensors)) return;
+  if (inPlace(c, from_their_tensors)) return;
   scatter(c, r, /*sums=*/false);
 }
 

@@ -170,30 +170,42 @@ TEST(blocks_are_found_by_address) {
   CHECK(!SharedBlock::holding(data, 1));
 }
 
+// What a peer writes later does not arrive, and a peer that reads late does not see what the caller
+// writes then: also where peers only read.
 TEST(a_failed_operation_leaves_a_private_copy) {
-  std::atomic<bool> has_failed{false};
-  ranks::inGroup(2, [&](Group& group) {
-    const auto block = SharedBlock::create(1 << 20);
-    auto* data = reinterpret_cast<float*>(block->data());
-    const size_t n = block->size() / sizeof(float);
-    group.run({AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}});  // maps it
-    std::fill(data, data + n, 7.f);
-    // As a peer would, which has a mapping of its own.
-    void* peers = mmap(nullptr, block->size(), PROT_WRITE, MAP_SHARED, block->fd(), 0);
-    CHECK(peers != MAP_FAILED);
-    if (group.rank() == 0) {  // the other does not come
-      Operation operation{AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}};
-      operation.timeout = 50 * kMillisecond;
-      std::string why;
-      CHECK(failureOf([&] { group.run(operation); }, why) == Failure::kTimeout);
-      has_failed = true;
-      std::memset(peers, 1, block->size());
-      CHECK(!SharedBlock::holding(data, 1));
-      CHECK(std::count(data, data + n, 7.f) == static_cast<long>(n));
-    }
-    while (!has_failed) std::this_thread::yield();
-    munmap(peers, block->size());
-  });
+  for (const bool only_read : {false, true}) {
+    std::atomic<bool> has_failed{false};
+    ranks::inGroup(2, [&](Group& group) {
+      const auto block = SharedBlock::create(1 << 20);
+      auto* data = reinterpret_cast<float*>(block->data());
+      const size_t n = block->size() / sizeof(float);
+      std::vector<float> gathered(2 * n);
+      group.run({AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}});  // maps it
+      std::fill(data, data + n, 7.f);
+      // As a peer would, which has a mapping of its own.
+      void* mapped =
+          mmap(nullptr, block->size(), PROT_READ | PROT_WRITE, MAP_SHARED, block->fd(), 0);
+      CHECK(mapped != MAP_FAILED);
+      if (group.rank() == 0) {  // the other does not come
+        Operation operation{AllReduce{data, n, DType::kFloat32, ReduceOp::kSum}};
+        if (only_read)
+          operation.call =
+              AllGather{data, {gathered.data(), gathered.data() + n}, {n, n}, DType::kFloat32};
+        operation.timeout = 50 * kMillisecond;
+        std::string why;
+        CHECK(failureOf([&] { group.run(operation); }, why) == Failure::kTimeout);
+        has_failed = true;
+        CHECK(!SharedBlock::holding(data, 1));
+        auto* peers = static_cast<float*>(mapped);
+        std::fill(data, data + n, 8.f);
+        CHECK(std::count(peers, peers + n, 7.f) == static_cast<long>(n));
+        std::fill(peers, peers + n, 9.f);
+        CHECK(std::count(data, data + n, 8.f) == static_cast<long>(n));
+      }
+      while (!has_failed) std::this_thread::yield();
+      munmap(mapped, block->size());
+    });
+  }
 }
 
 TEST(a_completion_in_a_waiting_thread_may_wait_for_a_later_operation) {

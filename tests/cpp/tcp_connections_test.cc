@@ -183,7 +183,7 @@ TEST(a_connection_that_is_alone_takes_as_much_as_it_can) {
 TEST(a_short_path_leaves_bbr_alone_unless_it_was_chosen) {
   for (const bool chosen : {false, true})
     for (const std::string before : {"bbr", "reno"}) {
-      Alone alone({.min_connections = 2, .leaves_bbr = !chosen});
+      Alone alone({.min_connections = 2, .max_connections = 2, .leaves_bbr = !chosen});
       std::atomic<bool> is_set = true;
       alone.prepare = [&](const TcpPair& pair) {
         if (setsockopt(pair.dialled.get(), IPPROTO_TCP, TCP_CONGESTION, before.data(),
@@ -193,12 +193,18 @@ TEST(a_short_path_leaves_bbr_alone_unless_it_was_chosen) {
       // More than the kernel's buffers hold, so it is still being sent when the others are read.
       const std::vector<unsigned char> data(32 << 20, 7);
       std::jthread reader([&](const std::stop_token& stop) {
+        const auto made = [&] {
+          const std::lock_guard lock(alone.mutex);
+          return alone.theirs.size();
+        };
+        while (made() < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         std::vector<char> buffer(1 << 20);
         while (!stop.stop_requested()) {
-          const std::lock_guard lock(alone.mutex);
-          for (const Fd& socket : alone.theirs)
-            while (recv(socket.get(), buffer.data(), buffer.size(), MSG_DONTWAIT) > 0) continue;
+          for (size_t k = 0; k < 2; ++k)
+            while (recv(alone.theirs[k].get(), buffer.data(), buffer.size(), MSG_DONTWAIT) > 0)
+              continue;
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
       });
       alone.me.operation(

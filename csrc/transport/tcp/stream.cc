@@ -421,12 +421,12 @@ int initialConnections(Nanos round_trip) {
 }
 
 int ConnectionCount::look(const Sample& sample, bool busy) {
+  round_trip_ = sample.round_trip;
   if (!busy || sample.connections < wanted_ || since_.time == 0) {
     since_ = sample;
     return wanted_;
   }
   const Nanos measured = sample.time - since_.time;
-  round_trip_ = sample.round_trip;
   const int first = std::min(sample.bbr ? kAtFirstWithBbr : kAtFirst, most_);
   if (isLongPath() && wanted_ < first) {
     since_ = sample;

@@ -23,6 +23,7 @@
 
 #include "base/error.h"
 #include "transport/tcp/stream.h"
+#include "transport/tcp/survey.h"
 
 namespace ringreduce {
 
@@ -150,8 +151,9 @@ bool usesBbr(const Fd& socket) {
 // busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
 // path. A control that reacts to loss keeps the path full.  The kernel allows Reno to every
 // process.
-void leaveBbr(const Fd& socket) {
-  if (!usesBbr(socket)) return;
+void leaveBbrOnShortPath(const Fd& socket) {
+  const Nanos round_trip = net::roundTripOf(socket);
+  if (round_trip == 0 || round_trip >= net::kLongPath || !usesBbr(socket)) return;
   for (const std::string_view name : {"cubic", "reno"})
     if (setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
                    static_cast<socklen_t>(name.size())) == 0)
@@ -291,10 +293,9 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.connections() == 0 || now() < o.next_look) return;
   o.next_look = now() + kLookEvery;
-  const net::ConnectionCount::Sample sample = sampleOf(o.stream);
-  if (options.leaves_bbr && sample.round_trip > 0 && sample.round_trip <= net::kLongPath)
-    for (int i = 0; i < o.stream.connections(); ++i) leaveBbr(o.stream.connection(i).socket);
-  const int wanted = o.count.look(sample, o.busy);
+  for (int i = 0; options.leaves_bbr && i < o.stream.connections(); ++i)
+    leaveBbrOnShortPath(o.stream.connection(i).socket);
+  const int wanted = o.count.look(sampleOf(o.stream), o.busy);
   o.busy = true;
   request(to, o, wanted);
   if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
