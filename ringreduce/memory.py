@@ -14,9 +14,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     If all ranks of a group on one host pass such tensors of 64 KiB or more, `all_reduce`, `reduce`
     and `broadcast` use them where they are, without the copies into and out of the group's own
     memory.  `all_gather`, `reduce_scatter` and `all_to_all_single` without split sizes do so if the
-    inputs of all ranks are such tensors; those of a `reduce_scatter` from a list must be consecutive
-    parts of one.  The call and its bits stay the same.  Other tensors, calls and groups work as
-    before.
+    inputs of all ranks are such tensors; those of a `reduce_scatter` from a list must be
+    consecutive parts of one.  The call and its bits stay the same.  Other tensors, calls and groups
+    work as before.
 
     Each rank makes its own; no rank waits for another.  The memory belongs to the tensor, not to a
     group, and cannot be resized.  Keep such tensors: the first call with new ones maps them on all
