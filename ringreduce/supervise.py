@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -86,7 +87,7 @@ def _say(text: str) -> None:
     print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
@@ -158,12 +159,19 @@ class _Nodes:
         self._thread.join(None if self.holds_store else 3 * _TELL_SECONDS)
 
 
-class _Ranks:
-    """The processes of this host, by their ranks."""
+class Ranks:
+    """The processes of this host, by their ranks.
 
-    def __init__(self, arguments: argparse.Namespace, port: int) -> None:
-        self.command = [sys.executable, arguments.script, *arguments.arguments]
-        self.arguments, self.port = arguments, port
+    Args:
+        command: of each.
+        arguments: with node_rank, nnodes, nproc and master_addr, as of this program.
+        port: of the store.
+    """
+
+    name = "supervise"  # of the program that reports
+
+    def __init__(self, command: list[str], arguments: argparse.Namespace, port: int) -> None:
+        self.command, self.arguments, self.port = command, arguments, port
         first = arguments.node_rank * arguments.nproc
         self.all = range(first, first + arguments.nproc)
         self.running: dict[int, subprocess.Popen[bytes]] = {}
@@ -171,10 +179,13 @@ class _Ranks:
         self.was_made = False  # whether there has been a group
         self.folder = tempfile.mkdtemp()  # for tell_supervisor
 
-    def start(self, rank: int) -> None:
+    def say(self, text: str) -> None:
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def environment(self, rank: int) -> dict[str, str]:
         given = self.arguments
         world_size = str(given.nnodes * given.nproc)
-        environment = {
+        return {
             "RINGREDUCE_ON_LOSS": "continue",
             # As torchrun does: else each rank computes on all cores.
             **({"OMP_NUM_THREADS": "1"} if given.nproc > 1 else {}),
@@ -195,9 +206,11 @@ class _Ranks:
             "TORCHELASTIC_RESTART_COUNT": "0",
             SUPERVISOR: self.folder,
         }
+
+    def start(self, rank: int) -> None:
         Path(self.folder, str(rank)).unlink(missing_ok=True)
-        self.running[rank] = subprocess.Popen(self.command, env=environment)
-        _say(f"rank {rank} is process {self.running[rank].pid}")
+        self.running[rank] = subprocess.Popen(self.command, env=self.environment(rank))
+        self.say(f"rank {rank} is process {self.running[rank].pid}")
 
     def start_again(self, rank: int) -> None:
         self.start(rank)
@@ -227,7 +240,7 @@ class _Ranks:
         self.running = {}
 
 
-def _supervise(ranks: _Ranks, nodes: _Nodes) -> int:
+def _supervise(ranks: Ranks, nodes: _Nodes) -> int:
     """The exit status: 0 if a rank ended well and none failed without another start."""
     finished, failed, restarts = 0, 0, ranks.arguments.restarts
     for rank in ranks.all:
@@ -247,10 +260,10 @@ def _supervise(ranks: _Ranks, nodes: _Nodes) -> int:
                 why = "no restarts are left"
             else:
                 restarts -= 1
-                _say(f"rank {rank} ended with {_how(code)}; it is started again")
+                _say(f"rank {rank} ended with {how_ended(code)}; it is started again")
                 ranks.start_again(rank)
                 continue
-            _say(f"rank {rank} ended with {_how(code)}; {why}")
+            _say(f"rank {rank} ended with {how_ended(code)}; {why}")
             failed += 1
         nodes.own = (len(ranks.running.keys() - ranks.waiting), finished, False)
         if not ranks.was_made or nodes.own[0] > 0 or nodes.have_members():
@@ -260,6 +273,23 @@ def _supervise(ranks: _Ranks, nodes: _Nodes) -> int:
                 _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
             ranks.end()
     return 0 if finished and not failed else 1
+
+
+def run_and_end(ranks: Ranks, work: Callable[[], int]) -> int:
+    """What `work` returns; ends the ranks after it, also at Ctrl-C and SIGTERM."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        return work()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.end()
+        shutil.rmtree(ranks.folder, ignore_errors=True)
 
 
 def main() -> int:
@@ -278,22 +308,15 @@ def main() -> int:
         signal.sigwait([signal.SIGINT, signal.SIGTERM])
         return 0
     nodes = _Nodes(store, arguments.node_rank, arguments.nnodes, holds_store)
-    ranks = _Ranks(arguments, store.port)
+    command = [sys.executable, arguments.script, *arguments.arguments]
+    ranks = Ranks(command, arguments, store.port)
 
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    try:
+    def work() -> int:
         status = _supervise(ranks, nodes)
         nodes.leave()
         return status
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        ranks.end()
-        shutil.rmtree(ranks.folder, ignore_errors=True)
+
+    return run_and_end(ranks, work)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""Sends parameters, optimizer states and Python objects from one rank to the others."""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ringreduce.horovod import _world
+from ringreduce.horovod._operations import (
+    allgather,
+    broadcast_,
+    broadcast_async_,
+    synchronize,
+)
+from ringreduce.horovod._world import ProcessSet, global_process_set
+
+try:  # which also takes lambdas and classes of __main__, as Horovod's does
+    import cloudpickle as pickler  # type: ignore[import-untyped,import-not-found,unused-ignore]
+except ImportError:
+    pickler = pickle
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Replaces the ranks' parameters by those of `root_rank`.
+
+    Args:
+        params: a state dict, or a list of tensors or of (name, tensor), such as
+            `model.state_dict()` or `list(model.named_parameters())`.  Values that are no tensors
+            are left alone.
+
+    Raises:
+        ValueError: something else.
+        HorovodInternalError: as `allreduce`.
+    """
+    if isinstance(params, Mapping):
+        named: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        named = [one if isinstance(one, tuple) else (None, one) for one in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    sent = []
+    for name, value in named:
+        if not isinstance(value, torch.Tensor):
+            continue
+        tensor = value.detach()
+        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+        sent.append((tensor, dense, broadcast_async_(dense, root_rank, name)))
+    for tensor, dense, handle in sent:
+        synchronize(handle)
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Replaces the ranks' optimizer state, learning rates and other options by those of a rank.
+
+    A rank whose optimizer has no state yet, as in a process that joins, gets all of it.
+
+    Args:
+        optimizer: the same on all ranks; one of `DistributedOptimizer` too.
+        root_rank: whose state is sent.
+        model: as in Horovod; it is not needed.
+
+    Raises:
+        ValueError: an LBFGS, whose state Horovod cannot send either.
+        HorovodInternalError: as `allreduce`.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    is_root = _world.rank() == root_rank
+    state: Any = optimizer.state_dict() if is_root else None
+    tensors: list[torch.Tensor] = []
+    skeleton = broadcast_object(_without_tensors(state, tensors) if is_root else None, root_rank)
+    if not is_root:
+        tensors = []
+        state = _with_tensors(skeleton, tensors)
+    broadcast_parameters(tensors, root_rank)
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+class _Place:
+    """Where a tensor was: its number, shape, dtype and device."""
+
+    def __init__(self, tensor: torch.Tensor, number: int) -> None:
+        self.number = number
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same with places in the place of tensors, which are appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(value, len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_tensors(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The reverse, with new tensors; in the same order."""
+    if isinstance(value, _Place):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of `root_rank`, on all ranks.
+
+    Args:
+        obj: what pickle takes, or cloudpickle where it is installed; only the root's matters.
+        root_rank: a global rank.
+        name: what ranks match the operation by.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError, ValueError: as `allreduce`.
+    """
+    is_root = _world.rank() == root_rank
+    data = torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8) if is_root else None
+    size = torch.tensor([data.numel() if data is not None else 0])
+    broadcast_(size, root_rank, name and f"{name}.sz", process_set)
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, name and f"{name}.t", process_set)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in their order.
+
+    Args:
+        obj: what pickle takes, or cloudpickle where it is installed.
+        name: what ranks match the operation by.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError, ValueError: as `allreduce`.
+    """
+    data = torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([data.numel()]), name and f"{name}.sz", process_set).tolist()
+    everything = allgather(data, name and f"{name}.t", process_set)
+    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(everything, sizes)]

@@ -1,0 +1,428 @@
+"""DistributedOptimizer: an optimizer whose steps use gradients of all ranks.
+
+Each gradient is submitted by a hook as soon as backward has computed it, so that ranks reduce
+gradients while they compute others.  `step` waits for them.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from ringreduce.horovod import _world
+from ringreduce.horovod._compression import Compression, Compressor
+from ringreduce.horovod._functions import broadcast_object
+from ringreduce.horovod._operations import (
+    Adasum,
+    Average,
+    Sum,
+    allreduce_async_,
+    compressed_allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
+from ringreduce.horovod._world import ProcessSet, global_process_set
+
+Parameter = torch.Tensor
+Groups = int | Sequence[Sequence[torch.Tensor]] | None
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None
+) -> dict[Parameter, str]:
+    """The names of the optimizer's parameters.  Raises ValueError where they are not unique."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {
+            p: f"noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    given = list(named_parameters)
+    if any(not isinstance(one, tuple) for one in given):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced "
+            "by model.named_parameters()."
+        )
+    names = [name for name, _ in given]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            + ", ".join(twice)
+        )
+    by_parameter = {p: name for name, p in given}
+    if unnamed := [p for p in own if p not in by_parameter]:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            f"{len(unnamed)}, of shapes {[tuple(p.shape) for p in unnamed[:5]]}"
+        )
+    return by_parameter
+
+
+class _Gradients:
+    """The gradients of an optimizer's parameters, on their way through the ranks."""
+
+    def __init__(
+        self,
+        names: dict[Parameter, str],
+        parameters: list[Parameter],
+        compression: type[Compressor],
+        passes: int,
+        op: int,
+        predivide: float,
+        groups: Groups,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.passes = passes
+        self._names = names
+        self._compression = compression
+        self._op = op
+        self._are_own = op == Adasum and _world.size() > 1  # _AdasumOptimizer reduces steps
+        # An average is split over the factors before and after the sum.
+        self._factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._left: dict[Parameter, int] = {}  # backward passes until a gradient is submitted
+        self._waiting: dict[Any, Callable[[], None]] = {}  # by parameter, or number of a group
+        self._residuals: dict[Parameter, torch.Tensor] = {}
+        self._groups: list[list[Parameter]] = []
+        self._group_of: dict[Parameter, int] = {}
+        self._arrived: dict[int, int] = {}
+        self._is_active = bool(process_set.included()) and (
+            _world.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+        )
+        if not self._is_active:
+            return
+        self._parameters = [p for p in parameters if p.requires_grad]
+        if groups is not None:
+            self._make_groups(groups)
+        for p in self._parameters:
+            self._left[p] = passes
+            p.register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
+
+    def _make_groups(self, groups: Groups) -> None:
+        """All ranks take rank 0's order of parameters."""
+        by_name = {self._names[p]: p for p in self._parameters}
+        order: list[str] = broadcast_object(
+            list(by_name), (self._process_set.ranks or [0])[0], process_set=self._process_set
+        )
+        ordered = [by_name[name] for name in order]
+        if isinstance(groups, int):
+            count = min(groups, len(ordered))
+            step, more = divmod(len(ordered), count)
+            sizes = [step + (k < more) for k in range(count)]
+            self._groups = [ordered[sum(sizes[:k]) :][: sizes[k]] for k in range(count)]
+        else:
+            known = set(ordered)
+            self._groups = [[p for p in group if p in known] for group in groups or ()]
+            listed = {p for group in self._groups for p in group}
+            self._groups += [[p] for p in ordered if p not in listed]
+            self._groups = [group for group in self._groups if group]
+        for number, group in enumerate(self._groups):
+            self._arrived[number] = 0
+            for p in group:
+                self._group_of[p] = number
+
+    def restart(self) -> None:
+        """Forgets what is under way."""
+        self._waiting.clear()
+        self._left = dict.fromkeys(self._left, self.passes)
+        self._arrived = dict.fromkeys(self._arrived, 0)
+
+    def are_under_way(self) -> bool:
+        """Whether gradients were submitted since the last `synchronize`."""
+        return bool(self._waiting)
+
+    # ---- submitting
+
+    def _computed(self, p: Parameter) -> None:
+        """The hook: backward has added to the parameter's gradient."""
+        if self._left[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to "
+                "step(). Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        self._left[p] -= 1
+        if self._left[p] > 0 or self._are_own:
+            return
+        if not self._groups:
+            self._submit(p)
+            return
+        number = self._group_of[p]
+        self._arrived[number] += 1
+        if self._arrived[number] == len(self._groups[number]):
+            self._submit_group(number)
+
+    def _gradient(self, p: Parameter) -> torch.Tensor:
+        # Of a parameter that this rank did not use other ranks may have a gradient.
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        return p.grad
+
+    def _submit(self, p: Parameter) -> None:
+        gradient = self._gradient(p)
+        name = self._names[p]
+        if gradient.is_sparse and not self._sparse_as_dense:
+            total = sparse_allreduce_async(gradient, name, self._op, self._process_set)
+            self._waiting[p] = lambda: self._replace(p, total())
+            return
+        dense = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+        codec = getattr(self._compression, "codec", "")
+        if codec and dense.dtype == torch.float32 and dense.device.type == "cpu":
+            self._submit_coded(p, dense, codec)
+            return
+        sent, ctx = self._compression.compress(dense)
+        before, after = self._factors
+        handle = allreduce_async_(
+            sent,
+            name=name,
+            op=self._op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=self._process_set,
+        )
+        self._waiting[p] = lambda: self._replace(
+            p, self._compression.decompress(synchronize(handle), ctx)
+        )
+
+    def _submit_coded(self, p: Parameter, dense: torch.Tensor, codec: str) -> None:
+        """Adds the error of the last encoding, so that in time nothing is lost."""
+        residual = self._residuals.get(p)
+        if residual is None:
+            residual = self._residuals[p] = torch.zeros_like(dense)
+        else:
+            dense.add_(residual)
+        handle = compressed_allreduce_async_(
+            dense, self._names[p], self._op, self._process_set, codec, residual
+        )
+        self._waiting[p] = lambda: self._replace(p, synchronize(handle))
+
+    def _submit_group(self, number: int) -> None:
+        group = self._groups[number]
+        gradients = [self._gradient(p) for p in group]
+        if any(gradient.is_sparse for gradient in gradients):
+            for p in group:
+                self._submit(p)
+            return
+        compressed = [self._compression.compress(g.contiguous()) for g in gradients]
+        before, after = self._factors
+        handle = grouped_allreduce_async_(
+            [sent for sent, _ in compressed],
+            name=self._names[group[0]],
+            op=self._op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=self._process_set,
+        )
+
+        def finish() -> None:
+            for p, output, (_, ctx) in zip(group, synchronize(handle), compressed, strict=True):
+                self._replace(p, self._compression.decompress(output, ctx))
+
+        self._waiting[number] = finish
+
+    @staticmethod
+    def _replace(p: Parameter, total: torch.Tensor) -> None:
+        gradient = p.grad
+        if gradient is total or gradient is None:
+            return
+        if gradient.is_sparse:
+            p.grad = total if total.is_sparse else total.to_sparse()
+        else:
+            gradient.copy_(total)
+
+    # ---- waiting
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Submits what is left, and waits for all."""
+        if not self._is_active:
+            return
+        try:
+            for number in range(len(self._groups)):
+                group = self._groups[number]
+                if number not in self._waiting and group[0] not in self._waiting:
+                    self._submit_group(number)
+            for p in self._parameters if not self._groups else ():
+                if p not in self._waiting:
+                    self._submit(p)
+            for finish in self._waiting.values():
+                finish()
+        finally:
+            self.restart()
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What DistributedOptimizer adds to the class of an optimizer."""
+
+    _gradients: _Gradients
+    _synchronized: bool
+    _should_synchronize: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add to a gradient before it is reduced."""
+        return self._gradients.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes it, from the next step on."""
+        self._gradients.passes = passes
+        self._gradients.restart()
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are those of all ranks, as for clipping before `step`.
+
+        Raises:
+            HorovodInternalError: a rank was lost, or ranks have other parameters; names them.
+        """
+        self._gradients.synchronize()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In this block `step` takes the gradients as they are, after `synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Waits for the gradients, unless in `skip_synchronize`, and takes a step."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): gradients are reduced twice.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's; refused while gradients are being reduced."""
+        if self._gradients.are_under_way():
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
+                "race condition."
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the optimizer's; what is being reduced is forgotten."""
+        self._gradients.restart()
+        self._synchronized = False
+        super().load_state_dict(state_dict)
+
+
+class _AdasumOptimizer(_DistributedOptimizer):
+    """Takes a step of each rank's own, and then adds up the ranks' steps by Adasum."""
+
+    def synchronize(self) -> None:
+        """Nothing: `step` does it all."""
+
+    def skip_synchronize(self) -> Any:
+        """Raises AssertionError."""
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """A step of this rank, and the combination of all ranks' changes."""
+        gradients = self._gradients
+        before = {p: p.detach().clone() for p in gradients._parameters}
+        loss = super(_DistributedOptimizer, self).step(closure)
+        handles = []
+        for p, start in before.items():
+            change, ctx = gradients._compression.compress(p.detach() - start)
+            name = gradients._names[p]
+            handles.append((p, start, ctx, allreduce_async_(change, name=name, op=Adasum)))
+        for p, start, ctx, handle in handles:
+            p.copy_(start + gradients._compression.decompress(synchronize(handle), ctx))
+        gradients.restart()
+        return loss
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer of the same class and state, whose steps use the gradients of all ranks.
+
+    Args:
+        optimizer: the optimizer to extend.  Use what is returned in its place.
+        named_parameters: `model.named_parameters()`.  Names match gradients between ranks; without
+            them places in the optimizer's parameter groups do.
+        compression: how gradients travel.
+        backward_passes_per_step: backward passes that add to a gradient before it is reduced.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: with Average: the gradients are divided by it before the sum,
+            and by the number of ranks over it afterwards.
+        num_groups: deprecated: use `groups`.
+        groups: how many groups of gradients to reduce together, or lists of parameters.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks whose gradients are reduced; on others nothing changes.
+
+    Raises:
+        ValueError, NotImplementedError: arguments that cannot be, or not together.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError("DistributedOptimizer takes hvd.Average, hvd.Sum or hvd.Adasum")
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
+        )
+        groups = num_groups if groups is None else groups
+    if isinstance(groups, int) and groups <= 0:
+        raise ValueError("groups should be a positive integer or a list of list of torch.Tensor.")
+    if groups is not None and not isinstance(groups, int):
+        listed = [p for group in groups for p in group]
+        if not all(isinstance(p, torch.Tensor) for p in listed):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if len({id(p) for p in listed}) != len(listed):
+            raise ValueError("A parameter can only appear once in groups.")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+
+    base = type(optimizer)
+    is_adasum = op == Adasum and _world.size() > 1
+    added = _AdasumOptimizer if is_adasum else _DistributedOptimizer
+    cls = type(base.__name__, (added, base), {"__module__": __name__})
+    wrapped = cast(Any, object.__new__(cls))
+    wrapped.__dict__.update(optimizer.__dict__)
+    # A scheduler that was made before puts its own step there, of the old object.
+    wrapped.__dict__.pop("step", None)
+    wrapped._synchronized = False
+    wrapped._should_synchronize = True
+    wrapped._gradients = _Gradients(
+        _named(optimizer, named_parameters),
+        [p for group in optimizer.param_groups for p in group["params"]],
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
+    return wrapped
