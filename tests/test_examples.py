@@ -80,6 +80,14 @@ def test_ringreduce_gives_the_bits_of_gloo(
         assert ours[rank]["weights_hash"] == base[rank]["weights_hash"]
 
 
+@pytest.mark.parametrize("options", [(), ("--fp16-allreduce",), ("--use-adasum",)])
+def test_horovod_script(options: tuple[str, ...]) -> None:
+    first, second = train("horovod/mnist.py", "--epochs", "2", *options)
+    assert first == second  # losses are averaged over the ranks
+    assert first["losses"][-1] < first["losses"][0]
+    assert first["accuracy"] > 0.3  # of 10 digits
+
+
 def test_demo_in_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     demo = [sys.executable, str(EXAMPLES / "demo.py"), "--backends", "gloo,gloo"]

@@ -1,0 +1,949 @@
+"""ringreduce.horovod: the API of horovod.torch.  tests/horovod_programs.py runs random programs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import horovod_programs
+import oracle
+import pytest
+import torch
+from conftest import MakeWorld
+from pool import Died, Pool, Raised, Rank
+from torch import nn
+from torch.nn import functional
+
+import ringreduce.horovod as hvd
+import ringreduce.horovod.torch as hvd_torch
+from ringreduce.horovod import _collectives, _world
+
+pytestmark = pytest.mark.ringreduce
+PRELOAD = ["ringreduce.horovod"]
+Tensor = torch.Tensor
+
+# What horovod.torch 0.28 imports into its name space, by hand.
+NAMES = """
+    elastic Compression allgather_object broadcast_object broadcast_optimizer_state
+    broadcast_parameters allreduce allreduce_async allreduce_ allreduce_async_
+    grouped_allreduce grouped_allreduce_async grouped_allreduce_ grouped_allreduce_async_
+    sparse_allreduce_async allgather allgather_async grouped_allgather grouped_allgather_async
+    broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async
+    reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async
+    join barrier poll synchronize init shutdown is_initialized start_timeline stop_timeline
+    size local_size cross_size rank local_rank cross_rank mpi_threads_supported mpi_enabled
+    mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built
+    ProcessSet global_process_set add_process_set remove_process_set
+    Average Sum Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
+"""
+REDUCES = "average name op prescale_factor postscale_factor process_set"
+SIGNATURES = {
+    **{
+        f"{grouped}allreduce{way}": f"{one} {REDUCES}"
+        for grouped, one in (("", "tensor"), ("grouped_", "tensors"))
+        for way in ("_async", "_", "_async_")
+    },
+    "allreduce": "tensor " + REDUCES.replace("name", "name compression"),
+    "grouped_allreduce": "tensors " + REDUCES.replace("name", "name compression"),
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "allgather_async": "tensor name process_set",
+    "grouped_allgather": "tensors name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    **{
+        f"broadcast{way}": "tensor root_rank name process_set"
+        for way in ("", "_", "_async", "_async_")
+    },
+    "alltoall": "tensor splits name process_set",
+    "alltoall_async": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter": (
+        "tensors name compression op process_set prescale_factor postscale_factor"
+    ),
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+    "poll": "handle",
+    "synchronize": "handle",
+    "join": "device",
+    "barrier": "process_set",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name",
+    "DistributedOptimizer": (
+        "optimizer named_parameters compression backward_passes_per_step op "
+        "gradient_predivide_factor num_groups groups sparse_as_dense process_set"
+    ),
+    "init": "comm process_sets",
+    "start_timeline": "file_path mark_cycles",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+}
+
+
+def test_names_and_parameters() -> None:
+    assert [name for name in NAMES.split() if not hasattr(hvd_torch, name)] == []
+    assert callable(hvd.run)
+    for name, parameters in SIGNATURES.items():
+        found = list(inspect.signature(getattr(hvd_torch, name)).parameters)
+        wanted = parameters.split()
+        assert found[: len(wanted)] == wanted, name
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def job(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A job between init and shutdown."""
+
+    @functools.wraps(function)
+    def run(me: Rank, *args: Any) -> Any:
+        hvd.init()
+        try:
+            return function(me, *args)
+        finally:
+            hvd.shutdown()
+
+    return run
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits(*tensors: Tensor) -> bool:
+    """Whether all ranks have the same tensors.  Collective."""
+    return len(set(hvd.allgather_object(oracle.digest(*tensors)))) == 1
+
+
+# ---- ranks and process sets
+
+
+@job
+def ranks_and_sets(me: Rank) -> None:
+    assert (hvd.rank(), hvd.size()) == (me.rank, me.world_size) == (hvd.local_rank(), 3)
+    assert (hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (3, 0, 1)
+    assert hvd.is_homogeneous() and hvd.is_initialized()
+    hvd.init()  # without effect
+    assert hvd.global_process_set.process_set_id == 0 and hvd.global_process_set.size() == 3
+    some = hvd.add_process_set([2, 0])
+    assert (some.ranks, some.size(), some.process_set_id) == ([0, 2], 2, 1)
+    assert some.rank() == {0: 0, 1: -1, 2: 1}[me.rank] and some.included() == (me.rank != 1)
+    with pytest.raises(ValueError, match="duplicate process set"):
+        hvd.add_process_set(hvd.ProcessSet([0, 2]))
+    with pytest.raises(ValueError, match=r"ranks \[0, 3\] in a job of 3"):
+        hvd.add_process_set([0, 3])
+    if me.rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in"):
+            hvd.allreduce(torch.ones(1), process_set=some)
+    else:
+        total = hvd.allreduce(torch.tensor([me.rank + 1]), op=hvd.Sum, process_set=some)
+        assert total.item() == 4
+        assert hvd.broadcast(torch.tensor([me.rank]), 2, process_set=some).item() == 2
+    assert hvd.remove_process_set(some) and not hvd.remove_process_set(some)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    with pytest.raises(ValueError, match="has not been added"):
+        hvd.barrier(some)
+
+
+def two_hosts(me: Rank) -> tuple[int, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_world, "_host", lambda: "ab"[me.rank // 2])
+        hvd.init()
+        try:
+            assert hvd.allreduce(torch.ones(5), op=hvd.Sum).eq(3).all()
+            found = hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+            return (*found, hvd.is_homogeneous())
+        finally:
+            hvd.shutdown()
+
+
+def before_init(me: Rank) -> None:
+    with pytest.raises(ValueError, match=r"use hvd.init\(\)"):
+        hvd.rank()
+    with pytest.raises(ValueError, match=r"use hvd.init\(\)"):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()  # without effect
+
+
+def test_ranks_and_process_sets(pool: Pool, world: MakeWorld) -> None:
+    pool.run(before_init, world(3))
+    pool.run(ranks_and_sets, world(3))
+    hosts = [(0, 2, 0, 2, False), (1, 2, 0, 1, False), (0, 1, 1, 2, False)]
+    assert pool.run(two_hosts, world(3)) == hosts
+
+
+# ---- collectives
+
+
+@job
+def plain_calls(me: Rank) -> None:
+    """What the random programs do not call: blocking calls, handles, compression, odd tensors."""
+    r, n = me.rank, me.world_size
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool):
+        ones = torch.ones(3).to(dtype)
+        total = hvd.allreduce(ones, op=hvd.Sum)
+        assert total.dtype == dtype and torch.equal(total, (ones.int() * n).to(dtype))
+    with pytest.warns(DeprecationWarning, match="replaced with `op`"):
+        assert hvd.allreduce(torch.tensor([2.0 * r]), average=False).item() == n * (n - 1)
+    halves = hvd.allreduce(torch.ones(3) / 3, compression=hvd.Compression.fp16)
+    assert halves.dtype == torch.float32 and torch.equal(halves, (torch.ones(3) / 3).half().float())
+    one, two = torch.full((2,), float(r)), torch.tensor(r)
+    got = hvd.grouped_allreduce_([one, two], op=hvd.Max)
+    assert got[0] is one and got[1] is two and one.eq(n - 1).all() and int(two) == n - 1
+    parameter = nn.Parameter(torch.tensor([float(r)]))
+    assert hvd.allreduce_(parameter, op=hvd.Sum) is parameter  # a leaf that wants a gradient
+    assert hvd.broadcast_(parameter, 0) is parameter and parameter.item() == n * (n - 1) / 2
+    with torch.inference_mode():
+        inferred = torch.tensor([1.0 + r])
+        assert hvd.allreduce_(inferred, op=hvd.Min).item() == 1.0
+        assert len(hvd.allgather(inferred)) == n
+    received = hvd.alltoall(torch.arange(n) + 10 * r)
+    assert received.tolist() == [10 * k + r for k in range(n)]
+    handle = hvd.allgather_async(torch.tensor([[r]]), name="rows")
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert hvd.synchronize(handle).tolist() == [[k] for k in range(n)]
+    assert hvd.broadcast_object({"a": r} if r == 1 else None, root_rank=1) == {"a": 1}
+    assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
+    row = torch.tensor([[r, 1]])
+    sparse = torch.sparse_coo_tensor(row, torch.ones(2, 3), (n + 2, 3))
+    mean = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average)()
+    assert torch.allclose(mean.to_dense().sum(1), _rows_hit(n) * 3 / n)
+    hvd.barrier()
+
+
+def _rows_hit(n: int) -> Tensor:
+    hits = torch.zeros(n + 2)
+    for k in range(n):
+        hits[k] += 1
+        hits[1] += 1
+    return hits
+
+
+def test_plain_calls(pool: Pool, world: MakeWorld) -> None:
+    pool.run(plain_calls, world(3))
+
+
+@job
+def gradients(me: Rank) -> None:
+    """By Horovod's rules: gradients of gathers and broadcasts are averaged over the ranks."""
+    r, n = me.rank, me.world_size
+
+    def weight(rank: int, *shape: int) -> Tensor:
+        return drawn(*shape, seed=rank)
+
+    def gradient(function: Callable[[Tensor], Any], *shape: int) -> Tensor:
+        """Of the sum of the output times this rank's weights."""
+        x = torch.ones(*shape, requires_grad=True)
+        y = function(x)
+        (y * weight(r, *y.shape)).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    mean = torch.stack([weight(k, 4, 2) for k in range(n)]).mean(0)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    close(gradient(hvd.allreduce, 4, 2), mean)
+    close(gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5), 4, 2), mean * n / 2)
+    close(gradient(lambda x: sum(hvd.grouped_allreduce([x, 2 * x])), 4, 2), 3 * mean)
+    close(gradient(lambda x: hvd.broadcast(x, 1), 4, 2), mean if r == 1 else torch.zeros(4, 2))
+
+    rows = sum(range(1, n + 1))
+    whole = torch.stack([weight(k, rows, 2) for k in range(n)]).mean(0)
+    begin = sum(range(1, r + 1))
+    close(gradient(hvd.allgather, r + 1, 2), whole[begin:][: r + 1])
+    close(gradient(lambda x: hvd.grouped_allgather([x, x])[1], r + 1, 2), whole[begin:][: r + 1])
+
+    # Rank a sends a + b rows to rank b.
+    splits = torch.tensor([[a + b for b in range(n)] for a in range(n)])
+    sent = [weight(b, int(splits[:, b].sum()), 2).split(splits[:, b].tolist())[r] for b in range(n)]
+    total = int(splits[r].sum())
+    close(gradient(lambda x: hvd.alltoall(x, splits[r])[0], total, 2), torch.cat(sent))
+    assert hvd.alltoall(torch.zeros(total), splits[r])[1].tolist() == splits[:, r].tolist()
+
+    own = [7 // n + (k < 7 % n) for k in range(n)]
+    gathered = torch.cat([weight(k, own[k], 2) for k in range(n)])
+    close(gradient(hvd.reducescatter, 7, 2), gathered)
+    close(
+        gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=3.0), 7, 2),
+        gathered * n * 3,
+    )
+
+
+def test_gradients_of_collectives(pool: Pool, world: MakeWorld) -> None:
+    pool.run(gradients, world(3))
+
+
+@job
+def bad_arguments(me: Rank) -> None:
+    ones = torch.ones(4)
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: hvd.allreduce(ones, op=9), "no reduction operation 9"),
+        (lambda: hvd.allreduce(ones, average=True, op=hvd.Sum), "supersedes average"),
+        (lambda: hvd.allreduce_async(ones.view(2, 2).t()), "contiguous"),
+        (lambda: hvd.allreduce_async(ones.to_sparse()), "not supported"),
+        (lambda: hvd.allreduce(ones.to(torch.complex64)), "complex64 is not supported"),
+        (lambda: hvd.allreduce(ones > 0), "Average of torch.bool is not supported"),
+        (lambda: hvd.reducescatter(ones.to(torch.uint16)), "uint16 is not supported"),
+        (lambda: hvd.grouped_allreduce([]), "of no tensors"),
+        (lambda: hvd.allgather(torch.tensor(1)), "one dimension or more"),
+        (lambda: hvd.reducescatter(torch.tensor(1)), "one dimension or more"),
+        (lambda: hvd.broadcast(ones, 7), "broadcast from rank 7"),
+        (lambda: hvd.alltoall(ones, [-1, 5]), "cannot be negative"),
+        (lambda: hvd.broadcast_parameters(3, 0), "invalid params"),
+        (lambda: hvd.init([0]) or hvd.ProcessSet([1, 1]), "can be in a ProcessSet once"),
+        (lambda: hvd.ProcessSet(7), "no MPI communicators"),
+        (lambda: hvd.mpi_threads_supported(), "MPI"),
+    ]
+    for call, text in refused:
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(NotImplementedError, match="reducescatter has no Adasum"):
+        hvd.reducescatter(ones, op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match="non-power of 2"):
+        hvd.allreduce(ones, op=hvd.Adasum)
+    assert hvd.allreduce(ones).eq(1).all()
+
+
+def test_arguments_are_refused_before_anything_is_sent(pool: Pool, world: MakeWorld) -> None:
+    pool.run(bad_arguments, world(3))
+
+
+# Of a call by rank 1 and the others, what the error must say.
+MISMATCHES: dict[str, tuple[Callable[[bool], Any], Sequence[str]]] = {
+    "dtype": (
+        lambda is_other: hvd.allreduce(torch.ones(2).to((torch.float32, torch.float64)[is_other])),
+        ("data types", "float32", "float64"),
+    ),
+    "shape": (lambda is_other: hvd.allreduce(torch.ones(2 + is_other)), ("shapes", "(2,)", "(3,)")),
+    "dimensions": (
+        lambda is_other: hvd.allgather(torch.ones([2, 1][: 2 - is_other])),
+        ("ALLGATHER tensor ranks", "has 2", "has 1"),
+    ),
+    "columns": (
+        lambda is_other: hvd.alltoall(torch.ones(3, 2 + is_other)),
+        ("ALLTOALL tensor shapes", "(2,)", "(3,)"),
+    ),
+    "op": (
+        lambda is_other: hvd.reducescatter(torch.ones(3), op=hvd.Max if is_other else hvd.Min),
+        ("reduction operation", "Min", "Max"),
+    ),
+    "scale": (
+        lambda is_other: hvd.allreduce(torch.ones(3), postscale_factor=1.0 + is_other),
+        ("postscale", "(1.0, 1.0)", "(1.0, 2.0)"),
+    ),
+    "root": (lambda is_other: hvd.broadcast(torch.ones(3), int(is_other)), ("root ranks",)),
+    "number": (
+        lambda is_other: hvd.grouped_allreduce([torch.ones(3)] * (2 + is_other)),
+        ("numbers of tensors", "has 2", "has 3"),
+    ),
+    "codec": (
+        lambda is_other: hvd.allreduce(
+            torch.ones(3), compression=(hvd.Compression.none, hvd.Compression.int8)[is_other]
+        ),
+        ("compression", "none", "int8"),
+    ),
+}
+
+
+@job
+def mismatches(me: Rank) -> list[str]:
+    told = []
+    for call, _ in MISMATCHES.values():
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            call(me.rank == 1)
+        told.append(str(caught.value))
+    for splits, text in (
+        ([1, 1, 1, 1], "rank 1 has 4 splits for 3 ranks"),
+        ([1, 1, 1], "the splits of rank 1 add up to 3, but the first dimension"),
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match=text):
+            hvd.alltoall(torch.ones(4), splits if me.rank == 1 else [1, 1, 2])
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1's tensor, 4, is not a multiple"):
+        hvd.alltoall(torch.ones(4 if me.rank == 1 else 3))
+    # A name is used by one operation at a time.
+    if me.rank == 1:
+        first = hvd.allreduce_async(torch.ones(2), name="twice")
+        with pytest.raises(hvd.HorovodInternalError, match=r"same name.*'allreduce.twice'"):
+            hvd.allreduce_async(torch.ones(2), name="twice")
+    hvd.barrier()
+    again = first if me.rank == 1 else hvd.allreduce_async(torch.ones(2), name="twice")
+    assert hvd.synchronize(again).eq(1).all()  # and the job goes on
+    return told
+
+
+def test_mismatches_name_ranks_and_values(pool: Pool, world: MakeWorld) -> None:
+    for told in pool.run(mismatches, world(3)):
+        for text, (name, (_, parts)) in zip(told, MISMATCHES.items(), strict=True):
+            assert "rank 0 has" in text and "but rank 1 has" in text, (name, text)
+            assert all(part in text for part in parts), (name, text)
+
+
+# ---- ranks that are lost, leave, are late, or have no more data
+
+
+@job
+def until_lost(me: Rank) -> str:
+    pair = hvd.add_process_set([1, 2])
+    hvd.allreduce(torch.ones(5), name="known")
+    if me.rank == 2:
+        me.tell("ready")
+        time.sleep(100)
+    pending = [hvd.allreduce_async(torch.ones(5), name=name) for name in ("known", "new")]
+    if me.rank == 1:
+        pending.append(hvd.allgather_async(torch.ones(5), process_set=pair))
+    me.tell("ready")
+    told = []
+    for handle in pending:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.synchronize(handle)
+        told.append(str(caught.value))
+    for call in (lambda: hvd.allreduce(torch.ones(5)), hvd.join, hvd.barrier):
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            call()
+        told.append(str(caught.value))
+    return "\n".join(told)
+
+
+def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(until_lost, world(3, 20.0), fresh=True)
+    for rank in range(3):
+        assert call.heard(rank) == "ready"
+    call.signal(2, signal.SIGKILL)
+    outcomes = call.outcomes()
+    assert outcomes[2] == Died(2, -signal.SIGKILL)
+    for outcome in outcomes[:2]:
+        assert not isinstance(outcome, Raised | Died), outcome
+        for line in getattr(outcome, "value", "").splitlines():
+            assert "rank 2 " in line, line
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_a_random_moment() -> None:
+    assert all(horovod_programs.kill_one(2 + seed % 3, seed) for seed in range(30))
+
+
+@job
+def fails_in_a_cycle(me: Rank) -> None:
+    """An operation of the cache was found ready in the cycle that fails."""
+    coordinator = _world.coordinator_of(hvd.global_process_set)
+    hvd.allreduce(torch.ones(1), name="known")
+
+    def fail(*_: Any) -> str:
+        raise RuntimeError("rank 7 is lost")
+
+    with coordinator._changed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator, "_exchange", fail)
+        handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in ("known", "new")]
+        while coordinator._failure is None:
+            coordinator._changed.wait(0.01)
+    for handle in handles:
+        with pytest.raises(hvd.HorovodInternalError, match="rank 7 is lost"):
+            hvd.synchronize(handle)
+
+
+def out_of_memory(me: Rank) -> str:
+    hvd.init()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if me.rank == 1:
+
+                def fail(*_: Any) -> None:
+                    raise MemoryError("no memory for rows")
+
+                patch.setattr(_collectives.Runner, "_all_gather", fail)
+            with pytest.raises(hvd.HorovodInternalError) as caught:
+                hvd.allgather(torch.ones(3))
+        return str(caught.value)
+    finally:
+        hvd.shutdown()
+
+
+def test_no_operation_is_forgotten_in_a_failure(pool: Pool, world: MakeWorld) -> None:
+    pool.run(fails_in_a_cycle, world(1), deadline=30.0)
+    told = pool.run(out_of_memory, world(3), deadline=30.0)
+    assert told[1] == "no memory for rows"
+    assert "rank 1 " in told[0] and "rank 1 " in told[2], told
+
+
+def one_leaves(me: Rank) -> str:
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(1), name="known")
+        if me.rank == 1:
+            return ""
+        for name in ("known", "new"):
+            with pytest.raises(hvd.HorovodInternalError) as caught:
+                hvd.allreduce(torch.ones(1), name=name)
+        return str(caught.value)
+    finally:
+        hvd.shutdown()
+
+
+def test_a_rank_that_shuts_down_is_named(pool: Pool, world: MakeWorld) -> None:
+    told = pool.run(one_leaves, world(3))
+    assert told[0] == told[2] and "rank 1 called hvd.shutdown() or exited" in told[0]
+    pool.run(plain_calls, world(3))  # and can all start again
+
+
+@job
+def uneven_data(me: Rank) -> int:
+    net = nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), named_parameters=net.named_parameters()
+    )
+    for step in range(4 + 3 * me.rank):
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert net.weight.grad is not None
+        there = [3, 3, 3, 3, 2, 2, 2, 1, 1, 1][step]
+        assert torch.allclose(net.weight.grad, torch.full((1, 2), there / 3)), step
+    if me.rank == 2:
+        for _ in range(2):  # the second time it is known
+            for call in (hvd.allgather, lambda t: hvd.broadcast(t, 2), hvd.reducescatter):
+                with pytest.raises(hvd.HorovodInternalError, match="not supported with Join"):
+                    call(torch.ones(3))
+        time.sleep(0.1)
+    last = hvd.join()
+    # Unnamed operations are counted, and rank 2 has had more.
+    assert hvd.allgather(torch.tensor([last]), name="after").tolist() == [2, 2, 2]
+    return last
+
+
+def test_join(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(uneven_data, world(3)) == [2, 2, 2]
+
+
+def late_rank(me: Rank) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringreduce.horovod").addHandler(handler)
+    given = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"} if me.rank == 0 else {}
+    try:
+        with environment(**given):
+            hvd.init()
+        for _ in range(2):
+            if me.rank == 1:
+                time.sleep(2.5)
+            hvd.allreduce(torch.ones(1), name="late")
+        return lines
+    finally:
+        logging.getLogger("ringreduce.horovod").removeHandler(handler)
+        hvd.shutdown()
+
+
+def never_comes(me: Rank) -> str:
+    given = {"CHECK": "0.1", "SHUTDOWN": "0.5"} if me.rank == 0 else {}
+    with environment(**{f"HOROVOD_STALL_{k}_TIME_SECONDS": v for k, v in given.items()}):
+        hvd.init()
+    try:
+        hvd.allreduce(torch.ones(1), name="known")
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1), name=("known", "other")[me.rank])
+        return str(caught.value)
+    finally:
+        hvd.shutdown()
+
+
+def test_a_stall_is_logged_and_can_end_the_job(pool: Pool, world: MakeWorld) -> None:
+    found = pool.run(late_rank, world(3))
+    lines = [line for lines in found for line in lines]
+    late = [line for line in lines if "'allreduce.late' has waited" in line]
+    assert len(late) >= 2 and all("for ranks [1]" in line for line in late), lines
+    for told in pool.run(never_comes, world(2)):  # the one or the other waits for longer
+        waited = "'allreduce.known' of ranks [1]", "'allreduce.other' of ranks [0]"
+        assert (
+            any(text in told for text in waited) and "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)" in told
+        )
+
+
+# ---- DistributedOptimizer
+
+STEPS, BATCH = 4, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(drawn(*p.shape, seed=k) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).relu())
+        return out
+
+
+def loss_of(net: nn.Module, step: int, ranks: Sequence[int]) -> Tensor:
+    """Of the batches of some ranks."""
+    x = torch.cat([drawn(BATCH, 6, seed=100 * step + r) for r in ranks])
+    y = torch.cat([drawn(BATCH, 3, seed=10_000 + 100 * step + r) for r in ranks])
+    return functional.mse_loss(net(x), y)
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+
+
+def expected(ranks: Sequence[int], passes: int = 1, factor: float = 1.0) -> list[Tensor]:
+    """Parameters of one process with the batches of all ranks."""
+    net = Net()
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for k in range(passes):
+            (loss_of(net, step * passes + k, ranks) * factor).backward()
+        optimizer.step()
+    return list(net.parameters())
+
+
+@job
+def trains_as_one_process(me: Rank) -> None:
+    everyone = list(range(me.world_size))
+    pair = hvd.add_process_set([0, 1])
+    makes: dict[str, Callable[[Net], dict[str, Any]]] = {
+        "plain": lambda net: {},
+        "two passes": lambda net: {"backward_passes_per_step": 2},
+        "groups": lambda net: {"groups": 3},
+        "lists": lambda net: {"groups": [list(net.second.parameters()), [net.first.bias]]},
+        "predivide": lambda net: {"gradient_predivide_factor": 4.0},
+        "sum": lambda net: {"op": hvd.Sum},
+        "grouped sum": lambda net: {"op": hvd.Sum, "groups": 1},
+        "some ranks": lambda net: {"process_set": pair},
+    }
+    for name, make in makes.items():
+        net = Net()
+        options = make(net)
+        optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
+        passes = options.get("backward_passes_per_step", 1)
+        assert optimizer.backward_passes_per_step == passes
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for k in range(passes):
+                loss_of(net, step * passes + k, [me.rank]).backward()
+            optimizer.step()
+        ranks = everyone
+        if name == "some ranks":
+            ranks = [0, 1] if me.rank < 2 else [me.rank]
+        factor = me.world_size if "sum" in name else 1.0
+        for a, b in zip(net.parameters(), expected(ranks, passes, factor), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+        assert name == "some ranks" or same_bits(*net.parameters()), name
+
+
+def test_an_optimizer_trains_as_one_process_with_all_batches(pool: Pool, world: MakeWorld) -> None:
+    pool.run(trains_as_one_process, world(3))
+
+
+@job
+def odd_gradients(me: Rank) -> None:
+    r, n = me.rank, me.world_size
+    for as_dense in (False, True):
+        table = nn.Embedding(5, 2, sparse=True)
+        with torch.no_grad():
+            table.weight.zero_()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense
+        )
+        table(torch.tensor([r, 4])).sum().backward()
+        optimizer.step()
+        rows = [-1 / n] * n + [0.0] * (4 - n) + [-1.0]
+        torch.testing.assert_close(table.weight.detach()[:, 0], torch.tensor(rows))
+    # A layer that one rank does not use.
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    hidden = net.first(torch.ones(2, 6))
+    (net.second(hidden) if r else hidden).sum().backward()
+    optimizer.step()
+    assert net.second.bias.grad is not None
+    assert torch.allclose(net.second.bias.grad, torch.full((3,), 2 * (n - 1) / n))
+    assert same_bits(*net.parameters())
+
+
+def test_sparse_and_missing_gradients(pool: Pool, world: MakeWorld) -> None:
+    pool.run(odd_gradients, world(3))
+
+
+@job
+def around_a_step(me: Rank) -> None:
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    loss_of(net, 0, [me.rank]).backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    whole = Net()
+    loss_of(whole, 0, range(me.world_size)).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01), rtol=1e-4)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    with torch.no_grad():
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            assert b.grad is not None
+            torch.testing.assert_close(a, b - 0.2 * b.grad, rtol=1e-5, atol=1e-6)
+    optimizer.zero_grad()
+    loss_of(net, 1, [me.rank]).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    loss_of(net, 1, [me.rank]).backward()
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        loss_of(net, 2, [me.rank]).backward()
+    optimizer.synchronize()
+    assert same_bits(*net.parameters())
+
+
+@job
+def keeps_state_and_schedulers(me: Rank) -> None:
+    net = Net()
+    adam = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss_of(net, 0, [0]).backward()
+    adam.step()
+    before = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    wanted = adam.state_dict()
+    optimizer = hvd.DistributedOptimizer(adam, net.named_parameters())
+    assert isinstance(optimizer, torch.optim.Adam) and type(optimizer).__name__ == "Adam"
+    found = optimizer.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert torch.equal(found["state"][0]["exp_avg"], wanted["state"][0]["exp_avg"])
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(net, step, [me.rank]).backward()
+        optimizer.step()
+        after.step()
+        assert same_bits(*net.parameters())
+    assert calls == [1, 1]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.01)
+    assert before.get_last_lr() == [0.1]
+
+
+@job
+def refused_options(me: Rank) -> None:
+    net = Net()
+    named = list(net.named_parameters())
+    wrap = functools.partial(hvd.DistributedOptimizer, sgd(net))
+    for options, text in (
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op != Average"),
+        ({"op": hvd.Max}, "takes hvd.Average"),
+        ({"groups": 0}, "positive integer"),
+        ({"groups": [[net.first.bias], [net.first.bias]]}, "only appear once"),
+        ({"groups": [[3]]}, "must consist of torch.Tensor"),
+        ({"backward_passes_per_step": 0}, "must be > 0"),
+        ({"named_parameters": [*named, named[0]]}, "duplicates: first.weight"),
+        ({"named_parameters": named[1:]}, "were not named"),
+        ({"named_parameters": list(net.parameters())}, "sequence of tuples"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            wrap(**options)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        wrap(num_groups=2)
+
+
+def test_what_surrounds_a_step(pool: Pool, world: MakeWorld) -> None:
+    pool.run(around_a_step, world(2))
+    pool.run(keeps_state_and_schedulers, world(2))
+    pool.run(refused_options, world(2))
+
+
+@job
+def compressed_training(me: Rank) -> None:
+    for compression in ("fp16", "bf16", "int8", "int4"):
+        net = Net()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.2),
+            net.named_parameters(),
+            compression=getattr(hvd.Compression, compression),
+        )
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = loss_of(net, 0, [me.rank])
+            loss.backward()
+            optimizer.step()
+            losses.append(float(hvd.allreduce(loss.detach())))
+        assert losses[-1] < 0.7 * losses[0], (compression, losses)
+        assert same_bits(*net.parameters()), compression
+
+
+def test_compressed_gradients_train(pool: Pool, world: MakeWorld) -> None:
+    pool.run(compressed_training, world(2))
+
+
+@job
+def adasum(me: Rank) -> None:
+    """Steps of the ranks are combined as the paper has it, in pairs, and pairs of pairs."""
+    net, starts = Net(), list(Net().parameters())
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), op=hvd.Adasum)
+    steps = []
+    for rank in range(me.world_size):
+        other = Net()
+        own = sgd(other)
+        loss_of(other, 0, [rank]).backward()
+        own.step()
+        changes = zip(other.parameters(), starts, strict=True)
+        steps.append([(a - b).detach().double() for a, b in changes])
+    loss_of(net, 0, [me.rank]).backward()
+    optimizer.step()
+    for k, p in enumerate(net.parameters()):
+        level = [changes[k] for changes in steps]
+        while len(level) > 1:
+            level = [
+                horovod_programs.adasum(a, b) for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+        change = p.detach().double() - starts[k].detach()
+        torch.testing.assert_close(change, level[0], rtol=1e-3, atol=1e-6)
+    before = loss_of(net, 0, range(me.world_size)).item()
+    optimizer.param_groups[0].update(lr=0.05, momentum=0.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_of(net, 0, [me.rank]).backward()
+        optimizer.step()
+    assert loss_of(net, 0, range(me.world_size)).item() < before and same_bits(*net.parameters())
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adasum_of_steps(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(adasum, world(size))
+
+
+# ---- parameters, state, batch normalization, timeline
+
+
+@job
+def from_the_root(me: Rank) -> None:
+    net = Net()
+    adam = torch.optim.Adam(net.parameters(), lr=0.1 * (me.rank + 1), amsgrad=True)
+    if me.rank == 1:
+        for _ in range(3):
+            loss_of(net, 0, [0]).backward()
+            adam.step()
+    optimizer = hvd.DistributedOptimizer(adam, net.named_parameters())
+    hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.2 and state["state"][0]["step"] == 3
+    assert same_bits(*net.parameters(), *[s["exp_avg_sq"] for s in state["state"].values()])
+    optimizer.zero_grad()
+    loss_of(net, 1, [me.rank]).backward()
+    optimizer.step()
+    assert same_bits(*net.parameters())
+    # Lists, non-contiguous tensors, values that are no tensors.
+    t = torch.full((2, 3), float(me.rank)).t()
+    hvd.broadcast_parameters([("t", t), ("n", 3), ("b", torch.tensor(me.rank))], root_rank=2)
+    assert t.eq(2).all()
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
+
+
+def test_broadcast_of_parameters_and_state(pool: Pool, world: MakeWorld) -> None:
+    pool.run(from_the_root, world(3))
+
+
+@job
+def batch_norm(me: Rank) -> None:
+    sizes = [2, 5, 1]
+    whole, own = slice(0, 8), slice(sum(sizes[: me.rank]), sum(sizes[: me.rank + 1]))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    for momentum, shape in ((0.1, (4, 3, 2)), (None, (4,))):
+        x = drawn(8, *shape, seed=0) * torch.arange(1.0, 9.0).view(8, *[1] * len(shape)) + 2
+        weights = drawn(8, *shape, seed=1)
+        plain: Any = nn.BatchNorm1d if len(shape) == 1 else nn.BatchNorm2d
+        layers = [hvd.SyncBatchNorm(4, momentum=momentum), plain(4, momentum=momentum)]
+        results = []
+        for layer, rows in zip(layers, (own, whole), strict=True):
+            with torch.no_grad():
+                layer.weight.copy_(drawn(4, seed=2))
+                layer.bias.copy_(drawn(4, seed=3))
+            batch = x[rows].clone().requires_grad_()
+            layer(batch + 1)
+            y = layer(batch)
+            (y * weights[rows]).sum().backward()
+            results.append((y.detach(), batch.grad))
+        for ours, theirs in zip(*results, strict=True):
+            close(ours, theirs[own])
+        for name in ("running_mean", "running_var"):
+            close(getattr(layers[0], name), getattr(layers[1], name))
+        for name in ("weight", "bias"):
+            ours, theirs = (getattr(layer, name).grad for layer in layers)
+            close(hvd.allreduce(ours, op=hvd.Sum), theirs)
+        close(layers[0].eval()(x), layers[1].eval()(x))
+
+
+def test_sync_batch_norm_is_batch_norm_of_all_batches(pool: Pool, world: MakeWorld) -> None:
+    pool.run(batch_norm, world(3))
+
+
+@job
+def timeline(me: Rank, path: str) -> None:
+    hvd.start_timeline(path, mark_cycles=True)
+    for _ in range(2):
+        hvd.allreduce(torch.ones(3), name="one")
+    hvd.broadcast_object("x", name="two")
+    hvd.barrier()
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(3), name="later")
+
+
+def timeline_of_init(me: Rank, path: str) -> None:
+    with environment(HOROVOD_TIMELINE=path):
+        hvd.init()
+    hvd.allreduce(torch.ones(3), name="one")
+    hvd.shutdown()
+
+
+def test_timeline(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    for function in (timeline, timeline_of_init):
+        path = tmp_path / function.__name__
+        pool.run(function, world(2), str(path))
+        events = json.loads(path.read_text())
+        names = {event.get("name") for event in events}
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
+        rows = {e["args"]["name"]: e["pid"] for e in events if e.get("ph") == "M"}
+        assert "allreduce.one" in rows and "allreduce.later" not in rows
+        spans = [e for e in events if e.get("pid") == rows["allreduce.one"] and e["ph"] == "X"]
+        assert all(e["dur"] >= 0 and e["args"]["shape"] == [[3]] for e in spans)
+        assert len(spans) == (4 if function is timeline else 2)
+        assert ("CYCLE_START" in names) == (function is timeline)
+
+
+# ---- random programs
+
+
+def play(me: Rank, seeds: Sequence[int]) -> int:
+    return horovod_programs.play(me.rank, me.world_size, seeds, lambda seed: print("seed", seed))
+
+
+@pytest.mark.parametrize(
+    "count", [20, pytest.param(170, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_programs(pool: Pool, world: MakeWorld, size: int, count: int) -> None:
+    seeds = list(range(count))
+    assert min(pool.run(play, world(size), seeds, deadline=300.0)) > count
