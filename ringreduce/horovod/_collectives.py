@@ -56,7 +56,9 @@ class Runner:
         self._ranks = dist.get_process_group_ranks(group)
         self._size = len(self._ranks)
         self._memory: dict[tuple[torch.dtype, str], torch.Tensor] = {}
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
+        # Where a rank that has joined makes zeros: where its latest tensors were, or join() says.
+        self.gpu = torch.device("cuda", 0)
 
     def pieces(self, request: Request, entry: Entry | None) -> list[Piece]:
         """The tensors of an all-reduce; of a rank that has joined, zeros."""
@@ -193,9 +195,7 @@ class Runner:
         return torch.cat([piece.input.reshape(-1) for piece in pieces], out=flat)
 
     def _device(self, request: Request) -> torch.device:
-        if request.device == "cpu":
-            return torch.device("cpu")
-        return torch.device(request.device, torch.cuda.current_device())
+        return torch.device("cpu") if request.device == "cpu" else self.gpu
 
     @contextlib.contextmanager
     def _on_device(self, request: Request, entries: Sequence[Entry | None]) -> Iterator[None]:
@@ -203,21 +203,26 @@ class Runner:
         if request.device != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        # The current device is one of the thread, so that of the user's thread says nothing here.
+        self.gpu = next((e.inputs[0].device for e in entries if e is not None), self.gpu)
+        with torch.cuda.device(self.gpu):
+            stream = self._streams.get(self.gpu)
+            if stream is None:
+                stream = torch.cuda.Stream(self.gpu)  # type: ignore[no-untyped-call]
+                self._streams[self.gpu] = stream
+        with torch.cuda.stream(stream):
             for entry in entries:
                 if entry is not None and entry.ready is not None:
-                    self._stream.wait_event(entry.ready)
+                    stream.wait_event(entry.ready)
             yield
             complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            complete.record(self._stream)
+            complete.record(stream)
             for entry in entries:
                 if entry is None:
                     continue
                 entry.complete = complete
                 for tensor in (*entry.inputs, *entry.outputs):
-                    tensor.record_stream(self._stream)
+                    tensor.record_stream(stream)
 
 
 def _new(source: torch.Tensor, rows: int) -> torch.Tensor:

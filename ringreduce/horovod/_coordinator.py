@@ -207,11 +207,15 @@ class Coordinator:
             number = self._unnamed[kind] = self._unnamed.get(kind, -1) + 1
         return f"{kind}.noname.{number}"
 
-    def join(self) -> int:
+    def join(self, device: int) -> int:
         """Waits until all ranks have joined; the global rank of the last one."""
+        if device >= 0:
+            self._runner.gpu = torch.device("cuda", device)
         with self._changed:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
+            if self._join is not None:
+                raise HorovodInternalError("this rank has called hvd.join() and is waiting in it")
             join = self._join = _Join()
             self._changed.notify()
         join.done.wait()
@@ -219,11 +223,15 @@ class Coordinator:
             raise HorovodInternalError(str(join.error)) from join.error
         return self._ranks[join.last]
 
-    def close(self, why: str, timeout: float) -> bool:
-        """Shuts down on all ranks, whose pending operations fail.  False: not within `timeout`."""
+    def ask_to_close(self, why: str) -> None:
+        """Begins to shut down on all ranks, whose pending operations fail."""
         with self._changed:
             self._closing = why
             self._changed.notify()
+
+    def close(self, why: str, timeout: float) -> bool:
+        """Shuts down; False if that takes longer than `timeout`."""
+        self.ask_to_close(why)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -507,10 +515,11 @@ class Coordinator:
         now = time.monotonic()
         if not self._pending or now < self._next_stall_check:
             return
-        self._next_stall_check = now + min(1.0, self._settings.stall_seconds)
+        self._next_stall_check = now + min(1.0, self._settings.stall_seconds / 4)
+        shutdown = self._settings.stall_shutdown_seconds
         for name, entry in self._pending.items():
             waited = now - entry.submitted
-            if waited < self._settings.stall_seconds or entry.stall_logged > now:
+            if waited < min(self._settings.stall_seconds, shutdown or self._settings.stall_seconds):
                 continue
             slot = self._cache.slot(entry.request)
             if slot is not None:
@@ -521,13 +530,14 @@ class Coordinator:
             arrived = self._table.get(name)
             if not arrived or self._rank not in arrived:
                 continue
-            entry.stall_logged = now + self._settings.stall_seconds
             missing = [
                 self._ranks[r]
                 for r in range(self._size)
                 if r not in arrived and r not in self._joined
             ]
-            if self._rank == min(arrived):
+            is_due = waited >= self._settings.stall_seconds and now >= entry.stall_logged
+            if is_due and self._rank == min(arrived):
+                entry.stall_logged = now + self._settings.stall_seconds
                 _log.warning(
                     "%s %r has waited %.0f s for ranks %s, which have not submitted it; ranks %s "
                     "have. Do all ranks submit the same operations?",
@@ -537,7 +547,6 @@ class Coordinator:
                     missing,
                     [self._ranks[r] for r in sorted(arrived)],
                 )
-            shutdown = self._settings.stall_shutdown_seconds
             if 0 < shutdown < waited:
                 told.closes = (
                     f"has waited {waited:.0f} s for {entry.request.kind} {name!r} of ranks "

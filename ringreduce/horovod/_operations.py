@@ -767,12 +767,12 @@ def join(device: int = -1) -> int:
     divides by the number of all ranks.  Other operations of the others raise.
 
     Args:
-        device: as in Horovod; ignored, since zeros are made where the others have their tensors.
+        device: the GPU on which zeros are made for tensors of GPUs; -1: that of the last tensor.
 
     Raises:
         HorovodInternalError: a rank was lost or shut down.
     """
-    return _world.coordinator_of(global_process_set).join()
+    return _world.coordinator_of(global_process_set).join(device)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ringreduce.horovod import _world
 from ringreduce.horovod._compression import Compression, Compressor
+from ringreduce.horovod._errors import HorovodInternalError
 from ringreduce.horovod._functions import broadcast_object
 from ringreduce.horovod._operations import (
     Adasum,
@@ -63,13 +64,18 @@ def _named(
     return by_parameter
 
 
+def _has_others() -> bool:
+    """Whether there are other ranks, or may be later."""
+    return _world.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 class _Gradients:
     """The gradients of an optimizer's parameters, on their way through the ranks."""
 
     def __init__(
         self,
         names: dict[Parameter, str],
-        parameters: list[Parameter],
+        parameters: Callable[[], list[Parameter]],
         compression: type[Compressor],
         passes: int,
         op: int,
@@ -82,7 +88,7 @@ class _Gradients:
         self._names = names
         self._compression = compression
         self._op = op
-        self._are_own = op == Adasum and _world.size() > 1  # _AdasumOptimizer reduces steps
+        self._are_own = op == Adasum  # _AdasumOptimizer reduces steps
         # An average is split over the factors before and after the sum.
         self._factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
@@ -93,21 +99,31 @@ class _Gradients:
         self._groups: list[list[Parameter]] = []
         self._group_of: dict[Parameter, int] = {}
         self._arrived: dict[int, int] = {}
-        self._is_active = bool(process_set.included()) and (
-            _world.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-        )
+        self._all = parameters
+        self._is_active = bool(process_set.included()) and _has_others()
         if not self._is_active:
             return
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._adopt()
         if groups is not None:
             self._make_groups(groups)
-        for p in self._parameters:
-            self._left[p] = passes
+
+    def _adopt(self) -> None:
+        """Hooks parameters that have been added since, or that are trained only now."""
+        for place, p in enumerate(self._all()):
+            if not p.requires_grad or p in self._left:
+                continue
+            self._names.setdefault(p, f"noname.added.{place}")
+            self._left[p] = self.passes
             p.register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
+
+    def trained(self) -> list[Parameter]:
+        """The parameters whose gradients are reduced."""
+        self._adopt()
+        return [p for p in self._left if p.requires_grad]
 
     def _make_groups(self, groups: Groups) -> None:
         """All ranks take rank 0's order of parameters."""
-        by_name = {self._names[p]: p for p in self._parameters}
+        by_name = {self._names[p]: p for p in self._left}
         order: list[str] = broadcast_object(
             list(by_name), (self._process_set.ranks or [0])[0], process_set=self._process_set
         )
@@ -150,10 +166,10 @@ class _Gradients:
         self._left[p] -= 1
         if self._left[p] > 0 or self._are_own:
             return
-        if not self._groups:
+        number = self._group_of.get(p)
+        if number is None:
             self._submit(p)
             return
-        number = self._group_of[p]
         self._arrived[number] += 1
         if self._arrived[number] == len(self._groups[number]):
             self._submit_group(number)
@@ -205,8 +221,8 @@ class _Gradients:
     def _submit_group(self, number: int) -> None:
         group = self._groups[number]
         gradients = [self._gradient(p) for p in group]
-        if any(gradient.is_sparse for gradient in gradients):
-            for p in group:
+        if any(g.is_sparse for g in gradients) or bool(getattr(self._compression, "codec", "")):
+            for p in group:  # what runs only by itself
                 self._submit(p)
             return
         compressed = [self._compression.compress(g.contiguous()) for g in gradients]
@@ -244,15 +260,22 @@ class _Gradients:
         if not self._is_active:
             return
         try:
+            parameters = self.trained()
             for number in range(len(self._groups)):
                 group = self._groups[number]
                 if number not in self._waiting and group[0] not in self._waiting:
                     self._submit_group(number)
-            for p in self._parameters if not self._groups else ():
-                if p not in self._waiting:
+            for p in parameters:
+                if p not in self._waiting and p not in self._group_of:
                     self._submit(p)
-            for finish in self._waiting.values():
-                finish()
+            failed: HorovodInternalError | None = None
+            for finish in self._waiting.values():  # all, since they write to the gradients
+                try:
+                    finish()
+                except HorovodInternalError as error:
+                    failed = failed or error
+            if failed is not None:
+                raise failed
         finally:
             self.restart()
 
@@ -301,9 +324,28 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer.synchronize(): gradients are reduced twice.",
                     stacklevel=2,
                 )
-            self.synchronize()
+            if closure is None or self._gradients.are_under_way():
+                self.synchronize()
         self._synchronized = False
-        return super().step(closure)
+        if closure is None or not self._should_synchronize:
+            return super().step(closure)
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._gradients.synchronize()
+            return loss
+
+        return super().step(reduced)
+
+    # The class below has the hooks that torch puts around a step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an optimizer of hvd.DistributedOptimizer cannot be pickled or copied; save its "
+            "state_dict()"
+        )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's; refused while gradients are being reduced."""
@@ -319,7 +361,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """As the optimizer's; what is being reduced is forgotten."""
         self._gradients.restart()
         self._synchronized = False
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        # A scheduler that was made before this optimizer has these very groups.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
 
 class _AdasumOptimizer(_DistributedOptimizer):
@@ -338,9 +386,11 @@ class _AdasumOptimizer(_DistributedOptimizer):
     def step(self, closure: Any = None) -> Any:
         """A step of this rank, and the combination of all ranks' changes."""
         gradients = self._gradients
-        before = {p: p.detach().clone() for p in gradients._parameters}
+        before = {p: p.detach().clone() for p in gradients.trained()}
         loss = super(_DistributedOptimizer, self).step(closure)
         handles = []
+        if not _has_others():
+            return loss
         for p, start in before.items():
             change, ctx = gradients._compression.compress(p.detach() - start)
             name = gradients._names[p]
@@ -405,7 +455,7 @@ def DistributedOptimizer(
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
 
     base = type(optimizer)
-    is_adasum = op == Adasum and _world.size() > 1
+    is_adasum = op == Adasum and _has_others()
     added = _AdasumOptimizer if is_adasum else _DistributedOptimizer
     cls = type(base.__name__, (added, base), {"__module__": __name__})
     wrapped = cast(Any, object.__new__(cls))
@@ -416,7 +466,7 @@ def DistributedOptimizer(
     wrapped._should_synchronize = True
     wrapped._gradients = _Gradients(
         _named(optimizer, named_parameters),
-        [p for group in optimizer.param_groups for p in group["params"]],
+        lambda: [p for group in wrapped.param_groups for p in group["params"]],
         compression,
         backward_passes_per_step,
         op,

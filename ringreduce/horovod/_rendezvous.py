@@ -266,7 +266,10 @@ class Rendezvous:
                     "ranks of the last group have finished the training function, and too few are "
                     f"left to go on: {self._why_not(arrived, before)}"
                 )
-            if time.monotonic() > deadline:
+            # A group that runs lets others in when it calls commit, whenever that is.
+            is_newcomer = bool(before) and self._me.generation < generation - 1
+            runs = is_newcomer and any(m.lives() for m in _missing(arrived, before))
+            if time.monotonic() > deadline and not runs:
                 raise TimeoutError(
                     f"waited {self._limits.timeout:g} s (HOROVOD_ELASTIC_TIMEOUT) for ranks: "
                     + self._why_not(arrived, before)

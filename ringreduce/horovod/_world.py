@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ringreduce._backend import backend_of, extension
+from ringreduce._backend import Options, backend_of, extension
 from ringreduce.horovod import _rendezvous
 from ringreduce.horovod._coordinator import Coordinator
 from ringreduce.horovod._errors import HorovodInternalError
@@ -160,7 +160,7 @@ def init(
             init_default_group(**group_options)
         _make_world(comm, process_sets, group_options.get("timeout"), owns)
     except BaseException:
-        if owns:
+        if owns or _world is not None:
             _drop()
         raise
 
@@ -269,7 +269,11 @@ def _make_world(
 
 def _make_group(ranks: list[int], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
     """A group of its own, since the user may use the default group in another thread."""
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="ringreduce")
+    # Coordinators know a number of ranks that does not change.
+    options = Options(on_loss="error")
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend="ringreduce", pg_options=options
+    )
     return made
 
 
@@ -291,6 +295,8 @@ def _leave(why: str, seconds: float) -> None:
     if world is None:
         return
     atexit.unregister(_at_exit)
+    for coordinator in world.coordinators.values():
+        coordinator.ask_to_close(why)
     with contextlib.ExitStack() as stack:
         for coordinator in world.coordinators.values():
             stack.callback(_end, coordinator, world, why, seconds)
@@ -315,6 +321,17 @@ def _abort(coordinator: Coordinator) -> None:
     if backend := backend_of(coordinator.group):
         backend.abort()
     coordinator.close("was aborted", _SHUTDOWN_SECONDS)
+
+
+def _forget() -> None:
+    """In a forked child, which has none of the threads."""
+    global _world
+    if _world is not None:
+        _world = None
+        atexit.unregister(_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _at_exit() -> None:
