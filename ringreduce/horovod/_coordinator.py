@@ -499,6 +499,8 @@ class Coordinator:
             return
         with self._changed:
             join, self._join = self._join, None
+            # Ranks with more data than others have named more operations.
+            self._unnamed.clear()
         last, self._joined = self._joined[-1], []
         if join:
             join.last = last

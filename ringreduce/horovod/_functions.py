@@ -44,6 +44,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         tensor = value.detach()
+        for d in range(tensor.dim()):  # what expand() repeats is there once
+            if tensor.stride(d) == 0 and tensor.shape[d] > 1:
+                tensor = tensor.narrow(d, 0, 1)
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         sent.append((tensor, dense, broadcast_async_(dense, root_rank, name)))
     for tensor, dense, handle in sent:

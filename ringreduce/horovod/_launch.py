@@ -4,6 +4,7 @@ import argparse
 import os
 import pickle
 import shutil
+import socket
 import sys
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce import supervise
+from ringreduce._launchers import is_loopback
 
 try:  # which also takes lambdas and functions of __main__
     import cloudpickle as pickler  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -48,6 +50,11 @@ class _Workers(supervise.Ranks):
 
     def environment(self, rank: int) -> dict[str, str]:
         return {**super().environment(rank), "RINGREDUCE_ON_LOSS": "error", **self._more}
+
+
+def is_here(host: str) -> bool:
+    """Whether this host has the name or address."""
+    return is_loopback(host) or host in (socket.gethostname(), socket.getfqdn())
 
 
 def run(
@@ -88,12 +95,13 @@ def run(
         num_proc, np: how many processes.
         output_filename: folder for their output: rank.N/stdout and rank.N/stderr in it.
         verbose: print which processes are started.
-        use_gloo: as in Horovod; it changes nothing.
+        use_gloo, start_timeout: as in Horovod; they change nothing.
+        hosts: names of this host, as "localhost:2".
         network_interface, network_interfaces: for RINGREDUCE_IF.
         executable: Python's, if not that of this process.
 
-    The others are there as Horovod has them, and have to be None: all ranks run on this host, and
-    none is started again.  `horovodrun` can do that.
+    The others are there as Horovod has them, and have to be None or False: all ranks run on this
+    host, and none is started again.  `horovodrun` can do that.
 
     Returns:
         The results by rank.
@@ -108,20 +116,19 @@ def run(
         "slots": slots,
         "reset_limit": reset_limit,
         "cooldown_range": cooldown_range,
-        "hosts": hosts,
+        "hosts": [h for h in (hosts or "").split(",") if h and not is_here(h.rsplit(":", 1)[0])],
         "hostfile": hostfile,
         "host_discovery_script": host_discovery_script,
-        "start_timeout": start_timeout,
         "ssh_port": ssh_port,
         "ssh_identity_file": ssh_identity_file,
         "disable_cache": disable_cache,
-        "use_mpi": use_mpi or None,
+        "use_mpi": use_mpi,
         "mpi_args": mpi_args,
         "min_np": min_np,
         "max_np": max_np,
     }
     for name, value in unsupported.items():
-        if value is not None:
+        if value:
             raise ValueError(
                 f"{name}={value!r} is not supported by ringreduce.horovod.run, which starts all "
                 "ranks on this host, once; use horovodrun"

@@ -7,6 +7,7 @@ gradients while they compute others.  `step` waits for them.
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -100,6 +101,14 @@ class _Gradients:
         self._group_of: dict[Parameter, int] = {}
         self._arrived: dict[int, int] = {}
         self._all = parameters
+        own = weakref.ref(self)
+
+        def hook(p: Parameter) -> None:
+            # Parameters keep their hooks, and outlive the optimizer.
+            if (gradients := own()) is not None:
+                gradients._computed(p)
+
+        self._hook = hook
         self._is_active = bool(process_set.included()) and _has_others()
         if not self._is_active:
             return
@@ -114,7 +123,7 @@ class _Gradients:
                 continue
             self._names.setdefault(p, f"noname.added.{place}")
             self._left[p] = self.passes
-            p.register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def trained(self) -> list[Parameter]:
         """The parameters whose gradients are reduced."""
@@ -454,6 +463,8 @@ def DistributedOptimizer(
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
 
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ValueError("the optimizer is one of hvd.DistributedOptimizer already")
     base = type(optimizer)
     is_adasum = op == Adasum and _has_others()
     added = _AdasumOptimizer if is_adasum else _DistributedOptimizer
@@ -464,9 +475,10 @@ def DistributedOptimizer(
     wrapped.__dict__.pop("step", None)
     wrapped._synchronized = False
     wrapped._should_synchronize = True
+    own: Callable[[], Any] = weakref.ref(wrapped)
     wrapped._gradients = _Gradients(
         _named(optimizer, named_parameters),
-        lambda: [p for group in wrapped.param_groups for p in group["params"]],
+        lambda: [p for group in own().param_groups for p in group["params"]],
         compression,
         backward_passes_per_step,
         op,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ringreduce import supervise
-from ringreduce._launchers import is_loopback
+from ringreduce.horovod._launch import is_here
 
 __all__ = ["main"]
 
@@ -249,10 +249,6 @@ def _places(given: argparse.Namespace) -> list[tuple[str, int]]:
     return places
 
 
-def _is_here(host: str) -> bool:
-    return is_loopback(host) or host in (socket.gethostname(), socket.getfqdn())
-
-
 # ---- what the options mean for the ranks
 
 
@@ -300,7 +296,7 @@ def launcher_command(given: argparse.Namespace, environment: Mapping[str, str]) 
 
     Exits with an explanation if there is none for these hosts.
     """
-    one_host = len(given.places) == 1 and _is_here(given.places[0][0])
+    one_host = len(given.places) == 1 and is_here(given.places[0][0])
     if given.mpi:
         mpirun = _find_mpirun(environment)
         if not mpirun:
@@ -344,8 +340,8 @@ def _mpirun_command(
     more = shlex.split(given.mpi_args or "")
     own = variables(given)
     first = given.places[0][0]
-    if not all(_is_here(host) for host, _ in given.places) and "MASTER_ADDR" not in environment:
-        own["MASTER_ADDR"] = socket.gethostname() if _is_here(first) else first
+    if not all(is_here(host) for host, _ in given.places) and "MASTER_ADDR" not in environment:
+        own["MASTER_ADDR"] = socket.gethostname() if is_here(first) else first
     ssh = [f"-p {given.ssh_port}"] if given.ssh_port else []
     ssh += [f"-i {given.ssh_identity_file}"] if given.ssh_identity_file else []
     if "Open MPI" not in version.stdout + version.stderr:  # MPICH's, Intel MPI's
@@ -421,7 +417,7 @@ class _ElasticRanks(supervise.Ranks):
 def _run_elastic(given: argparse.Namespace) -> int:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    if given.mpi or len(given.places) > 1 or not _is_here(given.places[0][0]):
+    if given.mpi or len(given.places) > 1 or not is_here(given.places[0][0]):
         given.fail(
             "elastic runs (--min-np, --max-np, --reset-limit) are on one host, without mpirun"
         )

@@ -3,6 +3,8 @@
 docs/horovod.md lists what differs.
 """
 
+import sys
+
 from ringreduce.horovod._compression import Compression
 from ringreduce.horovod._errors import HorovodInternalError, HostsUpdatedInterrupt
 from ringreduce.horovod._functions import (
@@ -149,3 +151,9 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+# Horovod's modules, for scripts that import from them: their public names are all here.
+for _name in ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
+for _name in ("sampler", "state"):
+    sys.modules[f"{__name__}.elastic.{_name}"] = elastic
