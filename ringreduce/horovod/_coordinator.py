@@ -185,9 +185,8 @@ class Coordinator:
                 raise HorovodInternalError(str(self._failure)) from self._failure
             if name in self._names:
                 raise HorovodInternalError(
-                    f"Requested to {entry.request.kind} a tensor with the same name as another "
-                    f"tensor that is currently being processed: {name!r}. If you want to request "
-                    "another tensor, use a different tensor name."
+                    f"rank {self._ranks[self._rank]} has submitted {entry.request.kind} {name!r} "
+                    "and not all ranks are done with it; wait for it, or take another name"
                 )
             self._names.add(name)
             self._submitted.append(entry)
@@ -362,9 +361,7 @@ class Coordinator:
                 reasons.append(f"rank {self._ranks[rank]} {theirs.closes}")
         if not reasons:
             return ""
-        return (
-            f"Horovod has been shut down: {', '.join(reasons)}. Operations after that are refused."
-        )
+        return f"the job was shut down: {', '.join(reasons)}; hvd.shutdown() and hvd.init() begin again"
 
     def _forget(self, name: str) -> None:
         """Takes a name out of the cache; if it is pending here, its request is told again."""

@@ -38,7 +38,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
         named = [one if isinstance(one, tuple) else (None, one) for one in params]
     else:
-        raise ValueError(f"invalid params of type: {type(params)}")
+        raise ValueError(
+            f"broadcast_parameters takes a dict or a list, not {type(params).__name__}"
+        )
     sent = []
     for name, value in named:
         if not isinstance(value, torch.Tensor):
@@ -72,7 +74,7 @@ def broadcast_optimizer_state(
         HorovodInternalError: as `allreduce`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+        raise ValueError("the state of LBFGS has no fixed form, so it cannot be broadcast")
     is_root = _world.rank() == root_rank
     state: Any = optimizer.state_dict() if is_root else None
     tensors: list[torch.Tensor] = []

@@ -28,11 +28,9 @@ _REDUCED = {
 
 def _op_of(op: int | None, average: bool | None) -> str:
     if op is not None and average is not None:
-        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        raise ValueError("give op or average, not both")
     if average is not None:
-        warnings.warn(
-            "Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4
-        )
+        warnings.warn("average is deprecated: use op", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
     op = Average if op is None else op
     if op not in range(len(_OP_NAMES)):
@@ -44,11 +42,11 @@ def _check(kind: str, tensors: Tensors, op: str) -> None:
     for tensor in tensors:
         is_average_of_truths = op == "Average" and tensor.dtype == torch.bool
         if is_average_of_truths or (op and tensor.dtype not in _REDUCED):
-            raise ValueError(f"{kind} {op} of {tensor.dtype} is not supported.")
+            raise ValueError(f"{kind} cannot take {op} of {tensor.dtype}")
         if tensor.layout != torch.strided:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+            raise ValueError(f"{kind} takes dense tensors, not one of layout {tensor.layout}")
         if not tensor.is_contiguous():
-            raise ValueError("Tensor is required to be contiguous.")
+            raise ValueError(f"{kind} takes contiguous tensors: pass tensor.contiguous()")
     if len({tensor.device for tensor in tensors}) > 1:
         raise ValueError("the tensors of a group have to be on one device")
 
@@ -131,9 +129,11 @@ def _all_reduce(
 ) -> Entry:
     if op == "Adasum":
         if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+            raise NotImplementedError("Adasum takes all ranks, not a process set")
         if _world.size() & (_world.size() - 1):
-            raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported.")
+            raise NotImplementedError(
+                f"Adasum needs a number of ranks that is a power of 2, not {_world.size()}"
+            )
         if not all(tensor.dtype.is_floating_point for tensor in tensors):
             raise ValueError("Adasum is for floating tensors")
     fits = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)

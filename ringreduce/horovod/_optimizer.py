@@ -47,20 +47,16 @@ def _named(
     given = list(named_parameters)
     if any(not isinstance(one, tuple) for one in given):
         raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced "
-            "by model.named_parameters()."
+            "named_parameters takes pairs (name, parameter), such as model.named_parameters()"
         )
     names = [name for name, _ in given]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            "Parameter names in named_parameters must be unique. Found duplicates: "
-            + ", ".join(twice)
-        )
+        raise ValueError(f"named_parameters has names more than once: {', '.join(twice)}")
     by_parameter = {p: name for name, p in given}
     if unnamed := [p for p in own if p not in by_parameter]:
         raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named: "
-            f"{len(unnamed)}, of shapes {[tuple(p.shape) for p in unnamed[:5]]}"
+            f"named_parameters leaves out {len(unnamed)} of the optimizer's parameters, of shapes "
+            f"{[tuple(p.shape) for p in unnamed[:5]]}"
         )
     return by_parameter
 
@@ -169,8 +165,8 @@ class _Gradients:
         """The hook: backward has added to the parameter's gradient."""
         if self._left[p] <= 0:
             raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to "
-                "step(). Increase backward_passes_per_step to accumulate gradients locally."
+                f"the gradient of {self._names[p]!r} was computed more than {self.passes} times "
+                "before step(); to add up more, set backward_passes_per_step"
             )
         self._left[p] -= 1
         if self._left[p] > 0 or self._are_own:
@@ -329,8 +325,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): gradients are reduced twice.",
+                    "step() after synchronize() reduces the gradients once more; call it in "
+                    "optimizer.skip_synchronize()",
                     stacklevel=2,
                 )
             if closure is None or self._gradients.are_under_way():
@@ -360,9 +356,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """As the optimizer's; refused while gradients are being reduced."""
         if self._gradients.are_under_way():
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
-                "race condition."
+                "zero_grad() while gradients are being reduced; call step() or synchronize() first"
             )
         super().zero_grad(*args, **kwargs)
 
@@ -387,9 +381,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
 
     def skip_synchronize(self) -> Any:
         """Raises AssertionError."""
-        raise AssertionError(
-            "Skipping synchronization is not supported when using Adasum optimizer."
-        )
+        raise AssertionError("an Adasum optimizer reduces its steps, so there is nothing to skip")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -442,26 +434,26 @@ def DistributedOptimizer(
         ValueError, NotImplementedError: arguments that cannot be, or not together.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
     if op not in (Average, Sum, Adasum):
         raise ValueError("DistributedOptimizer takes hvd.Average, hvd.Sum or hvd.Adasum")
     if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if isinstance(groups, int) and groups <= 0:
-        raise ValueError("groups should be a positive integer or a list of list of torch.Tensor.")
+        raise ValueError(f"groups is a positive number or lists of parameters, not {groups}")
     if groups is not None and not isinstance(groups, int):
         listed = [p for group in groups for p in group]
         if not all(isinstance(p, torch.Tensor) for p in listed):
-            raise ValueError("groups must consist of torch.Tensor.")
+            raise ValueError("groups has something that is no tensor")
         if len({id(p) for p in listed}) != len(listed):
-            raise ValueError("A parameter can only appear once in groups.")
+            raise ValueError("groups has a parameter twice")
     if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+        raise ValueError(
+            f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}"
+        )
     if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        raise NotImplementedError("Adasum takes all ranks, not a process set")
 
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("the optimizer is one of hvd.DistributedOptimizer already")

@@ -43,7 +43,7 @@ _PREFIX = "ringreduce/horovod/elastic"
 _LATEST = "latest"  # the key of a generation that has members; later ones may have them too
 _POLL_SECONDS = 0.02
 # Seconds without a new arrival, after which ranks go on without one of the last group
-_SETTLE_SECONDS = 1.0  # that is on another host, so nobody knows whether it lives;
+_SETTLE_SECONDS = 1.0  # that is on another host, whose processes this one cannot see;
 _LIVE_SECONDS = 30.0  # that lives: it may compute, and not know yet that the group has failed.
 # How long the launcher's store may take to answer.
 _STORE_TIMEOUT = timedelta(seconds=60)

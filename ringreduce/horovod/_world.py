@@ -122,7 +122,7 @@ _place: _rendezvous.Place | None = None  # of this process in an elastic run
 
 def _get() -> _World:
     if _world is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise ValueError("hvd.init() has not been called, or hvd.shutdown() was")
     return _world
 
 
@@ -373,7 +373,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not ranks or ranks[0] < 0 or ranks[-1] >= world.size:
         raise ValueError(f"a process set of ranks {ranks} in a job of {world.size}")
     if any(ranks == other.ranks for other in world.sets.values()):
-        raise ValueError(f"Attempted to add a duplicate process set: {added}")
+        raise ValueError(f"there is a process set of ranks {ranks} already")
     # All ranks pass here together, so that a rank's error is not another one's wait.
     group = _make_group(ranks, world.timeout)
     number, world.next_set = world.next_set, world.next_set + 1
@@ -445,7 +445,7 @@ def is_homogeneous() -> bool:
 
 def mpi_threads_supported() -> bool:
     """Horovod raises it too where MPI is not used."""
-    raise ValueError("Horovod MPI is not enabled; ringreduce does not use MPI.")
+    raise ValueError("ringreduce does not use MPI")
 
 
 def mpi_enabled() -> bool:
