@@ -361,7 +361,8 @@ class Coordinator:
                 reasons.append(f"rank {self._ranks[rank]} {theirs.closes}")
         if not reasons:
             return ""
-        return f"the job was shut down: {', '.join(reasons)}; hvd.shutdown() and hvd.init() begin again"
+        who = ", ".join(reasons)
+        return f"the job was shut down: {who}; hvd.shutdown() and hvd.init() begin again"
 
     def _forget(self, name: str) -> None:
         """Takes a name out of the cache; if it is pending here, its request is told again."""
