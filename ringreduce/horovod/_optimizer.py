@@ -401,6 +401,8 @@ class _AdasumOptimizer(_DistributedOptimizer):
         gradients.restart()
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]
+
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
