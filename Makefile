@@ -4,8 +4,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-# For torch-matrix: the oldest that is supported, ours, and the newest, which torch-smoke takes.
-TORCHES ?= 2.11.0 2.13.0 2.14.1 2.15.0
+# For torch-smoke, and the last of torch-matrix, which starts with the oldest that is supported.
+NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
+TORCHES ?= 2.11.0 2.13.0 2.14.1 $(NEWEST)
 # The environment from which VENV borrows all but torch, and whose core is not compiled once more; empty:
 # VENV has everything itself.
 BASE_VENV ?=
@@ -234,7 +235,6 @@ torch-matrix: build
 	$(PYTHON) tests/torch_matrix.py --torch '$(TORCH)' --venv $(VENV) $(TORCHES)
 
 # The extension on the newest torch, and the tests on CPU tensors of what is new in it.
-NEWEST = $(lastword $(TORCHES))
 NEWEST_TESTS = $(patsubst %,tests/test_%.py,backend_methods reconfigure work)
 torch-smoke: build
 ifeq ($(BASE_VENV),)
