@@ -28,7 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,7 +269,7 @@ def wanted(one: Operation, rank: int, members: list[int], levels: Sequence[int])
 
 def compare(one: Operation, got: list[Tensor], right: list[Tensor]) -> None:
     assert len(got) == len(right), f"{one}: {len(got)} results, not {len(right)}"
-    for a, b in zip(got, right, strict=True):
+    for a, b in zip([t.cpu() for t in got], right, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, f"{one}: {a.dtype} {a.shape}"
         if one.form.op in ("Average", "Adasum") and a.dtype.is_floating_point:
             same = torch.allclose(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-9)
@@ -284,9 +284,11 @@ def compare(one: Operation, got: list[Tensor], right: list[Tensor]) -> None:
 class Player:
     """A rank that takes part in programs."""
 
-    def __init__(self, rank: int, size: int, sets: list[Any]) -> None:
+    def __init__(self, rank: int, size: int, sets: list[Any], gpu: torch.device | None) -> None:
         self.rank, self.size, self.sets = rank, size, sets
         self.members = sets_of(size)
+        self.gpu = gpu
+        self.streams = [torch.cuda.Stream(gpu) for _ in range(3)] if gpu else []
 
     def play(self, seed: int) -> int:
         """Runs a program; how many operations it had."""
@@ -342,6 +344,9 @@ class Player:
             self.pause()
             self.pending.pop(key)()
 
+    def some_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.draw.choice(self.streams)) if self.streams else nullcontext()
+
     def pause(self) -> None:
         if self.draw.random() < self.slow:
             time.sleep(self.draw.choice((0.0, 0.0005, 0.004)))
@@ -353,10 +358,16 @@ class Player:
         form = one.form
         if one.other == self.rank:
             tensors, form = mistaken(one, tensors, members)
-        before = [t.clone() for t in tensors]
-        handle = start(one.name, form, tensors, self.sets[one.group], members.index(self.rank))
+        with self.some_stream():
+            tensors = [t.to(self.gpu) for t in tensors] if self.gpu else tensors
+            before = [t.clone() for t in tensors]
+            handle = start(one.name, form, tensors, self.sets[one.group], members.index(self.rank))
 
         def finish() -> None:
+            with self.some_stream():
+                look()
+
+        def look() -> None:
             if self.draw.random() < 0.2:
                 hvd.poll(handle)
             if one.other >= 0:
@@ -432,8 +443,17 @@ def settings(seed: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def play(rank: int, size: int, seeds: Sequence[int], tell: Callable[[Any], None]) -> int:
-    """Takes part in programs; torch's default group exists.  Returns the number of operations."""
+def play(
+    rank: int,
+    size: int,
+    seeds: Sequence[int],
+    tell: Callable[[Any], None],
+    gpu: torch.device | None = None,
+) -> int:
+    """Takes part in programs; torch's default group exists.  Returns the number of operations.
+
+    `gpu`: where the tensors are, if not in host memory.
+    """
     logging.getLogger("ringreduce.horovod").setLevel(logging.ERROR)
     operations = 0
     for begin in range(0, len(seeds), PROGRAMS_OF_A_JOB):
@@ -441,7 +461,7 @@ def play(rank: int, size: int, seeds: Sequence[int], tell: Callable[[Any], None]
             hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in sets_of(size)[1:]])
             sets: list[Any] = [hvd.global_process_set]
             sets += [_set_with(number) for number in range(1, len(sets_of(size)))]
-            player = Player(rank, size, sets)
+            player = Player(rank, size, sets, gpu)
             for seed in seeds[begin : begin + PROGRAMS_OF_A_JOB]:
                 tell(seed)
                 faulthandler.dump_traceback_later(SECONDS, exit=True)

@@ -745,6 +745,7 @@ Failure Backend::failure() const {
 void Backend::check() const {
   translated([&] {
     if (const auto group = groupIfAny()) group->checkHealth();
+    if (const auto gpu = gpuIfAny()) gpu->check();
   });
 }
 

@@ -365,6 +365,15 @@ void GpuBackend::abort() {
   if (nccl_ && *nccl_) (*nccl_)->abort();
 }
 
+void GpuBackend::check() const {
+  std::vector<std::shared_ptr<cuda::GpuCommunicator>> communicators;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [index, context] : contexts_) communicators.push_back(context->communicator);
+  }
+  for (const auto& communicator : communicators) communicator->check();
+}
+
 void GpuBackend::shutdown() {
   decltype(contexts_) contexts;
   std::optional<BackendPtr> nccl;

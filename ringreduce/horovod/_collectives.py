@@ -55,19 +55,19 @@ class Runner:
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._size = len(self._ranks)
-        self._memory: dict[tuple[torch.dtype, str], torch.Tensor] = {}
-        self._streams: dict[torch.device, Any] = {}
-        # Where a rank that has joined makes zeros: where its latest tensors were, or join() says.
+        self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._stream: Any = None  # on the GPU
         self.gpu = torch.device("cuda", 0)
 
     def pieces(self, request: Request, entry: Entry | None) -> list[Piece]:
         """The tensors of an all-reduce; of a rank that has joined, zeros."""
         if entry is None:
-            device = self._device(request)
-            zeros = [
-                torch.zeros(shape, dtype=dtype, device=device)
-                for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
-            ]
+            device = torch.device("cpu") if request.device == "cpu" else self.gpu
+            with self._on_device(request, []):
+                zeros = [
+                    torch.zeros(shape, dtype=dtype, device=device)
+                    for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+                ]
             return [Piece(zero, zero, None, None) for zero in zeros]
         return [
             Piece(one, out, entry.errors[k] if entry.errors else None, entry)
@@ -83,13 +83,18 @@ class Runner:
                     output.copy_(pieces[0].input)
                 self._reduce(output, request, pieces[0].error)
                 return
-            flat = self._flat(pieces, request)
+            flat = self._flat(pieces)
             self._reduce(flat, request, None)
             parts = torch.split(flat, [piece.input.numel() for piece in pieces])
             torch._foreach_copy_(
                 [piece.output for piece in pieces],
                 [part.view(piece.output.shape) for part, piece in zip(parts, pieces, strict=True)],
             )
+
+    def synchronize(self) -> None:
+        """Waits until operations on GPUs have ended.  From any thread."""
+        if self._stream:
+            self._stream.synchronize()
 
     def run(self, request: Request, by_rank: Mapping[int, Request], entry: Entry | None) -> None:
         """Runs an operation of another kind than all-reduce; every rank has an entry."""
@@ -184,18 +189,15 @@ class Runner:
 
     # ---- memory and devices
 
-    def _flat(self, pieces: Sequence[Piece], request: Request) -> torch.Tensor:
+    def _flat(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """The elements of a bucket, in memory that is kept."""
         elements = sum(piece.input.numel() for piece in pieces)
-        key = pieces[0].input.dtype, request.device
+        key = pieces[0].input.dtype, pieces[0].input.device
         kept = self._memory.get(key)
         if kept is None or kept.numel() < elements:
             kept = self._memory[key] = pieces[0].input.new_empty(elements)
         flat = kept[:elements]
         return torch.cat([piece.input.reshape(-1) for piece in pieces], out=flat)
-
-    def _device(self, request: Request) -> torch.device:
-        return torch.device("cpu") if request.device == "cpu" else self.gpu
 
     @contextlib.contextmanager
     def _on_device(self, request: Request, entries: Sequence[Entry | None]) -> Iterator[None]:
@@ -203,23 +205,17 @@ class Runner:
         if request.device != "cuda":
             yield
             return
-        # The current device is one of the thread, so that of the user's thread says nothing here.
-        self.gpu = next((e.inputs[0].device for e in entries if e is not None), self.gpu)
-        with torch.cuda.device(self.gpu):
-            stream = self._streams.get(self.gpu)
-            if stream is None:
-                stream = torch.cuda.Stream(self.gpu)  # type: ignore[no-untyped-call]
-                self._streams[self.gpu] = stream
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.gpu)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        present = [entry for entry in entries if entry is not None]
         with torch.cuda.stream(stream):
-            for entry in entries:
-                if entry is not None and entry.ready is not None:
-                    stream.wait_event(entry.ready)
+            for entry in present:
+                stream.wait_event(entry.ready)
             yield
             complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
             complete.record(stream)
-            for entry in entries:
-                if entry is None:
-                    continue
+            for entry in present:
                 entry.complete = complete
                 for tensor in (*entry.inputs, *entry.outputs):
                     tensor.record_stream(stream)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ringreduce._backend import backend_of
+from ringreduce._backend import backend_of, extension
 from ringreduce.errors import Error
 from ringreduce.horovod._collectives import Piece, Runner, fusion_key
 from ringreduce.horovod._errors import HorovodInternalError
@@ -158,6 +158,7 @@ class Coordinator:
         self._unnamed: dict[str, int] = {}  # how many such names there were, by kind
         self._join: _Join | None = None
         self._closing = ""
+        self._has_gpu = False  # it is known which one
         self._failure: Exception | None = None
 
         # Of the thread alone:
@@ -176,8 +177,13 @@ class Coordinator:
     # ---- calls of other threads
 
     def submit(self, entry: Entry) -> None:
-        """Queues an operation.  Raises HorovodInternalError if the coordinator has ended, or if an
-        operation of that name is under way."""
+        """Queues an operation.
+
+        Raises:
+            HorovodInternalError: the coordinator has ended, or an operation of that name is under
+                way.
+            ValueError: it is on another GPU than earlier ones.
+        """
         name = entry.request.name
         entry.submitted = time.monotonic()
         with self._changed:
@@ -188,11 +194,22 @@ class Coordinator:
                     f"rank {self._ranks[self._rank]} has submitted {entry.request.kind} {name!r} "
                     "and not all ranks are done with it; wait for it, or take another name"
                 )
+            if entry.request.device == "cuda":
+                self._use_gpu(entry.inputs[0].device)
             self._names.add(name)
             self._submitted.append(entry)
             self._submitted_bytes += sum(tensor.nbytes for tensor in entry.inputs)
             entry.hurry = self._hurry
             self._changed.notify()
+
+    def _use_gpu(self, gpu: torch.device) -> None:
+        """A group connects one GPU of each rank."""
+        if self._has_gpu and gpu != self._runner.gpu:
+            raise ValueError(
+                f"rank {self._ranks[self._rank]} has used {self._runner.gpu} and now gives "
+                f"{gpu}; all tensors of a rank have to be on one GPU"
+            )
+        self._has_gpu, self._runner.gpu = True, gpu
 
     def _hurry(self) -> None:
         """A thread waits for an operation: do not wait for more that could go with it."""
@@ -208,19 +225,34 @@ class Coordinator:
 
     def join(self, device: int) -> int:
         """Waits until all ranks have joined; the global rank of the last one."""
-        if device >= 0:
-            self._runner.gpu = torch.device("cuda", device)
         with self._changed:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
             if self._join is not None:
                 raise HorovodInternalError("this rank has called hvd.join() and is waiting in it")
+            if device >= 0:
+                self._use_gpu(torch.device("cuda", device))
+            elif not self._has_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                self._use_gpu(torch.device("cuda", torch.cuda.current_device()))
             join = self._join = _Join()
             self._changed.notify()
         join.done.wait()
         if join.error is not None:
             raise HorovodInternalError(str(join.error)) from join.error
         return self._ranks[join.last]
+
+    def check(self) -> None:
+        """Waits for operations on GPUs, and raises HorovodInternalError if one has failed.
+
+        Such an operation is done for its caller when it is in a stream.  Its output is NaN if it
+        fails there.
+        """
+        self._runner.synchronize()
+        try:
+            if backend := backend_of(self.group):
+                extension().check(backend)
+        except Error as error:
+            raise HorovodInternalError(str(error)) from error
 
     def ask_to_close(self, why: str) -> None:
         """Begins to shut down on all ranks, whose pending operations fail."""

@@ -76,7 +76,7 @@ def _submit(
     entry = Entry(request, list(tensors), list(outputs), grouped, errors)
     if request.device == "cuda":
         entry.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        entry.ready.record()
+        entry.ready.record(torch.cuda.current_stream(tensors[0].device))
     coordinator.submit(entry)
     return entry
 
@@ -767,7 +767,8 @@ def join(device: int = -1) -> int:
     divides by the number of all ranks.  Other operations of the others raise.
 
     Args:
-        device: the GPU on which zeros are made for tensors of GPUs; -1: that of the last tensor.
+        device: the GPU on which zeros are made for tensors of GPUs; -1: that of earlier tensors, or
+            the current one.
 
     Raises:
         HorovodInternalError: a rank was lost or shut down.

@@ -93,7 +93,10 @@ class Entry:
         if self._error is not None:
             raise HorovodInternalError(str(self._error)) from self._error
         if self.complete is not None:
-            torch.cuda.current_stream().wait_event(self.complete)
+            stream = torch.cuda.current_stream(self.inputs[0].device)
+            stream.wait_event(self.complete)
+            for output in self.outputs:
+                output.record_stream(stream)  # some were allocated in the coordinator's stream
 
 
 def problem_of(requests: Mapping[int, Request]) -> str:

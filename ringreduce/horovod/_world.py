@@ -358,6 +358,12 @@ def coordinator_of(process_set: ProcessSet) -> Coordinator:
     return coordinator
 
 
+def check_operations() -> None:
+    """Raises HorovodInternalError if an operation has failed, also one that runs on a GPU."""
+    for coordinator in list(_world.coordinators.values()) if _world else ():
+        coordinator.check()
+
+
 # ---- process sets
 
 

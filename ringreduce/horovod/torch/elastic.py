@@ -144,8 +144,10 @@ class State:
         """`save`, and then `check_host_updates`; collective.
 
         It copies the state, so a large model may be committed every few steps only.  What was done
-        since the last commit is lost with a rank.
+        since the last commit is lost with a rank.  Raises HorovodInternalError, and saves nothing,
+        if an operation on a GPU has failed.
         """
+        _world.check_operations()
         self.save()
         self._commits += 1
         self.check_host_updates()
@@ -341,6 +343,7 @@ class TorchState(ObjectState):
                 state = part.state_dict()
                 part.load_state_dict(broadcast_object(state, name=f"elastic.{name}"))
         super().sync()
+        _world.check_operations()
         self.save()
 
     def reset(self) -> None:
