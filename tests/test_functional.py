@@ -259,6 +259,10 @@ def operator(me: Rank) -> None:
         compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
         assert compiled(t, group.group_name).eq(2).all()
         assert t.eq(me.rank).all()
+    with torch.profiler.profile() as seen:
+        torch.ops.ringreduce.all_reduce_(torch.ones(3), "sum", part.group_name)
+        dist.all_reduce(torch.ones(3))
+    assert sum(event.name == "ringreduce:all_reduce" for event in seen.events()) == 2
     with pytest.raises(ValueError, match="knows sum"):
         torch.ops.ringreduce.all_reduce_(torch.ones(3), "mean", part.group_name)
     gloo = dist.new_group(backend="gloo")

@@ -20,9 +20,8 @@ inline Nanos now() {
       .count();
 }
 
-// `after` nanoseconds from now; never, if that is beyond the clock's range.
-inline Nanos deadlineIn(Nanos after) {
-  const Nanos start = now();
+// `after` nanoseconds from `start`; never, if that is beyond the clock's range.
+inline Nanos deadlineIn(Nanos after, Nanos start = now()) {
   return after > kNever - start ? kNever : start + after;
 }
 

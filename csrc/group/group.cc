@@ -171,12 +171,13 @@ void Group::check(const std::vector<Operation>& operations) const {
 
 bool Group::tryRunHere(const std::vector<Operation>& operations) {
   refuseInChild();
-  refuseInside();
   check(operations);
-  return executor_->tryRunHere([&] {
+  const bool ran = executor_->tryRunHere([&] {
     submitted_ += operations.size();
     for (const Operation& operation : operations) execute(operation, /*in_users_thread=*/true);
   });
+  if (!ran) refuseInside();
+  return ran;
 }
 
 void Group::run(Operation operation) {

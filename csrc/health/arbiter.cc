@@ -88,9 +88,9 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
   check();
   started_ = now();
   timeout_ = timeout;
-  deadline_ = deadlineIn(timeout);
+  deadline_ = deadlineIn(timeout, started_);
   has_more_time_ = false;
-  next_report_ = deadlineIn(options_.stall);
+  next_report_ = deadlineIn(options_.stall, started_);
   // Before the log names ranks that are late.
   next_question_ = std::min(started_ + kSecond, next_report_ - kCensus);
   waits_for_.store(-1, std::memory_order_relaxed);

@@ -174,25 +174,22 @@ std::vector<at::Tensor> OutputMemory::copyIfShared(std::vector<at::Tensor> input
 Staged::Staged(at::Tensor tensor, Use use, const char* call)
     : tensor_(std::move(tensor)), use_(use) {
   // A lazily conjugated or negated view has other elements than its memory.
-  if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) {
-    memory_ = tensor_;
-    return;
-  }
+  if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) return;
   if (use != Use::kRead && at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
     refuse(call,
            "cannot write to a tensor whose elements share memory (an expanded one); pass "
            ".contiguous()");
   const at::NoGradGuard no_grad;
-  memory_ = use == Use::kWrite
-                ? at::empty(tensor_.sizes(),
-                            tensor_.options().memory_format(at::MemoryFormat::Contiguous))
-                : tensor_.detach().resolve_conj().resolve_neg().contiguous();
+  copy_ = use == Use::kWrite
+              ? at::empty(tensor_.sizes(),
+                          tensor_.options().memory_format(at::MemoryFormat::Contiguous))
+              : tensor_.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 void Staged::giveBack() const {
-  if (use_ == Use::kRead || memory_.is_same(tensor_)) return;
+  if (use_ == Use::kRead || !copy_.defined()) return;
   const at::NoGradGuard no_grad;
-  tensor_.detach().copy_(memory_);
+  tensor_.detach().copy_(copy_);
 }
 
 // ---- arguments

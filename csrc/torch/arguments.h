@@ -72,12 +72,12 @@ class Staged {
  public:
   enum class Use { kRead, kWrite, kBoth };
   Staged(at::Tensor tensor, Use use, const char* call);
-  void* data() const { return memory_.data_ptr(); }
-  const at::Tensor& memory() const { return memory_; }
+  void* data() const { return memory().data_ptr(); }
+  const at::Tensor& memory() const { return copy_.defined() ? copy_ : tensor_; }
   void giveBack() const;
 
  private:
-  at::Tensor tensor_, memory_;
+  at::Tensor tensor_, copy_;  // the copy is undefined where none is needed
   Use use_;
 };
 

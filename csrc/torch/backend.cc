@@ -430,8 +430,9 @@ Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
 
 Backend::WorkPtr Backend::start(Group& group, c10d::OpType type, const char* title, Tensors inputs,
                                 Tensors outputs, Operation operation, bool async) {
-  return start(group, {type, title, std::move(inputs), std::move(outputs), {std::move(operation)}},
-               async);
+  Job job{type, title, std::move(inputs), std::move(outputs)};
+  job.operations.push_back(std::move(operation));
+  return start(group, std::move(job), async);
 }
 
 Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, const Tensors& tensors,

@@ -41,8 +41,7 @@ void runAllReduce(const at::Tensor& tensor, const std::string& op, const std::st
   c10d::AllreduceOptions options;
   options.reduceOp = opNamed(op);
   options.asyncOp = false;
-  std::vector<at::Tensor> tensors{tensor};
-  asRingreduce(*backend).allreduce(tensors, options)->wait();
+  asRingreduce(*backend).runAllReduce(tensor, options);
 }
 
 void onMeta(const at::Tensor&, const std::string&, const std::string&) {}

@@ -2,6 +2,7 @@
 //
 // A check that fails here raises ValueError before anything is sent, and the group stays usable.
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 
 #include <chrono>
@@ -28,14 +29,15 @@ using Use = Staged::Use;
 Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& options,
                       const char* call) {
   const ReduceOp op = opOf(options.reduceOp, call);
-  const at::Tensor real = addable(tensor, op, call);
-  const Staged staged(real, Use::kBoth, call);
-  return {AllReduce{.data = staged.data(),
-                    .count = countOf(real),
-                    .dtype = dtypeOf(real, call),
-                    .op = op,
-                    .factor = numberOf(factorOf(options.reduceOp))},
-          timeoutOf(options.timeout), [staged] { staged.giveBack(); }};
+  Staged staged(addable(tensor, op, call), Use::kBoth, call);
+  const at::Tensor& real = staged.memory();
+  const AllReduce all_reduce{.data = staged.data(),
+                             .count = countOf(real),
+                             .dtype = dtypeOf(real, call),
+                             .op = op,
+                             .factor = numberOf(factorOf(options.reduceOp))};
+  return {all_reduce, timeoutOf(options.timeout),
+          [staged = std::move(staged)] { staged.giveBack(); }};
 }
 
 // Several small tensors of one dtype become one message, because each operation waits for all
@@ -123,6 +125,22 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     const at::Tensor& tensor = onlyOne(tensors, "all_reduce");
     return start(*group(), c10d::OpType::ALLREDUCE, "ringreduce:all_reduce", tensors, tensors,
                  allReduceOf(tensor, options, "all_reduce"), options.asyncOp);
+  });
+}
+
+void Backend::runAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
+  constexpr auto kCall = "all_reduce";
+  if (tensor.is_cuda() || tensor.is_sparse() || at::hasCallbacks() || observer_->watches()) {
+    Tensors tensors{tensor};
+    allreduce(tensors, options)->wait();
+    return;
+  }
+  translated([&] {
+    requireDense(tensor, kCall);
+    Job job{c10d::OpType::ALLREDUCE, "ringreduce:all_reduce"};
+    job.operations.push_back(allReduceOf(tensor, options, kCall));
+    job.observer = observer_;
+    Work::run(*group(), std::move(job));
   });
 }
 

@@ -1,6 +1,8 @@
 // Starting, waiting for and completing operations.
 #include "torch/work.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -121,7 +123,8 @@ void Observer::enterGroup() {
 }
 
 Work::Work(Group& group, const Job& job)
-    : c10d::Work(group.rank(), job.type, job.title, job.inputs),
+    // With a title c10d::Work makes a record for the profiler, whether there is one or not.
+    : c10d::Work(group.rank(), job.type, at::hasCallbacks() ? job.title : nullptr, job.inputs),
       group_(group.weak_from_this()),
       outputs_(job.outputs),
       context_(job.context),
@@ -158,6 +161,24 @@ Work::Pointer Work::start(Group& group, Job job, bool blocking) {
   }
   if (blocking) work->wait(kNoTimeout);
   return work;
+}
+
+void Work::run(Group& group, Job job) {
+  const auto alive = group.shared_from_this();
+  Observer& observer = *job.observer;
+  const uint64_t observed_group = observer.groups();
+  observer.noteThread();
+  try {
+    if (group.tryRunHere(job.operations)) {
+      ++observer.calls;
+      return;
+    }
+  } catch (...) {
+    ++observer.calls;
+    if (group.failed()) observer.runAbortHooks(observed_group);
+    rethrowToPython("", observer.severalThreads());
+  }
+  start(group, std::move(job), /*blocking=*/true);
 }
 
 Work::Pointer Work::start(Group& group, Job job, Message message) {

@@ -107,6 +107,8 @@ class Work final : public c10d::Work {
   // Collectives.  Blocking: the operations have run when this returns, in this thread if they
   // could.  Throws their error.  Else they are queued.
   static Pointer start(Group& group, Job job, bool blocking);
+  // Blocking collectives, without a Work if they can run at once in this thread.
+  static void run(Group& group, Job job);
   // A send or a receive, which may be over already.
   static Pointer start(Group& group, Job job, Message message);
 
