@@ -1,8 +1,13 @@
-"""How much of a group's data each interface carries, and the line that says which carry it."""
+"""How a group's data travels: how much each interface carries, the line that says which carry it,
+and the congestion control."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import socket
+import struct
 import sys
 
 import pytest
@@ -85,3 +90,36 @@ def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: 
                     rf"rank {outcome.rank} \(.*\) of group '.*' is reached at {name} \([0-9.:]+\)"
                 )
                 assert bool(re.search(f"{line}.*, {reason}", outcome.output)) == bool(level)
+
+
+def congestion_controls(me: Rank) -> set[str]:
+    """Those of this rank's connections that have sent data."""
+    for _ in range(8):
+        dist.all_reduce(torch.ones(1_000_000))
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            (acknowledged,) = struct.unpack_from("Q", info, 120)  # tcpi_bytes_acked
+            if acknowledged > 1_000_000:
+                control = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                found.add(control.rstrip(b"\0").decode())
+    return found
+
+
+@pytest.mark.parametrize(("loss", "wanted"), [(0.0, {"cubic"}), (0.02, {"bbr"})])
+def test_short_paths_keep_bbr_where_packets_are_lost(
+    pool: Pool, loss: float, wanted: set[str]
+) -> None:
+    if why := why_not():
+        pytest.skip(why)
+    name = "net.ipv4.tcp_congestion_control"
+    with Hosts(2, rate_mbit=500, delay_ms=0.1, loss=loss) as hosts:
+        if "bbr" not in hosts[0].sysctl("net.ipv4.tcp_available_congestion_control").split():
+            pytest.skip("this kernel has no BBR")
+        for host in hosts.all:
+            host.sysctl(name, "bbr")
+        call = pool.start(
+            congestion_controls, World(2, "ringreduce", places=hosts.places()), fresh=True
+        )
+        assert call.results() == [wanted] * 2

@@ -116,6 +116,17 @@ CASES = (
         line={"rate_mbit": 300, "delay_ms": 0.1},
     ),
     Case(
+        "lan_lossy",
+        "2 hosts, 1 Gbit/s, 0.2 ms round trip, 0.1 % loss",
+        hosts=2,
+        sizes=(MIB, 25 * MIB),
+        line={**LAN, "loss": 0.001},
+        also={"with BBR": {"RINGREDUCE_CONGESTION": "bbr"}},
+        slow=True,
+        rounds=9,
+        warmup=4,
+    ),
+    Case(
         "lan_4",
         "4 hosts, 1 Gbit/s each (tbf, MTU 9000)",
         hosts=4,

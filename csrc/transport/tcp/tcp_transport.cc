@@ -17,13 +17,13 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "transport/tcp/stream.h"
-#include "transport/tcp/survey.h"
 
 namespace ringreduce {
 
@@ -38,6 +38,9 @@ struct TcpTransport::State {
     net::ConnectionCount count;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
+    std::string left_bbr;    // BBR's name, if a connection has left it
+    bool is_lossy = false;
+    net::ConnectionCount::Sample loss_since;  // where the count of losses began
     bool busy = true;        // had a backlog at every look since the last sample
     uint64_t operation = 0;  // the last one whose signature was sent
     bool active = false;
@@ -89,6 +92,7 @@ struct TcpTransport::State {
   static void limitUnsent(Out& o);
   void dialFailed(int to, const net::ConnectFailure& error);
   void adaptConnections(int to, Out& o);
+  bool chooseCongestionControl(Out& o, const net::ConnectionCount::Sample& sample);
   void request(int to, Out& o, int wanted);
   void request(int to, Out& o);
 
@@ -131,6 +135,9 @@ namespace {
 // A backlog from which the number of connections is reconsidered.
 constexpr uint64_t kBacklog = 1 << 20;
 constexpr Nanos kLookEvery = 10 * kMillisecond;
+// A path is lossy if it loses so many packets while so many bytes are sent.  One or two are sent
+// twice without a loss when the receiver computes and reads late.
+constexpr uint64_t kManyLosses = 8, kLossBytes = 48 << 20;
 // Limits of unsent bytes in a socket that shares a stream.  On a short path: enough until this
 // thread is back.  On a long path, where one connection may be far slower than the others: no more
 // than it sends soon, or all would wait for it at the end.
@@ -140,24 +147,20 @@ constexpr Nanos kIdle = kSecond / 2;
 // Bytes of buffers that are kept from one operation to the next.
 constexpr size_t kKeptBuffers = 64 << 20;
 
-bool usesBbr(const Fd& socket) {
+std::string congestionControlOf(const Fd& socket) {
   std::array<char, 16> name{};  // with the terminating zero
   socklen_t size = name.size() - 1;
-  return getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) == 0 &&
-         std::string_view(name.data()).starts_with("bbr");
+  if (getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) != 0) return {};
+  return name.data();
 }
 
-// BBR paces a connection by the rate at which acknowledgements return.  On a short path that is
-// busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
-// path. A control that reacts to loss keeps the path full.  The kernel allows Reno to every
-// process.
-void leaveBbrOnShortPath(const Fd& socket) {
-  const Nanos round_trip = net::roundTripOf(socket);
-  if (round_trip == 0 || round_trip >= net::kLongPath || !usesBbr(socket)) return;
-  for (const std::string_view name : {"cubic", "reno"})
-    if (setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
-                   static_cast<socklen_t>(name.size())) == 0)
-      return;
+bool isBbr(std::string_view name) {
+  return name.starts_with("bbr");
+}
+
+bool setCongestionControl(const Fd& socket, std::string_view name) {
+  return setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                    static_cast<socklen_t>(name.size())) == 0;
 }
 
 net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
@@ -172,7 +175,7 @@ net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
     sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
     sample.retransmits += info.tcpi_total_retrans;
-    if (i == 0) sample.bbr = usesBbr(connection.socket);
+    if (i == 0) sample.bbr = isBbr(congestionControlOf(connection.socket));
   }
   return sample;
 }
@@ -293,13 +296,40 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
   o.busy = o.busy && o.stream.unsent() >= kBacklog;
   if (o.stream.connections() == 0 || now() < o.next_look) return;
   o.next_look = now() + kLookEvery;
-  for (int i = 0; options.leaves_bbr && i < o.stream.connections(); ++i)
-    leaveBbrOnShortPath(o.stream.connection(i).socket);
-  const int wanted = o.count.look(sampleOf(o.stream), o.busy);
+  net::ConnectionCount::Sample sample = sampleOf(o.stream);
+  if (options.leaves_bbr) sample.bbr = chooseCongestionControl(o, sample);
+  const int wanted = o.count.look(sample, o.busy);
   o.busy = true;
   request(to, o, wanted);
   if (const int before = o.stream.used(); o.stream.use(wanted), o.stream.used() < before)
     limitUnsent(o);
+}
+
+// Takes another congestion control than BBR on a short path that loses few packets.  Returns whether
+// the stream has BBR.
+//
+// BBR paces a connection by the rate at which acknowledgements return.  On a short path that is
+// busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
+// path.  A control that reacts to loss keeps the path full, as long as only a full queue loses
+// packets now and then.  Where they get lost otherwise, BBR is faster.  The kernel allows Reno to
+// every process.
+bool TcpTransport::State::chooseCongestionControl(Out& o,
+                                                  const net::ConnectionCount::Sample& sample) {
+  if (sample.round_trip == 0 || sample.round_trip >= net::kLongPath) return sample.bbr;
+  if (sample.sent - o.loss_since.sent > kLossBytes) o.loss_since = sample;
+  o.is_lossy = o.is_lossy || sample.retransmits >= o.loss_since.retransmits + kManyLosses;
+  bool has_bbr = sample.bbr;
+  for (int i = 0; i < o.stream.connections(); ++i) {
+    const Fd& socket = o.stream.connection(i).socket;
+    const std::string name = congestionControlOf(socket);
+    if (o.is_lossy && !o.left_bbr.empty() && !isBbr(name)) {
+      has_bbr = setCongestionControl(socket, o.left_bbr);
+    } else if (!o.is_lossy && isBbr(name)) {
+      o.left_bbr = name;
+      has_bbr = !setCongestionControl(socket, "cubic") && !setCongestionControl(socket, "reno");
+    }
+  }
+  return has_bbr;
 }
 
 // The first connection in any case, more as far as the process may have them.
