@@ -38,11 +38,11 @@ struct TcpTransport::State {
     net::ConnectionCount count;
     int requested = 0;  // connections, ever
     Nanos next_look = 0;
-    std::string left_bbr;    // BBR's name, if a connection has left it
+    std::string left_bbr;  // BBR's name, if a connection has left it
     bool is_lossy = false;
     net::ConnectionCount::Sample loss_since;  // where the count of losses began
-    bool busy = true;        // had a backlog at every look since the last sample
-    uint64_t operation = 0;  // the last one whose signature was sent
+    bool busy = true;                         // had a backlog at every look since the last sample
+    uint64_t operation = 0;                   // the last one whose signature was sent
     bool active = false;
   };
   struct In {
@@ -305,8 +305,8 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
     limitUnsent(o);
 }
 
-// Takes another congestion control than BBR on a short path that loses few packets.  Returns whether
-// the stream has BBR.
+// Takes another congestion control than BBR on a short path that loses few packets.  Returns
+// whether the stream has BBR.
 //
 // BBR paces a connection by the rate at which acknowledgements return.  On a short path that is
 // busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
