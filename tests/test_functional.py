@@ -263,10 +263,36 @@ def operator(me: Rank) -> None:
         torch.ops.ringreduce.all_reduce_(torch.ones(3), "sum", part.group_name)
         dist.all_reduce(torch.ones(3))
     assert sum(event.name == "ringreduce:all_reduce" for event in seen.events()) == 2
+
+    # Behind operations that are queued, it is queued too; each call is counted once.
+    queued = [torch.ones(500_000) for _ in range(3)]
+    backend = part._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group()
+    works = [dist.all_reduce(q, group=part, async_op=True) for q in queued]
+    t = torch.ones(3)
+    torch.ops.ringreduce.all_reduce_(t, "sum", part.group_name)
+    torch.ops.ringreduce.all_reduce_(t, "sum", part.group_name)
+    for work in works:
+        work.wait()
+    assert t.eq(4).all() and all(q.eq(2).all() for q in queued)
+    assert backend._get_sequence_number_for_group() == before + 5
+
+    saved = torch.ones(3, requires_grad=True) * 1
+    square = (saved * saved).sum()
+    torch.ops.ringreduce.all_reduce_(saved, "sum", part.group_name)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()
+
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    wrapped = dist.new_group(backend="ringreduce")
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    t = torch.ones(3)
+    torch.ops.ringreduce.all_reduce_(t, "sum", wrapped.group_name)
+    assert t.eq(2).all()
     with pytest.raises(ValueError, match="knows sum"):
         torch.ops.ringreduce.all_reduce_(torch.ones(3), "mean", part.group_name)
     gloo = dist.new_group(backend="gloo")
-    with pytest.raises(RuntimeError, match="a ringreduce group is needed, not one of gloo"):
+    with pytest.raises(RuntimeError, match="needs a ringreduce group, not one of gloo"):
         torch.ops.ringreduce.all_reduce_(torch.ones(3), "sum", gloo.group_name)
 
 

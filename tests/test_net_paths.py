@@ -3,12 +3,13 @@ and the congestion control."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import struct
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,8 +98,12 @@ def congestion_controls(me: Rank) -> set[str]:
     for _ in range(8):
         dist.all_reduce(torch.ones(1_000_000))
     found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+    for path in Path("/proc/self/fd").iterdir():
+        if not path.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(path.name))) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
             (acknowledged,) = struct.unpack_from("Q", info, 120)  # tcpi_bytes_acked
             if acknowledged > 1_000_000:
@@ -107,14 +112,16 @@ def congestion_controls(me: Rank) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("loss", "wanted"), [(0.0, {"cubic"}), (0.02, {"bbr"})])
+@pytest.mark.parametrize(
+    ("line", "wanted"), [({}, {"cubic"}), ({"loss": 0.02}, {"bbr"}), ({"queue_ms": 2}, {"bbr"})]
+)
 def test_short_paths_keep_bbr_where_packets_are_lost(
-    pool: Pool, loss: float, wanted: set[str]
+    pool: Pool, line: dict[str, Any], wanted: set[str]
 ) -> None:
     if why := why_not():
         pytest.skip(why)
     name = "net.ipv4.tcp_congestion_control"
-    with Hosts(2, rate_mbit=500, delay_ms=0.1, loss=loss) as hosts:
+    with Hosts(2, rate_mbit=500, delay_ms=0.1, **line) as hosts:
         if "bbr" not in hosts[0].sysctl("net.ipv4.tcp_available_congestion_control").split():
             pytest.skip("this kernel has no BBR")
         for host in hosts.all:

@@ -143,7 +143,7 @@ const Row kRows[] = {
      "the interfaces between hosts", kOwn, [](C& c, Given& g) { c.interfaces = g.text; }},
     {"RINGREDUCE_PORTS", "any", "a port or a range such as 47000-47100",
      "the ports to listen on, one a process", kOwn, [](C& c, Given& g) { c.ports = g.text; }},
-    {"RINGREDUCE_CONGESTION", "the system's, but not BBR on short paths without loss",
+    {"RINGREDUCE_CONGESTION", "the system's, but not BBR on short paths until packets are lost",
      "bbr, cubic, ...", "congestion control of the data that a rank sends to other hosts", kOwn,
      [](C& c, Given& g) { c.congestion = g.text; }},
     {"RINGREDUCE_LANES", "as many as help", "1 to 64; 0: as many as help",

@@ -420,12 +420,16 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 
 // ---- starting operations
 
-Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
+Job Backend::observed(Job job) const {
   job.observer = observer_;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   job.refused_after_failure = options_->enable_reconfigure;
 #endif
-  return collected(Work::start(group, std::move(job), !async));
+  return job;
+}
+
+Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
+  return collected(Work::start(group, observed(std::move(job)), !async));
 }
 
 Backend::WorkPtr Backend::start(Group& group, c10d::OpType type, const char* title, Tensors inputs,

@@ -248,6 +248,7 @@ class Backend final : public c10d::Backend {
   void endReconfigure(const char* why);
   // A call takes the group once, and is checked and run with it: another thread may reconfigure
   // this object meanwhile.
+  Job observed(Job job) const;  // by this backend
   WorkPtr start(Group& group, Job job, bool async);
   WorkPtr start(Group& group, c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);

@@ -41,7 +41,16 @@ void runAllReduce(const at::Tensor& tensor, const std::string& op, const std::st
   c10d::AllreduceOptions options;
   options.reduceOp = opNamed(op);
   options.asyncOp = false;
-  asRingreduce(*backend).runAllReduce(tensor, options);
+  // Autograd refuses a backward pass that needs the tensor as it was.
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  if (auto* const ours = dynamic_cast<Backend*>(backend.get()))
+    return ours->runAllReduce(tensor, options);
+  // With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper is around the backend, and has its name.
+  TORCH_CHECK(backend->getBackendName() == "ringreduce",
+              "torch.ops.ringreduce.all_reduce_ needs a ringreduce group, not one of ",
+              backend->getBackendName());
+  std::vector<at::Tensor> tensors{tensor};
+  backend->allreduce(tensors, options)->wait();
 }
 
 void onMeta(const at::Tensor&, const std::string&, const std::string&) {}

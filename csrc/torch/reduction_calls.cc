@@ -139,8 +139,7 @@ void Backend::runAllReduce(const at::Tensor& tensor, const c10d::AllreduceOption
     requireDense(tensor, kCall);
     Job job{c10d::OpType::ALLREDUCE, "ringreduce:all_reduce"};
     job.operations.push_back(allReduceOf(tensor, options, kCall));
-    job.observer = observer_;
-    Work::run(*group(), std::move(job));
+    Work::run(*group(), observed(std::move(job)));  // blocking, so not for a coalescing block
   });
 }
 

@@ -129,7 +129,7 @@ Work::Work(Group& group, const Job& job)
       outputs_(job.outputs),
       context_(job.context),
       operation_(group.operations()),
-      sequence_(++job.observer->calls),
+      sequence_(job.sequence ? job.sequence : ++job.observer->calls),
       completion_key_(nextCompletionKey()),
       future_of_one_(job.future_of_one),
       observer_(job.observer),
@@ -168,13 +168,10 @@ void Work::run(Group& group, Job job) {
   Observer& observer = *job.observer;
   const uint64_t observed_group = observer.groups();
   observer.noteThread();
+  job.sequence = ++observer.calls;
   try {
-    if (group.tryRunHere(job.operations)) {
-      ++observer.calls;
-      return;
-    }
+    if (group.tryRunHere(job.operations)) return;
   } catch (...) {
-    ++observer.calls;
     if (group.failed()) observer.runAbortHooks(observed_group);
     rethrowToPython("", observer.severalThreads());
   }

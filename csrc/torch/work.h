@@ -97,6 +97,7 @@ struct Job {
   Context context = {};                    // follows an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
   std::shared_ptr<Observer> observer = {};
+  uint64_t sequence = 0;               // as torch counts; 0: the next one
   bool refused_after_failure = false;  // where the group has failed, also if it is asynchronous
 };
 

@@ -5,6 +5,7 @@ ranks.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +57,22 @@ class Runner:
         self._ranks = dist.get_process_group_ranks(group)
         self._size = len(self._ranks)
         self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._stream: Any = None  # on the GPU
-        self.gpu = torch.device("cuda", 0)
+        self._gpu: torch.device | None = None  # the first one that is used
+        self._gpu_lock = threading.Lock()
+        self._stream: Any = None  # on it
+        # Where a rank that has joined makes zeros, if it has used no GPU.
+        self.zeros_gpu = torch.device("cuda", 0)
+
+    def use_gpu(self, gpu: torch.device) -> torch.device:
+        """A group connects one GPU of each rank: this one, or the one that was used before."""
+        with self._gpu_lock:
+            self._gpu = self._gpu or gpu
+            return self._gpu
 
     def pieces(self, request: Request, entry: Entry | None) -> list[Piece]:
         """The tensors of an all-reduce; of a rank that has joined, zeros."""
         if entry is None:
-            device = torch.device("cpu") if request.device == "cpu" else self.gpu
-            with self._on_device(request, []):
+            with self._on_device(request, []) as device:
                 zeros = [
                     torch.zeros(shape, dtype=dtype, device=device)
                     for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
@@ -91,10 +100,12 @@ class Runner:
                 [part.view(piece.output.shape) for part, piece in zip(parts, pieces, strict=True)],
             )
 
-    def synchronize(self) -> None:
-        """Waits until operations on GPUs have ended.  From any thread."""
-        if self._stream:
-            self._stream.synchronize()
+    def synchronize(self) -> bool:
+        """Waits until operations on a GPU have ended, from any thread; False if there were none."""
+        if self._stream is None:
+            return False
+        self._stream.synchronize()
+        return True
 
     def run(self, request: Request, by_rank: Mapping[int, Request], entry: Entry | None) -> None:
         """Runs an operation of another kind than all-reduce; every rank has an entry."""
@@ -200,19 +211,24 @@ class Runner:
         return torch.cat([piece.input.reshape(-1) for piece in pieces], out=flat)
 
     @contextlib.contextmanager
-    def _on_device(self, request: Request, entries: Sequence[Entry | None]) -> Iterator[None]:
+    def _on_device(
+        self, request: Request, entries: Sequence[Entry | None]
+    ) -> Iterator[torch.device]:
         """On a GPU: a stream that waits for the inputs, and an event when the outputs are there."""
         if request.device != "cuda":
-            yield
+            yield torch.device("cpu")
             return
+        gpu = self.use_gpu(self.zeros_gpu)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.gpu)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
         stream = self._stream
         present = [entry for entry in entries if entry is not None]
         with torch.cuda.stream(stream):
             for entry in present:
                 stream.wait_event(entry.ready)
-            yield
+            yield gpu
+            if not present:
+                return
             complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
             complete.record(stream)
             for entry in present:

@@ -158,7 +158,6 @@ class Coordinator:
         self._unnamed: dict[str, int] = {}  # how many such names there were, by kind
         self._join: _Join | None = None
         self._closing = ""
-        self._has_gpu = False  # it is known which one
         self._failure: Exception | None = None
 
         # Of the thread alone:
@@ -195,21 +194,17 @@ class Coordinator:
                     "and not all ranks are done with it; wait for it, or take another name"
                 )
             if entry.request.device == "cuda":
-                self._use_gpu(entry.inputs[0].device)
+                gpu = entry.inputs[0].device
+                if (used := self._runner.use_gpu(gpu)) != gpu:
+                    raise ValueError(
+                        f"rank {self._ranks[self._rank]} has used {used} and now gives {gpu}; all "
+                        "tensors of a rank have to be on one GPU"
+                    )
             self._names.add(name)
             self._submitted.append(entry)
             self._submitted_bytes += sum(tensor.nbytes for tensor in entry.inputs)
             entry.hurry = self._hurry
             self._changed.notify()
-
-    def _use_gpu(self, gpu: torch.device) -> None:
-        """A group connects one GPU of each rank."""
-        if self._has_gpu and gpu != self._runner.gpu:
-            raise ValueError(
-                f"rank {self._ranks[self._rank]} has used {self._runner.gpu} and now gives "
-                f"{gpu}; all tensors of a rank have to be on one GPU"
-            )
-        self._has_gpu, self._runner.gpu = True, gpu
 
     def _hurry(self) -> None:
         """A thread waits for an operation: do not wait for more that could go with it."""
@@ -230,10 +225,9 @@ class Coordinator:
                 raise HorovodInternalError(str(self._failure)) from self._failure
             if self._join is not None:
                 raise HorovodInternalError("this rank has called hvd.join() and is waiting in it")
-            if device >= 0:
-                self._use_gpu(torch.device("cuda", device))
-            elif not self._has_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                self._use_gpu(torch.device("cuda", torch.cuda.current_device()))
+            if device < 0 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                device = torch.cuda.current_device()
+            self._runner.zeros_gpu = torch.device("cuda", max(device, 0))
             join = self._join = _Join()
             self._changed.notify()
         join.done.wait()
@@ -242,12 +236,13 @@ class Coordinator:
         return self._ranks[join.last]
 
     def check(self) -> None:
-        """Waits for operations on GPUs, and raises HorovodInternalError if one has failed.
+        """Waits for operations on a GPU, and raises HorovodInternalError if one has failed.
 
         Such an operation is done for its caller when it is in a stream.  Its output is NaN if it
-        fails there.
+        fails there.  All-to-alls by NCCL are not asked.
         """
-        self._runner.synchronize()
+        if not self._runner.synchronize():
+            return
         try:
             if backend := backend_of(self.group):
                 extension().check(backend)

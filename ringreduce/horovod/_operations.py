@@ -767,8 +767,8 @@ def join(device: int = -1) -> int:
     divides by the number of all ranks.  Other operations of the others raise.
 
     Args:
-        device: the GPU on which zeros are made for tensors of GPUs; -1: that of earlier tensors, or
-            the current one.
+        device: the GPU on which zeros are made for tensors of GPUs; -1: the current one.  Without
+            effect if this rank has used a GPU: then it is that.
 
     Raises:
         HorovodInternalError: a rank was lost or shut down.

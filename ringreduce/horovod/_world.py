@@ -359,7 +359,7 @@ def coordinator_of(process_set: ProcessSet) -> Coordinator:
 
 
 def check_operations() -> None:
-    """Raises HorovodInternalError if an operation has failed, also one that runs on a GPU."""
+    """Raises HorovodInternalError if an operation on a GPU has failed, after all have ended."""
     for coordinator in list(_world.coordinators.values()) if _world else ():
         coordinator.check()
 

@@ -310,14 +310,14 @@ void TcpTransport::State::adaptConnections(int to, Out& o) {
 //
 // BBR paces a connection by the rate at which acknowledgements return.  On a short path that is
 // busy both ways they queue behind the data of the other direction, and BBR takes that for a slower
-// path.  A control that reacts to loss keeps the path full, as long as only a full queue loses
-// packets now and then.  Where they get lost otherwise, BBR is faster.  The kernel allows Reno to
-// every process.
+// path.  A control that reacts to loss keeps a deep queue full.  Where packets are lost, in a
+// shallow queue or otherwise, BBR is faster, so the stream takes it again and keeps it.  The kernel
+// allows Reno to every process.
 bool TcpTransport::State::chooseCongestionControl(Out& o,
                                                   const net::ConnectionCount::Sample& sample) {
   if (sample.round_trip == 0 || sample.round_trip >= net::kLongPath) return sample.bbr;
-  if (sample.sent - o.loss_since.sent > kLossBytes) o.loss_since = sample;
   o.is_lossy = o.is_lossy || sample.retransmits >= o.loss_since.retransmits + kManyLosses;
+  if (sample.sent - o.loss_since.sent > kLossBytes) o.loss_since = sample;
   bool has_bbr = sample.bbr;
   for (int i = 0; i < o.stream.connections(); ++i) {
     const Fd& socket = o.stream.connection(i).socket;

@@ -342,8 +342,8 @@ class TorchState(ObjectState):
             else:
                 state = part.state_dict()
                 part.load_state_dict(broadcast_object(state, name=f"elastic.{name}"))
+        _world.check_operations()  # before any attribute is rank 0's
         super().sync()
-        _world.check_operations()
         self.save()
 
     def reset(self) -> None:

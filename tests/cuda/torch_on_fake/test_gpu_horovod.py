@@ -55,19 +55,41 @@ def test_streams_are_ordered_and_the_host_goes_on(machine: Machine) -> None:
     machine.run(order, 2)
 
 
+def joined(me: Rank) -> None:
+    """A joined rank's zeros are in the operation's stream: the default one stands still."""
+    device = use_gpu(me)
+    hvd.init()
+    ones = torch.ones(3000, device=device)
+    hvd.allreduce(ones, name="first")
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        gate = Gate(torch.cuda.default_stream())
+        hvd.join()
+        gate.open()
+    else:
+        assert hvd.allreduce(ones, name="one", op=hvd.Sum).cpu().tolist() == [1.0] * 3000
+        hvd.join()
+    hvd.shutdown()
+
+
+def test_zeros_of_a_joined_rank_are_ordered(machine: Machine) -> None:
+    machine.run(joined, 2)
+
+
 def second_gpu(me: Rank) -> None:
-    count = torch.cuda.device_count()
+    other = (me.rank + 1) % torch.cuda.device_count()
     device = use_gpu(me)
     hvd.init()
     hvd.allreduce(torch.ones(1, device=device), name="one")
-    if count > 1:
-        with pytest.raises(ValueError, match=rf"rank {me.rank} has used {device} and now gives"):
-            hvd.allreduce(torch.ones(1, device=f"cuda:{(me.rank + 1) % count}"), name="other")
+    with pytest.raises(ValueError, match=rf"rank {me.rank} has used {device} and now gives"):
+        hvd.allreduce(torch.ones(1, device=f"cuda:{other}"), name="other")
     assert float(hvd.allreduce(torch.full((1,), 2.0, device=device), name="one")) == 2.0
     hvd.shutdown()
 
 
 def test_a_second_gpu_is_refused(machine: Machine) -> None:
+    if machine.name != "four GPUs":
+        pytest.skip("needs two GPUs for a rank")
     machine.run(second_gpu, 2)
 
 
