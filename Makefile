@@ -4,7 +4,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-# For torch-smoke, and the last of torch-matrix, which starts with the oldest that is supported.
+# NEWEST is torch-smoke's, TORCHES are torch-matrix's; the first is the oldest that is supported.
 NEWEST ?= $(shell sed -n 's/^torch==//p' requirements-newest.txt)
 TORCHES ?= 2.11.0 2.13.0 2.14.1 $(NEWEST)
 # The environment from which VENV borrows all but torch, and whose core is not compiled once more; empty:

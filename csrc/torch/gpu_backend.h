@@ -95,7 +95,7 @@ class GpuBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
-  // Throws Error if an operation has failed that its stream is done with.
+  // Throws Error if an operation has failed.  Its stream must have finished it.
   void check() const;
 
   size_t bytes() const;  // of device memory that the communicators hold

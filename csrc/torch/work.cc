@@ -123,7 +123,7 @@ void Observer::enterGroup() {
 }
 
 Work::Work(Group& group, const Job& job)
-    // With a title c10d::Work makes a record for the profiler, whether there is one or not.
+    // c10d::Work makes a profiler's record if it has a title, even if no profiler runs.
     : c10d::Work(group.rank(), job.type, at::hasCallbacks() ? job.title : nullptr, job.inputs),
       group_(group.weak_from_this()),
       outputs_(job.outputs),

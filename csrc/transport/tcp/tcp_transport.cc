@@ -135,8 +135,8 @@ namespace {
 // A backlog from which the number of connections is reconsidered.
 constexpr uint64_t kBacklog = 1 << 20;
 constexpr Nanos kLookEvery = 10 * kMillisecond;
-// A path is lossy if it loses so many packets while so many bytes are sent.  One or two are sent
-// twice without a loss when the receiver computes and reads late.
+// A path is lossy if it loses this many packets within this many bytes.  One or two retransmissions
+// happen without loss, when the receiver computes and reads late.
 constexpr uint64_t kManyLosses = 8, kLossBytes = 48 << 20;
 // Limits of unsent bytes in a socket that shares a stream.  On a short path: enough until this
 // thread is back.  On a long path, where one connection may be far slower than the others: no more

@@ -56,7 +56,7 @@ def test_streams_are_ordered_and_the_host_goes_on(machine: Machine) -> None:
 
 
 def joined(me: Rank) -> None:
-    """A joined rank's zeros are in the operation's stream: the default one stands still."""
+    """The default stream stands still, and a joined rank's zeros do not wait for it."""
     device = use_gpu(me)
     hvd.init()
     ones = torch.ones(3000, device=device)
@@ -127,7 +127,7 @@ def test_the_optimizer_trains_like_one_process(machine: Machine) -> None:
 
 
 def commit(me: Rank) -> list[float]:
-    """A rank dies in an operation on a GPU, whose caller sees no error: what is committed then."""
+    """A rank dies in a GPU operation.  No operation raises; commit() must not keep the result."""
     device = use_gpu(me)
     hvd.init()
     model = torch.nn.Linear(3, 1, bias=False).to(device)
