@@ -50,8 +50,10 @@ def strike(plan: Plan, hosts: Hosts, call: Call) -> tuple[float, set[int]]:
     struck = time.monotonic()
     others = [h for h in range(plan.hosts) if h not in plan.away]
     if plan.deadly:
-        for rank in plan.victims:
-            call.signal(rank, signal.SIGKILL)
+        # Stopped first, so that none ends by itself because another one is lost.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in plan.victims:
+                call.signal(rank, number)
     elif plan.kind.endswith("stop"):
         call.signal(plan.victims[0], signal.SIGSTOP)
         time.sleep(plan.seconds)
