@@ -7,6 +7,7 @@
                 its checks and the end of the Work
     all ranks   dist.all_reduce in a group of all ranks: adds the exchange
     operator    torch.ops.ringreduce.all_reduce_ of all ranks: without torch.distributed
+    dispatch    the operator on a meta tensor, where it does nothing: torch's part of it
     barrier     dist.barrier of all ranks
 
 Microseconds a call, back to back: medians of the rounds with p10 and p90, on rank 0.
@@ -39,12 +40,14 @@ def main() -> None:
     fake = dist.new_group(backend="fake")
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     tensor = torch.zeros(args.bytes // 4)
+    nothing = tensor.to("meta")
     operator = torch.ops.ringreduce.all_reduce_.default
     calls: dict[str, Callable[[], object]] = {
         "nothing": lambda: dist.all_reduce(tensor, group=fake),
         "one rank": lambda: dist.all_reduce(tensor, group=alone),
         "all ranks": lambda: dist.all_reduce(tensor),
         "operator": lambda: operator(tensor, "sum", world.group_name),
+        "dispatch": lambda: operator(nothing, "sum", world.group_name),
         "barrier": dist.barrier,
     }
     times: dict[str, list[float]] = {name: [] for name in calls}

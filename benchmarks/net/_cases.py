@@ -121,7 +121,10 @@ CASES = (
         hosts=2,
         sizes=(MIB, 25 * MIB),
         line={**LAN, "loss": 0.001},
-        also={"with BBR": {"RINGREDUCE_CONGESTION": "bbr"}},
+        also={
+            "with BBR": {"RINGREDUCE_CONGESTION": "bbr"},
+            "with cubic": {"RINGREDUCE_CONGESTION": "cubic"},
+        },
         slow=True,
         rounds=9,
         warmup=4,

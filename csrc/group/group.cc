@@ -176,7 +176,7 @@ bool Group::tryRunHere(const std::vector<Operation>& operations) {
     submitted_ += operations.size();
     for (const Operation& operation : operations) execute(operation, /*in_users_thread=*/true);
   });
-  if (!ran) refuseInside();
+  if (!ran) refuseInside();  // else this thread is in none: there is one token for all
   return ran;
 }
 

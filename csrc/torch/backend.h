@@ -245,9 +245,9 @@ class Backend final : public c10d::Backend {
                             const c10d::BroadcastOptions& options);
   // Ends a reconfigure() that waits in another thread, if there is one.
   void endReconfigure(const char* why);
+  Job observed(Job job) const;  // by this backend
   // A call takes the group once, and is checked and run with it: another thread may reconfigure
   // this object meanwhile.
-  Job observed(Job job) const;  // by this backend
   WorkPtr start(Group& group, Job job, bool async);
   WorkPtr start(Group& group, c10d::OpType type, const char* title, Tensors inputs, Tensors outputs,
                 Operation operation, bool async);

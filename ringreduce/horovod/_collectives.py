@@ -64,7 +64,7 @@ class Runner:
         self.zeros_gpu = torch.device("cuda", 0)
 
     def use_gpu(self, gpu: torch.device) -> torch.device:
-        """A group connects one GPU of each rank: this one, or the one that was used before."""
+        """Returns the one GPU of this rank that the group connects: the first that was given."""
         with self._gpu_lock:
             self._gpu = self._gpu or gpu
             return self._gpu
