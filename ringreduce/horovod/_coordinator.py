@@ -146,7 +146,7 @@ class Coordinator:
         self._settings = settings
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._ranks = dist.get_process_group_ranks(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._runner = Runner(group)
 
         self._changed = threading.Condition()
@@ -179,9 +179,9 @@ class Coordinator:
         """Queues an operation.
 
         Raises:
-            HorovodInternalError: the coordinator has ended, or an operation of that name is under
-                way.
-            ValueError: it is on another GPU than earlier ones.
+            HorovodInternalError: the coordinator has ended.
+            ValueError: an operation of that name is under way, or it is on another GPU than
+                earlier ones.
         """
         name = entry.request.name
         entry.submitted = time.monotonic()
@@ -189,15 +189,15 @@ class Coordinator:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
             if name in self._names:
-                raise HorovodInternalError(
-                    f"rank {self._ranks[self._rank]} has submitted {entry.request.kind} {name!r} "
+                raise ValueError(
+                    f"rank {self.ranks[self._rank]} has submitted {entry.request.kind} {name!r} "
                     "and not all ranks are done with it; wait for it, or take another name"
                 )
             if entry.request.device == "cuda":
                 gpu = entry.inputs[0].device
                 if (used := self._runner.use_gpu(gpu)) != gpu:
                     raise ValueError(
-                        f"rank {self._ranks[self._rank]} has used {used} and now gives {gpu}; all "
+                        f"rank {self.ranks[self._rank]} has used {used} and now gives {gpu}; all "
                         "tensors of a rank have to be on one GPU"
                     )
             self._names.add(name)
@@ -224,7 +224,7 @@ class Coordinator:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
             if self._join is not None:
-                raise HorovodInternalError("this rank has called hvd.join() and is waiting in it")
+                raise ValueError("this rank has called hvd.join() and is waiting in it")
             if device < 0 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 device = torch.cuda.current_device()
             self._runner.zeros_gpu = torch.device("cuda", max(device, 0))
@@ -233,7 +233,7 @@ class Coordinator:
         join.done.wait()
         if join.error is not None:
             raise HorovodInternalError(str(join.error)) from join.error
-        return self._ranks[join.last]
+        return self.ranks[join.last]
 
     def check(self) -> None:
         """Waits for operations on a GPU, and raises HorovodInternalError if one has failed.
@@ -385,7 +385,7 @@ class Coordinator:
             if theirs.joins:
                 self._joined.append(rank)
             if theirs.closes:
-                reasons.append(f"rank {self._ranks[rank]} {theirs.closes}")
+                reasons.append(f"rank {self.ranks[rank]} {theirs.closes}")
         if not reasons:
             return ""
         who = ", ".join(reasons)
@@ -477,7 +477,7 @@ class Coordinator:
 
     def _problem(self, one: _Ready) -> str:
         """Why the ranks' requests do not go together; the same on all ranks."""
-        requests = {self._ranks[rank]: request for rank, request in one.by_rank.items()}
+        requests = {self.ranks[rank]: request for rank, request in one.by_rank.items()}
         problem = problem_of(requests)
         if (
             not problem
@@ -558,7 +558,7 @@ class Coordinator:
             if not arrived or self._rank not in arrived:
                 continue
             missing = [
-                self._ranks[r]
+                self.ranks[r]
                 for r in range(self._size)
                 if r not in arrived and r not in self._joined
             ]
@@ -572,7 +572,7 @@ class Coordinator:
                     name,
                     waited,
                     missing,
-                    [self._ranks[r] for r in sorted(arrived)],
+                    [self.ranks[r] for r in sorted(arrived)],
                 )
             if 0 < shutdown < waited:
                 told.closes = (

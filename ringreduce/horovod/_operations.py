@@ -32,7 +32,7 @@ def _op_of(op: int | None, average: bool | None) -> str:
     if average is not None:
         warnings.warn("average is deprecated: use op", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
-    op = Average if op is None else op
+    op = Average if op is None else _world.whole(op, "op")
     if op not in range(len(_OP_NAMES)):
         raise ValueError(f"no reduction operation {op!r}: use hvd.Average, hvd.Sum, ...")
     return _OP_NAMES[op]
@@ -519,10 +519,10 @@ def _broadcast(
     name: str | None,
     process_set: ProcessSet,
 ) -> Entry:
-    _world.coordinator_of(process_set)
-    if root_rank not in (process_set.ranks or ()):
-        raise ValueError(f"broadcast from rank {root_rank}, which is not in {process_set}")
-    return _submit("broadcast", [tensor], name, process_set, [output], root=root_rank)
+    root = _world.whole(root_rank, "root_rank")
+    if root not in _world.coordinator_of(process_set).ranks:
+        raise ValueError(f"broadcast from rank {root}, which is not in {process_set}")
+    return _submit("broadcast", [tensor], name, process_set, [output], root=root)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -569,13 +569,29 @@ def broadcast_(
 # ---- all-to-all
 
 
-def _split_list(splits: Any) -> tuple[int, ...]:
-    if splits is None:
-        return ()
-    values = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
-    if any(value < 0 for value in values):
+def _split_list(splits: Any, rows: int, size: int) -> tuple[int, ...]:
+    """How many of the rows go to each of `size` ranks; empty: as many to each."""
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    try:
+        values = [_world.whole(value, "a split") for value in ([] if given is None else given)]
+    except TypeError:
+        raise ValueError(f"splits is a list of integers, not {given!r}") from None
+    if not values:
+        if rows % size:
+            raise ValueError(
+                f"the first dimension of the tensor, {rows}, is not a multiple of {size}, the "
+                "number of ranks, and there are no splits"
+            )
+    elif len(values) != size:
+        raise ValueError(f"{len(values)} splits for {size} ranks: {values}")
+    elif min(values) < 0:
         raise ValueError(f"splits cannot be negative: {values}")
-    return tuple(int(value) for value in values)
+    elif sum(values) != rows:
+        raise ValueError(
+            f"the splits {values} add up to {sum(values)}, but the first dimension of the tensor "
+            f"is {rows}"
+        )
+    return tuple(values)
 
 
 def alltoall_async(
@@ -587,7 +603,9 @@ def alltoall_async(
     """Starts `alltoall`; returns the handle for `synchronize`."""
     if tensor.dim() == 0:
         raise ValueError("alltoall takes tensors of one dimension or more")
-    return _submit("alltoall", [tensor], name, process_set, splits=_split_list(splits))
+    size = len(_world.coordinator_of(process_set).ranks)
+    values = _split_list(splits, tensor.shape[0], size)
+    return _submit("alltoall", [tensor], name, process_set, splits=values)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -620,7 +638,7 @@ def alltoall(
 
     Args:
         tensor: of one dimension or more.
-        splits: how many rows each rank gets; None: as many each.
+        splits: how many rows each rank gets, integers that add up to all rows; None: as many each.
         name: what ranks match the operation by.
         process_set: the ranks that take part.
 

@@ -110,21 +110,6 @@ def problem_of(requests: Mapping[int, Request]) -> str:
         for text, a, b in _compared(first, other):
             if a != b:
                 return f"{text}: rank {ranks[0]} has {a}, but rank {rank} has {b}."
-    if first.kind == "alltoall":
-        for rank in ranks:
-            one = requests[rank]
-            if one.splits and len(one.splits) != len(ranks):
-                return f"rank {rank} has {len(one.splits)} splits for {len(ranks)} ranks."
-            if one.splits and sum(one.splits) != one.shapes[0][0]:
-                return (
-                    f"the splits of rank {rank} add up to {sum(one.splits)}, but the first "
-                    f"dimension of its tensor is {one.shapes[0][0]}."
-                )
-            if not one.splits and one.shapes[0][0] % len(ranks):
-                return (
-                    f"the first dimension of rank {rank}'s tensor, {one.shapes[0][0]}, is not a "
-                    f"multiple of {len(ranks)}, and there are no splits."
-                )
     return ""
 
 

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import datetime
 import logging
+import operator
 import os
 import socket
 from collections.abc import Sequence
@@ -32,6 +33,19 @@ _MAKING_TIMEOUT = datetime.timedelta(seconds=10)
 _ATTEMPTS = 5
 
 
+def whole(value: Any, what: str) -> int:
+    """The value of an argument that is an integer, also one of numpy or torch.
+
+    Raises:
+        ValueError: a float, a bool or something else: it would count as another number than the
+            caller meant.
+    """
+    if "bool" not in str(getattr(value, "dtype", type(value))):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{what} is an integer, not {value!r}")
+
+
 class ProcessSet:
     """Some of the ranks, which run operations together: `hvd.allreduce(t, process_set=p)`.
 
@@ -52,8 +66,7 @@ class ProcessSet:
             raise ValueError(
                 "ProcessSet takes a list of ranks; ringreduce has no MPI communicators"
             ) from None
-        if not all(isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"ProcessSet takes a list of ranks, not {ranks_or_comm!r}")
+        ranks = [whole(rank, "a rank of a ProcessSet") for rank in ranks]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"a rank can be in a ProcessSet once, not as in {ranks}")
         self.ranks = ranks
