@@ -233,6 +233,48 @@ def plain_calls(me: Rank) -> None:
     hvd.barrier()
 
 
+def with_defaults(me: Rank) -> None:
+    """Tensors of ringreduce are on CPUs, and of their own dtype, whatever torch's defaults are."""
+    r, n = me.rank, me.world_size
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")  # whose tensors hold nothing, so each use would show
+    try:
+        hvd.init()
+        cpu = functools.partial(torch.full, dtype=torch.float32, device="cpu")
+        assert hvd.broadcast_object({"a": r}, root_rank=1) == {"a": 1}
+        assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
+        rows = cpu((r + 1, 2), 1.0).requires_grad_()
+        hvd.allgather(rows).sum().backward()
+        assert rows.grad is not None and rows.grad.eq(1).all()
+        assert hvd.alltoall(cpu((n,), r), [1] * n)[1].tolist() == [1] * n
+        index = torch.tensor([[r, 1]], device="cpu")
+        sparse = torch.sparse_coo_tensor(index, cpu((2, 3), 1.0), (n + 2, 3), device="cpu")
+        assert hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense().sum() == 6 * n
+        layers = nn.Linear(2, 3), hvd.SyncBatchNorm(3)
+        net = nn.Sequential(*layers).to_empty(device="cpu").float()
+        for p in net.parameters():
+            nn.init.constant_(p, r + 1.0)
+        layers[1].reset_running_stats()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+            net.named_parameters(),
+            compression=hvd.Compression.int8,
+        )
+        state = hvd.elastic.TorchState(net, optimizer, step=r)
+        state.sync()
+        net(cpu((2, 2), r) * cpu((2, 1), 1.0).cumsum(0)).square().sum().backward()
+        optimizer.step()
+        assert not state._told_by_root(flag=False) and state.step == 0
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        state.commit()
+        told = hvd.allgather_object([p.tolist() for p in net.parameters()])
+        assert told == [told[0]] * n and hvd.join() in range(n)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        hvd.shutdown()
+
+
 def _rows_hit(n: int) -> Tensor:
     hits = torch.zeros(n + 2)
     for k in range(n):
@@ -243,6 +285,7 @@ def _rows_hit(n: int) -> Tensor:
 
 def test_plain_calls(pool: Pool, world: MakeWorld) -> None:
     pool.run(plain_calls, world(3))
+    pool.run(with_defaults, world(2), deadline=30.0)
 
 
 @job

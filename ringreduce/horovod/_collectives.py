@@ -196,7 +196,7 @@ class Runner:
         dist.all_to_all_single(output, source, received, splits[self._rank], group=self._group)
         entry.outputs.append(output)
         with torch.inference_mode(False):
-            entry.received = torch.tensor(received, dtype=torch.int32)
+            entry.received = torch.tensor(received, dtype=torch.int32, device="cpu")
 
     # ---- memory and devices
 

@@ -138,10 +138,11 @@ def broadcast_object(
     """
     is_root = _world.rank() == root_rank
     data = torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8) if is_root else None
-    size = torch.tensor([data.numel() if data is not None else 0])
+    # Devices are named, since torch.set_default_device holds for tensors without one.
+    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64, device="cpu")
     broadcast_(size, root_rank, name and f"{name}.sz", process_set)
     if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, name and f"{name}.t", process_set)
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
@@ -160,6 +161,7 @@ def allgather_object(
         HorovodInternalError, ValueError: as `allreduce`.
     """
     data = torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([data.numel()]), name and f"{name}.sz", process_set).tolist()
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+    sizes = allgather(size, name and f"{name}.sz", process_set).tolist()
     everything = allgather(data, name and f"{name}.t", process_set)
     return [pickle.loads(part.numpy().tobytes()) for part in torch.split(everything, sizes)]

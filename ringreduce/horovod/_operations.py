@@ -412,7 +412,11 @@ def sparse_allreduce_async(
 
     def handle() -> torch.Tensor:
         total = torch.sparse_coo_tensor(
-            _wait(indices).t(), _wait(values), tensor.shape, check_invariants=False
+            _wait(indices).t(),
+            _wait(values),
+            tensor.shape,
+            device=tensor.device,
+            check_invariants=False,
         ).coalesce()
         return total / (process_set.size() or 1) if op == Average else total
 
@@ -456,7 +460,7 @@ class _AllGather(torch.autograd.Function):
         sums = grouped_allreduce(
             [gradient.contiguous() for gradient in gradients], process_set=ctx.process_set
         )
-        rows = torch.tensor([ctx.rows], dtype=torch.int64)
+        rows = torch.tensor([ctx.rows], dtype=torch.int64, device="cpu")
         before = allgather(rows, process_set=ctx.process_set)[: ctx.process_set.rank()].sum(0)
         own = [
             total.narrow(0, int(begin), count)

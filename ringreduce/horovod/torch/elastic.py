@@ -354,8 +354,8 @@ class TorchState(ObjectState):
 
     def _told_by_root(self, flag: bool) -> bool:
         # Not by pickles, since it is asked in each commit.
-        told = broadcast(torch.tensor([flag], dtype=torch.uint8), 0, name="elastic.newcomers")
-        return bool(told.item())
+        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        return bool(broadcast(own, 0, name="elastic.newcomers").item())
 
 
 def _has_state(value: Any) -> bool:
