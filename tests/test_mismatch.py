@@ -20,11 +20,64 @@ from conftest import MakeWorld
 from pool import Done, Pool, Rank
 from test_failures import add_up
 
+import ringreduce
+
 pytestmark = pytest.mark.ringreduce
 
 
 def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> Any:
     return lambda p: dist.all_reduce(torch.ones(n, dtype=dtype), op=op)
+
+
+def _coalesced(sizes: list[int], dtypes: str = "float32", manager: bool = False) -> Any:
+    """An all-reduce of several tensors, which become one message if their dtypes are the same."""
+    kinds = [getattr(torch, dtype) for dtype in dtypes.split()] * len(sizes)
+
+    def call(p: int) -> None:
+        tensors = [torch.ones(n, dtype=kind) for n, kind in zip(sizes, kinds, strict=False)]
+        if not manager:
+            dist.group.WORLD.allreduce_coalesced(tensors).wait()  # type: ignore[union-attr]
+            return
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    return call
+
+
+def _gathered(sizes: list[int]) -> Any:
+    def call(p: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        outputs = [torch.empty(p * n) for n in sizes]
+        group.allgather_into_tensor_coalesced(outputs, [torch.ones(n) for n in sizes]).wait()
+
+    return call
+
+
+def _scattered(sizes: list[int]) -> Any:
+    def call(p: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        inputs = [torch.ones(p * n) for n in sizes]
+        group.reduce_scatter_tensor_coalesced([torch.empty(n) for n in sizes], inputs).wait()
+
+    return call
+
+
+def _averaged(sizes: list[int], codec: str = "") -> Any:
+    """A bucket of DDP with parameters of these sizes, whose shapes no rank has compared."""
+
+    def call(p: int) -> None:
+        model = torch.nn.Module()
+        for k, n in enumerate(sizes):
+            model.register_parameter(str(k), torch.nn.Parameter(torch.ones(n)))
+        model.forward = lambda: sum(t.sum() for t in model.parameters())  # type: ignore[method-assign]
+        ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+        ringreduce.register_comm_hook(ddp)
+        ddp().backward()
+
+    return call
 
 
 # Calls by name: what the right ranks do comes first, what the others do second.
@@ -39,7 +92,17 @@ DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
         lambda p: dist.broadcast(torch.ones(9), 0),
         lambda p: dist.broadcast(torch.ones(9), 1),
     ),
+    # Messages of several tensors: as many elements, cut elsewhere.
+    "borders": (_coalesced([2, 3]), _coalesced([3, 2])),
+    "borders, managed": (_coalesced([2, 3], manager=True), _coalesced([3, 2], manager=True)),
+    "two for one": (_coalesced([4]), _coalesced([2, 2])),
+    "three for two": (_coalesced([3, 3]), _coalesced([2, 2, 2])),
+    "order of dtypes": (_coalesced([2, 2], "float32 int32"), _coalesced([2, 2], "int32 float32")),
+    "gathered": (_gathered([2, 3]), _gathered([3, 2])),
+    "scattered": (_scattered([2, 3]), _scattered([3, 2])),
+    "parameters of a bucket": (_averaged([2, 3]), _averaged([3, 2])),
 }
+BORDERS = list(DISAGREEMENTS)[list(DISAGREEMENTS).index("borders") :]
 
 
 def disagree(me: Rank, what: str, others: list[int], style: str) -> str:
@@ -83,6 +146,12 @@ def test_the_minority_is_named(
     for what in ("size", "dtype", "op", "collective", "root"):
         check(pool, world(size, timeout=8.0), what, others, named, style)
     assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
+
+
+def test_borders_of_messages(pool: Pool, world: MakeWorld) -> None:
+    """Ranks that put other tensors into a message of as many elements."""
+    for what in BORDERS:
+        check(pool, world(3, timeout=8.0), what, [1], {1}, "blocking")
 
 
 def out_of_order(me: Rank) -> None:

@@ -5,7 +5,9 @@ As tests/test_bad_input.py, for the calls that take lists, parts and roots.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +40,40 @@ def _alone(call: Callable[..., Any], *args: Any, kind: Any, root: int, op: Any =
     if op is not None:
         options.reduceOp = op
     return call(*args, options)
+
+
+def overlapping(way: int) -> list[Tensor]:
+    """Two tensors of four elements that share some."""
+    if way == 0:
+        return [ones(4)] * 2
+    if way == 1:
+        return list(torch.ones(6).unfold(0, 4, 2))
+    columns = torch.ones(5, 2)
+    return [columns[:4, 0], columns[1:, 0]]
+
+
+def _coalesced(call: str, outputs: Any, inputs: Any) -> Any:
+    return getattr(dist.group.WORLD, call)(outputs, inputs).wait()
+
+
+_OVERLAPPING: dict[str, Callable[[list[Tensor], int], object]] = {
+    "all_gather": lambda out, r: dist.all_gather(out, ones(4)),
+    "gather": lambda out, r: dist.gather(ones(4), out, dst=r),
+    "all_to_all": lambda out, r: dist.all_to_all(out, lists(2, 4)),
+    "all_gather_coalesced": lambda out, r: _coalesced(
+        "allgather_coalesced", [[ones(4), out[0]], [ones(4), out[1]]], lists(2, 4)
+    ),
+    "all_gather_coalesced of one rank": lambda out, r: _coalesced(
+        "allgather_coalesced", [out, lists(2, 4)], lists(2, 4)
+    ),
+    "all_gather_into_tensor_coalesced": lambda out, r: _coalesced(
+        "allgather_into_tensor_coalesced", out, lists(2, 2)
+    ),
+    "reduce_scatter_tensor_coalesced": lambda out, r: _coalesced(
+        "reduce_scatter_tensor_coalesced", out, lists(2, 8)
+    ),
+    "all_reduce_coalesced": lambda out, r: dist.group.WORLD.allreduce_coalesced(out).wait(),
+}
 
 
 # Calls of a rank of two, each with what is wrong.  `r` is the rank itself.
@@ -99,6 +135,13 @@ REFUSED: dict[str, Callable[[int], object]] = {
     "expanded reduce_scatter": lambda r: dist.reduce_scatter(expanded(4), lists(2, 4)),
     "expanded all_to_all": lambda r: dist.all_to_all([ones(4), expanded(4)], lists(2, 4)),
     "expanded recv": lambda r: dist.recv(expanded(4), 1 - r),
+    "expanded in itself": lambda r: dist.all_reduce(torch.ones(6).as_strided((3, 3), (1, 1))),
+    # outputs that share memory with each other
+    **{
+        f"{name}, overlapping in way {way}": partial(call, overlapping(way))
+        for way in range(3)
+        for name, call in _OVERLAPPING.items()
+    },
     # other kinds of tensors
     "sparse reduce": lambda r: _backend().reduce([_sparse()]),
     "sparse send": lambda r: _backend().send([_sparse()], 1 - r, 0),
@@ -148,9 +191,31 @@ def test_calls_that_cannot_be_made(pool: Pool, world: MakeWorld, who: list[int])
         assert not wrong, wrong
         for name, text in said.items():
             assert len(text) > 25, f"{name}: {text}"
-        assert all("ringreduce" in text for name, text in said.items() if "expanded" in name)
+        for name, text in said.items():
+            assert "ringreduce" in text or not re.search("expanded|overlapping", name), name
         if rank in who:
             assert "Tensors must be contiguous" in said["all_to_all_single, strided"]
+
+
+def interleave(me: Rank) -> list[bool]:
+    """Outputs whose memory interleaves, and shares no element."""
+    p, whole = me.world_size, torch.zeros(5, me.world_size)
+    dist.all_gather(list(whole.unbind(1)), torch.full((5,), float(me.rank)))
+    done = [torch.equal(whole, torch.arange(float(p)).expand(5, p))]
+    grid = torch.zeros(4, 4)  # a border and the middle, whose extents overlap
+    parts = [grid[1:3, 1:3], grid[:, 0], grid[:, 3], grid[0, 1:3], grid[3, 1:3]]
+    for part in parts:
+        part += 1
+    dist.group.WORLD.allreduce_coalesced(parts).wait()  # type: ignore[union-attr]
+    done.append(torch.equal(grid, torch.full((4, 4), float(p))))
+    back = torch.arange(4.0).as_strided((2, 2), (1, 2))
+    dist.all_reduce(back)
+    done.append(back.tolist() == [[0, 2 * p], [p, 3 * p]])
+    return done
+
+
+def test_outputs_that_interleave(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(interleave, world(3)) == [[True] * 3] * 3
 
 
 def odd_shapes(me: Rank) -> list[str]:

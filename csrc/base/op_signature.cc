@@ -9,7 +9,13 @@
 namespace ringreduce {
 namespace {
 
-// "int8, owner, stochastic (seed hash 0123abcd)"
+std::string hashText(uint64_t hash) {
+  char text[24];
+  std::snprintf(text, sizeof text, "hash %08x", static_cast<unsigned>(hash));
+  return text;
+}
+
+// "int8, owner, stochastic (seed and tensors hash 0123abcd)"
 std::string describeCoding(uint64_t bits) {
   const uint64_t codec = bits & 0xff, schedule = bits >> 8 & 0xff;
   // A peer may have sent anything.
@@ -17,21 +23,21 @@ std::string describeCoding(uint64_t bits) {
   text += ", ";
   text +=
       schedule < kCodedScheduleNames.size() ? kCodedScheduleNames[schedule] : "an unknown schedule";
-  if ((bits >> 16 & 0xffff) == 0) return text;
-  char seed[48];
-  std::snprintf(seed, sizeof seed, ", stochastic (seed hash %08x)",
-                static_cast<unsigned>(bits >> 32));
-  return text + seed;
+  const bool stochastic = (bits >> 16 & 0xffff) != 0;
+  if (stochastic) text += ", stochastic";
+  if (bits >> 32 != 0)
+    text +=
+        std::string(stochastic ? " (seed and tensors " : " (tensors ") + hashText(bits >> 32) + ")";
+  return text;
 }
 
 std::string describeParts(KindInfo::Parts meaning, uint64_t parts) {
   if (meaning == KindInfo::Parts::kCoding) return ", " + describeCoding(parts);
   if (meaning == KindInfo::Parts::kCountsOfEachRank || parts == 0) return "";
-  char text[48];
-  std::snprintf(text, sizeof text, " in %s (hash %08x)",
-                meaning == KindInfo::Parts::kShape ? "a shape" : "uneven parts",
-                static_cast<unsigned>(parts ^ parts >> 32));
-  return text;
+  const char* what = meaning == KindInfo::Parts::kShape     ? "a shape"
+                     : meaning == KindInfo::Parts::kTensors ? "several tensors"
+                                                            : "uneven parts";
+  return std::string(" in ") + what + " (" + hashText(parts ^ parts >> 32) + ")";
 }
 
 }  // namespace
@@ -55,14 +61,22 @@ std::string codedScheduleNames() {
   return listed(kCodedScheduleNames, [](const char* name) { return name; });
 }
 
-uint64_t codingBits(const Coding& coding, CodedSchedule schedule) {
+uint64_t bordersOf(const std::vector<size_t>& sizes) {
+  if (sizes.size() == 1) return 0;
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const size_t size : sizes) hash = mixed(hash, size);
+  return hash;
+}
+
+uint64_t codingBits(const Coding& coding, CodedSchedule schedule, uint64_t borders) {
   uint64_t bits = static_cast<uint64_t>(coding.codec) | static_cast<uint64_t>(schedule) << 8;
+  uint64_t hash = borders;
   // Without stochastic rounding the seed has no effect.
   if (coding.stochastic) {
-    const uint64_t hash = mixed(mixed(0xcbf29ce484222325, coding.seed), coding.seed >> 32);
-    bits |= uint64_t{1} << 16 | (hash >> 32 ^ hash) << 32;
+    bits |= uint64_t{1} << 16;
+    hash = mixed(mixed(mixed(0xcbf29ce484222325, coding.seed), coding.seed >> 32), borders);
   }
-  return bits;
+  return bits | (hash >> 32 ^ hash) << 32;
 }
 
 std::string describe(const OpSignature& operation) {

@@ -31,7 +31,7 @@ enum class Kind : uint8_t {
 
 struct KindInfo {
   // What OpSignature::parts of this kind means.
-  enum class Parts : uint8_t { kUneven, kShape, kCountsOfEachRank, kCoding };
+  enum class Parts : uint8_t { kUneven, kTensors, kShape, kCountsOfEachRank, kCoding };
 
   const char* name;
   const char* root = "from";  // "from rank 2" or "to rank 2"
@@ -41,7 +41,7 @@ struct KindInfo {
 
 // In the order of Kind.
 inline constexpr std::array kKindTable{
-    KindInfo{"all_reduce"},
+    KindInfo{.name = "all_reduce", .parts = KindInfo::Parts::kTensors},
     KindInfo{"reduce", "to"},
     KindInfo{"reduce_scatter"},
     KindInfo{"broadcast"},
@@ -113,9 +113,12 @@ constexpr std::optional<CodedSchedule> codedScheduleNamed(std::string_view name)
 // "auto, owner and ring"
 std::string codedScheduleNames();
 
+// Of a message that several tensors have been put into: a hash of their sizes.  0 for one tensor.
+uint64_t bordersOf(const std::vector<size_t>& sizes);
+
 // For `parts` of the signature of a compressed all-reduce: codec and schedule, a byte each, whether
-// it is stochastic, and the low half of the seed's hash.
-uint64_t codingBits(const Coding& coding, CodedSchedule schedule);
+// it is stochastic, and half a hash of the seed, if it is, and of the message's borders.
+uint64_t codingBits(const Coding& coding, CodedSchedule schedule, uint64_t borders = 0);
 
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
@@ -129,7 +132,7 @@ struct OpSignature {
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
   int32_t root = kNoRoot;
-  // Depends on the kind: 0, a hash of the parts' sizes or of a shape, or codingBits.
+  // Depends on the kind: 0, a hash of the parts' sizes or of a shape, bordersOf or codingBits.
   uint64_t parts = 0;
 
   // The elements of all parts together, and a hash of their sizes if these differ.

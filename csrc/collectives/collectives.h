@@ -45,7 +45,10 @@ struct AllReduce {
   DType dtype;
   ReduceOp op;
   double factor = 1;  // PREMUL_SUM: this rank's, applied to its addends first
+  // Of the tensors in `data` (bordersOf), the same on all ranks.
+  uint64_t borders = 0;
 
+  void sign(OpSignature& signature) const { signature.parts = borders; }
   SharedData shared(int rank) const;
 };
 void allReduce(Communicator&, const AllReduce&);
@@ -68,6 +71,7 @@ struct CompressedAllReduce {
   // Elements for which kAuto chooses, if all messages of a caller must take the same schedule; 0:
   // `count`.  The same on all ranks.
   size_t chosen_for = 0;
+  uint64_t borders = 0;  // of the tensors in `input` (bordersOf)
 
   std::string problem(int world_size) const;
   void sign(OpSignature& signature) const;

@@ -53,7 +53,7 @@ std::string CompressedAllReduce::problem(int) const {
 
 void CompressedAllReduce::sign(OpSignature& signature) const {
   signature.dtype = DType::kFloat32;
-  signature.parts = codingBits(coding, schedule);
+  signature.parts = codingBits(coding, schedule, borders);
 }
 
 namespace {

@@ -346,7 +346,11 @@ std::shared_ptr<std::vector<double>> Compression::messageOf(size_t bytes) {
 
 // The bucket as it is.  When coding ends, the residuals are added, so that nothing is lost.
 Operation Compression::exactInPlace(const GradientBucket& bucket, const MessageLayout& layout) {
-  Operation operation{AllReduce{bucket.data, bucket.count, bucket.dtype, ReduceOp::kAvg}};
+  Operation operation{AllReduce{.data = bucket.data,
+                                .count = bucket.count,
+                                .dtype = bucket.dtype,
+                                .op = ReduceOp::kAvg,
+                                .borders = MessageLayout(bucket.parts, 1).borders()}};
   if (step_->mode == Mode::kDraining && !layout.parts().empty()) {
     const auto store = residuals_.storeOf(layout);
     step_->stores.push_back(store);
@@ -385,7 +389,8 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
                                           .op = ReduceOp::kAvg,
                                           .schedule = settings_.schedule,
                                           .error = made,
-                                          .chosen_for = usual_}};
+                                          .chosen_for = usual_,
+                                          .borders = layout.borders()}};
   // A parameter without a gradient here keeps its residual for a step with one: if no rank has a
   // gradient, DDP treats the parameter as unused and discards the average.
   const auto absent = std::make_shared<std::vector<size_t>>();
@@ -405,7 +410,11 @@ Operation Compression::codedPart(const GradientBucket& bucket, const MessageLayo
 Operation Compression::exactPart(const GradientBucket& bucket, const MessageLayout& layout) {
   const auto memory = messageOf(layout.count() * sizeOf(bucket.dtype));
   auto* message = reinterpret_cast<std::byte*>(memory->data());
-  Operation operation{AllReduce{message, layout.count(), bucket.dtype, ReduceOp::kAvg}};
+  Operation operation{AllReduce{.data = message,
+                                .count = layout.count(),
+                                .dtype = bucket.dtype,
+                                .op = ReduceOp::kAvg,
+                                .borders = layout.borders()}};
   operation.before = [=] { gatherExact(message, layout, bucket.data, bucket.dtype); };
   operation.after = [=, step = step_] {
     if (!scatterExact(bucket.data, bucket.dtype, layout, message)) step->finite = false;

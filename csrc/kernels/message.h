@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "algorithm/cut.h"
+#include "base/bytes.h"
 #include "base/dtype.h"
 
 namespace ringreduce {
@@ -47,6 +48,13 @@ class MessageLayout {
       const Span span = cut.chunk(c);
       visit(static_cast<size_t>(c) * chunk_ + places_[i], span.begin, span.size, cut.chunkSize());
     }
+  }
+
+  // A hash of which parameters it has, and of their sizes.
+  uint64_t borders() const {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const Part& part : parts_) hash = mixed(mixed(hash, part.parameter), part.count);
+    return hash;
   }
 
   bool operator==(const MessageLayout&) const = default;

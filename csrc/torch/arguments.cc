@@ -1,7 +1,6 @@
 // Checks and conversions of torch's arguments, and contiguous copies of tensors that need one.
 #include "torch/arguments.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/headeronly/version.h>
 
@@ -9,6 +8,8 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -100,7 +101,7 @@ namespace {
 
 bool hasMemory(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0;
+         !tensor.is_meta() && tensor.numel() > 0;
 }
 
 // The memory from a tensor's first element to its last.
@@ -109,6 +110,69 @@ std::pair<const std::byte*, const std::byte*> extentOf(const at::Tensor& tensor)
   int64_t last = 0;
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   return {begin, begin + static_cast<size_t>(last + 1) * tensor.element_size()};
+}
+
+struct Dimension {
+  size_t size, stride;
+};
+
+// Those of more than one element, the largest strides first.
+std::vector<Dimension> dimensionsOf(const at::Tensor& tensor, size_t unit = 1) {
+  std::vector<Dimension> all;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.size(d) > 1)
+      all.push_back(
+          {static_cast<size_t>(tensor.size(d)), static_cast<size_t>(tensor.stride(d)) * unit});
+  std::ranges::sort(all, [](const auto& a, const auto& b) { return a.stride > b.stride; });
+  return all;
+}
+
+// Whether each dimension steps over all that the smaller ones reach: then no two elements are in
+// one place.
+bool isNested(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  const std::vector<Dimension> all = dimensionsOf(tensor);
+  size_t reach = 0;
+  return std::all_of(all.rbegin(), all.rend(), [&](const Dimension& dimension) {
+    const bool steps_over = dimension.stride > reach;
+    reach += (dimension.size - 1) * dimension.stride;
+    return steps_over;
+  });
+}
+
+// Marks all elements from `dimensions[d]` on.  False if one has been marked.
+bool mark(std::vector<bool>& taken, size_t at, size_t width,
+          const std::vector<Dimension>& dimensions, size_t d = 0) {
+  if (d < dimensions.size()) {
+    for (size_t i = 0; i < dimensions[d].size; ++i)
+      if (!mark(taken, at + i * dimensions[d].stride, width, dimensions, d + 1)) return false;
+    return true;
+  }
+  for (size_t i = at; i < at + width; ++i) {
+    if (taken[i]) return false;
+    taken[i] = true;
+  }
+  return true;
+}
+
+// Of tensors whose extents overlap.  Takes as long as a copy of them.
+bool haveDisjointElements(std::span<const at::Tensor* const> tensors, const std::byte* begin,
+                          const std::byte* end) {
+  const auto offsetOf = [&](const at::Tensor& tensor) {
+    return static_cast<size_t>(extentOf(tensor).first - begin);
+  };
+  size_t bytes = 0, unit = 0;
+  for (const at::Tensor* tensor : tensors) {
+    bytes += tensor->nbytes();
+    unit = std::gcd(std::gcd(unit, tensor->element_size()), offsetOf(*tensor));
+  }
+  const auto room = static_cast<size_t>(end - begin);
+  if (bytes > room) return false;
+  std::vector<bool> taken(room / unit);
+  return std::ranges::all_of(tensors, [&](const at::Tensor* tensor) {
+    const size_t width = tensor->element_size() / unit;
+    return mark(taken, offsetOf(*tensor) / unit, width, dimensionsOf(*tensor, width));
+  });
 }
 
 }  // namespace
@@ -120,18 +184,30 @@ bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
                  static_cast<size_t>(index) * part.nbytes();
 }
 
-bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() < 2) return false;
-  std::vector<std::pair<const std::byte*, const std::byte*>> extents;
-  for (const at::Tensor& tensor : tensors)
-    if (hasMemory(tensor)) extents.push_back(extentOf(tensor));
-  std::sort(extents.begin(), extents.end());
-  return std::adjacent_find(extents.begin(), extents.end(), [](const auto& a, const auto& b) {
-           return b.first < a.second;
-         }) != extents.end();
+void requireDisjoint(const std::vector<at::Tensor>& outputs, const char* call) {
+  std::vector<const at::Tensor*> all;
+  for (const at::Tensor& output : outputs)
+    if (hasMemory(output)) all.push_back(&output);
+  const auto begins = [](const at::Tensor* tensor) { return extentOf(*tensor).first; };
+  std::ranges::sort(all, {}, begins);
+  // In runs of tensors whose extents overlap.
+  for (size_t first = 0, next = 0; first < all.size(); first = next) {
+    const auto [begin, own_end] = extentOf(*all[first]);
+    const std::byte* end = own_end;
+    for (next = first + 1; next < all.size() && begins(all[next]) < end; ++next)
+      end = std::max(end, extentOf(*all[next]).second);
+    const bool alone = next == first + 1;
+    if (alone && isNested(*all[first])) continue;
+    if (haveDisjointElements(std::span(all).subspan(first, next - first), begin, end)) continue;
+    refuse(call, alone ? "cannot write to a tensor whose elements share memory (an expanded one); "
+                         "pass .contiguous()"
+                       : "cannot write to outputs that share memory, because each would overwrite "
+                         "others; pass tensors that do not overlap");
+  }
 }
 
-OutputMemory::OutputMemory(const std::vector<at::Tensor>& outputs) {
+OutputMemory::OutputMemory(const std::vector<at::Tensor>& outputs, const char* call) {
+  requireDisjoint(outputs, call);
   for (const at::Tensor& output : outputs) {
     if (!hasMemory(output)) continue;
     const auto [begin, end] = extentOf(output);
@@ -175,10 +251,7 @@ Staged::Staged(at::Tensor tensor, Use use, const char* call)
     : tensor_(std::move(tensor)), use_(use) {
   // A lazily conjugated or negated view has other elements than its memory.
   if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) return;
-  if (use != Use::kRead && at::has_internal_overlap(tensor_) == at::MemOverlap::Yes)
-    refuse(call,
-           "cannot write to a tensor whose elements share memory (an expanded one); pass "
-           ".contiguous()");
+  if (use != Use::kRead) requireDisjoint({tensor_}, call);
   const at::NoGradGuard no_grad;
   copy_ = use == Use::kWrite
               ? at::empty(tensor_.sizes(),

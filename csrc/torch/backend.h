@@ -95,8 +95,9 @@ class Backend final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions&) override;
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
-  // The average over all ranks, in place, of one DDP bucket; `context` names it in errors.
-  BucketAverage averageBucket(const at::Tensor& bucket, Context context);
+  // The average over all ranks, in place, of one DDP bucket whose parameters have these
+  // `borders` (bordersOf); `context` names it in errors.
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
 
   // ---- compressed (reduction_calls.cc)
   // Of float32 tensors; `error` receives the errors of this rank's encodings.

@@ -36,6 +36,11 @@ struct Description {
   }
 };
 
+// Numbers that a bucket has of it: DDP takes a complex one for two.
+size_t numbersOf(const at::Tensor& parameter) {
+  return static_cast<size_t>(parameter.numel()) * (parameter.is_complex() ? 2 : 1);
+}
+
 Context describeBucket(c10d::GradBucket& bucket) {
   return [description = Description(bucket)] { return description.text(); };
 }
@@ -75,9 +80,11 @@ class Hook final : public c10d::CppCommHookInterface<Registered> {
 
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
                                                           c10d::GradBucket& bucket) {
+  std::vector<size_t> sizes;
+  for (const at::Tensor& parameter : bucket.getParameters()) sizes.push_back(numbersOf(parameter));
   return hooked(*group.group, bucket.getBufferRef(), [&] {
     return asRingreduce(*group.backend)
-        .averageBucket(bucket.getBufferRef(), describeBucket(bucket));
+        .averageBucket(bucket.getBufferRef(), bordersOf(sizes), describeBucket(bucket));
   });
 }
 
@@ -91,11 +98,6 @@ void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
 // ---- compressed gradients
 
 namespace {
-
-// Numbers that a bucket has of it: DDP takes a complex one for two.
-size_t numbersOf(const at::Tensor& parameter) {
-  return static_cast<size_t>(parameter.numel()) * (parameter.is_complex() ? 2 : 1);
-}
 
 std::vector<CompressedParameter> described(const std::vector<at::Tensor>& parameters,
                                            const std::vector<bool>& exact,

@@ -72,7 +72,7 @@ class GpuBackend final : public c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
                                           const c10d::AllgatherOptions&) override;
   // The average over all ranks, in place, of one DDP bucket.
-  BucketAverage averageBucket(const at::Tensor& bucket, Context context);
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
 
   // ---- the other backend's
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;

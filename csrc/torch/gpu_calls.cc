@@ -58,8 +58,8 @@ std::vector<at::Tensor> joined(const std::vector<Tensors>& lists) {
 // to which the call may go, allows that one overlap too.
 std::vector<at::Tensor> copySharedInputs(const std::vector<at::Tensor>& inputs,
                                          const std::vector<at::Tensor>& outputs, bool gathers,
-                                         int rank) {
-  const OutputMemory written(outputs);
+                                         int rank, const char* call) {
+  const OutputMemory written(outputs, call);
   std::vector<at::Tensor> all;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor* const output = i < outputs.size() ? &outputs[i] : nullptr;
@@ -96,18 +96,10 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
       return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall, device);
-    // Tensors that share memory are all read before one is written.
-    const bool copied = anyShareMemory(tensors);
+    requireDisjoint(tensors, kCall);
     const at::NoGradGuard no_grad;
-    Tensors copies = tensors;
     std::vector<Dense> all;
-    for (at::Tensor& tensor : copies) {
-      if (copied) {
-        (void)Dense(tensor, op, Use::kBoth, kCall);  // refuses what cannot be written back
-        tensor = tensor.detach().clone(at::MemoryFormat::Contiguous);
-      }
-      all.emplace_back(tensor, op, Use::kBoth, kCall);
-    }
+    for (const at::Tensor& tensor : tensors) all.emplace_back(tensor, op, Use::kBoth, kCall);
     std::vector<cuda::GpuAllReduce> calls;
     Tensors used = tensors;
     for (const Dense& one : all) {
@@ -131,13 +123,12 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
                        communicator.allReduce(calls[i], handleOf(stream));
                        all[i].staged.giveBack();
                      }
-                     for (size_t i = 0; copied && i < tensors.size(); ++i)
-                       tensors[i].detach().copy_(copies[i]);
                    });
   });
 }
 
-BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, Context context) {
+BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borders,
+                                        Context context) {
   return translated([&]() -> BucketAverage {
     constexpr auto kCall = "DDP hook";
     requireDense(bucket, kCall, bucket.device());
@@ -159,7 +150,8 @@ BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, Context contex
                                   .count = countOf(bucket),
                                   .dtype = dtypeOf(bucket, kCall),
                                   .op = ReduceOp::kAvg,
-                                  .label = std::move(context)};
+                                  .label = std::move(context),
+                                  .borders = borders};
     const WorkPtr work =
         enqueue({.type = c10d::OpType::ALLREDUCE,
                  .title = "ringreduce:all_reduce",
@@ -188,7 +180,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
-    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/false, rank_);
+    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/false, rank_, kCall);
     if (!performs(device, Kind::kReduceScatter))
       return single ? other(inputs[0], options.reduceOp)
                           ._reduce_scatter_base(outputs[0], sources[0], options)
@@ -237,7 +229,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
     const at::Tensor output = onlyOne(outputs, kCall, outputs.at(0).device());
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), kCall, "input");
     if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter)) {
-      std::vector<Tensors> sources = {OutputMemory(outputs).copyIfShared(list)};
+      std::vector<Tensors> sources = {OutputMemory(outputs, kCall).copyIfShared(list)};
       return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
     }
     for (const at::Tensor& input : list)
@@ -285,7 +277,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     requirePairs(outputs, inputs, kCall);
     const bool single = inputs.size() == 1;
     const c10::Device device = inputs[0].device();
-    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/true, rank_);
+    Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/true, rank_, kCall);
     if (!performs(device, Kind::kAllGather))
       return single ? other(inputs[0])._allgather_base(outputs[0], sources[0], options)
                     : other(inputs[0]).allgather_into_tensor_coalesced(outputs, sources, options);
@@ -333,14 +325,16 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
       for (size_t i = 0; even && i < inputs.size(); ++i)
         even &= list[i].defined() && list[i].numel() == inputs[i].numel();
     }
+    Tensors results = joined(outputs);
+    const OutputMemory written(results, kCall);
     if (!even || !performs(device, Kind::kAllGather)) {
-      Tensors sources = OutputMemory(joined(outputs)).copyIfShared(inputs);
+      Tensors sources = written.copyIfShared(inputs);
       return other(inputs[0]).allgather_coalesced(outputs, sources, options);
     }
     std::vector<Staged> from;
     std::vector<at::Tensor> whole;
     std::vector<cuda::GpuAllGather> calls;
-    Tensors used = inputs, results = joined(outputs);
+    Tensors used = inputs;
     used.insert(used.end(), results.begin(), results.end());
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall, device);
@@ -382,7 +376,7 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
     const at::Tensor& input = onlyOne(inputs, kCall, inputs.at(0).device());
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), kCall, "output");
     if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather)) {
-      Tensors sources = OutputMemory(list).copyIfShared(inputs);
+      Tensors sources = OutputMemory(list, kCall).copyIfShared(inputs);
       return other(input).allgather(outputs, sources, options);
     }
     std::vector<Tensors> by_rank;
@@ -440,30 +434,39 @@ GpuBackend::WorkPtr GpuBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 
 GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
-  const Tensors written = outputs.empty() ? Tensors() : outputs[0];
-  Tensors from = OutputMemory(written).copyIfShared(inputs);
-  return other(inputs).gather(outputs, from, options);
+  return translated([&] {
+    const Tensors written = outputs.empty() ? Tensors() : outputs[0];
+    Tensors from = OutputMemory(written, "gather").copyIfShared(inputs);
+    return other(inputs).gather(outputs, from, options);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                         const c10d::ScatterOptions& options) {
-  std::vector<Tensors> from;
-  for (const Tensors& list : inputs) from.push_back(OutputMemory(outputs).copyIfShared(list));
-  return other(outputs).scatter(outputs, from, options);
+  return translated([&] {
+    const OutputMemory written(outputs, "scatter");
+    std::vector<Tensors> from;
+    for (const Tensors& list : inputs) from.push_back(written.copyIfShared(list));
+    return other(outputs).scatter(outputs, from, options);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               std::vector<int64_t>& output_splits,
                                               std::vector<int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  at::Tensor from = OutputMemory({output}).copyIfShared(input);
-  return other(input).alltoall_base(output, from, output_splits, input_splits, options);
+  return translated([&] {
+    at::Tensor from = OutputMemory({output}, "all_to_all_single").copyIfShared(input);
+    return other(input).alltoall_base(output, from, output_splits, input_splits, options);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
-  Tensors from = OutputMemory(outputs).copyIfShared(inputs);
-  return other(inputs).alltoall(outputs, from, options);
+  return translated([&] {
+    Tensors from = OutputMemory(outputs, "all_to_all").copyIfShared(inputs);
+    return other(inputs).alltoall(outputs, from, options);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::send(Tensors& tensors, int peer, int tag) {

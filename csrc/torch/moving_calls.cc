@@ -74,8 +74,8 @@ Operation gatherTo(const Tensors& outputs, const at::Tensor& input, int rank,
   }
   const at::Tensor own = outputs.empty() ? at::Tensor() : outputs.at(static_cast<size_t>(rank));
   const bool in_place = own.defined() && isPartOf(input, own, 0);
-  gather.input = staged.add(OutputMemory(outputs).copyIfShared(input, in_place ? &own : nullptr),
-                            Use::kRead, call);
+  gather.input = staged.add(
+      OutputMemory(outputs, call).copyIfShared(input, in_place ? &own : nullptr), Use::kRead, call);
   return {std::move(gather), timeoutOf(options.timeout),
           [staged = std::move(staged)] { staged.giveBack(); }};
 }
@@ -163,10 +163,10 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
     const at::Tensor& input = onlyOne(inputs, "all_gather");
     const Tensors& list =
         onlyList(outputs, static_cast<size_t>(group->size()), "all_gather", "output");
-    return start(
-        *group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
-        gatherList(list, input, OutputMemory(list), group->rank(), options.timeout, "all_gather"),
-        options.asyncOp);
+    return start(*group, c10d::OpType::ALLGATHER, "ringreduce:all_gather", inputs, list,
+                 gatherList(list, input, OutputMemory(list, "all_gather"), group->rank(),
+                            options.timeout, "all_gather"),
+                 options.asyncOp);
   });
 }
 
@@ -187,7 +187,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
                c10::str("a list of ", list.size(), " outputs for ", inputs.size(), " inputs"));
       job.outputs.insert(job.outputs.end(), list.begin(), list.end());
     }
-    const OutputMemory written(job.outputs);
+    const OutputMemory written(job.outputs, kCall);
     for (size_t i = 0; i < inputs.size(); ++i) {
       Tensors by_rank;
       for (const Tensors& list : outputs) by_rank.push_back(list[i]);
@@ -201,11 +201,12 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
 Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::AllgatherOptions& options) {
   if (const auto gpu = gpuFor(input)) return gpu->_allgather_base(output, input, options);
+  constexpr auto kCall = "all_gather_into_tensor";
   return translated([&] {
     const std::shared_ptr<Group> group = this->group();
     return start(*group, c10d::OpType::_ALLGATHER_BASE, "ringreduce:all_gather", {input}, {output},
-                 gatherInto(output, input, OutputMemory({output}), group->rank(), group->size(),
-                            options.timeout, "all_gather_into_tensor"),
+                 gatherInto(output, input, OutputMemory({output}, kCall), group->rank(),
+                            group->size(), options.timeout, kCall),
                  options.asyncOp);
   });
 }
@@ -220,7 +221,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
     requirePairs(outputs, inputs, kCall);
     Job job{c10d::OpType::COALESCED, "ringreduce:all_gather_into_tensor_coalesced", inputs,
             outputs};
-    const OutputMemory written(outputs);
+    const OutputMemory written(outputs, kCall);
     for (size_t i = 0; i < inputs.size(); ++i)
       job.operations.push_back(gatherInto(outputs[i], inputs[i], written, group->rank(),
                                           group->size(), options.timeout, kCall));
@@ -290,7 +291,7 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                                  ", which is not the source, rank ", options.rootRank));
     Tensors list;
     if (root) list = onlyList(inputs, static_cast<size_t>(group->size()), "scatter", "input");
-    const OutputMemory written(outputs);
+    const OutputMemory written(outputs, "scatter");
     for (size_t r = 0; r < list.size(); ++r) {
       requireLike(list[r], output.numel(), output, "scatter", "each input");
       const bool in_place = static_cast<int>(r) == group->rank() && isPartOf(output, list[r], 0);
@@ -336,7 +337,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
       refuse(kCall, c10::str("this rank sends itself ", exchange.send_counts[own],
                              " elements and expects ", exchange.recv_counts[own]));
     exchange.inputs = partsOf<const void*>(
-        staged.add(OutputMemory({output}).copyIfShared(input), Use::kRead, kCall),
+        staged.add(OutputMemory({output}, kCall).copyIfShared(input), Use::kRead, kCall),
         exchange.send_counts, sizeOf(dtype));
     exchange.outputs =
         partsOf<void*>(staged.add(output, Use::kWrite, kCall), exchange.recv_counts, sizeOf(dtype));
@@ -373,7 +374,7 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
       exchange.recv_counts.push_back(countOf(outputs[r]));
       exchange.outputs.push_back(staged.add(outputs[r], Use::kWrite, kCall));
     }
-    for (const at::Tensor& input : OutputMemory(outputs).copyIfShared(inputs))
+    for (const at::Tensor& input : OutputMemory(outputs, kCall).copyIfShared(inputs))
       exchange.inputs.push_back(staged.add(input, Use::kRead, kCall));
     return start(*group, c10d::OpType::ALLTOALL, "ringreduce:all_to_all", inputs, outputs,
                  {std::move(exchange), timeoutOf(options.timeout),

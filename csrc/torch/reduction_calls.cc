@@ -50,17 +50,20 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
   const ReduceOp op = opOf(options.reduceOp, call);
   Tensors flat;
   for (const at::Tensor& tensor : tensors) flat.push_back(addable(tensor, op, call).detach());
-  for (const at::Tensor& tensor : flat)
-    (void)Staged(tensor, Use::kBoth, call);  // refuses a tensor that cannot be written back
   Tensors pieces;
   for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
   int64_t elements = 0;
-  for (const at::Tensor& piece : pieces) elements += piece.numel();
+  std::vector<size_t> sizes;
+  for (const at::Tensor& piece : pieces) {
+    elements += piece.numel();
+    sizes.push_back(countOf(piece));
+  }
   const std::shared_ptr<at::Tensor> buffer =
       buffers->take(static_cast<size_t>(elements) * pieces[0].element_size());
   at::Tensor all = buffer->view(pieces[0].scalar_type()).narrow(0, 0, elements);
   at::cat_out(all, pieces);
   Operation operation = allReduceOf(all, options, call);
+  std::get<AllReduce>(operation.call).borders = bordersOf(sizes);
   operation.after = [buffer, all, flat] {
     const at::NoGradGuard no_grad;
     int64_t at = 0;
@@ -151,13 +154,10 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
     requireSome(tensors, kCall);
     Job job{c10d::OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", tensors, tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
-    // Tensors that share memory are all read before one is written.  The list of operations must
-    // not depend on it, because other ranks' tensors may not share memory.
-    const bool copied = anyShareMemory(tensors);
+    requireDisjoint(tensors, kCall);
     const auto add = [&](const Tensors& some) {
-      job.operations.push_back(some.size() > 1 || copied
-                                   ? fusedAllReduce(some, options, buffers_, kCall)
-                                   : allReduceOf(some[0], options, kCall));
+      job.operations.push_back(some.size() > 1 ? fusedAllReduce(some, options, buffers_, kCall)
+                                               : allReduceOf(some[0], options, kCall));
     };
     Tensors small;
     size_t bytes = 0;
@@ -183,8 +183,9 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   });
 }
 
-BucketAverage Backend::averageBucket(const at::Tensor& bucket, Context context) {
-  if (const auto gpu = gpuFor(bucket)) return gpu->averageBucket(bucket, std::move(context));
+BucketAverage Backend::averageBucket(const at::Tensor& bucket, uint64_t borders, Context context) {
+  if (const auto gpu = gpuFor(bucket))
+    return gpu->averageBucket(bucket, borders, std::move(context));
   return translated([&]() -> BucketAverage {
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
@@ -196,7 +197,8 @@ BucketAverage Backend::averageBucket(const at::Tensor& bucket, Context context) 
                                 {{AllReduce{.data = staged.data(),
                                             .count = countOf(bucket),
                                             .dtype = dtypeOf(bucket, "DDP hook"),
-                                            .op = ReduceOp::kAvg},
+                                            .op = ReduceOp::kAvg,
+                                            .borders = borders},
                                   0, [staged] { staged.giveBack(); }}},
                                 std::move(context),
                                 true},
@@ -235,10 +237,11 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
     const at::Tensor& output = onlyOne(outputs, "reduce_scatter");
     const Tensors& list =
         onlyList(inputs, static_cast<size_t>(group->size()), "reduce_scatter", "input");
-    return start(*group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
-                 reduceScatterOf(output, list, OutputMemory(outputs), /*list=*/true, group->rank(),
-                                 group->size(), options, "reduce_scatter"),
-                 options.asyncOp);
+    return start(
+        *group, c10d::OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", list, outputs,
+        reduceScatterOf(output, list, OutputMemory(outputs, "reduce_scatter"), /*list=*/true,
+                        group->rank(), group->size(), options, "reduce_scatter"),
+        options.asyncOp);
   });
 }
 
@@ -250,8 +253,9 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
     requireDense(input, "reduce_scatter_tensor");
     return start(*group, c10d::OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter_tensor",
                  {input}, {output},
-                 reduceScatterOf(output, {input}, OutputMemory({output}), /*list=*/false,
-                                 group->rank(), group->size(), options, "reduce_scatter_tensor"),
+                 reduceScatterOf(output, {input}, OutputMemory({output}, "reduce_scatter_tensor"),
+                                 /*list=*/false, group->rank(), group->size(), options,
+                                 "reduce_scatter_tensor"),
                  options.asyncOp);
   });
 }
@@ -265,7 +269,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     const std::shared_ptr<Group> group = this->group();
     requirePairs(outputs, inputs, kCall);
     Job job{c10d::OpType::COALESCED, "ringreduce:reduce_scatter_tensor_coalesced", inputs, outputs};
-    const OutputMemory written(outputs);
+    const OutputMemory written(outputs, kCall);
     for (size_t i = 0; i < inputs.size(); ++i) {
       requireDense(inputs[i], kCall);
       job.operations.push_back(reduceScatterOf(outputs[i], {inputs[i]}, written, /*list=*/false,
@@ -456,12 +460,13 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
     requireFloats(output, input, "the output");
     if (error) {
       requireFloats(*error, input, "the error");
-      if (OutputMemory({input, output}).overlaps(*error))
+      const OutputMemory lost({*error}, kCompressedCall);
+      if (lost.overlaps(input) || lost.overlaps(output))
         refuse(kCompressedCall, "the error needs memory of its own");
     }
     const bool same = output.is_same(input);
     const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
-    const Staged in(same ? input : OutputMemory({output}).copyIfShared(input),
+    const Staged in(same ? input : OutputMemory({output}, kCompressedCall).copyIfShared(input),
                     same ? Use::kBoth : Use::kRead, kCompressedCall);
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);

@@ -2,7 +2,6 @@
 #include "torch/staged_backend.h"
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
@@ -85,10 +84,6 @@ class Copies {
     return true;
   }
   at::Tensor result(const at::Tensor& tensor, at::Tensor copy) {
-    if (isDense(tensor) && at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
-      refuse(call_,
-             "cannot write to a tensor whose elements share memory (an expanded one); pass "
-             ".contiguous()");
     results_.push_back(tensor);
     copies_.push_back(copy);
     return copy;
@@ -319,6 +314,7 @@ class StagedBackend final : public c10d::Backend {
                 Options&... options) {
     return run(type, name, [&](Copies& copies) {
       Tensors host = copies.of(tensors, use);
+      requireDisjoint(copies.results(), name);
       return (cpu_.*method)(host, options...);
     });
   }
@@ -329,6 +325,7 @@ class StagedBackend final : public c10d::Backend {
     return run(type, name, [&](Copies& copies) {
       Inputs from = copies.read(inputs);
       Outputs to = copies.write(outputs);
+      requireDisjoint(copies.results(), name);
       return (cpu_.*method)(to, from, options...);
     });
   }

@@ -249,7 +249,7 @@ TEST(who_calls_another_one_is_named_with_what_it_called) {
     a.coding.seed = 1 + at(group.rank());
     group.run({a});
     a.coding.stochastic = true;
-    CHECK(failureOf([&] { group.run({a}); }, "seed hash") == Failure::kMismatch);
+    CHECK(failureOf([&] { group.run({a}); }, "seed and tensors hash") == Failure::kMismatch);
   });
 }
 

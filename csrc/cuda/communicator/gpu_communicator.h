@@ -56,6 +56,7 @@ struct GpuAllReduce {
   Nanos timeout = 0;                       // from when its kernel runs; 0: the group's
   std::optional<Choice> algorithm = std::nullopt;  // for this call; the same on all ranks
   Label label = {};
+  uint64_t borders = 0;  // of the tensors in `input` (bordersOf), the same on all ranks
 };
 
 // Throws Error(kArgument) for calls that no communicator can perform.

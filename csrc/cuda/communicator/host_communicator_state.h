@@ -38,7 +38,8 @@ struct Communicator::State {
   // `where` is a hash of the algorithm and of the registered memory, which must be the same on all
   // ranks.
   Told told(const GpuAllReduce& call, uint64_t where) const {
-    return told(call, {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where});
+    return told(call,
+                {.kind = Kind::kAllReduce, .op = code(call.op), .parts = where ^ call.borders});
   }
   Told told(const GpuReduceScatter& call) const {
     return told(call, {.kind = Kind::kReduceScatter, .op = code(call.op)});

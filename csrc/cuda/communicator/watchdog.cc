@@ -270,12 +270,15 @@ void Watchdog::compare() {
   const auto& [rank, ours, theirs] = *found;
   const bool earlier = ours.history != theirs.history;
   const bool elsewhere = ours.kind == theirs.kind && ours.parts != theirs.parts;
-  group_.fail(Failure::kMismatch, rank,
-              std::string("ranks disagree on ") + (earlier ? "an operation before " : "") +
-                  "GPU operation #" + std::to_string(ours.sequence) + ": " +
-                  group_.who(group_.rank()) + " calls " + textOf(ours) + labelOf(ours.sequence) +
-                  ", " + group_.who(rank) + " calls " + textOf(theirs) +
-                  (elsewhere ? ", by another algorithm or in other registered memory" : ""));
+  group_.fail(
+      Failure::kMismatch, rank,
+      std::string("ranks disagree on ") + (earlier ? "an operation before " : "") +
+          "GPU operation #" + std::to_string(ours.sequence) + ": " + group_.who(group_.rank()) +
+          " calls " + textOf(ours) + labelOf(ours.sequence) + ", " + group_.who(rank) + " calls " +
+          textOf(theirs) +
+          (elsewhere
+               ? ", by another algorithm, in other registered memory or of tensors of other sizes"
+               : ""));
 }
 
 void Watchdog::checkDeadlines() {

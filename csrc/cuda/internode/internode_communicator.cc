@@ -316,7 +316,8 @@ void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* str
   s.watchdog->announce({.count = call.count,
                         .kind = Kind::kAllReduce,
                         .dtype = call.dtype,
-                        .op = static_cast<uint8_t>(call.op)});
+                        .op = static_cast<uint8_t>(call.op),
+                        .parts = call.borders});
   const auto pending = std::make_shared<State::Pending>();
   try {
     if (captured) {
