@@ -1,12 +1,17 @@
-"""Ranks with children (DataLoader workers, forked processes): a death is noticed all the same.
+"""Ranks with children (DataLoader workers, forked processes), ranks that become another program
+(exec), and kernels and sandboxes without pidfds: the end of a rank is noticed all the same.
 
 A forked child keeps its parent's descriptors open, so a killed rank's sockets do not close.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import signal
+import struct
 import time
 
 import pytest
@@ -14,7 +19,7 @@ import torch
 import torch.distributed as dist
 from blame import expect_all
 from conftest import MakeWorld
-from pool import Died, Pool, Rank
+from pool import Died, Done, Pool, Rank
 from processes import alive, wait_until
 from test_failures import add_up, left_over
 from torch.utils.data import DataLoader, Dataset
@@ -98,3 +103,71 @@ def test_workers_come_and_go(pool: Pool, world: MakeWorld, how: str) -> None:
     first, second = pool.run(feed, world(2), how)
     assert first == second > 0
     assert pool.run(add_up, world(2)) == [3.0] * 2
+
+
+def without_pidfds() -> None:
+    """From now on the kernel refuses them to this thread, as old kernels and sandboxes do."""
+    pidfd_open, solsocket_peerpidfd = 434, 77
+    getsockopt = {"x86_64": 55, "aarch64": 209}[platform.machine()]
+    load, jump_if, give = 0x20, 0x15, 0x06  # BPF: a word of seccomp_data; if equal; the verdict
+    refuse, allow = 0x00050000, 0x7FFF0000
+    steps = [
+        (load, 0, 0, 0),
+        (jump_if, 3, 0, pidfd_open),
+        (jump_if, 0, 3, getsockopt),
+        (load, 0, 0, 16 + 2 * 8),  # the option
+        (jump_if, 0, 1, solsocket_peerpidfd),
+        (give, 0, 0, refuse | errno.EPERM),
+        (give, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())  # seccomp
+    with pytest.raises(PermissionError):
+        os.pidfd_open(os.getpid())
+
+
+def reduce_until_lost(me: Rank, prefix: str, ending: str, pidfds: str) -> float:
+    """Rank 0 ends amid all-reduces.  Where the others go on, returns when they did."""
+    if pidfds == "refused":
+        without_pidfds()
+    me.init(prefix, size=3)
+    for k in range(10**9):
+        t = torch.ones(1000)
+        dist.all_reduce(t)
+        if t[0] < 3:
+            return time.monotonic()
+        if k == 3:
+            me.tell(time.monotonic())
+            if me.rank == 0 and ending == "exec":
+                os.execv("/bin/sleep", ["sleep", "1.5"])
+    raise AssertionError("rank 0 was not missed")
+
+
+@pytest.mark.parametrize(
+    ("ending", "pidfds", "on_loss"),
+    [
+        ("kill", "refused", "error"),
+        ("exec", "there", "error"),
+        ("exec", "refused", "continue"),
+    ],
+)
+def test_the_end_of_a_program_is_noticed_without_a_pidfd(
+    pool: Pool, world: MakeWorld, ending: str, pidfds: str, on_loss: str
+) -> None:
+    unled = world(0, ON_LOSS=on_loss)
+    call = pool.start(reduce_until_lost, unled, pool.name(), ending, pidfds, ranks=3, fresh=True)
+    ended = max(call.heard(rank) for rank in range(3))
+    if ending == "kill":
+        ended = call.signal(0, signal.SIGKILL)
+    outcomes = call.outcomes()
+    assert isinstance(outcomes[0], Died), outcomes
+    if on_loss == "continue":
+        noticed = [o.value for o in outcomes if isinstance(o, Done)]
+        assert len(noticed) == 2, outcomes
+    else:
+        says = r"another program now \(exec\)" if ending == "exec" else "its process ended"
+        noticed = [r.when for r in expect_all(outcomes, {0}, "PeerLost", {0}, says)]
+    assert max(noticed) - ended <= 5.0, f"took {max(noticed) - ended:.3f} s"

@@ -1,7 +1,6 @@
 // The two sides of the exchange.
 #include "bootstrap/membership.h"
 
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,7 +22,7 @@ namespace {
 constexpr Nanos kLeaderGrace = 3 * kSecond;
 constexpr size_t kMostReason = 3000;  // bytes of the reason of a failure in a packet
 // Of the table of all members.
-constexpr int kMembersPerPacket = kMostFds / 2;
+constexpr int kMembersPerPacket = kMostFds / 3;
 
 std::string entryOf(const char* field, int rank) {
   return field + std::to_string(rank);
@@ -92,7 +91,7 @@ Membership HostLeader::run(const Poll& poll, const std::function<void()>& all_th
   self.pid = static_cast<int>(getpid());
   self.host = hostName();
   self.segment = Segment::create(Layout(ranks_.shared, ranks_.size).bytes);
-  self.process = shareProcessFd(Fd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
+  self.process = ownProcessFds();
   if (ranks_.size > 1) {
     while (std::ranges::count(joined_, false) > 0) step(poll, "join");
     for (const Caller& caller : callers_)
@@ -194,7 +193,7 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
   caller.pid = pid > 0 ? static_cast<int>(pid) : caller.peer.pid;
   const std::string host = fieldOf(fields, "host");
   if (check_) check_(static_cast<int>(rank), fields);
-  if (rank <= 0 || rank >= ranks_.size || fds.size() != 1)
+  if (rank <= 0 || rank >= ranks_.size || fds.size() != 2)
     throw Error(Failure::kSetup, "rank " + nameOf(rank) + " (pid " + std::to_string(caller.pid) +
                                      ") is not a rank of a group of " +
                                      std::to_string(ranks_.size));
@@ -207,7 +206,8 @@ void HostLeader::admit(Caller& caller, const Fields& fields, std::vector<Fd> fds
   member.pid = caller.pid;
   member.host = host;
   member.segment = Segment::attach(std::move(fds[0]), Layout(ranks_.shared, ranks_.size).bytes);
-  member.process = shareProcessFd(pidfdOf(caller.socket, caller.peer));
+  member.process = {.pidfd = shareProcessFd(pidfdOf(caller.socket, caller.peer)),
+                    .pipe = shareProcessFd(std::move(fds[1]))};
   caller.rank = static_cast<int>(rank);
   joined_[static_cast<size_t>(rank)] = true;
 }
@@ -225,12 +225,12 @@ void HostLeader::sendTable(const Caller& caller) {
     std::vector<int> fds;
     for (int r = first; r < std::min(first + kMembersPerPacket, ranks_.size); ++r) {
       const Member& member = table_.members[static_cast<size_t>(r)];
-      const bool has_process = member.process && *member.process;
       fds.push_back(member.segment->fd());
-      if (has_process) fds.push_back(member.process->get());
+      fds.push_back(member.process.pipe->get());
+      if (member.process.pidfd) fds.push_back(member.process.pidfd->get());
       entries[entryOf("pid", r)] = std::to_string(member.pid);
       entries[entryOf("host", r)] = member.host;
-      entries[entryOf("fds", r)] = has_process ? "2" : "1";
+      entries[entryOf("fds", r)] = member.process.pidfd ? "3" : "2";
     }
     tell(caller, entries, fds);
   }
@@ -297,8 +297,9 @@ class HostMember {
     hello["rank"] = std::to_string(ranks_.rank);
     hello["pid"] = std::to_string(getpid());
     hello["host"] = hostName();
-    sendPacket(socket_, encode(hello),
-               {self.segment->fd()});  // if the leader is gone, the answer says so
+    self.process = ownProcessFds();
+    // If the leader is gone, the answer says so.
+    sendPacket(socket_, encode(hello), {self.segment->fd(), self.process.pipe->get()});
   }
 
   void sendFailure(const Reason& reason) {
@@ -335,7 +336,7 @@ class HostMember {
     auto fd = packet.fds.begin();
     for (int r = first; r < std::min(first + kMembersPerPacket, ranks_.size); ++r) {
       const int64_t fds = number(fields, entryOf("fds", r).c_str());
-      if (fds < 1 || fds > 2 || packet.fds.end() - fd < fds)
+      if (fds < 2 || fds > 3 || packet.fds.end() - fd < fds)
         throw Error(Failure::kSetup, leaderName(ranks_) + " sent an entry that cannot be read");
       Member& member = table_.members[static_cast<size_t>(r)];
       member.pid = static_cast<int>(number(fields, entryOf("pid", r).c_str()));
@@ -343,7 +344,8 @@ class HostMember {
       if (r != ranks_.rank)
         member.segment = Segment::attach(std::move(*fd), Layout(ranks_.shared, ranks_.size).bytes);
       ++fd;
-      if (fds == 2) member.process = shareProcessFd(std::move(*fd++));
+      member.process.pipe = shareProcessFd(std::move(*fd++));
+      member.process.pidfd = fds == 3 ? shareProcessFd(std::move(*fd++)) : nullptr;
     }
   }
 

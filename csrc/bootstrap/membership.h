@@ -1,4 +1,4 @@
-// The ranks of one host hand each other their shared memory and a descriptor of their process.
+// The ranks of one host hand each other their shared memory and descriptors of their processes.
 //
 // The host's lowest rank leads.  It listens on an abstract Unix socket whose name and secret all
 // ranks have from the rendezvous.  Every other rank connects, proves its user id and the secret,
@@ -18,6 +18,7 @@
 #include "base/error.h"
 #include "base/fd.h"
 #include "bootstrap/options.h"
+#include "bootstrap/process.h"
 #include "bootstrap/unix_socket.h"
 #include "transport/shm/page.h"
 #include "transport/shm/segment.h"
@@ -28,7 +29,7 @@ struct Member {
   int pid = 0;  // in its own PID namespace
   std::string host;
   std::shared_ptr<Segment> segment;
-  std::shared_ptr<Fd> process;  // readable once the process has ended; null if the kernel has none
+  ProcessFds process;
 };
 
 struct Membership {

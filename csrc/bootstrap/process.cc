@@ -1,7 +1,9 @@
-// pidfds and /proc.
+// pidfds, pipes and /proc.
 #include "bootstrap/process.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,8 +13,12 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/config.h"
+#include "base/error.h"
+#include "bootstrap/unix_socket.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -26,21 +32,62 @@ int numberOf(const Fd& pidfd) {
   return 0;
 }
 
+// Both ends of the pipe of this process, which stay open for as long as its program runs: another
+// rank may still be in a group that this one has left.
+struct OwnPipe {
+  Fd write_end;
+  std::shared_ptr<Fd> read_end;
+  std::shared_ptr<OwnPipe> self;  // never destroyed
+};
+
+// A kernel or a sandbox may refuse pidfd_open, and give a pidfd of a socket's peer.
+Fd ownPidfd() {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    throwErrno(Failure::kSetup, "cannot make a Unix socket");
+  const Fd socket(ends[0]), other(ends[1]);
+  return pidfdOf(socket, {.pid = getpid(), .uid = geteuid()});
+}
+
+// How long a process may take to end after its descriptors were closed.
+constexpr int kEndingMs = 100;
+
 }  // namespace
 
-std::shared_ptr<Fd> shareProcessFd(Fd pidfd) {
+ProcessFds ownProcessFds() {
+  static PerProcess<OwnPipe> of_this_process;
+  const auto pipe = of_this_process.get([] {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0)
+      throwErrno(Failure::kSetup, "cannot make the pipe that shows the end of this process");
+    auto made = std::make_shared<OwnPipe>();
+    made->read_end = std::make_shared<Fd>(ends[0]);
+    made->write_end = Fd(ends[1]);
+    return made->self = made;
+  });
+  return {.pidfd = shareProcessFd(ownPidfd()), .pipe = pipe->read_end};
+}
+
+std::shared_ptr<Fd> shareProcessFd(Fd fd) {
   static auto* mutex = new std::mutex;  // never destroyed: groups may outlive static objects
-  static auto* known = new std::map<int, std::weak_ptr<Fd>>;
-  const int number = numberOf(pidfd);
-  if (number == 0) return std::make_shared<Fd>(std::move(pidfd));
+  static auto* known = new std::map<std::pair<bool, uint64_t>, std::weak_ptr<Fd>>;
+  if (!fd) return nullptr;
+  struct stat status{};
+  const bool is_pipe = fstat(fd.get(), &status) == 0 && S_ISFIFO(status.st_mode);
+  const uint64_t number = is_pipe ? status.st_ino : static_cast<uint64_t>(numberOf(fd));
+  if (number == 0) return std::make_shared<Fd>(std::move(fd));
   const std::lock_guard lock(*mutex);
   std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<Fd>& entry = (*known)[number];
+  std::weak_ptr<Fd>& entry = (*known)[{is_pipe, number}];
   // A number is used again only after its process has ended.
-  if (auto fd = entry.lock(); fd && fd->get() >= 0 && !ended({fd})[0]) return fd;
-  auto fd = std::make_shared<Fd>(std::move(pidfd));
-  entry = fd;
-  return fd;
+  if (auto held = entry.lock(); held && held->get() >= 0) {
+    const ProcessFds process = is_pipe ? ProcessFds{.pidfd = nullptr, .pipe = held}
+                                       : ProcessFds{.pidfd = held, .pipe = nullptr};
+    if (!ended({process})[0]) return held;
+  }
+  auto kept = std::make_shared<Fd>(std::move(fd));
+  entry = kept;
+  return kept;
 }
 
 int pidSeenHere(const std::shared_ptr<Fd>& process) {
@@ -53,15 +100,25 @@ std::string pidNamespace() {
   return std::to_string(status.st_dev) + "/" + std::to_string(status.st_ino);
 }
 
-std::vector<bool> ended(const std::vector<std::shared_ptr<Fd>>& processes) {
+std::vector<bool> ended(const std::vector<ProcessFds>& processes) {
   std::vector<pollfd> wanted;
-  for (const auto& fd : processes)
-    wanted.push_back({.fd = fd ? fd->get() : -1, .events = POLLIN, .revents = 0});
+  for (const ProcessFds& process : processes)
+    for (const auto& fd : {process.pidfd, process.pipe})
+      wanted.push_back({.fd = fd ? fd->get() : -1, .events = POLLIN, .revents = 0});
   ::poll(wanted.data(), wanted.size(), 0);
   std::vector<bool> result;
   // Not POLLNVAL: a descriptor that the program has closed tells nothing.
-  for (const pollfd& p : wanted) result.push_back((p.revents & (POLLIN | POLLHUP)) != 0);
+  const auto shows = [](const pollfd& p) { return (p.revents & (POLLIN | POLLHUP)) != 0; };
+  for (size_t i = 0; i < wanted.size(); i += 2)
+    result.push_back(shows(wanted[i]) || shows(wanted[i + 1]));
   return result;
+}
+
+std::string howEnded(const ProcessFds& process) {
+  if (!process.pidfd) return kProcessEnded;
+  pollfd wanted{.fd = process.pidfd->get(), .events = POLLIN, .revents = 0};
+  ::poll(&wanted, 1, kEndingMs);
+  return wanted.revents & POLLIN ? kProcessEnded : kProcessReplaced;
 }
 
 bool isStopped(int pid) {
@@ -74,7 +131,7 @@ bool isStopped(int pid) {
 }
 
 void kill(const std::shared_ptr<Fd>& process) {
-  syscall(SYS_pidfd_send_signal, process->get(), SIGKILL, nullptr, 0);
+  if (process) syscall(SYS_pidfd_send_signal, process->get(), SIGKILL, nullptr, 0);
 }
 
 // ---- this host

@@ -41,7 +41,7 @@ Peer peerOf(const Fd& socket);
 // way.
 Fd pidfdOf(const Fd& socket, const Peer& peer);
 
-inline constexpr int kMostFds = 8;  // in a message
+inline constexpr int kMostFds = 12;  // in a message
 
 // Sends a whole message.  False if the peer has gone, or takes nothing for ten seconds.
 bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds = {});
@@ -55,7 +55,7 @@ void waitReadable(const std::vector<int>& fds, Nanos longest);
 
 // ---- messages
 
-inline constexpr char kVersion[] = "7";  // of these messages and of the layout of shared memory
+inline constexpr char kVersion[] = "8";  // of these messages and of the layout of shared memory
 
 using Fields = std::map<std::string, std::string>;
 std::string encode(const Fields& fields);

@@ -23,16 +23,6 @@ Patience patienceOf(bool in_users_thread, size_t ranks_here) {
   return {.spin = crowded ? 0 : 10 * kMicrosecond, .yield = 200 * kMicrosecond};
 }
 
-// A group that survives losses in shared memory must see when a process ends.
-void requireProcesses(const Membership& membership, int rank, const GroupOptions& options) {
-  for (size_t r = 0; r < membership.members.size(); ++r)
-    if (const auto& process = membership.members[r].process; !process || !*process)
-      throw Error(Failure::kSetup,
-                  "rank " + options.shown(rank) + " cannot see when the process of rank " +
-                      options.shown(static_cast<int>(r)) +
-                      " ends, which on_loss='continue' needs: pidfds of Linux 5.3 or newer");
-}
-
 }  // namespace
 
 std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_size,
@@ -44,11 +34,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
                               [&](const Hosts& hosts) { return links->open(hosts); });
   GroupOptions made = options;
   made.attempt = nullptr;  // it ends with this call
-  if (!met.hosts) {
-    if (world_size > 1 && met.membership.options.min_ranks > 0)
-      requireProcesses(met.membership, rank, options);
-    return std::make_shared<Epoch>(rank, std::move(met.membership), made, executor);
-  }
+  if (!met.hosts) return std::make_shared<Epoch>(rank, std::move(met.membership), made, executor);
 
   const Hosts& hosts = *met.hosts;
   Membership local_members;

@@ -58,7 +58,7 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   std::vector<Seat> seats;
   for (int r = 0; r < size_; ++r)
     seats.push_back({.page = &pages_[static_cast<size_t>(r)],
-                     .process = nullptr,
+                     .process = {},
                      .name = hosts.nameOf(r),
                      .pid = hosts.hostOf(r) == hosts.hostOf(rank_) ? hosts.pidOf(r) : 0});
   return seats;

@@ -226,7 +226,8 @@ void Arbiter::throwFailure() const {
 void Arbiter::readProcesses() const {
   const std::vector<bool> all = ended(processes_);
   for (int r = 0; r < size_; ++r)
-    if (all[static_cast<size_t>(r)]) recordLost({r}, Observed::kEnded, kProcessEnded);
+    if (all[static_cast<size_t>(r)] && !known(r).isLost())
+      recordLost({r}, Observed::kEnded, howEnded(peer(r).seat.process));
 }
 
 // The order matters: a rank says that it left before its process ends.
@@ -259,7 +260,7 @@ std::string Arbiter::howLost(int rank) const {
 
 bool Arbiter::isStopped(int rank) const {
   const Peer& one = peer(rank);
-  const int pid = one.seat.process ? pidSeenHere(one.seat.process) : one.seat.pid;
+  const int pid = one.seat.process.pidfd ? pidSeenHere(one.seat.process.pidfd) : one.seat.pid;
   return (pid != 0 && ringreduce::isStopped(pid)) || one.observed == Observed::kStopped;
 }
 
@@ -428,7 +429,7 @@ bool Arbiter::evictStopped(const std::vector<int>& ranks) {
       if (--left < min_ranks_) break;
       log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
           textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
-      kill(peer(r).seat.process);
+      kill(peer(r).seat.process.pidfd);
     }
   }
   return false;
@@ -661,8 +662,8 @@ void Arbiter::recordSignature(int rank, uint64_t sequence, const OpSignature& si
   if (mirror.announced.observe() <= sequence) mirror.announced.publish(sequence + 1);
 }
 
-void Arbiter::onProcessEnded(int rank) {
-  recordLost({rank}, Observed::kEnded, kProcessEnded);
+void Arbiter::onProcessEnded(int rank, const std::string& how) {
+  recordLost({rank}, Observed::kEnded, how);
   wakeAll();
 }
 

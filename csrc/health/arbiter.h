@@ -3,7 +3,7 @@
 // Sources report to it:
 //
 //   shared pages     departures, announced operations   read in poll() and stateOf()
-//   pidfds           ended processes                    read in poll() and stateOf()
+//   pidfds, pipes    ended processes                    read in poll() and stateOf()
 //   control ring     the same of ranks of other hosts, their progress and failures
 //   connections      broken connections for messages (onDisconnect)
 //   waits            deadlines, Ctrl-C, mismatches (WaitGuard), errors of callers (fail)
@@ -36,6 +36,7 @@
 #include "base/error.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
+#include "bootstrap/process.h"
 #include "health/control.h"
 #include "transport/shm/page.h"
 #include "transport/wait_guard.h"
@@ -45,9 +46,9 @@ namespace ringreduce {
 // A rank, as known from the start.
 struct Seat {
   RankPage* page;
-  std::shared_ptr<Fd> process;  // null if it is on another host or unknown
-  std::string name;             // "pid 7 on host a"
-  int pid;                      // if it is on this host and `process` is null; else 0
+  ProcessFds process;  // none if it is on another host
+  std::string name;    // "pid 7 on host a"
+  int pid;             // if it is on this host and `process` has nothing; else 0
 };
 std::vector<Seat> seatsOf(const Membership& membership);
 
@@ -150,8 +151,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   // ---- sources; from any thread
 
-  // For ranks of this host, if the arbiter has no pidfds of them.
-  void onProcessEnded(int rank);
+  // For ranks of this host, if the arbiter has no descriptors of their processes.
+  void onProcessEnded(int rank, const std::string& how);
   // A connection for messages with that rank ended.  If the reason is not known soon, the group
   // fails: messages are missing.  `damaged`: invalid bytes arrived, so no other
   // reason will follow.  In the reactor's thread.
@@ -254,7 +255,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   const int min_ranks_;
   // By rank.  A question may bring them up to date.
   mutable std::vector<Peer> peers_;
-  std::vector<std::shared_ptr<Fd>> processes_;
+  std::vector<ProcessFds> processes_;
   mutable std::mutex mutex_;  // guards changes of peers_, and mirrors of pages
   std::atomic<int> waits_for_ = -1;
   Nanos next_question_ = 0;

@@ -48,6 +48,8 @@ struct PeerState {
 
 // Why a rank is lost, as text after "is lost: ".
 inline constexpr char kProcessEnded[] = "its process ended";
+inline constexpr char kProcessReplaced[] =
+    "its process runs another program now (exec), or has closed its descriptors";
 
 // ---- the guard
 

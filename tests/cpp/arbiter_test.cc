@@ -38,7 +38,7 @@ struct One {
     for (int r = 0; r < size; ++r) {
       RankPage& page = pages[static_cast<size_t>(r)];
       for (OpSignature& announcement : page.announcements) announcement.sequence = kNoOperation;
-      seats.push_back({.page = &page, .process = nullptr, .name = "a process", .pid = 0});
+      seats.push_back({.page = &page, .process = {}, .name = "a process", .pid = 0});
     }
     arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options, &others);
   }
