@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import json
 import logging
+import operator
 import os
 import signal
 import time
@@ -48,6 +50,17 @@ NAMES = """
     ProcessSet global_process_set add_process_set remove_process_set
     Average Sum Adasum Min Max Product HorovodInternalError DistributedOptimizer SyncBatchNorm
 """
+# Horovod's modules that scripts import from, and what they look for there.
+MODULES = {
+    "mpi_ops": "allreduce_async_ synchronize rank size init shutdown is_homogeneous Average Sum",
+    "compression": "Compression Compressor NoneCompressor FP16Compressor",
+    "functions": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
+    "optimizer": "DistributedOptimizer",
+    "sync_batch_norm": "SyncBatchNorm",
+    "elastic": "run TorchState ElasticSampler",
+    "elastic.state": "TorchState",
+    "elastic.sampler": "ElasticSampler",
+}
 REDUCES = "average name op prescale_factor postscale_factor process_set"
 SIGNATURES = {
     **{
@@ -96,6 +109,11 @@ SIGNATURES = {
 def test_names_and_parameters() -> None:
     assert [name for name in NAMES.split() if not hasattr(hvd_torch, name)] == []
     assert callable(hvd.run)
+    for module, names in MODULES.items():
+        imported = importlib.import_module(f"ringreduce.horovod.torch.{module}")
+        assert operator.attrgetter(module)(hvd) is operator.attrgetter(module)(hvd_torch)
+        assert operator.attrgetter(module)(hvd) is imported
+        assert [name for name in names.split() if not hasattr(imported, name)] == [], module
     for name, parameters in SIGNATURES.items():
         found = list(inspect.signature(getattr(hvd_torch, name)).parameters)
         wanted = parameters.split()
@@ -179,9 +197,9 @@ def two_hosts(me: Rank) -> tuple[int, ...]:
 
 
 def before_init(me: Rank) -> None:
-    with pytest.raises(ValueError, match=r"hvd.init\(\) has not been called"):
+    with pytest.raises(ValueError, match="Horovod has not been initialized"):
         hvd.rank()
-    with pytest.raises(ValueError, match=r"hvd.init\(\) has not been called"):
+    with pytest.raises(ValueError, match="Horovod has not been initialized"):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()  # without effect
 
@@ -962,6 +980,14 @@ def from_the_root(me: Rank) -> None:
     loss_of(net, 1, [me.rank]).backward()
     optimizer.step()
     assert same_bits(*net.parameters())
+    # Without a state yet, gradients are zeros after it, and not None; those that are there stay.
+    table, dense = nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1, bias=False)
+    model = nn.Sequential(table, dense)
+    if me.rank == 2:
+        dense.weight.grad = torch.ones(1, 2)
+    hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=1.0), 0, model)
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    assert dense.weight.grad is not None and dense.weight.grad.eq(float(me.rank == 2)).all()
     # Lists, non-contiguous tensors, values that are no tensors.
     t = torch.full((2, 3), float(me.rank)).t()
     hvd.broadcast_parameters([("t", t), ("n", 3), ("b", torch.tensor(me.rank))], root_rank=2)
@@ -1010,13 +1036,28 @@ def test_sync_batch_norm_is_batch_norm_of_all_batches(pool: Pool, world: MakeWor
 
 @job
 def timeline(me: Rank, path: str) -> None:
-    hvd.start_timeline(path, mark_cycles=True)
+    hvd.start_timeline(f"{path}.first")
+    hvd.allreduce(torch.ones(3), name="first")
+    hvd.start_timeline(path, mark_cycles=True)  # takes the place of the first one
     for _ in range(2):
         hvd.allreduce(torch.ones(3), name="one")
+        hvd.start_timeline(path)  # goes on
     hvd.broadcast_object("x", name="two")
     hvd.barrier()
     hvd.stop_timeline()
     hvd.allreduce(torch.ones(3), name="later")
+    if me.rank == 0:
+        with pytest.raises(OSError, match="no such folder"):
+            hvd.start_timeline("no such folder/x")
+
+
+def dynamic_timeline(me: Rank, path: str) -> None:
+    with environment(HOROVOD_TIMELINE="DYNAMIC"):
+        hvd.init()
+    hvd.allreduce(torch.ones(3), name="before")
+    hvd.shutdown()
+    assert not Path("DYNAMIC").exists()
+    timeline(me, path)
 
 
 def timeline_of_init(me: Rank, path: str) -> None:
@@ -1027,7 +1068,7 @@ def timeline_of_init(me: Rank, path: str) -> None:
 
 
 def test_timeline(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
-    for function in (timeline, timeline_of_init):
+    for function in (timeline, timeline_of_init, dynamic_timeline):
         path = tmp_path / function.__name__
         pool.run(function, world(2), str(path))
         events = json.loads(path.read_text())
@@ -1037,8 +1078,11 @@ def test_timeline(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
         assert "allreduce.one" in rows and "allreduce.later" not in rows
         spans = [e for e in events if e.get("pid") == rows["allreduce.one"] and e["ph"] == "X"]
         assert all(e["dur"] >= 0 and e["args"]["shape"] == [[3]] for e in spans)
-        assert len(spans) == (4 if function is timeline else 2)
-        assert ("CYCLE_START" in names) == (function is timeline)
+        assert len(spans) == (2 if function is timeline_of_init else 4)
+        assert ("CYCLE_START" in names) == (function is not timeline_of_init)
+        if function is not timeline_of_init:
+            first = json.loads(Path(f"{path}.first").read_text())
+            assert "allreduce.first" in str(first) and "allreduce.one" not in str(first)
 
 
 # ---- random programs

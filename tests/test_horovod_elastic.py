@@ -150,16 +150,21 @@ def test_ranks_wait_for_the_one_that_is_started_again_if_they_are_too_few(tmp_pa
     assert {one["result"] for one in told.values()} == {20}
 
 
-@pytest.mark.parametrize("least", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_without_restarts(tmp_path: Path, least: int) -> None:
-    told, done = train(tmp_path, 2, 20, 2, "--min-np", str(least), "--reset-limit", "0")
-    assert "rank 2 ended with signal SIGKILL; no restarts are left (--reset-limit)" in done.stderr
-    if least == 2:
-        assert done.returncode == 0 and sorted(told) == [0, 1], done.stderr
-        assert [told[slot]["entries"] for slot in (0, 1)] == [[[0, 3], [10, 2]]] * 2
-    else:
-        assert done.returncode == 1 and not told, done.stderr
-        assert "2 ranks are left, and 3 are needed (--min-np)" in done.stderr
+def test_a_reset_limit_ends_the_job(tmp_path: Path) -> None:
+    told, done = train(tmp_path, 2, 20, 2, "--min-np", "2", "--reset-limit", "0")
+    assert done.returncode == 1 and not told, done.stderr
+    assert "SIGKILL; the job ends, since 0 were started again (--reset-limit)" in done.stderr
+
+
+def test_without_a_reset_limit_others_go_on_if_they_are_enough() -> None:
+    program = 'import os, time; int(os.environ["RANK"]) and exit(3); time.sleep(5)'
+    for least, status in ((1, 0), (2, 1)):
+        arguments = ("-np", "2", "--min-np", str(least), sys.executable, "-c", program)
+        done = launch(*arguments)
+        assert done.returncode == status, done.stderr
+        assert done.stderr.count("rank 1 ended with exit status 3; it is started again") == 3
+        assert "rank 1 ended with exit status 3; no restarts are left" in done.stderr
+        assert ("1 ranks are left, and 2 are needed (--min-np)" in done.stderr) == bool(status)
 
 
 LOST = """

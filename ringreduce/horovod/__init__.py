@@ -12,5 +12,12 @@ docs/horovod.md explains how to move a script, and what differs.
 from ringreduce.horovod._launch import run
 from ringreduce.horovod.torch import *  # noqa: F403
 from ringreduce.horovod.torch import __all__ as _of_torch
+from ringreduce.horovod.torch import (  # noqa: F401 (as in horovod.torch)
+    compression,
+    functions,
+    mpi_ops,
+    optimizer,
+    sync_batch_norm,
+)
 
 __all__ = [*_of_torch, "run"]

@@ -62,12 +62,13 @@ def broadcast_optimizer_state(
 ) -> None:
     """Replaces the ranks' optimizer state, learning rates and other options by those of a rank.
 
-    A rank whose optimizer has no state yet, as in a process that joins, gets all of it.
+    A rank whose optimizer has no state yet, as in a process that joins, gets all of it.  As after
+    Horovod's, its parameters have gradients then: zeros, where they had none.
 
     Args:
         optimizer: the same on all ranks; one of `DistributedOptimizer` too.
         root_rank: whose state is sent.
-        model: as in Horovod; it is not needed.
+        model: names the embeddings with sparse gradients, for an SGD.
 
     Raises:
         ValueError: an LBFGS, whose state Horovod cannot send either.
@@ -75,6 +76,8 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS has no fixed form, so it cannot be broadcast")
+    if not optimizer.state:
+        _make_gradients(optimizer, model)
     is_root = _world.rank() == root_rank
     state: Any = optimizer.state_dict() if is_root else None
     tensors: list[torch.Tensor] = []
@@ -85,6 +88,24 @@ def broadcast_optimizer_state(
     broadcast_parameters(tensors, root_rank)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _make_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Zeros for parameters without a gradient."""
+    sparse = {
+        module.weight
+        for module in (model.modules() if model else ())
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None or not p.requires_grad:
+                continue
+            p.grad = torch.zeros_like(p)
+            if isinstance(optimizer, torch.optim.SparseAdam) or (
+                p in sparse and isinstance(optimizer, torch.optim.SGD)
+            ):
+                p.grad = p.grad.to_sparse()
 
 
 class _Place:

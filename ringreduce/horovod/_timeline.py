@@ -21,7 +21,8 @@ class Timeline:
     """
 
     def __init__(self, path: str, mark_cycles: bool = False) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self.path = Path(path)
+        self._file = self.path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._marks_cycles = mark_cycles
         self._start = time.monotonic()

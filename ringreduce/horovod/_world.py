@@ -135,7 +135,9 @@ _place: _rendezvous.Place | None = None  # of this process in an elastic run
 
 def _get() -> _World:
     if _world is None:
-        raise ValueError("hvd.init() has not been called, or hvd.shutdown() was")
+        raise ValueError(
+            "Horovod has not been initialized, or hvd.shutdown() was called; use hvd.init()"
+        )
     return _world
 
 
@@ -260,7 +262,8 @@ def _make_world(
     dist.all_gather_object(told, (_host(), Settings.read() if rank == 0 else None), group=group)
     path = os.environ.get("HOROVOD_TIMELINE", "") if rank == 0 else ""
     mark = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
-    timeline = Timeline(path, mark) if path else None
+    # "DYNAMIC" is Horovod's word for a job that may call start_timeline.
+    timeline = Timeline(path, mark) if path not in ("", "DYNAMIC") else None
     settings: Settings = told[0][1]
     global_process_set.ranks = list(range(size))
     global_process_set.process_set_id = 0
@@ -518,15 +521,18 @@ def rocm_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Records the stages of operations from now on; rank 0 writes the file.
 
+    A timeline that is being recorded ends; without effect if it is in the same file.
+
     Raises:
-        HorovodInternalError: one is being recorded.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; what is being recorded goes on.
     """
     world = _get()
-    if world.timeline:
-        raise HorovodInternalError("a timeline is being recorded; call hvd.stop_timeline first")
-    if world.rank == 0:
-        _set_timeline(world, Timeline(file_path, mark_cycles))
+    before = world.timeline
+    if world.rank != 0 or (before and before.path == Path(file_path)):
+        return
+    _set_timeline(world, Timeline(file_path, mark_cycles))
+    if before:
+        before.close()
 
 
 def stop_timeline() -> None:

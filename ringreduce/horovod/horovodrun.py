@@ -151,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--reset-limit",
         type=int,
-        help=f"how often ranks are started again, all together (default: {_DEFAULT_RESTARTS})",
+        help="end the job if a rank is lost after so many were started again (default: after "
+        f"{_DEFAULT_RESTARTS} others go on without it)",
     )
     group.add_argument("--elastic-timeout", type=int, help="seconds to wait for --min-np ranks")
 
@@ -424,14 +425,17 @@ def _run_elastic(given: argparse.Namespace) -> int:
     _refuse_mpirun_options(given)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = _ElasticRanks(given, store.port)
-    restarts = _DEFAULT_RESTARTS if given.reset_limit is None else given.reset_limit
     least = given.min_np or given.num_proc
-    return supervise.run_and_end(ranks, lambda: _watch(ranks, least, restarts))
+    return supervise.run_and_end(ranks, lambda: _watch(ranks, least, given.reset_limit))
 
 
-def _watch(ranks: supervise.Ranks, least: int, restarts: int) -> int:
-    """The exit status: 0 if `least` ranks ended well."""
-    finished, is_short = 0, False
+def _watch(ranks: supervise.Ranks, least: int, limit: int | None) -> int:
+    """The exit status: 0 if `least` ranks ended well.
+
+    `limit`: of restarts, after which a lost rank ends the job.
+    """
+    finished, is_short, is_over = 0, False, False
+    restarts = _DEFAULT_RESTARTS if limit is None else limit
     for rank in ranks.all:
         ranks.start(rank)
     while ranks.running:
@@ -442,13 +446,19 @@ def _watch(ranks: supervise.Ranks, least: int, restarts: int) -> int:
                 finished += 1
             elif finished:
                 ranks.say(f"{how}; others have ended well")
+            elif restarts == 0 and limit is not None:
+                ranks.say(f"{how}; the job ends, since {limit} were started again (--reset-limit)")
+                is_over = True
             elif restarts == 0:
-                ranks.say(f"{how}; no restarts are left (--reset-limit)")
+                ranks.say(f"{how}; no restarts are left")
                 is_short = len(ranks.running) < least
             else:
                 restarts -= 1
                 ranks.say(f"{how}; it is started again")
                 ranks.start_again(rank)
+        if is_over:
+            ranks.end()
+            return 1
         if ranks.running and is_short and not finished:
             ranks.say(f"{len(ranks.running)} ranks are left, and {least} are needed (--min-np)")
             ranks.end()

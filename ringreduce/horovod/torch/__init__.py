@@ -5,6 +5,7 @@ docs/horovod.md lists what differs.
 
 import sys
 
+from ringreduce.horovod import _compression, _functions, _optimizer, _sync_batch_norm
 from ringreduce.horovod._compression import Compression
 from ringreduce.horovod._errors import HorovodInternalError, HostsUpdatedInterrupt
 from ringreduce.horovod._functions import (
@@ -152,8 +153,12 @@ __all__ = [
     "synchronize",
 ]
 
-# Horovod's modules, for scripts that import from them: their public names are all here.
+# Horovod's modules, for scripts that import from them or reach into them.
+mpi_ops = sys.modules[__name__]
+compression, functions = _compression, _functions
+optimizer, sync_batch_norm = _optimizer, _sync_batch_norm
 for _name in ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"):
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 for _name in ("sampler", "state"):
     sys.modules[f"{__name__}.elastic.{_name}"] = elastic
+    setattr(elastic, _name, elastic)
