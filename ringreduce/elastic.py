@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce import _clock
 from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
 from ringreduce.compression import CompressionState
 from ringreduce.errors import Error, PeerLost, Timeout
@@ -372,7 +373,7 @@ class State:
     def _join(self) -> None:
         """Takes the place of a lost rank."""
         timeout = extension().timeout_seconds(self._backend)
-        deadline = time.monotonic() + timeout
+        deadline = _clock.now() + timeout
         self._store.set(f"{_KINDS}{self._rank}", json.dumps(self._kinds()))
         while True:
             token = str(random.SystemRandom().randrange(1, 1 << 62))
@@ -401,7 +402,7 @@ class State:
         """
         asked = 0
         while not self._store.check([_ANSWERS + token]):
-            if time.monotonic() > deadline:
+            if _clock.now() > deadline:
                 raise Timeout(
                     f"rank {self._rank} asked the running group for {timeout:g} s to be let in; "
                     "no rank called commit(), another process has this rank, or the store is that "
@@ -489,9 +490,9 @@ class State:
 
     def _newcomers(self) -> dict[int, int]:
         """The tokens of processes that ask to take the place of a lost rank, if this rank looks."""
-        if len(self._ranks) == self._world_size or time.monotonic() < self._next_look:
+        if len(self._ranks) == self._world_size or _clock.now() < self._next_look:
             return {}
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_look = _clock.now() + _LOOK_SECONDS
         if extension().live_ranks(self._backend)[0] != self._rank:
             return {}
         found = {}

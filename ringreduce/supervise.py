@@ -35,6 +35,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ringreduce import _clock
 from ringreduce._backend import SUPERVISOR
 
 _POLL_SECONDS = 0.02
@@ -121,7 +122,7 @@ class _Nodes:
                     key = f"{_NODES}{node}"
                     told = self.store.get(key) if self.store.check([key]) else None
                     if told is not None and told != last.get(node):
-                        last[node], self._heard[node] = told, time.monotonic()
+                        last[node], self._heard[node] = told, _clock.now()
                         self.others[node] = tuple(json.loads(told)[1:])
             except RuntimeError as error:
                 self.store_is_lost = True
@@ -133,7 +134,7 @@ class _Nodes:
 
     def _running(self) -> list[tuple[int, int, bool]]:
         """What other supervisors told last, without those that have ended or are silent."""
-        now = time.monotonic()
+        now = _clock.now()
         return [
             told
             for node, told in list(self.others.items())
@@ -245,7 +246,7 @@ def _supervise(ranks: Ranks, nodes: _Nodes) -> int:
     finished, failed, restarts = 0, 0, ranks.arguments.restarts
     for rank in ranks.all:
         ranks.start(rank)
-    could_join = time.monotonic()
+    could_join = _clock.now()
     while ranks.running:
         time.sleep(_POLL_SECONDS)
         for rank, code in ranks.ended().items():
@@ -267,8 +268,8 @@ def _supervise(ranks: Ranks, nodes: _Nodes) -> int:
             failed += 1
         nodes.own = (len(ranks.running.keys() - ranks.waiting), finished, False)
         if not ranks.was_made or nodes.own[0] > 0 or nodes.have_members():
-            could_join = time.monotonic()
-        elif nodes.count == 1 or time.monotonic() - could_join > _SETTLE_SECONDS:
+            could_join = _clock.now()
+        elif nodes.count == 1 or _clock.now() - could_join > _SETTLE_SECONDS:
             if ranks.running:
                 _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
             ranks.end()

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -155,6 +156,49 @@ def test_sigstop_amid_an_all_reduce(
         assert 2.0 <= raised.when - stopped <= 15.0
     expect(outcomes[victim], "Error", {victim})
     assert pool.run(add_up, world(size)) == [float(sum(range(1, size + 1)))] * size
+
+
+def go_on(me: Rank, call: str) -> Any:
+    """Checked calls until the test says that it is enough."""
+    size, patience = me.world_size, timedelta(seconds=2)
+    for k in range(10**9):
+        t = torch.full((20_000,), float(me.rank))
+        t[0] = float(me.rank == 0 and me.conn.poll(0))  # the test's word
+        if call == "messages":
+            works = [dist.isend(t[1:], (me.rank + 1) % size)]
+            got = torch.empty(t.numel() - 1)
+            works.append(dist.irecv(got, (me.rank - 1) % size))
+            for work in works:
+                work.wait(patience)
+            assert bool((got == (me.rank - 1) % size).all())
+        dist.all_reduce(t, async_op=True).wait(patience)
+        assert bool((t[1:] == sum(range(size))).all())
+        if t[0]:
+            return None if me.rank else me.hear()
+        if k == 3:
+            me.tell("flowing")
+    return None
+
+
+@pytest.mark.parametrize("wire", ["memory", "tcp"])
+@pytest.mark.parametrize("call", ["all_reduce", "messages"])
+def test_a_job_that_is_stopped_as_a_whole_goes_on(
+    pool: Pool, world: MakeWorld, wire: str, call: str
+) -> None:
+    """For longer than all timeouts, as by Ctrl-Z and fg; its ranks go on one after the other."""
+    size = 3
+    group = world(size, timeout=2.0, **({"WIRE": "tcp"} if wire == "tcp" else {}))
+    job = pool.start(go_on, group, call)
+    for rank in range(size):
+        job.heard(rank)
+    for rank in range(size):
+        job.signal(rank, signal.SIGSTOP)
+    time.sleep(3.0)
+    for rank in range(size):
+        job.signal(rank, signal.SIGCONT)
+        time.sleep(0.2)
+    job.tell(0)
+    job.results()
 
 
 def test_the_log_names_who_is_missing(pool: Pool, world: MakeWorld) -> None:

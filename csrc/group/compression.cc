@@ -74,7 +74,7 @@ struct Compression::Step {
 
   const uint64_t number;
   const Mode mode;
-  const Nanos began = now();
+  const Nanos began = monotonicNow();
   std::vector<bool> seen;  // by parameter
   size_t unseen;
   bool last = false;  // had its last bucket
@@ -171,7 +171,7 @@ void Compression::startTuning() {
 // ---- steps
 
 void Compression::begin(Group& group) {
-  const Nanos ended = now();
+  const Nanos ended = monotonicNow();
   settle();
   if (tuner_ && measured_ && group.size() > 1) {
     tuner_->record(
@@ -428,12 +428,12 @@ void Compression::track(std::vector<Operation>& operations) const {
   ++step_->started;
   const auto begun = std::make_shared<Nanos>();
   operations.front().before = [first = std::move(operations.front().before), begun] {
-    *begun = now();
+    *begun = monotonicNow();
     if (first) first();
   };
   operations.back().after = [last = std::move(operations.back().after), begun, step = step_] {
     if (last) last();
-    step->busy += now() - *begun;
+    step->busy += monotonicNow() - *begun;
     ++step->arrived;
   };
 }

@@ -60,10 +60,13 @@ class AnsweringStore final : public Store {
         [store = store_, call = std::move(call)] { return call(*store); });
     std::future<Answer> answer = task.get_future();
     std::thread(std::move(task)).detach();  // it may wait for the store for minutes
-    if (answer.wait_for(std::chrono::nanoseconds(kAnswerTime)) != std::future_status::ready)
+    const Nanos until = deadlineIn(kAnswerTime);
+    while (answer.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
+      if (now() < until) continue;
       throw StoreFailure(Failure::kPeerLost,
                          who_ + " cannot go on after a loss: the store has not answered for " +
                              seconds(kAnswerTime) + "; was this host cut off from it?");
+    }
     try {
       return answer.get();
     } catch (const Error& error) {

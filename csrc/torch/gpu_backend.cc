@@ -135,7 +135,8 @@ class StreamWork final : public c10d::Work {
   }
   // Call it without a lock: the observer may be the user's.
   void tell() const {
-    if (observer_->hooked) tellObserver(*observer_, opType_, sequence_, started_, now(), rank_);
+    if (observer_->hooked)
+      tellObserver(*observer_, opType_, sequence_, started_, monotonicNow(), rank_);
   }
   void failed(std::exception_ptr error) {
     finish(error);
@@ -210,7 +211,7 @@ class StreamWork final : public c10d::Work {
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const uint64_t observed_group_ = observer_->groups();
-  const Nanos started_ = now();
+  const Nanos started_ = monotonicNow();
   // Not kept alive: a communicator that is gone has run or failed its operations.
   const std::weak_ptr<cuda::GpuCommunicator> communicator_;
   const c10::Stream stream_;

@@ -24,8 +24,8 @@ std::string textOf(const Context& context) {
 // On the clock that this torch keeps works' times by.
 using TorchClock = decltype(c10d::WorkInfo::timeStarted)::clock;
 TorchClock::time_point timePoint(Nanos time) {
-  return TorchClock::now() +
-         std::chrono::duration_cast<TorchClock::duration>(std::chrono::nanoseconds(time - now()));
+  return TorchClock::now() + std::chrono::duration_cast<TorchClock::duration>(
+                                 std::chrono::nanoseconds(time - monotonicNow()));
 }
 
 }  // namespace
@@ -212,7 +212,7 @@ void Work::complete(std::exception_ptr error) {
     tellOfFailure();
     error = shown(std::move(error));
   }
-  ended_ = now();
+  ended_ = monotonicNow();
   finish(error);
   if (!error && observer_->completion_hooks.any())
     observer_->completion_hooks.call(completion_key_,

@@ -149,7 +149,7 @@ class Work final : public c10d::Work {
   const std::shared_ptr<Observer> observer_;
   const uint64_t observed_group_;
   const bool timed_;
-  const Nanos started_ = now();
+  const Nanos started_ = monotonicNow();
   std::atomic<Nanos> ended_{0};
 
   // Null: it ran in the caller's thread and is over.

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ringreduce import _clock
 from ringreduce._backend import backend_of, extension
 from ringreduce.errors import Error
 from ringreduce.horovod._collectives import Piece, Runner, fusion_key
@@ -184,7 +185,7 @@ class Coordinator:
                 earlier ones.
         """
         name = entry.request.name
-        entry.submitted = time.monotonic()
+        entry.submitted, entry.awaited_since = time.monotonic(), _clock.now()
         with self._changed:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure)) from self._failure
@@ -539,13 +540,13 @@ class Coordinator:
         Of an operation in the cache only a bit is known.  So this rank tells its request again,
         which takes it out of the cache on all ranks; then all who have it tell theirs.
         """
-        now = time.monotonic()
+        now = _clock.now()
         if not self._pending or now < self._next_stall_check:
             return
         self._next_stall_check = now + min(1.0, self._settings.stall_seconds / 4)
         shutdown = self._settings.stall_shutdown_seconds
         for name, entry in self._pending.items():
-            waited = now - entry.submitted
+            waited = now - entry.awaited_since
             if waited < min(self._settings.stall_seconds, shutdown or self._settings.stall_seconds):
                 continue
             slot = self._cache.slot(entry.request)

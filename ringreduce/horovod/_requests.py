@@ -57,7 +57,8 @@ class Entry:
     outputs: list[torch.Tensor] = field(default_factory=list)
     grouped: bool = False
     errors: Sequence[torch.Tensor] = ()
-    submitted: float = 0.0
+    submitted: float = 0.0  # time.monotonic()
+    awaited_since: float = 0.0  # the same by the clock of waits
     stall_logged: float = 0.0
     # Of an all-to-all: rows that each rank sent.
     received: torch.Tensor | None = None

@@ -4,12 +4,15 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
+#include "base/clock.h"
 #include "base/config.h"
 #include "base/error.h"
 #include "base/fd.h"
@@ -217,4 +220,64 @@ TEST(a_forked_child_holds_no_descriptor_of_ours) {
   writer.reset();
   char byte;
   CHECK_EQ(read(reader.get(), &byte, 1), 0);  // end of file: nobody else holds the other end
+}
+
+// A process that was stopped has not waited for all that time.
+TEST(the_clock_of_waits_leaves_out_what_nobody_saw) {
+  constexpr Nanos kDay = 86'400 * kSecond;
+  constexpr Nanos kGap = ProcessClock::kLongestGap, kMost = kGap + 100 * kMillisecond;
+  for (const Nanos start : {kSecond, 3 * kDay, 3000 * kDay}) {
+    ProcessClock clock;
+    Nanos time = start;
+    const auto look = [&] { return clock.now([&] { return time; }); };
+    CHECK_EQ(look(), start);
+    for (int i = 0; i < 1000; ++i) {
+      time += 3 * kMillisecond;
+      CHECK_EQ(look(), time);
+    }
+    Nanos before = look();
+    for (const Nanos stop : {2 * kSecond, 3600 * kSecond, 300 * kDay}) {
+      time += stop;
+      const Nanos after = look();
+      CHECK(after >= before && after - before <= kMost);
+      time += kGap / 2;  // it goes on as before
+      CHECK_EQ(look() - after, kGap / 2);
+      before = look();
+    }
+    // A wait ends even if each of its rounds blocks.
+    for (int i = 0; i < 10; ++i) {
+      time += 2 * kSecond;
+      look();
+    }
+    CHECK(look() - before >= 4 * kSecond);
+  }
+}
+
+// Threads that look at once agree on what was left out, and for none does time go back.
+TEST(the_clock_of_waits_is_one_for_all_threads) {
+  ProcessClock clock;
+  std::atomic<Nanos> time = kSecond;
+  std::atomic<bool> over = false, went_back = false;
+  const auto look = [&] { return clock.now([&] { return time.load(); }); };
+  const Nanos began = look();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&] {
+      for (Nanos last = 0; !over;) {
+        const Nanos seen = look();
+        if (seen < last) went_back = true;
+        last = seen;
+      }
+    });
+  constexpr int kStops = 200;
+  for (int i = 0; i < kStops; ++i) {
+    look();
+    time += 10 * kSecond;
+    std::this_thread::yield();
+  }
+  const Nanos counted = look() - began;
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  CHECK(!went_back);
+  CHECK(counted <= kStops * (ProcessClock::kLongestGap + 100 * kMillisecond));
 }

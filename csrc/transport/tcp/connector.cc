@@ -276,7 +276,7 @@ class Dialling {
   // Waits a short time for the descriptor; true if it is ready.
   bool wait(pollfd* wanted, Nanos until) {
     if (options_.poll) options_.poll(options_.context);
-    const Nanos longest = options_.poll ? kPollPeriod : 10 * kSecond;
+    const Nanos longest = options_.poll ? kPollPeriod : ProcessClock::kLongestGap / 2;
     const Nanos left = std::clamp<Nanos>(until - now(), 0, longest);
     const auto milliseconds = static_cast<int>((left + kMillisecond - 1) / kMillisecond);
     return ::poll(wanted, wanted ? 1 : 0, milliseconds) > 0;

@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <csignal>
 #include <deque>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
@@ -268,9 +267,9 @@ int Loop::wait(std::array<epoll_event, 64>& events) {
     if (stopping_ || !queue_.empty()) {
       longest = 0;
     } else if (!timers_.empty()) {
-      const Nanos left = std::max<Nanos>(0, timers_.begin()->first.first - now());
-      const Nanos most = std::numeric_limits<int>::max() - 1;
-      longest = static_cast<int>(std::min(most, left / kMillisecond + (left % kMillisecond != 0)));
+      const Nanos left =
+          std::clamp<Nanos>(timers_.begin()->first.first - now(), 0, ProcessClock::kLongestGap / 2);
+      longest = static_cast<int>(left / kMillisecond + (left % kMillisecond != 0));
     }
   }
   const int ready =

@@ -74,7 +74,7 @@ Nanos Silence::look(const Fd& socket) {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-  return look(now(), info.tcpi_unacked > 0 || info.tcpi_probes > 0,
+  return look(monotonicNow(), info.tcpi_unacked > 0 || info.tcpi_probes > 0,
               static_cast<Nanos>(info.tcpi_last_ack_recv) * kMillisecond,
               static_cast<Nanos>(info.tcpi_last_data_sent) * kMillisecond);
 }
