@@ -325,8 +325,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() reduces the gradients once more; call it in "
-                    "optimizer.skip_synchronize()",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced once more",
                     stacklevel=2,
                 )
             if closure is None or self._gradients.are_under_way():

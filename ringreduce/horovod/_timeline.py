@@ -25,8 +25,10 @@ class Timeline:
         self._file = self.path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._marks_cycles = mark_cycles
-        self._start = time.monotonic()
         self._lock = threading.Lock()
+        self._start = time.monotonic()
+        began = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": began})
         self._rows: dict[str, int] = {}
         self._running: dict[str, float] = {}
 
