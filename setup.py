@@ -25,6 +25,17 @@ from setuptools.command.dist_info import dist_info
 ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 11)
 
+# Environments that are made for a build, and know none that it is for; by a part of their path.
+WITHOUT_ISOLATION = {
+    "/builds-v": (
+        "With uv use `uv pip install --no-build-isolation .`; in a project that depends on "
+        'ringreduce, put under [tool.uv] `no-build-isolation-package = ["ringreduce"]`, or '
+        '`extra-build-dependencies = { ringreduce = [{ requirement = "torch", match-runtime = true '
+        "}] }`."
+    ),
+    "/build-env-": "Use `python -m build --no-isolation`.",
+}
+
 # Uses what the oldest compilers that we support have and their predecessors lack.
 PROBE = """
 #include <atomic>
@@ -46,19 +57,43 @@ def check_platform() -> None:
         fail(f"it has kernels for x86_64 and aarch64 only, and this is {platform.machine()}.")
 
 
+def find_torch() -> bool:
+    """Whether there is a torch to build against.  Lets a build that pip isolates see it.
+
+    pip isolates by these variables and a sitecustomize of its own, which hide the packages of this
+    very Python.  They are put behind those of the build, and Pythons that CMake starts see them.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return True
+    isolation = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    environment = {name: value for name, value in os.environ.items() if name not in isolation}
+    script = "import sys; print(*sys.path[1:], sep=chr(10))"  # without the current folder
+    outside = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    hidden = [path for path in outside.stdout.splitlines() if path not in sys.path]
+    sys.path += hidden
+    importlib.invalidate_caches()
+    if importlib.util.find_spec("torch") is None:
+        return False
+    for name in isolation:
+        os.environ.pop(name, None)
+    return True
+
+
 def check_torch() -> str:
     """Returns the version of the installed torch."""
     wanted = ".".join(map(str, MINIMUM_TORCH))
-    if importlib.util.find_spec("torch") is None:
-        if any("pip-build-env" in path or "/builds-v" in path for path in sys.path):
-            fail(
-                "this isolated build environment hides the installed torch (at least "
-                f"{wanted}) that it is to be built against, so add --no-build-isolation, as in "
-                "`pip install --no-build-isolation .`."
-            )
+    if not find_torch():
+        for part, way_out in WITHOUT_ISOLATION.items():
+            if part in sys.prefix:
+                fail(
+                    f"it is to be built against the installed torch ({wanted} or newer), and "
+                    f"{sys.prefix} is isolated from it. {way_out}"
+                )
         fail(
             f"torch is missing for {sys.executable}, so install torch {wanted} or newer first "
-            "and then use `pip install --no-build-isolation .`."
+            "and then use `pip install .`."
         )
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # no plugin has a part in a build
     try:

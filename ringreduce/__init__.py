@@ -42,10 +42,10 @@ __all__ = [
     "topology",
 ]
 
-__version__ = importlib.metadata.version("ringreduce")
-
 _ringreduce_autoload.register()
 _load.load()  # an extension that is missing is reported here, not when the first group is made
+
+__version__ = importlib.metadata.version("ringreduce")
 
 
 def staging_bytes(group: dist.ProcessGroup | None = None) -> int:

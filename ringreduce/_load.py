@@ -6,6 +6,8 @@ memory that both sides lay out differently.
 
 import functools
 import importlib.machinery
+import importlib.metadata
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -38,16 +40,53 @@ def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _find_build() -> None:
-    """In a source tree, adds the build folder of this Python and torch to the package's path.
+def _find_build() -> str:
+    """In a source tree, adds the folder with its extension to the package's path.
 
-    setup.py names it.  Environments with different versions thus share a tree, and none imports the
-    build of another.
+    That is the build folder of this Python and torch, which setup.py names.  Environments with
+    different versions thus share a tree, and none imports the build of another.  Without one it is
+    what is installed and hidden by the tree, as where a program is run from there.
+
+    Returns:
+        Why an installed extension is not used, or "".
     """
     tree = Path(__file__).parent.parent
-    if (tree / "CMakeLists.txt").exists():
-        folder = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
-        sys.modules["ringreduce"].__path__.append(str(tree / "build" / folder))
+    if not (tree / "CMakeLists.txt").exists():
+        return ""
+    folder = tree / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+    why_not = ""
+    if not (folder / "_build_info.py").exists():
+        installed, why_not = _installed(tree)
+        folder = installed or folder
+    sys.modules["ringreduce"].__path__.append(str(folder))
+    return why_not
+
+
+def _installed(tree: Path) -> tuple[Path | None, str]:
+    """The folder of an installed ringreduce whose extension goes with the sources in `tree`.
+
+    Returns:
+        The folder, or None; and why there is none if ringreduce is installed, or "".
+    """
+    found = re.search(r'^version = "(.+)"$', (tree / "pyproject.toml").read_text(), re.MULTILINE)
+    version = found[1] if found else ""
+    why_not = ""
+    for one in importlib.metadata.distributions(name="ringreduce"):
+        folder = Path(str(one.locate_file("ringreduce")))
+        if folder.resolve() == tree / "ringreduce" or not (folder / "_build_info.py").exists():
+            continue  # an editable install has no files of its own
+        if one.version != version:
+            differs = f"it is version {one.version} and these sources are {version}"
+        elif (folder / "_C.pyi").read_bytes() != (tree / "ringreduce" / "_C.pyi").read_bytes():
+            differs = "its extension has other functions than these sources call"
+        else:
+            return folder, ""
+        why_not = (
+            f"The sources in {tree} hide the ringreduce that is installed in {folder.parent}, and "
+            f"cannot use its extension: {differs}. Start from another folder to use what is "
+            "installed, or build the sources. "
+        )
+    return None, why_not
 
 
 @functools.cache
@@ -58,13 +97,13 @@ def load() -> ModuleType:
         ImportError: it was not built, or for another Python or another minor release of torch; the
             message holds the command that builds it again.
     """
-    _find_build()
+    why_not = _find_build()
     try:
         from ringreduce import _build_info as built
     except ImportError:  # never built, so this is the source tree: an install always has it
         raise ImportError(
-            f"ringreduce's C++ extension has not been built for torch {torch.__version__}. Build "
-            f"it with: {_rebuild_command()}"
+            f"ringreduce's C++ extension has not been built for torch {torch.__version__}. "
+            f"{why_not}Build it with: {_rebuild_command()}"
         ) from None
 
     rebuild = f"Rebuild it with: {_rebuild_command()}"
