@@ -1042,6 +1042,7 @@ def timeline(me: Rank, path: str) -> None:
     for _ in range(2):
         hvd.allreduce(torch.ones(3), name="one")
         hvd.start_timeline(path)  # goes on
+        assert me.rank or "allreduce.one" in Path(path).read_text()
     hvd.broadcast_object("x", name="two")
     hvd.barrier()
     hvd.stop_timeline()

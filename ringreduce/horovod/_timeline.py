@@ -22,7 +22,8 @@ class Timeline:
 
     def __init__(self, path: str, mark_cycles: bool = False) -> None:
         self.path = Path(path)
-        self._file = self.path.open("w", encoding="utf-8")
+        # Line by line, since it is looked at while the job runs, and after it was killed.
+        self._file = self.path.open("w", buffering=1, encoding="utf-8")
         self._file.write("[\n")
         self._marks_cycles = mark_cycles
         self._lock = threading.Lock()
