@@ -31,6 +31,7 @@ from torch.nn import functional
 import ringreduce.horovod as hvd
 import ringreduce.horovod.torch as hvd_torch
 from ringreduce.horovod import _collectives, _world
+from ringreduce.horovod._settings import Settings
 
 pytestmark = pytest.mark.ringreduce
 PRELOAD = ["ringreduce.horovod"]
@@ -879,6 +880,7 @@ def refused_options(me: Rank) -> None:
         ({"groups": [[net.first.bias], [net.first.bias]]}, "a parameter twice"),
         ({"groups": [[3]]}, "no tensor"),
         ({"backward_passes_per_step": 0}, "must be at least 1, not 0"),
+        ({"backward_passes_per_step": 1.5}, "per_step is an integer, not 1.5"),
         ({"named_parameters": [*named, named[0]]}, "more than once: first.weight"),
         ({"named_parameters": named[1:]}, "leaves out 1 of"),
         ({"named_parameters": list(net.parameters())}, "takes pairs"),
@@ -1059,6 +1061,33 @@ def dynamic_timeline(me: Rank, path: str) -> None:
     hvd.shutdown()
     assert not Path("DYNAMIC").exists()
     timeline(me, path)
+
+
+def test_settings_name_the_variable_that_makes_no_sense() -> None:
+    assert Settings.read({"HOROVOD_FUSION_THRESHOLD": "1e6"}).fusion_bytes == 1_000_000
+    for name, value in {
+        "HOROVOD_FUSION_THRESHOLD": "0.5",
+        "HOROVOD_CACHE_CAPACITY": "many",
+        "HOROVOD_CYCLE_TIME": "-1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "nan",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}={value} "):
+            Settings.read({name: value})
+
+
+def bad_variables_of_rank_0(me: Rank) -> None:
+    for name, value in ("HOROVOD_CYCLE_TIME", "soon"), ("HOROVOD_TIMELINE", "no such folder/x"):
+        with environment(**({name: value} if me.rank == 0 else {})):
+            with pytest.raises(ValueError, match=f"^rank 0 cannot start: .*{value}"):
+                hvd.init()
+            assert not hvd.is_initialized()
+    hvd.init()
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def test_a_bad_variable_of_rank_0_is_an_error_on_all_ranks(pool: Pool, world: MakeWorld) -> None:
+    pool.run(bad_variables_of_rank_0, world(2), deadline=60.0)
 
 
 def timeline_of_init(me: Rank, path: str) -> None:

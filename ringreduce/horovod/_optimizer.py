@@ -61,6 +61,13 @@ def _named(
     return by_parameter
 
 
+def _passes(given: int) -> int:
+    passes = _world.whole(given, "backward_passes_per_step")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+    return passes
+
+
 def _has_others() -> bool:
     """Whether there are other ranks, or may be later."""
     return _world.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -299,7 +306,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes it, from the next step on."""
-        self._gradients.passes = passes
+        self._gradients.passes = _passes(passes)
         self._gradients.restart()
 
     def synchronize(self) -> None:
@@ -450,10 +457,7 @@ def DistributedOptimizer(
             raise ValueError("groups has something that is no tensor")
         if len({id(p) for p in listed}) != len(listed):
             raise ValueError("groups has a parameter twice")
-    if backward_passes_per_step <= 0:
-        raise ValueError(
-            f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}"
-        )
+    passes = _passes(backward_passes_per_step)
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes all ranks, not a process set")
 
@@ -474,7 +478,7 @@ def DistributedOptimizer(
         _named(optimizer, named_parameters),
         lambda: [p for group in own().param_groups for p in group["params"]],
         compression,
-        backward_passes_per_step,
+        passes,
         op,
         gradient_predivide_factor,
         groups,

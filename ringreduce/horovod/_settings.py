@@ -47,12 +47,18 @@ class Settings:
                 raise ValueError(f"{name}={text} must be 0 or more")
             return value * unit
 
+        def whole(name: str, default: int) -> int:
+            value = float(number(name, default))
+            if not value.is_integer():
+                raise ValueError(f"{name}={environment[name]} is not a whole number")
+            return int(value)
+
         disabled = environment.get("HOROVOD_STALL_CHECK_DISABLE", "0").strip().lower()
         stall = number("HOROVOD_STALL_CHECK_TIME_SECONDS", Settings.stall_seconds)
         return Settings(
-            fusion_bytes=int(number("HOROVOD_FUSION_THRESHOLD", Settings.fusion_bytes)),
+            fusion_bytes=whole("HOROVOD_FUSION_THRESHOLD", Settings.fusion_bytes),
             cycle_time=number("HOROVOD_CYCLE_TIME", Settings.cycle_time, 1e-3),
-            cache_capacity=int(number("HOROVOD_CACHE_CAPACITY", Settings.cache_capacity)),
+            cache_capacity=whole("HOROVOD_CACHE_CAPACITY", Settings.cache_capacity),
             stall_seconds=stall if disabled in ("", "0", "false") else 0.0,
             stall_shutdown_seconds=number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
         )

@@ -158,7 +158,8 @@ def init(
 
     Raises:
         NotImplementedError: `comm` is a communicator of MPI, or not all ranks.
-        ValueError: variables of the launcher or of Horovod that make no sense; names them.
+        ValueError: variables of the launcher or of Horovod that make no sense; names them.  Those
+            of Horovod are rank 0's, and all ranks raise.
         ringreduce.Error: the ranks could not meet.
         TimeoutError: of an elastic run: not enough ranks came; says how many, and who is missing.
     """
@@ -258,19 +259,24 @@ def _make_world(
             "hvd.init(comm=...) takes the list of all ranks; use process_sets for some of them"
         )
     group = _make_group(list(range(size)), timeout)
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, (_host(), Settings.read() if rank == 0 else None), group=group)
-    path = os.environ.get("HOROVOD_TIMELINE", "") if rank == 0 else ""
-    mark = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
-    # "DYNAMIC" is Horovod's word for a job that may call start_timeline.
-    timeline = Timeline(path, mark) if path not in ("", "DYNAMIC") else None
-    settings: Settings = told[0][1]
+    own, timeline, problem = Settings(), None, ""
+    if rank == 0:
+        try:
+            own, timeline = Settings.read(), _timeline_of_variables()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    told: list[tuple[str, Settings, str]] = [("", own, "")] * size
+    dist.all_gather_object(told, (_host(), own, problem), group=group)
+    _, settings, problem = told[0]
+    if problem:
+        dist.destroy_process_group(group)
+        raise ValueError(f"rank 0 cannot start: {problem}")
     global_process_set.ranks = list(range(size))
     global_process_set.process_set_id = 0
     _world = _World(
         rank=rank,
         size=size,
-        hosts=[host for host, _ in told],
+        hosts=[host for host, _, _ in told],
         owns_default_group=owns,
         timeline=timeline,
         settings=settings,
@@ -281,6 +287,13 @@ def _make_world(
     atexit.register(_at_exit)
     for one in process_sets if process_sets and not isinstance(process_sets, str) else ():
         add_process_set(one)
+
+
+def _timeline_of_variables() -> Timeline | None:
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    mark = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
+    # "DYNAMIC" is Horovod's word for a job that may call start_timeline.
+    return Timeline(path, mark) if path not in ("", "DYNAMIC") else None
 
 
 def _make_group(ranks: list[int], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
