@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from conftest import MakeWorld
 from pool import Pool, Raised, Rank, describe
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ringreduce._backend import extension
 
 CPU = torch.device("cpu")
 
@@ -265,6 +268,11 @@ def use_bfloat16_hook(group: Any) -> None:
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
 
 
+def set_timeout(group: Any) -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), group)
+    assert extension().timeout_seconds(group._get_backend(CPU)) == 77
+
+
 # By the row's first column: the version that the second names ("never", "CUDA" for builds with
 # CUDA), and a call that raises where it is closed.
 OPENED: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -276,6 +284,7 @@ OPENED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "`dist.split_group` on the CPU": ("2.15", lambda g: dist.split_group(split_ranks=[[0, 1]])),
     "Sequence numbers of the group": ("2.14", lambda g: g._get_sequence_number_for_group()),
     "`get_error`": ("2.14", lambda g: g._get_backend(CPU).get_error()),
+    "`_set_pg_timeout`": ("never", set_timeout),
     "SyncBatchNorm on the CPU": ("never", lambda g: nn.SyncBatchNorm(3)(torch.ones(4, 3))),
     "`bf16_compress_hook`": ("CUDA", use_bfloat16_hook),
 }

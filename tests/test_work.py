@@ -430,3 +430,123 @@ def nans(me: Rank) -> None:
 @pytest.mark.ringreduce
 def test_nan_check(pool: Pool, world: MakeWorld) -> None:
     pool.run(nans, world(2, 20.0))
+
+
+CHANGES: dict[str, Any] = {
+    "set_": lambda t: t.set_(torch.zeros(4).untyped_storage(), 0, (4,), (1,)),
+    ".data": lambda t: setattr(t, "data", torch.zeros(4)),
+    "resize_": lambda t: t.resize_(1 << 22),
+    "storage": lambda t: t.untyped_storage().resize_(0),
+}
+
+
+def changed_in_flight(me: Rank, change: str, strided: bool) -> None:
+    """Rank 0 changes its tensors while operations wait for rank 1, and then uses the allocator."""
+    n, p, group = 300_000, me.world_size, dist.group.WORLD
+    assert group is not None
+
+    def make(rows: int = 1) -> torch.Tensor:
+        made = torch.full((rows * n, 2 if strided else 1), float(me.rank + 1))
+        return made[:, 0]
+
+    def whole(rows: int = 1) -> torch.Tensor:
+        return torch.full((rows * n,), float(me.rank + 1))
+
+    held = {
+        name: make() for name in ("sum", "least", "root", "part", "sent", "got", "two", "three")
+    }
+    into, parts, shares = whole(p), [make() for _ in range(p)], [make() for _ in range(p)]
+    one = whole()
+    if me.rank == 1:
+        me.hear()
+    works = [
+        dist.all_reduce(held["sum"], async_op=True),
+        dist.reduce(held["least"], 0, op=dist.ReduceOp.MIN, async_op=True),
+        dist.broadcast(held["root"], 1, async_op=True),
+        dist.all_gather_into_tensor(into, one, async_op=True),
+        dist.all_gather(parts, held["part"], async_op=True),
+        dist.all_to_all(shares, [whole() for _ in range(p)], async_op=True),
+        group.allreduce_coalesced([held["two"], held["three"]]),
+        dist.isend(held["sent"], 1 - me.rank),
+        dist.irecv(held["got"], 1 - me.rank),
+    ]
+    if me.rank == 0:
+        for tensor in (*held.values(), into, one, *parts, *shares):
+            CHANGES[change](tensor)
+        junk = [torch.full((n,), -1.0) for _ in range(50)]  # where freed memory would be
+        me.tell("changed")
+    for work in works:
+        work.wait()
+    if me.rank == 1:
+        for name, value in {"sum": 3.0, "root": 2.0, "got": 1.0, "two": 3.0, "three": 3.0}.items():
+            assert held[name].eq(value).all(), (name, held[name])
+        for rank in range(p):
+            assert parts[rank].eq(rank + 1).all() and shares[rank].eq(rank + 1).all()
+            assert into[rank * n : (rank + 1) * n].eq(rank + 1).all()
+    else:
+        assert all(t.eq(-1).all() for t in junk), "results went to memory that is another's"
+    own = torch.ones(3)
+    dist.all_reduce(own, async_op=True).wait()
+    own.resize_(300_000).fill_(1)
+    dist.all_reduce(own)
+    assert own.eq(2).all()
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_in_flight_is_held(pool: Pool, world: MakeWorld, change: str, strided: bool) -> None:
+    call = pool.start(changed_in_flight, world(2, 20.0), change, strided)
+    call.heard(0)
+    call.tell(1)
+    call.results()
+
+
+def negative(me: Rank) -> dict[str, str]:
+    """What is said to negative timeouts and tags; rank 1 comes later to rank 0's operation."""
+    import ringreduce
+
+    group, said = dist.group.WORLD, {}
+    assert group is not None
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=-1)
+    part = dist.new_group(backend="ringreduce")
+    late = dist.all_reduce(torch.ones(1), group=part if me.rank else None, async_op=True)
+    calls = {
+        "all_reduce": lambda: group.allreduce([torch.ones(1)], options),
+        "wait": lambda: late.wait(timedelta(seconds=-5)),
+        "set_timeout": lambda: group.set_timeout(timedelta(seconds=-5)),
+        "monitored_barrier": lambda: group.monitored_barrier(timedelta(seconds=-5)),
+        "new_group": lambda: dist.new_group(timeout=timedelta(seconds=-5)),
+        "send": lambda: dist.send(torch.ones(1), 1 - me.rank, tag=-1),
+        "recv": lambda: dist.recv(torch.ones(1), 1 - me.rank, tag=-2),
+        "recv from any": lambda: dist.recv(torch.ones(1), tag=-2),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "accepted"
+        except ValueError as error:
+            said[name] = str(error)
+    with pytest.raises(ringreduce.Timeout, match="timeout of 20 ms"):
+        late.wait(timedelta(milliseconds=20))
+    me.tell("has waited")
+    me.hear()
+    options.timeout = timedelta(milliseconds=-1)  # c10d's kUnsetTimeout: the group's
+    last = group.allreduce([torch.ones(1)], options)
+    dist.all_reduce(torch.ones(1), group=None if me.rank else part)
+    last.wait()
+    late.wait(timedelta(milliseconds=-1))
+    return said
+
+
+@pytest.mark.ringreduce
+def test_negative_timeouts_and_tags(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(negative, world(2, 20.0))
+    for rank in range(2):
+        call.heard(rank)
+    for rank in range(2):
+        call.tell(rank)
+    for said in call.results():
+        assert len(said) == 8
+        assert all("cannot be negative" in text for text in said.values()), said

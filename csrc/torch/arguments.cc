@@ -247,32 +247,53 @@ std::vector<at::Tensor> OutputMemory::copyIfShared(std::vector<at::Tensor> input
   return inputs;
 }
 
+namespace {
+
+// The same elements, also if the tensor or its storage has other memory by the time that they are
+// written.  The operation holds the memory (torch/held_memory.h).
+at::Tensor inSameMemory(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return tensor.detach();
+  at::Tensor same =
+      at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options());
+  same._set_conj(tensor.is_conj());
+  same._set_neg(tensor.is_neg());
+  return same;
+}
+
+}  // namespace
+
 Staged::Staged(at::Tensor tensor, Use use, const char* call)
     : tensor_(std::move(tensor)), use_(use) {
   // A lazily conjugated or negated view has other elements than its memory.
-  if (tensor_.is_contiguous() && !tensor_.is_conj() && !tensor_.is_neg()) return;
-  if (use != Use::kRead) requireDisjoint({tensor_}, call);
-  const at::NoGradGuard no_grad;
-  copy_ = use == Use::kWrite
-              ? at::empty(tensor_.sizes(),
-                          tensor_.options().memory_format(at::MemoryFormat::Contiguous))
-              : tensor_.detach().resolve_conj().resolve_neg().contiguous();
+  if (!tensor_.is_contiguous() || tensor_.is_conj() || tensor_.is_neg()) {
+    if (use != Use::kRead) requireDisjoint({tensor_}, call);
+    const at::NoGradGuard no_grad;
+    copy_ = use == Use::kWrite
+                ? at::empty(tensor_.sizes(),
+                            tensor_.options().memory_format(at::MemoryFormat::Contiguous))
+                : tensor_.detach().resolve_conj().resolve_neg().contiguous();
+    if (use != Use::kRead) tensor_ = inSameMemory(tensor_);
+  }
+  data_ = memory().data_ptr();
 }
 
 void Staged::giveBack() const {
   if (use_ == Use::kRead || !copy_.defined()) return;
   const at::NoGradGuard no_grad;
-  tensor_.detach().copy_(copy_);
+  tensor_.copy_(copy_);
 }
 
 // ---- arguments
 
-Nanos nanosOf(std::chrono::milliseconds time) {
-  return time.count() < kNever / kMillisecond ? time.count() * kMillisecond : kNever;
+Nanos nanosOf(std::chrono::milliseconds timeout) {
+  if (timeout.count() < 0)
+    throw Error(Failure::kArgument, "ringreduce: a timeout cannot be negative, as one of " +
+                                        std::to_string(timeout.count()) + " ms is");
+  return timeout.count() < kNever / kMillisecond ? timeout.count() * kMillisecond : kNever;
 }
 
 Nanos timeoutOf(std::chrono::milliseconds timeout) {
-  return timeout.count() > 0 ? nanosOf(timeout) : 0;  // kUnsetTimeout: the group's
+  return timeout == c10d::kUnsetTimeout ? 0 : nanosOf(timeout);
 }
 
 ReduceOp opOf(const c10d::ReduceOp& op, const char* call) {
@@ -337,6 +358,10 @@ const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const ch
     refuse(call, c10::str("needs a list of ", size, " ", what, " tensors, one for each rank",
                           lists.size() == 1 ? c10::str(", not of ", lists[0].size()) : ""));
   return lists[0];
+}
+
+void requireTag(int tag, const char* call) {
+  if (tag < 0) refuse(call, "a tag cannot be negative, as " + std::to_string(tag) + " is");
 }
 
 void requireSome(const Tensors& tensors, const char* call) {

@@ -73,12 +73,13 @@ class Staged {
  public:
   enum class Use { kRead, kWrite, kBoth };
   Staged(at::Tensor tensor, Use use, const char* call);
-  void* data() const { return memory().data_ptr(); }
+  void* data() const { return data_; }
   const at::Tensor& memory() const { return copy_.defined() ? copy_ : tensor_; }
   void giveBack() const;
 
  private:
   at::Tensor tensor_, copy_;  // the copy is undefined where none is needed
+  void* data_;
   Use use_;
 };
 
@@ -86,8 +87,9 @@ class Staged {
 
 using Tensors = std::vector<at::Tensor>;
 
-Nanos nanosOf(std::chrono::milliseconds time);
-// As Operation::timeout wants it: 0 for "the group's".
+// Refuses a negative timeout.
+Nanos nanosOf(std::chrono::milliseconds timeout);
+// As Operation::timeout wants it: 0 for "the group's", which torch says by 0 or by kUnsetTimeout.
 Nanos timeoutOf(std::chrono::milliseconds timeout);
 
 ReduceOp opOf(const c10d::ReduceOp& op, const char* call);
@@ -110,6 +112,8 @@ void requireLike(const at::Tensor& tensor, int64_t elements, const at::Tensor& l
 // The only list of a list of lists, with `size` tensors.
 const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const char* call,
                         const char* what);
+
+void requireTag(int tag, const char* call);
 
 // Refuses an empty list.
 void requireSome(const Tensors& tensors, const char* call);

@@ -373,9 +373,10 @@ std::shared_ptr<Group> Backend::group() const {
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  const Nanos nanos = translated([&] { return nanosOf(timeout); });
   options_->timeout = timeout;
   if (const auto gpu = gpuIfAny()) gpu->setTimeout(timeout);
-  if (const auto group = groupIfAny()) group->setTimeout(nanosOf(timeout));
+  if (const auto group = groupIfAny()) group->setTimeout(nanos);
 }
 
 std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device device) {
@@ -429,6 +430,9 @@ Job Backend::observed(Job job) const {
 }
 
 Backend::WorkPtr Backend::start(Group& group, Job job, bool async) {
+  if (async)
+    job.held = std::make_shared<HeldMemory>(
+        std::initializer_list<const Tensors*>{&job.inputs, &job.outputs, &job.others});
   return collected(Work::start(group, observed(std::move(job)), !async));
 }
 
@@ -443,6 +447,8 @@ Backend::WorkPtr Backend::startMessage(c10d::OpType type, const char* title, con
                                        Message message) {
   Job job{type, title, tensors, tensors};
   job.observer = observer_;
+  job.held = std::make_shared<HeldMemory>(std::initializer_list<const Tensors*>{&job.inputs});
+  message.after = [then = std::move(message.after), held = job.held] { then(); };
   return collected(Work::start(*group(), std::move(job), std::move(message)));
 }
 
@@ -478,7 +484,8 @@ Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& stor
                                      const std::vector<int>& ranks,
                                      const OptionsPtr& options) const {
   GroupOptions made = group_options_.ofRanks(ranks);
-  made.timeout = options ? nanosOf(options->timeout) : group()->timeout();
+  made.timeout =
+      options ? translated([&] { return nanosOf(options->timeout); }) : group()->timeout();
   made.name =
       options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
@@ -511,7 +518,7 @@ Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
 Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                    const OptionsPtr& options, const int& rank, const int& size) {
   GroupOptions made = group_options_;
-  if (options) made.timeout = nanosOf(options->timeout);
+  if (options) made.timeout = translated([&] { return nanosOf(options->timeout); });
   if (options && !options->group_name.empty()) made.name = options->group_name;
   made.shared = group()->sharedOptions();
   made.shared->min_ranks = std::min(made.shared->min_ranks, size);

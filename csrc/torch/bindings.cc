@@ -97,6 +97,9 @@ class HookWork final : public c10d::Work {
 
 // Seconds as nanoseconds; more than the clock can count means never.
 Nanos nanosOf(double seconds) {
+  if (seconds < 0)
+    throw Error(Failure::kArgument,
+                c10::str("ringreduce: a timeout cannot be negative, as one of ", seconds, " s is"));
   return seconds * kSecond < static_cast<double>(kNever) ? static_cast<Nanos>(seconds * kSecond)
                                                          : kNever;
 }

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/work.h"
 
@@ -155,16 +156,17 @@ class StreamWork final : public c10d::Work {
   }
   // With a timeout it does wait on the host, as NCCL's does.
   bool wait(std::chrono::milliseconds timeout) override {
+    const Nanos limit = translated([&] { return timeoutOf(timeout); });
     synchronize();
-    if (timeout.count() <= 0 || timeout.count() >= kNever / kMillisecond) return true;
-    for (const Nanos end = now() + timeout.count() * kMillisecond; !end_.query();) {
+    if (limit == 0 || limit == kNever) return true;
+    for (const Nanos end = now() + limit; !end_.query();) {
       raise();
       if (now() > end)
         translated([&] {
-          throw Error(Failure::kTimeout, "operation #" + std::to_string(operation_) + " on " +
-                                             stream_.device().str() + " was not done within the " +
-                                             std::to_string(timeout.count()) +
-                                             " ms that Work.wait was given; it goes on");
+          throw Error(Failure::kTimeout,
+                      "operation #" + std::to_string(operation_) + " on " + stream_.device().str() +
+                          " was not done within the timeout of " + std::to_string(timeout.count()) +
+                          " ms that Work.wait was given; it goes on");
         });
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }

@@ -131,13 +131,15 @@ BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borde
                                         Context context) {
   return translated([&]() -> BucketAverage {
     constexpr auto kCall = "DDP hook";
-    requireDense(bucket, kCall, bucket.device());
-    if (!performs(bucket.device(), Kind::kAllReduce)) {
+    if (!bucket.is_sparse()) requireDense(bucket, kCall, bucket.device());
+    if (bucket.is_sparse() || !performs(bucket.device(), Kind::kAllReduce)) {
       Tensors tensors = {bucket};
       c10d::AllreduceOptions options;
       options.reduceOp = c10d::ReduceOp::AVG;
       options.asyncOp = true;
-      const WorkPtr work = other(bucket).allreduce(tensors, options);
+      c10d::Backend& taker = other(bucket);
+      const WorkPtr work = bucket.is_sparse() ? taker.allreduce_sparse(tensors, options)
+                                              : taker.allreduce(tensors, options);
       const auto first = [](c10::ivalue::Future& done) {
         return done.value().toTensorVector().at(0);
       };
@@ -470,15 +472,24 @@ GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 GpuBackend::WorkPtr GpuBackend::send(Tensors& tensors, int peer, int tag) {
-  return other(tensors).send(tensors, peer, tag);
+  return translated([&] {
+    requireTag(tag, "send");
+    return other(tensors).send(tensors, peer, tag);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::recv(Tensors& tensors, int peer, int tag) {
-  return other(tensors).recv(tensors, peer, tag);
+  return translated([&] {
+    requireTag(tag, "recv");
+    return other(tensors).recv(tensors, peer, tag);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::recvAnysource(Tensors& tensors, int tag) {
-  return other(tensors).recvAnysource(tensors, tag);
+  return translated([&] {
+    requireTag(tag, "recv");
+    return other(tensors).recvAnysource(tensors, tag);
+  });
 }
 
 GpuBackend::WorkPtr GpuBackend::barrier(const c10d::BarrierOptions& options) {

@@ -419,6 +419,7 @@ namespace {
 Message messageOf(const Tensors& tensors, Message::Direction direction, int peer, int tag,
                   const char* call) {
   const at::Tensor& tensor = onlyOne(tensors, call);
+  requireTag(tag, call);
   const Staged staged(
       tensor, direction == Message::Direction::kSend ? Staged::Use::kRead : Staged::Use::kWrite,
       call);

@@ -26,6 +26,8 @@ namespace {
 
 using Use = Staged::Use;
 
+Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
+
 Operation allReduceOf(const at::Tensor& tensor, const c10d::AllreduceOptions& options,
                       const char* call) {
   const ReduceOp op = opOf(options.reduceOp, call);
@@ -48,28 +50,30 @@ Operation fusedAllReduce(const Tensors& tensors, const c10d::AllreduceOptions& o
                          const std::shared_ptr<Buffers>& buffers, const char* call) {
   const at::NoGradGuard no_grad;
   const ReduceOp op = opOf(options.reduceOp, call);
-  Tensors flat;
-  for (const at::Tensor& tensor : tensors) flat.push_back(addable(tensor, op, call).detach());
   Tensors pieces;
-  for (const at::Tensor& tensor : flat) pieces.push_back(tensor.reshape({-1}));
-  int64_t elements = 0;
+  std::vector<Staged> places;
   std::vector<size_t> sizes;
-  for (const at::Tensor& piece : pieces) {
-    elements += piece.numel();
-    sizes.push_back(countOf(piece));
+  size_t elements = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor real = addable(tensor, op, call).detach();
+    places.emplace_back(real, Use::kWrite, call);
+    pieces.push_back(real.reshape({-1}));
+    sizes.push_back(countOf(real));
+    elements += sizes.back();
   }
-  const std::shared_ptr<at::Tensor> buffer =
-      buffers->take(static_cast<size_t>(elements) * pieces[0].element_size());
-  at::Tensor all = buffer->view(pieces[0].scalar_type()).narrow(0, 0, elements);
+  const size_t width = pieces[0].element_size();
+  const std::shared_ptr<at::Tensor> buffer = buffers->take(elements * width);
+  at::Tensor all =
+      buffer->view(pieces[0].scalar_type()).narrow(0, 0, static_cast<int64_t>(elements));
   at::cat_out(all, pieces);
   Operation operation = allReduceOf(all, options, call);
   std::get<AllReduce>(operation.call).borders = bordersOf(sizes);
-  operation.after = [buffer, all, flat] {
-    const at::NoGradGuard no_grad;
-    int64_t at = 0;
-    for (const at::Tensor& tensor : flat) {
-      tensor.copy_(all.narrow(0, at, tensor.numel()).view(tensor.sizes()));
-      at += tensor.numel();
+  operation.after = [buffer, all, width, places = std::move(places), sizes = std::move(sizes)] {
+    const auto* from = static_cast<const std::byte*>(all.const_data_ptr());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      copyBytes(places[i].data(), from, sizes[i] * width);
+      places[i].giveBack();
+      from += sizes[i] * width;
     }
   };
   return operation;
@@ -187,6 +191,18 @@ BucketAverage Backend::averageBucket(const at::Tensor& bucket, uint64_t borders,
   if (const auto gpu = gpuFor(bucket))
     return gpu->averageBucket(bucket, borders, std::move(context));
   return translated([&]() -> BucketAverage {
+    if (bucket.is_sparse()) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = c10d::ReduceOp::AVG;
+      Job job{.type = c10d::OpType::_ALLREDUCE_SPARSE,
+              .title = "ringreduce:sparse_all_reduce",
+              .outputs = {bucket},
+              .context = std::move(context),
+              .future_of_one = true};
+      job.operations.push_back(sparseAllReduce(bucket, options));
+      const WorkPtr work = start(*group(), std::move(job), /*async=*/true);
+      return {work, work->getFuture()};
+    }
     requireDense(bucket, "DDP hook");
     const Staged staged(bucket, Use::kBoth, "DDP hook");
     const WorkPtr work = start(*group(),
@@ -290,7 +306,7 @@ constexpr auto kSparseCall = "sparse all_reduce";
 
 // A hash on which the ranks must agree: otherwise indices would point outside a tensor.
 uint64_t shapeOf(const at::Tensor& tensor) {
-  uint64_t hash = mixed(0, static_cast<uint64_t>(tensor.sparse_dim()));
+  uint64_t hash = mixed(tensor.is_complex(), static_cast<uint64_t>(tensor.sparse_dim()));
   for (int64_t size : tensor.sizes()) hash = mixed(hash, static_cast<uint64_t>(size));
   return hash;
 }
@@ -343,10 +359,12 @@ Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions
     refuse(kSparseCall, "takes sparse tensors in COO layout");
   requireCpu(tensor, kSparseCall);
   const ReduceOp op = opOf(options.reduceOp, kSparseCall);
-  const DType dtype = dtypeOf(tensor, kSparseCall);
+  // Complex numbers are added as pairs of real ones.
+  const auto real = c10::toRealValueType(tensor.scalar_type());
+  const DType dtype = dtypeOf(at::empty({0}, real), kSparseCall);
   if (op != ReduceOp::kSum && !(op == ReduceOp::kAvg && isFloating(dtype)))
     refuse(kSparseCall, std::string("cannot take ") + name(op) + " of " + name(dtype) +
-                            " elements; it adds, and averages floating-point ones");
+                            " elements; it adds, and averages floating-point and complex ones");
   const at::NoGradGuard no_grad;
   const at::Tensor own = tensor.detach().coalesce();
   const at::Tensor bytes = packed(own);
@@ -367,7 +385,7 @@ Operation sparseAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions
   };
   Operation operation{.call = Barrier{}, .timeout = timeoutOf(options.timeout), .after = add};
   auto& reduce = operation.call.emplace<SparseAllReduce>();
-  reduce.count = static_cast<size_t>(tensor.numel());
+  reduce.count = static_cast<size_t>(tensor.numel()) * (tensor.is_complex() ? 2 : 1);
   reduce.dtype = dtype;
   reduce.op = op;
   reduce.shape = shapeOf(tensor);
@@ -465,13 +483,14 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
         refuse(kCompressedCall, "the error needs memory of its own");
     }
     const bool same = output.is_same(input);
+    Job job{c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output}};
+    if (error) job.others = {*error};
     const Staged out(output, same ? Use::kBoth : Use::kWrite, kCompressedCall);
     const Staged in(same ? input : OutputMemory({output}, kCompressedCall).copyIfShared(input),
                     same ? Use::kBoth : Use::kRead, kCompressedCall);
     std::optional<Staged> lost;
     if (error) lost.emplace(*error, Use::kWrite, kCompressedCall);
-    return start(
-        *group(), c10d::OpType::ALLREDUCE, "ringreduce:compressed_all_reduce", {input}, {output},
+    job.operations.push_back(
         {CompressedAllReduce{.input = static_cast<const float*>(same ? out.data() : in.data()),
                              .output = static_cast<float*>(out.data()),
                              .count = countOf(input),
@@ -479,12 +498,11 @@ Backend::WorkPtr Backend::compressedAllReduce(const at::Tensor& input, const at:
                              .op = op,
                              .schedule = schedule,
                              .error = lost ? static_cast<float*>(lost->data()) : nullptr},
-         0,
-         [in, out, lost] {
+         0, [in, out, lost] {
            out.giveBack();
            if (lost) lost->giveBack();
-         }},
-        async);
+         }});
+    return start(*group(), std::move(job), async);
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "torch/arguments.h"
 #include "torch/errors.h"
 
 namespace ringreduce {
@@ -134,7 +135,8 @@ Work::Work(Group& group, const Job& job)
       future_of_one_(job.future_of_one),
       observer_(job.observer),
       observed_group_(observer_->groups()),
-      timed_(observer_->timing) {
+      timed_(observer_->timing),
+      held_(job.held) {
   observer_->noteThread();
 }
 
@@ -203,6 +205,7 @@ Work::Pointer Work::start(Group& group, Job job, Message message) {
 // group's thread for completions, never by the worker: callbacks of the Future may themselves wait
 // for operations of this group.
 void Work::complete(std::exception_ptr error) {
+  releaseMemory();
   if (claimed_.exchange(true)) {
     // Another thread completes it.  The Future's callbacks, which that thread runs, may get here.
     while (!settled_ && !hasCompletedFuture()) std::this_thread::yield();
@@ -290,7 +293,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
 }
 
 bool Work::isCompleted() {
-  return !handle_ || handle_->isDone();
+  if (handle_ && !handle_->isDone()) return false;
+  releaseMemory();
+  return true;
 }
 
 bool Work::isSuccess() const {
@@ -312,18 +317,18 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     unregister(this);  // torch registers a work after it may have completed
     return true;
   }
-  const bool limited = timeout.count() > 0 && timeout.count() < kNever / kMillisecond;
-  const Nanos longest = limited ? timeout.count() * kMillisecond : kNever;
   translated([&] {
+    const Nanos limit = timeoutOf(timeout), longest = limit > 0 ? limit : kNever;
     const std::shared_ptr<Group> group = group_.lock();
     // A group that is gone has run all its operations, or failed them.
     const bool done = !group      ? handle_->wait(longest, nullptr)
                       : delivery_ ? group->await(*delivery_, longest)
                                   : group->await(*handle_, longest);
     if (!done)
-      throw Error(Failure::kTimeout,
-                  "operation #" + std::to_string(operation_) + " was not done within the " +
-                      std::to_string(timeout.count()) + " ms that Work.wait was given; it goes on");
+      throw Error(Failure::kTimeout, "operation #" + std::to_string(operation_) +
+                                         " was not done within the timeout of " +
+                                         std::to_string(timeout.count()) +
+                                         " ms that Work.wait was given; it goes on");
   });
   const std::exception_ptr error = handle_->error();
   complete(error);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "group/group.h"
+#include "torch/held_memory.h"
 
 namespace ringreduce {
 
@@ -97,8 +98,10 @@ struct Job {
   Context context = {};                    // follows an error's text: the DDP bucket
   bool future_of_one = false;  // the Future's value is the tensor itself (hooks), not a list
   std::shared_ptr<Observer> observer = {};
-  uint64_t sequence = 0;               // as torch counts; 0: the next one
-  bool refused_after_failure = false;  // where the group has failed, also if it is asynchronous
+  uint64_t sequence = 0;                  // as torch counts; 0: the next one
+  std::vector<at::Tensor> others = {};    // that the operations use too
+  std::shared_ptr<HeldMemory> held = {};  // if the caller goes on meanwhile
+  bool refused_after_failure = false;     // where the group has failed, also if it is asynchronous
 };
 
 class Work final : public c10d::Work {
@@ -134,6 +137,9 @@ class Work final : public c10d::Work {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
   Pointer self() { return Pointer::reclaim_copy(this); }
   void complete(std::exception_ptr error);
+  void releaseMemory() {
+    if (held_) held_->release();
+  }
   std::exception_ptr shown(std::exception_ptr error) const;
   void tellOfFailure() const;
   bool hasCompletedFuture();
@@ -152,6 +158,7 @@ class Work final : public c10d::Work {
   const Nanos started_ = monotonicNow();
   std::atomic<Nanos> ended_{0};
 
+  const std::shared_ptr<HeldMemory> held_;
   // Null: it ran in the caller's thread and is over.
   std::shared_ptr<OperationHandle> handle_;
   std::shared_ptr<Delivery> delivery_;  // the same, for messages
