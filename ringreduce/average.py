@@ -13,7 +13,15 @@ from ringreduce.errors import Mismatch
 # are as large as DDP's.
 LARGE_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+)
 
 _Kind = tuple[torch.dtype, torch.device]
 # The memory of each group's buckets, by kind and number.
@@ -26,7 +34,7 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     buckets: dict[_Kind, list[torch.Tensor]] = {}
     sizes: dict[_Kind, int] = {}
     for gradient in gradients:
-        if gradient.nbytes >= LARGE_BYTES:
+        if gradient.is_sparse or gradient.nbytes >= LARGE_BYTES:
             yield [gradient]
             continue
         kind = gradient.dtype, gradient.device
@@ -36,6 +44,43 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield buckets.pop(kind)
             del sizes[kind]
     yield from buckets.values()
+
+
+def _has_own_elements(gradient: torch.Tensor) -> bool:
+    """Whether each element has a place of its own, which no lazy conjugation or sign changes."""
+    if gradient.is_conj() or gradient.is_neg():
+        return False
+    reach = 0  # of the elements, in those dimensions that have been looked at
+    for stride, size in sorted(zip(gradient.stride(), gradient.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def _writable(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's gradient as real numbers that can be written.
+
+    A gradient whose elements share memory, such as an expanded one, is replaced by a copy.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout == torch.strided and gradient.numel() and not _has_own_elements(gradient):
+        gradient = (
+            gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        )
+        parameter.grad = gradient
+    if gradient.is_complex() and gradient.layout == torch.strided:
+        return torch.view_as_real(gradient)
+    return gradient
+
+
+def _start(gradient: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """An average in place.  dist.all_reduce takes no sparse complex numbers."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = True
+    return group.allreduce([gradient], options)
 
 
 def _flat(bucket: list[torch.Tensor], group: dist.ProcessGroup, number: int) -> torch.Tensor:
@@ -90,17 +135,18 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
     all ranks.
 
     Args:
-        model: its `.parameters()` have dense gradients of floating dtypes, in CPU memory or, where
-            ringreduce was built with CUDA, on GPUs.
+        model: its `.parameters()` have gradients of floating or complex dtypes, dense or sparse in
+            COO layout, in CPU memory or, where ringreduce was built with CUDA, on GPUs.  A dense
+            gradient whose elements share memory (an expanded one) is replaced by a copy.
         group: the ranks to average over; None for the default group.  If it is not ringreduce's, a
             ringreduce group over the same ranks is made once.
 
     Raises:
-        ValueError: a gradient that is sparse, of another dtype, or on another device.
-        Mismatch: the ranks have gradients of different parameters, shapes or dtypes.
+        ValueError: a gradient of another layout or dtype, or on another device.
+        Mismatch: the ranks have gradients of different parameters, shapes, dtypes or layouts.
         PeerLost, Timeout, Aborted: see `ringreduce.errors`.
     """
-    gradients = []
+    parameters = []
     signature: list[int] = []
     devices = ("cpu", "cuda") if extension().cuda_build() else ("cpu",)
     for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -108,27 +154,29 @@ def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = 
         if gradient is None:
             continue
         if (
-            gradient.layout != torch.strided
+            gradient.layout not in (torch.strided, torch.sparse_coo)
             or gradient.device.type not in devices
             or gradient.dtype not in _DTYPES
+            or (gradient.is_sparse and gradient.dtype == torch.complex32)  # torch adds none
         ):
             raise ValueError(
-                "average_gradients takes dense gradients of float32, float64, float16 or bfloat16 "
+                "average_gradients takes dense gradients, and sparse ones in COO layout, of "
+                "float32, float64, float16, bfloat16, complex64, complex128 or complex32 (dense) "
                 f"on {devices_text()}; that of {name} is {gradient.layout}, {gradient.dtype}, on "
                 f"{gradient.device}"
             )
-        gradients.append(gradient)
+        parameters.append(parameter)
         signature += [index, _DTYPES.index(gradient.dtype), *gradient.shape, -1]
-        signature.append(devices.index(gradient.device.type))
+        signature += [devices.index(gradient.device.type), gradient.sparse_dim()]
 
     group = ringreduce_group(group, call=True)
     with noting_errors(group):
         _require_same(tuple(signature), group)
+        gradients = [_writable(parameter) for parameter in parameters]
         pending = []
         for number, bucket in enumerate(_buckets(gradients)):
             flat = bucket[0] if len(bucket) == 1 else _flat(bucket, group, number)
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            pending.append((bucket, flat, work))
+            pending.append((bucket, flat, _start(flat, group)))
         for bucket, flat, work in pending:
             work.wait()
             if len(bucket) == 1:

@@ -95,22 +95,68 @@ def test_non_contiguous_gradients(pool: Pool, world: MakeWorld) -> None:
     pool.run(average_strided, world(2))
 
 
-def average_sparse(me: Rank) -> str:
+class Unusual(nn.Module):
+    """Gradients of other kinds than dense real numbers with a place each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.Embedding(10, 3, sparse=True)
+        self.large = nn.Embedding(100_000, 8, sparse=True, dtype=torch.bfloat16)
+        self.complex = nn.Parameter(torch.zeros(6, 4, dtype=torch.complex64))
+        self.large_complex = nn.Parameter(torch.zeros(300_000, dtype=torch.complex128))
+        self.complex_halves = nn.Parameter(torch.zeros(7, dtype=torch.complex32))
+        self.conjugated = nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+        self.sparse_complex = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+        self.expanded = nn.Parameter(torch.zeros(5, 4))
+        self.large_expanded = nn.Parameter(torch.zeros(1000, 1000))
+        self.overlapping = nn.Parameter(torch.zeros(3, 4))
+        self.column = nn.Parameter(torch.zeros(5))
+        self.dense = nn.Parameter(torch.zeros(5))
+
+
+def fill_unusual(model: Unusual, rank: int) -> torch.Tensor:
+    x = float(rank + 1)
+    for table, rows in ((model.sparse, [rank, 3, 3]), (model.large, [rank, 99_999])):
+        (table(torch.tensor(rows)).sum() * x).backward()
+    for p in (model.complex, model.large_complex, model.complex_halves):
+        p.grad = torch.full_like(p, complex(x, -2 * x))
+    model.conjugated.grad = torch.full((5,), complex(x, 2 * x)).conj()
+    model.sparse_complex.grad = (torch.eye(4) * complex(x, x)).to_sparse()
+    model.expanded.grad = torch.full((1,), x).expand(5, 4)
+    model.large_expanded.grad = torch.full((1000, 1), x).expand(1000, 1000)
+    model.overlapping.grad = (torch.arange(6.0) * x).unfold(0, 4, 1)
+    whole = torch.full((5, 2), x)  # what is beside the gradient stays
+    model.column.grad = whole[:, 0]
+    model.dense.grad = torch.full((5,), x)
+    return whole
+
+
+def average_unusual(me: Rank) -> str:
     import ringreduce
 
-    model = nn.Embedding(10, 3, sparse=True)
-    model(torch.tensor([me.rank])).sum().backward()
-    try:
-        ringreduce.average_gradients(model)
-    except (RuntimeError, TypeError, ValueError) as error:
-        dist.barrier()
-        return str(error)
-    return "accepted"
+    model, others = Unusual(), [Unusual() for _ in range(me.world_size)]
+    whole = fill_unusual(model, me.rank)
+    ringreduce.average_gradients(model)
+    for r, other in enumerate(others):
+        fill_unusual(other, r)
+    averages = []
+    for i, (name, p) in enumerate(model.named_parameters()):
+        grads = [list(other.parameters())[i].grad for other in others]
+        dense = [g.to_dense() if g.is_sparse else g for g in grads if g is not None]
+        wide = torch.complex128 if p.is_complex() else torch.float64
+        wanted = torch.stack([g.to(wide) for g in dense]).mean(0)
+        assert p.grad is not None
+        assert p.grad.is_sparse == ("sparse" in name or "large.weight" in name), name
+        averages.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        torch.testing.assert_close(averages[-1].to(wide), wanted, msg=name, rtol=0.01, atol=0.01)
+    assert whole[:, 1].eq(me.rank + 1).all() and torch.equal(whole[:, 0], model.column.grad)
+    return oracle.digest(*[a.resolve_conj() for a in averages])
 
 
-def test_sparse_gradients_are_refused(pool: Pool, world: MakeWorld) -> None:
-    for said in pool.run(average_sparse, world(2)):
-        assert "sparse" in said.lower() and "weight" in said, said
+@pytest.mark.parametrize("on", ["ringreduce", "gloo"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_sparse_complex_and_expanded_gradients(pool: Pool, size: int, on: str) -> None:
+    assert len(set(pool.run(average_unusual, World(size, on)))) == 1
 
 
 def other_gradients_elsewhere(me: Rank, what: str) -> str:
@@ -128,6 +174,8 @@ def other_gradients_elsewhere(me: Rank, what: str) -> str:
             model[0].weight.grad = torch.ones(2, 2)
     elif what == "as large":
         model[0 if first else 1].weight.grad = torch.full((2, 2), 10.0 + me.rank)
+    elif what == "sparse":
+        model[0].weight.grad = torch.ones(2, 2) if first else torch.ones(2, 2).to_sparse()
     else:
         model = nn.Linear(2, 3, bias=False) if first else nn.Linear(3, 2, bias=False)
         model.weight.grad = torch.ones_like(model.weight)
@@ -135,14 +183,15 @@ def other_gradients_elsewhere(me: Rank, what: str) -> str:
     with pytest.raises(ringreduce.Mismatch) as caught:
         ringreduce.average_gradients(model)
     after = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for a, b in zip(before, after, strict=True):
+        assert a.is_sparse == b.is_sparse and torch.equal(a.to_dense(), b.to_dense())
     one = torch.ones(1)
     dist.all_reduce(one)  # nothing was sent, so the group goes on
     assert one.item() == 2.0
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["one more", "none", "as large", "transposed"])
+@pytest.mark.parametrize("what", ["one more", "none", "as large", "transposed", "sparse"])
 def test_gradients_of_other_parameters(pool: Pool, world: MakeWorld, what: str) -> None:
     """Every rank is told, and no gradient has changed: never two different models."""
     for said in pool.run(other_gradients_elsewhere, world(2, timeout=8.0), what):

@@ -226,10 +226,18 @@ void Compression::updateTuner(Group& group) {
 }
 
 // Whether the bucket belongs to the step under way.
-bool Compression::continues(const GradientBucket& bucket) const {
-  return step_ && !step_->complete() && std::ranges::none_of(bucket.parts, [&](const Part& part) {
-           return step_->seen[part.parameter];
-         });
+bool Compression::continues(const std::vector<Part>& parts) const {
+  return step_ && !step_->complete() &&
+         std::ranges::none_of(parts, [&](const Part& part) { return step_->seen[part.parameter]; });
+}
+
+// A bucket of the step under way, or of the next one.
+void Compression::enter(const std::vector<Part>& parts, bool last, Group& group) {
+  agreeLocked(group);
+  if (!continues(parts)) begin(group);
+  for (const Part& part : parts) step_->seen[part.parameter] = true;
+  step_->unseen -= parts.size();
+  step_->last = step_->last || last;
 }
 
 // ---- the state
@@ -302,11 +310,7 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
     refuseGradients("a bucket is not as large as its parameters together");
 
   const std::lock_guard lock(mutex_);
-  agreeLocked(group);
-  if (!continues(bucket)) begin(group);
-  for (const Part& part : bucket.parts) step_->seen[part.parameter] = true;
-  step_->unseen -= bucket.parts.size();
-  step_->last = step_->last || bucket.last;
+  enter(bucket.parts, bucket.last, group);
 
   std::vector<Part> coded, exact;
   for (const Part& part : bucket.parts) {
@@ -334,6 +338,17 @@ std::vector<Operation> Compression::average(const GradientBucket& bucket, Group&
     operations.push_back({AllReduce{bucket.data, 0, bucket.dtype, ReduceOp::kAvg}});
   track(operations);
   return operations;
+}
+
+std::function<void(bool finite)> Compression::pass(const std::vector<Part>& parts, bool last,
+                                                   Group& group) {
+  const std::lock_guard lock(mutex_);
+  enter(parts, last, group);
+  ++step_->started;
+  return [step = step_](bool finite) {
+    if (!finite) step->finite = false;
+    ++step->arrived;
+  };
 }
 
 // Memory for the message of one operation at a time.

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -99,6 +100,9 @@ class Compression {
 
   // The operations that average a bucket over the group, to be queued in the order of these calls.
   std::vector<Operation> average(const GradientBucket& bucket, Group& group);
+  // Notes a bucket that travels by other operations (a sparse one).  The caller calls the result
+  // when the bucket has arrived: whether all its elements are finite.
+  std::function<void(bool finite)> pass(const std::vector<Part>& parts, bool last, Group& group);
 
   // ---- the state.  A change throws Error(kArgument) while a step's operations are under way, and
   // drops a step that has not ended.
@@ -133,7 +137,8 @@ class Compression {
   bool isMeasured(uint64_t step) const;
   Mode modeOf(uint64_t step, Group& group) const;
   void updateTuner(Group& group);
-  bool continues(const GradientBucket& bucket) const;
+  void enter(const std::vector<Part>& parts, bool last, Group& group);
+  bool continues(const std::vector<Part>& parts) const;
   std::shared_ptr<std::vector<double>> messageOf(size_t bytes);
   Operation exactInPlace(const GradientBucket& bucket, const MessageLayout& layout);
   Operation codedPart(const GradientBucket& bucket, const MessageLayout& layout);

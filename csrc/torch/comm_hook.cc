@@ -135,6 +135,19 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::average(const AveragingGroup&
       parts.push_back({found->second, begin, count});
       begin += count;
     }
+    // A sparse gradient travels exactly.  The step's residuals wait for it too.
+    if (bucket.getBufferRef().is_sparse()) {
+      const auto arrived =
+          core_.pass(parts, bucket.isLast(), *asRingreduce(*group.backend).group());
+      return averageGradBucket(group, bucket)
+          ->then(
+              [arrived](c10::ivalue::Future& done) {
+                const at::Tensor average = done.value().toTensor();
+                arrived(average._values().isfinite().all().item<bool>());
+                return average;
+              },
+              c10::TensorType::get());
+    }
     return hooked(*group.group, bucket.getBufferRef(), [&] {
       return asRingreduce(*group.backend)
           .averageBucket(bucket.getBufferRef(), core_, std::move(parts), bucket.isLast(),
