@@ -29,13 +29,15 @@ def register() -> None:
     alone, and any other reason goes to the log.
     """
     try:
+        import torch
         import torch.distributed as dist
 
         if not dist.is_available() or hasattr(dist.Backend, "RINGREDUCE"):
             return
-        dist.Backend.register_backend(
-            "ringreduce", _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+        # Code that is not about GPUs takes the last device of a backend for its tensors.  Whether
+        # ringreduce itself knows GPUs, and whether there is one, is found out when a group is made.
+        devices = ["cpu", "cuda"] if torch.cuda._is_compiled() else ["cpu"]
+        dist.Backend.register_backend("ringreduce", _create, extended_api=True, devices=devices)
         _read_variable()
     except Exception as error:
         logging.getLogger("ringreduce").warning(

@@ -139,6 +139,22 @@ def tell_supervisor(name: str) -> None:
             Path(folder, name).touch()
 
 
+@functools.cache
+def _takes_gpus() -> bool:
+    return bool(extension().cuda_build()) and torch.cuda.device_count() > 0
+
+
+def _keep_usable_devices() -> None:
+    """Takes "cuda" off the backend's devices if this build or this machine has no GPU for it.
+
+    The registration, during `import torch`, cannot know.  The first group still takes CUDA tensors,
+    and says what is missing.
+    """
+    known = dist.Backend.backend_capability.get("ringreduce", [])
+    if "cuda" in known and not _takes_gpus():
+        dist.Backend.backend_capability["ringreduce"] = [d for d in known if d != "cuda"]
+
+
 def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     """What torch calls to make a group; collective over its ranks.
 
@@ -157,6 +173,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
             "pg_options of a ringreduce group must be ringreduce.Options, "
             f"not {type(options).__name__}"
         )
+    _keep_usable_devices()
     ranks = list(dist_backend_opts.global_ranks_in_group)
     all_ranks = dist.get_world_size() if dist.is_initialized() else 0
     connect = _when_to_connect(dist_backend_opts, options)

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import MakeWorld
 from pool import Pool, Rank
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -266,3 +268,26 @@ def test_checkpoint_in_the_background(pool: Pool, world: MakeWorld, tmp_path: Pa
     path = str(tmp_path / "checkpoint")
     call = pool.start(save_in_the_background, world(2, 20.0), path, remade=True)
     assert call.results() == [True, True]
+
+
+def gather_shards(me: Rank, registered: list[str]) -> list[float]:
+    """ShardedTensor takes the last of the backend's devices for what it gathers."""
+    if registered:  # as by a torch with CUDA; the next group is made on this machine
+        dist.Backend.backend_capability["ringreduce"] = registered
+        dist.new_group(backend="ringreduce")
+    assert dist.Backend.backend_capability["ringreduce"] == ["cpu"]
+    placements = [f"rank:{rank}/cpu" for rank in range(me.world_size)]
+    sharded = sharded_tensor.empty(ChunkShardingSpec(dim=0, placements=placements), 6)
+    sharded.local_tensor().fill_(me.rank)
+    whole = torch.zeros(6) if me.rank == 0 else None
+    sharded.gather(0, whole)
+    return [] if whole is None else whole.tolist()
+
+
+@pytest.mark.ringreduce
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the backend's devices without a GPU")
+@pytest.mark.parametrize("registered", [[], ["cpu", "cuda"]])
+def test_gathered_shards_are_on_the_cpu(
+    pool: Pool, world: MakeWorld, registered: list[str]
+) -> None:
+    assert pool.run(gather_shards, world(2), registered) == [[0.0] * 3 + [1.0] * 3, []]
