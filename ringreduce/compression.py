@@ -98,7 +98,7 @@ def _laid_out(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor
     """
     values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
     if values.stride() != parameter.stride():
-        values = torch.empty(parameter.shape)
+        values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     return values, values.as_strided((values.numel(),), (1,))
 
 
@@ -274,7 +274,9 @@ class CompressionState:
                 continue
             residual = self.residual(name)
             if residual is None:
-                residual = torch.zeros(parameter.shape)
+                residual = torch.zeros(
+                    parameter.shape, dtype=torch.float32, device=parameter.device
+                )
             with noting_errors(group):
                 dist.all_reduce(residual, op=dist.ReduceOp.AVG, group=group)
             self._set_residual(number, residual)

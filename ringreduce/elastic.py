@@ -93,7 +93,7 @@ class ElasticSampler:
     def _order(self) -> torch.Tensor:
         """The samples of an epoch."""
         if not self.shuffle:
-            return torch.arange(self.samples, device="cpu")
+            return torch.arange(self.samples, dtype=torch.int64, device="cpu")
         draw = torch.Generator("cpu").manual_seed(hash((self.seed, self.epoch)))
         return torch.randperm(self.samples, generator=draw, device="cpu")
 
@@ -101,7 +101,8 @@ class ElasticSampler:
         """The batch of the rank at that place, in a step of the rest."""
         first = (step * len(self._ranks) + place) * self.batch_size
         return self._rest[
-            torch.arange(first, first + self.batch_size, device="cpu") % len(self._rest)
+            torch.arange(first, first + self.batch_size, dtype=torch.int64, device="cpu")
+            % len(self._rest)
         ]
 
     def __len__(self) -> int:
@@ -245,6 +246,8 @@ class State:
                 'after a loss: pg_options=ringreduce.Options(on_loss="continue") or '
                 "RINGREDUCE_ON_LOSS=continue"
             )
+        if not join_seconds > 0:
+            raise ValueError(f"join_seconds must be above 0, not {join_seconds}")
         timeout = extension().timeout_seconds(backend)
         if timeout < join_seconds + _JOIN_SPREAD:
             raise ValueError(
@@ -691,7 +694,7 @@ class State:
 def _send(pickled: bytes, tensors: list[torch.Tensor]) -> None:
     rank = dist.get_rank()
     sent = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-    for tensor in [torch.tensor([sent.numel()], device="cpu"), sent, *tensors]:
+    for tensor in [torch.tensor([sent.numel()], dtype=torch.int64, device="cpu"), sent, *tensors]:
         if tensor.numel() > 0:
             dist.broadcast(tensor, rank)
 

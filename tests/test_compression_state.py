@@ -288,6 +288,56 @@ def test_residuals_follow_the_loss_scale(pool: Pool, world: MakeWorld) -> None:
     assert pool.run(rescaled, world(2)) == [True, True]
 
 
+class Gapped(nn.Module):
+    """A weight whose strides leave gaps, so that its gradient lies in another way in its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 200)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum()
+
+
+def under_other_defaults(me: Rank) -> list[bool]:
+    """Residuals do not depend on the program's default device and dtype."""
+    import ringreduce
+
+    model, later = DDP(Gapped()), DDP(Gapped())
+    state = ringreduce.register_comm_hook(model, codec="int4")
+    fresh = ringreduce.register_comm_hook(later, codec="int4")
+    model(torch.randn(40, 100, generator=torch.Generator().manual_seed(me.rank))).backward()
+    residual = state.residual("weight")
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = state.residual("weight")
+        state.average_residuals()
+        averaged = state.residual("weight")
+        fresh.average_residuals()  # there is none yet
+        zeros = fresh.residual("weight")
+        fresh.load_state_dict(state.state_dict())
+        loaded = fresh.residual("weight")
+    finally:
+        torch.set_default_device("cpu")
+        torch.set_default_dtype(torch.float32)
+    assert residual is not None and again is not None
+    assert averaged is not None and zeros is not None and loaded is not None
+    mean = residual.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    return [
+        bool(residual.abs().sum() > 0),
+        torch.equal(again, residual),
+        torch.equal(averaged, mean),
+        torch.equal(zeros, torch.zeros(40, 100)),
+        torch.equal(loaded, mean),
+    ]
+
+
+def test_residuals_under_other_defaults(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(under_other_defaults, world(2)) == [[True] * 5] * 2
+
+
 def interrupted(me: Rank) -> bool:
     """A backward that fails on its way leaves the residuals; a new DDP, as it needs, goes on."""
     import ringreduce

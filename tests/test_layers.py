@@ -1,19 +1,28 @@
 """The layers of csrc/: each may include itself and those before it, only the last one torch, and
 only the one for GPUs what comes with CUDA.  Shared memory and sockets do not know each other, nor
 do collectives and messages; collectives reach other hosts through transport/transport.h only.  A
-file name is unique, and files (a header with its source) do not include each other in a circle."""
+file name is unique, and files (a header with its source) do not include each other in a circle.
 
+In ringreduce/, tensors are made with a device and a dtype, whatever the program's defaults are."""
+
+import ast
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
+PACKAGE = CSRC.parent / "ringreduce"
 LAYERS = ["base", "algorithm", "kernels", "transport", "transport/shm", "transport/tcp",
           "bootstrap", "health", "collectives", "p2p", "group", "cuda", "torch"]  # fmt: skip
 APART = {("transport/tcp", "transport/shm"), ("p2p", "collectives"),
          ("collectives", "transport/tcp")}  # fmt: skip
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
+# Functions of torch that take the default device and, of values without a dtype, the default one.
+FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace",
+             "logspace", "normal", "ones", "rand", "randn", "scalar_tensor", "tensor",
+             "zeros"}  # fmt: skip
+INTEGERS = {"randint", "randperm", "tril_indices", "triu_indices"}  # the default device only
 CUDA_HEADERS = ("cuda", "cooperative_groups", "nccl", "cub/", "thrust/")
 
 
@@ -101,3 +110,31 @@ def test_a_wrong_include_is_seen() -> None:
     assert violations("torch", "#include <cuda_runtime_api.h>\n") == ["<cuda_runtime_api.h>"]
     assert violations("cuda", '#include <cuda.h>\n#include "group/group.h"\n') == []
     assert violations("group", '#include "cuda/ring.h"\n') == ['"cuda/ring.h"']
+
+
+def made_by_default(text: str) -> list[str]:
+    """The calls that make tensors on the default device or of the default dtype."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+            continue
+        needed = {"device", "dtype"} if name in FACTORIES else {"device"}
+        if name in FACTORIES | INTEGERS and None not in given and not needed <= given:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_tensors_are_made_with_device_and_dtype() -> None:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    found = {str(path): calls for path in paths if (calls := made_by_default(path.read_text()))}
+    assert paths and found == {}
+
+
+def test_a_tensor_made_by_default_is_seen() -> None:
+    assert len(made_by_default("torch.empty(3)\ntorch.tensor([n], dtype=torch.int64)\n")) == 2
+    assert len(made_by_default("torch.randperm(3)\ntorch.full((), 1, device=d)\n")) == 2
+    text = "torch.ones(3, dtype=t, device=d)\ntorch.randint(3, (4,), **draw)\na.new_zeros(3)\n"
+    assert made_by_default(text + "torch.randperm(9, device='cpu')\nnumpy.zeros(3)\n") == []

@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 def item_size(dtype: str) -> int:
     """Bytes of an element."""
-    return torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    return torch.empty(0, dtype=getattr(torch, dtype), device="cpu").element_size()
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Collective(ABC):
 
     def result(self) -> torch.Tensor:
         """The tensor that must have the same bits on all ranks; empty where none must."""
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def settle(self) -> None:
         """Fill the buffers for timing, with values that stay what they are call after call."""

@@ -91,7 +91,7 @@ def world_at_hand() -> tuple[World, int]:
     """The group that torchrun's ranks make, and this one's rank; collective."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     dist.init_process_group("ringreduce")
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, dtype=torch.float32, device="cpu"))
     found = topology.of()
     on_host = [len(ranks) for ranks in found.hosts]
     backend = backend_of(ringreduce_group(None))

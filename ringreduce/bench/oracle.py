@@ -45,7 +45,9 @@ class Inputs:
         dtype = self.torch_dtype
         if dtype.is_floating_point:
             bits = 40 if dtype == torch.float64 else 24
-            values = torch.randint(-(1 << bits), 1 << bits, shape, generator=generator)
+            values = torch.randint(
+                -(1 << bits), 1 << bits, shape, generator=generator, device="cpu"
+            )
             scaled = values.double() / (1 << bits)
             if self.op == "product":
                 scaled = 1 + scaled / 2  # in [0.5, 1.5): stays in range for many ranks
@@ -57,7 +59,8 @@ class Inputs:
         elif self.op in ("sum", "avg"):  # so that the sum fits, up to that many ranks
             lowest = -(-lowest // self.world)
             highest = max(1, highest // self.world)
-        return torch.randint(lowest, highest + 1, shape, generator=generator).to(dtype)
+        values = torch.randint(lowest, highest + 1, shape, generator=generator, device="cpu")
+        return values.to(dtype)
 
 
 @dataclass(frozen=True)

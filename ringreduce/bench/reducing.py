@@ -132,7 +132,7 @@ class Reduce(AllReduce):
             yield from super().parts(salt)
 
     def result(self) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ReduceScatter(InShares):
