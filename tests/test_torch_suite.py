@@ -24,6 +24,8 @@ PASS, SKIP, FAIL = (Result(outcome, 0.0, "") for outcome in ("pass", "skip", "fa
 
 def settings(**changes: object) -> argparse.Namespace:
     defaults = {"world": 2, "hosts": 1, "limit": 60, "start": "fork", "k": None, "verbose": False}
+    run.LOGS.mkdir(exist_ok=True)
+    defaults["logs"] = run.LOGS
     return argparse.Namespace(**(defaults | changes))
 
 
@@ -31,6 +33,20 @@ def settings(**changes: object) -> argparse.Namespace:
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
     return tmp_path / "logs"
+
+
+def test_results_go_to_the_folder_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing was recorded before: Gloo's results, and then ours."""
+    folder = tmp_path / "a" / "b"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--world", "2", "--logs", str(folder)])
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "run_pass", lambda *_: {"a": PASS})
+    monkeypatch.setattr(results, "baseline_path", lambda *_: tmp_path / "unknown.json")
+    assert run.main() == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["results-2.json", "unknown.json"]
+    assert not run.LOGS.exists()
 
 
 def test_failures_and_tests_that_only_gloo_runs_are_named() -> None:

@@ -10,7 +10,7 @@
 The tests come with torch.  A first pass runs them all on the backend "ringreduce"; those that it
 skips and Gloo runs ask for the name "gloo" literally, and run in a second pass, in which that name
 makes a ringreduce group.  Gloo's results are kept beside this file, those for a torch without such
-in build/torch-suite.
+in build/torch-suite, or where --logs says.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def run_pass(
     program: Path = HERE / "worker.py",
 ) -> dict[str, Result]:
     """Runs one pass's tests, all of them or `only` some, however many workers that takes."""
-    logs = getattr(settings, "logs", LOGS)
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{suite_pass}-{label(settings)}.log"
+    log = settings.logs / f"{suite_pass}-{label(settings)}.log"
     log.write_text("")
     env = environment(suite_pass, settings.world, settings.hosts)
     limits = [f"--limit={settings.limit}", f"--start={settings.start}"]
@@ -187,6 +185,7 @@ def main() -> int:
     settings = parser.parse_args()
     if settings.hosts < 1 or settings.world % settings.hosts:
         parser.error(f"{settings.world} ranks cannot be shared out over {settings.hosts} hosts")
+    settings.logs.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers end with us
 
     import torch
@@ -195,7 +194,7 @@ def main() -> int:
         return on_gpus(settings)
     path = results.baseline_path(torch.__version__, settings.world)
     if not path.exists() and not settings.record_gloo:
-        path = LOGS / path.name
+        path = settings.logs / path.name
     print(f"torch {torch.__version__}, {settings.world} ranks, {os.cpu_count()} cores")
     if settings.k and not path.exists():
         parser.error("there are no results of Gloo for this torch yet: leave -k out first")
@@ -252,7 +251,7 @@ def report_gpus(found: results.Results, settings: argparse.Namespace) -> int:
 def report(ours: results.Results, gloo: results.Results, settings: argparse.Namespace) -> int:
     """Prints and writes what came of it; returns the exit status."""
     verdict = results.judge(ours, gloo)
-    written = LOGS / f"results-{label(settings)}.json"
+    written = settings.logs / f"results-{label(settings)}.json"
     results.save_baseline(written, ours)
     print(results.table(ours, gloo))
     for name in verdict.excepted:
