@@ -168,6 +168,6 @@ def test_the_end_of_a_program_is_noticed_without_a_pidfd(
         noticed = [o.value for o in outcomes if isinstance(o, Done)]
         assert len(noticed) == 2, outcomes
     else:
-        says = r"another program now \(exec\)" if ending == "exec" else "its process ended"
+        says = r"called exec \(" if ending == "exec" else "its process ended"
         noticed = [r.when for r in expect_all(outcomes, {0}, "PeerLost", {0}, says)]
     assert max(noticed) - ended <= 5.0, f"took {max(noticed) - ended:.3f} s"

@@ -13,9 +13,10 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from blame import expect_all
+from blame import expect, expect_all
 from conftest import MakeWorld
 from pool import Call, Died, Done, Pool, Raised, Rank
+from test_children import without_pidfds
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
@@ -301,6 +302,46 @@ def test_a_stopped_rank_is_killed_at_the_deadline(pool: Pool, world: MakeWorld) 
     assert outcomes[1] == Died(1, -signal.SIGKILL), outcomes
     assert [o.value for o in outcomes if isinstance(o, Done)] == [(2.0, 2.0)] * 2, outcomes
     assert "kills rank 1 (pid " in call.log(0) + call.log(2)
+
+
+def freeze_and_wake(me: Rank, prefix: str, victim: int) -> set[float]:
+    """The values that the calls of the survivors gave once they had gone on."""
+    without_pidfds()  # the others can neither see that it is stopped nor kill it
+    me.init(prefix, size=3, timeout=2.0)
+    me.tell("flowing")
+    t = torch.ones(100_000)
+    while t[-1] != 2 or t[0] != 2:
+        t.fill_(1)
+        dist.all_reduce(t)
+    me.tell(time.monotonic())
+    seen = set()
+    until = time.monotonic() + 1
+    while min(seen, default=0) >= 0:
+        t.fill_(1 if time.monotonic() < until else -10)  # all ranks end with the same call
+        dist.all_reduce(t)
+        seen |= set(t.unique().tolist())
+    return seen
+
+
+def test_a_frozen_rank_that_cannot_be_killed_is_left_out(pool: Pool, world: MakeWorld) -> None:
+    """As in a paused container, or in a PID namespace of its own.  It fails no call of the others
+    when it runs again."""
+    call = pool.start(
+        freeze_and_wake, world(0, ON_LOSS="continue"), pool.name(), 1, ranks=3, fresh=True
+    )
+    for rank in range(3):
+        call.heard(rank)
+    frozen = call.signal(1, signal.SIGSTOP)
+    took = max(call.heard(rank) for rank in (0, 2)) - frozen
+    call.signal(1, signal.SIGCONT)
+    outcomes = call.outcomes()
+    assert took < 2.0 + 2.0 + 3.0, f"took {took:.2f} s"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, Done) and {2.0} < outcome.value <= {2.0, -9.0, -20.0}, outcomes
+    expect(outcomes[1], "PeerLost", {1}, r"was left out of group .*Start it again")
+    log = call.log(0) + call.log(2)
+    assert re.search(r"leaves rank 1 \(pid .* out, whose process does not answer", log), log
+    assert "rank 1 (pid " in log and "kills" not in log, log
 
 
 def reduce_forever(me: Rank) -> None:

@@ -2,11 +2,15 @@
 // of ranks of other hosts.
 #include "health/arbiter.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -33,6 +37,8 @@ constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
 constexpr Nanos kReadTime = 20 * kMillisecond;
 // How long a killed process may take to end, and how much time an operation has after a loss.
 constexpr Nanos kTimeToGoOn = 5 * kSecond;
+// How long a rank may take to answer at the deadline of another, until it is left out.
+constexpr Nanos kAnswerTime = 2 * kSecond;
 
 constexpr uint64_t pack(const GroupFailure& failure) {
   return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
@@ -77,6 +83,7 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
     processes_.push_back(seats[r].process);
     peers_[r].seat = std::move(seats[r]);
   }
+  if (min_ranks_ > 0 && !channel_ && size_ > 1) pulse_ = std::make_unique<Pulse>(page(rank_));
 }
 
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
@@ -103,6 +110,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
 void Arbiter::end() {
   in_monitored_barrier_ = false;
   waits_for_.store(-1, std::memory_order_relaxed);
+  if (pulse_ && wasLeftOut(page(rank_))) throwFailure();
 }
 
 void Arbiter::depart(Declared how) {
@@ -124,10 +132,50 @@ void Arbiter::wakeMessenger(int rank) {
     wakeSleeper(word);
 }
 
+// ---- whether this process runs
+
+Pulse::Pulse(RankPage& page) : page_(page) {
+  // Signals are for the threads of the user's program.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::string error;
+  try {
+    thread_ = new std::thread([this] { run(); });
+  } catch (const std::system_error& thrown) {
+    error = thrown.what();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!thread_)
+    throw Error(Failure::kSetup,
+                "cannot start the thread that on_loss='continue' needs on each rank: " + error);
+}
+
+Pulse::~Pulse() {
+  if (generation_ != forkGeneration()) return;
+  stopping_ = true;
+  wakeSleeper(page_.pulse_wake_word);
+  thread_->join();
+  delete thread_;
+}
+
+void Pulse::run() {
+  pthread_setname_np(pthread_self(), "ringreduce-live");
+  const std::atomic_ref asleep(page_.pulse_wake_word);
+  const std::atomic_ref pulses(page_.pulses);
+  for (;;) {
+    asleep.store(1, std::memory_order_seq_cst);
+    pulses.fetch_add(1, std::memory_order_seq_cst);
+    if (stopping_) return;
+    sleepOn(page_.pulse_wake_word, 1, 3600 * kSecond);
+  }
+}
+
 // ---- the failure
 
 // The first cause wins.
 void Arbiter::decide(const GroupFailure& failure) {
+  if (isLeftOut()) return wakeAll();  // the group is the others'
   if (!failed()) {
     // One thread of this rank at a time; the others find the word set.
     const std::lock_guard lock(mutex_);
@@ -150,7 +198,7 @@ void Arbiter::wakeAll() {
 }
 
 void Arbiter::check() const {
-  if (failed()) throwFailure();
+  if (failed() || isLeftOut()) throwFailure();
 }
 
 void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
@@ -197,6 +245,11 @@ void Arbiter::abort(const std::string& why) {
 }
 
 void Arbiter::throwFailure() const {
+  if (isLeftOut())
+    throw Error(Failure::kPeerLost,
+                who(rank_) + " was left out of group '" + options_.name + "': " + kDidNotAnswer +
+                    " (was it stopped, or its container paused?), and the other ranks go on "
+                    "without it. Start it again.");
   const uint64_t word = failureWord().load(std::memory_order_acquire);
   const auto kind = static_cast<Failure>(word >> 48);
   const auto reporter = static_cast<int>(word & 0xffffff);
@@ -224,10 +277,18 @@ void Arbiter::throwFailure() const {
 // after this function see them, on AArch64 too, follows from `observed`: its store comes after
 // poll(), and known() loads it before the process's flags are read.
 void Arbiter::readProcesses() const {
+  // First those that another rank has left out: it has done so to one that has ended, too.
+  std::vector<bool> left_out(static_cast<size_t>(size_));
+  for (int r = 0; r < size_ && pulse_; ++r)
+    left_out[static_cast<size_t>(r)] = ringreduce::isLeftOut(page(r));
   const std::vector<bool> all = ended(processes_);
-  for (int r = 0; r < size_; ++r)
-    if (all[static_cast<size_t>(r)] && !known(r).isLost())
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || known(r).isLost()) continue;
+    if (all[static_cast<size_t>(r)])
       recordLost({r}, Observed::kEnded, howEnded(peer(r).seat.process));
+    else if (left_out[static_cast<size_t>(r)])
+      recordLost({r}, Observed::kUnreachable, kDidNotAnswer);
+  }
 }
 
 // The order matters: a rank says that it left before its process ends.
@@ -330,7 +391,7 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggards(rank);
-    if (min_ranks_ > 0 && !channel_ && (evictStopped(late.ranks) || ready())) return;
+    if (min_ranks_ > 0 && !channel_ && (evict(late.ranks) || ready())) return;
     std::string text =
         late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
@@ -407,29 +468,54 @@ void Arbiter::goOnWithout(int rank) {
     failLost(rank, when + "; " + std::to_string(left) + (left == 1 ? " rank is" : " ranks are") +
                        " left, and min_ranks is " + std::to_string(min_ranks_));
   deadline_ = std::max(deadline_, deadlineIn(std::min(timeout_, kTimeToGoOn)));
+  if (known(rank).isLost()) leaveOut(page(rank));
   peer(rank).absent = true;
   if (live().front() != rank_) return;  // one line is enough
   log(howAbsent(rank) + ", " + when + " of group '" + options_.name + "'; " + std::to_string(left) +
       " of " + std::to_string(size_) + (left == 1 ? " ranks goes on" : " ranks go on"));
 }
 
-// Kills those of `ranks` that are stopped: if one went on later, it would write to memory that is
-// in use.  First it gives them time, since all ranks may have been stopped, and be resumed one by
-// one.  Returns whether one of `ranks` has ended, also if another rank has killed it; if none has,
-// the operation times out.
-bool Arbiter::evictStopped(const std::vector<int>& ranks) {
+// At a deadline: kills those of the late ranks that are stopped, and leaves ranks out that do not
+// answer, since their processes do not run.  First it gives them time, since all ranks may have
+// been stopped, and be resumed one by one.  Returns whether a rank is gone, also if another rank
+// has done this; if none is, the operation times out.
+bool Arbiter::evict(const std::vector<int>& late) {
   const Nanos began = now();
-  bool killed = false;
+  const std::vector<int> ranks = live();
+  const auto pulses = [&](int r) {
+    return std::atomic_ref(page(r).pulses).load(std::memory_order_acquire);
+  };
+  std::vector<uint32_t> before;
+  for (const int r : ranks) {
+    before.push_back(pulses(r));
+    wakeSleeper(page(r).pulse_wake_word);
+  }
+  const std::string timed_out =
+      ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
+  bool killed = false, left_out = false;
   for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
-    if (std::ranges::any_of(ranks, [&](int r) { return !stateOf(r).isHere(); })) return true;
-    if (killed || now() < began + kCensus) continue;
-    killed = true;
-    auto left = static_cast<int>(live().size());
-    for (const int r : stoppedOf(ranks)) {
+    check();  // the others may have left this rank out
+    if (std::ranges::any_of(ranks, [&](int r) { return r != rank_ && !stateOf(r).isHere(); }))
+      return true;
+    auto left = static_cast<int>(ranks.size());
+    if (!killed && now() >= began + kCensus) {
+      killed = true;
+      for (const int r : stoppedOf(late)) {
+        if (--left < min_ranks_) break;
+        log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped" +
+            timed_out);
+        kill(peer(r).seat.process.pidfd);
+      }
+    }
+    if (left_out || now() < began + kAnswerTime) continue;
+    left_out = true;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      const int r = ranks[i];
+      if (r == rank_ || pulses(r) != before[i]) continue;
       if (--left < min_ranks_) break;
-      log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped: " +
-          textOf(current_) + " timed out after a timeout of " + seconds(timeout_));
-      kill(peer(r).seat.process.pidfd);
+      log("rank " + options_.shown(rank_) + " leaves " + who(r) +
+          " out, whose process does not answer" + timed_out);
+      leaveOut(page(r));
     }
   }
   return false;

@@ -21,9 +21,11 @@
 //
 // A group in shared memory that survives losses (SharedOptions::min_ranks) does not fail when a
 // rank ends or leaves.  The rank is *absent* from then on, once this rank's own wait has found it
-// gone: its process has ended, so it cannot write to shared memory any more.  A rank whose process
-// is stopped at a deadline is killed first.  Between hosts a loss fails the epoch (group/epoch.h),
-// and a new one takes its place.
+// gone.  A rank whose process is stopped at a deadline is killed.  A process that does not run
+// cannot always be seen or killed: its cgroup is frozen, or it is in another PID namespace.  So in
+// such a group each rank has a thread that answers (Pulse), and a rank that does not is left out
+// (transport/shm/page.h).  If it runs again, its next call raises PeerLost.  Between hosts a loss
+// fails the epoch (group/epoch.h), and a new one takes its place.
 #pragma once
 
 #include <atomic>
@@ -31,9 +33,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "base/fd.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
@@ -71,6 +75,21 @@ class PeerChannel {
   virtual void callLater(Nanos delay, std::function<void()> then) = 0;
 };
 
+// A thread that answers other ranks, whatever the program does, as long as its process runs.
+class Pulse {
+ public:
+  explicit Pulse(RankPage& page);  // of this rank
+  ~Pulse();
+
+ private:
+  void run();
+
+  RankPage& page_;
+  const int generation_ = forkGeneration();
+  std::atomic<bool> stopping_ = false;
+  std::thread* thread_ = nullptr;  // never deleted in a child, where there is no such thread
+};
+
 class Arbiter final : public WaitGuard, public net::Control::Listener {
  public:
   // `channel` is null if all ranks share the pages.  `min_ranks`: as in SharedOptions.
@@ -79,6 +98,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   // Starts an operation.  Throws if the group has failed.  `in_users_thread`: Ctrl-C can end it.
   void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread);
+  // Throws if the others have left this rank out meanwhile: then its result may be wrong.
   void end();
   const OpSignature& current() const { return current_; }  // the operation that runs
 
@@ -231,7 +251,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // A loss in a group that survives it.
   std::vector<int> live() const;  // all but the absent
   void goOnWithout(int rank);
-  bool evictStopped(const std::vector<int>& ranks);
+  bool isLeftOut() const { return pulse_ && ringreduce::isLeftOut(page(rank_)); }
+  bool evict(const std::vector<int>& late);
   bool isSilent(int rank) const;
   void askNowAndThen();
   // blame
@@ -266,6 +287,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   bool inline_ = false, has_more_time_ = false;
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages
   Nanos started_ = 0, deadline_ = kNever, timeout_ = 0, next_report_ = 0;
+  std::unique_ptr<Pulse> pulse_;
 };
 
 }  // namespace ringreduce

@@ -48,8 +48,8 @@ struct PeerState {
 
 // Why a rank is lost, as text after "is lost: ".
 inline constexpr char kProcessEnded[] = "its process ended";
-inline constexpr char kProcessReplaced[] =
-    "its process runs another program now (exec), or has closed its descriptors";
+inline constexpr char kProcessReplaced[] = "its process called exec (or closed its descriptors)";
+inline constexpr char kDidNotAnswer[] = "its process did not answer in time";
 
 // ---- the guard
 
@@ -101,8 +101,8 @@ class WaitGuard {
 
   virtual PeerState stateOf(int rank) const = 0;
 
-  // Whether operations go on without `rank`, in a group that survives losses: it has ended or left,
-  // and this rank knows it.  Its flags are final then.
+  // Whether operations go on without `rank`, in a group that survives losses: it has ended or left
+  // or is left out, and this rank knows it.  Its flags are final then.
   virtual bool isAbsent(int) const { return false; }
 
   // An operation needs data that an absent rank has not sent.  Throws the error of that operation;

@@ -221,16 +221,18 @@ void rings(int P, int depth, size_t window) {
 
 struct Died {};
 
-// A rank that dies when it is about to make so many more publications.
+// A rank that dies when it is about to make so many more publications; or the others take it for
+// dead, and it goes on.
 struct Mortal : HostRules {
   static inline thread_local int publications_left = 0;
   static inline thread_local bool one_more = false;  // after its death
+  static inline thread_local bool wakes = false;
   static inline thread_local std::function<void()> last_words;
   template <class Rules>
   static void store(uint64_t& flag, uint64_t n) {
     if (publications_left-- > 0) return HostRules::store<Rules>(flag, n);
     last_words();
-    if (!std::exchange(one_more, false)) throw Died{};
+    if (!std::exchange(one_more, false) && !wakes) throw Died{};
     for (int i = 0; i < 20; ++i) mutants::randomDelay();
     HostRules::store<Rules>(flag, n);
   }
@@ -239,15 +241,26 @@ struct Mortal : HostRules {
 enum class LossMistake {
   kNone,
   kTooEarly,  // a rank is taken for dead that publishes once more
+  kUnfenced,  // a rank that was frozen and goes on is not left out, but taken for dead
 };
 
 struct Survivor final : Impatient {
-  explicit Survivor(std::vector<std::atomic<bool>>& dead) : dead(dead) {}
+  Survivor(int me, std::vector<std::atomic<bool>>& dead, std::vector<RankPage>& pages, bool fences)
+      : me(me), dead(dead), pages(pages), fences(fences) {}
+  void poll(int rank, Ready ready) override {
+    if (isLeftOut(pages[static_cast<size_t>(me)])) throw Died{};
+    Impatient::poll(rank, ready);
+  }
   bool isAbsent(int rank) const override {
     mutants::randomDelay();
-    return dead[static_cast<size_t>(rank)];
+    const bool is_dead = dead[static_cast<size_t>(rank)];
+    if (is_dead && fences) leaveOut(pages[static_cast<size_t>(rank)]);
+    return is_dead;
   }
+  const int me;
   std::vector<std::atomic<bool>>& dead;
+  std::vector<RankPage>& pages;
+  const bool fences;
 };
 
 // A sum and an average over P ranks, of which some die.  An element tells whose addends it has.
@@ -256,8 +269,14 @@ struct LossyWorld {
   static constexpr int kSums = 2, kSlices = 3, kDepth = 4;
   static constexpr size_t kSlice = 4 * kChunkElements, kCount = kSlices * kSlice - 100;
 
-  LossyWorld(int P, bool shared_out)
-      : P(P), shared_out(shared_out), memory(P, kSlice * 4, kDepth), dead(static_cast<size_t>(P)) {}
+  // `wakes`: the ranks that are taken for dead go on.
+  LossyWorld(int P, bool shared_out, bool wakes, LossMistake mistake)
+      : P(P),
+        shared_out(shared_out),
+        wakes(wakes),
+        mistake(mistake),
+        memory(P, kSlice * 4, kDepth),
+        dead(static_cast<size_t>(P)) {}
 
   static float addend(int rank) { return static_cast<float>(1 << 6 * rank); }
   Span slice(uint64_t j) const { return piece(kCount, kSlice, j); }
@@ -277,13 +296,19 @@ struct LossyWorld {
     return BasicExchange<Rules>(me, members, waiter, guard);
   }
 
-  void dieAfter(int me, int publications, LossMistake mistake) {
-    Survivor guard(dead);
+  Survivor survivor(int me) {
+    return {me, dead, memory.pages, wakes && mistake != LossMistake::kUnfenced};
+  }
+
+  void dieAfter(int me, int publications) {
+    Survivor guard = survivor(me);
     Waiter waiter(memory.pages[static_cast<size_t>(me)], guard);
     auto mine = exchange<Mortal>(me, waiter, guard);
     Mortal::publications_left = publications;
     Mortal::last_words = [&] { dead[static_cast<size_t>(me)] = true; };
     Mortal::one_more = mistake == LossMistake::kTooEarly;
+    Mortal::wakes = wakes;
+    bool torn = false;
     const auto put = [](std::byte* at, float value, size_t n) {
       for (size_t i = 0; i < n; ++i) std::memcpy(at + 4 * i, &value, 4);
     };
@@ -293,12 +318,17 @@ struct LossyWorld {
         for (uint64_t j = 0; j < kSlices; ++j) {
           std::byte* const slot = mine.acquire(first + j);
           put(slot, -1e9F, kSlice);  // nobody may read the slot of a rank that dies here
-          if (Mortal::publications_left == 0) mine.post(first + j);
+          if (!wakes && Mortal::publications_left == 0) mine.post(first + j);
           put(slot, addend(me), slice(j).size);
           mine.post(first + j);
           float total = addend(me), ranks = 1;
           for (int r = 0; r < P; ++r)
-            if (r != me && mine.find(r, first + j)) total += addend(r), ++ranks;
+            if (const std::byte* theirs = r == me ? nullptr : mine.find(r, first + j)) {
+              total += addend(r), ++ranks;
+              float found;
+              std::memcpy(&found, theirs, 4);
+              torn = torn || (!shared_out && found != addend(r));
+            }
           if (shared_out) {
             const Span s = part(j, me);
             put(mine.own(first + j) + (s.begin - slice(j).begin) * 4,
@@ -309,6 +339,7 @@ struct LossyWorld {
           }
           mine.release(first + j);
         }
+        CHECK(wasLeftOut(memory.pages[static_cast<size_t>(me)]) || !torn);
       }
     } catch (const Died&) {
     }
@@ -316,7 +347,7 @@ struct LossyWorld {
   }
 
   void survive(int me) {
-    Survivor guard(dead);
+    Survivor guard = survivor(me);
     Waiter waiter(memory.pages[static_cast<size_t>(me)], guard);
     waiter.setPatience({.spin = 0, .yield = 20 * kMicrosecond, .sleep = kMillisecond});
     Exchange mine = exchange<HostRules>(me, waiter, guard);
@@ -345,8 +376,10 @@ struct LossyWorld {
     float total = 0, ranks = 0;
     for (int r = 0; r < P; ++r) {
       RankPage& page = memory.pages[static_cast<size_t>(r)];
-      const Flag& flag = shared_out && r == owner ? page.reduced : page.posted;
-      if (!dead[static_cast<size_t>(r)] || flag.value > step) total += addend(r), ++ranks;
+      const bool shares = shared_out && r == owner;
+      const uint64_t last = shares ? page.last_reduced : page.last_posted;
+      const uint64_t count = page.left_out ? last - 1 : (shares ? page.reduced : page.posted).value;
+      if (!dead[static_cast<size_t>(r)] || count > step) total += addend(r), ++ranks;
     }
     return step < kSlices ? total : total / ranks;
   }
@@ -363,23 +396,24 @@ struct LossyWorld {
   }
 
   const int P;
-  const bool shared_out;
+  const bool shared_out, wakes;
+  const LossMistake mistake;
   Memory memory;
   std::vector<std::atomic<bool>> dead;
   std::vector<std::vector<float>> results[4];
 };
 
-template <LossMistake kMistake = LossMistake::kNone>
+template <LossMistake kMistake = LossMistake::kNone, bool kWakes = false>
 void losses() {
   for (const bool shared_out : {false, true})
     for (const auto& [P, mortals] : {std::pair{2, 1}, {3, 1}, {4, 2}, {4, 3}})
       for (int publications = 0; publications < LossyWorld::kSums * LossyWorld::kSlices * 3;
            ++publications) {
-        LossyWorld world(P, shared_out);
+        LossyWorld world(P, shared_out, kWakes, kMistake);
         ranks::inThreads(P, [&](int me) {
           // Rank 0 dies first: it owns the first part.
           if (me < mortals)
-            world.dieAfter(me, publications + 2 * me, kMistake);
+            world.dieAfter(me, publications + 2 * me);
           else
             world.survive(me);
         });
@@ -483,6 +517,7 @@ const mutants::Mutants kMutants{
     {"early_release", [] { rings<Delayed, HostPrimitives, true>(3, 2, 1); }},
     {"skipped_slice", [] { rings<Delayed, SkippedSlice>(3, 4, 2); }},
     {"taken_for_dead_too_early", losses<LossMistake::kTooEarly>},
+    {"woken_up_and_not_left_out", losses<LossMistake::kUnfenced, true>},
     {"channel_weak_publish", channels<WeakPublish>},
     {"channel_weak_observe", channels<WeakObserve>},
     {"channel_early_reuse", channels<EarlyReuse>},
@@ -498,6 +533,7 @@ TEST(exchange_and_ring_hold_under_random_delays) {
 
 TEST(survivors_agree_wherever_ranks_die) {
   losses();
+  losses<LossMistake::kNone, true>();
 }
 
 TEST(channels_hold_under_random_delays) {

@@ -26,6 +26,11 @@
 // without a message on the steps that it has posted and shared.  Slots of these steps stay
 // readable.  For all other steps `find` and `shared` return null.  `acquire` does not wait for an
 // absent rank, which reads no slots any more.
+//
+// If its process has not ended (it is frozen), it is left out before it is absent (page.h): then
+// its flags count as final.  If it goes on later, it fills no slot that another rank reads, and the
+// slots that it reads may be filled anew.  So it looks at its own page at the end of an operation,
+// before it uses a result.
 #pragma once
 
 #include <cstddef>
@@ -95,7 +100,7 @@ class BasicExchange {
 
   // As peek, but null if rank r is absent and has not posted the step.
   std::byte* find(int r, uint64_t step) {
-    if (!await(r, step, &RankPage::posted, seen_[r].posted)) return nullptr;
+    if (!await(r, step, &RankPage::posted, &RankPage::last_posted, seen_[r].posted)) return nullptr;
     if (!seen_[r].verified) {
       guard_.verify(r);
       seen_[r].verified = true;
@@ -111,8 +116,9 @@ class BasicExchange {
 
   // Null if rank r is absent and has not shared the step.
   const std::byte* shared(int r, uint64_t step) {
-    return await(r, step, &RankPage::reduced, seen_[r].reduced) ? members_[r].slots.at(step)
-                                                                : nullptr;
+    return await(r, step, &RankPage::reduced, &RankPage::last_reduced, seen_[r].reduced)
+               ? members_[r].slots.at(step)
+               : nullptr;
   }
 
   // After endOperation: passes all steps of the operation, so that no rank waits for them.  Other
@@ -141,11 +147,14 @@ class BasicExchange {
   }
 
   // Whether rank r has passed the step; false only if it is absent.
-  bool await(int r, uint64_t step, Flag RankPage::* flag, uint64_t& seen) {
+  bool await(int r, uint64_t step, Flag RankPage::* flag, uint64_t RankPage::* last,
+             uint64_t& seen) {
     if (seen > step) return true;
     const auto passed = [&] { return (seen = (page(r).*flag).template observe<Rules>()) > step; };
     waiter_.until(r, [&] { return passed() || guard_.isAbsent(r); });
-    return seen > step || passed();  // again: it may have passed the step just before it ended
+    if (seen <= step) passed();  // again: it may have passed the step just before it ended
+    if (isLeftOut(page(r))) seen = agreedValue(page(r).*flag, page(r).*last);
+    return seen > step;
   }
 
   const int rank_;

@@ -4,6 +4,7 @@
 // owner writes to it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -47,11 +48,55 @@ struct RankPage {
   alignas(kLine) uint32_t messenger_wake_word;  // 1 while the owner sleeps and waits for messages
   alignas(kLine) uint32_t departed;             // a Declared of the owner
 
+  // Written by the other ranks, in a group that survives losses, when they go on without the owner.
+  alignas(kLine) uint32_t left_out;
+  uint64_t last_posted, last_reduced;  // 1 + what the flags count for from then on; 0: not agreed
+
+  // The owner answers, if its process runs: `pulses` counts, after pulse_wake_word was woken.
+  alignas(kLine) uint32_t pulse_wake_word;
+  uint32_t pulses;
+
   // Why the group has failed, or 0: written once, by the first rank that found a cause.  Only the
   // page of the host's first rank counts.  `record` is the text of a failure that this page's owner
   // reported.
   alignas(kLine) uint64_t failure;
   alignas(kLine) char record[2048];
 };
+
+// ---- a rank that is left out
+//
+// Its process may be one that was frozen and runs again, in the middle of an operation.  So its
+// flags count no further than the other ranks agree: a rank first sets `left_out`, and only then
+// reads a flag, and the first such value holds for all.  A rank that has read a larger value looks
+// at `left_out` afterwards, and uses the value that was agreed if it is set.  If it is not, all
+// that set it later read no smaller value.
+
+inline bool isLeftOut(RankPage& page) {
+  return std::atomic_ref(page.left_out).load(std::memory_order_seq_cst) != 0;
+}
+
+// How far a flag of a rank that is left out counts; `last` is of the same page.
+inline uint64_t agreedValue(Flag& flag, uint64_t& last) {
+  const std::atomic_ref agreed(last);
+  uint64_t known = agreed.load(std::memory_order_seq_cst);
+  if (known == 0)
+    if (const uint64_t seen = flag.observe() + 1;
+        agreed.compare_exchange_strong(known, seen, std::memory_order_seq_cst))
+      known = seen;
+  return known - 1;
+}
+
+inline void leaveOut(RankPage& page) {
+  std::atomic_ref(page.left_out).store(1, std::memory_order_seq_cst);
+  agreedValue(page.posted, page.last_posted);
+  agreedValue(page.reduced, page.last_reduced);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before slots that it reads are filled
+}
+
+// Asked by the owner when an operation is over: whether others may have filled slots that it read.
+inline bool wasLeftOut(RankPage& page) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return isLeftOut(page);
+}
 
 }  // namespace ringreduce
