@@ -138,3 +138,17 @@ def test_a_tensor_made_by_default_is_seen() -> None:
     assert len(made_by_default("torch.randperm(3)\ntorch.full((), 1, device=d)\n")) == 2
     text = "torch.ones(3, dtype=t, device=d)\ntorch.randint(3, (4,), **draw)\na.new_zeros(3)\n"
     assert made_by_default(text + "torch.randperm(9, device='cpu')\nnumpy.zeros(3)\n") == []
+
+
+def test_numbers_do_not_follow_the_locale() -> None:
+    """base/text.h reads and writes them with a decimal point in every program."""
+    follows = re.compile(
+        r"\b(strto(d|f|ld)|sto(d|f|ld)|atof)\(|%[-+ #0-9.*]*[aefgAEFG]\b|"
+        r"std::[io]?stringstream\b"
+    )
+    wrong = {
+        path: [match[0] for match in follows.finditer(text)]
+        for path, text in sources().items()
+        if path != "base/text.h" and follows.search(text)
+    }
+    assert wrong == {}

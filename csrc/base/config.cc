@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <initializer_list>
@@ -18,13 +17,6 @@ namespace {
 std::string textOf(const char* name) {
   const char* text = std::getenv(name);
   return text ? text : "";
-}
-
-// "0.5", "1000000000"
-std::string shortText(double number) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.10g", number);
-  return text;
 }
 
 // A variable that is set.
@@ -52,10 +44,10 @@ struct Given {
   EnvValue<int64_t> integer(int64_t low, int64_t high) {
     const std::string wanted =
         "a whole number from " + std::to_string(low) + " to " + std::to_string(high);
-    char* end = nullptr;
-    double number = std::strtod(text.c_str(), &end);
-    const std::string_view suffix(end);
-    if (end == text.c_str()) return isNot(wanted);
+    std::string_view suffix = text;
+    const auto read = takeNumber(suffix);
+    if (!read) return isNot(wanted);
+    double number = *read;
     if (suffix == "K" || suffix == "k")
       number *= 1 << 10;
     else if (suffix == "M" || suffix == "m")
@@ -71,12 +63,12 @@ struct Given {
   }
 
   EnvValue<double> number(const char* unit, double low, double high) {
-    char* end = nullptr;
-    const double number = std::strtod(text.c_str(), &end);
-    if (end == text.c_str() || *end || !(number >= low && number <= high))
-      return isNot(std::string("a number of ") + unit + " from " + shortText(low) + " to " +
-                   shortText(high));
-    return number;
+    std::string_view rest = text;
+    const auto number = takeNumber(rest);
+    if (!number || !rest.empty() || !(*number >= low && *number <= high))
+      return isNot(std::string("a number of ") + unit + " from " + shortText(low, 10) + " to " +
+                   shortText(high, 10));
+    return *number;
   }
 
   EnvValue<std::string> word(std::initializer_list<std::string_view> words) {

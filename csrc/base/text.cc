@@ -1,12 +1,19 @@
 // Numbers and lists in words.
 #include "base/text.h"
 
-#include <cstdio>
+#include <charconv>
+#include <system_error>
 
 namespace ringreduce {
 namespace {
 
 constexpr std::string_view kHexDigits = "0123456789abcdef";
+
+std::string textOf(double number, std::chars_format format, int precision) {
+  char text[400];  // the largest double has 309 digits before its point
+  const auto written = std::to_chars(text, text + sizeof text, number, format, precision);
+  return {text, written.ptr};
+}
 
 }  // namespace
 
@@ -17,11 +24,29 @@ std::vector<int> otherRanks(int rank, int size) {
   return ranks;
 }
 
+std::string shortText(double number, int digits) {
+  return textOf(number, std::chars_format::general, digits);
+}
+
+std::string fixedText(double number, int decimals) {
+  return textOf(number, std::chars_format::fixed, decimals);
+}
+
+std::optional<double> takeNumber(std::string_view& text) {
+  const size_t start = text.find_first_not_of(" \t\n\v\f\r");
+  if (start == std::string_view::npos) return std::nullopt;
+  const bool plus = text[start] == '+' && !text.substr(start + 1).starts_with('-');
+  double number = 0;
+  const char* end = text.data() + text.size();
+  const auto read = std::from_chars(text.data() + start + (plus ? 1 : 0), end, number);
+  if (read.ec != std::errc()) return std::nullopt;
+  text.remove_prefix(static_cast<size_t>(read.ptr - text.data()));
+  return number;
+}
+
 std::string seconds(Nanos time) {
   const double value = static_cast<double>(time) / kSecond;
-  char text[32];
-  std::snprintf(text, sizeof text, value < 999.5 ? "%.3g s" : "%.0f s", value);
-  return text;
+  return (value < 999.5 ? shortText(value, 3) : fixedText(value, 0)) + " s";
 }
 
 std::string joined(const std::vector<int>& numbers, std::string_view between) {

@@ -1,9 +1,12 @@
-// Parts of messages as text: rank lists, times, hexadecimal numbers.
+// Parts of messages as text: rank lists, times, numbers.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <iterator>
+#include <locale>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +17,27 @@ namespace ringreduce {
 
 // All ranks of a group except one.
 std::vector<int> otherRanks(int rank, int size);
+
+// ---- numbers
+//
+// With a decimal point and without groups, whatever the program's locale is: strtod, printf and
+// streams follow it.
+
+// As printf's "%.*g" and "%.*f".
+std::string shortText(double number, int digits);
+std::string fixedText(double number, int decimals);
+// Takes the number that a text begins with, after white space, off the text; none if there is none.
+std::optional<double> takeNumber(std::string_view& text);
+
+// Streams of text, such as what other processes write and read.
+struct TextWriter : std::ostringstream {
+  TextWriter() { imbue(std::locale::classic()); }
+};
+struct TextReader : std::istringstream {
+  explicit TextReader(const std::string& text) : std::istringstream(text) {
+    imbue(std::locale::classic());
+  }
+};
 
 // "2.5 s"
 std::string seconds(Nanos time);

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <chrono>
 #include <optional>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -404,7 +403,7 @@ HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll)
   if (setting.measure) {
     const size_t H = static_cast<size_t>(hosts.count());
     if (hosts.localRankOf(rank_) == 0 && rank_ != 0) {
-      std::ostringstream row;
+      TextWriter row;
       for (const double rate : survey(hosts, poll)) row << rate << ' ';
       store.set(rateKey(nonce_, hosts.hostOf(rank_)), row.str());
     }
@@ -414,7 +413,7 @@ HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll)
         std::vector<double> into = to == 0 ? survey(hosts, poll) : std::vector<double>(H);
         if (to > 0) {
           const std::string key = rateKey(nonce_, static_cast<int>(to));
-          std::istringstream row(await(store, key, poll));
+          TextReader row(await(store, key, poll));
           for (double& rate : into) row >> rate;
           store.remove(key);
         }

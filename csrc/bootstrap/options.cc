@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "base/config.h"
 #include "base/error.h"
@@ -114,14 +113,14 @@ void SharedOptions::validate(int world_size) const {
 }
 
 std::string SharedOptions::toText() const {
-  std::ostringstream text;
+  TextWriter text;
   text << static_cast<int>(algorithm) << ' ' << slot_bytes << ' ' << slots << ' ' << sockets << ' '
        << encrypted << ' ' << min_ranks << ' ' << static_cast<int>(order);
   return text.str();
 }
 
 SharedOptions SharedOptions::fromText(const std::string& text) {
-  std::istringstream in(text);
+  TextReader in(text);
   SharedOptions options;
   int algorithm = 0, order = 0;
   if (!(in >> algorithm >> options.slot_bytes >> options.slots >> options.sockets >>

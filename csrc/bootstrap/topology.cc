@@ -2,10 +2,8 @@
 #include "bootstrap/topology.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <numeric>
-#include <sstream>
 
 #include "base/config.h"
 #include "base/error.h"
@@ -73,9 +71,7 @@ std::vector<int> ownOrder(int n) {
 }
 
 std::string rateText(double mbit) {
-  char text[32];
-  std::snprintf(text, sizeof text, mbit < 100 ? "%.1f" : "%.0f", mbit);
-  return text;
+  return fixedText(mbit, mbit < 100 ? 1 : 0);
 }
 
 bool isOrderOf(const std::vector<int>& numbers, int n) {
@@ -130,7 +126,7 @@ RingSetting RingSetting::fromText(const std::string& text) {
                 "RINGREDUCE_RING=" + text + ": " + why +
                     "; it can be 'measure', or numbers of hosts or of ranks, such as 0,2,1,3");
   };
-  std::istringstream items(text);
+  TextReader items(text);
   for (std::string item; std::getline(items, item, ',');) {
     item.erase(0, item.find_first_not_of(" \t"));
     item.erase(item.find_last_not_of(" \t") + 1);
@@ -200,13 +196,13 @@ std::string HostRing::toText() const {
 
 HostRing HostRing::fromText(const Hosts& hosts, const std::string& text) {
   HostRing ring{.source = Source::kMeasured, .hosts = {}};
-  std::istringstream parts(text);
+  TextReader parts(text);
   std::string part;
   std::getline(parts, part, ';');
-  std::istringstream order(part);
+  TextReader order(part);
   for (int host = 0; order >> host;) ring.hosts.push_back(host);
   while (std::getline(parts, part, ';')) {
-    std::istringstream row(part);
+    TextReader row(part);
     ring.mbit.emplace_back();
     for (double rate = 0; row >> rate;) ring.mbit.back().push_back(rate);
   }

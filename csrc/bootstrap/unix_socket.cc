@@ -12,9 +12,9 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <sstream>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "transport/tcp/handshake.h"
 
 #ifndef SO_PEERPIDFD
@@ -175,7 +175,7 @@ std::string encode(const Fields& fields) {
 
 Fields decode(const std::string& text) {
   Fields fields;
-  std::istringstream lines(text);
+  TextReader lines(text);
   for (std::string line; std::getline(lines, line);)
     if (const size_t at = line.find('='); at != std::string::npos)
       fields[line.substr(0, at)] = line.substr(at + 1);

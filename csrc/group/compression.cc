@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "group/agreement.h"
 #include "kernels/message.h"
 
@@ -56,13 +56,9 @@ std::optional<bool> AutoTuner::decide(const Numbers& all, std::string& why) cons
     const bool clearly = shortens && coded < kClear * exact && coded_step < kClear * exact_step;
     if (!clearly && !clearly_not) return std::nullopt;
   }
-  char text[200];
-  std::snprintf(
-      text, sizeof text,
-      "a step takes %.3g ms coded and %.3g ms exact, of which all-reduces are busy for %.3g "
-      "ms and %.3g ms",
-      coded_step * 1e3, exact_step * 1e3, coded * 1e3, exact * 1e3);
-  why = text;
+  const auto ms = [](double time) { return shortText(time * 1e3, 3) + " ms"; };
+  why = "a step takes " + ms(coded_step) + " coded and " + ms(exact_step) +
+        " exact, of which all-reduces are busy for " + ms(coded) + " and " + ms(exact);
   return shortens;
 }
 

@@ -6,7 +6,6 @@
 #include <functional>
 #include <future>
 #include <optional>
-#include <sstream>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -114,14 +113,14 @@ std::vector<int> readRanks(std::istream& in) {
 }  // namespace
 
 std::string Standing::toText() const {
-  std::ostringstream out;
+  TextWriter out;
   out << operation << ' ' << holds << ' ' << epoch;
   write(out, unreachable);
   return out.str();
 }
 
 Standing Standing::fromText(const std::string& text) {
-  std::istringstream in(text);
+  TextReader in(text);
   Standing one;
   in >> one.operation >> one.holds >> one.epoch;
   one.unreachable = readRanks(in);
@@ -225,7 +224,7 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
       }
       if (all_there) {
         const Plan plan = planOf(came, ended);
-        std::ostringstream out;
+        TextWriter out;
         out << "plan " << plan.operation << ' ' << plan.is_done;
         write(out, plan.members);
         return adopt(store_->setOnce(plan_key, out.str()));
@@ -248,7 +247,7 @@ void Recovery::giveUp(const Error& error) {
 }
 
 Plan Recovery::adopt(const std::string& text) {
-  std::istringstream in(text);
+  TextReader in(text);
   std::string kind;
   in >> kind;
   if (kind == "end") {

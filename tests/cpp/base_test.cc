@@ -5,8 +5,11 @@
 
 #include <array>
 #include <atomic>
+#include <clocale>
 #include <cstdlib>
+#include <locale>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -197,6 +200,44 @@ TEST(messages_read_well) {
                      .dtype = DType::kBFloat16,
                      .op = static_cast<uint8_t>(ReduceOp::kMax)}),
            "all_reduce #0 (bfloat16, 1 element, MAX)");
+}
+
+// A decimal comma and groups of digits, as of many countries.
+struct Commas : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+TEST(numbers_are_the_same_in_every_locale) {
+  const std::string before = std::setlocale(LC_NUMERIC, nullptr);
+  const std::locale streams = std::locale::global(std::locale(std::locale::classic(), new Commas));
+  std::setlocale(LC_NUMERIC, "de_DE.UTF-8");  // where it is installed
+  setenv("RINGREDUCE_STALL_SECONDS", "0.5", 1);
+  setenv("RINGREDUCE_SLOT_BYTES", "1.5M", 1);
+  const Config config = Config::read();
+  const SharedOptions shared{.slot_bytes = 1 << 20};
+  const std::string text = shared.toText();
+  CHECK_EQ(seconds(2500 * kMillisecond), "2.5 s");
+  CHECK_EQ(shortText(1234567, 10), "1234567");
+  CHECK_EQ(config.stall_seconds.get(), 0.5);
+  CHECK_EQ(config.slot_bytes.get(), 3 << 19);
+  std::locale::global(streams);
+  std::setlocale(LC_NUMERIC, before.c_str());
+  unsetenv("RINGREDUCE_STALL_SECONDS");
+  unsetenv("RINGREDUCE_SLOT_BYTES");
+  CHECK_EQ(text, shared.toText());
+  CHECK_EQ(SharedOptions::fromText(text).slot_bytes, shared.slot_bytes);
+}
+
+TEST(numbers_are_taken_off_a_text) {
+  std::string_view text = " +1.5M";
+  CHECK_EQ(takeNumber(text).value_or(0), 1.5);
+  CHECK_EQ(std::string(text), "M");
+  for (const char* none : {"", " ", "M", "+-1", "+", ","}) {
+    text = none;
+    CHECK(!takeNumber(text));
+  }
 }
 
 TEST(a_forked_child_holds_no_descriptor_of_ours) {

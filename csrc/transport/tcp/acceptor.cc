@@ -16,7 +16,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -80,7 +79,7 @@ std::string Endpoint::text() const {
 
 Endpoint Endpoint::fromText(const std::string& text) {
   Endpoint endpoint;
-  std::istringstream words(text);
+  TextReader words(text);
   for (std::string word; words >> word;) {
     const auto address = Address::parse(word);
     if (!address && isOfInterfaceElsewhere(word)) continue;

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -300,7 +299,7 @@ Term termOf(const std::string& item, const std::string& wanted) {
 
 std::vector<Term> termsOf(const std::string& wanted) {
   std::vector<Term> terms;
-  std::istringstream items(wanted);
+  TextReader items(wanted);
   for (std::string item; std::getline(items, item, ',');) {
     item.erase(0, item.find_first_not_of(" \t"));
     item.erase(item.find_last_not_of(" \t") + 1);

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <string>
+
+#include "base/text.h"
 
 namespace ringreduce::net {
 
@@ -456,14 +458,11 @@ bool ConnectionCount::isLongPath() const {
 }
 
 std::string ConnectionCount::why() const {
-  char text[160];
-  int length =
-      std::snprintf(text, sizeof text, "%d: round trip %.1f ms, %llu packets lost, %.0f Mbit/s",
-                    wanted_, static_cast<double>(round_trip_) / kMillisecond,
-                    static_cast<unsigned long long>(lost_), rate_ * 8e-6);
-  if (no_faster_ > 0)
-    std::snprintf(text + length, sizeof text - static_cast<size_t>(length), "; %d were no faster",
-                  no_faster_);
+  std::string text = std::to_string(wanted_) + ": round trip " +
+                     fixedText(static_cast<double>(round_trip_) / kMillisecond, 1) + " ms, " +
+                     std::to_string(lost_) + " packets lost, " + fixedText(rate_ * 8e-6, 0) +
+                     " Mbit/s";
+  if (no_faster_ > 0) text += "; " + std::to_string(no_faster_) + " were no faster";
   return text;
 }
 
