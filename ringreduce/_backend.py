@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ _MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT",
 # The process that has been in such a group: this one, or the one that it was forked from.
 _maker = 0
 
-SUPERVISOR = "_RR_SUPERVISOR"  # the variable with that folder
+# The variable with the path of supervise.py's memfd, and the memfd's name.
+SUPERVISOR = "_RR_SUPERVISOR"
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
 THREADS_GRACE = 0.2
@@ -133,10 +133,13 @@ def note_member() -> None:
 
 
 def tell_supervisor(name: str) -> None:
-    """Makes a file in supervise.py's folder, if there is one: "made", or a rank with the state."""
-    if folder := os.environ.get(SUPERVISOR):
+    """Adds a line for supervise.py, if there is one: "made", or a rank that has the state."""
+    if path := os.environ.get(SUPERVISOR):
         with contextlib.suppress(OSError):  # it has ended
-            Path(folder, name).touch()
+            # Another process may have its number since.
+            if os.readlink(path).startswith(f"/memfd:{SUPERVISOR}"):
+                with open(path, "a") as lines:
+                    lines.write(f"{name}\n")
 
 
 @functools.cache

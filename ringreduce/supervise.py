@@ -22,15 +22,12 @@ holds only the store, for ranks that something else starts, or for supervisors w
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -178,7 +175,8 @@ class Ranks:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
         self.was_made = False  # whether there has been a group
-        self.folder = tempfile.mkdtemp()  # for tell_supervisor
+        # Lines of tell_supervisor.  There is no file that could be cleaned away.
+        self.told = open(os.memfd_create(SUPERVISOR), "rb", buffering=0)  # noqa: SIM115
 
     def say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
@@ -205,11 +203,11 @@ class Ranks:
             # torch then takes the store at that port, and rank 0 starts none.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            SUPERVISOR: self.folder,
+            SUPERVISOR: f"/proc/{os.getpid()}/fd/{self.told.fileno()}",
         }
 
     def start(self, rank: int) -> None:
-        Path(self.folder, str(rank)).unlink(missing_ok=True)
+        self._listen()  # what the last process of this rank has said
         self.running[rank] = subprocess.Popen(self.command, env=self.environment(rank))
         self.say(f"rank {rank} is process {self.running[rank].pid}")
 
@@ -217,11 +215,14 @@ class Ranks:
         self.start(rank)
         self.waiting.add(rank)
 
+    def _listen(self) -> None:
+        names = self.told.read().decode().split()
+        self.was_made |= bool(names)
+        self.waiting -= {int(name) for name in names if name.isdecimal()}
+
     def ended(self) -> dict[int, int]:
         """The exit statuses of the ranks that have ended since the last call."""
-        told = os.listdir(self.folder)
-        self.was_made |= bool(told)
-        self.waiting -= {int(name) for name in told if name.isdigit()}
+        self._listen()
         codes = {r: code for r, p in self.running.items() if (code := p.poll()) is not None}
         for rank in codes:
             del self.running[rank]
@@ -290,7 +291,6 @@ def run_and_end(ranks: Ranks, work: Callable[[], int]) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         ranks.end()
-        shutil.rmtree(ranks.folder, ignore_errors=True)
 
 
 def main() -> int:

@@ -278,6 +278,26 @@ def test_supervise_starts_lost_ranks_again(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("it is started again") == 2, done
 
 
+def test_supervise_keeps_nothing_in_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where other programs may clean it away, or write."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, pathlib, shutil, time
+for folder in pathlib.Path(os.environ["TMPDIR"]).glob("*/"):
+    (folder / "²").touch()
+    time.sleep(0.5)
+    shutil.rmtree(folder)
+    time.sleep(0.5)
+"""
+    )
+    done = supervise("--nproc", "1", str(script))
+    assert done.returncode == 0, done
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

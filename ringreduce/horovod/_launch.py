@@ -3,9 +3,9 @@
 import argparse
 import os
 import pickle
-import shutil
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -146,9 +146,9 @@ def run(
     if output_filename:
         command = [command[0], str(_OUTPUT), os.path.abspath(output_filename), *command]
     workers = _Workers(command, num_proc, store.port, more, bool(verbose))
-    folder = Path(workers.folder)
-    workers.command.append(str(folder))
-    try:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        workers.command.append(name)
         with (folder / "call").open("wb") as file:
             pickle.dump(sys.path, file)
             try:
@@ -158,10 +158,11 @@ def run(
                 raise ValueError(
                     f"func or its arguments cannot be pickled: {error}{hint}"
                 ) from error
-        return _results(workers, folder, num_proc)
-    finally:
-        workers.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            return _results(workers, folder, num_proc)
+        finally:
+            workers.end()
+            workers.told.close()
 
 
 def _results(workers: _Workers, folder: Path, count: int) -> list[Any]:

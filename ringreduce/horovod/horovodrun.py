@@ -211,7 +211,7 @@ def _hosts(text: str) -> list[tuple[str, int]]:
         host, colon, slots = part.strip().rpartition(":")
         if not colon:
             host, slots = part.strip(), "1"
-        if not host or not slots.isdigit() or int(slots) < 1:
+        if not host or not slots.isdecimal() or int(slots) < 1:
             raise ValueError(f"{part.strip()!r} in the list of hosts is not such as host1:2")
         pairs.append((host, int(slots)))
     return pairs
@@ -224,7 +224,7 @@ def _hostfile(path: str) -> list[tuple[str, int]]:
         if not words:
             continue
         slots = words[1].removeprefix("slots=") if len(words) == 2 else "1"
-        if len(words) > 2 or not slots.isdigit() or int(slots) < 1:
+        if len(words) > 2 or not slots.isdecimal() or int(slots) < 1:
             raise ValueError(f"{line.strip()!r} in {path} is not such as: host1 slots=2")
         pairs.append((words[0], int(slots)))
     return pairs
