@@ -27,6 +27,8 @@ _MADE = "ringreduce/elastic/made" + os.environ.get("TORCHELASTIC_RESTART_COUNT",
 # The process that has been in such a group: this one, or the one that it was forked from.
 _maker = 0
 
+_MADE_BY_TORCH = "default_pg/"
+
 # The variable with the path of supervise.py's memfd, and the memfd's name.
 SUPERVISOR = "_RR_SUPERVISOR"
 
@@ -178,6 +180,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         )
     _keep_usable_devices()
     ranks = list(dist_backend_opts.global_ranks_in_group)
+    keeps_store = not dist.is_initialized() and _outlives_its_group(dist_backend_opts)
     all_ranks = dist.get_world_size() if dist.is_initialized() else 0
     connect = _when_to_connect(dist_backend_opts, options)
     backend = extension().create_backend(
@@ -191,12 +194,41 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
         connect=connect,
         make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
+        keeps_store=keeps_store,
         **dataclasses.asdict(options),
     )
     if connect == "now" and extension().goes_on(backend):
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
     return backend
+
+
+def _outlives_its_group(dist_backend_opts: Any) -> bool:
+    """Whether this default group's store is to outlive it (csrc/torch/store_keeper.h).
+
+    It is if torch made it: nobody else refers to it then.  If it goes on with the server of the
+    last default group, it gets rid of what that one's other groups have left there: other backends
+    would take it for their own.
+    """
+    store, root = dist_backend_opts.store, dist_backend_opts.store
+    goes_on = extension().drop_kept_store(store)
+    own = extension().prefix_in_tcp_store(store)
+    # init_process_group puts this prefix before the stores that it makes.
+    if not own.startswith(_MADE_BY_TORCH) or dist_backend_opts.group_rank != 0:
+        return False
+    while hasattr(root, "underlying_store"):
+        root = root.underlying_store
+    others = [
+        key
+        for key in root.list_keys()
+        if key.startswith(_MADE_BY_TORCH) and not key.startswith(own)
+    ]
+    if goes_on:
+        for key in others:
+            root.delete_key(key)
+        others = []
+    # Others are those of another device's backend in this group, which it would find again.
+    return dist_backend_opts.group_size > 1 and not others
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:

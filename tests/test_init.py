@@ -110,6 +110,45 @@ def test_made_again_on_the_same_store(
     assert call.results() == [[3.0 * k for k in range(10)]] * 3
 
 
+@pytest.mark.ringreduce
+def test_made_again_without_a_launchers_store(tmp_path: Path) -> None:
+    """Ranks that make their next group before rank 0 has destroyed the last one find it there."""
+    script = write(
+        tmp_path,
+        """
+        import datetime, socket, time
+
+        rank = int(os.environ["RANK"])
+        for k in range(8):
+            dist.init_process_group("ringreduce", timeout=datetime.timedelta(seconds=30))
+            # Finds no address of the last one, although the store is the same.
+            beside = dist.new_group(backend="gloo")
+            for group in (None, beside):
+                t = torch.full((100,), float(rank + k))
+                dist.all_reduce(t, group=group)
+                assert t[0].item() == 3 + 3 * k, (k, t[0])
+            if k % 2 == 0 and rank == 0:
+                time.sleep(0.1)
+            dist.destroy_process_group()
+            if k % 3 == 1 and rank == 0:
+                time.sleep(1)  # the others wait there for longer than an unused store is kept
+        del group, beside  # refer to the store
+        while rank == 0:  # it is not kept for ever
+            time.sleep(0.02)
+            with socket.socket() as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    s.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+                    break
+                except OSError:
+                    pass
+        """,
+    )
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    for done in run_ranks(script, 3, env, timeout=100):
+        assert done.returncode == 0, done.stderr
+
+
 def serve_store(me: Rank) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     me.tell(server.port)

@@ -24,6 +24,7 @@
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
 #include "torch/staged_backend.h"
+#include "torch/store_keeper.h"
 #include "transport/shm/shared_block.h"
 
 namespace ringreduce {
@@ -293,7 +294,7 @@ Backend& asRingreduce(c10d::Backend& backend) {
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                  const GroupOptions& options, Gpus gpus, Connect connect,
-                 ChooseShared choose_shared)
+                 ChooseShared choose_shared, bool keeps_store)
     : c10d::Backend(rank, size),
       store_(store),
       group_store_(store),
@@ -302,6 +303,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
           "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
       gpus_(std::move(gpus)),
       choose_shared_(std::move(choose_shared)),
+      keeps_store_(keeps_store),
       is_connected_(connect == Connect::kNow),
       connect_(connect),
       buffers_(std::make_shared<Buffers>()) {
@@ -804,6 +806,7 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::abort() {
+  if (keeps_store_) keepStore(store_, nanosOf(options_->timeout));  // torch may destroy it next
   observer_->runAbortHooks(observer_->groups());
   endReconfigure("abort() was called");
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
@@ -811,6 +814,7 @@ void Backend::abort() {
 }
 
 void Backend::shutdown() {
+  if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
   endReconfigure("its group was destroyed");
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
@@ -826,6 +830,7 @@ void Backend::shutdown() {
 }
 
 void Backend::shutdownAll() {
+  dropKeptStore();
   decltype(LiveGroups::groups) groups;
   decltype(LiveGroups::changes) changes;
   {

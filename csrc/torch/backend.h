@@ -53,10 +53,10 @@ class Backend final : public c10d::Backend {
   enum class Connect { kNow, kByReconfigure, kByPrepare };
 
   // `choose_shared`: for this group and for those that replace it; null: `options` or the
-  // environment decide.
+  // environment decide.  `keeps_store`: its store outlives it, see store_keeper.h.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
           const GroupOptions& options, Gpus gpus, Connect connect = Connect::kNow,
-          ChooseShared choose_shared = nullptr);
+          ChooseShared choose_shared = nullptr, bool keeps_store = false);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -266,6 +266,7 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   const Gpus gpus_;  // handed on to groups made of this one
   const ChooseShared choose_shared_;
+  std::atomic<bool> keeps_store_;
   mutable std::mutex group_mutex_;  // of the group, its GPUs and the change of its members
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed

@@ -24,6 +24,7 @@
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/errors.h"
+#include "torch/store_keeper.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
 
@@ -148,7 +149,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          std::optional<double> stall_seconds,
                          const std::optional<std::string>& order, const std::string& gpu_facts,
                          const py::object& make_inner, int of_ranks, const std::string& connect,
-                         const std::shared_ptr<Making>& making) {
+                         const std::shared_ptr<Making>& making, bool keeps_store) {
   const auto call = shared(make_inner);
   Backend::Gpus gpus{.facts = gpu_facts,
                      .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
@@ -189,7 +190,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                       {"reconfigure", Connect::kByReconfigure},
                                                       {"join", Connect::kByPrepare}};
     return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus),
-                                        kWays.at(connect), std::move(choose_shared));
+                                        kWays.at(connect), std::move(choose_shared), keeps_store);
   } catch (const Error&) {
     rethrowToPython();
   }
@@ -461,7 +462,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none());
+        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none(),
+        "keeps_store"_a = false);
+  m.def("prefix_in_tcp_store", &prefixInTcpStore, "store"_a);
+  m.def("drop_kept_store", &dropKeptStore, py::call_guard<py::gil_scoped_release>(), "store"_a);
   m.def(
       "prepare",
       [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,

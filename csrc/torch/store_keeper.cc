@@ -1,0 +1,195 @@
+// A thread that counts the connections of a store's server.
+#include "torch/store_keeper.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <condition_variable>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "base/fd.h"
+
+namespace ringreduce {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// A rank connects for its next group within a shorter time after it left the last one, or else
+// finds no server and tries again until the next one listens.
+constexpr Nanos kUnused = 300 * kMillisecond;
+constexpr Nanos kLookPeriod = 20 * kMillisecond;
+
+StorePtr rootOf(const StorePtr& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+}
+
+// The port of a TCPStore; 0 for other stores.
+int portOf(const StorePtr& store) {
+  const StorePtr root = store ? rootOf(store) : nullptr;
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(root.get());
+  return tcp ? tcp->getPort() : 0;
+}
+
+struct Endpoint {
+  std::string address;
+  int port = 0;
+  bool operator==(const Endpoint&) const = default;
+};
+
+// By getsockname or getpeername.  Port 0 for what is no connection of TCP.
+Endpoint endpointOf(int fd, int (*ask)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (ask(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return {};
+  char text[INET6_ADDRSTRLEN] = {};
+  if (storage.ss_family == AF_INET) {
+    const auto& four = reinterpret_cast<const sockaddr_in&>(storage);
+    inet_ntop(AF_INET, &four.sin_addr, text, sizeof text);
+    return {text, ntohs(four.sin_port)};
+  }
+  if (storage.ss_family != AF_INET6) return {};
+  const auto& six = reinterpret_cast<const sockaddr_in6&>(storage);
+  const bool is_four = IN6_IS_ADDR_V4MAPPED(&six.sin6_addr);
+  if (is_four)
+    inet_ntop(AF_INET, &six.sin6_addr.s6_addr[12], text, sizeof text);
+  else
+    inet_ntop(AF_INET6, &six.sin6_addr, text, sizeof text);
+  return {text, ntohs(six.sin6_port)};
+}
+
+// The sockets of this process at a port.
+struct PortUse {
+  bool listens = false;
+  int connections = 0;  // from other processes
+};
+
+PortUse useOf(int port) {
+  PortUse use;
+  std::vector<Endpoint> own, callers;
+  std::error_code error;  // a descriptor that is closed meanwhile
+  for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end;
+       !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    int fd = -1;
+    std::from_chars(name.data(), name.data() + name.size(), fd);
+    const Endpoint local = endpointOf(fd, &getsockname);
+    if (local.port == 0) continue;
+    own.push_back(local);
+    if (local.port != port) continue;
+    const Endpoint peer = endpointOf(fd, &getpeername);
+    if (peer.port != 0)
+      callers.push_back(peer);
+    else
+      use.listens = true;
+  }
+  use.connections = static_cast<int>(std::ranges::count_if(
+      callers, [&](const Endpoint& peer) { return std::ranges::count(own, peer) == 0; }));
+  return use;
+}
+
+class StoreKeeper {
+ public:
+  void keep(const StorePtr& store, Nanos longest) {
+    const std::lock_guard calls(calls_mutex_);
+    {
+      const std::lock_guard lock(mutex_);
+      if (store == store_) return;
+    }
+    end();
+    const int port = portOf(store);
+    if (!useOf(port).listens) return;
+    store_ = store;
+    stopping_ = false;
+    thread_ = std::thread([this, port, limit = deadlineIn(longest)] { watch(port, limit); });
+    pthread_setname_np(thread_.native_handle(), "ringreduce-store");
+  }
+
+  // Returns the port of the store that was kept until now; 0 if there was none.
+  int drop() {
+    const std::lock_guard calls(calls_mutex_);
+    return end();
+  }
+
+ private:
+  int end() {
+    StorePtr last;
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+      last = std::exchange(store_, nullptr);
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+    return portOf(last);
+  }
+
+  void watch(int port, Nanos limit) {
+    StorePtr last;  // its server ends without the lock
+    std::unique_lock lock(mutex_);
+    for (Nanos used = now(); now() - used < kUnused && now() < limit;) {
+      const auto period = std::chrono::nanoseconds(kLookPeriod);
+      if (changed_.wait_for(lock, period, [&] { return stopping_; })) return;
+      if (useOf(port).connections > 0) used = now();
+    }
+    last = std::exchange(store_, nullptr);
+    lock.unlock();
+  }
+
+  std::mutex calls_mutex_;  // one call at a time
+  std::thread thread_;
+  std::mutex mutex_;  // of the rest
+  std::condition_variable changed_;
+  StorePtr store_;
+  bool stopping_ = false;
+};
+
+StoreKeeper& storeKeeper() {
+  static PerProcess<StoreKeeper> keepers;
+  return *keepers.get([] {
+    auto* made = new auto(std::make_shared<StoreKeeper>());  // never destroyed: its thread may run
+    return *made;
+  });
+}
+
+struct PrefixReader : c10d::PrefixStore {
+  static const std::string& prefixOf(const c10d::PrefixStore& store) {
+    return store.*(&PrefixReader::prefix_);
+  }
+};
+
+}  // namespace
+
+std::string prefixInTcpStore(const StorePtr& store) {
+  if (portOf(store) == 0) return "";
+  std::string all;
+  for (StorePtr at = store; auto* prefixed = dynamic_cast<c10d::PrefixStore*>(at.get());
+       at = prefixed->getUnderlyingStore())
+    all.insert(0, PrefixReader::prefixOf(*prefixed) + "/");
+  return all;
+}
+
+void keepStore(const StorePtr& store, Nanos longest) {
+  storeKeeper().keep(rootOf(store), longest);
+}
+
+bool dropKeptStore(const StorePtr& store) {
+  const int port = storeKeeper().drop();
+  return port != 0 && port == portOf(store);
+}
+
+}  // namespace ringreduce

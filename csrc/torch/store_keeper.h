@@ -1,0 +1,26 @@
+// Rank 0's store outlives its group while other ranks use it.
+//
+// Without a launcher's store, init_process_group on rank 0 starts the server of the store, which
+// ends when destroy_process_group drops the last reference.  A rank that makes its next group
+// before rank 0 has destroyed the last one is connected to that server, and would lose it.  So the
+// server goes on until no other process has been connected to it for a short time.  The next
+// init_process_group on rank 0 then finds the server at its port, and uses it.
+#pragma once
+
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/clock.h"
+
+namespace ringreduce {
+
+// What a TCPStore puts before the keys of a store that is a part of it; "" for other stores.
+std::string prefixInTcpStore(const c10::intrusive_ptr<c10d::Store>& store);
+
+// Keeps the store from now on, if its server is in this process.  For `longest` at most.
+void keepStore(const c10::intrusive_ptr<c10d::Store>& store, Nanos longest);
+
+// Drops the store that is kept.  Returns whether `store` goes on with its server.
+bool dropKeptStore(const c10::intrusive_ptr<c10d::Store>& store = nullptr);
+
+}  // namespace ringreduce
