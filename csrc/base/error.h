@@ -46,6 +46,12 @@ class Error : public std::runtime_error {
   throw Error(kind, what + ": " + std::generic_category().message(errno));
 }
 
+// The text of a thread that cannot be started.  `purpose`: "for messages".
+inline std::string noThread(const std::string& purpose, const std::system_error& error) {
+  return "ringreduce cannot start a thread " + purpose + ": " + error.code().message() +
+         "; is a limit on processes reached (ulimit -u, pids.max of the container)?";
+}
+
 // A line on standard error, in one write, with a mark of ours.  For errors and stalls; other lines
 // only if logsInfo() (base/config.h).
 inline void log(const std::string& text) {

@@ -100,6 +100,7 @@ struct Executor::State : std::enable_shared_from_this<State> {
   int alive = 0;                               // callback threads
   int calling = 0;                             // callback threads that are in a completion
   bool abandoned = false;                      // the callback threads are detached
+  bool short_of_threads = false;               // the last attempt to start one has failed
   std::multiset<std::thread::id> own_callers;  // threads in the completion that they waited for
   bool busy = false;                           // the token: an operation runs
   bool asleep = false;                         // the worker waits to be notified
@@ -134,11 +135,30 @@ struct Executor::State : std::enable_shared_from_this<State> {
     for_callbacks.notify_all();
   }
 
+  // No callback thread is free for the next completion, and none can be started.
+  bool isStuck() const { return short_of_threads && !due.empty() && calling >= alive; }
+
+  // In the worker.  Only once the callback threads had their time: this completion may block it.
+  void callStuck(std::unique_lock<std::mutex>& lock) {
+    const uint64_t seen = taken;
+    const auto is_over = [&] { return !isStuck() || taken != seen; };
+    if (for_callbacks.wait_for(lock, kPatience, is_over)) return;
+    ensureCallbackThread();
+    if (is_over()) return;
+    const auto caller = own_callers.insert(std::this_thread::get_id());
+    callNext(lock);
+    own_callers.erase(caller);
+  }
+
   // Waits until the worker may take the first item.  False if there will be none.
   bool awaitItem(std::unique_lock<std::mutex>& lock) {
     int naps = kNaps;
     for (uint64_t seen = quick;;) {
       if (std::exchange(seen, quick) != quick) naps = 0;
+      if (isStuck()) {
+        callStuck(lock);
+        continue;
+      }
       if (queue.empty()) {
         if (stopping) return false;
         hurried = false;
@@ -208,14 +228,15 @@ struct Executor::State : std::enable_shared_from_this<State> {
     try {
       std::thread thread([state = shared_from_this()] { state->runCallbacks(); });
       ++alive;
+      short_of_threads = false;
       if (abandoned)
         thread.detach();
       else
         callback_threads.push_back(std::move(thread));
     } catch (const std::system_error& error) {
       if (alive == 0) throw;
-      log(std::string("cannot start a thread for completions, which come later for it: ") +
-          error.what());
+      if (!std::exchange(short_of_threads, true)) log(noThread("for completions", error));
+      for_worker.notify_one();
     }
   }
 
@@ -230,18 +251,22 @@ struct Executor::State : std::enable_shared_from_this<State> {
             return calling == 0 || taken != seen || due.empty();
           }))
         continue;
-      Due next = std::move(due.front());
-      due.pop_front();
-      ++taken;
-      ++calling;
-      if (!due.empty()) ensureCallbackThread();
-      lock.unlock();
-      call(next.completion, std::move(next.error));
-      next = {};
-      lock.lock();
-      --calling;
+      callNext(lock);
     }
     --alive;
+  }
+
+  void callNext(std::unique_lock<std::mutex>& lock) {
+    Due next = std::move(due.front());
+    due.pop_front();
+    ++taken;
+    ++calling;
+    if (!due.empty()) ensureCallbackThread();
+    lock.unlock();
+    call(next.completion, std::move(next.error));
+    next = {};
+    lock.lock();
+    --calling;
   }
 };
 
@@ -281,9 +306,7 @@ void Executor::startThreads() {
     state->ensureCallbackThread();
     state->worker = std::thread([state] { state->work(); });
   } catch (const std::system_error& error) {
-    throw Error(Failure::kArgument,
-                std::string("ringreduce cannot start a thread for asynchronous operations: ") +
-                    error.what());
+    throw Error(Failure::kArgument, noThread("for asynchronous operations", error));
   }
 }
 
@@ -381,15 +404,24 @@ void Executor::stop(void (*poll)()) {
   std::unique_lock lock(state_->mutex);
   state_->stopping = true;
   state_->for_worker.notify_one();
+  // In a completion that the worker calls, only this thread can run what is queued.
+  const bool in_worker = state_->worker.get_id() == std::this_thread::get_id();
   // An operation that runs in another user's thread ends first.
   while (state_->busy || !state_->queue.empty()) {
+    if (in_worker && !state_->busy) {
+      State::Due next = state_->runFirst(lock, /*in_users_thread=*/false).due;
+      if (next.completion) state_->queueCompletion(std::move(next));
+      continue;
+    }
     state_->idle.wait_for(lock, std::chrono::milliseconds(50));
     if (!poll) continue;
     lock.unlock();
     poll();
     lock.lock();
   }
-  if (std::thread worker = std::move(state_->worker); worker.joinable()) {
+  if (std::thread worker = std::move(state_->worker); in_worker) {
+    worker.detach();
+  } else if (worker.joinable()) {
     lock.unlock();
     worker.join();
     lock.lock();
@@ -398,7 +430,8 @@ void Executor::stop(void (*poll)()) {
   state_->for_callbacks.notify_all();
   const auto self = std::this_thread::get_id();
   auto& callback_threads = state_->callback_threads;
-  if (std::ranges::any_of(callback_threads, [&](auto& t) { return t.get_id() == self; })) {
+  if (in_worker ||
+      std::ranges::any_of(callback_threads, [&](auto& t) { return t.get_id() == self; })) {
     // A completion must not wait for others, which may wait for it.
     state_->abandoned = true;
     for (std::thread& thread : callback_threads) thread.detach();

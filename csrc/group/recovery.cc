@@ -6,10 +6,12 @@
 #include <functional>
 #include <future>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <tuple>
 #include <utility>
 
+#include "base/error.h"
 #include "base/text.h"
 
 namespace ringreduce {
@@ -58,7 +60,12 @@ class AnsweringStore final : public Store {
     std::packaged_task<Answer()> task(
         [store = store_, call = std::move(call)] { return call(*store); });
     std::future<Answer> answer = task.get_future();
-    std::thread(std::move(task)).detach();  // it may wait for the store for minutes
+    try {
+      std::thread(std::move(task)).detach();  // it may wait for the store for minutes
+    } catch (const std::system_error& error) {
+      throw StoreFailure(Failure::kPeerLost, who_ + " cannot go on after a loss: " +
+                                                 noThread("that asks the store", error));
+    }
     const Nanos until = deadlineIn(kAnswerTime);
     while (answer.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
       if (now() < until) continue;

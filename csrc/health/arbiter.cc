@@ -83,7 +83,13 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
     processes_.push_back(seats[r].process);
     peers_[r].seat = std::move(seats[r]);
   }
-  if (min_ranks_ > 0 && !channel_ && size_ > 1) pulse_ = std::make_unique<Pulse>(page(rank_));
+  if (min_ranks_ == 0 || channel_ || size_ == 1) return;
+  try {
+    pulse_ = std::make_unique<Pulse>(page(rank_));
+  } catch (const Error&) {
+    depart(Declared::kGone);  // the others have made the group
+    throw;
+  }
 }
 
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
@@ -139,16 +145,13 @@ Pulse::Pulse(RankPage& page) : page_(page) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::string error;
   try {
     thread_ = new std::thread([this] { run(); });
-  } catch (const std::system_error& thrown) {
-    error = thrown.what();
+  } catch (const std::system_error& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw Error(Failure::kSetup, noThread("that on_loss='continue' needs", error));
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (!thread_)
-    throw Error(Failure::kSetup,
-                "cannot start the thread that on_loss='continue' needs on each rank: " + error);
 }
 
 Pulse::~Pulse() {

@@ -2,12 +2,14 @@
 //
 // Under ThreadSanitizer this shows that slots, flags, verdicts and threads are ordered as they must
 // be; what needs processes (a killed rank, a fork) is tested from Python.
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -226,6 +228,36 @@ TEST(a_completion_in_a_waiting_thread_may_wait_for_a_later_operation) {
     waiter.join();
     executor.drain(nullptr);
     CHECK(later->isDone());
+  }
+}
+
+TEST(a_completion_may_wait_for_a_later_one_where_no_thread_can_be_started) {
+  for (const bool stops : {false, true}) {
+    Executor executor;
+    executor.submit([](bool) {}, [](std::exception_ptr) {}, false);  // starts the first threads
+    executor.drain(nullptr);
+    // No machine has room for such a stack.
+    pthread_attr_t usual, huge;
+    CHECK(pthread_getattr_default_np(&usual) == 0 && pthread_attr_init(&huge) == 0);
+    CHECK(pthread_attr_setstacksize(&huge, size_t{1} << 48) == 0);
+    CHECK(pthread_setattr_default_np(&huge) == 0);
+    const auto later = std::make_shared<std::promise<void>>();  // stopped threads end later
+    std::atomic<int> in_time{-1};
+    executor.submit([](bool) {},
+                    [&, later](std::exception_ptr) {
+                      in_time = later->get_future().wait_for(std::chrono::seconds(10)) ==
+                                std::future_status::ready;
+                    },
+                    false);
+    executor.submit([](bool) {},
+                    [&, later](std::exception_ptr) {
+                      if (stops) executor.stop();  // in a thread of its own
+                      later->set_value();
+                    },
+                    false);
+    while (in_time < 0) std::this_thread::yield();
+    CHECK(pthread_setattr_default_np(&usual) == 0);
+    CHECK_EQ(in_time.load(), 1);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "base/bytes.h"
 #include "base/error.h"
@@ -29,20 +30,29 @@ constexpr Nanos kRollCall = 10 * kMillisecond;
 
 Watchdog::Watchdog(Group& group, std::unique_ptr<WatchedRanks> ranks)
     : group_(group), ranks_(std::move(ranks)) {
-  watching_ = std::thread([this] { watch(); });
-  collecting_ = std::thread([this] { collect(); });
+  try {
+    watching_ = std::thread([this] { watch(); });
+    collecting_ = std::thread([this] { collect(); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw Error(Failure::kSetup, noThread("that watches the GPU", error));
+  }
   for (std::thread* thread : {&watching_, &collecting_})
     pthread_setname_np(thread->native_handle(), "ringreduce-gpu");
 }
 
 Watchdog::~Watchdog() {
+  stop();
+}
+
+void Watchdog::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
-  watching_.join();
-  collecting_.join();
+  for (std::thread* thread : {&watching_, &collecting_})
+    if (thread->joinable()) thread->join();
 }
 
 // ---- calls of users' threads

@@ -130,6 +130,7 @@ class Watchdog {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
+  void stop();
   void watch();
   void collect();
   void giveUp(const std::string& why);

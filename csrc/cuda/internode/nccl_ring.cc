@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "base/error.h"
@@ -46,7 +47,7 @@ std::unique_ptr<NcclRing> NcclRing::join(std::shared_ptr<const NcclLibrary> libr
     std::exception_ptr error;
   };
   const auto attempt = std::make_shared<Attempt>();
-  std::thread thread([=] {
+  const auto connect = [=] {
     pthread_setname_np(pthread_self(), "ringreduce-nccl");
     std::unique_ptr<NcclRing> ring;
     std::exception_ptr error;
@@ -62,7 +63,13 @@ std::unique_ptr<NcclRing> NcclRing::join(std::shared_ptr<const NcclLibrary> libr
     attempt->error = error;
     attempt->over = true;
     attempt->changed.notify_all();
-  });
+  };
+  std::thread thread;
+  try {
+    thread = std::thread(connect);
+  } catch (const std::system_error& error) {
+    throw Error(Failure::kSetup, noThread("that connects NCCL", error));
+  }
   std::unique_lock lock(attempt->mutex);
   try {
     for (const Nanos deadline = deadlineIn(timeout); !attempt->over;) {

@@ -106,7 +106,7 @@ void Loop::start(std::shared_ptr<Loop> self) {
     });
   } catch (const std::system_error& error) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw Error(Failure::kSetup, std::string("cannot start a thread for sockets: ") + error.what());
+    throw Error(Failure::kSetup, noThread("for sockets", error));
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
