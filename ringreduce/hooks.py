@@ -77,7 +77,8 @@ def register_comm_hook(
 
     Args:
         ddp_model: a DistributedDataParallel whose parameters, of any floating dtypes, are on the
-            CPU or, where ringreduce was built with CUDA, on one GPU.
+            CPU or, where ringreduce was built with CUDA, on one GPU.  Gradients may be sparse, and
+            then travel exactly.
         codec: how gradients travel: None for exactly, or as `CompressionState` has it; or the
             CompressionState of an earlier DDP of the same model, to go on with.
         error_feedback, start_after, exact, schedule, stochastic, seed: as `CompressionState` has
@@ -178,7 +179,7 @@ def all_reduce_hook(
     Args:
         state: the group to average over; None for the default group.  If it is not ringreduce's, a
             ringreduce group over the same ranks is made at the first bucket.
-        bucket: one dense floating-point buffer, averaged in place.
+        bucket: one buffer of floating-point numbers, or one sparse gradient, averaged in place.
 
     Returns:
         A Future of the bucket's buffer.
@@ -200,7 +201,7 @@ def compressed(
 
     Args:
         state: made of the model whose bucket this is.
-        bucket: one dense buffer, averaged in place.
+        bucket: one buffer, averaged in place.  A sparse gradient travels exactly.
 
     Returns:
         A Future of the bucket's buffer.
