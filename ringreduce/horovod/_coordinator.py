@@ -169,6 +169,7 @@ class Coordinator:
         self._cache = ResponseCache(settings.cache_capacity)
         self._joined: list[int] = []
         self._fruitless = 0
+        self._cycles = 0
         self._next_stall_check = 0.0
 
         self._thread = threading.Thread(target=self._run, name="ringreduce-hvd", daemon=True)
@@ -289,6 +290,7 @@ class Coordinator:
 
     def _cycle(self) -> str:
         """One cycle; why the coordinator ends, or ""."""
+        self._cycles += 1
         told = self._wait()
         if self.timeline:
             self.timeline.cycle()
@@ -554,10 +556,13 @@ class Coordinator:
                 if self._hits >> slot & 1:
                     self._hits &= ~(1 << slot)
                     told.requests.append(entry.request)
+                    entry.stall_told = self._cycles
                 continue
             arrived = self._table.get(name)
             if not arrived or self._rank not in arrived:
                 continue
+            if 0 < entry.stall_told > self._cycles - 2:
+                continue  # the others tell theirs in this cycle
             missing = [
                 self.ranks[r]
                 for r in range(self._size)

@@ -60,6 +60,7 @@ class Entry:
     submitted: float = 0.0  # time.monotonic()
     awaited_since: float = 0.0  # the same by the clock of waits
     stall_logged: float = 0.0
+    stall_told: int = 0  # the cycle in which its rank asked the others for it
     # Of an all-to-all: rows that each rank sent.
     received: torch.Tensor | None = None
     # Called by a thread that is going to wait.
