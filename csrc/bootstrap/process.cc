@@ -101,16 +101,21 @@ std::string pidNamespace() {
 }
 
 std::vector<bool> ended(const std::vector<ProcessFds>& processes) {
+  // Only those of this host: poll() takes no more entries than this process may open files.
   std::vector<pollfd> wanted;
-  for (const ProcessFds& process : processes)
-    for (const auto& fd : {process.pidfd, process.pipe})
-      wanted.push_back({.fd = fd ? fd->get() : -1, .events = POLLIN, .revents = 0});
+  std::vector<size_t> whose;
+  for (size_t i = 0; i < processes.size(); ++i)
+    for (const Fd* fd : {processes[i].pidfd.get(), processes[i].pipe.get()})
+      if (fd) {
+        wanted.push_back({.fd = fd->get(), .events = POLLIN, .revents = 0});
+        whose.push_back(i);
+      }
+  std::vector<bool> result(processes.size());
+  if (wanted.empty()) return result;
   ::poll(wanted.data(), wanted.size(), 0);
-  std::vector<bool> result;
   // Not POLLNVAL: a descriptor that the program has closed tells nothing.
-  const auto shows = [](const pollfd& p) { return (p.revents & (POLLIN | POLLHUP)) != 0; };
-  for (size_t i = 0; i < wanted.size(); i += 2)
-    result.push_back(shows(wanted[i]) || shows(wanted[i + 1]));
+  for (size_t i = 0; i < wanted.size(); ++i)
+    if (wanted[i].revents & (POLLIN | POLLHUP)) result[whose[i]] = true;
   return result;
 }
 

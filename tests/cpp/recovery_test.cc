@@ -2,6 +2,7 @@
 // store in the recovery from another death.
 #include "group/recovery.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -170,6 +171,29 @@ TEST(a_root_returns_once_all_hold_its_data) {
   });
   for (int r = 0; r < kRanks; ++r)
     CHECK_EQ(ends[static_cast<size_t>(r)], r == 1 ? "killed by signal 9" : "");
+}
+
+TEST(a_rank_that_cannot_start_a_thread_says_so) {
+  processes::SharedStore store;
+  const processes::Ends ends = processes::run(2, [&](int rank) {
+    const ranks::Setting host("RINGREDUCE_HOSTID", std::to_string(rank));
+    SharedOptions shared;
+    shared.min_ranks = 1;
+    const auto group =
+        Group::create(store, rank, 2, {.name = "test", .timeout = 60 * kSecond, .shared = shared});
+    int data = 0;
+    const Operation sum{AllReduce{&data, 1, DType::kInt32, ReduceOp::kSum}};
+    group->run(sum);
+    if (rank == 1) kill(getpid(), SIGKILL);
+    pthread_attr_t huge;  // no machine has room for such a stack
+    CHECK(pthread_attr_init(&huge) == 0);
+    CHECK(pthread_attr_setstacksize(&huge, size_t{1} << 48) == 0);
+    CHECK(pthread_setattr_default_np(&huge) == 0);
+    CHECK(ranks::failureOf([&] { group->run(sum); },
+                           "cannot go on after a loss: ringreduce cannot start a thread that asks "
+                           "the store: ") == Failure::kPeerLost);
+  });
+  CHECK_EQ(ends[0], "");
 }
 
 // The rank that proposes the plan, and another one, from the first call to the last.
