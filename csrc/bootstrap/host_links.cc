@@ -14,6 +14,7 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
@@ -23,8 +24,7 @@
 namespace ringreduce {
 namespace {
 
-// How long making a connection may take if nothing else reports a lost rank: for control, or while
-// no address of the other host answers.
+// How long making a connection may take while no address of the other host answers.
 constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
 // How long the reason of a rank that gave up may take to be in the store.
@@ -57,65 +57,136 @@ struct RemoteFailure final : std::exception {
   explicit RemoteFailure(const std::string& stored) {
     const Fields fields = decode(stored);
     reason = {kindOf(fields), fieldOf(fields, "text")};
+    culprit = static_cast<int>(std::max<int64_t>(0, number(fields, "culprit")));
   }
   const char* what() const noexcept override { return reason.text.c_str(); }
   Reason reason;
+  int culprit = 0;
 };
 
 // Ends a wait of join(): at the deadline, by Ctrl-C, or when another rank has left its reason.
+//
+// A rank does not know whether the one that it waits for waits as well.  So the first rank whose
+// deadline passes asks through the store, and each rank that waits answers with the rank that it
+// waits for.  From answer to answer that leads to the rank that does not answer: its process is
+// stopped, or it is late itself.  All ranks then raise the same error.
 class JoinGuard {
  public:
+  // `waits_for`: the rank that this one waits for.
   JoinGuard(Store& store, const GroupOptions& options, const std::string& nonce,
-            const std::string& who, int rank)
-      : missing("a rank before " + who + " did not connect"),
-        store_(store),
+            const std::vector<std::string>& who, int rank, const int& waits_for)
+      : store_(store),
         options_(options),
-        key_("ringreduce/" + nonce + "/failed"),
+        reason_key_(reasonKey(nonce)),
+        prefix_("ringreduce/" + nonce + "/"),
         who_(who),
         rank_(rank),
+        waits_for_(waits_for),
         stopwatch_(options) {}
 
   void poll() {
-    stopwatch_.poll(options_.shownAs(rank_), [] { return "the control ring to be closed"; });
+    stopwatch_.poll(options_.shownAs(rank_), [&] { return nameOf(waits_for_); });
     if (now() >= next_look_) {
       next_look_ = now() + kTick;
-      if (const auto text = store_.get(key_)) throw RemoteFailure(*text);
+      if (const auto text = store_.get(reason_key_)) throw RemoteFailure(*text);
+      const bool may_be_asked = stopwatch_.waited() >= kUnasked;
+      if (asked_since_ == 0 && may_be_asked && store_.get(questionKey())) asked_since_ = now();
+      if (asked_since_ != 0) answer();
     }
-    if (stopwatch_.over())
-      throw Error(Failure::kTimeout, "the control ring of group '" + options_.name +
-                                         "' was not closed within " + seconds(options_.timeout) +
-                                         ": " + missing);
+    if (!stopwatch_.over()) return;
+    if (asked_since_ == 0) {
+      store_.set(questionKey(), "1");
+      asked_since_ = now();
+      answer();
+    }
+    if (now() - asked_since_ >= kAnswerTime) giveUp();
   }
 
-  // Stores the reason for the others, unless another rank stored one first; returns that one.
-  std::optional<Reason> leaveReason(const Reason& reason) {
+  // Stores the reason for the others, unless another rank stored one first; throws that one.
+  void leaveReason(const Reason& reason, int culprit) {
     std::optional<std::string> theirs;
-    attempt([&] { theirs = store_.get(key_); });
-    if (theirs) return RemoteFailure(*theirs).reason;
-    const auto kind = std::to_string(static_cast<int>(reason.kind));
-    attempt([&] { store_.set(key_, encode({{"kind", kind}, {"text", reason.text}})); });
-    return std::nullopt;
+    attempt([&] { theirs = store_.get(reason_key_); });
+    if (theirs) throw RemoteFailure(*theirs);
+    attempt([&] { store_.set(reason_key_, encode(reason, culprit)); });
   }
 
-  std::string missing;
+  // Once the group is made.
+  void cleanUp() {
+    if (asked_since_ == 0) return;
+    store_.remove(questionKey());
+    store_.remove(answerKey(rank_));
+  }
+
+  int culprit() const { return culprit_; }
 
  private:
+  // Making a group takes less as a rule, and is not to ask the store for a question.
+  static constexpr Nanos kUnasked = kSecond / 2;
+  static constexpr Nanos kAnswerTime = kSecond;
+
+  std::string questionKey() const { return prefix_ + "late"; }
+  std::string answerKey(int rank) const { return prefix_ + "waits/" + std::to_string(rank); }
+  const std::string& nameOf(int rank) const { return who_[static_cast<size_t>(rank)]; }
+  bool isRank(int rank) const { return rank >= 0 && rank < static_cast<int>(who_.size()); }
+
+  void answer() {
+    if (answered_ == waits_for_) return;
+    answered_ = waits_for_;
+    store_.set(answerKey(rank_), std::to_string(waits_for_));
+  }
+
+  [[noreturn]] void giveUp() {
+    const std::vector<int> late = findLate();
+    std::string text;
+    for (const int r : late) text += (text.empty() ? "" : ", ") + nameOf(r);
+    if (late.empty())
+      text = nameOf(waits_for_) + " did not do its part in time";
+    else
+      text += late.size() == 1 ? " does not answer: its process is stopped, or late"
+                               : " do not answer: their processes are stopped, or late";
+    culprit_ = late.empty() ? waits_for_ : late.front();
+    throw Error(Failure::kTimeout, text + "; group '" + options_.name + "' was not made within " +
+                                       seconds(options_.timeout));
+  }
+
+  // The ranks that the others wait for.
+  std::vector<int> findLate() {
+    int at = waits_for_;
+    for (size_t steps = 0; steps < who_.size() && isRank(at) && at != rank_; ++steps) {
+      const auto answer = store_.get(answerKey(at));
+      if (!answer) return {at};
+      at = parseInt(*answer);
+    }
+    std::vector<int> late;
+    for (int r = 0; isRank(r); ++r)
+      if (r != rank_ && !store_.get(answerKey(r))) late.push_back(r);
+    return late;
+  }
+
+  static int parseInt(const std::string& text) {
+    return static_cast<int>(number({{"rank", text}}, "rank"));
+  }
+
   template <class Call>
   void attempt(Call call) {
     try {
       call();
     } catch (const std::exception& error) {  // the first error matters more
-      log(who_ + " cannot tell the others of group '" + options_.name +
+      log(nameOf(rank_) + " cannot tell the others of group '" + options_.name +
           "' why it gave up: " + error.what());
     }
   }
 
   Store& store_;
   const GroupOptions& options_;
-  const std::string key_, who_;
+  const std::string reason_key_, prefix_;
+  const std::vector<std::string>& who_;
   const int rank_;
+  const int& waits_for_;
   Stopwatch stopwatch_;
-  Nanos next_look_ = 0;
+  Nanos next_look_ = 0, asked_since_ = 0;
+  int answered_ = -2;
+  int culprit_ = 0;
 };
 
 std::string await(Store& store, const std::string& key, const HostLinks::Poll& poll) {
@@ -185,35 +256,57 @@ size_t HostLinks::mostPaths() const {
 }
 
 void HostLinks::join(const Hosts& hosts, Store& store,
-                     const std::function<void(const Poll&)>& local) {
+                     const std::function<void(const LocalPoll&)>& local) {
   const std::string& me = who(rank_);
-  JoinGuard guard(store, options_, nonce_, me, rank_);
+  JoinGuard guard(store, options_, nonce_, who_, rank_, waits_for_);
   const Poll poll = [&] { guard.poll(); };
-  const auto told = [&](const Reason& theirs) {
-    return Error(theirs.kind, theirs.text + ", learned by rank " + options_.shown(rank_));
+  const auto fail = [&](const Reason& reason, int culprit) {
+    if (in_last_round_) failure_of_last_round_ = {reason.kind, culprit, rank_, reason.text};
+    return Error(reason.kind, reason.text);
+  };
+  const auto learned = [&](const RemoteFailure& theirs) {
+    return fail(
+        {theirs.reason.kind, theirs.reason.text + ", learned by rank " + options_.shown(rank_)},
+        theirs.culprit);
+  };
+  const auto giveUp = [&](const Reason& reason) {
+    try {
+      guard.leaveReason(reason, guard.culprit());
+    } catch (const RemoteFailure& theirs) {
+      throw learned(theirs);
+    }
   };
   try {
     poll();
     connect(hosts, poll);
     host_ring_ = findRing(hosts, store, poll);
-    local([&] {
+    local([&](int late) {
+      waits_for_ = hosts.localRanks()[static_cast<size_t>(late)];
       checkNext(poll);
       poll();
     });
-    guard.missing = "a rank did not finish what those of its host make together";
     measureWires();
     agree(poll);
     agreed_cost_.applyTo(cost_);
     if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
       store.remove(ringKey(nonce_));
+    guard.cleanUp();
   } catch (const RemoteFailure& theirs) {
-    throw told(theirs.reason);
+    throw learned(theirs);
   } catch (const Error& error) {
-    const std::string text = me + ": " + error.what();
-    if (const auto theirs = guard.leaveReason({error.kind(), text})) throw told(*theirs);
-    throw Error(error.kind(), text);
+    const bool names_late = error.kind() == Failure::kTimeout;
+    const Reason reason{error.kind(), names_late ? std::string(error.what()) +
+                                                       "; noticed by rank " + options_.shown(rank_)
+                                                 : me + ": " + error.what()};
+    giveUp(reason);
+    throw fail(reason, names_late ? guard.culprit() : rank_);
   } catch (...) {  // the store, or Ctrl-C
-    guard.leaveReason(reasonOf(std::current_exception(), me));
+    const Reason reason = reasonOf(std::current_exception(), me);
+    try {
+      guard.leaveReason(reason, rank_);
+    } catch (const RemoteFailure&) {  // this rank's own error matters more to it
+    }
+    fail(reason, rank_);
     throw;
   }
 }
@@ -244,6 +337,7 @@ void HostLinks::connect(const Hosts& hosts, const Poll& poll) {
   }
   if (size_ == 1) return;
   const int next = ringNeighbour(1), previous = ringNeighbour(-1);
+  waits_for_ = next;
   next_ = dial(next, net::Purpose::kControl, 0, poll);
   previous_ = awaitEarly(previous, net::Purpose::kControl, poll);
 }
@@ -255,6 +349,7 @@ int HostLinks::ringNeighbour(int step) const {
 
 // A connection that another rank makes while the group is made.
 net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Poll& poll) {
+  waits_for_ = from;
   for (;;) {
     {
       const std::lock_guard lock(mutex_);
@@ -281,6 +376,7 @@ void HostLinks::agree(const Poll& poll) {
   if (size_ == 1) return;
   const int next = ringNeighbour(1), previous = ringNeighbour(-1);
   const auto pass = [&](char round) {
+    waits_for_ = next;
     const std::string token = round + agreed_cost_.text();
     for (size_t sent = 0; sent < token.size();) {
       const ssize_t n = next_.send(&token[sent], token.size() - sent);
@@ -293,13 +389,13 @@ void HostLinks::agree(const Poll& poll) {
     }
   };
   const auto await = [&](char round) {
+    waits_for_ = previous;
     std::string token(1 + agreed_cost_.text().size(), 0);
     for (size_t got = 0;;) {
       const ssize_t n = previous_.receive(&token[got], token.size() - got);
       if (n > 0) {
         if (token[0] != round)
-          throw Error(Failure::kSetup,
-                      who(previous) + " sent what no rank does while the group was made");
+          gaveUp(previous, poll, " sent what no rank does while the group was made");
         got += static_cast<size_t>(n);
         if (got == token.size()) return agreed_cost_.merge(token.substr(1));
         continue;
@@ -315,6 +411,7 @@ void HostLinks::agree(const Poll& poll) {
   for (const char round : {1, 2}) {
     if (!first) await(round);
     if (round == 1 || !last) pass(round);
+    in_last_round_ = true;
     if (first && round == 1) await(round);
   }
 }
@@ -327,22 +424,21 @@ void HostLinks::checkNext(const Poll& poll) const {
 }
 
 // Waits until `poll` throws the reason that the rank left in the store.
-void HostLinks::gaveUp(int rank, const Poll& poll) const {
+void HostLinks::gaveUp(int rank, const Poll& poll, const char* how) const {
   for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
     poll();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  throw Error(Failure::kSetup, who(rank) +
-                                   " ended its connection while the group was made, without a "
-                                   "word why: look whether its process has ended");
+  throw Error(Failure::kSetup, who(rank) + how);
 }
+
 // Makes a connection and proves it.
 net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Poll& poll) const {
   const std::vector<size_t> paths = pathsOf(endpoints_[static_cast<size_t>(to)]);
   const net::DialOptions options{
-      // A stopped rank is not lost.  Data and messages wait until the rank is known to be lost or
-      // the operation ends.
-      .timeout = purpose == net::Purpose::kControl ? std::min(options_.timeout, kDialTime) : kNever,
+      // A stopped rank is not lost.  The caller waits until the rank is known to be lost, or its
+      // own deadline has passed.
+      .timeout = kNever,
       .deaf = kDialTime,
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
@@ -413,6 +509,7 @@ HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll)
         std::vector<double> into = to == 0 ? survey(hosts, poll) : std::vector<double>(H);
         if (to > 0) {
           const std::string key = rateKey(nonce_, static_cast<int>(to));
+          waits_for_ = hosts.ranksOn(static_cast<int>(to)).front();
           TextReader row(await(store, key, poll));
           for (double& rate : into) row >> rate;
           store.remove(key);
@@ -421,6 +518,7 @@ HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll)
       }
       store.set(ringKey(nonce_), HostRing::measured(hosts, mbit).toText());
     }
+    if (rank_ != 0) waits_for_ = 0;
     ring = HostRing::fromText(hosts, await(store, ringKey(nonce_), poll));
   }
   const bool told = ring.source == HostRing::Source::kMeasured || logsInfo();
@@ -436,7 +534,7 @@ std::vector<double> HostLinks::survey(const Hosts& hosts, const Poll& poll) {
   for (int round = 0; round < net::roundsOf(H); ++round) {
     const int host = net::partnerOf(own, round, H);
     if (host < 0) continue;
-    const int other = hosts.ranksOn(host).front();
+    const int other = waits_for_ = hosts.ranksOn(host).front();
     const std::string& name = who(other);
     for (const bool low_sends : {true, false}) {
       const bool is_low = own < host;

@@ -8,13 +8,16 @@
 // The control connections are made at once, all others when they are first used.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
 #include "bootstrap/topology.h"
@@ -34,10 +37,15 @@ class HostLinks {
   std::string open(const Hosts& hosts);
 
   // Connects the control ring, and calls `local` to make what the ranks of this host share; `local`
-  // calls its argument while it waits, and passes on its exceptions.  Collective.  Throws on all
-  // ranks if it throws on any, with one exception: if a rank is interrupted or killed in the last
-  // round, some ranks learn of it later, as of a process that ended.
-  void join(const Hosts& hosts, Store& store, const std::function<void(const Poll&)>& local);
+  // calls its argument while it waits for one of them, and passes on its exceptions.  Collective.
+  // Throws on all ranks if it throws on any, with one exception: if a rank is interrupted or killed
+  // in the last round, some ranks learn of it later, as of a process that ended.
+  using LocalPoll = std::function<void(int local_rank)>;
+  void join(const Hosts& hosts, Store& store, const std::function<void(const LocalPoll&)>& local);
+  // After join() has thrown: its failure, for ranks that may have ended the last round, and their
+  // connections.  They have the group and do not look into the store any more.
+  const std::optional<GroupFailure>& failureOfLastRound() const { return failure_of_last_round_; }
+  std::array<net::Socket*, 2> neighbours() { return {&next_, &previous_}; }
 
   // Makes a connection to a rank and proves it.  Waits.
   net::Socket dial(int to, net::Purpose purpose, int number, const Poll& poll) const;
@@ -67,6 +75,11 @@ class HostLinks {
   Nanos lostAfter() const { return lost_after_; }                // RINGREDUCE_LOST_SECONDS
 
  private:
+  static constexpr char kEndedConnection[] =
+      " ended its connection while the group was made, without a word why: look whether its "
+      "process "
+      "has ended";
+
   struct Early {
     net::Socket socket;
     net::PeerHello caller;
@@ -82,7 +95,7 @@ class HostLinks {
   void measureWires();
   net::Socket awaitEarly(int from, net::Purpose purpose, const Poll& poll);
   void checkNext(const Poll& poll) const;
-  [[noreturn]] void gaveUp(int rank, const Poll& poll) const;
+  [[noreturn]] void gaveUp(int rank, const Poll& poll, const char* how = kEndedConnection) const;
   int ringNeighbour(int step) const;
   const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
 
@@ -106,6 +119,9 @@ class HostLinks {
   std::shared_ptr<net::Reactor> reactor_;
   std::shared_ptr<net::Acceptor> acceptor_;
   net::Socket next_, previous_;
+  int waits_for_ = 0;           // in join(): the rank that this one waits for
+  bool in_last_round_ = false;  // of the token: others may have ended it
+  std::optional<GroupFailure> failure_of_last_round_;
 
   std::mutex mutex_;         // of the next two
   std::deque<Early> early_;  // came before there was a handler

@@ -18,20 +18,12 @@
 namespace ringreduce {
 namespace {
 
-// Only the leader knows which ranks are missing, so the others give it that much time to say so.
-constexpr Nanos kLeaderGrace = 3 * kSecond;
 constexpr size_t kMostReason = 3000;  // bytes of the reason of a failure in a packet
 // Of the table of all members.
 constexpr int kMembersPerPacket = kMostFds / 3;
 
 std::string entryOf(const char* field, int rank) {
   return field + std::to_string(rank);
-}
-
-std::string unjoined(const GroupOptions& options, const std::vector<int>& missing, int size,
-                     const char* what) {
-  return options.rankList(missing) + " of " + std::to_string(size) + " did not " + what +
-         " within " + seconds(options.timeout) + ", making group '" + options.name + "'";
 }
 
 std::string leaderName(const LocalRanks& ranks) {
@@ -71,7 +63,19 @@ Reason reasonOf(const std::exception_ptr& error, const std::string& who) {
 
 Failure kindOf(const Fields& fields) {
   const int64_t kind = number(fields, "kind");
-  return kind == static_cast<int64_t>(Failure::kAborted) ? Failure::kAborted : Failure::kSetup;
+  for (const Failure known : {Failure::kAborted, Failure::kTimeout, Failure::kPeerLost})
+    if (kind == static_cast<int64_t>(known)) return known;
+  return Failure::kSetup;
+}
+
+std::string reasonKey(const std::string& nonce) {
+  return "ringreduce/" + nonce + "/failed";
+}
+
+std::string encode(const Reason& reason, int culprit) {
+  return encode(Fields{{"kind", std::to_string(static_cast<int>(reason.kind))},
+                       {"text", reason.text},
+                       {"culprit", std::to_string(culprit)}});
 }
 
 // ---- the leader
@@ -269,8 +273,11 @@ class HostMember {
     } catch (const LeaderClosed&) {
       throw;
     } catch (const Error& error) {
-      if (told_ || (error.kind() != Failure::kSetup && error.kind() != Failure::kAborted)) throw;
-      if (error.kind() == Failure::kAborted) {  // its text names this rank
+      // A leader that was stopped does not see that it is the late one.
+      const bool is_known = error.kind() == Failure::kSetup || error.kind() == Failure::kAborted ||
+                            error.kind() == Failure::kTimeout;
+      if (told_ || !is_known) throw;
+      if (error.kind() != Failure::kSetup) {  // its text names this rank
         sendFailure({error.kind(), error.what()});
         throw;
       }
@@ -375,29 +382,19 @@ std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
 
 // ---- both, between ranks that know that they share a host
 
-Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& poll) {
+Membership shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll) {
   const GroupOptions& options = ranks.options;
-  const Stopwatch stopwatch(options);
   if (ranks.rank == 0) {
     HostLeader leader(ranks);
     try {
       return leader.run(
-          [&](const std::vector<int>& missing, const char* what) {
-            poll();
-            if (stopwatch.over())
-              throw Error(Failure::kTimeout, unjoined(options, missing, ranks.size, what));
-          },
-          [] {});
+          [&](const std::vector<int>& missing, const char*) { poll(missing.front()); }, [] {});
     } catch (...) {
       leader.fail(reasonOf(std::current_exception(), leaderName(ranks)));
       throw;
     }
   }
-  const auto wait = [&] {
-    poll();
-    if (stopwatch.over(kLeaderGrace))
-      throw Error(Failure::kTimeout, unjoined(options, {0}, ranks.size, "share its memory"));
-  };
+  const auto wait = [&] { poll(0); };
   try {
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       wait();

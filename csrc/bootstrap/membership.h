@@ -61,6 +61,9 @@ struct Reason {
 Reason reasonOf(const std::exception_ptr& error, const std::string& who);
 // The kind of a failure that another rank told; kSetup if it told none.
 Failure kindOf(const Fields& fields);
+// In the store, for ranks that have confirmed the table of that nonce.
+std::string reasonKey(const std::string& nonce);
+std::string encode(const Reason& reason, int culprit);
 
 // The knowledge of a rank about its host's ranks before the exchange.
 struct LocalRanks {
@@ -127,7 +130,8 @@ std::optional<Membership> joinLeader(Fd socket, const LocalRanks& ranks,
                                      const std::function<void()>& poll,
                                      const std::function<void()>& all_there);
 
-// The whole exchange, for ranks that know that they share a host.  Collective on the host.
-Membership shareMemory(const LocalRanks& ranks, const std::function<void()>& poll);
+// The whole exchange, for ranks that know that they share a host.  Collective on the host.  `poll`
+// is called now and then with a rank that is waited for; it throws at the deadline.
+Membership shareMemory(const LocalRanks& ranks, const std::function<void(int late)>& poll);
 
 }  // namespace ringreduce

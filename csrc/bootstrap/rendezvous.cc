@@ -24,10 +24,10 @@ namespace ringreduce {
 namespace {
 
 constexpr char kTableKey[] = "ringreduce/table";
-// How long rank 0 waits until all ranks have read its last table, or the reason of a failure.
-constexpr Nanos kFarewell = 5 * kSecond, kReasonTime = kSecond;
+// How long rank 0 waits until all ranks have read the reason of a failure.
+constexpr Nanos kReasonTime = kSecond;
 // Rank 0 knows which ranks are missing, so the others give it that much time to say so.
-constexpr Nanos kRank0Grace = 3 * kSecond;
+constexpr Nanos kRank0Grace = 2 * kSecond;
 // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
 // within the first time, and for as long as the second one.
 constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
@@ -250,14 +250,6 @@ class Meeting {
     table_["go"] = "1";
     store_.set(kTableKey, encode(table_));
     leave();
-    // A rank empties its record when it has read the last table, and may then be in the next
-    // rendezvous on this store.
-    const auto isRead = [&] {
-      return std::ranges::all_of(otherRanks(rank_, size_), [&](int r) {
-        return fieldOf(recordOf(r), "seen") != fieldOf(table_, "nonce");
-      });
-    };
-    if (waitFor(isRead, kFarewell)) store_.remove(kTableKey);  // else the next table replaces it
     return {{}, Hosts(table_, rank_, size_, options_)};
   }
 
@@ -544,9 +536,21 @@ class Meeting {
       refuse(error);
     }
     if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
-    throw Error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " + what +
-                                       " within " + seconds(options_.timeout) + ", making group '" +
-                                       options_.name + "'; noticed by " + shown(rank_));
+    const Error error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " +
+                                             what + " within " + seconds(options_.timeout) +
+                                             ", making group '" + options_.name + "'; noticed by " +
+                                             shown(rank_));
+    if (rank_ == 0) throw error;
+    // Rank 0 gave up before this rank came, or was stopped; then its own clock says that the others
+    // are late.
+    if (const Fields table = decode(seen_); table.contains("failed") && concerns(table))
+      failAs(table, beforeItCame());
+    const Reason reason{error.kind(), error.what()};
+    if (is_put_) tellRank0(reason);
+    // It may have seen all confirmations already, and goes on to make connections.
+    if (mine_.contains("seen"))
+      store_.set(reasonKey(fieldOf(mine_, "seen")), encode(reason, /*culprit=*/0));
+    throw error;
   }
 
   // Only rank 0 knows.
@@ -598,6 +602,10 @@ class Meeting {
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
                       const OwnSettings& own_settings) {
   return Meeting(store, rank, world_size, options, own_settings).run();
+}
+
+void removeTable(Store& store) {
+  store.remove(kTableKey);
 }
 
 }  // namespace ringreduce

@@ -44,5 +44,8 @@ using OwnSettings = std::function<std::string(const Hosts&)>;
 // that waiting cannot mend: another world size, version or user, two processes of one rank.
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,
                       const OwnSettings& own_settings);
+// By rank 0, once all ranks of several hosts have read the last table: they have joined the group.
+// After a failure the next table replaces it.
+void removeTable(Store& store);
 
 }  // namespace ringreduce

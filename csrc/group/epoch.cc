@@ -10,6 +10,7 @@
 #include "collectives/hierarchy.h"
 #include "group/network.h"
 #include "group/wires.h"
+#include "health/control_frames.h"
 
 namespace ringreduce {
 namespace {
@@ -38,7 +39,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
 
   const Hosts& hosts = *met.hosts;
   Membership local_members;
-  links->join(hosts, store, [&](const HostLinks::Poll& poll) {
+  const auto makeLocal = [&](const HostLinks::LocalPoll& poll) {
     const auto share = [&](const char* purpose) {
       return shareMemory(hosts.memoryExchange(purpose, HostLinks::localOptions(hosts), options),
                          poll);
@@ -49,7 +50,19 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
       make_local(hosts.localRankOf(rank), share("group"), local_options);
     }
     if (Hierarchy::fits(hosts, links->sharedOptions())) local_members = share("hierarchy");
-  });
+  };
+  try {
+    links->join(hosts, store, makeLocal);
+    if (rank == 0) removeTable(store);
+  } catch (...) {
+    if (const auto& failure = links->failureOfLastRound()) {
+      // A rank that still waits for the token does not take the heartbeat for one.
+      const std::string frames = net::encode(net::Heartbeat{}) + net::encode(*failure);
+      for (net::Socket* neighbour : links->neighbours())
+        if (*neighbour) neighbour->send(frames.data(), frames.size());
+    }
+    throw;
+  }
   auto network = std::make_unique<Network>(std::move(links));
   return std::shared_ptr<Epoch>(new Epoch(rank, std::move(network), std::move(*met.hosts),
                                           std::move(local_members), made, executor));

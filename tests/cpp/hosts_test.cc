@@ -73,7 +73,7 @@ TEST(the_ranks_of_a_host_share_memory_and_are_named_by_the_whole_groups_numbers)
         hosts.memoryExchange("test", SharedOptions::fromEnvironment(2), patience(20 * kSecond));
     CHECK_EQ(ranks.rank, hosts.rank() / 2);
     CHECK_EQ(ranks.options.shown(1), std::to_string(2 + hosts.rank() % 2));
-    const Membership membership = shareMemory(ranks, [] {});
+    const Membership membership = shareMemory(ranks, [](int) {});
     CHECK_EQ(membership.members.size(), 2u);
     std::atomic_ref sum(pageOf(membership, 0).posted.value);
     sum += static_cast<uint64_t>(hosts.rank() + 1);

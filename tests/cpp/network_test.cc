@@ -96,6 +96,23 @@ class BreakingStore final : public Store {
   const std::string set_, get_;
 };
 
+// Stops the process at the first look for such a key.
+class StoppingStore final : public Store {
+ public:
+  StoppingStore(Store& store, std::string at) : store_(store), at_(std::move(at)) {}
+  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
+  std::optional<std::string> get(const std::string& key) override {
+    if (key.find(at_) != std::string::npos && !std::exchange(has_stopped_, true)) raise(SIGSTOP);
+    return store_.get(key);
+  }
+  void remove(const std::string& key) override { store_.remove(key); }
+
+ private:
+  Store& store_;
+  const std::string at_;
+  bool has_stopped_ = false;
+};
+
 // More messages than are taken from a socket before anybody looks for them.
 constexpr int kMany = 40;
 void sendManyAndDie(Group& group) {
@@ -165,6 +182,32 @@ TEST(a_group_is_made_by_all_ranks_or_by_none) {
                     {.name = "test", .timeout = 30 * kSecond});
     });
     for (const std::string& end : ends) CHECK(end.find("the store broke") != std::string::npos);
+  }
+}
+
+// All name it, wherever it stands in the ring, and it learns the same when it goes on.
+TEST(a_rank_that_is_stopped_while_a_group_is_made_is_named_by_all) {
+  struct Case {
+    int victim;
+    std::string get;
+  };
+  auto& pid = shared<std::atomic<pid_t>>();
+  auto& ended = shared<std::atomic<int>>();
+  // At the rendezvous, and before the control ring.
+  for (const Case& c : {Case{0, "/rank/1"}, {0, "/failed"}, {1, "/failed"}, {3, "/failed"}}) {
+    pid = ended = 0;
+    const processes::Ends ends = onHosts("aabb", [&](int r, Store& store) {
+      StoppingStore stopping(store, c.get);
+      if (r == c.victim) pid = getpid();
+      CHECK(failureOf(
+                [&] {
+                  Group::create(r == c.victim ? static_cast<Store&>(stopping) : store, r, 4,
+                                {.name = "test", .timeout = kSecond});
+                },
+                "rank " + std::to_string(c.victim) + " ") == Failure::kTimeout);
+      if (r != c.victim && ++ended == 3) kill(pid, SIGCONT);
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
   }
 }
 
