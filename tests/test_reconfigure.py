@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blame import blamed
 from conftest import MakeWorld
 from pool import Call, Died, Pool, Raised, Rank, describe
 
@@ -403,6 +404,49 @@ def test_a_rank_killed_during_a_reconfigure_is_named(
         assert error.isa("PeerLost") or error.isa("Timeout"), error
         assert named in error.message, error.message
         assert took < 4.0 + 3.0 + 5.0, "the timeout, rank 0's time to tell the others, and noise"
+
+
+class StoppingStore(PlainStore):
+    """Stops its process at the first look for a key of the group's last round."""
+
+    armed = False
+
+    def check(self, keys: list[str]) -> bool:
+        if self.armed and any(key.endswith("/failed") for key in keys):
+            self.armed = False
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().check(keys)
+
+
+def stopped_meanwhile(me: Rank, prefix: str, victim: int) -> tuple[Raised, float]:
+    member = Member(me, prefix, me.rank, "abcd", StoppingStore if me.rank == victim else None)
+    member.join(1, list(range(4)))
+    handles = member.handles("next", range(4))
+    member.backend.set_timeout(timedelta(seconds=2))
+    if me.rank == victim:
+        member.meeting.armed = True
+    member.meet("ready")
+    me.tell("ready")
+    began = time.monotonic()
+    error = caught(me, lambda: member.reconfigure(2, handles, 2.0))
+    return error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_stopped_during_a_reconfigure_is_named(
+    pool: Pool, world: MakeWorld, victim: int
+) -> None:
+    """By all, and by itself when it goes on; nobody enters a group that has failed."""
+    job = pool.start(stopped_meanwhile, world(0), pool.name(), victim, ranks=4)
+    for rank in range(4):
+        job.heard(rank)
+    others = set(range(4)) - {victim}
+    job.await_end(others, 20.0)
+    job.signal(victim, signal.SIGCONT)
+    for rank, (error, took) in enumerate(job.results()):
+        assert error.isa("Timeout"), error
+        assert blamed(error.message) == {victim}, error.message
+        assert rank == victim or took < 2.0 + 3.0 + 5.0, "the timeout, its slack, and noise"
 
 
 def of_a_group(me: Rank, prefix: str) -> None:

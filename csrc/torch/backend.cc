@@ -582,6 +582,7 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
 
     GroupOptions within = made;
     within.timeout = nanosOf(options.timeout.value_or(options_->timeout));
+    const Nanos until = deadlineIn(within.timeout);
     const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
                                                            rank, who, refusal);
     within.attempt = change;
@@ -593,8 +594,9 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     liveGroups().add(change);
     try {
       const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
+      group->setTimeout(std::max(until - now(), kSecond));
       enter(group, store, std::move(made));
-      group->setTimeout(nanosOf(options_->timeout));  // until here it is the reconfigure's
+      group->setTimeout(nanosOf(options_->timeout));
     } catch (...) {
       setChange(nullptr);
       change->finish();
@@ -605,23 +607,19 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   });
 }
 
-// Leaves the old group, if there is one, for the new one.
+// Leaves the old group, if there is one, for the new one.  Throws, and keeps the old one, if the
+// new one has failed already.
 void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
                     GroupOptions options) {
-  // The new group exists whatever comes of the old one.  Ranks that are not in the new group may
-  // never join what is under way in the old one.  That ends on all ranks before any leaves the old
-  // group: otherwise its operations would report a rank that has left as lost.
+  // Ranks that are not in the new group may never join what is under way in the old one.  That ends
+  // on all ranks before any leaves the old group: otherwise its operations would report a rank that
+  // has left as lost.
   const auto gpu = makeGpuBackend(group->rank(), group->size());
   std::shared_ptr<Group> old = groupIfAny();
   GpuPtr old_gpu;
   try {
     if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
     group->run({.call = Barrier{}});
-  } catch (const Error& error) {  // the next call raises it
-    log("rank " + options.shown(group->rank()) +
-        " enters a group that has failed: " + error.what());
-  }
-  try {
     const std::lock_guard lock(group_mutex_);
     change_->check();  // later, the new group is aborted or destroyed
     change_ = nullptr;
