@@ -223,6 +223,8 @@ void Arbiter::failLate(int peer, const std::string& missing, const std::string& 
   std::string text = missing;
   if (peer >= 0 && culprit != peer)
     text = whereabouts({culprit}) + " holds up the others; late too: " + missing;
+  else if (peer >= 0 && waitsFor(peer) == rank_)
+    text += ", and waits for this rank itself; do the order of calls and the tags match?";
   fail(Failure::kTimeout, culprit,
        text + ": to " + doing + " timed out after a timeout of " + seconds(timeout));
 }
@@ -558,7 +560,9 @@ void Arbiter::broken(int rank, const std::string& how) {
        !failed() && stateOf(rank).isHere() && now() < until;)
     sleepMillisecond();
   check();
-  failLost(rank, "during " + textOf(current_), how);
+  // Between hosts, its announcement may be unknown here.
+  failLost(rank, (hasAnnounced(rank) ? "during " : "before it was seen in ") + textOf(current_),
+           how);
 }
 
 void Arbiter::verify(int rank) {
@@ -629,8 +633,8 @@ std::vector<int> Arbiter::freeOf(std::vector<int> ranks) const {
 int Arbiter::heldUpBy(int rank) const {
   // A stopped rank may have received by now what it waited for.
   for (int steps = 0; channel_ && steps < size_ && !isStopped(rank); ++steps) {
-    const int next = peer(rank).waits_for;
-    if (next < 0 || next == rank_ || now() - peer(rank).last_progress > 3 * kSecond) break;
+    const int next = waitsFor(rank);
+    if (next < 0 || next == rank_) break;
     rank = next;
   }
   return rank;
@@ -660,8 +664,8 @@ Arbiter::Laggards Arbiter::laggards(int waited_for) const {
   }
   if (!stopped) slowest = heldUpBy(slowest);
   late.ranks = {slowest};
-  late.text = who(slowest) + " arrived but stopped moving data" +
-              (stopped ? ": its process is stopped" : "");
+  late.text = who(slowest) + (stopped ? " arrived but stopped moving data: its process is stopped"
+                                      : " arrived but has not done its part");
   return late;
 }
 
@@ -812,6 +816,7 @@ net::Progress Arbiter::ownProgress(uint64_t since) {
   RankPage& own = page(rank_);
   net::Progress progress;
   progress.waits_for = waits_for_.load(std::memory_order_relaxed);
+  if (progress.waits_for < 0) progress.waits_for = awaitedMessageOf(rank_).peer;
   progress.streams = peer(rank_).streams;
   progress.announced = own.announced.observe();
   const uint64_t announced = progress.announced;
@@ -867,13 +872,38 @@ std::string Arbiter::details(int r) const {
   std::string text = peer(r).seat.name;
   if (isStopped(r)) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
-  if (done == 0) return text + ", no operation so far";
+  if (done == 0) return text + ", no operation so far" + waitOf(r);
   OpSignature last;
   {
     const std::lock_guard lock(mutex_);
     last = page(r).announcements[(done - 1) % kAnnouncements];
   }
-  return text + ", last seen in " + textOf(last);
+  return text + ", last seen in " + textOf(last) + waitOf(r);
+}
+
+void Arbiter::setAwaitedMessage(const AwaitedMessage& message) {
+  std::atomic_ref(page(rank_).awaited_message).store(message.word(), std::memory_order_relaxed);
+}
+
+AwaitedMessage Arbiter::awaitedMessageOf(int r) const {
+  return AwaitedMessage::of(
+      std::atomic_ref(page(r).awaited_message).load(std::memory_order_relaxed));
+}
+
+// The rank that it waits for, as far as known; else -1.
+int Arbiter::waitsFor(int r) const {
+  if (!channel_) return awaitedMessageOf(r).peer;
+  return now() - peer(r).last_progress > 3 * kSecond ? -1 : peer(r).waits_for.load();
+}
+
+std::string Arbiter::waitOf(int r) const {
+  const AwaitedMessage message = awaitedMessageOf(r);
+  if (message.exists && message.peer < 0) return ", waits to receive from any rank";
+  const int awaited = waitsFor(r);
+  if (awaited < 0) return "";
+  if (!message.exists) return ", waits for data from rank " + options_.shown(awaited);
+  return (message.is_send ? ", waits to send to rank " : ", waits to receive from rank ") +
+         options_.shown(awaited);
 }
 
 std::string Arbiter::whereabouts(const std::vector<int>& ranks) const {

@@ -145,6 +145,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::vector<PeerState> states() const;
   // Why that rank is lost, as text after "is lost: ".
   std::string howLost(int rank) const;
+  // A thread of this rank waits for that message, or for none any more.
+  void setAwaitedMessage(const AwaitedMessage& message);
   // Those of `ranks` whose processes are stopped.
   std::vector<int> stoppedOf(const std::vector<int>& ranks) const;
   // The rank that `rank` waits for, directly or through other waiting ranks, as far as known.
@@ -267,6 +269,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   uint64_t progressOf(int rank) const;
   // texts
   std::string details(int rank) const;
+  AwaitedMessage awaitedMessageOf(int rank) const;
+  int waitsFor(int rank) const;
+  // "", or ", waits to receive from rank 1"
+  std::string waitOf(int rank) const;
   std::string textOf(OpSignature operation) const;
   std::string monitoredBarrierText(const std::vector<int>& late) const;
 

@@ -229,6 +229,9 @@ class Messenger::Clock {
 // Throws the exception of Ctrl-C.  All other errors end the delivery.
 void Messenger::checkWait(const Delivery& delivery, Clock& clock) {
   if (!clock.isDue()) return;
+  const Message& m = delivery.message;
+  arbiter_.setAwaitedMessage(
+      {.exists = true, .is_send = m.direction == Message::Direction::kSend, .peer = m.peer});
   try {
     if (options_.interrupt) options_.interrupt();
   } catch (...) {
@@ -261,6 +264,7 @@ bool Messenger::await(Delivery& delivery, Nanos longest, Nanos timeout) {
       thread_drives = m.driven_ && m.driver_ == m.thread_.get_id();
     }
     ~User() {
+      messenger.arbiter_.setAwaitedMessage({});
       const std::lock_guard lock(messenger.mutex_);
       --messenger.users_;
       messenger.notifyThread();
@@ -559,11 +563,15 @@ std::string Messenger::describe(const Transfer& transfer) const {
 std::string Messenger::missing(const Transfer& transfer) {
   const Message& m = transfer.message;
   int matched = kAnySource;
+  size_t moved = 0;
   {
     const std::lock_guard lock(mutex_);
     if (transfer.matched) matched = peerOf(transfer);
+    moved = transfer.moved;
   }
-  if (matched != kAnySource) return arbiter_.whereabouts({matched}) + " stopped moving data";
+  if (matched != kAnySource)
+    return arbiter_.whereabouts({matched}) + " is not done with it (" + std::to_string(moved) +
+           " of " + std::to_string(m.bytes()) + " bytes)";
   if (m.direction == Message::Direction::kSend)
     return arbiter_.whereabouts({m.peer}) + " did not receive it";
   if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";

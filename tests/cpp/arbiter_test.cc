@@ -239,8 +239,10 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   const auto wait = [&] {
     for (const Nanos end = heard + 10 * kSecond; now() < end;) arbiter.idle(Ready(ready));
   };
-  CHECK(ranks::failureOf(wait, "rank 2 (a process) is lost: its process ended during barrier #0") ==
-        Failure::kPeerLost);
+  CHECK(
+      ranks::failureOf(
+          wait, "rank 2 (a process) is lost: its process ended before it was seen in barrier #0") ==
+      Failure::kPeerLost);
   // What was on its way from there had time to come.
   CHECK(now() - heard >= 500 * kMillisecond);
 }

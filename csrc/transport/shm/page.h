@@ -24,6 +24,20 @@ constexpr uint32_t wakeWordFor(int rank) {
   return static_cast<uint32_t>(rank) + 1;
 }
 
+// The message that a thread of a rank waits for.
+struct AwaitedMessage {
+  bool exists = false, is_send = false;
+  int peer = -1;  // -1: any rank
+
+  uint32_t word() const {
+    return exists ? static_cast<uint32_t>(peer + 2) << 1 | static_cast<uint32_t>(is_send) : 0;
+  }
+  static AwaitedMessage of(uint32_t word) {
+    return {
+        .exists = word != 0, .is_send = (word & 1) != 0, .peer = static_cast<int>(word >> 1) - 2};
+  }
+};
+
 // Where the data of an operation lie in a block (shared_block.h) that peers can map.
 struct TensorOffer {
   uint64_t block;  // its number; 0: the data are not in a block
@@ -46,6 +60,7 @@ struct RankPage {
   alignas(kLine)
       uint32_t wake_word;  // wakeWordFor(r) while the owner sleeps and waits for rank r, else 0
   alignas(kLine) uint32_t messenger_wake_word;  // 1 while the owner sleeps and waits for messages
+  uint32_t awaited_message;                     // an AwaitedMessage of the owner, for errors
   alignas(kLine) uint32_t departed;             // a Declared of the owner
 
   // Written by the other ranks, in a group that survives losses, when they go on without the owner.
