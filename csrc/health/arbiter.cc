@@ -116,7 +116,7 @@ void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_t
 void Arbiter::end() {
   in_monitored_barrier_ = false;
   waits_for_.store(-1, std::memory_order_relaxed);
-  if (pulse_ && wasLeftOut(page(rank_))) throwFailure();
+  if (isLeftOut()) throwFailure();
 }
 
 void Arbiter::depart(Declared how) {

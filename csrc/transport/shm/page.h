@@ -85,6 +85,10 @@ struct RankPage {
 // reads a flag, and the first such value holds for all.  A rank that has read a larger value looks
 // at `left_out` afterwards, and uses the value that was agreed if it is set.  If it is not, all
 // that set it later read no smaller value.
+//
+// It looks at `left_out` itself at the end of an operation, after it has published `done` for the
+// slots that it has read.  The others fill these anew only after leaveOut, whose loads follow its
+// store.  So it sees `left_out` if it has read anything else (flags.h has the orders).
 
 inline bool isLeftOut(RankPage& page) {
   return std::atomic_ref(page.left_out).load(std::memory_order_seq_cst) != 0;
@@ -105,13 +109,6 @@ inline void leaveOut(RankPage& page) {
   std::atomic_ref(page.left_out).store(1, std::memory_order_seq_cst);
   agreedValue(page.posted, page.last_posted);
   agreedValue(page.reduced, page.last_reduced);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // before slots that it reads are filled
-}
-
-// Asked by the owner when an operation is over: whether others may have filled slots that it read.
-inline bool wasLeftOut(RankPage& page) {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  return isLeftOut(page);
 }
 
 }  // namespace ringreduce
