@@ -284,6 +284,20 @@ def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld) -> None
     assert job.results() == [0.0, 7.0]
 
 
+def wait_for_each_other(me: Rank) -> str:
+    return said(lambda: dist.recv(number(0), 1 - me.rank))
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("wire", ["memory", "tcp"])
+def test_ranks_that_wait_for_each_other_are_told_so(
+    pool: Pool, world: MakeWorld, wire: str
+) -> None:
+    group = world(2, timeout=2.0, **({"WIRE": "tcp"} if wire == "tcp" else {}))
+    for text in pool.run(wait_for_each_other, group):
+        assert text.startswith("Timeout") and "and waits for this rank itself" in text, text
+
+
 def futures_without_an_end(me: Rank) -> list[str]:
     """Nobody calls Work.wait: torch waits for the Future, in its own code."""
     if me.rank == 0:
