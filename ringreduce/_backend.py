@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce import _gpu, errors
+from ringreduce._launchers import job_of
 from ringreduce._load import load
 
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
@@ -183,10 +185,13 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     keeps_store = not dist.is_initialized() and _outlives_its_group(dist_backend_opts)
     all_ranks = dist.get_world_size() if dist.is_initialized() else 0
     connect = _when_to_connect(dist_backend_opts, options)
+    of_default = connect == "now" and not dist.is_initialized()
+    rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
+    launcher, job = job_of(os.environ, rank, size) if of_default else ("", "")
     backend = extension().create_backend(
         store=dist_backend_opts.store,
-        rank=dist_backend_opts.group_rank,
-        size=dist_backend_opts.group_size,
+        rank=rank,
+        size=size,
         timeout=dist_backend_opts.timeout.total_seconds(),
         name=dist_backend_opts.group_id,
         global_ranks=ranks,
@@ -195,6 +200,9 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         connect=connect,
         make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
         keeps_store=keeps_store,
+        launcher=launcher,
+        job=job,
+        program=os.path.basename(sys.argv[0]) if of_default else "",
         **dataclasses.asdict(options),
     )
     if connect == "now" and extension().goes_on(backend):

@@ -89,6 +89,22 @@ def identify(
     return me
 
 
+def job_of(env: Environment, rank: int, world_size: int) -> tuple[str, str]:
+    """A launcher and its name of the job whose ranks are those of this group; "" without one.
+
+    Ranks of one job have the same one from a launcher, or none: that a launcher's rank and world
+    size are these says that its processes are the group's ranks.
+    """
+    for read in (_torchrun, _open_mpi, _pmi, _slurm, _kubernetes):
+        try:
+            me = read(env)
+        except ValueError:  # of the variables of another program
+            continue
+        if me and me.job and (me.rank, me.world_size or world_size) == (rank, world_size):
+            return me.launcher, me.job.removeprefix(me.launcher).strip()
+    return "", ""
+
+
 def _pair(env: Environment, rank_name: str, size_name: str) -> tuple[int, int, str] | None:
     """Rank, world size, and what was read; None if neither is set."""
     rank, size = whole(env, rank_name), whole(env, size_name)
@@ -119,13 +135,15 @@ def _torchrun(env: Environment) -> Identity | None:
     pair = _pair(env, "RANK", "WORLD_SIZE")
     if pair is None:
         return None
-    by_torchrun = bool(env.get("TORCHELASTIC_RUN_ID"))
+    run = env.get("TORCHELASTIC_RUN_ID")
+    by_torchrun = bool(run)
     return Identity(
         *pair[:2],
         whole(env, "LOCAL_RANK"),
         whole(env, "LOCAL_WORLD_SIZE"),
         launcher="torchrun" if by_torchrun else "environment",
         said=pair[2],
+        job=f"torchrun {run}" if run and run != "none" else None,  # its default for all jobs
         started=by_torchrun,
     )
 
@@ -182,6 +200,15 @@ def _slurm(env: Environment) -> Identity | None:
         first_host=first_host(hosts) if hosts else None,
         started=True,
     )
+
+
+def _kubernetes(env: Environment) -> Identity | None:
+    """A pod of an indexed Job, which is named after it; the world size is not known."""
+    index = whole(env, "JOB_COMPLETION_INDEX")
+    name, dash, end = env.get("HOSTNAME", "").rpartition("-")
+    if index is None or not dash or end != str(index):
+        return None
+    return Identity(index, 0, launcher="Kubernetes", job=f"Kubernetes {name}")
 
 
 def tasks_here(env: Environment) -> int | None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import astuple
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from launchers import environment
 from pool import Pool, Raised, Rank
 
 import ringreduce
-from ringreduce._launchers import first_host, identify, tasks_here
+from ringreduce._launchers import first_host, identify, job_of, tasks_here
 
 
 def by_hand(rank: int, size: int, **more: object) -> dict[str, str]:
@@ -237,6 +238,58 @@ def test_a_group_by_a_launchers_variables(pool: Pool, world: MakeWorld, launcher
         port = left.pop("MASTER_PORT")
         assert 20000 <= int(port) < 30000
         assert left == left_by(rank, 2)
+
+
+def share_a_store(me: Rank, name: str) -> str | float:
+    """Rank 1 of another step of Slurm comes first to the store of these."""
+    step = "2" if me.rank != 1 else "3"
+    rank = min(me.rank, 1)
+    if me.rank == 2:
+        me.hear(30)
+    with environment(srun(rank, 2, rank, "vm", "2", 0) | {"SLURM_STEP_ID": step}):
+        try:
+            dist.init_process_group(
+                me.backend, store=me.store(name), rank=rank, world_size=2, timeout=timedelta(0, 30)
+            )
+        except ringreduce.Error as error:
+            me.tell("refused")
+            return str(error)
+        t = torch.ones(10)
+        dist.all_reduce(t)
+        dist.destroy_process_group()
+        return float(t[0])
+
+
+@pytest.mark.ringreduce
+def test_another_jobs_rank_is_refused(pool: Pool, world: MakeWorld) -> None:
+    call = pool.start(share_a_store, world(0), pool.name("store"), ranks=3)
+    assert call.heard(1) == "refused"
+    call.tell(2)
+    first, refused, second = call.results()
+    assert (first, second) == (2.0, 2.0)
+    assert "of Slurm job 31.3 came to the store of rank 0 (pid " in str(refused)
+    assert "of Slurm job 31.2: two jobs use one store; give each a MASTER_PORT" in str(refused)
+
+
+JOBS: dict[str, tuple[dict[str, str], int, int, tuple[str, str]]] = {
+    "torchrun": (torchrun(1, 2), 1, 2, ("torchrun", "id")),
+    "torchrun's default": (torchrun(1, 2) | {"TORCHELASTIC_RUN_ID": "none"}, 1, 2, ("", "")),
+    "Open MPI": (open_mpi(3, 4, 1, 2), 3, 4, ("Open MPI", "77")),
+    "PMI": (PMI2, 3, 4, ("PMI", "31.2")),
+    "srun": (TWO_HOSTS, 3, 4, ("Slurm", "31.2")),
+    # A step of one task each: they are not the ranks.
+    "srun of a launcher": (srun(0, 1, 0, "vm", "1", 0), 0, 4, ("", "")),
+    "a pod": ({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}, 1, 4, ("Kubernetes", "train")),
+    "a pod of several": ({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}, 9, 16, ("", "")),
+    "by hand": (by_hand(1, 2), 1, 2, ("", "")),
+    "nonsense": ({"RANK": "x", "WORLD_SIZE": "2"}, 1, 2, ("", "")),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_job_of_a_groups_ranks(name: str) -> None:
+    env, rank, size, job = JOBS[name]
+    assert job_of(env, rank, size) == job
 
 
 def test_what_is_set_stays(pool: Pool, world: MakeWorld) -> None:

@@ -41,6 +41,7 @@ struct Config {
   static constexpr int64_t kLeastSlotBytes = 4 << 10, kMostSlotBytes = 64 << 20;
   static constexpr int64_t kLeastSlots = 3, kMostSlots = 32;  // two-shot uses three at a time
   static constexpr int64_t kMostLanes = 64;
+  static constexpr size_t kMostHostId = 255;  // bytes: it is a part of small messages
 
   EnvValue<std::string> algorithm{"auto"}, order{"ring"}, on_loss{"error"}, instruction_set, log;
   EnvValue<int64_t> slot_bytes, slots, min_ranks{1};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,7 +52,14 @@ struct GroupOptions {
   Nanos timeout = 1800 * kSecond;      // of an operation, and of making the group
   Nanos stall = 10 * kSecond;          // RINGREDUCE_STALL_SECONDS: a wait this long is logged
 
-  std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the environment
+  std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the next
+  // Null: from the environment.  Called once other ranks can be told of its error.
+  std::function<SharedOptions(int world_size)> choose_shared = nullptr;
+
+  // The launcher and its name of the job, where it has one that all ranks of a job share.  A rank
+  // of another job of that launcher is refused.
+  std::string launcher = "", job = "";
+  std::string program = "";  // of this rank; a difference is logged
 
   // After a reconfigure: the ranks' numbers when their processes made the group, for messages.
   std::vector<int> started_as = {};

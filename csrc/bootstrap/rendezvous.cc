@@ -28,6 +28,10 @@ constexpr char kTableKey[] = "ringreduce/table";
 constexpr Nanos kReasonTime = kSecond;
 // Rank 0 knows which ranks are missing, so the others give it that much time to say so.
 constexpr Nanos kRank0Grace = 2 * kSecond;
+// The shortest time between two looks for notes of ranks, and the time after which a rank that gets
+// no connection to its host's leader writes one.
+constexpr Nanos kNotesPause = kSecond / 4, kUnreachable = kSecond;
+constexpr size_t kMostName = 128;  // bytes of a job's or a program's name in a record
 // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
 // within the first time, and for as long as the second one.
 constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
@@ -37,6 +41,11 @@ constexpr Nanos kLeastPause = 25 * kMicrosecond, kRecordsPause = kMillisecond;
 
 std::string recordKey(int rank) {
   return "ringreduce/rank/" + std::to_string(rank);
+}
+
+// A rank that cannot take part as it is says why, and keeps no other from this rank's record.
+std::string noteKey(int rank) {
+  return "ringreduce/note/" + std::to_string(rank);
 }
 
 std::string at(const char* field, int rank) {
@@ -65,6 +74,9 @@ FailedAttempts& failedAttempts() {
   return *all;
 }
 
+constexpr char kOneStoreEach[] =
+    ": two jobs use one store; give each a MASTER_PORT of its own, or a store of its own";
+
 bool sharesMemory(const Fields& table) {
   return fieldOf(table, "wire") == "memory";
 }
@@ -84,10 +96,18 @@ class Meeting {
         mine_{{"version", kVersion},
               {"size", std::to_string(size)},
               {"token", net::randomGroup()},
-              {"id", hostId()},
               {"pid", std::to_string(getpid())},
               {"pid_namespace", pidNamespace()},
-              {"host", hostName()}} {}
+              {"host", hostName()},
+              {"launcher", options.launcher},
+              {"job", options.job.substr(0, kMostName)},
+              {"program", options.program.substr(0, kMostName)}} {
+    try {
+      mine_["id"] = hostId();
+    } catch (const Error&) {
+      no_id_ = std::current_exception();
+    }
+  }
 
   Rendezvous run() { return rank_ == 0 ? runRank0() : runOther(); }
 
@@ -116,7 +136,13 @@ class Meeting {
 
   // Before anything is sent.
   void prepare() try {
-    shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
+    if (no_id_) std::rethrow_exception(no_id_);
+    if (options_.shared)
+      shared_ = *options_.shared;
+    else if (options_.choose_shared)
+      shared_ = options_.choose_shared(size_);
+    else
+      shared_ = SharedOptions::fromEnvironment(size_);
     shared_.validate(size_);
     socket_ = "ringreduce-" + randomSecretText();
     secret_ = randomSecretText();
@@ -161,9 +187,38 @@ class Meeting {
                                        fieldOf(record, "pid") + ") was started with world size " +
                                        fieldOf(record, "size") + ", " + shown(0) + " with " +
                                        std::to_string(size_));
-    if (r > 0 && r < size_) records_[r] = record;
+    if (r > 0 && r < size_) {
+      if (!records_.contains(r)) compareProgram(r, record);
+      records_[r] = record;
+    }
     if (const std::string broken = fieldOf(record, "broken"); !broken.empty())
       throw Error(kindOf(record), broken);
+  }
+
+  // Programs of one job may differ, so a difference is no error.
+  void compareProgram(int r, const Fields& record) const {
+    const std::string own = fieldOf(mine_, "program"), theirs = fieldOf(record, "program");
+    if (own.empty() || theirs.empty() || own == theirs) return;
+    log("group '" + options_.name + "': " + shown(r) + " (pid " + fieldOf(record, "pid") +
+        " on host " + fieldOf(record, "host") + ") runs " + theirs + ", and " + shown(0) +
+        " runs " + own + "; if these are two jobs, give each a MASTER_PORT of its own");
+  }
+
+  // Of ranks that have not come.
+  void readNotes() {
+    if (now() < next_notes_) return;
+    next_notes_ = now() + kNotesPause;
+    for (const int r : absentRanks()) {
+      const std::string text = store_.get(noteKey(r)).value_or("");
+      const Fields note = decode(text);
+      if (text.empty() || fieldOf(note, "nonce") != fieldOf(table_, "nonce")) continue;
+      if (notes_[r] == note) continue;
+      notes_[r] = note;
+      log("group '" + options_.name + "': " + fieldOf(note, "text"));
+      if (!isOfOtherJob(note)) continue;
+      table_["refused"] += fieldOf(note, "token") + " ";
+      store_.set(kTableKey, encode(table_));
+    }
   }
 
   // An invitation to the ranks of this host, while the known ranks are all here; else the table of
@@ -179,7 +234,10 @@ class Meeting {
                  {"options", shared_.toText()},
                  {"wire", memory ? "memory" : "tcp"},
                  {"secret", secret_},
+                 {"who", whoIsThis()},
+                 {"refused", fieldOf(table_, "refused")},
                  {"nonce", fieldOf(table_, "nonce")}};
+    addJobTo(table);
     if (memory) {
       table["socket"] = socket_;
       leader();  // listens before any rank looks for it
@@ -191,6 +249,13 @@ class Meeting {
     table["nonce"] = net::randomGroup();
     table_ = std::move(table);
     store_.set(kTableKey, encode(table_));
+  }
+
+  // A rank of a group that goes on after losses may come back from another launcher.
+  void addJobTo(Fields& table) const {
+    if (shared_.min_ranks > 0) return;
+    table["launcher"] = fieldOf(mine_, "launcher");
+    table["job"] = fieldOf(mine_, "job");
   }
 
   static void addTo(Fields& table, int r, const Fields& record) {
@@ -262,26 +327,39 @@ class Meeting {
                   {"kind", std::to_string(static_cast<int>(reason.kind))},
                   {"attempt", attempt_},
                   {"time", std::to_string(std::time(nullptr))}};
+      addJobTo(last);
       std::map<int, std::string> tokens;
-      for (const int r : otherRanks(rank_, size_)) {
-        const Fields record = lastRecordOf(r);
-        if (record.empty()) continue;
-        last[at("token", r)] = fieldOf(record, "token");
-        // Two processes claim this rank.
-        if (record.contains("rival")) last[at("rival", r)] = fieldOf(record, "rival");
-        if (fieldOf(record, "broken").empty())
+      const auto tell = [&](const std::vector<int>& ranks) {
+        const Fields before = last;
+        for (const int r : ranks) {
+          const Fields record = lastRecordOf(r);
+          if (const auto note = notes_.find(r); note != notes_.end())
+            last[at("token", r)] = fieldOf(note->second, "token");
+          if (record.empty()) continue;
+          last[at("token", r)] = fieldOf(record, "token");
+          // Two processes claim this rank.
+          if (record.contains("rival")) last[at("rival", r)] = fieldOf(record, "rival");
           tokens[r] = fieldOf(record, "token");
-        else
-          store_.set(recordKey(r), "");
-      }
-      store_.set(kTableKey, encode(last));
+          if (!fieldOf(record, "broken").empty()) store_.set(recordKey(r), "");
+        }
+        if (last != before || ranks.empty()) store_.set(kTableKey, encode(last));
+      };
+      tell({});
+      tell(otherRanks(rank_, size_));
       leave();
       // The store may go with the process of rank 0, so it waits until the others have the reason.
+      // Those that are about to come put a record when they see it.
+      const bool waits_for_all =
+          reason.kind == Failure::kSetup || reason.kind == Failure::kArgument;
       waitFor(
           [&] {
-            return std::ranges::none_of(tokens, [&](const auto& one) {
-              return fieldOf(recordOf(one.first), "token") == one.second;
-            });
+            std::vector<int> untold = otherRanks(rank_, size_);
+            std::erase_if(untold, [&](int r) { return tokens.contains(r); });
+            if (waits_for_all) tell(untold);
+            const bool all_known = !waits_for_all || untold.empty();
+            return all_known && std::ranges::none_of(tokens, [&](const auto& one) {
+                     return fieldOf(recordOf(one.first), "token") == one.second;
+                   });
           },
           kReasonTime);
     } catch (const std::exception& failure) {  // the first error matters more
@@ -302,12 +380,18 @@ class Meeting {
   // ---- the other ranks
 
   Rendezvous runOther() try {
+    if (no_id_) std::rethrow_exception(no_id_);
     for (;; poll()) {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
+      if (isOfOtherJob(table)) {
+        meetOtherJob(table);
+        continue;
+      }
       if (table.contains("failed")) {
         if (lists(table) || options_.attempt) failAs(table, ", learned by " + shown(rank_));
         if (isLateReason(table)) failAs(table, beforeItCame());
+        if (!is_put_ && concerns(table)) putRecord();  // rank 0 may wait to tell this rank
         continue;
       }
       if (!table.empty() && fieldOf(table, "attempt") != fieldOf(mine_, "attempt")) {
@@ -351,6 +435,27 @@ class Meeting {
       throw;
     }
     return decode(seen_);
+  }
+
+  // Rank 0 of another job has published it.  It may have ended long ago, in which case this rank
+  // waits for its own rank 0; it is refused if the other answers.
+  void meetOtherJob(const Fields& table) {
+    const std::string text = whoIsThis() + " of " + jobOf(mine_) + " came to the store of " +
+                             fieldOf(table, "who") + " of " + jobOf(table);
+    if (fieldOf(table, "refused").find(fieldOf(mine_, "token")) != std::string::npos) {
+      leaveAfterError();
+      throw Error(Failure::kSetup, text + kOneStoreEach);
+    }
+    if (!table.contains("failed")) leaveNote(table, text + ", and is refused");
+  }
+  void leaveNote(const Fields& table, const std::string& text) {
+    if (noted_ == fieldOf(table, "nonce")) return;
+    noted_ = fieldOf(table, "nonce");
+    store_.set(noteKey(rank_), encode({{"nonce", noted_},
+                                       {"token", fieldOf(mine_, "token")},
+                                       {"launcher", fieldOf(mine_, "launcher")},
+                                       {"job", fieldOf(mine_, "job")},
+                                       {"text", text}}));
   }
 
   bool invites(const Fields& table) const {
@@ -402,7 +507,10 @@ class Meeting {
     } catch (const Error& error) {
       refuse(error);
     }
-    if (!socket) return std::nullopt;
+    if (!socket) {
+      noteUnreachable(table);
+      return std::nullopt;
+    }
     bool all_there = false;
     const auto each = [&] {
       stepClock(lateRanks());
@@ -412,6 +520,7 @@ class Meeting {
       auto membership = joinLeader(std::move(socket), ranks, each, [&] {
         all_there = true;
         if (is_put_) store_.remove(recordKey(rank_));
+        if (!noted_.empty()) store_.remove(noteKey(rank_));
       });
       if (!membership) refused_ = fieldOf(table, "nonce");
       return membership;
@@ -423,6 +532,19 @@ class Meeting {
       throw;
     }
     return std::nullopt;
+  }
+
+  // An invitation of an earlier run leads nowhere; or rank 0 is on a machine with the same id.
+  void noteUnreachable(const Fields& table) {
+    const std::string nonce = fieldOf(table, "nonce");
+    if (unreachable_ != nonce) unreachable_since_ = now();
+    unreachable_ = nonce;
+    if (now() - unreachable_since_ < kUnreachable) return;
+    hint_ = whoIsThis() + " finds no process behind the socket of " + fieldOf(table, "who") +
+            ", although both have the host id '" + fieldOf(table, "id").substr(0, kMostName) +
+            "'; if they are two machines (clones of one?), give each a RINGREDUCE_HOSTID of its "
+            "own";
+    leaveNote(table, hint_);
   }
 
   // Rank 0 closed its connection.  It may have given up, or started over, when this rank called,
@@ -484,6 +606,7 @@ class Meeting {
   // key that is removed while another rank asks for it.
   // A record that names a rival or a reason stays, for the rival and rank 0 to read.
   void leave() {
+    if (!noted_.empty()) store_.set(noteKey(rank_), "");
     if (is_put_ && !mine_.contains("rival") && !mine_.contains("broken"))
       store_.set(recordKey(rank_), "");
   }
@@ -502,15 +625,19 @@ class Meeting {
   // waits.
   void checkRecord() {
     if (rank_ == 0 && !is_put_) putRecord();
+    if (rank_ == 0) readNotes();
     if (!is_put_ || now() < next_look_) return;
     next_look_ = now() + kTick;
     const Fields own = recordOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
     mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
-    refuse(Error(Failure::kSetup, "two processes claim " + shown(rank_) + ": pid " +
-                                      fieldOf(own, "pid") + " on host " + fieldOf(own, "host") +
-                                      ", and pid " + fieldOf(mine_, "pid") + " on host " +
-                                      fieldOf(mine_, "host") + ", noticed by the latter"));
+    refuse(Error(Failure::kSetup,
+                 "two processes claim " + shown(rank_) + ": pid " + fieldOf(own, "pid") +
+                     " on host " + fieldOf(own, "host") + ", and pid " + fieldOf(mine_, "pid") +
+                     " on host " + fieldOf(mine_, "host") + ", noticed by the latter" +
+                     (isOfOtherJob(own) ? "; the former is of " + jobOf(own) + ", the latter of " +
+                                              jobOf(mine_) + kOneStoreEach
+                                        : "")));
   }
 
   void poll() {
@@ -539,7 +666,7 @@ class Meeting {
     const Error error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " +
                                              what + " within " + seconds(options_.timeout) +
                                              ", making group '" + options_.name + "'; noticed by " +
-                                             shown(rank_));
+                                             shown(rank_) + hints());
     if (rank_ == 0) throw error;
     // Rank 0 gave up before this rank came, or was stopped; then its own clock says that the others
     // are late.
@@ -551,6 +678,27 @@ class Meeting {
     if (mine_.contains("seen"))
       store_.set(reasonKey(fieldOf(mine_, "seen")), encode(reason, /*culprit=*/0));
     throw error;
+  }
+
+  // Why ranks may be missing.
+  std::string hints() const {
+    std::string text = hint_.empty() ? "" : "; " + hint_;
+    for (const auto& [r, note] : notes_) text += "; " + fieldOf(note, "text");
+    return text;
+  }
+
+  // Of a record, a table or a note.  Two launchers may have started ranks of one job.
+  bool isOfOtherJob(const Fields& fields) const {
+    const std::string job = fieldOf(fields, "job"), own = fieldOf(mine_, "job");
+    return !job.empty() && !own.empty() && job != own &&
+           fieldOf(fields, "launcher") == fieldOf(mine_, "launcher");
+  }
+  static std::string jobOf(const Fields& fields) {
+    return fieldOf(fields, "launcher") + " job " + fieldOf(fields, "job");
+  }
+  std::string whoIsThis() const {
+    return shown(rank_) + " (pid " + fieldOf(mine_, "pid") + " on host " + fieldOf(mine_, "host") +
+           ")";
   }
 
   // Only rank 0 knows.
@@ -583,7 +731,8 @@ class Meeting {
   Stopwatch stopwatch_;
   Nanos next_look_ = 0, next_records_ = kRecordsPause;
   Fields mine_;
-  bool is_put_ = false;  // it is in the store
+  std::exception_ptr no_id_;  // the error of RINGREDUCE_HOSTID
+  bool is_put_ = false;       // it is in the store
   SharedOptions shared_;
 
   // Rank 0.
@@ -592,11 +741,17 @@ class Meeting {
   std::map<int, Fields> records_;  // of the other ranks
   Fields table_;
   std::optional<HostLeader> leader_;
+  std::map<int, Fields> notes_;  // of ranks that have not come
+  Nanos next_notes_ = 0;
 
   // The other ranks.
   std::string seen_;  // rank 0's table
   Nanos seen_since_ = 0;
-  std::string refused_;  // the nonce of an invitation that came to nothing
+  std::string refused_;      // the nonce of an invitation that came to nothing
+  std::string noted_;        // the nonce of the table about which this rank left a note
+  std::string unreachable_;  // the nonce of the invitation whose socket has no process
+  Nanos unreachable_since_ = 0;
+  std::string hint_;
 };
 
 Rendezvous rendezvous(Store& store, int rank, int world_size, const GroupOptions& options,

@@ -315,7 +315,9 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 #endif
   if (connect != Connect::kNow) return;
   group_ = translated([&] { return makeGroup(store, rank, size, options); });
-  group_options_.attempt = nullptr;  // not of groups made of this one
+  // Not of groups made of this one.
+  group_options_.attempt = nullptr;
+  group_options_.job = group_options_.program = "";
   gpu_ = makeGpuBackend(rank, size);
   liveGroups().add(group_, gpu_);
 }
@@ -324,8 +326,7 @@ std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int s
                                           GroupOptions options) const {
   const auto adapted = std::make_shared<TorchStore>(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
-  const int first = options.members.empty() ? 0 : options.members.front();
-  if (rank == first && choose_shared_ && !options.shared) options.shared = choose_shared_(size);
+  options.choose_shared = choose_shared_;
   if (hasCuda()) adapted->set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
   return Group::create(adapted, rank, size, options);
 }

@@ -149,7 +149,9 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          std::optional<double> stall_seconds,
                          const std::optional<std::string>& order, const std::string& gpu_facts,
                          const py::object& make_inner, int of_ranks, const std::string& connect,
-                         const std::shared_ptr<Making>& making, bool keeps_store) {
+                         const std::shared_ptr<Making>& making, bool keeps_store,
+                         const std::string& launcher, const std::string& job,
+                         const std::string& program) {
   const auto call = shared(make_inner);
   Backend::Gpus gpus{.facts = gpu_facts,
                      .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
@@ -167,30 +169,34 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.attempt = making;
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
-    options.stall = nanosOf(stall_seconds ? *stall_seconds : stallSeconds(options.shown(rank)));
-    // Given by the caller: rank 0 refuses bad values for all ranks.  The environment is
-    // read by rank 0 alone, inside.
-    Backend::ChooseShared choose_shared;
-    if (algorithm || slot_bytes || slots || on_loss || order)
-      choose_shared = [=](int ranks) {
-        SharedOptions shared = SharedOptions::fromEnvironment(ranks);
-        if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
-        shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
-        shared.slots = slots.value_or(shared.slots);
-        if (on_loss) {
-          const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
-          const bool goes_on = *on_loss == "continue";
-          shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
-        }
-        if (order) shared.order = orderNamed(*order);
-        return shared;
-      };
+    options.launcher = launcher;
+    options.job = job;
+    options.program = program;
+    // Rank 0 refuses bad values for all ranks, when it can tell them.
+    const bool tells = rank == 0 && connect == "now";
+    options.stall = nanosOf(stall_seconds ? *stall_seconds
+                            : tells       ? Config::read().stall_seconds.orDefault()
+                                          : stallSeconds(options.shown(rank)));
+    const Backend::ChooseShared choose_shared = [=](int ranks) {
+      if (tells && !stall_seconds) (void)Config::read().stall_seconds.get();
+      SharedOptions shared = SharedOptions::fromEnvironment(ranks);
+      if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
+      shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
+      shared.slots = slots.value_or(shared.slots);
+      if (on_loss) {
+        const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
+        const bool goes_on = *on_loss == "continue";
+        shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+      }
+      if (order) shared.order = orderNamed(*order);
+      return shared;
+    };
     using Connect = Backend::Connect;
     static const std::map<std::string, Connect> kWays{{"now", Connect::kNow},
                                                       {"reconfigure", Connect::kByReconfigure},
                                                       {"join", Connect::kByPrepare}};
     return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus),
-                                        kWays.at(connect), std::move(choose_shared), keeps_store);
+                                        kWays.at(connect), choose_shared, keeps_store);
   } catch (const Error&) {
     rethrowToPython();
   }
@@ -463,7 +469,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
         "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none(),
-        "keeps_store"_a = false);
+        "keeps_store"_a = false, "launcher"_a = "", "job"_a = "", "program"_a = "");
   m.def("prefix_in_tcp_store", &prefixInTcpStore, "store"_a);
   m.def("drop_kept_store", &dropKeptStore, py::call_guard<py::gil_scoped_release>(), "store"_a);
   m.def(

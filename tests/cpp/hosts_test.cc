@@ -1,5 +1,7 @@
 // The rendezvous: which ranks share a host, their memory, records of earlier runs, ranks that do
 // not come.
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -128,6 +130,66 @@ TEST(records_of_an_earlier_run_are_not_taken_for_this_one) {
     CHECK_EQ(met(store, r, 2).hosts->count(), 2);
   });
   for (const std::string& end : ends) CHECK_EQ(end, "");
+}
+
+TEST(a_rank_of_another_job_is_refused_and_the_right_one_is_not_disturbed) {
+  const auto meetAs = [](Store& store, int rank, const char* job) {
+    GroupOptions options = patience(20 * kSecond);
+    options.launcher = "Slurm";
+    options.job = job;
+    return rendezvous(store, rank, 2, options, [](const Hosts&) { return ""; });
+  };
+  for (const char* wire : {"auto", "tcp"}) {
+    const ranks::Setting setting("RINGREDUCE_WIRE", wire);
+    ranks::MemoryStore store;
+    // A job that has ended long ago left this.
+    store.set("ringreduce/table", encode({{"wire", "memory"},
+                                          {"version", kVersion},
+                                          {"id", hostId()},
+                                          {"socket", "ringreduce-none"},
+                                          {"nonce", "old"},
+                                          {"launcher", "Slurm"},
+                                          {"job", "1.0"}}));
+    std::atomic<bool> is_refused = false;
+    ranks::inThreads(3, [&](int r) {
+      if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      while (r == 2 && !is_refused) std::this_thread::yield();
+      if (r == 1) {
+        const auto text = [&] { meetAs(store, 1, "7.1"); };
+        CHECK(failureOf(text, "of Slurm job 7.1 came to the store of rank 0 (pid ") ==
+              Failure::kSetup);
+        is_refused = true;
+      } else {
+        const Rendezvous all = meetAs(store, r / 2, "7.0");
+        CHECK_EQ(all.hosts ? all.hosts->size() : static_cast<int>(all.membership.members.size()),
+                 2);
+      }
+    });
+  }
+}
+
+TEST(a_rank_that_comes_after_rank_0_gave_up_gets_its_reason_at_once) {
+  ranks::MemoryStore store;
+  ranks::inThreads(2, [&](int r) {
+    if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    GroupOptions options = patience(20 * kSecond);
+    options.choose_shared = [](int) -> SharedOptions { throw Error(Failure::kSetup, "BAD=1"); };
+    const auto text = r == 0 ? "BAD=1" : "BAD=1, learned by rank 1";
+    CHECK(failureOf([&] { rendezvous(store, r, 2, options, [](const Hosts&) { return ""; }); },
+                    text) == Failure::kSetup);
+  });
+}
+
+TEST(machines_with_the_same_id_are_told) {
+  ranks::MemoryStore store;
+  bool may = false;
+  std::thread([&] { may = unshare(CLONE_NEWNET) == 0; }).join();  // needs root
+  if (!may) return;
+  ranks::inThreads(2, [&](int r) {
+    if (r == 1) unshare(CLONE_NEWNET);  // a machine with the id of this one
+    CHECK(failureOf([&] { met(store, r, 2, 2 * kSecond); },
+                    "although both have the host id '" + hostId()) == Failure::kTimeout);
+  });
 }
 
 TEST(a_rank_that_does_not_come_is_named_by_all) {
