@@ -118,9 +118,10 @@ class CompressionState:
     `ddp_model.register_comm_hook(state, ringreduce.hooks.compressed)`.
 
     The gradients of float32, float16 and bfloat16 parameters are coded, the latter two as float32
-    and rounded once at the end; those of other types, and sparse ones, travel exactly.  Which ones travel exactly
-    besides is chosen when the state is made.  Gradients of a GPU are coded in the host's memory,
-    where the residuals are too; pinned memory for the buckets under way is taken besides.
+    and rounded once at the end; those of other types, and sparse ones, travel exactly.  Which ones
+    travel exactly besides is chosen when the state is made.  Gradients of a GPU are coded in the
+    host's memory, where the residuals are too; pinned memory for the buckets under way is taken
+    besides.
 
     Args:
         model: the model, or its DistributedDataParallel.
