@@ -247,6 +247,22 @@ TEST(a_rank_that_is_lost_ends_a_wait_for_another) {
   CHECK(now() - heard >= 500 * kMillisecond);
 }
 
+// Others learn whose message it waits for, and that it waits for none any more.
+TEST(the_progress_of_a_rank_names_the_rank_that_it_waits_for) {
+  One one(0, 3);
+  CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, -1);
+  for (const bool is_send : {false, true})
+    for (const int peer : {-1, 0, 1, 2}) {
+      one.arbiter->setAwaitedMessage({.exists = true, .is_send = is_send, .peer = peer});
+      CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, peer);
+      one.arbiter->setAwaitedMessage({});
+      CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, -1);
+    }
+  one.see(1, 0, {}, 2);
+  CHECK(one.arbiter->whereabouts({1}) ==
+        "rank 1 (a process, no operation so far, waits for data from rank 2)");
+}
+
 TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
   One one(0, 2);
   one.arbiter->begin(barrier(0), kNever, false);

@@ -33,8 +33,8 @@ struct AwaitedMessage {
     return exists ? static_cast<uint32_t>(peer + 2) << 1 | static_cast<uint32_t>(is_send) : 0;
   }
   static AwaitedMessage of(uint32_t word) {
-    return {
-        .exists = word != 0, .is_send = (word & 1) != 0, .peer = static_cast<int>(word >> 1) - 2};
+    if (word == 0) return {};
+    return {.exists = true, .is_send = (word & 1) != 0, .peer = static_cast<int>(word >> 1) - 2};
   }
 };
 
