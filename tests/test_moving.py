@@ -164,6 +164,28 @@ def test_input_inside_the_output(pool: Pool, world: MakeWorld, size: int) -> Non
     pool.run(gather_over_itself, world(size))
 
 
+def large_broadcasts(me: Rank) -> None:
+    """Messages that fill the slots of all ranks, among calls that use them otherwise."""
+    p, draw = me.world_size, torch.Generator().manual_seed(me.rank)
+    for turn in range(12):
+        n = (64 * 4096 - 1, 64 * 4096, 1_000_003)[turn % 3]
+        root = turn % p
+        wanted = torch.arange(n, dtype=torch.int32).mul(turn + 1).to(torch.int8)
+        t = wanted.clone() if me.rank == root else torch.zeros(n, dtype=torch.int8)
+        time.sleep(0.003 * float(torch.rand(1, generator=draw)))
+        dist.broadcast(t, root)
+        assert torch.equal(t, wanted), (turn, n, root)
+        total = torch.full((5000,), float(me.rank + turn))
+        dist.all_reduce(total)
+        assert total.eq(p * (p - 1) / 2 + p * turn).all(), turn
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_broadcasts(pool: Pool, world: MakeWorld, size: int) -> None:
+    pool.run(large_broadcasts, world(size, SLOT_BYTES="4096"))
+
+
 def arrive_late(me: Rank, late: int) -> tuple[float, float]:
     dist.barrier()
     if me.rank == late:

@@ -1,11 +1,13 @@
 // Broadcast.
 //
 // Shared memory: the root fills slots and the others copy them out.  The root waits only if it has
-// no free slot, so it may be as many steps ahead as it has slots.  The other ranks post their steps
-// too, without data, so that each rank sees which ranks have arrived.  If all ranks' tensors are
-// shared, rank r copies chunk r of the root's to all others.
-// Streams: a binomial tree for small messages, otherwise a chain of all ranks, which pass each
-// slice on as it comes.
+// no free slot, so it may be as many steps ahead as it has slots.  In a large message it fills the
+// slots of all ranks, which have no use for theirs: where ranks share cores with other processes,
+// each change of turns costs a time slice, so more bytes should be under way.  (Not in a group that
+// goes on after losses: a rank that was lost may still write its own.)  The other ranks post their
+// steps too, without data, so that each rank sees which ranks have arrived.  If all ranks' tensors
+// are shared, rank r copies chunk r of the root's to all others. Streams: a binomial tree for small
+// messages, otherwise a chain of all ranks, which pass each slice on as it comes.
 #include <algorithm>
 
 #include "algorithm/choose.h"
@@ -32,18 +34,29 @@ void broadcast(Communicator& c, const Broadcast& b) {
   };
   if (inPlace(c, chunk_by_chunk)) return;
   Exchange& exchange = c.exchange;
-  const size_t bytes = b.count * sizeOf(b.dtype);
-  const uint64_t slices = std::max<uint64_t>(1, ceilDiv(bytes, exchange.slotBytes()));
-  const uint64_t first = exchange.begin(slices);
-  for (uint64_t j = 0; j < slices; ++j) {
-    const Span s = piece(bytes, exchange.slotBytes(), j);
-    std::byte* there = static_cast<std::byte*>(b.data) + s.begin;
+  const size_t bytes = b.count * sizeOf(b.dtype), slot = exchange.slotBytes();
+  constexpr size_t kLargeSlots = 64;
+  const int filled = c.tensors && bytes >= kLargeSlots * slot ? c.size : 1;  // slots of a step
+  const size_t step_bytes = static_cast<size_t>(filled) * slot;
+  const uint64_t steps = std::max<uint64_t>(1, ceilDiv(bytes, step_bytes));
+  const uint64_t first = exchange.begin(steps);
+  for (uint64_t j = 0; j < steps; ++j) {
+    const Span all = piece(bytes, step_bytes, j);
+    const auto forEachSlot = [&](auto copy) {
+      for (int k = 0; k < filled; ++k) {
+        const Span s = piece(all.size, slot, static_cast<uint64_t>(k));
+        copy(static_cast<std::byte*>(b.data) + all.begin + s.begin,
+             exchange.slotOf((b.root + k) % c.size, first + j), s.size);
+      }
+    };
     if (c.rank == b.root) {
-      copyBytes(exchange.acquire(first + j), there, s.size);
+      exchange.acquire(first + j);
+      forEachSlot([](std::byte* data, std::byte* there, size_t n) { copyBytes(there, data, n); });
       exchange.post(first + j);
     } else {
       exchange.post(first + j);
-      copyBytes(there, exchange.peek(b.root, first + j), s.size);
+      exchange.peek(b.root, first + j);
+      forEachSlot([](std::byte* data, std::byte* there, size_t n) { copyBytes(data, there, n); });
     }
     exchange.release(first + j);
   }

@@ -18,8 +18,9 @@
 // Each function is called for steps in growing order, post and release for every step; one function
 // may be ahead of another.  Why that is safe: slot s mod D of a rank is filled for step s + D only
 // after every rank's `done` has passed s, and is read for step s only after the owner's `posted`
-// has; between the two only its owner writes it.  All counters only grow and have one writer each.
-// No barrier is needed.
+// has; between the two only its owner writes it.  A rank that fills alone in an operation (the root
+// of a broadcast) may fill all ranks' slots of a step: the same holds for them.  All counters only
+// grow and have one writer each. No barrier is needed.
 //
 // In a group that survives losses, ranks may be absent (WaitGuard::isAbsent).  An absent rank has
 // ended or left, so its flags are final, and all other ranks read the same values: they agree
@@ -107,6 +108,9 @@ class BasicExchange {
     }
     return members_[r].slots.at(step);
   }
+
+  // Rank r's slot of a step that was acquired, to fill alone; or that the filling rank has posted.
+  std::byte* slotOf(int r, uint64_t step) const { return members_[r].slots.at(step); }
 
   std::byte* own(uint64_t step) const { return members_[rank_].slots.at(step); }
 
