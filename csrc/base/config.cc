@@ -155,10 +155,19 @@ const Row kRows[] = {
     {"RINGREDUCE_BANDWIDTH_MBIT", "8000, or as RINGREDUCE_RING=measure finds",
      "0.001 to 1e7 Mbit/s", "the bandwidth of a host, for choosing the algorithm", kSlowest,
      [](C& c, Given& g) { c.bandwidth_mbit = g.number("Mbit/s", 0.001, 1e7); }},
-    {"RINGREDUCE_HOSTID", "of the kernel and the network namespace", "any text",
+    {"RINGREDUCE_HOSTID", "of the kernel and the network namespace",
+     "any text of at most 255 bytes",
      "ranks of one machine with different ones pose as different hosts; never the same on two "
      "machines",
-     kOwn, [](C& c, Given& g) { c.host_id = g.text; }},
+     kOwn,
+     [](C& c, Given& g) {
+       if (g.text.size() <= C::kMostHostId)
+         c.host_id = g.text;
+       else
+         c.host_id = g.failed(Failure::kSetup, " has " + std::to_string(g.text.size()) +
+                                                   " bytes, and may have " +
+                                                   std::to_string(C::kMostHostId) + "; shorten it");
+     }},
     {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring",
      "the algorithm of all-reduce on GPUs", kRank0,
      [](C& c, Given& g) {

@@ -230,6 +230,15 @@ TEST(numbers_are_the_same_in_every_locale) {
   CHECK_EQ(SharedOptions::fromText(text).slot_bytes, shared.slot_bytes);
 }
 
+TEST(a_hosts_id_fits_small_messages) {
+  const std::string longest(255, 'h');
+  setenv("RINGREDUCE_HOSTID", longest.c_str(), 1);
+  CHECK_EQ(Config::read().host_id.get(), longest);
+  setenv("RINGREDUCE_HOSTID", (longest + "h").c_str(), 1);
+  CHECK_THROWS(Error, Config::read().host_id.get());
+  unsetenv("RINGREDUCE_HOSTID");
+}
+
 TEST(numbers_are_taken_off_a_text) {
   std::string_view text = " +1.5M";
   CHECK_EQ(takeNumber(text).value_or(0), 1.5);
