@@ -2,6 +2,7 @@
 #include "bootstrap/host_links.h"
 
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -29,6 +30,8 @@ constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
 // How long the reason of a rank that gave up may take to be in the store.
 constexpr Nanos kReasonDelay = kSecond;
+// Descriptors that a transport needs besides its connections.
+constexpr int kTransportFds = 2;
 // The period of polling the store for a value of another rank.
 constexpr Nanos kStorePoll = 10 * kMillisecond;
 
@@ -286,6 +289,7 @@ void HostLinks::join(const Hosts& hosts, Store& store,
       poll();
     });
     measureWires();
+    reserveDescriptors();
     agree(poll);
     agreed_cost_.applyTo(cost_);
     if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
@@ -491,6 +495,15 @@ void HostLinks::compareRingSettings(const Hosts& hosts) const {
     text += " at " + who(r) + ": set the same for all ranks";
     throw Error(Failure::kSetup, text);
   }
+}
+
+// Once the ranks agree, one without descriptors would leave without a word, as if its process had
+// ended.
+void HostLinks::reserveDescriptors() {
+  for (int i = 0; i < kTransportFds; ++i)
+    if (!reserved_.emplace_back(eventfd(0, EFD_CLOEXEC)))
+      throwErrno(Failure::kSetup,
+                 "no descriptors are left for a group's sockets (raise ulimit -n)");
 }
 
 HostRing HostLinks::findRing(const Hosts& hosts, Store& store, const Poll& poll) {

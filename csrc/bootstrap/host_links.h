@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fd.h"
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
 #include "bootstrap/topology.h"
@@ -70,6 +71,8 @@ class HostLinks {
   const std::shared_ptr<net::Reactor>& reactor() const { return reactor_; }
   // The most addresses of one rank that data is shared out to.
   size_t mostPaths() const;
+  // Called before the transport is made, which takes these descriptors' places.
+  void releaseDescriptors() { reserved_.clear(); }
   int connections() const { return connections_; }  // RINGREDUCE_LANES; 0: as many as help
   const std::string& congestion() const { return congestion_; }  // RINGREDUCE_CONGESTION
   Nanos lostAfter() const { return lost_after_; }                // RINGREDUCE_LOST_SECONDS
@@ -89,6 +92,7 @@ class HostLinks {
   void readOptions(const Hosts& hosts);
   void connect(const Hosts& hosts, const Poll& poll);
   void agree(const Poll& poll);
+  void reserveDescriptors();
   void compareRingSettings(const Hosts& hosts) const;
   HostRing findRing(const Hosts& hosts, Store& store, const Poll& poll);
   std::vector<double> survey(const Hosts& hosts, const Poll& poll);
@@ -122,6 +126,7 @@ class HostLinks {
   int waits_for_ = 0;           // in join(): the rank that this one waits for
   bool in_last_round_ = false;  // of the token: others may have ended it
   std::optional<GroupFailure> failure_of_last_round_;
+  std::vector<Fd> reserved_;
 
   std::mutex mutex_;         // of the next two
   std::deque<Early> early_;  // came before there was a handler

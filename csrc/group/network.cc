@@ -71,6 +71,7 @@ std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
                  .lost_after = links_->lostAfter(),
                  .leaves_bbr = links_->congestion().empty()};
   WaitGuard* guard = &arbiter;
+  links_->releaseDescriptors();
   if (!ranks.empty())
     guard = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.

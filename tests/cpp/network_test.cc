@@ -394,4 +394,35 @@ TEST(who_has_no_descriptors_left_is_the_one_that_is_lost) {
       CHECK(failureOf(goOn, "raise ulimit -n") == Failure::kPeerLost);
     });
 }
+
+TEST(a_rank_without_descriptors_does_not_look_as_if_it_had_ended) {
+  const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
+  for (rlim_t spare = 1; spare < 10; ++spare) {
+    auto& done = shared<std::atomic<bool>>();
+    processes::SharedStore store;
+    const auto ends = processes::run(2, [&](int r) {
+      if (r == 1) {
+        const int next = dup(0);
+        close(next);
+        rlimit limit{};
+        getrlimit(RLIMIT_NOFILE, &limit);
+        limit.rlim_cur = static_cast<rlim_t>(next) + spare;
+        setrlimit(RLIMIT_NOFILE, &limit);
+      }
+      std::string failure;
+      try {
+        const GroupOptions options{.name = "test", .timeout = 3 * kSecond};
+        const auto group = Group::create(store, r, 2, options);
+        std::vector<float> data(1000);
+        group->run({AllReduce{data.data(), data.size(), DType::kFloat32, ReduceOp::kSum}});
+      } catch (const Error& error) {
+        failure = error.what();
+      }
+      if (r == 0) done = true;
+      while (!done) sleepMs(1);
+      if (r == 0) CHECK_EQ(failure.find("its process ended"), std::string::npos);
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
+  }
+}
 #endif
