@@ -224,7 +224,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   nonce_ = hosts.nonce();
   secret_ = net::secretFromText(hosts.secret());
   for (int r = 0; r < size_; ++r) who_.push_back(hosts.who(r));
-  shared_ = options_.shared ? *options_.shared : SharedOptions::fromEnvironment(size_);
+  shared_ = options_.chosenShared(size_);
   shared_.validate(size_);
   // Errors in this rank's settings are thrown here, where the other ranks learn of them.
   const Config config = Config::read();
@@ -245,7 +245,7 @@ std::string HostLinks::open(const Hosts& hosts) {
   RingSetting::fromText(ring_setting_);
   agreed_cost_ = AgreedWireCost::fromEnvironment();
   const int here = static_cast<int>(hosts.localRanks().size());
-  SharedOptions local = options_.shared ? shared_ : SharedOptions::fromEnvironment(here);
+  SharedOptions local = options_.choosesShared() ? shared_ : SharedOptions::fromEnvironment(here);
   local.min_ranks = 0;  // a group that survives losses has no groups of a host
   return acceptor_->endpoint().text() + "|" + shared_.toText() + "|" + ring_setting_ + "|" +
          local.toText();

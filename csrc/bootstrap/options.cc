@@ -29,6 +29,11 @@ std::string GroupOptions::rankList(const std::vector<int>& ranks) const {
   return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks, [&](int r) { return shown(r); });
 }
 
+SharedOptions GroupOptions::chosenShared(int world_size) const {
+  if (shared) return *shared;
+  return choose_shared ? choose_shared(world_size) : SharedOptions::fromEnvironment(world_size);
+}
+
 GroupOptions GroupOptions::ofRanks(const std::vector<int>& ranks) const {
   GroupOptions some = *this;
   some.global_ranks = shownAs(ranks);

@@ -74,6 +74,10 @@ struct GroupOptions {
 
   std::shared_ptr<Attempt> attempt = nullptr;  // null: nothing outside ends it
 
+  bool choosesShared() const { return shared || choose_shared; }
+  // `shared`, or the result of choose_shared, or the environment's.
+  SharedOptions chosenShared(int world_size) const;
+
   // A rank of this group as messages name it.
   int shownAs(int rank) const {
     return global_ranks.empty() ? rank : global_ranks[static_cast<size_t>(rank)];

@@ -137,12 +137,7 @@ class Meeting {
   // Before anything is sent.
   void prepare() try {
     if (no_id_) std::rethrow_exception(no_id_);
-    if (options_.shared)
-      shared_ = *options_.shared;
-    else if (options_.choose_shared)
-      shared_ = options_.choose_shared(size_);
-    else
-      shared_ = SharedOptions::fromEnvironment(size_);
+    shared_ = options_.chosenShared(size_);
     shared_.validate(size_);
     socket_ = "ringreduce-" + randomSecretText();
     secret_ = randomSecretText();

@@ -326,7 +326,8 @@ std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int s
                                           GroupOptions options) const {
   const auto adapted = std::make_shared<TorchStore>(store);
   if (options.store_host.empty()) options.store_host = hostOf(store);
-  options.choose_shared = choose_shared_;
+  const int first = options.members.empty() ? 0 : options.members.front();
+  if (rank == first) options.choose_shared = choose_shared_;
   if (hasCuda()) adapted->set("ringreduce/gpus/" + std::to_string(rank), gpus_.facts);
   return Group::create(adapted, rank, size, options);
 }

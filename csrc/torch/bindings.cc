@@ -173,30 +173,39 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.job = job;
     options.program = program;
     // Rank 0 refuses bad values for all ranks, when it can tell them.
-    const bool tells = rank == 0 && connect == "now";
-    options.stall = nanosOf(stall_seconds ? *stall_seconds
-                            : tells       ? Config::read().stall_seconds.orDefault()
-                                          : stallSeconds(options.shown(rank)));
-    const Backend::ChooseShared choose_shared = [=](int ranks) {
-      if (tells && !stall_seconds) (void)Config::read().stall_seconds.get();
-      SharedOptions shared = SharedOptions::fromEnvironment(ranks);
-      if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
-      shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
-      shared.slots = slots.value_or(shared.slots);
-      if (on_loss) {
-        const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
-        const bool goes_on = *on_loss == "continue";
-        shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+    std::optional<Error> refusal;
+    if (stall_seconds)
+      options.stall = nanosOf(*stall_seconds);
+    else if (rank != 0 || connect != "now")
+      options.stall = nanosOf(stallSeconds(options.shown(rank)));
+    else
+      try {
+        options.stall = nanosOf(Config::read().stall_seconds.get());
+      } catch (const Error& error) {
+        refusal = error;
       }
-      if (order) shared.order = orderNamed(*order);
-      return shared;
-    };
+    Backend::ChooseShared choose_shared;
+    if (refusal || algorithm || slot_bytes || slots || on_loss || order)
+      choose_shared = [=](int ranks) {
+        if (refusal) throw Error(*refusal);
+        SharedOptions shared = SharedOptions::fromEnvironment(ranks);
+        if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
+        shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
+        shared.slots = slots.value_or(shared.slots);
+        if (on_loss) {
+          const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
+          const bool goes_on = *on_loss == "continue";
+          shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+        }
+        if (order) shared.order = orderNamed(*order);
+        return shared;
+      };
     using Connect = Backend::Connect;
     static const std::map<std::string, Connect> kWays{{"now", Connect::kNow},
                                                       {"reconfigure", Connect::kByReconfigure},
                                                       {"join", Connect::kByPrepare}};
     return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus),
-                                        kWays.at(connect), choose_shared, keeps_store);
+                                        kWays.at(connect), std::move(choose_shared), keeps_store);
   } catch (const Error&) {
     rethrowToPython();
   }
