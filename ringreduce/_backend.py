@@ -214,9 +214,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
 def _outlives_its_group(dist_backend_opts: Any) -> bool:
     """Whether this default group's store is to outlive it (csrc/torch/store_keeper.h).
 
-    It is if torch made it: nobody else refers to it then.  If it goes on with the server of the
-    last default group, it gets rid of what that one's other groups have left there: other backends
-    would take it for their own.
+    It is if torch made it: nobody else refers to it then.
     """
     store, root = dist_backend_opts.store, dist_backend_opts.store
     goes_on = extension().drop_kept_store(store)
@@ -224,19 +222,14 @@ def _outlives_its_group(dist_backend_opts: Any) -> bool:
     # init_process_group puts this prefix before the stores that it makes.
     if not own.startswith(_MADE_BY_TORCH) or dist_backend_opts.group_rank != 0:
         return False
+    if goes_on or dist_backend_opts.group_size == 1:
+        return dist_backend_opts.group_size > 1
     while hasattr(root, "underlying_store"):
         root = root.underlying_store
-    others = [
-        key
-        for key in root.list_keys()
-        if key.startswith(_MADE_BY_TORCH) and not key.startswith(own)
-    ]
-    if goes_on:
-        for key in others:
-            root.delete_key(key)
-        others = []
-    # Others are those of another device's backend in this group, which it would find again.
-    return dist_backend_opts.group_size > 1 and not others
+    # Keys of another device's backend in this group, which it would find again.
+    return not any(
+        key.startswith(_MADE_BY_TORCH) and not key.startswith(own) for key in root.list_keys()
+    )
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:

@@ -10,9 +10,11 @@
 #include <charconv>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -21,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "base/fd.h"
 
 namespace ringreduce {
@@ -31,7 +34,10 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // A rank connects for its next group within a shorter time after it left the last one, or else
 // finds no server and tries again until the next one listens.
 constexpr Nanos kUnused = 300 * kMillisecond;
-constexpr Nanos kLookPeriod = 20 * kMillisecond;
+// Between two looks; the longer one while other processes are connected.
+constexpr Nanos kLookPeriod = 20 * kMillisecond, kLongPeriod = 320 * kMillisecond;
+// init_process_group puts this before the keys of the stores that it makes.
+constexpr char kMadeByTorch[] = "default_pg/";
 
 StorePtr rootOf(const StorePtr& store) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
@@ -48,7 +54,7 @@ int portOf(const StorePtr& store) {
 struct Endpoint {
   std::string address;
   int port = 0;
-  bool operator==(const Endpoint&) const = default;
+  auto operator<=>(const Endpoint&) const = default;
 };
 
 // By getsockname or getpeername.  Port 0 for what is no connection of TCP.
@@ -80,7 +86,8 @@ struct PortUse {
 
 PortUse useOf(int port) {
   PortUse use;
-  std::vector<Endpoint> own, callers;
+  std::set<Endpoint> own;
+  std::vector<Endpoint> callers;
   std::error_code error;  // a descriptor that is closed meanwhile
   for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end;
        !error && entry != end; entry.increment(error)) {
@@ -89,7 +96,7 @@ PortUse useOf(int port) {
     std::from_chars(name.data(), name.data() + name.size(), fd);
     const Endpoint local = endpointOf(fd, &getsockname);
     if (local.port == 0) continue;
-    own.push_back(local);
+    own.insert(local);
     if (local.port != port) continue;
     const Endpoint peer = endpointOf(fd, &getpeername);
     if (peer.port != 0)
@@ -97,8 +104,8 @@ PortUse useOf(int port) {
     else
       use.listens = true;
   }
-  use.connections = static_cast<int>(std::ranges::count_if(
-      callers, [&](const Endpoint& peer) { return std::ranges::count(own, peer) == 0; }));
+  use.connections = static_cast<int>(
+      std::ranges::count_if(callers, [&](const Endpoint& peer) { return !own.contains(peer); }));
   return use;
 }
 
@@ -113,16 +120,28 @@ class StoreKeeper {
     end();
     const int port = portOf(store);
     if (!useOf(port).listens) return;
+    try {
+      keys_ = store->listKeys();
+    } catch (const std::exception& error) {
+      return log(std::string("the store ends with its group, since it does not answer: ") +
+                 error.what());
+    }
     store_ = store;
     stopping_ = false;
-    thread_ = std::thread([this, port, limit = deadlineIn(longest)] { watch(port, limit); });
-    pthread_setname_np(thread_.native_handle(), "ringreduce-store");
+    try {
+      thread_ = std::thread([this, port, limit = deadlineIn(longest)] { watch(port, limit); });
+      pthread_setname_np(thread_.native_handle(), "ringreduce-store");
+    } catch (const std::system_error& error) {  // the store is kept until it is dropped
+      log(noThread("that ends an unused store", error));
+    }
   }
 
-  // Returns the port of the store that was kept until now; 0 if there was none.
-  int drop() {
+  // Returns the port of the store that was kept until now, and the keys that were in it when its
+  // group ended; 0 if there was none.
+  std::pair<int, std::vector<std::string>> drop() {
     const std::lock_guard calls(calls_mutex_);
-    return end();
+    const int port = end();
+    return {port, std::exchange(keys_, {})};
   }
 
  private:
@@ -141,16 +160,22 @@ class StoreKeeper {
   void watch(int port, Nanos limit) {
     StorePtr last;  // its server ends without the lock
     std::unique_lock lock(mutex_);
+    Nanos period = kLookPeriod;
     for (Nanos used = now(); now() - used < kUnused && now() < limit;) {
-      const auto period = std::chrono::nanoseconds(kLookPeriod);
-      if (changed_.wait_for(lock, period, [&] { return stopping_; })) return;
-      if (useOf(port).connections > 0) used = now();
+      if (changed_.wait_for(lock, std::chrono::nanoseconds(period), [&] { return stopping_; }))
+        return;
+      const bool is_used = useOf(port).connections > 0;
+      if (is_used) used = now();
+      period = is_used ? std::min(2 * period, kLongPeriod) : kLookPeriod;
     }
+    // A rank that connects from here on is refused, or loses its connection before it has used it;
+    // torch then connects again.
     last = std::exchange(store_, nullptr);
     lock.unlock();
   }
 
   std::mutex calls_mutex_;  // one call at a time
+  std::vector<std::string> keys_;
   std::thread thread_;
   std::mutex mutex_;  // of the rest
   std::condition_variable changed_;
@@ -188,8 +213,14 @@ void keepStore(const StorePtr& store, Nanos longest) {
 }
 
 bool dropKeptStore(const StorePtr& store) {
-  const int port = storeKeeper().drop();
-  return port != 0 && port == portOf(store);
+  const auto [port, keys] = storeKeeper().drop();
+  if (port == 0 || port != portOf(store)) return false;
+  // Other backends would take what the last groups have left there for their own.  Keys that came
+  // later are of ranks that have not destroyed the last groups yet.
+  const std::string own = prefixInTcpStore(store);
+  for (const std::string& key : keys)
+    if (key.starts_with(kMadeByTorch) && !key.starts_with(own)) rootOf(store)->deleteKey(key);
+  return true;
 }
 
 }  // namespace ringreduce

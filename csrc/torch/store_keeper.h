@@ -20,7 +20,8 @@ std::string prefixInTcpStore(const c10::intrusive_ptr<c10d::Store>& store);
 // Keeps the store from now on, if its server is in this process.  For `longest` at most.
 void keepStore(const c10::intrusive_ptr<c10d::Store>& store, Nanos longest);
 
-// Drops the store that is kept.  Returns whether `store` goes on with its server.
+// Drops the store that is kept.  Returns whether `store` goes on with its server; then it removes
+// the keys that the last group's other groups had left there.
 bool dropKeptStore(const c10::intrusive_ptr<c10d::Store>& store = nullptr);
 
 }  // namespace ringreduce
