@@ -17,7 +17,8 @@ class ProcessClock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal handler may call now() while it is in the midst of it.
+        self._lock = threading.RLock()
         self._seen = time.monotonic()
         self._missed = 0.0
 
@@ -25,8 +26,12 @@ class ProcessClock:
         """Seconds."""
         with self._lock:
             real = time.monotonic()
-            self._missed += max(0.0, real - self._seen - _LONGEST_GAP)
-            self._seen = real
+            # No calls from here on, so that no signal handler comes between.
+            gap = real - self._seen
+            if gap > _LONGEST_GAP:
+                self._missed += gap - _LONGEST_GAP
+            if gap > 0:
+                self._seen = real
             return real - self._missed
 
 

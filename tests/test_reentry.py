@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from blame import blamed
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Raised, Rank
 from test_failures import signal_a_wait
+
+from ringreduce import _clock
 
 pytestmark = pytest.mark.ringreduce
 
@@ -55,6 +59,29 @@ def test_a_signal_handler_uses_the_group(pool: Pool, world: MakeWorld, does: str
         assert "cannot wait for an operation" in outcome.value and "Timeout" in outcome.value
     else:
         assert outcome.value.startswith("went on / Timeout"), outcome.value
+
+
+def test_a_signal_handler_reads_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that calls hvd does, and waits for 20 s, while the clock is read."""
+    now, read = 100.0, []
+    time = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(_clock, "time", time)
+    clock = _clock.ProcessClock()
+
+    def interrupted() -> float:
+        nonlocal now
+        time.monotonic = lambda: now
+        for _ in range(20):
+            now += 1
+            clock.now()
+        return 100.0
+
+    time.monotonic = interrupted
+    reader = threading.Thread(target=lambda: read.append(clock.now()), daemon=True)
+    reader.start()
+    reader.join(10)
+    now += 1
+    assert read == [100.0] and clock.now() == 121.0
 
 
 def in_a_subgroup(me: Rank, what: str) -> None:

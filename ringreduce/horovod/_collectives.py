@@ -58,7 +58,7 @@ class Runner:
         self._size = len(self._ranks)
         self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._gpu: torch.device | None = None  # the first one that is used
-        self._gpu_lock = threading.Lock()
+        self._gpu_lock = threading.RLock()  # a signal handler may come between
         self._stream: Any = None  # on it
         # Where a rank that has joined makes zeros, if it has used no GPU.
         self.zeros_gpu = torch.device("cuda", 0)
