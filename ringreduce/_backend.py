@@ -31,7 +31,7 @@ _maker = 0
 
 _MADE_BY_TORCH = "default_pg/"
 
-# The variable with the path of supervise.py's memfd, and the memfd's name.
+# The variable that says where the memfd of supervise.py is, and the memfd's name.
 SUPERVISOR = "_RR_SUPERVISOR"
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
@@ -138,12 +138,19 @@ def note_member() -> None:
 
 def tell_supervisor(name: str) -> None:
     """Adds a line for supervise.py, if there is one: "made", or a rank that has the state."""
-    if path := os.environ.get(SUPERVISOR):
-        with contextlib.suppress(OSError):  # it has ended
-            # Another process may have its number since.
-            if os.readlink(path).startswith(f"/memfd:{SUPERVISOR}"):
-                with open(path, "a") as lines:
+    given = os.environ.get(SUPERVISOR)
+    if not given:
+        return
+    process, descriptor, *file = (int(number) for number in given.split(":"))
+    # The descriptor that this process was started with.  A program between the two may have closed
+    # it; then the supervisor's, which only processes that see it in /proc find.
+    for path in (descriptor, f"/proc/{process}/fd/{descriptor}"):
+        with contextlib.suppress(OSError):  # not there
+            found = os.stat(path)
+            if [found.st_dev, found.st_ino] == file:  # and not another file since
+                with open(path, "a", closefd=path != descriptor) as lines:
                     lines.write(f"{name}\n")
+                return
 
 
 @functools.cache

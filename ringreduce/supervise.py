@@ -20,6 +20,7 @@ holds only the store, for ranks that something else starts, or for supervisors w
 """
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -176,13 +177,17 @@ class Ranks:
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
         self.was_made = False  # whether there has been a group
         # Lines of tell_supervisor.  There is no file that could be cleaned away.
-        self.told = open(os.memfd_create(SUPERVISOR), "rb", buffering=0)  # noqa: SIM115
+        self.told = os.memfd_create(SUPERVISOR)
+        self.heard_bytes = 0
+        # The ranks inherit the descriptor, whose offset is therefore theirs too.
+        fcntl.fcntl(self.told, fcntl.F_SETFL, os.O_APPEND)
 
     def say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def environment(self, rank: int) -> dict[str, str]:
         given = self.arguments
+        told = os.fstat(self.told)
         world_size = str(given.nnodes * given.nproc)
         return {
             "RINGREDUCE_ON_LOSS": "continue",
@@ -203,12 +208,14 @@ class Ranks:
             # torch then takes the store at that port, and rank 0 starts none.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            SUPERVISOR: f"/proc/{os.getpid()}/fd/{self.told.fileno()}",
+            SUPERVISOR: f"{os.getpid()}:{self.told}:{told.st_dev}:{told.st_ino}",
         }
 
     def start(self, rank: int) -> None:
         self._listen()  # what the last process of this rank has said
-        self.running[rank] = subprocess.Popen(self.command, env=self.environment(rank))
+        self.running[rank] = subprocess.Popen(
+            self.command, env=self.environment(rank), pass_fds=[self.told]
+        )
         self.say(f"rank {rank} is process {self.running[rank].pid}")
 
     def start_again(self, rank: int) -> None:
@@ -216,7 +223,9 @@ class Ranks:
         self.waiting.add(rank)
 
     def _listen(self) -> None:
-        names = self.told.read().decode().split()
+        told = os.pread(self.told, os.fstat(self.told).st_size - self.heard_bytes, self.heard_bytes)
+        self.heard_bytes += len(told)
+        names = told.decode().split()
         self.was_made |= bool(names)
         self.waiting -= {int(name) for name in names if name.isdecimal()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
+from ringreduce.supervise import Ranks
 
 pytestmark = [
     pytest.mark.ringreduce,
@@ -296,6 +298,39 @@ for folder in pathlib.Path(os.environ["TMPDIR"]).glob("*/"):
     )
     done = supervise("--nproc", "1", str(script))
     assert done.returncode == 0, done
+
+
+TELLS = """
+import os, subprocess, sys
+from ringreduce import _backend
+
+def without_proc(function):
+    def call(path, *arguments, **others):
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(path)
+        return function(path, *arguments, **others)
+    return call
+
+if os.environ["RANK"] == "0":  # as in another PID namespace
+    os.stat, os.readlink = without_proc(os.stat), without_proc(os.readlink)
+elif len(sys.argv) == 1:  # in a program that this one starts, without its descriptors
+    sys.exit(subprocess.run([sys.executable, __file__, "again"]).returncode)
+_backend.tell_supervisor(os.environ["RANK"])
+"""
+
+
+def test_supervise_hears_from_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TELLS)
+    place = argparse.Namespace(node_rank=0, nnodes=1, nproc=2, master_addr="")
+    ranks = Ranks([sys.executable, str(script)], place, 0)
+    for rank in ranks.all:
+        ranks.start_again(rank)
+    for process in ranks.running.values():
+        assert process.wait(120) == 0
+    ranks.start(0)  # hears first what the last processes have said
+    ranks.end()
+    assert ranks.was_made and not ranks.waiting
 
 
 @pytest.mark.parametrize(
