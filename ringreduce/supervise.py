@@ -177,9 +177,9 @@ class Ranks:
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
         self.was_made = False  # whether there has been a group
         # Lines of tell_supervisor.  There is no file that could be cleaned away.
-        self.told = os.memfd_create(SUPERVISOR)
-        self.heard_bytes = 0
-        # The ranks inherit the descriptor, whose offset is therefore theirs too.
+        self.told = open(os.memfd_create(SUPERVISOR), "rb", buffering=0)  # noqa: SIM115
+        self._heard_bytes = 0
+        # The ranks inherit the descriptor, so they move its offset too.
         fcntl.fcntl(self.told, fcntl.F_SETFL, os.O_APPEND)
 
     def say(self, text: str) -> None:
@@ -187,7 +187,8 @@ class Ranks:
 
     def environment(self, rank: int) -> dict[str, str]:
         given = self.arguments
-        told = os.fstat(self.told)
+        descriptor = self.told.fileno()
+        file = os.fstat(descriptor)
         world_size = str(given.nnodes * given.nproc)
         return {
             "RINGREDUCE_ON_LOSS": "continue",
@@ -208,13 +209,13 @@ class Ranks:
             # torch then takes the store at that port, and rank 0 starts none.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            SUPERVISOR: f"{os.getpid()}:{self.told}:{told.st_dev}:{told.st_ino}",
+            SUPERVISOR: f"{os.getpid()}:{descriptor}:{file.st_dev}:{file.st_ino}",
         }
 
     def start(self, rank: int) -> None:
         self._listen()  # what the last process of this rank has said
         self.running[rank] = subprocess.Popen(
-            self.command, env=self.environment(rank), pass_fds=[self.told]
+            self.command, env=self.environment(rank), pass_fds=[self.told.fileno()]
         )
         self.say(f"rank {rank} is process {self.running[rank].pid}")
 
@@ -223,8 +224,9 @@ class Ranks:
         self.waiting.add(rank)
 
     def _listen(self) -> None:
-        told = os.pread(self.told, os.fstat(self.told).st_size - self.heard_bytes, self.heard_bytes)
-        self.heard_bytes += len(told)
+        descriptor = self.told.fileno()
+        told = os.pread(descriptor, os.fstat(descriptor).st_size, self._heard_bytes)
+        self._heard_bytes += len(told)
         names = told.decode().split()
         self.was_made |= bool(names)
         self.waiting -= {int(name) for name in names if name.isdecimal()}
