@@ -502,6 +502,25 @@ def test_memory_in_flight_is_held(pool: Pool, world: MakeWorld, change: str, str
     call.results()
 
 
+def shared_with_children(me: Rank) -> None:
+    t = torch.full((100,), float(me.rank)).share_memory_()
+    dist.all_reduce(t, async_op=True).wait()
+    assert t.is_shared() and t.eq(1).all()
+    for _ in range(2):
+        if me.rank == 0:
+            dist.isend(t, 1).wait()
+            dist.recv(t, 1)
+        else:
+            dist.recv(t, 0)
+            dist.send(t, 0)
+        assert t.is_shared()
+
+
+@pytest.mark.ringreduce
+def test_shared_memory_stays_shared(pool: Pool, world: MakeWorld) -> None:
+    pool.run(shared_with_children, world(2, 20.0))
+
+
 def negative(me: Rank) -> dict[str, str]:
     """What is said to negative timeouts and tags; rank 1 comes later to rank 0's operation."""
     import ringreduce

@@ -3,7 +3,6 @@
 // is not put back, because another thread may use the storage when the operation ends.
 #include "torch/held_memory.h"
 
-#include <c10/core/impl/COW.h>
 #include <pthread.h>
 
 #include <unordered_map>
@@ -57,10 +56,11 @@ HeldMemory::HeldMemory(std::initializer_list<const std::vector<at::Tensor>*> lis
       if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage()) continue;
       c10::StorageImpl& storage = *storages_.emplace_back(tensor.storage()).unsafeGetStorageImpl();
       c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-      if (!storage.resizable() || !data.get_context() || c10::impl::cow::is_cow_data_ptr(data))
-        continue;
       const c10::DeleterFnPtr free = data.get_deleter();
+      if (!storage.resizable() || !data.get_context()) continue;
       if (free != &freeUnlessUsed) {
+        // Other memory may be recognized by its deleter, as shared memory is by torch.
+        if (!storage.allocator() || free != storage.allocator()->raw_deleter()) continue;
         if (!data.compare_exchange_deleter(free, &freeUnlessUsed)) continue;
         blocks().by_context[data.get_context()] = {free};
       }

@@ -1,6 +1,9 @@
 // The memory of tensors while an operation uses it, whatever the program does to the tensors
 // meanwhile: set_() and an assignment to .data give a tensor another storage, resize_() gives the
 // storage other memory.  The results then go to the memory that the tensor had.
+//
+// Not held: memory that its storage's allocator has not made, as share_memory_() has, if its
+// storage is resized.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,7 +28,7 @@ class HeldMemory {
  private:
   std::mutex mutex_;
   std::vector<c10::Storage> storages_;
-  std::vector<void*> blocks_;  // of storages that could be resized
+  std::vector<void*> blocks_;  // that their storages' allocators have made
 };
 
 }  // namespace ringreduce
