@@ -100,7 +100,7 @@ class HookWork final : public c10d::Work {
 Nanos nanosOf(double seconds) {
   if (seconds < 0)
     throw Error(Failure::kArgument,
-                c10::str("ringreduce: a timeout cannot be negative, as one of ", seconds, " s is"));
+                c10::str("ringreduce: the timeout is ", seconds, " s; it cannot be negative"));
   return seconds * kSecond < static_cast<double>(kNever) ? static_cast<Nanos>(seconds * kSecond)
                                                          : kNever;
 }
