@@ -28,14 +28,15 @@ inline Nanos monotonicNow() {
 // a timeout goes on: no rank takes its own stop for the delay of another.
 //
 // Nothing tells a process how long it was stopped.  But a wait looks at the clock many times a
-// second.  So if no thread has looked for more than kLongestGap, the process was stopped, or nobody
-// waited; such a gap counts as about kLongestGap.  It does count, so that a wait ends even if each
-// of its rounds calls something that blocks for longer.
+// second.  So if no thread has looked for longer than kLongestGap, the process was stopped, or
+// nobody waited; such a gap counts as about kLongestGap.  It does count, so that a wait ends even
+// if each of its rounds calls something that blocks for longer.
 //
 // A wait must not sleep for longer than kLongestGap between two looks.  The reactor does not.
 class ProcessClock {
  public:
-  static constexpr Nanos kLongestGap = 500 * kMillisecond;
+  static constexpr int kTickBits = 26;                         // a tick has 67 ms
+  static constexpr Nanos kLongestGap = Nanos{7} << kTickBits;  // about 0.47 s
 
   // Lock-free: also called by a signal handler.  `read` is the underlying clock.
   template <class Read>
@@ -58,7 +59,7 @@ class ProcessClock {
  private:
   // One word holds the time of the latest look (34 bits, 36 years) and the sum of what did not
   // count (30 bits, 2 years), both in ticks of 67 ms.
-  static constexpr int kTickBits = 26, kMissedBits = 30;
+  static constexpr int kMissedBits = 30;
   static constexpr uint64_t kMostMissed = (uint64_t{1} << kMissedBits) - 1;
   static constexpr uint64_t kMostTicks = kLongestGap >> kTickBits;
 

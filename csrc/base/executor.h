@@ -8,8 +8,8 @@
 // it. Completions are called in callback threads, so that a callback that waits for an operation
 // does not stop the worker.  While one callback takes long, another thread calls the next, since
 // the first may wait for its Future (torch's PowerSGD hook does); apart from that they keep the
-// order. Where no further thread can be started, the worker calls it. No thread outlives the
-// executor, unless a callback destroys it: then they end right afterwards.
+// order. Where no further thread can be started, the worker thread calls the completion. No thread
+// outlives the executor, unless a callback destroys it: then they end right afterwards.
 #pragma once
 
 #include <condition_variable>

@@ -65,7 +65,7 @@ struct RankPage {
 
   // Written by the other ranks, in a group that survives losses, when they go on without the owner.
   alignas(kLine) uint32_t left_out;
-  uint64_t last_posted, last_reduced;  // 1 + what the flags count for from then on; 0: not agreed
+  uint64_t last_posted, last_reduced;  // 1 + the agreed value of the flag; 0: none is agreed yet
 
   // The owner answers, if its process runs: `pulses` counts, after pulse_wake_word was woken.
   alignas(kLine) uint32_t pulse_wake_word;
