@@ -8,10 +8,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -51,6 +54,20 @@ Fd ownPidfd() {
 
 // How long a process may take to end after its descriptors were closed.
 constexpr int kEndingMs = 100;
+
+// Whether the process runs and is not on its way to its end.  False if it cannot be seen.
+bool keepsRunning(int pid) {
+  constexpr unsigned kExiting = 4;  // PF_EXITING, set before descriptors are closed
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string stat{std::istreambuf_iterator<char>(file), {}};
+  // The name, in parentheses, may contain anything.
+  std::istringstream rest(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
+  char state = 0;
+  long parent = 0, process_group = 0, session = 0, terminal = 0, foreground = 0;
+  unsigned flags = kExiting;
+  rest >> state >> parent >> process_group >> session >> terminal >> foreground >> flags;
+  return rest && state != 'Z' && state != 'X' && !(flags & kExiting);
+}
 
 }  // namespace
 
@@ -119,11 +136,18 @@ std::vector<bool> ended(const std::vector<ProcessFds>& processes) {
   return result;
 }
 
+bool hasExited(const ProcessFds& process) {
+  return !process.pidfd || ended({{.pidfd = process.pidfd, .pipe = nullptr}})[0];
+}
+
 std::string howEnded(const ProcessFds& process) {
-  if (!process.pidfd) return kProcessEnded;
+  if (!process.pidfd) return kProcessEndedOrReplaced;
   pollfd wanted{.fd = process.pidfd->get(), .events = POLLIN, .revents = 0};
   ::poll(&wanted, 1, kEndingMs);
-  return wanted.revents & POLLIN ? kProcessEnded : kProcessReplaced;
+  if (wanted.revents & POLLIN) return kProcessEnded;
+  // A process that holds GPUs may take seconds to end.
+  const int pid = pidSeenHere(process.pidfd);
+  return pid != 0 && keepsRunning(pid) ? kProcessReplaced : kProcessEndedOrReplaced;
 }
 
 bool isStopped(int pid) {

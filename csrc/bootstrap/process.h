@@ -13,7 +13,8 @@ namespace ringreduce {
 // What shows the end of a rank's process.  A pidfd shows the end of the process, whatever keeps its
 // descriptors open.  The pipe shows the end of the program: its write end is closed by the kernel
 // when the process ends, and when it runs another program in its place (exec), of which a pidfd
-// shows nothing.  In both cases no thread of the program writes to memory any more.
+// shows nothing.  In both cases no thread of the program writes to memory any more.  But the kernel
+// may close the pipe long before the descriptors of a GPU, whose kernels run until then.
 struct ProcessFds {
   std::shared_ptr<Fd> pidfd;  // null where the kernel has none, or a sandbox refuses it
   std::shared_ptr<Fd> pipe;   // the read end; null if the process is this one or on another host
@@ -30,6 +31,10 @@ std::shared_ptr<Fd> shareProcessFd(Fd fd);
 
 // Which of these processes have ended; false if there is no descriptor.
 std::vector<bool> ended(const std::vector<ProcessFds>& processes);
+
+// Whether nothing of that process is left, the kernels of its GPUs included.  Without a pidfd, and
+// for a process of another host, that is not known: then it returns true.
+bool hasExited(const ProcessFds& process);
 
 // How one of them ended, as text after "is lost: ".
 std::string howEnded(const ProcessFds& process);

@@ -325,6 +325,11 @@ std::vector<PeerState> Group::states() const {
   return epoch()->arbiter->states();
 }
 
+bool Group::hasExited(int rank) const {
+  refuseInChild();
+  return epoch()->arbiter->hasExited(rank);
+}
+
 std::vector<int> Group::members() const {
   return membersOf(*epoch());
 }

@@ -98,6 +98,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // The state of each rank.  Data of a rank that ended is in memory by now, so look for it once
   // more before you report that rank as lost.
   std::vector<PeerState> states() const;
+  // Whether that rank is lost and the kernels of its GPUs do not run any more either.
+  bool hasExited(int rank) const;
   // Fails the group for all ranks, unless it has failed already, and throws its error.  `kind` is a
   // failure of a group or kSetup; `culprit` is the rank to blame; `text` says what happened.
   [[noreturn]] void fail(Failure kind, int culprit, const std::string& text);

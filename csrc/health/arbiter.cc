@@ -319,6 +319,10 @@ std::vector<PeerState> Arbiter::states() const {
   return all;
 }
 
+bool Arbiter::hasExited(int rank) const {
+  return stateOf(rank).isLost() && ringreduce::hasExited(peer(rank).seat.process);
+}
+
 std::string Arbiter::howLost(int rank) const {
   const std::lock_guard lock(mutex_);
   return peer(rank).how;

@@ -143,6 +143,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // In shared memory, a rank that ended or left is always drained: all its writes are visible.
   PeerState stateOf(int rank) const override;
   std::vector<PeerState> states() const;
+  // Whether that rank is lost and the kernels of its GPUs do not run any more either (process.h).
+  bool hasExited(int rank) const;
   // Why that rank is lost, as text after "is lost: ".
   std::string howLost(int rank) const;
   // A thread of this rank waits for that message, or for none any more.

@@ -48,6 +48,7 @@ struct PeerState {
 
 // Why a rank is lost, as text after "is lost: ".
 inline constexpr char kProcessEnded[] = "its process ended";
+inline constexpr char kProcessEndedOrReplaced[] = "its process ended or called exec";
 inline constexpr char kProcessReplaced[] = "its process called exec (or closed its descriptors)";
 inline constexpr char kDidNotAnswer[] = "its process did not answer in time";
 

@@ -1,9 +1,15 @@
 // A group's health as those see it who wait for other ranks by other means than operations.
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <csignal>
 #include <thread>
 
+#include "bootstrap/process.h"
 #include "check.h"
 #include "processes.h"
 #include "ranks.h"
@@ -141,4 +147,33 @@ TEST(a_forked_child_is_refused) {
     CHECK_EQ(status, 0);
     group.checkHealth();
   });
+}
+
+// A process on its way to its end has closed its pipe, but its pidfd does not show it yet.
+TEST(exec_is_only_said_of_a_process_that_goes_on) {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  const auto closed = std::make_shared<Fd>(ends[0]);
+  close(ends[1]);
+  CHECK_EQ(howEnded({.pidfd = nullptr, .pipe = closed}), kProcessEndedOrReplaced);
+  for (const bool is_ending : {false, true}) {
+    const pid_t child = fork();
+    if (child == 0) {
+      // As the first thread of a process that ends, while the others end.
+      std::thread([] { sleepMs(60'000); }).detach();
+      if (is_ending) pthread_exit(nullptr);
+      sleepMs(60'000);
+      _exit(0);
+    }
+    const auto pidfd = std::make_shared<Fd>(static_cast<int>(syscall(SYS_pidfd_open, child, 0)));
+    CHECK(*pidfd);
+    const ProcessFds process{.pidfd = pidfd, .pipe = closed};
+    sleepMs(200);
+    CHECK(ended({process})[0] && !hasExited(process));
+    CHECK_EQ(howEnded(process), is_ending ? kProcessEndedOrReplaced : kProcessReplaced);
+    ::kill(child, SIGKILL);
+    CHECK_EQ(howEnded(process), kProcessEnded);
+    CHECK(hasExited(process));
+    CHECK_EQ(waitpid(child, nullptr, 0), child);
+  }
 }

@@ -134,7 +134,7 @@ bool Watchdog::settle(Nanos longest) {
     const auto is_done = [&] {
       return ranks_->isDone(r, group_.failed() ? ranks_->announcedBy(r) : announced_);
     };
-    while (!is_done() && !group_.states()[static_cast<size_t>(r)].isLost())
+    while (!is_done() && !group_.hasExited(r))
       if (!pauseUntil(lock, deadline)) return false;
   }
   return true;

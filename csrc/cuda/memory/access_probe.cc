@@ -60,10 +60,9 @@ bool PeerPieces::hasClosed(int r) const {
 // Whether all other processes have closed this rank's memory.
 bool PeerPieces::awaitClosed(Nanos patience) const {
   const auto late = [&] {
-    std::vector<PeerState> states(residents.size());
-    if (const auto g = group.lock()) states = g->states();
+    const auto g = group.lock();
     for (int r = 0; r < static_cast<int>(residents.size()); ++r)
-      if (!states[static_cast<size_t>(r)].isLost() && !hasClosed(r)) return true;
+      if (!hasClosed(r) && !(g && g->hasExited(r))) return true;
     return false;
   };
   const Nanos deadline = deadlineIn(patience);
