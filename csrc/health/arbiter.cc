@@ -400,7 +400,7 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggards(rank);
-    if (min_ranks_ > 0 && !channel_ && (evict(late.ranks) || ready())) return;
+    if (min_ranks_ > 0 && !channel_ && evict(rank, late.ranks, ready)) return;
     std::string text =
         late.text + ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
@@ -486,11 +486,17 @@ void Arbiter::goOnWithout(int rank) {
 
 // At a deadline: kills those of the late ranks that are stopped, and leaves ranks out that do not
 // answer, since their processes do not run.  First it gives them time, since all ranks may have
-// been stopped, and be resumed one by one.  Returns whether a rank is gone, also if another rank
-// has done this; if none is, the operation times out.
-bool Arbiter::evict(const std::vector<int>& late) {
+// been stopped, and be resumed one by one.  Returns whether the wait is over or goes on without a
+// rank that is gone now, also if another rank has done this; if not, the operation times out.
+bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
   const Nanos began = now();
-  const std::vector<int> ranks = live();
+  // A rank that is gone already changes nothing any more, unless this wait is about to go on
+  // without it: it may have announced the operation before, and done its part.
+  std::vector<int> ranks = live();
+  const size_t not_absent = ranks.size();
+  std::erase_if(ranks, [&](int r) { return r != rank_ && !stateOf(r).isHere(); });
+  blameMissing(waited_for, ready);
+  if (live().size() < not_absent) return true;
   const auto pulses = [&](int r) {
     return std::atomic_ref(page(r).pulses).load(std::memory_order_acquire);
   };
@@ -503,7 +509,7 @@ bool Arbiter::evict(const std::vector<int>& late) {
       ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
   bool killed = false, left_out = false;
   for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
-    check();  // the others may have left this rank out
+    if (ready()) return true;
     if (std::ranges::any_of(ranks, [&](int r) { return r != rank_ && !stateOf(r).isHere(); }))
       return true;
     auto left = static_cast<int>(ranks.size());
@@ -527,7 +533,7 @@ bool Arbiter::evict(const std::vector<int>& late) {
       leaveOut(page(r));
     }
   }
-  return false;
+  return ready();
 }
 
 void Arbiter::endOperation(int rank) {

@@ -125,16 +125,21 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // Throws if the group has failed.
   void check() const;
   // Sequentially consistent: a rank looks here between setting its wake word and sleeping.
-  bool failed() const override { return failureWord().load(std::memory_order_seq_cst) != 0; }
+  bool failed() const override {
+    return failureWord().load(std::memory_order_seq_cst) != 0 || isLeftOut();
+  }
   // Which rank is to blame for the failure, if there is one.
   int culprit() const {
+    if (isLeftOut()) return rank_;
     return static_cast<int>(failureWord().load(std::memory_order_acquire) >> 24 & 0xffffff);
   }
   int reporter() const {
+    if (isLeftOut()) return rank_;
     return static_cast<int>(failureWord().load(std::memory_order_acquire) & 0xffffff);
   }
-  // Why the group has failed, or kNone.
+  // Why the group has failed, or kNone.  For a rank that is left out it has: kPeerLost.
   Failure failure() const {
+    if (isLeftOut()) return Failure::kPeerLost;
     return static_cast<Failure>(failureWord().load(std::memory_order_acquire) >> 48);
   }
 
@@ -256,7 +261,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   std::vector<int> live() const;  // all but the absent
   void goOnWithout(int rank);
   bool isLeftOut() const { return pulse_ && ringreduce::isLeftOut(page(rank_)); }
-  bool evict(const std::vector<int>& late);
+  bool evict(int waited_for, const std::vector<int>& late, Ready ready);
   bool isSilent(int rank) const;
   void askNowAndThen();
   // blame

@@ -33,14 +33,17 @@ struct Others final : PeerChannel {
 
 // One rank's arbiter, with mirrors of all.
 struct One {
-  One(int rank, int size) : pages(std::make_unique<RankPage[]>(static_cast<size_t>(size))) {
+  // `min_ranks`: all share memory, and the group survives losses.
+  One(int rank, int size, int min_ranks = 0)
+      : pages(std::make_unique<RankPage[]>(static_cast<size_t>(size))) {
     std::vector<Seat> seats;
     for (int r = 0; r < size; ++r) {
       RankPage& page = pages[static_cast<size_t>(r)];
       for (OpSignature& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = {}, .name = "a process", .pid = 0});
     }
-    arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options, &others);
+    arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options,
+                                        min_ranks > 0 ? nullptr : &others, min_ranks);
   }
   void see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
            const std::vector<OpSignature>& earlier = {}) const {
@@ -297,4 +300,41 @@ TEST(who_waits_for_a_late_one_is_not_blamed_with_it) {
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(ranks::failureOf([&] { one.poll(0); }, "rank 0 (a process, last seen in barrier #4) did") ==
         Failure::kTimeout);
+}
+
+// In a group that survives losses.  Rank 2 has announced the operation, so nothing of it is
+// missing, and left; rank 1 lives, but does not come.
+TEST(a_rank_that_is_gone_does_not_put_off_the_timeout) {
+  One one(0, 3, 2);
+  one.pages[2].announced.publish(1);
+  one.arbiter->begin(barrier(0), kMillisecond, false);
+  one.pages[2].announcements[0] = one.arbiter->current();
+  one.pages[2].departed = static_cast<uint32_t>(Declared::kGone);
+  const auto wait = [&] {
+    for (const Nanos end = deadlineIn(20 * kSecond); now() < end;) one.poll(1);
+  };
+  CHECK(ranks::failureOf(wait, "rank 1 (a process, no operation so far) did not arrive") ==
+        Failure::kTimeout);
+  CHECK(!isLeftOut(one.pages[1]));  // with rank 2 gone, min_ranks would not be left
+  CHECK(!one.arbiter->isAbsent(2));
+}
+
+TEST(a_rank_that_comes_a_little_late_costs_no_other_its_place) {
+  One one(0, 3, 1);
+  one.arbiter->begin(barrier(0), kMillisecond, false);
+  const Nanos come = now() + 100 * kMillisecond;
+  auto ready = [&] { return now() >= come; };
+  while (!ready()) one.arbiter->poll(1, Ready(ready));
+  // Neither has a thread that answers.
+  CHECK(!isLeftOut(one.pages[1]) && !isLeftOut(one.pages[2]));
+}
+
+TEST(a_group_has_failed_for_a_rank_that_is_left_out) {
+  One one(1, 3, 1);
+  CHECK(!one.arbiter->failed() && one.arbiter->failure() == Failure::kNone);
+  leaveOut(one.pages[1]);
+  CHECK(one.arbiter->failed() && one.arbiter->failure() == Failure::kPeerLost);
+  CHECK_EQ(one.arbiter->culprit(), 1);
+  CHECK(ranks::failureOf([&] { one.arbiter->check(); }, "was left out of group 'test'") ==
+        Failure::kPeerLost);
 }
