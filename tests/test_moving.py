@@ -252,6 +252,11 @@ def sharing(me: Rank, n: int) -> dict[str, Callable[[torch.Tensor, Any], Tensors
         dist.reduce_scatter_tensor(t[begin : begin + n], read(t[: p * n]))
         return [t[begin : begin + n]]
 
+    def reduce_all(t: torch.Tensor, read: Any, a: torch.Tensor, b: torch.Tensor) -> Tensors:
+        both = [read(a), read(b)]
+        group.allreduce_coalesced(both).wait()
+        return both
+
     def gather_two(t: torch.Tensor, read: Any) -> Tensors:
         first, second = t[: p * n], torch.empty(p * n)
         group.allgather_into_tensor_coalesced(
@@ -283,6 +288,8 @@ def sharing(me: Rank, n: int) -> dict[str, Callable[[torch.Tensor, Any], Tensors
         "reduce_scatter_tensor to another": partial(scatter_tensor, begin=after * n),
         "reduce_scatter_tensor in place": partial(scatter_tensor, begin=rank * n),
         "reduce_scatter_tensor, shifted": partial(scatter_tensor, begin=n // 2),
+        "coalesced, the same twice": lambda t, read: reduce_all(t, read, t, t),
+        "coalesced, shifted": lambda t, read: reduce_all(t, read, t[: p * n], t[n:]),
         "coalesced all_gather": gather_two,
         "coalesced reduce_scatter": scatter_two,
     }
@@ -296,6 +303,24 @@ def share_memory(me: Rank, n: int) -> None:
         found = call(whole, lambda t: t)
         for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
             assert torch.equal(a, b), f"{name}, {n} elements, output {k}"
+
+
+def share_memory_on_one_rank(me: Rank) -> list[float]:
+    """Which memory a rank's tensors lie in does not change which operations they make."""
+    group, sizes = dist.group.WORLD, (100, 100_000, 100, 100_000)
+    assert group is not None
+    whole = torch.ones(100_000)
+    tensors = [whole[:n] if me.rank == 0 else torch.ones(n) for n in sizes]
+    group.allreduce_coalesced(tensors).wait()
+    columns = torch.ones(100_000, 2)
+    both = [columns[:, 0], columns[:, 1]] if me.rank == 0 else list(torch.ones(2, 100_000))
+    group.allreduce_coalesced(both).wait()
+    return [float(t.min() + t.max()) for t in (*tensors, *both)]
+
+
+@pytest.mark.ringreduce
+def test_one_rank_reduces_tensors_that_share_memory(pool: Pool, world: MakeWorld) -> None:
+    assert pool.run(share_memory_on_one_rank, world(2)) == [[4.0] * 6] * 2
 
 
 @pytest.mark.ringreduce

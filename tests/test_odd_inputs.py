@@ -72,7 +72,6 @@ _OVERLAPPING: dict[str, Callable[[list[Tensor], int], object]] = {
     "reduce_scatter_tensor_coalesced": lambda out, r: _coalesced(
         "reduce_scatter_tensor_coalesced", out, lists(2, 8)
     ),
-    "all_reduce_coalesced": lambda out, r: dist.group.WORLD.allreduce_coalesced(out).wait(),
 }
 
 
@@ -135,6 +134,9 @@ REFUSED: dict[str, Callable[[int], object]] = {
     "expanded reduce_scatter": lambda r: dist.reduce_scatter(expanded(4), lists(2, 4)),
     "expanded all_to_all": lambda r: dist.all_to_all([ones(4), expanded(4)], lists(2, 4)),
     "expanded recv": lambda r: dist.recv(expanded(4), 1 - r),
+    "expanded all_reduce_coalesced, twice": lambda r: dist.group.WORLD.allreduce_coalesced(
+        [expanded(4)] * 2
+    ).wait(),
     "expanded in itself": lambda r: dist.all_reduce(torch.ones(6).as_strided((3, 3), (1, 1))),
     # outputs that share memory with each other
     **{

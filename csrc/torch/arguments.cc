@@ -184,6 +184,17 @@ bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index) {
                  static_cast<size_t>(index) * part.nbytes();
 }
 
+bool anyShareMemory(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() < 2) return false;
+  std::vector<std::pair<const std::byte*, const std::byte*>> extents;
+  for (const at::Tensor& tensor : tensors)
+    if (hasMemory(tensor)) extents.push_back(extentOf(tensor));
+  std::ranges::sort(extents);
+  return std::ranges::adjacent_find(extents, [](const auto& a, const auto& b) {
+           return b.first < a.second;
+         }) != extents.end();
+}
+
 void requireDisjoint(const std::vector<at::Tensor>& outputs, const char* call) {
   std::vector<const at::Tensor*> all;
   for (const at::Tensor& output : outputs)
@@ -287,8 +298,9 @@ void Staged::giveBack() const {
 
 Nanos nanosOf(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
-    throw Error(Failure::kArgument, "ringreduce: a timeout cannot be negative, as one of " +
-                                        std::to_string(timeout.count()) + " ms is");
+    throw Error(Failure::kArgument, "ringreduce: the timeout is " +
+                                        std::to_string(timeout.count()) +
+                                        " ms; it cannot be negative");
   return timeout.count() < kNever / kMillisecond ? timeout.count() * kMillisecond : kNever;
 }
 
@@ -361,7 +373,7 @@ const Tensors& onlyList(const std::vector<Tensors>& lists, size_t size, const ch
 }
 
 void requireTag(int tag, const char* call) {
-  if (tag < 0) refuse(call, "a tag cannot be negative, as " + std::to_string(tag) + " is");
+  if (tag < 0) refuse(call, "the tag is " + std::to_string(tag) + "; it cannot be negative");
 }
 
 void requireSome(const Tensors& tensors, const char* call) {

@@ -43,8 +43,12 @@ const at::Tensor& onlyOne(const std::vector<at::Tensor>& tensors, const char* ca
 // Whether `part` is the `index`th part of `whole`, in the same memory and in one piece.
 bool isPartOf(const at::Tensor& part, const at::Tensor& whole, int index);
 
-// Refuses outputs of which two elements share a byte: which of them would stay there is another one
-// on each rank.  Outputs that only interleave are taken.
+// Whether two of the tensors may share a byte.  Compares first and last bytes only, so tensors that
+// interleave count as sharing.
+bool anyShareMemory(const std::vector<at::Tensor>& tensors);
+
+// Refuses outputs of which two elements share a byte.  Which value stays would depend on the rank.
+// Outputs that only interleave are taken.
 void requireDisjoint(const std::vector<at::Tensor>& outputs, const char* call);
 
 // The memory that a call writes to.  Each check of an input takes logarithmic time.

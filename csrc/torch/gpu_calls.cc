@@ -96,10 +96,18 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
       return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall, device);
-    requireDisjoint(tensors, kCall);
+    // Tensors that share memory are all read before one is written.
+    const bool copied = anyShareMemory(tensors);
     const at::NoGradGuard no_grad;
+    Tensors copies = tensors;
     std::vector<Dense> all;
-    for (const at::Tensor& tensor : tensors) all.emplace_back(tensor, op, Use::kBoth, kCall);
+    for (at::Tensor& tensor : copies) {
+      if (copied) {
+        requireDisjoint({tensor}, kCall);
+        tensor = tensor.detach().clone(at::MemoryFormat::Contiguous);
+      }
+      all.emplace_back(tensor, op, Use::kBoth, kCall);
+    }
     std::vector<cuda::GpuAllReduce> calls;
     Tensors used = tensors;
     for (const Dense& one : all) {
@@ -123,6 +131,8 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
                        communicator.allReduce(calls[i], handleOf(stream));
                        all[i].staged.giveBack();
                      }
+                     for (size_t i = 0; copied && i < tensors.size(); ++i)
+                       tensors[i].detach().copy_(copies[i]);
                    });
   });
 }

@@ -158,10 +158,13 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
     requireSome(tensors, kCall);
     Job job{c10d::OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", tensors, tensors};
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall);
-    requireDisjoint(tensors, kCall);
+    // Tensors that share memory are all read before one is written.  The list of operations must
+    // not depend on it, because other ranks' tensors may not share memory.
+    const bool copied = anyShareMemory(tensors);
     const auto add = [&](const Tensors& some) {
-      job.operations.push_back(some.size() > 1 ? fusedAllReduce(some, options, buffers_, kCall)
-                                               : allReduceOf(some[0], options, kCall));
+      job.operations.push_back(some.size() > 1 || copied
+                                   ? fusedAllReduce(some, options, buffers_, kCall)
+                                   : allReduceOf(some[0], options, kCall));
     };
     Tensors small;
     size_t bytes = 0;

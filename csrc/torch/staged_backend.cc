@@ -314,7 +314,7 @@ class StagedBackend final : public c10d::Backend {
                 Options&... options) {
     return run(type, name, [&](Copies& copies) {
       Tensors host = copies.of(tensors, use);
-      requireDisjoint(copies.results(), name);
+      for (const at::Tensor& result : copies.results()) requireDisjoint({result}, name);
       return (cpu_.*method)(host, options...);
     });
   }

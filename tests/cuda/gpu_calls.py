@@ -143,7 +143,7 @@ def in_one_memory(at: Site) -> list[Tensor]:
     ]
     for work in works:
         at.done(work)
-    group.allreduce_coalesced([h[:n], h[n:]]).wait()
+    group.allreduce_coalesced([h[: p * n], h[n:]]).wait()
     first, second = k[: p * n], at.zeros(6 * p)
     group.allgather_into_tensor_coalesced([first, second], [k[own], k[other]]).wait()
     return [*results, second]
