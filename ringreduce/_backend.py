@@ -229,8 +229,10 @@ def _outlives_its_group(dist_backend_opts: Any) -> bool:
     # init_process_group puts this prefix before the stores that it makes.
     if not own.startswith(_MADE_BY_TORCH) or dist_backend_opts.group_rank != 0:
         return False
-    if goes_on or dist_backend_opts.group_size == 1:
-        return dist_backend_opts.group_size > 1
+    if dist_backend_opts.group_size == 1:
+        return False
+    if goes_on:
+        return True
     while hasattr(root, "underlying_store"):
         root = root.underlying_store
     # Keys of another device's backend in this group, which it would find again.
