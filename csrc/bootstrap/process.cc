@@ -14,12 +14,12 @@
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "base/config.h"
 #include "base/error.h"
+#include "base/text.h"
 #include "bootstrap/unix_socket.h"
 #include "transport/wait_guard.h"
 
@@ -61,7 +61,7 @@ bool keepsRunning(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string stat{std::istreambuf_iterator<char>(file), {}};
   // The name, in parentheses, may contain anything.
-  std::istringstream rest(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
+  TextReader rest(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
   char state = 0;
   long parent = 0, process_group = 0, session = 0, terminal = 0, foreground = 0;
   unsigned flags = kExiting;
