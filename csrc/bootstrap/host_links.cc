@@ -32,6 +32,9 @@ constexpr size_t kMostPaths = 4;
 constexpr Nanos kReasonDelay = kSecond;
 // Descriptors that a transport needs besides its connections.
 constexpr int kTransportFds = 2;
+constexpr char kEndedConnection[] =
+    " ended its connection while the group was made, without a word why: look whether its process "
+    "has ended";
 // The period of polling the store for a value of another rank.
 constexpr Nanos kStorePoll = 10 * kMillisecond;
 
@@ -107,10 +110,10 @@ class JoinGuard {
 
   // Stores the reason for the others, unless another rank stored one first; throws that one.
   void leaveReason(const Reason& reason, int culprit) {
-    std::optional<std::string> theirs;
-    attempt([&] { theirs = store_.get(reason_key_); });
-    if (theirs) throw RemoteFailure(*theirs);
-    attempt([&] { store_.set(reason_key_, encode(reason, culprit)); });
+    const std::string own = encode(reason, culprit);
+    std::string stored = own;
+    attempt([&] { stored = storeReason(store_, reason_key_, own); });
+    if (stored != own) throw RemoteFailure(stored);
   }
 
   // Once the group is made.
@@ -145,8 +148,8 @@ class JoinGuard {
     if (late.empty())
       text = nameOf(waits_for_) + " did not do its part in time";
     else
-      text += late.size() == 1 ? " does not answer: its process is stopped, or late"
-                               : " do not answer: their processes are stopped, or late";
+      text += late.size() == 1 ? " does not answer: its process is stopped, or it is late"
+                               : " do not answer: their processes are stopped, or they are late";
     culprit_ = late.empty() ? waits_for_ : late.front();
     throw Error(Failure::kTimeout, text + "; group '" + options_.name + "' was not made within " +
                                        seconds(options_.timeout));
@@ -388,7 +391,7 @@ void HostLinks::agree(const Poll& poll) {
         sent += static_cast<size_t>(n);
         continue;
       }
-      if (errno != EINTR && errno != EAGAIN) gaveUp(next, poll);
+      if (errno != EINTR && errno != EAGAIN) gaveUp(next, poll, kEndedConnection);
       poll();
     }
   };
@@ -404,7 +407,7 @@ void HostLinks::agree(const Poll& poll) {
         if (got == token.size()) return agreed_cost_.merge(token.substr(1));
         continue;
       }
-      if (n == 0 || (errno != EINTR && errno != EAGAIN)) gaveUp(previous, poll);
+      if (n == 0 || (errno != EINTR && errno != EAGAIN)) gaveUp(previous, poll, kEndedConnection);
       checkNext(poll);
       poll();
       pollfd wanted{.fd = previous_.get(), .events = POLLIN, .revents = 0};
@@ -424,7 +427,8 @@ void HostLinks::agree(const Poll& poll) {
 void HostLinks::checkNext(const Poll& poll) const {
   char next_byte = 0;
   const ssize_t n = recv(next_.get(), &next_byte, 1, MSG_DONTWAIT | MSG_PEEK);
-  if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) gaveUp(ringNeighbour(1), poll);
+  if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN))
+    gaveUp(ringNeighbour(1), poll, kEndedConnection);
 }
 
 // Waits until `poll` throws the reason that the rank left in the store.

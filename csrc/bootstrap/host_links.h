@@ -78,11 +78,6 @@ class HostLinks {
   Nanos lostAfter() const { return lost_after_; }                // RINGREDUCE_LOST_SECONDS
 
  private:
-  static constexpr char kEndedConnection[] =
-      " ended its connection while the group was made, without a word why: look whether its "
-      "process "
-      "has ended";
-
   struct Early {
     net::Socket socket;
     net::PeerHello caller;
@@ -99,7 +94,7 @@ class HostLinks {
   void measureWires();
   net::Socket awaitEarly(int from, net::Purpose purpose, const Poll& poll);
   void checkNext(const Poll& poll) const;
-  [[noreturn]] void gaveUp(int rank, const Poll& poll, const char* how = kEndedConnection) const;
+  [[noreturn]] void gaveUp(int rank, const Poll& poll, const char* how) const;
   int ringNeighbour(int step) const;
   const std::string& who(int rank) const { return who_[static_cast<size_t>(rank)]; }
 

@@ -78,6 +78,20 @@ std::string encode(const Reason& reason, int culprit) {
                        {"culprit", std::to_string(culprit)}});
 }
 
+std::string storeReason(Store& store, const std::string& key, const std::string& reason) {
+  try {
+    return store.setOnce(key, reason);
+  } catch (const std::exception&) {  // it has no compare_set, or it is lost, as set() then says
+  }
+  try {
+    if (const auto theirs = store.get(key)) return *theirs;
+  } catch (const std::exception& error) {  // the reason matters more
+    log(std::string("cannot see whether another rank has given up: ") + error.what());
+  }
+  store.set(key, reason);
+  return reason;
+}
+
 // ---- the leader
 
 HostLeader::HostLeader(LocalRanks ranks, Check check)

@@ -19,6 +19,7 @@
 #include "base/fd.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
+#include "bootstrap/store.h"
 #include "bootstrap/unix_socket.h"
 #include "transport/shm/page.h"
 #include "transport/shm/segment.h"
@@ -64,6 +65,9 @@ Failure kindOf(const Fields& fields);
 // In the store, for ranks that have confirmed the table of that nonce.
 std::string reasonKey(const std::string& nonce);
 std::string encode(const Reason& reason, int culprit);
+// Stores the reason under that key unless another rank stored one first.  Returns the stored one:
+// the error of all ranks.
+std::string storeReason(Store& store, const std::string& key, const std::string& reason);
 
 // The knowledge of a rank about its host's ranks before the exchange.
 struct LocalRanks {

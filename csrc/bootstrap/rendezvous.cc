@@ -669,9 +669,14 @@ class Meeting {
       failAs(table, beforeItCame());
     const Reason reason{error.kind(), error.what()};
     if (is_put_) tellRank0(reason);
-    // It may have seen all confirmations already, and goes on to make connections.
-    if (mine_.contains("seen"))
-      store_.set(reasonKey(fieldOf(mine_, "seen")), encode(reason, /*culprit=*/0));
+    // Rank 0 may have seen all confirmations already, and goes on to make connections.
+    if (mine_.contains("seen")) {
+      const std::string own = encode(reason, /*culprit=*/0);
+      const std::string stored = storeReason(store_, reasonKey(fieldOf(mine_, "seen")), own);
+      const Fields fields = decode(stored);
+      if (stored != own)
+        throw Error(kindOf(fields), fieldOf(fields, "text") + ", learned by " + shown(rank_));
+    }
     throw error;
   }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "bootstrap/membership.h"
 #include "bootstrap/process.h"
 #include "bootstrap/rendezvous.h"
 #include "bootstrap/topology.h"
@@ -178,6 +179,49 @@ TEST(a_rank_that_comes_after_rank_0_gave_up_gets_its_reason_at_once) {
     CHECK(failureOf([&] { rendezvous(store, r, 2, options, [](const Hosts&) { return ""; }); },
                     text) == Failure::kSetup);
   });
+}
+
+TEST(a_rank_that_gives_up_raises_the_reason_that_another_one_stored_first) {
+  processes::SharedStore store;
+  ranks::inThreads(2, [&](int r) {
+    if (r == 1) {
+      CHECK(failureOf([&] { met(store, 1, 2, 100 * kMillisecond); },
+                      "rank 2's wire is cut, learned by rank 1") == Failure::kPeerLost);
+      return;
+    }
+    // As a rank 0 that is stopped after all ranks have confirmed its table.
+    const auto await = [&](const char* field) {
+      for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+        if (const Fields record = decode(store.get("ringreduce/rank/1").value_or(""));
+            record.contains(field))
+          return record;
+    };
+    Fields table{{"attempt", "1"},  {"version", kVersion}, {"id", "a"},
+                 {"wire", "tcp"},   {"secret", "s"},       {"options", SharedOptions().toText()},
+                 {"nonce", "first"}};
+    store.set("ringreduce/table", encode(table));
+    Fields record = await("token");
+    for (const char* field : {"token", "id", "pid", "pid_namespace", "host"})
+      for (const char* rank : {"1", "0"}) {
+        table[std::string(field) + rank] = fieldOf(record, field);
+        if (field == std::string("token")) record[field] = "of rank 0";
+      }
+    table["nonce"] = "second";
+    store.set("ringreduce/table", encode(table));
+    await("seen");
+    store.set(reasonKey("second"), encode({Failure::kPeerLost, "rank 2's wire is cut"}, 2));
+  });
+  CHECK_EQ(fieldOf(decode(*store.get(reasonKey("second"))), "text"), "rank 2's wire is cut");
+}
+
+TEST(each_of_two_reasons_is_the_first_one) {
+  processes::SharedStore able;
+  ranks::MemoryStore unable;  // has no compare_set
+  for (Store* store : {static_cast<Store*>(&able), static_cast<Store*>(&unable)}) {
+    CHECK_EQ(storeReason(*store, "key", "first"), "first");
+    CHECK_EQ(storeReason(*store, "key", "second"), "first");
+    CHECK_EQ(*store->get("key"), "first");
+  }
 }
 
 TEST(machines_with_the_same_id_are_told) {
