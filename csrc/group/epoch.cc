@@ -130,6 +130,7 @@ void Epoch::leave(void (*poll)(), Nanos timeout) {
   messenger->stop(poll, timeout);
   if (network) network->handOver(poll, timeout);
   std::call_once(departed_, [&] {
+    if (network) network->leaveWithin(timeout);
     arbiter->depart(Declared::kGone);
     if (network) network->leave();
     wires->close();

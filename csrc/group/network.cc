@@ -15,7 +15,7 @@
 namespace ringreduce {
 namespace {
 
-// How long a rank that leaves waits until the others know.
+// How long a rank that leaves waits at most until the others know.
 constexpr Nanos kFlushTime = 5 * kSecond;
 
 }  // namespace
@@ -181,11 +181,15 @@ void Network::handOver(void (*poll)(), Nanos timeout) {
   }
 }
 
+void Network::leaveWithin(Nanos longest) {
+  leave_by_ = deadlineIn(std::min(longest, kFlushTime));
+}
+
 void Network::leave() {
   const std::lock_guard lock(leaving_);
   // After a failure no rank receives messages any more.
-  if (!arbiter_.load()->failed()) forwarder_->flush(kFlushTime);
-  control_->flush(kFlushTime);
+  if (!arbiter_.load()->failed()) forwarder_->flush(leave_by_ - now());
+  control_->flush(leave_by_ - now());  // a last try, if the time is over
   close();
 }
 
@@ -199,7 +203,7 @@ void Network::broadcastError(const GroupFailure& failure) {
 void Network::depart(Declared how) {
   // Before the others know that this rank is gone, and measure its silence.
   if (how == Declared::kGone && transport_ && !arbiter_.load()->failed())
-    transport_->leave(kFlushTime);
+    transport_->leave(leave_by_ - now());
   control_->depart(how);
 }
 

@@ -46,6 +46,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // Waits until the kernel has taken all messages to ranks that may still receive, up to `timeout`,
   // or until the group fails.  `poll`, if not null, is called now and then and may throw.
   void handOver(void (*poll)(), Nanos timeout);
+  // Before the arbiter departs: how long its departure and leave() may wait, together.
+  void leaveWithin(Nanos longest);
   // After the arbiter has departed: waits briefly until the other ranks know, and closes all
   // sockets except those of the transport.
   void leave();
@@ -87,6 +89,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const std::shared_ptr<net::Reactor> reactor_;
   TcpTransport* transport_ = nullptr;
   std::atomic<Arbiter*> arbiter_ = nullptr;
+  Nanos leave_by_ = 0;                       // once it leaves
   std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread
 
   std::mutex leaving_;

@@ -32,6 +32,11 @@ namespace {
 
 // How long the end of a process waits for reconfigures that it ends.
 constexpr Nanos kExitGrace = 3 * kSecond;
+// How long a rank that goes on in another group waits for the others of the old one.
+constexpr Nanos kLeaveTime = kSecond;
+// A rank may give up making a group that others have already, and tell them, so long after its
+// timeout.
+constexpr Nanos kLaterNews = 3 * kSecond / 2;
 
 // torch's errors carry pages of frames.
 template <class F>
@@ -270,12 +275,13 @@ std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std
 
 #endif
 
-void leave(Group& old, bool abort = false) {
+// Waits for no other rank for longer than `longest`.
+void leave(Group& old, Nanos longest) {
   try {
-    if (abort && !old.failed() && !old.isIdle()) old.abort("it was reconfigured");
+    old.setTimeout(longest);
     old.shutdown();  // its works are told of its end
   } catch (const Error& error) {
-    log("rank " + old.options().shown(old.rank()) + " leaves its old group: " + error.what());
+    log("rank " + old.options().shown(old.rank()) + " leaves a group: " + error.what());
   }
 }
 
@@ -596,7 +602,7 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     liveGroups().add(change);
     try {
       const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-      group->setTimeout(std::max(until - now(), kSecond));
+      group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
       enter(group, store, std::move(made));
       group->setTimeout(nanosOf(options_->timeout));
     } catch (...) {
@@ -609,8 +615,8 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   });
 }
 
-// Leaves the old group, if there is one, for the new one.  Throws, and keeps the old one, if the
-// new one has failed already.
+// Leaves the old group, if there is one, for the new one.  Throws if the new one has failed
+// already.  The old one then stays the current one; if it was busy, it has been aborted.
 void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
                     GroupOptions options) {
   // Ranks that are not in the new group may never join what is under way in the old one.  That ends
@@ -636,14 +642,16 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
     observer_->enterGroup();
   } catch (const Error& error) {
     group->abort(error.what());
-    group->shutdown();
+    leave(*group, kLeaveTime);
     throw;
   }
   options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
                                          group_options_.started_as.end());
   liveGroups().add(group, gpu);
   if (old_gpu) leave(*old_gpu, true);
-  if (old) leave(*old, true);
+  if (!old) return;
+  if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
+  leave(*old, kLeaveTime);
 }
 
 #endif
@@ -695,8 +703,7 @@ void Backend::enterPrepared() {
   }
   if (!old) return;
   // No abort: a survivor may still be in its last operation.  Messages may never be received.
-  old->setTimeout(kSecond);
-  leave(*old);
+  leave(*old, kLeaveTime);
 }
 
 bool Backend::isConnected() const {

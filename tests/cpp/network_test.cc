@@ -211,6 +211,27 @@ TEST(a_rank_that_is_stopped_while_a_group_is_made_is_named_by_all) {
   }
 }
 
+TEST(a_rank_leaves_within_its_timeout_beside_a_stopped_one) {
+  auto& ready = shared<std::atomic<int>>();
+  auto& left = shared<std::atomic<int>>();
+  auto& pid = shared<std::atomic<pid_t>>();
+  overSockets(3, [&](Group& group) {
+    if (group.rank() == 2) pid = getpid();
+    group.run({Barrier{}});
+    for (++ready; ready < 3;) sleepMs(1);
+    if (group.rank() == 2) {
+      raise(SIGSTOP);
+      return;
+    }
+    sleepMs(200);
+    group.setTimeout(kSecond);
+    const Nanos began = monotonicNow();
+    group.shutdown();
+    CHECK(monotonicNow() - began < 4 * kSecond);
+    if (++left == 2) kill(pid, SIGCONT);
+  });
+}
+
 TEST(what_ends_a_group_ends_the_one_inside_its_host) {
   auto& done = shared<std::atomic<int>>();
   for (const bool abort : {false, true}) {
