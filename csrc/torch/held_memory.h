@@ -2,8 +2,8 @@
 // meanwhile: set_() and an assignment to .data give a tensor another storage, resize_() gives the
 // storage other memory.  The results then go to the memory that the tensor had.
 //
-// Not held: memory that its storage's allocator has not made, as share_memory_() has, if its
-// storage is resized.
+// Memory that the storage's own allocator did not make, such as that of share_memory_(), is not
+// held through a resize.
 #pragma once
 
 #include <ATen/ATen.h>
