@@ -105,7 +105,7 @@ if rank == 2:
 elif rank == 1:
     assert dist.recv(out) == 2 and out.item() == 5.0
 for call in (
-    lambda: dist.all_gather([torch.ones(1)] * 4, out),
+    lambda: dist.all_gather([torch.ones(1) for _ in range(4)], out),
     lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4)),
     lambda: dist.broadcast(out, 3),
     lambda: dist.recv(out, 3),
