@@ -224,21 +224,18 @@ def _outlives_its_group(dist_backend_opts: Any) -> bool:
     It is if torch made it: nobody else refers to it then.
     """
     store, root = dist_backend_opts.store, dist_backend_opts.store
-    goes_on = extension().drop_kept_store(store)
+    extension().begin_on_store(store)
     own = extension().prefix_in_tcp_store(store)
     # init_process_group puts this prefix before the stores that it makes.
     if not own.startswith(_MADE_BY_TORCH) or dist_backend_opts.group_rank != 0:
         return False
-    if dist_backend_opts.group_size == 1:
-        return False
-    if goes_on:
-        return True
     while hasattr(root, "underlying_store"):
         root = root.underlying_store
     # Keys of another device's backend in this group, which it would find again.
-    return not any(
+    others = any(
         key.startswith(_MADE_BY_TORCH) and not key.startswith(own) for key in root.list_keys()
     )
+    return dist_backend_opts.group_size > 1 and not others
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend | None:

@@ -480,7 +480,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none(),
         "keeps_store"_a = false, "launcher"_a = "", "job"_a = "", "program"_a = "");
   m.def("prefix_in_tcp_store", &prefixInTcpStore, "store"_a);
-  m.def("drop_kept_store", &dropKeptStore, py::call_guard<py::gil_scoped_release>(), "store"_a);
+  m.def("begin_on_store", &beginOnStore, py::call_guard<py::gil_scoped_release>(), "store"_a);
   m.def(
       "prepare",
       [](const BackendPtr& backend, const std::string& place, const std::vector<int>& members,

@@ -34,8 +34,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // A rank connects for its next group within a shorter time after it left the last one, or else
 // finds no server and tries again until the next one listens.
 constexpr Nanos kUnused = 300 * kMillisecond;
-// Between two looks; the longer one while other processes are connected.
-constexpr Nanos kLookPeriod = 20 * kMillisecond, kLongPeriod = 320 * kMillisecond;
+constexpr Nanos kLookPeriod = 20 * kMillisecond;
 // init_process_group puts this before the keys of the stores that it makes.
 constexpr char kMadeByTorch[] = "default_pg/";
 
@@ -81,7 +80,8 @@ Endpoint endpointOf(int fd, int (*ask)(int, sockaddr*, socklen_t*)) {
 // The sockets of this process at a port.
 struct PortUse {
   bool listens = false;
-  int connections = 0;  // from other processes
+  std::set<Endpoint> others = {};  // the ends of its connections in other processes
+  int own = 0;                     // connections from this process
 };
 
 PortUse useOf(int port) {
@@ -104,13 +104,23 @@ PortUse useOf(int port) {
     else
       use.listens = true;
   }
-  use.connections = static_cast<int>(
-      std::ranges::count_if(callers, [&](const Endpoint& peer) { return !own.contains(peer); }));
+  for (const Endpoint& caller : callers)
+    if (own.contains(caller))
+      ++use.own;
+    else
+      use.others.insert(caller);
   return use;
 }
 
 class StoreKeeper {
  public:
+  // A group is about to be made on this store.
+  void begin(const StorePtr& store) {
+    const std::lock_guard calls(calls_mutex_);
+    end();
+    members_ = useOf(portOf(store)).others;
+  }
+
   void keep(const StorePtr& store, Nanos longest) {
     const std::lock_guard calls(calls_mutex_);
     {
@@ -119,9 +129,10 @@ class StoreKeeper {
     }
     end();
     const int port = portOf(store);
-    if (!useOf(port).listens) return;
+    const PortUse use = useOf(port);
+    if (!use.listens) return;
     try {
-      keys_ = store->listKeys();
+      removeKeys(*store);
     } catch (const std::exception& error) {
       return log(std::string("the store ends with its group, since it does not answer: ") +
                  error.what());
@@ -129,24 +140,16 @@ class StoreKeeper {
     store_ = store;
     stopping_ = false;
     try {
-      thread_ = std::thread([this, port, limit = deadlineIn(longest)] { watch(port, limit); });
+      thread_ = std::thread(
+          [this, port, own = use.own, limit = deadlineIn(longest)] { watch(port, own, limit); });
       pthread_setname_np(thread_.native_handle(), "ringreduce-store");
-    } catch (const std::system_error& error) {  // the store is kept until it is dropped
+    } catch (const std::system_error& error) {  // the store is kept until the next group is made
       log(noThread("that ends an unused store", error));
     }
   }
 
-  // Returns the port of the store that was kept until now, and the keys that were in it when its
-  // group ended; 0 if there was none.
-  std::pair<int, std::vector<std::string>> drop() {
-    const std::lock_guard calls(calls_mutex_);
-    const int port = end();
-    return {port, std::exchange(keys_, {})};
-  }
-
- private:
-  int end() {
-    StorePtr last;
+  void end() {
+    StorePtr last;  // its server ends without the lock
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -154,19 +157,27 @@ class StoreKeeper {
     }
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
-    return portOf(last);
   }
 
-  void watch(int port, Nanos limit) {
+ private:
+  // Of the groups that end with this one.  In the next groups of the same names, another backend
+  // would take the addresses there for its own.
+  static void removeKeys(c10d::Store& store) {
+    for (const std::string& key : store.listKeys())
+      if (key.starts_with(kMadeByTorch)) store.deleteKey(key);
+  }
+
+  void watch(int port, int own, Nanos limit) {
     StorePtr last;  // its server ends without the lock
     std::unique_lock lock(mutex_);
-    Nanos period = kLookPeriod;
     for (Nanos used = now(); now() - used < kUnused && now() < limit;) {
-      if (changed_.wait_for(lock, std::chrono::nanoseconds(period), [&] { return stopping_; }))
-        return;
-      const bool is_used = useOf(port).connections > 0;
-      if (is_used) used = now();
-      period = is_used ? std::min(2 * period, kLongPeriod) : kLookPeriod;
+      const auto period = std::chrono::nanoseconds(kLookPeriod);
+      if (changed_.wait_for(lock, period, [&] { return stopping_; })) return;
+      const PortUse use = useOf(port);
+      if (use.own > own) break;  // the store of the next group uses the server
+      own = use.own;
+      const auto is_new = [&](const Endpoint& other) { return !members_.contains(other); };
+      if (std::ranges::any_of(use.others, is_new)) used = now();
     }
     // A rank that connects from here on is refused, or loses its connection before it has used it;
     // torch then connects again.
@@ -175,8 +186,9 @@ class StoreKeeper {
   }
 
   std::mutex calls_mutex_;  // one call at a time
-  std::vector<std::string> keys_;
   std::thread thread_;
+  // Connections from before the group was made, which need no server after rank 0 has left it.
+  std::set<Endpoint> members_;
   std::mutex mutex_;  // of the rest
   std::condition_variable changed_;
   StorePtr store_;
@@ -212,15 +224,12 @@ void keepStore(const StorePtr& store, Nanos longest) {
   storeKeeper().keep(rootOf(store), longest);
 }
 
-bool dropKeptStore(const StorePtr& store) {
-  const auto [port, keys] = storeKeeper().drop();
-  if (port == 0 || port != portOf(store)) return false;
-  // Other backends would take what the last groups have left there for their own.  Keys that came
-  // later are of ranks that have not destroyed the last groups yet.
-  const std::string own = prefixInTcpStore(store);
-  for (const std::string& key : keys)
-    if (key.starts_with(kMadeByTorch) && !key.starts_with(own)) rootOf(store)->deleteKey(key);
-  return true;
+void beginOnStore(const StorePtr& store) {
+  storeKeeper().begin(store);
+}
+
+void dropKeptStore() {
+  storeKeeper().end();
 }
 
 }  // namespace ringreduce
