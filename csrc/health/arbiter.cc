@@ -507,16 +507,20 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
   }
   const std::string timed_out =
       ": " + textOf(current_) + " timed out after a timeout of " + seconds(timeout_);
+  // If too few ranks would be left, the group fails in any case: no process ends for that.
+  const auto too_many = [&](const std::vector<int>& lost) {
+    return ranks.size() < lost.size() + static_cast<size_t>(min_ranks_);
+  };
   bool killed = false, left_out = false;
   for (; !failed() && now() < began + kTimeToGoOn; sleepMillisecond()) {
     if (ready()) return true;
     if (std::ranges::any_of(ranks, [&](int r) { return r != rank_ && !stateOf(r).isHere(); }))
       return true;
-    auto left = static_cast<int>(ranks.size());
     if (!killed && now() >= began + kCensus) {
       killed = true;
-      for (const int r : stoppedOf(late)) {
-        if (--left < min_ranks_) break;
+      const std::vector<int> stopped =
+          too_many(stoppedOf(ranks)) ? std::vector<int>() : stoppedOf(late);
+      for (const int r : stopped) {
         log("rank " + options_.shown(rank_) + " kills " + who(r) + ", which is stopped" +
             timed_out);
         kill(peer(r).seat.process.pidfd);
@@ -524,10 +528,11 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
     }
     if (left_out || now() < began + kAnswerTime) continue;
     left_out = true;
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      const int r = ranks[i];
-      if (r == rank_ || pulses(r) != before[i]) continue;
-      if (--left < min_ranks_) break;
+    std::vector<int> silent;
+    for (size_t i = 0; i < ranks.size(); ++i)
+      if (ranks[i] != rank_ && pulses(ranks[i]) == before[i]) silent.push_back(ranks[i]);
+    if (too_many(silent)) break;
+    for (const int r : silent) {
       log("rank " + options_.shown(rank_) + " leaves " + who(r) +
           " out, whose process does not answer" + timed_out);
       leaveOut(page(r));

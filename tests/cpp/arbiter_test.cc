@@ -329,6 +329,17 @@ TEST(a_rank_that_comes_a_little_late_costs_no_other_its_place) {
   CHECK(!isLeftOut(one.pages[1]) && !isLeftOut(one.pages[2]));
 }
 
+TEST(no_rank_is_left_out_if_too_few_would_be_left) {
+  One one(0, 3, 2);
+  one.arbiter->begin(barrier(0), kMillisecond, false);
+  const auto wait = [&] {
+    for (const Nanos end = deadlineIn(20 * kSecond); now() < end;) one.poll(1);
+  };
+  // Neither has a thread that answers.
+  CHECK(ranks::failureOf(wait, "ranks 1 and 2 (") == Failure::kTimeout);
+  CHECK(!isLeftOut(one.pages[1]) && !isLeftOut(one.pages[2]));
+}
+
 TEST(a_group_has_failed_for_a_rank_that_is_left_out) {
   One one(1, 3, 1);
   CHECK(!one.arbiter->failed() && one.arbiter->failure() == Failure::kNone);
