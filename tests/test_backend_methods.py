@@ -284,7 +284,7 @@ OPENED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "`dist.split_group` on the CPU": ("2.15", lambda g: dist.split_group(split_ranks=[[0, 1]])),
     "Sequence numbers of the group": ("2.14", lambda g: g._get_sequence_number_for_group()),
     "`get_error`": ("2.14", lambda g: g._get_backend(CPU).get_error()),
-    "`_set_pg_timeout`": ("never", set_timeout),
+    "`_set_pg_timeout`": ("2.14", set_timeout),
     "SyncBatchNorm on the CPU": ("never", lambda g: nn.SyncBatchNorm(3)(torch.ones(4, 3))),
     "`bf16_compress_hook`": ("CUDA", use_bfloat16_hook),
 }
