@@ -72,7 +72,7 @@ class Options:
         for name in ("slot_bytes", "slots"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"{name} cannot be negative, as {value} is")
+                raise ValueError(f"{name} is {value}; it cannot be negative")
         if self.on_loss not in (None, "error", "continue"):
             raise ValueError(f"on_loss can be 'error' or 'continue', not {self.on_loss!r}")
         if self.order not in (None, "ring", "rank"):

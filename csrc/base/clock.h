@@ -28,9 +28,9 @@ inline Nanos monotonicNow() {
 // a timeout goes on: no rank takes its own stop for the delay of another.
 //
 // Nothing tells a process how long it was stopped.  But a wait looks at the clock many times a
-// second.  So if no thread has looked for longer than kLongestGap, the process was stopped, or
-// nobody waited; such a gap counts as about kLongestGap.  It does count, so that a wait ends even
-// if each of its rounds calls something that blocks for longer.
+// second.  So if no thread has looked for longer than kLongestGap, either the process was stopped
+// or no thread waited.  Such a gap counts as about kLongestGap, not as zero: a wait whose every
+// round calls a function that blocks for longer must still end.
 //
 // A wait must not sleep for longer than kLongestGap between two looks.  The reactor does not.
 class ProcessClock {
