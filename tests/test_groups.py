@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Rank
+
+import ringreduce
 
 # torch 2.11 sorts the ranks of each group.
 SORTS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
@@ -130,6 +133,49 @@ def test_disjoint_groups(pool: Pool, world: MakeWorld) -> None:
         (5.0, 2.0, [0, 2]),
         (5.0, 4.0, [1, 3]),
     ]
+
+
+def in_another_order(me: Rank, alone: bool) -> list[str]:
+    """One rank makes two groups the other way round; the errors that come of it."""
+    wanted = [[0, 1, 2], [0, 1]] if alone else [[0, 1], [1, 2]]
+    if me.rank == (1 if alone else 2):
+        wanted.reverse()
+    errors = []
+    for ranks in wanted:
+        if alone and me.rank not in ranks:
+            continue
+        try:
+            dist.new_group(ranks, timeout=timedelta(seconds=4), use_local_synchronization=alone)
+        except (ringreduce.Error, ringreduce.Timeout) as error:
+            errors.append(str(error))
+            break
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("alone", [True, False])
+def test_groups_in_another_order(pool: Pool, world: MakeWorld, alone: bool) -> None:
+    first, second, third = pool.start(
+        in_another_order, world(3, 30.0), alone, remade=True
+    ).results()
+    hint = ": all ranks must make their groups in the same order"
+    if alone:  # torch names the groups by their ranks
+        whole, pair = " of ranks 0, 1 and 2" + hint, " of ranks 0 and 1" + hint
+        assert "; rank 1 waits to make group '" in first[0]
+        assert first[0].endswith(pair)
+        assert "; rank 0 waits to make group '" in second[0]
+        assert second[0].endswith(whole)
+        assert "rank 1 of 3 did not join" in third[0]  # rank 0's reason
+        assert pair in third[0]
+        return
+    # torch counts the groups: rank 2's first one has the name of that of ranks 0 and 1, and meets
+    # it or comes late.
+    assert first == []
+    assert "rank 2 of 2 did not join" in second[0]
+    assert third[0].endswith(hint)
+    met = re.search(r"makes (group '\w+') of ranks 1 and 2 where rank 0 .* makes \1 of", third[0])
+    assert met or "; rank 1 waits to make group '" in third[0]
 
 
 def members_of_a_split(me: Rank) -> tuple[list[int], float]:

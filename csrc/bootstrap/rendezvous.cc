@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/options.h"
+#include "bootstrap/other_groups.h"
 #include "bootstrap/process.h"
 #include "bootstrap/unix_socket.h"
 #include "transport/tcp/handshake.h"
@@ -81,6 +82,12 @@ bool sharesMemory(const Fields& table) {
   return fieldOf(table, "wire") == "memory";
 }
 
+// The ranks of a group; empty where they are all, or may change.
+std::string ranksText(const GroupOptions& options, int size) {
+  if (options.global_ranks.empty() || options.attempt) return "";
+  return options.rankList(otherRanks(/*rank=*/-1, size));
+}
+
 }  // namespace
 
 class Meeting {
@@ -101,7 +108,9 @@ class Meeting {
               {"host", hostName()},
               {"launcher", options.launcher},
               {"job", options.job.substr(0, kMostName)},
-              {"program", options.program.substr(0, kMostName)}} {
+              {"program", options.program.substr(0, kMostName)},
+              {"ranks", ranksText(options, size)}},
+        other_groups_(store, options, rank, groupOf(mine_)) {
     try {
       mine_["id"] = hostId();
     } catch (const Error&) {
@@ -210,7 +219,7 @@ class Meeting {
       if (notes_[r] == note) continue;
       notes_[r] = note;
       log("group '" + options_.name + "': " + fieldOf(note, "text"));
-      if (!isOfOtherJob(note)) continue;
+      if (!isOfOtherJob(note) && !isOfOtherGroup(note)) continue;
       table_["refused"] += fieldOf(note, "token") + " ";
       store_.set(kTableKey, encode(table_));
     }
@@ -230,6 +239,7 @@ class Meeting {
                  {"wire", memory ? "memory" : "tcp"},
                  {"secret", secret_},
                  {"who", whoIsThis()},
+                 {"ranks", fieldOf(mine_, "ranks")},
                  {"refused", fieldOf(table_, "refused")},
                  {"nonce", fieldOf(table_, "nonce")}};
     addJobTo(table);
@@ -321,6 +331,7 @@ class Meeting {
       Fields last{{"failed", reason.text},
                   {"kind", std::to_string(static_cast<int>(reason.kind))},
                   {"attempt", attempt_},
+                  {"ranks", fieldOf(mine_, "ranks")},
                   {"time", std::to_string(std::time(nullptr))}};
       addJobTo(last);
       std::map<int, std::string> tokens;
@@ -379,8 +390,8 @@ class Meeting {
     for (;; poll()) {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
-      if (isOfOtherJob(table)) {
-        meetOtherJob(table);
+      if (isOfOtherJob(table) || isOfOtherGroup(table)) {
+        meetOther(table);
         continue;
       }
       if (table.contains("failed")) {
@@ -432,14 +443,18 @@ class Meeting {
     return decode(seen_);
   }
 
-  // Rank 0 of another job has published it.  It may have ended long ago, in which case this rank
-  // waits for its own rank 0; it is refused if the other answers.
-  void meetOtherJob(const Fields& table) {
-    const std::string text = whoIsThis() + " of " + jobOf(mine_) + " came to the store of " +
-                             fieldOf(table, "who") + " of " + jobOf(table);
+  // Rank 0 of another job, or of another group of this name, has published it.  It may have ended
+  // long ago, in which case this rank waits for its own rank 0; it is refused if the other answers.
+  void meetOther(const Fields& table) {
+    const bool other_job = isOfOtherJob(table);
+    const std::string text = other_job
+                                 ? whoIsThis() + " of " + jobOf(mine_) + " came to the store of " +
+                                       fieldOf(table, "who") + " of " + jobOf(table)
+                                 : whoIsThis() + " makes " + groupOf(mine_) + " where " +
+                                       fieldOf(table, "who") + " makes " + groupOf(table);
     if (fieldOf(table, "refused").find(fieldOf(mine_, "token")) != std::string::npos) {
       leaveAfterError();
-      throw Error(Failure::kSetup, text + kOneStoreEach);
+      throw Error(Failure::kSetup, text + (other_job ? kOneStoreEach : kSameOrder));
     }
     if (!table.contains("failed")) leaveNote(table, text + ", and is refused");
   }
@@ -450,6 +465,7 @@ class Meeting {
                                        {"token", fieldOf(mine_, "token")},
                                        {"launcher", fieldOf(mine_, "launcher")},
                                        {"job", fieldOf(mine_, "job")},
+                                       {"ranks", fieldOf(mine_, "ranks")},
                                        {"text", text}}));
   }
 
@@ -626,13 +642,11 @@ class Meeting {
     const Fields own = recordOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
     mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
-    refuse(Error(Failure::kSetup,
-                 "two processes claim " + shown(rank_) + ": pid " + fieldOf(own, "pid") +
-                     " on host " + fieldOf(own, "host") + ", and pid " + fieldOf(mine_, "pid") +
-                     " on host " + fieldOf(mine_, "host") + ", noticed by the latter" +
-                     (isOfOtherJob(own) ? "; the former is of " + jobOf(own) + ", the latter of " +
-                                              jobOf(mine_) + kOneStoreEach
-                                        : "")));
+    refuse(Error(Failure::kSetup, "two processes claim " + shown(rank_) + ": pid " +
+                                      fieldOf(own, "pid") + " on host " + fieldOf(own, "host") +
+                                      ", and pid " + fieldOf(mine_, "pid") + " on host " +
+                                      fieldOf(mine_, "host") + ", noticed by the latter" +
+                                      difference(own)));
   }
 
   void poll() {
@@ -651,8 +665,10 @@ class Meeting {
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
     const std::string names = options_.rankList(late);
+    other_groups_.look(late);
     try {
-      stopwatch_.poll(options_.shownAs(rank_), [&] { return names + " to " + what; });
+      stopwatch_.poll(options_.shownAs(rank_),
+                      [&] { return names + " to " + what + other_groups_.textOf(late); });
     } catch (const Error& error) {  // the attempt was ended
       if (rank_ == 0) throw;
       refuse(error);
@@ -661,7 +677,7 @@ class Meeting {
     const Error error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " +
                                              what + " within " + seconds(options_.timeout) +
                                              ", making group '" + options_.name + "'; noticed by " +
-                                             shown(rank_) + hints());
+                                             shown(rank_) + hints() + other_groups_.textOf(late));
     if (rank_ == 0) throw error;
     // Rank 0 gave up before this rank came, or was stopped; then its own clock says that the others
     // are late.
@@ -692,6 +708,24 @@ class Meeting {
     const std::string job = fieldOf(fields, "job"), own = fieldOf(mine_, "job");
     return !job.empty() && !own.empty() && job != own &&
            fieldOf(fields, "launcher") == fieldOf(mine_, "launcher");
+  }
+  // new_group in another order gives groups of different ranks the same name.
+  bool isOfOtherGroup(const Fields& fields) const {
+    const std::string ranks = fieldOf(fields, "ranks"), own = fieldOf(mine_, "ranks");
+    return !ranks.empty() && !own.empty() && ranks != own;
+  }
+  std::string groupOf(const Fields& fields) const {
+    const std::string ranks = fieldOf(fields, "ranks");
+    return "group '" + options_.name + "'" + (ranks.empty() ? "" : " of " + ranks);
+  }
+  // Of two processes that claim one rank.
+  std::string difference(const Fields& other) const {
+    if (isOfOtherJob(other))
+      return "; the former is of " + jobOf(other) + ", the latter of " + jobOf(mine_) +
+             kOneStoreEach;
+    if (isOfOtherGroup(other))
+      return "; the former makes " + groupOf(other) + ", the latter " + groupOf(mine_) + kSameOrder;
+    return "";
   }
   static std::string jobOf(const Fields& fields) {
     return fieldOf(fields, "launcher") + " job " + fieldOf(fields, "job");
@@ -731,6 +765,7 @@ class Meeting {
   Stopwatch stopwatch_;
   Nanos next_look_ = 0, next_records_ = kRecordsPause;
   Fields mine_;
+  OtherGroups other_groups_;
   std::exception_ptr no_id_;  // the error of RINGREDUCE_HOSTID
   bool is_put_ = false;       // it is in the store
   SharedOptions shared_;

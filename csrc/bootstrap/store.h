@@ -27,6 +27,8 @@ class Store {
                 "on_loss='continue' between hosts needs a store with compare_set, which all of "
                 "torch's own have");
   }
+  // The part of the store that all groups of the job share; null if it is not known.
+  virtual Store* ofJob() { return nullptr; }
 };
 
 // A store whose errors name this rank and the group, and the usual cause.
@@ -47,6 +49,7 @@ class NamedStore final : public Store {
   std::string setOnce(const std::string& key, const std::string& value) override {
     return named([&] { return store_.setOnce(key, value); });
   }
+  Store* ofJob() override { return store_.ofJob(); }
 
  private:
   template <class Call>

@@ -887,7 +887,7 @@ std::string Arbiter::details(int r) const {
   std::string text = peer(r).seat.name;
   if (isStopped(r)) text += ", stopped";
   const uint64_t done = page(r).announced.observe();
-  if (done == 0) return text + ", no operation so far" + waitOf(r);
+  if (done == 0) return text + ", no collective so far" + waitOf(r);
   OpSignature last;
   {
     const std::lock_guard lock(mutex_);

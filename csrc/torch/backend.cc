@@ -94,9 +94,16 @@ class TorchStore final : public Store {
       return std::string(kept->begin(), kept->end());
     });
   }
+  Store* ofJob() override {
+    auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get());
+    if (!prefixed) return this;
+    if (!of_job_) of_job_ = std::make_unique<TorchStore>(prefixed->getUnderlyingNonPrefixStore());
+    return of_job_.get();
+  }
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
+  std::unique_ptr<Store> of_job_;
 };
 
 // Where a store is, if it is one of torch's that others reach by a network.

@@ -263,7 +263,7 @@ TEST(the_progress_of_a_rank_names_the_rank_that_it_waits_for) {
     }
   one.see(1, 0, {}, 2);
   CHECK(one.arbiter->whereabouts({1}) ==
-        "rank 1 (a process, no operation so far, waits for data from rank 2)");
+        "rank 1 (a process, no collective so far, waits for data from rank 2)");
 }
 
 TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
@@ -313,7 +313,7 @@ TEST(a_rank_that_is_gone_does_not_put_off_the_timeout) {
   const auto wait = [&] {
     for (const Nanos end = deadlineIn(20 * kSecond); now() < end;) one.poll(1);
   };
-  CHECK(ranks::failureOf(wait, "rank 1 (a process, no operation so far) did not arrive") ==
+  CHECK(ranks::failureOf(wait, "rank 1 (a process, no collective so far) did not arrive") ==
         Failure::kTimeout);
   CHECK(!isLeftOut(one.pages[1]));  // with rank 2 gone, min_ranks would not be left
   CHECK(!one.arbiter->isAbsent(2));
