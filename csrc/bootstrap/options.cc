@@ -139,7 +139,10 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
 // ---- the clock of making a group
 
 Stopwatch::Stopwatch(const GroupOptions& options)
-    : options_(options), started_(now()), next_report_(deadlineIn(options.stall)) {}
+    : options_(options),
+      started_(now()),
+      began_(monotonicNow()),
+      next_report_(deadlineIn(options.stall)) {}
 
 void Stopwatch::report(int rank, const std::string& missing) {
   next_report_ = now() + std::max<Nanos>(waited(), kSecond);

@@ -11,6 +11,7 @@
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
 #include "base/clock.h"
+#include "base/error.h"
 
 namespace ringreduce {
 
@@ -55,6 +56,8 @@ struct GroupOptions {
   std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the next
   // Null: from the environment.  Called once other ranks can be told of its error.
   std::function<SharedOptions(int world_size)> choose_shared = nullptr;
+  // Why this rank cannot take part as it is set: thrown once the others can be told.
+  std::optional<Error> refusal = std::nullopt;
 
   // The launcher and its name of the job, where it has one that all ranks of a job share.  A rank
   // of another job of that launcher is refused.
@@ -122,6 +125,8 @@ class Stopwatch {
 
   bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
   Nanos waited() const { return now() - started_; }
+  // How long this process was stopped meanwhile, which does not count.
+  Nanos stopped() const { return monotonicNow() - began_ - waited(); }
 
   // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a
   // stall now and then.
@@ -137,7 +142,7 @@ class Stopwatch {
   void report(int rank, const std::string& missing);
 
   const GroupOptions& options_;
-  const Nanos started_;
+  const Nanos started_, began_;
   Nanos next_report_;
 };
 

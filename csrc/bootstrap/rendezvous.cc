@@ -27,6 +27,8 @@ namespace {
 constexpr char kTableKey[] = "ringreduce/table";
 // How long rank 0 waits until all ranks have read the reason of a failure.
 constexpr Nanos kReasonTime = kSecond;
+// How long a rank that cannot take part waits for rank 0, to say so.
+constexpr Nanos kRefusalTime = 5 * kSecond;
 // Rank 0 knows which ranks are missing, so the others give it that much time to say so.
 constexpr Nanos kRank0Grace = 2 * kSecond;
 // The shortest time between two looks for notes of ranks, and the time after which a rank that gets
@@ -110,11 +112,12 @@ class Meeting {
               {"job", options.job.substr(0, kMostName)},
               {"program", options.program.substr(0, kMostName)},
               {"ranks", ranksText(options, size)}},
-        other_groups_(store, options, rank, groupOf(mine_)) {
+        other_groups_(store, options, rank, groupOf(mine_)),
+        refusal_(options.refusal) {
     try {
       mine_["id"] = hostId();
-    } catch (const Error&) {
-      no_id_ = std::current_exception();
+    } catch (const Error& error) {
+      if (!refusal_) refusal_ = error;
     }
   }
 
@@ -145,7 +148,7 @@ class Meeting {
 
   // Before anything is sent.
   void prepare() try {
-    if (no_id_) std::rethrow_exception(no_id_);
+    if (refusal_) throw Error(*refusal_);
     shared_ = options_.chosenShared(size_);
     shared_.validate(size_);
     socket_ = "ringreduce-" + randomSecretText();
@@ -153,10 +156,10 @@ class Meeting {
   } catch (const Error& error) {
     throw named(error);
   }
-  // Rank 0's own errors do not say whose they are.
+  // A rank's own errors do not say whose they are.
   Error named(const Error& error) const {
     return Error(error.kind(),
-                 shown(0) + " (pid " + std::to_string(getpid()) + "): " + error.what());
+                 shown(rank_) + " (pid " + std::to_string(getpid()) + "): " + error.what());
   }
 
   std::vector<int> absentRanks() const {
@@ -386,7 +389,7 @@ class Meeting {
   // ---- the other ranks
 
   Rendezvous runOther() try {
-    if (no_id_) std::rethrow_exception(no_id_);
+    if (refusal_) refuseToTakePart();
     for (;; poll()) {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
@@ -572,6 +575,19 @@ class Meeting {
                                         "' was being made (this is " + shown(rank_) + ")");
   }
 
+  // Rank 0 learns it, if it is there or comes soon.
+  [[noreturn]] void refuseToTakePart() {
+    const Error error = named(*refusal_);
+    const auto finds_rank_0 = [&] {
+      const Fields table = readTable();
+      if (table.empty() || table.contains("failed") || isOfOtherJob(table)) return false;
+      attempt_ = mine_["attempt"] = fieldOf(table, "attempt");
+      return true;
+    };
+    if (waitFor(finds_rank_0, std::min(options_.timeout, kRefusalTime))) refuse(error);
+    throw Error(error);
+  }
+
   // Tells rank 0 in this rank's record, and throws.
   [[noreturn]] void refuse(const Error& error) {
     tellRank0({error.kind(), error.what()});
@@ -699,6 +715,9 @@ class Meeting {
   // Why ranks may be missing.
   std::string hints() const {
     std::string text = hint_.empty() ? "" : "; " + hint_;
+    if (stopwatch_.stopped() > kSecond)
+      text += "; its process was stopped for " + seconds(stopwatch_.stopped()) +
+              " meanwhile, so the others may have given up";
     for (const auto& [r, note] : notes_) text += "; " + fieldOf(note, "text");
     return text;
   }
@@ -766,8 +785,8 @@ class Meeting {
   Nanos next_look_ = 0, next_records_ = kRecordsPause;
   Fields mine_;
   OtherGroups other_groups_;
-  std::exception_ptr no_id_;  // the error of RINGREDUCE_HOSTID
-  bool is_put_ = false;       // it is in the store
+  std::optional<Error> refusal_;  // an error in this rank's own settings
+  bool is_put_ = false;           // the record is in the store
   SharedOptions shared_;
 
   // Rank 0.

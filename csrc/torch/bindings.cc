@@ -172,22 +172,19 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.launcher = launcher;
     options.job = job;
     options.program = program;
-    // Rank 0 refuses bad values for all ranks, when it can tell them.
-    std::optional<Error> refusal;
     if (stall_seconds)
       options.stall = nanosOf(*stall_seconds);
-    else if (rank != 0 || connect != "now")
+    else if (connect != "now")
       options.stall = nanosOf(stallSeconds(options.shown(rank)));
     else
       try {
         options.stall = nanosOf(Config::read().stall_seconds.get());
       } catch (const Error& error) {
-        refusal = error;
+        options.refusal = error;
       }
     Backend::ChooseShared choose_shared;
-    if (refusal || algorithm || slot_bytes || slots || on_loss || order)
+    if (algorithm || slot_bytes || slots || on_loss || order)
       choose_shared = [=](int ranks) {
-        if (refusal) throw Error(*refusal);
         SharedOptions shared = SharedOptions::fromEnvironment(ranks);
         if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
         shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);

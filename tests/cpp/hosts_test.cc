@@ -181,6 +181,21 @@ TEST(a_rank_that_comes_after_rank_0_gave_up_gets_its_reason_at_once) {
   });
 }
 
+TEST(a_rank_that_cannot_take_part_tells_all_ranks) {
+  for (const int culprit : {0, 2}) {
+    ranks::MemoryStore store;
+    ranks::inThreads(3, [&](int r) {
+      if (r == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      GroupOptions options = patience(20 * kSecond);
+      if (r == culprit) options.refusal = Error(Failure::kSetup, "BAD=1");
+      const std::string text =
+          "rank " + std::to_string(culprit) + " (pid " + std::to_string(getpid()) + "): BAD=1";
+      CHECK(failureOf([&] { rendezvous(store, r, 3, options, [](const Hosts&) { return ""; }); },
+                      text) == Failure::kSetup);
+    });
+  }
+}
+
 TEST(a_rank_that_gives_up_raises_the_reason_that_another_one_stored_first) {
   processes::SharedStore store;
   ranks::inThreads(2, [&](int r) {
