@@ -34,6 +34,9 @@ SANITIZE_ALL ?= OFF
 # More arguments for CMake; setup.py reads the same variable.
 RINGREDUCE_CMAKE_ARGS ?=
 export RINGREDUCE_CMAKE_ARGS
+# torch from pip's index may be one for GPUs, which builds ringreduce for them or not at all.  Where there
+# is no GPU, `make build` does without, whatever torch is.
+export RINGREDUCE_CUDA ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),auto,0)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # torch looks up the name behind the address of every store that it connects to.  An answer that is
 # lost then costs a second, not five.
@@ -135,7 +138,7 @@ $(VENV)/.ready: requirements-dev.txt
 else
 # Of CUDA's libraries, which a torch for GPUs loads even where it finds none, it has the runtime, and stubs
 # in place of the rest: 1 GB in all, not 6.
-export RINGREDUCE_CUDA = 0
+override RINGREDUCE_CUDA = 0
 export CUDA_VISIBLE_DEVICES =
 export PATH := $(abspath $(BASE_VENV))/bin:$(PATH)
 RINGREDUCE_CMAKE_ARGS += -DRINGREDUCE_CORE=$(abspath build/extension/libringreduce_core.a)
@@ -157,7 +160,7 @@ endif
 build: $(VENV)/.built
 
 $(VENV)/.built: $(VENV)/.ready $(BUILD_INPUTS)
-	@echo "Building ringreduce (minutes the first time: torch's headers are large)"
+	@echo "Building ringreduce with RINGREDUCE_CUDA=$(RINGREDUCE_CUDA) (minutes the first time: torch's headers are large)"
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 

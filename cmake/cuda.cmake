@@ -2,17 +2,23 @@
 # CMakeLists.txt, and does nothing to a build without CUDA.
 #
 # RINGREDUCE_CUDA   auto  built if there is an nvcc that works and, for the extension, torch is a
-#                         CUDA build of the same major version; a status line says why it is not
+#                         CUDA build of the same major version.  Where it cannot be built beside a
+#                         CUDA build of torch, whose user wants GPUs, that is an error; else a status
+#                         line says why not
 #                   1     built, or an error that says what is missing
 #                   0     not built, and not looked for
+# The extension keeps the reason (`cuda_missing`), for its errors about CUDA tensors.
 # RINGREDUCE_CUDA_ARCHS   machine code for these (8.0 is 80), without those that nvcc does not know;
 #                         `native`: the GPUs of this machine.  PTX is added for the lowest, which
 #                         serves the GPUs in between that have no machine code of their own, and for
 #                         the highest, which serves all that are newer.
 #
-# nvcc is CMAKE_CUDA_COMPILER, $CUDACXX, or the first in $CUDA_HOME/bin, $CUDA_PATH/bin and PATH.
+# nvcc is CMAKE_CUDA_COMPILER, $CUDACXX, or the first in $CUDA_HOME/bin, $CUDA_PATH/bin, PATH and, for
+# the extension, what fits torch: among the packages of its Python (nvidia/cu13/bin), in
+# /usr/local/cuda-13.0, /usr/local/cuda-13 and /usr/local/cuda.
 set(RINGREDUCE_CUDA auto CACHE STRING "Build the GPU data plane: auto, 1 or 0")
 set(RINGREDUCE_CUDA_ARCHS "80;86;89;90;100;120" CACHE STRING "GPUs to compile for, or native")
+set(RINGREDUCE_CUDA_USUAL /usr/local/cuda CACHE PATH "Where CUDA is, if nothing says where")
 option(RINGREDUCE_GPU_TESTS "Let ctest run the tests that need a GPU" OFF)
 
 if(NOT RINGREDUCE_CUDA MATCHES "^(auto|0|1)$")
@@ -40,12 +46,38 @@ elseif(NOT nvcc)
   find_program(found_nvcc nvcc PATHS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
                NO_DEFAULT_PATH)
   find_program(found_nvcc nvcc NO_CMAKE_PATH NO_CMAKE_SYSTEM_PATH NO_PACKAGE_ROOT_PATH)
+  set(nvcc_places "")
+  if(NOT found_nvcc)
+    set(toolkits ${RINGREDUCE_CUDA_USUAL})
+    if(RINGREDUCE_BUILD_EXTENSION)
+      string(REGEX MATCH "^[0-9]+" torch_cuda_major ${torch_cuda})
+      list(TRANSFORM python_packages APPEND /nvidia/cu${torch_cuda_major} OUTPUT_VARIABLE of_pip)
+      set(toolkits ${of_pip} ${toolkits}-${torch_cuda} ${toolkits}-${torch_cuda_major} ${toolkits})
+    endif()
+    list(TRANSFORM toolkits APPEND /bin OUTPUT_VARIABLE nvcc_places)
+    find_program(found_nvcc nvcc PATHS ${nvcc_places} NO_DEFAULT_PATH)
+    list(JOIN nvcc_places ", " nvcc_places)
+  endif()
   if(found_nvcc)
     set(nvcc ${found_nvcc})
   else()
-    set(missing "there is no nvcc in PATH, $CUDA_HOME/bin or $CUDA_PATH/bin")
+    set(missing "there is no nvcc in PATH, $CUDA_HOME/bin, $CUDA_PATH/bin, ${nvcc_places}")
   endif()
   unset(found_nvcc CACHE)
+endif()
+
+# pip's nvcc looks for its libraries in lib64, and pip brings lib: so it is used by way of a folder
+# in which both are.
+get_filename_component(toolkit "${nvcc}" DIRECTORY)
+get_filename_component(toolkit "${toolkit}" DIRECTORY)
+set(shown_nvcc ${nvcc})
+if(NOT missing AND toolkit MATCHES "/nvidia/cu[0-9]+$" AND NOT EXISTS ${toolkit}/lib64)
+  file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda_toolkit)
+  foreach(part bin include lib nvvm)
+    file(CREATE_LINK ${toolkit}/${part} ${PROJECT_BINARY_DIR}/cuda_toolkit/${part} SYMBOLIC)
+  endforeach()
+  file(CREATE_LINK ${toolkit}/lib ${PROJECT_BINARY_DIR}/cuda_toolkit/lib64 SYMBOLIC)
+  set(nvcc ${PROJECT_BINARY_DIR}/cuda_toolkit/bin/nvcc)
 endif()
 
 # That it is there is not enough: it may not know this C++ compiler, or lack headers or libraries.
@@ -74,7 +106,7 @@ int main() {
     set(RINGREDUCE_NVCC_WORKS "${nvcc} ${CMAKE_CXX_COMPILER}" CACHE INTERNAL "")
   else()
     string(STRIP "${nvcc_status}\n${nvcc_output}" nvcc_output)
-    set(missing "${nvcc} cannot make a C++20 program with ${CMAKE_CXX_COMPILER}:\n${nvcc_output}\n")
+    set(missing "${shown_nvcc} cannot make a C++20 program with ${CMAKE_CXX_COMPILER}:\n${nvcc_output}\n")
   endif()
 endif()
 
@@ -104,7 +136,7 @@ if(NOT missing)
     set(missing "nvcc ${cuda_version} compiles for none of the GPUs asked for "
                 "(RINGREDUCE_CUDA_ARCHS=${RINGREDUCE_CUDA_ARCHS})")
   elseif(RINGREDUCE_BUILD_EXTENSION AND NOT torch_cuda MATCHES "^${cuda_major}\\.")
-    set(missing "torch ${torch_version} was built with CUDA ${torch_cuda}, and ${nvcc} is of CUDA "
+    set(missing "torch ${torch_version} was built with CUDA ${torch_cuda}, and ${shown_nvcc} is of CUDA "
                 "${cuda_version}, another major version")
   endif()
 endif()
@@ -113,8 +145,21 @@ if(missing)
   list(JOIN missing "" missing)
   if(RINGREDUCE_CUDA STREQUAL "1")
     message(FATAL_ERROR "RINGREDUCE_CUDA=1, but ${missing}.")
+  elseif(RINGREDUCE_CUDA STREQUAL "auto" AND RINGREDUCE_BUILD_EXTENSION AND torch_cuda)
+    string(REGEX MATCH "^[0-9]+" torch_cuda_major ${torch_cuda})
+    message(FATAL_ERROR
+      "torch ${torch_version} is for GPUs, and ringreduce cannot be built for them: ${missing}.\n"
+      "Either install an nvcc of CUDA ${torch_cuda_major} (the CUDA toolkit, or pip's "
+      "nvidia-cuda-nvcc) and a C++ compiler that it knows, and set CUDA_HOME if nvcc is not in "
+      "PATH. Or build for CPU tensors alone: set the environment variable RINGREDUCE_CUDA=0 "
+      "(-DRINGREDUCE_CUDA=0 for CMake).")
   endif()
   message(STATUS "CUDA: not built, ${missing}")
+  # For errors: one line, with no more of a compiler's output than its beginning.
+  string(REGEX REPLACE "[ \n]+" " " cuda_missing "${missing}")
+  string(REGEX REPLACE "[\"\\]" "'" cuda_missing "${cuda_missing}")
+  string(STRIP "${cuda_missing}" cuda_missing)
+  string(SUBSTRING "${cuda_missing}" 0 400 cuda_missing)
   return()
 endif()
 
@@ -137,7 +182,7 @@ set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
 
 list(JOIN cuda_archs " sm_" cuda_text)
 set(cuda_text "${cuda_version}, sm_${cuda_text} and newer")
-message(STATUS "CUDA: ${cuda_text} (${nvcc})")
+message(STATUS "CUDA: ${cuda_text} (${shown_nvcc})")
 if(unknown_archs)
   list(JOIN unknown_archs ", sm_" unknown_archs)
   message(STATUS "CUDA: left out sm_${unknown_archs}, which nvcc ${cuda_version} does not know")

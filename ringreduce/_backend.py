@@ -260,7 +260,9 @@ def devices_text() -> str:
     """What kinds of tensors this build takes, for errors."""
     if extension().cuda_build():
         return "CPUs and CUDA GPUs"
-    return "CPUs only (it was built without CUDA)"
+    from ringreduce._build_info import CUDA_MISSING  # found once the extension is loaded
+
+    return f"CPUs only (it was built without CUDA: {CUDA_MISSING})"
 
 
 class _Companion:

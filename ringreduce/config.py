@@ -1,4 +1,4 @@
-"""`python -m ringreduce.config`: all environment variables, and what is in force now.
+"""`python -m ringreduce.config`: the build, all environment variables, and what is in force now.
 
 The table is that of csrc/base/config.cc.  The exit status is 1 if a value cannot be read.
 """
@@ -25,6 +25,15 @@ def variables() -> list[dict[str, str]]:
     return list(rows)
 
 
+def build_text() -> str:
+    """What this ringreduce was built with, as a line."""
+    extension()
+    from ringreduce import _build_info as built  # found once the extension is loaded
+
+    cuda = built.CUDA or f"not built, {built.CUDA_MISSING}"
+    return f"# built for torch {built.TORCH_VERSION}; CUDA: {cuda}"
+
+
 def text_of(row: dict[str, str]) -> str:
     """A variable as lines for people."""
     lines = [f"{row['name']} = {row['value']}  ({row['source']})"]
@@ -37,15 +46,17 @@ def text_of(row: dict[str, str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the variables; returns the exit status."""
+    """Prints the build and the variables; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ringreduce.config",
-        description="Print all environment variables of ringreduce and the values in force.",
+        description="Print whether ringreduce was built for GPUs, and if not why; and all "
+        "environment variables with the values in force.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
     rows = variables()
-    print(json.dumps(rows, indent=2) if options.json else "\n".join(map(text_of, rows)))
+    lines = [build_text(), *map(text_of, rows)]
+    print(json.dumps(rows, indent=2) if options.json else "\n".join(lines))
     return int(any(row["error"] for row in rows))
 
 

@@ -53,9 +53,9 @@ def _allreduce_complex(op: dist.ReduceOp) -> object:
 
 
 def _built_with() -> str:
-    from ringreduce._build_info import CUDA
+    from ringreduce._build_info import CUDA, CUDA_MISSING
 
-    return re.escape(f"with CUDA ({CUDA})") if CUDA else "without CUDA"
+    return re.escape(f"with CUDA ({CUDA})" if CUDA else f"without CUDA ({CUDA_MISSING})")
 
 
 # A call and what its message must say.

@@ -58,3 +58,13 @@ def test_what_cannot_be_read_is_printed_with_its_error() -> None:
 def test_defaults_are_printed() -> None:
     said = subprocess.run(PRINT, env=CLEAN, capture_output=True, text=True)
     assert said.returncode == 0 and "RINGREDUCE_SLOTS = 4  (default)" in said.stdout
+
+
+def test_the_build_is_printed() -> None:
+    from ringreduce import _build_info as built
+
+    assert bool(built.CUDA) != bool(built.CUDA_MISSING)
+    cuda = built.CUDA or f"not built, {built.CUDA_MISSING}"
+    assert config.build_text() == f"# built for torch {built.TORCH_VERSION}; CUDA: {cuda}"
+    said = subprocess.run(PRINT, env=CLEAN, capture_output=True, text=True)
+    assert said.stdout.startswith(config.build_text() + "\n")

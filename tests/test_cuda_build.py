@@ -4,6 +4,7 @@ its kernels.  Needs neither nvcc nor a GPU; `make cuda-build` compiles."""
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -59,16 +60,22 @@ def path_without_nvcc(folder: Path) -> list[str]:
     return places
 
 
+def write_nvcc(folder: Path, script: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "nvcc").write_text(script)
+    (folder / "nvcc").chmod(0o755)
+
+
 def configure(folder: Path, nvcc: str | None, *arguments: str) -> tuple[int, str]:
     """Runs CMake with this nvcc, or none, in PATH; returns its status and what it says."""
     tools = folder / "bin"
-    tools.mkdir()
     if nvcc is not None:
-        (tools / "nvcc").write_text(nvcc)
-        (tools / "nvcc").chmod(0o755)
+        write_nvcc(tools, nvcc)
     # Those of the virtual environment first, as setup.py takes them.
     places = [str(tools), str(Path(sys.executable).parent), *path_without_nvcc(folder)]
     environment = dict(os.environ, PATH=os.pathsep.join(places))
+    environment["PYTHONPATH"] = str(folder / "site-packages")
+    arguments = (*arguments, f"-DRINGREDUCE_CUDA_USUAL={folder}/usual")
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         environment.pop(name, None)
     done = subprocess.run(
@@ -103,6 +110,56 @@ def test_when_it_is_built(
     status, said = configure(tmp_path, nvcc, *arguments)
     assert (status != 0) == fails, said
     assert says.format(tmp_path) in said
+
+
+# One that compiles anything, of a CUDA that is not torch's.
+OTHER = """\
+#!/bin/sh
+case $1 in
+  --version) echo "Cuda compilation tools, release 12.6, V12.6.20" ;;
+  --list-gpu-arch) echo compute_90 ;;
+esac
+"""
+
+
+def beside_a_torch_for_gpus(folder: Path) -> list[str]:
+    """The arguments for CMake to build the extension for a torch of CUDA 13.0, of which no more is
+    there than CMake looks at."""
+    torch = folder / "site-packages" / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    (torch / "version.py").write_text('__version__ = "2.13.0+cu130"\ncuda = "13.0"\n')
+    (torch / "lib" / "libc10.so").write_text("N3c105ErrorC1ENS_14SourceLocationENSt7__cxx11")
+    return ["-DRINGREDUCE_BUILD_EXTENSION=ON", f"-DRINGREDUCE_PYTHON={sys.executable}"]
+
+
+@pytest.mark.parametrize(
+    ("place", "nvcc", "why"),
+    [
+        (None, "", ", {0}/usual-13.0/bin, {0}/usual-13/bin, {0}/usual/bin."),
+        ("site-packages/nvidia/cu13/bin", BROKEN, "{0}/site-packages/nvidia/cu13/bin/nvcc cannot"),
+        ("usual/bin", OTHER, "built with CUDA 13.0, and {0}/usual/bin/nvcc is of CUDA 12.6"),
+    ],
+)
+def test_beside_a_torch_for_gpus_it_is_built_or_the_build_stops(
+    tmp_path: Path, place: str | None, nvcc: str, why: str
+) -> None:
+    if place is not None:
+        write_nvcc(tmp_path / place, nvcc)
+    status, said = configure(tmp_path, None, *beside_a_torch_for_gpus(tmp_path))
+    assert status != 0
+    assert why.format(tmp_path) in said
+    for way_out in ("install an nvcc of CUDA 13 ", "set CUDA_HOME", "RINGREDUCE_CUDA=0"):
+        assert way_out in said
+
+
+def test_the_build_keeps_the_reason_why_it_is_not_built(tmp_path: Path) -> None:
+    arguments = beside_a_torch_for_gpus(tmp_path)
+    status, said = configure(tmp_path, None, "-DRINGREDUCE_CUDA=0", *arguments)
+    assert status == 0, said
+    built = runpy.run_path(str(tmp_path / "build" / "_build_info.py"))
+    assert built["CUDA"] == "" and built["CUDA_MISSING"] == "switched off by RINGREDUCE_CUDA=0"
+    assert built["CUDA_MISSING"] in (tmp_path / "build" / "cuda_missing.cc").read_text()
 
 
 @pytest.mark.ringreduce

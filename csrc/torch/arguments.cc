@@ -70,9 +70,9 @@ void requireCpu(const at::Tensor& tensor, const char* call) {
     why +=
         hasCuda()
             ? ", where the call's other tensors are not"
-            : ": this ringreduce was built without CUDA; use nccl for CUDA tensors "
-              "(\"cpu:ringreduce,cuda:nccl\"), or rebuild it with nvcc in PATH and a CUDA build of "
-              "torch";
+            : std::string(": this ringreduce was built without CUDA (") + cudaMissing() +
+                  "); use nccl for CUDA tensors (\"cpu:ringreduce,cuda:nccl\"), or rebuild it with "
+                  "RINGREDUCE_CUDA=1, which says what a build for them needs";
   throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
 }
 

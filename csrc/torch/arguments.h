@@ -23,6 +23,8 @@ std::string cudaBuild();
 inline bool hasCuda() {
   return !cudaBuild().empty();
 }
+// Why there is none, as in "there is no nvcc in PATH"; the build writes it (CMakeLists.txt).
+const char* cudaMissing();
 
 // Throws Error(kArgument), with the call's name before it.
 [[noreturn]] void refuse(const char* call, const std::string& why);

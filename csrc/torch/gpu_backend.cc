@@ -64,7 +64,8 @@ namespace {
 
 // Never called: requireCpu refuses CUDA tensors in this build.
 [[noreturn]] void withoutCuda() {
-  throw Error(Failure::kArgument, "this ringreduce was built without CUDA");
+  throw Error(Failure::kArgument,
+              std::string("this ringreduce was built without CUDA (") + cudaMissing() + ")");
 }
 
 }  // namespace
