@@ -223,7 +223,7 @@ nightly: build
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
 	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
-	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="80;86;89;90;100;120" \
+	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="75;80;86;89;90;100;120" \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
 	$(MAKE) arm

@@ -17,7 +17,7 @@
 # the extension, what fits torch: among the packages of its Python (nvidia/cu13/bin), in
 # /usr/local/cuda-13.0, /usr/local/cuda-13 and /usr/local/cuda.
 set(RINGREDUCE_CUDA auto CACHE STRING "Build the GPU data plane: auto, 1 or 0")
-set(RINGREDUCE_CUDA_ARCHS "80;86;89;90;100;120" CACHE STRING "GPUs to compile for, or native")
+set(RINGREDUCE_CUDA_ARCHS "75;80;86;89;90;100;120" CACHE STRING "GPUs to compile for, or native")
 set(RINGREDUCE_CUDA_USUAL /usr/local/cuda CACHE PATH "Where CUDA is, if nothing says where")
 option(RINGREDUCE_GPU_TESTS "Let ctest run the tests that need a GPU" OFF)
 

@@ -103,7 +103,7 @@ RINGREDUCE_DEVICE inline float widenBFloat16(uint16_t half) {
 }
 
 RINGREDUCE_DEVICE inline uint16_t narrowBFloat16(float value) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800  // older GPUs have no such instruction
   uint16_t half;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
   return half;
