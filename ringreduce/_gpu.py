@@ -10,7 +10,9 @@ import ctypes
 import datetime
 import functools
 import json
+import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 SHARING_NCCL = (2, 30)
 SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 OTHER = "RINGREDUCE_CUDA_OTHER"
+
+_log = logging.getLogger("ringreduce")
 
 Version = tuple[int, ...]
 
@@ -56,6 +60,71 @@ def loaded_nccl() -> Version | None:
     return None
 
 
+class _Nvml:
+    """The driver's library of management, which makes no CUDA context.
+
+    Raises:
+        OSError: there is none, or it does not answer.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._ask("nvmlInit_v2")
+
+    def _ask(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status != 0:
+            raise OSError(f"{function} returned {status}")
+
+    def _uuid(self, find: str, by: Any) -> str:
+        gpu, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        self._ask(find, by, ctypes.byref(gpu))
+        self._ask("nvmlDeviceGetUUID", gpu, text, len(text))
+        return text.value.decode()
+
+    def uuid(self, index: int) -> str:
+        return self._uuid("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
+
+    def count(self) -> int:
+        number = ctypes.c_uint()
+        self._ask("nvmlDeviceGetCount_v2", ctypes.byref(number))
+        return number.value
+
+    def whole(self, part: str) -> str:
+        """The UUID of the GPU that this part (MIG) belongs to."""
+        handle = ctypes.c_void_p()
+        self._ask("nvmlDeviceGetHandleByUUID", part.encode(), ctypes.byref(handle))
+        return self._uuid("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+
+
+def _visible_gpus(count: int) -> list[str]:
+    """Names the GPUs that CUDA shows this process; in all processes a GPU has the same name.
+
+    Their numbers tell nothing: each process may have another GPU as its number 0.  Parts
+    of a GPU (MIG) have its name, since NCCL takes them for one GPU.
+
+    Args:
+        count: of these GPUs.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = map(str, range(count)) if visible is None else map(str.strip, visible.split(","))
+    names: list[str] = []
+    try:
+        nvml = _Nvml()
+        all_gpus = [nvml.uuid(index) for index in range(nvml.count())]
+        for gpu in list(wanted)[:count]:
+            if gpu.isdigit():
+                names.append(all_gpus[int(gpu)])
+            elif gpu.startswith("MIG-"):
+                names.append(nvml.whole(gpu))
+            else:  # the beginning of a UUID is enough for CUDA
+                names.append(next(uuid for uuid in all_gpus if uuid.startswith(gpu)))
+        return names
+    except (OSError, AttributeError, IndexError, StopIteration):
+        # Nothing to be learnt from NVML.  Processes with the same list see the same GPUs.
+        return [f"{visible}/{index}" for index in range(count)]
+
+
 def facts() -> str:
     """What a rank tells the others, as JSON.  Makes no CUDA context."""
     nccl = dist.is_nccl_available()
@@ -63,8 +132,7 @@ def facts() -> str:
     return json.dumps(
         {
             "host": _host(),
-            "gpus": torch.cuda.device_count(),
-            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "gpus": _visible_gpus(torch.cuda.device_count()),
             "nccl": nccl,
             "shares": os.environ.get(SHARING_SWITCH) == "1" and version >= SHARING_NCCL,
             "other": os.environ.get(OTHER, "auto"),
@@ -91,17 +159,21 @@ def why_not_nccl(ranks: list[dict[str, Any]]) -> str:
     for rank, rank_facts in enumerate(ranks):
         if not rank_facts["nccl"]:
             return f"rank {rank} has a torch without NCCL"
-        if rank_facts["gpus"] == 0:
+        if not rank_facts["gpus"]:
             return f"rank {rank} has no GPU"
     for host in {r["host"] for r in ranks}:
         here = [r for r in ranks if r["host"] == host]
-        # Ranks that see the same devices see them all; else each was given some of its own.
-        gpus = sum({r["visible"]: r["gpus"] for r in here}.values())
-        if len(here) > gpus and not all(r["shares"] for r in here):
-            return (
-                f"{len(here)} ranks of one host share {gpus} GPUs, which NCCL takes since "
-                f"{'.'.join(map(str, SHARING_NCCL))} and with {SHARING_SWITCH}=1"
-            )
+        if all(r["shares"] for r in here):
+            continue
+        # Ranks that see no other GPU share it; else those of a host share all that they see.
+        only = Counter(r["gpus"][0] for r in here if len(r["gpus"]) == 1)
+        gpus = {gpu for r in here for gpu in r["gpus"]}
+        for ranks_there, gpus_there in [(len(here), len(gpus)), *((n, 1) for n in only.values())]:
+            if ranks_there > gpus_there:
+                return (
+                    f"{ranks_there} ranks of one host share {gpus_there} GPUs, which NCCL takes "
+                    f"since {'.'.join(map(str, SHARING_NCCL))} and with {SHARING_SWITCH}=1"
+                )
     return ""
 
 
@@ -115,7 +187,13 @@ def make_inner(timeout: datetime.timedelta, store: Store, rank: int, size: int) 
         size: the group's world size.
     """
     told = [json.loads(store.get(f"ringreduce/gpus/{r}")) for r in range(size)]
-    if why_not_nccl(told):
+    if why_not := why_not_nccl(told):
+        if rank == 0 and told[0]["other"] == "auto":
+            _log.warning(
+                "calls on CUDA tensors without kernels in ringreduce go through host memory, which "
+                "is slow: %s",
+                why_not,
+            )
         return None
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -1,7 +1,9 @@
 """Who takes the calls on CUDA tensors that ringreduce's kernels do not perform."""
 
+import ctypes
 import datetime
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ from ringreduce import _gpu
 
 ALL_SEEN: dict[str, Any] = {
     "host": "a",
-    "gpus": 8,
-    "visible": None,
+    "gpus": [f"GPU-{number}" for number in range(8)],
     "nccl": True,
     "shares": False,
     "other": "auto",
 }
+
+
+ONE: dict[str, Any] = {"gpus": ["GPU-1"]}
+OTHER: dict[str, Any] = {"gpus": ["GPU-2"]}
 
 
 def told(*changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,17 +35,18 @@ def told(*changes: dict[str, Any]) -> list[dict[str, Any]]:
         (told(*[{}] * 9), "9 ranks of one host share 8 GPUs"),
         (told(*[{"shares": True}] * 9), ""),
         (told(*[{"shares": True}] * 8, {}), "9 ranks of one host share 8 GPUs"),
-        # Each rank was given GPUs of its own, or two of them the same.
-        (told({"gpus": 1, "visible": "0"}, {"gpus": 1, "visible": "1"}), ""),
-        (told({"gpus": 1, "visible": "0"}, {"gpus": 1, "visible": "0"}), "share 1 GPUs"),
+        # Each rank was given a GPU of its own, or two of them the same.
+        (told(ONE, OTHER), ""),
+        (told(ONE, ONE), "2 ranks of one host share 1 GPUs"),
+        (told(ONE, OTHER, ONE, {}), "2 ranks of one host share 1 GPUs"),
         # Two hosts with a GPU each; and one of them with two ranks on it.
-        (told({"gpus": 1}, {"gpus": 1, "host": "b"}), ""),
-        (told({"gpus": 1}, *[{"gpus": 1, "host": "b"}] * 2), "2 ranks of one host share 1 GPUs"),
+        (told(ONE, {**OTHER, "host": "b"}), ""),
+        (told(ONE, *[{**OTHER, "host": "b"}] * 2), "2 ranks of one host share 1 GPUs"),
         (told({}, {"nccl": False}), "rank 1 has a torch without NCCL"),
-        (told({"gpus": 0}, {}), "rank 0 has no GPU"),
+        (told({"gpus": []}, {}), "rank 0 has no GPU"),
         # Rank 0's word holds.
         (told({"other": "host"}, {}), "RINGREDUCE_CUDA_OTHER=host"),
-        (told({"other": "nccl", "gpus": 1}, {"gpus": 1}), ""),
+        (told({"other": "nccl", **ONE}, ONE), ""),
         (told({}, {"other": "host"}), ""),
     ],
 )
@@ -54,8 +60,93 @@ def test_a_word_that_is_none_is_refused() -> None:
         _gpu.why_not_nccl(told({"other": "gloo"}, {}))
 
 
-def test_the_answer_comes_from_what_all_have_left_in_the_store() -> None:
+def test_the_answer_comes_from_what_all_have_left_in_the_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = dist.HashStore()
-    for rank, facts in enumerate(told({"gpus": 1}, {"gpus": 1})):
+    for rank, facts in enumerate(told(ONE, ONE)):
         store.set(f"ringreduce/gpus/{rank}", json.dumps(facts))
-    assert _gpu.make_inner(datetime.timedelta(seconds=1), store, 0, 2) is None
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        assert _gpu.make_inner(datetime.timedelta(seconds=1), store, 0, 2) is None
+    assert "go through host memory, which is slow: 2 ranks of one host share 1" in caplog.text
+
+
+class FakeNvml:
+    """The calls of NVML that are made, for a machine with these GPUs, some in parts."""
+
+    def __init__(self, *gpus: str, parts: dict[str, str] | None = None) -> None:
+        self.gpus, self.parts = gpus, parts or {}
+        self.found = [*gpus, *self.parts]  # a handle is an index + 1
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, number: Any) -> int:
+        number._obj.value = len(self.gpus)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, gpu: Any) -> int:
+        gpu._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetUUID(self, gpu: Any, text: Any, size: int) -> int:
+        text.value = self.found[gpu.value - 1].encode()
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, gpu: Any) -> int:
+        if uuid.decode() not in self.found:
+            return 6  # not found
+        gpu._obj.value = self.found.index(uuid.decode()) + 1
+        return 0
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, part: Any, gpu: Any) -> int:
+        gpu._obj.value = self.found.index(self.parts[self.found[part.value - 1]]) + 1
+        return 0
+
+
+SPLIT = FakeNvml(
+    "GPU-a1", "GPU-b2", parts={"MIG-1": "GPU-a1", "MIG-2": "GPU-a1", "MIG-3": "GPU-b2"}
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        # Slurm and cgroups: each sees its own GPU alone, as number 0.
+        ([(FakeNvml("GPU-a1"), "0"), (FakeNvml("GPU-b2"), "0")], ""),
+        ([(FakeNvml("GPU-a1"), None), (FakeNvml("GPU-b2"), None)], ""),
+        (
+            [(FakeNvml("GPU-a1"), "0"), (FakeNvml("GPU-a1"), "0")],
+            "2 ranks of one host share 1 GPUs",
+        ),
+        ([(SPLIT, "0"), (SPLIT, "1")], ""),
+        ([(SPLIT, "GPU-a1"), (SPLIT, "GPU-b2")], ""),
+        ([(SPLIT, "GPU-b"), (SPLIT, "1")], "2 ranks of one host share 1 GPUs"),
+        # NCCL takes the parts of a GPU for one.
+        ([(SPLIT, "MIG-1"), (SPLIT, "MIG-3")], ""),
+        ([(SPLIT, "MIG-1"), (SPLIT, "MIG-2")], "2 ranks of one host share 1 GPUs"),
+        # Without NVML, or where it does not know one, the variable alone tells.
+        ([(None, "0"), (None, "1")], ""),
+        ([(None, "0"), (None, "0")], "2 ranks of one host share 1 GPUs"),
+        ([(SPLIT, "MIG-7"), (SPLIT, "MIG-8")], ""),
+    ],
+)
+def test_a_gpu_has_the_same_name_whatever_number_a_rank_sees(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[FakeNvml | None, str | None]], why: str
+) -> None:
+    seen = []
+    for nvml, visible in ranks:
+
+        def load(name: str, nvml: FakeNvml | None = nvml) -> FakeNvml:
+            if nvml is None:
+                raise OSError(f"no {name}")
+            return nvml
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        seen.append({"gpus": _gpu._visible_gpus(1)})
+    answer = _gpu.why_not_nccl(told(*seen))
+    assert (why in answer) if why else answer == ""
