@@ -71,8 +71,8 @@ const char* adviceFor(int code) {
              "ranks with spawn, or fork before the first use";
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
-      return "ringreduce was built for other GPUs: build it with this one's architecture "
-             "(CMAKE_CUDA_ARCHITECTURES)";
+      return "ringreduce was built for other GPUs: build it again on this machine with "
+             "RINGREDUCE_CUDA_ARCHS=native in the environment";
     case cudaErrorSystemDriverMismatch:
     case cudaErrorCompatNotSupportedOnDevice:
       return "The driver's kernel module and its libraries are of different versions: reboot, or "
