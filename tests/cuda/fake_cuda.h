@@ -28,6 +28,9 @@ struct Machine {
   bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
   bool mps = false;         // FAKE_MPS
   int multiprocessors = 4;
+  bool ends_long_kernels = false;
+  bool bar1_is_full = false;  // there is no room to map memory of another process or GPU
+  bool copies_stand = false;  // a copy never ends
 };
 Machine& machine();
 

@@ -46,6 +46,9 @@ CUresult deviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
     case CU_DEVICE_ATTRIBUTE_MPS_ENABLED:
       *value = machine().mps;
       return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT:
+      *value = machine().ends_long_kernels;
+      return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
       *value = 0;
@@ -148,6 +151,8 @@ CUresult memSetAccess(CUdeviceptr place, size_t bytes, const CUmemAccessDesc* ac
     if (base < at || base >= at + bytes) continue;
     for (size_t i = 0; i < n; ++i) {
       if (!reaches(gpuOf(access[i].location.id), range.gpu)) return CUDA_ERROR_INVALID_DEVICE;
+      if (machine().bar1_is_full && gpuOf(access[i].location.id) != range.gpu)
+        return CUDA_ERROR_OUT_OF_MEMORY;
       range.access.insert(access[i].location.id);
     }
     mprotect(base, range.bytes, PROT_READ | PROT_WRITE);

@@ -108,8 +108,9 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
   --world().streams;
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  return said(fate());
+cudaError_t cudaStreamQuery(cudaStream_t) {
+  if (const auto e = fate()) return said(e);
+  return machine().copies_stand ? said(cudaErrorNotReady) : cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {

@@ -106,6 +106,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int ordinal, int peer) {
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
   if (const auto e = fate()) return said(e);
   if (!reaches(gpuOf(currentOrdinal()), gpuOf(peer))) return said(cudaErrorPeerAccessUnsupported);
+  if (machine().bar1_is_full) return said(cudaErrorMemoryAllocation);
   const std::lock_guard lock(world().mutex);
   if (world().peers.emplace(currentOrdinal(), peer).second) return cudaSuccess;
   return said(cudaErrorPeerAccessAlreadyEnabled);
@@ -193,6 +194,10 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
   if (!reaches(gpuOf(currentOrdinal()), gpu)) {
     close(fd);
     return said(cudaErrorPeerAccessUnsupported);
+  }
+  if (machine().bar1_is_full && gpuOf(currentOrdinal()) != gpu) {
+    close(fd);
+    return said(cudaErrorMemoryAllocation);
   }
   {
     // Opened again it is the same mapping, which counts.

@@ -139,6 +139,31 @@ TEST(processes_take_the_first_way_that_all_can_go) {
   });
 }
 
+TEST(without_room_to_map_the_memory_of_other_gpus_host_memory_is_taken) {
+  const On machine([](fake::Machine& m) { m.bar1_is_full = true; });
+  expectAccess(As::kProcesses, MemoryAccess::kHost,
+               {"not by descriptor: rank 0 cannot get access to mapped memory",
+                "not by ipc: rank 0 cannot open another rank's memory"});
+  expectAccess(As::kThreads, MemoryAccess::kHost,
+               {"not by pointer: rank 0 cannot get access to the memory of GPU 1"});
+}
+
+TEST(a_copy_that_does_not_end_is_an_error_and_nothing_waits_for_it) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    const MemoryPtr memory = allocate(device, 1000);
+    Stream stream(device, 50 * kMillisecond);
+    group.run({Barrier{}});
+    if (group.rank() == 0) fake::machine().copies_stand = true;  // of this process
+    struct Report {
+      Outcome outcome;
+    } mine;
+    mine.outcome = outcomeOf([&] { stream.zero(memory->data(), 1000); });
+    CHECK(failureOf([&] { obstacleIn(group, gatherEach(group, mine), ". Do this"); },
+                    "it was not done after 0 s. End this process and start it again. Do this") ==
+          Failure::kSetup);
+  });
+}
+
 TEST(a_process_that_is_killed_while_ranks_try_ends_it_for_all) {
   // By SIGALRM at some moment: wherever it is then, the others must end, and soon.
   for (int us = 200; us < 20000; us += 900)
@@ -220,21 +245,28 @@ TEST(whatever_call_fails_all_ranks_go_another_way_or_get_the_same_error) {
     }
 }
 
-TEST(a_gpu_without_memory_left_is_an_error_on_all_ranks) {
+TEST(a_gpu_without_memory_left_is_an_error_on_all_ranks_and_a_full_window_none) {
   for (const auto& wish :
        {std::optional<MemoryAccess>(), std::optional(MemoryAccess::kDescriptor),
-        std::optional(MemoryAccess::kLegacyIpc), std::optional(MemoryAccess::kHost)})
+        std::optional(MemoryAccess::kLegacyIpc), std::optional(MemoryAccess::kHost)}) {
+    bool ended = false, went_on = false;
     failEachCall(
         3, 2, cudaErrorMemoryAllocation,
         [&](Group& group, int device, auto& arm) { return makeMemory(group, device, wish, arm); },
         [&](const Fate& fate) {
           CHECK_EQ(fake::leftovers(), "");
-          if (!says(fate.error, "rank 2 (pid") || !says(fate.error, "Free GPU memory"))
-            throw std::runtime_error("all went on: " + fate.error + fate.detail);
+          ended = ended || says(fate.error, "rank 2 (pid");
+          went_on = went_on || fate.error.empty();
+          if (fate.error.empty() || says(fate.error, "Free GPU memory")) return;
+          throw std::runtime_error("not said: " + fate.error);
         });
+    CHECK(ended);
+    CHECK_EQ(went_on, !wish);
+  }
 }
 
 TEST(a_ruined_process_is_an_error_on_all_ranks_that_says_what_to_do) {
+  bool advised = false;
   failEachCall(
       2, 1, cudaErrorIllegalAddress,
       [&](Group& group, int device, auto& arm) {
@@ -243,11 +275,20 @@ TEST(a_ruined_process_is_an_error_on_all_ranks_that_says_what_to_do) {
       [&](const Fate& fate) {
         CHECK(says(fate.error, "rank 1 (pid"));
         CHECK(says(fate.error, "end it and start it again"));
+        advised = advised || says(fate.error, "set RINGREDUCE_CUDA_WAY=host on all ranks");
       });
+  CHECK(advised);
   fake::forgetLeftovers();  // such a process can give nothing back
 }
 
 TEST(mapped_pages_fail_on_all_ranks_alike) {
+  {
+    const On machine([](fake::Machine& m) { m.registers = false; });
+    ranks::inGroup(2, [](Group& group) {
+      CHECK(failureOf([&] { MappedPages(group, 0, 100); }, "use nccl for CUDA tensors") ==
+            Failure::kSetup);
+    });
+  }
   for (cudaError_t error : {cudaErrorNotSupported, cudaErrorMemoryAllocation})
     CHECK(failEachCall(
               3, 1, error,

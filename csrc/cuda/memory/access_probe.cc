@@ -155,7 +155,7 @@ class Trial {
     if (state_.access == MemoryAccess::kLegacyIpc)
       state_.closed = std::make_unique<HostPages>(group_, sizeof(uint32_t));
     if (state_.access == MemoryAccess::kHost) pages_ = std::make_unique<HostPages>(group_, bytes);
-    if (!stage([&](Report& mine) { allocate(mine, bytes, granularity); })) return obstacle_;
+    if (!stage([&](Report& mine) { allocate(mine, bytes, granularity); }, true)) return obstacle_;
     if (state_.access == MemoryAccess::kDescriptor)
       fds_ = exchangeFds(group_, fd_.get(), "GPU memory");
     fd_.reset();
@@ -167,12 +167,19 @@ class Trial {
  private:
   // False, with the obstacle, if a rank cannot do it.
   template <class F>
-  bool stage(F&& step) {
+  bool stage(F&& step, bool allocates = false) {
     Report mine;
-    mine.outcome = outcomeOf([&] { step(mine); });
+    mine.outcome = outcomeOf([&] { step(mine); }, allocates);
     reports_ = gatherEach(group_, mine);
-    obstacle_ = obstacleIn(group_, reports_);
+    obstacle_ = obstacleIn(group_, reports_, allocates ? "" : advice());
     return obstacle_.empty();
+  }
+
+  std::string advice() const {
+    if (state_.access == MemoryAccess::kHost) return "";
+    return std::string(". This was the first access to GPU memory of other ranks (by ") +
+           name(state_.access) +
+           "). If it does not work on this machine, set RINGREDUCE_CUDA_WAY=host on all ranks";
   }
 
   const Report& report(int r) const { return reports_[static_cast<size_t>(r)]; }

@@ -24,7 +24,7 @@ struct Outcome {
   enum class Kind : uint8_t {
     kDone,
     kCannot,  // another access may work
-    kBroken,  // none will: no memory left, or CUDA is ruined in the rank's process
+    kBroken,  // none will, in this process: no memory left, CUDA is ruined or does not answer
   } kind = Kind::kDone;
   char text[800] = {};
 
@@ -32,14 +32,19 @@ struct Outcome {
   Outcome(Kind k, const std::string& t) : kind(k) { setText(text, t); }
 };
 
+// `allocates`: it takes memory of this rank's GPU.  Other steps lack memory when no room is left to
+// map that of peers (the BAR1 window of a GPU on PCIe), which the next access may not need.
 template <class F>
-Outcome outcomeOf(F&& step) {
+Outcome outcomeOf(F&& step, bool allocates = false) {
   using Kind = Outcome::Kind;
   try {
     step();
   } catch (const CudaError& error) {
-    const bool hopeless = error.ruinsProcess() || error.is(cudaErrorMemoryAllocation);
+    const bool hopeless =
+        error.ruinsProcess() || (allocates && error.is(cudaErrorMemoryAllocation));
     return {hopeless ? Kind::kBroken : Kind::kCannot, error.what()};
+  } catch (const CopyStands& error) {
+    return {Kind::kBroken, error.what()};
   } catch (const Error& error) {
     return {Kind::kCannot, error.what()};
   } catch (const std::exception& error) {
@@ -49,13 +54,15 @@ Outcome outcomeOf(F&& step) {
 }
 
 // All ranks call it with the same gathered reports, each with an Outcome `outcome`.  Throws if the
-// step broke at a rank; else returns "rank 2 cannot ..." of the first that cannot, or "".
+// step broke at a rank, with the advice; else returns "rank 2 cannot ..." of the first that cannot,
+// or "".
 template <class Report>
-std::string obstacleIn(const Group& group, const std::vector<Report>& reports) {
+std::string obstacleIn(const Group& group, const std::vector<Report>& reports,
+                       const std::string& advice = "") {
   for (int r = 0; r < group.size(); ++r)
     if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
         o.kind == Outcome::Kind::kBroken)
-      throw Error(Failure::kSetup, group.who(r) + " " + o.text);
+      throw Error(Failure::kSetup, group.who(r) + " " + o.text + advice);
   for (int r = 0; r < group.size(); ++r)
     if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
         o.kind == Outcome::Kind::kCannot)

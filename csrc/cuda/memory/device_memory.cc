@@ -3,9 +3,12 @@
 
 #include <cuda.h>
 
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/bytes.h"
@@ -26,9 +29,13 @@ CUdeviceptr address(const void* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
+// The copies that stand (CopyStands) in this process, or in the one that it was forked from.
+std::atomic<int> copies_that_stand{0};
+
 // Gives something back, from a destructor.
 template <class F>
 void giveBack(int device, F&& f) noexcept {
+  if (copies_that_stand > 0) return;
   try {
     const OnDevice here(device);
     f();
@@ -269,7 +276,7 @@ MemoryPtr registerSegment(int device, std::shared_ptr<Segment> segment) {
   return std::make_shared<Registered>(device, std::move(segment));
 }
 
-Stream::Stream(int device) : device_(device) {
+Stream::Stream(int device, Nanos patience) : device_(device), patience_(patience) {
   const OnDevice here(device);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "make a stream", device);
 }
@@ -283,19 +290,44 @@ Stream::~Stream() {
 void Stream::copy(void* to, const void* from, size_t bytes) {
   const OnDevice here(device_);
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copy memory", device_);
-  check(cudaStreamSynchronize(stream_), "copy memory", device_);
+  await("copy memory");
 }
 
 void Stream::zero(void* data, size_t bytes) {
   const OnDevice here(device_);
   check(cudaMemsetAsync(data, 0, bytes, stream_), "clear memory", device_);
-  check(cudaStreamSynchronize(stream_), "clear memory", device_);
+  await("clear memory");
+}
+
+void Stream::await(const char* tried) {
+  const Nanos deadline = deadlineIn(patience_);
+  cudaError_t state = cudaSuccess;
+  while ((state = cudaStreamQuery(stream_)) == cudaErrorNotReady) {
+    (void)cudaGetLastError();  // the next call in this thread must not report it
+    if (now() >= deadline) {
+      ++copies_that_stand;
+      throw CopyStands(Failure::kSetup, std::string("cannot ") + tried + " on GPU " +
+                                            std::to_string(device_) + ": it was not done after " +
+                                            std::to_string(patience_ / kSecond) +
+                                            " s. End this process and start it again");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  check(state, tried, device_);
 }
 
 MappedPages::MappedPages(Group& group, int device, size_t bytes) : pages_(group, bytes) {
   agreeOnStatus(group, [&] {
-    for (int r = 0; r < group.size(); ++r)
-      mapped_.push_back(registerSegment(device, pages_.segment(r)));
+    try {
+      for (int r = 0; r < group.size(); ++r)
+        mapped_.push_back(registerSegment(device, pages_.segment(r)));
+    } catch (const CudaError& error) {
+      if (error.ruinsProcess()) throw;
+      throw CudaError(error.kind(), error.code(),
+                      std::string(error.what()) +
+                          ". Ranks on GPUs tell each other their progress there, so without it use "
+                          "nccl for CUDA tensors (\"cpu:ringreduce,cuda:nccl\")");
+    }
   });
 }
 

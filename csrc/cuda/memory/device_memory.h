@@ -10,6 +10,8 @@
 #include <memory>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/error.h"
 #include "base/fd.h"
 #include "group/exchange_fds.h"
 #include "transport/shm/segment.h"
@@ -68,21 +70,33 @@ void enablePeerAccess(int device, int peer);
 // many times, for several GPUs and by ranks that are threads.
 MemoryPtr registerSegment(int device, std::shared_ptr<Segment> segment);
 
+// A copy that does not end, as where GPUs do not reach each other although they say so.  The
+// process cannot use CUDA any more: what would give something back would wait for the copy, so all
+// is left until the process ends.
+struct CopyStands : Error {
+  using Error::Error;
+};
+
 // A stream that does not wait for others.
 class Stream {
  public:
-  explicit Stream(int device);
+  static constexpr Nanos kPatience = 30 * kSecond;
+  explicit Stream(int device, Nanos patience = kPatience);
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Both return when they are done.  Memory may be any that `device` reaches, or of the host.
+  // Both return when they are done, or throw CopyStands after `patience`.  Memory may be any that
+  // `device` reaches, or of the host.
   void copy(void* to, const void* from, size_t bytes);
   void zero(void* data, size_t bytes);
   cudaStream_t get() const { return stream_; }
 
  private:
+  void await(const char* tried);
+
   const int device_;
+  const Nanos patience_;
   const int generation_ = forkGeneration();
   cudaStream_t stream_ = nullptr;
 };

@@ -121,13 +121,15 @@ PeerMemory::PeerMemory(Group& group, int device, size_t bytes, std::optional<Mem
     }
     obstacles[static_cast<size_t>(*access)] = obstacle;
   }
-  throw Error(Failure::kSetup,
-              "the ranks of group '" + group.options().name +
-                  "' do not reach each other's GPU memory" +
-                  (wish ? std::string(" by ") + name(*wish) +
-                              ", which was asked for: " + obstacles[static_cast<size_t>(*wish)]
-                        : ", " + explain(obstacles, std::nullopt)) +
-                  ". `nvidia-smi topo -p2p r` shows which GPUs have peer access");
+  throw Error(
+      Failure::kSetup,
+      "the ranks of group '" + group.options().name + "' do not reach each other's GPU memory" +
+          (wish ? std::string(" by ") + name(*wish) +
+                      ", which was asked for: " + obstacles[static_cast<size_t>(*wish)]
+                : ", " + explain(obstacles, std::nullopt)) +
+          (wish == MemoryAccess::kHost ? ""
+                                       : ". RINGREDUCE_CUDA_WAY=host takes none but host memory") +
+          ". `nvidia-smi topo -p2p r` shows which GPUs have peer access");
 }
 
 PeerMemory::~PeerMemory() = default;
