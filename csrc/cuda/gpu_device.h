@@ -15,9 +15,10 @@ struct Device {
   int multiprocessors;
   size_t l2_bytes, memory_bytes;
 
-  bool exports_memory;      // memory of it can be handed to other processes as a descriptor (VMM)
-  bool may_have_ipc;        // legacy CUDA IPC: a hint, only trying tells
-  bool mps;                 // processes share it through MPS: their kernels run at the same time
+  bool exports_memory;     // memory of it can be handed to other processes as a descriptor (VMM)
+  bool may_have_ipc;       // legacy CUDA IPC: a hint, only trying tells
+  bool mps;                // processes share it through MPS: their kernels run at the same time
+  bool ends_long_kernels;  // a GPU of a display, or of Windows under WSL: kernels have a time limit
   bool cooperative_launch;  // all blocks of a grid can be made to run at the same time
   bool native_host_atomics;
   bool stream_wait_64;  // stream waits and writes of 64 bits; those of 32 bits are everywhere

@@ -65,6 +65,18 @@ void run(int size, bool apart, const OfRank& body) {
 
 }  // namespace
 
+TEST(kernels_that_a_gpu_would_end_do_not_wait_for_peers) {
+  fake::machine().gpus = 2;
+  for (bool limited : {true, false}) {
+    fake::machine().ends_long_kernels = limited;
+    peers::run(As::kThreads, 2, [&](Group& group, int) {
+      const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+      CHECK_EQ(comm->kernelsRunAtOnce(), !limited);
+      group.run({Barrier{}});
+    });
+  }
+}
+
 TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {
   for (bool apart : {true, false})  // if not, a step of the direct schedule
     run(2, apart, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce& call) {

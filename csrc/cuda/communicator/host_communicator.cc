@@ -40,6 +40,7 @@ struct Introduction {
   char uuid[64] = {};
   int multiprocessors = 0;
   bool runs_together = false;  // its kernels may share a GPU with those of other ranks
+  bool may_spin = true;        // its kernels may wait for those of other ranks
   Choice algorithm = Choice::kAuto;
 };
 
@@ -54,6 +55,7 @@ Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device,
     setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
     // Their kernels need a multiprocessor each to run at once.
     if (same > 1 && (!one.runs_together || same > one.multiprocessors)) setting.run_at_once = false;
+    if (!one.may_spin && all.size() > 1) setting.run_at_once = false;
     if (&one == &all[static_cast<size_t>(rank)]) ranks_on_my_device = static_cast<int>(same);
   }
   return setting;
@@ -96,6 +98,8 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
     setText(mine.uuid, facts.uuid);
     mine.multiprocessors = facts.multiprocessors;
     mine.runs_together = options.together || facts.mps;
+    // A kernel that waits for a late rank would be ended there, and CUDA be ruined (error 702).
+    mine.may_spin = !facts.ends_long_kernels;
     mine.algorithm = options.algorithm;
   });
   const std::vector<Introduction> all = gatherEach(*group, mine);
@@ -109,7 +113,7 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   // Only the choice of the algorithm depends on the access.
   setting.all_to_all = memory->access() != MemoryAccess::kHost;
   tuning = tune(setting);
-  if (setting.ranks_on_device > 1 || options.algorithm == Choice::kDirect)
+  if (setting.ranks_on_device > 1 || !setting.run_at_once || options.algorithm == Choice::kDirect)
     staging = std::make_unique<PeerMemory>(*group, device, kStagingBytes, options.access);
 
   agreeOnStatus(*group, [&] {
@@ -214,9 +218,10 @@ Choice Communicator::State::choose(size_t bytes, Choice choice) const {
     throw Error(
         Failure::kArgument,
         std::string(kChoiceNames[static_cast<size_t>(choice)]) +
-            " needs kernels of all ranks on their GPUs at once, and ranks of this group are "
-            "processes that share a GPU in turns: start NVIDIA's MPS, or leave the choice to "
-            "auto, which takes the direct schedule");
+            " needs kernels of all ranks on their GPUs at once, for as long as a rank is late, and "
+            "ranks of this group are processes that share a GPU in turns (start NVIDIA's MPS), or "
+            "are on a GPU that ends long kernels (one with a display, or under WSL): leave the "
+            "choice to auto, which takes the direct schedule");
   return choice;
 }
 

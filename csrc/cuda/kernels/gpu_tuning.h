@@ -50,8 +50,10 @@ struct Setting {
   int ranks = 2;
   int multiprocessors = 132;
   int ranks_on_device = 1;  // that share the busiest GPU
-  bool run_at_once = true;  // kernels of ranks that share a GPU: one process, or MPS
-  bool all_to_all = true;   // peers reach each other's memory (not by way of the host's)
+  // Kernels of all ranks may wait for each other: those that share a GPU are of one process or of
+  // MPS, and no GPU ends kernels that run for long.
+  bool run_at_once = true;
+  bool all_to_all = true;  // peers reach each other's memory (not by way of the host's)
 };
 
 struct Tuning {
