@@ -148,6 +148,17 @@ TEST(without_room_to_map_the_memory_of_other_gpus_host_memory_is_taken) {
                {"not by pointer: rank 0 cannot get access to the memory of GPU 1"});
 }
 
+TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    const PeerMemory memory(group, device, 1000);
+    const MemoryPtr buffer = allocate(device, 1 << 20);
+    fake::machine().bar1_is_full = true;  // of this process
+    const Registration made = registerBuffer(group, memory, buffer->data(), 1000);
+    CHECK(!made.buffer && says(made.refusal, "rank 0 cannot open another rank's memory"));
+    group.run({Barrier{}});
+  });
+}
+
 TEST(a_copy_that_does_not_end_is_an_error_and_nothing_waits_for_it) {
   run(As::kProcesses, 2, [](Group& group, int device) {
     const MemoryPtr memory = allocate(device, 1000);
