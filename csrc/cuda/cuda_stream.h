@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/fd.h"
@@ -43,10 +44,15 @@ inline unsigned long long numberOf(cudaStream_t stream) {
   return number;
 }
 
-inline bool isBeingCaptured(cudaStream_t stream) {
+// The number of the capture that a stream is in, which no other capture ever has.
+using CaptureId = unsigned long long;
+inline std::optional<CaptureId> captureOf(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
-  check(cudaStreamIsCapturing(stream, &status), "ask whether a stream is being captured");
-  return status != cudaStreamCaptureStatusNone;
+  CaptureId capture = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &capture),
+        "ask whether a stream is being captured");
+  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
+  return capture;
 }
 
 // Lets this thread query events while another thread captures a stream in the mode `global`, the
@@ -91,6 +97,14 @@ class Event {
   // Makes `stream` wait for it.
   void holdBack(cudaStream_t stream) const {
     check(cudaStreamWaitEvent(stream, event_, 0), "order two streams");
+  }
+  // The same by nodes of the graph that `stream` is captured into, at each replay.
+  void recordReplays(cudaStream_t stream) {
+    check(cudaEventRecordWithFlags(event_, stream, cudaEventRecordExternal),
+          "record an event in a CUDA graph");
+  }
+  void holdBackReplays(cudaStream_t stream) const {
+    check(cudaStreamWaitEvent(stream, event_, cudaEventWaitExternal), "hold back a CUDA graph");
   }
 
  private:

@@ -57,7 +57,9 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
   std::swap(*other, mode);
   return cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                     unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, size_t*) {
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -78,6 +80,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
   return said(fate());
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) {
+  return said(cudaErrorIllegalState, "an external record outside of a capture");
 }
 cudaError_t cudaEventQuery(cudaEvent_t) {
   if (const auto e = fate()) return said(e);

@@ -171,7 +171,6 @@ void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) 
                stream);
   };
   dispatch(told(call, buffers.where), stream, [&](uint64_t) {
-    follow(stream);
     if (call.count == 0) return;
     if (!buffers.staged) return put(0, call.count);
     const size_t most = staging->bytes() / width / kChunkElements * kChunkElements;
@@ -223,7 +222,6 @@ void Communicator::State::direct(const GpuReduceScatter& call, cudaStream_t stre
         stream);
   };
   dispatch(told(call), stream, [&](uint64_t) {
-    follow(stream);
     const size_t each = staging->bytes() / static_cast<size_t>(staged.size) / width;
     inPieces(call.count, each / kChunkElements * kChunkElements, put);
   });
@@ -248,7 +246,6 @@ void Communicator::State::direct(const GpuAllGather& call, cudaStream_t stream) 
                stream);
   };
   dispatch(told(call), stream, [&](uint64_t) {
-    follow(stream);
     if (staged.size == 1) return gather({0, part});
     inPieces(part, staging->bytes() / kLine * kLine, put);
   });
@@ -269,10 +266,8 @@ void Communicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) 
          .deliver = deliverCall(call.data, staged.rank == call.root ? 0 : all)},
         stream);
   };
-  dispatch(told(call), stream, [&](uint64_t) {
-    follow(stream);
-    inPieces(all, staging->bytes() / kLine * kLine, put);
-  });
+  dispatch(told(call), stream,
+           [&](uint64_t) { inPieces(all, staging->bytes() / kLine * kLine, put); });
 }
 
 // ---- registered buffers

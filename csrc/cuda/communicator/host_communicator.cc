@@ -352,41 +352,23 @@ RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const 
   return of_rank;
 }
 
-bool Communicator::State::isCapturing(cudaStream_t stream) {
-  if (!isBeingCaptured(stream)) return false;
-  watchdog->stayAwake();
-  return true;
+Communicator::State::Begun Communicator::State::begin(const Told& told) {
+  const Begun call{watchdog->announce(told.what), std::make_shared<CallEnd>(device)};
+  watchdog->track(told.timeout, [end = call.end] { return end->isReached(); }, told.label);
+  return call;
 }
 
-// Orders calls of one communicator that are in different streams.
-void Communicator::State::follow(cudaStream_t stream) {
-  if (isCapturing(stream) || !last_ || numberOf(stream) == last_stream_) return;
-  last_->holdBack(stream);
+void Communicator::State::finish(CallEnd& end, cudaStream_t stream) {
+  std::shared_ptr<Event> event = order.leave(stream);
+  if (!event) watchdog->stayAwake();
+  end.set(std::move(event));
 }
 
-void Communicator::State::track(const Told& told, cudaStream_t stream) {
-  if (isCapturing(stream)) {
-    // Nothing runs yet, and no event of a capture tells when it will have.
-    watchdog->track(told.timeout, [] { return true; });
-    return;
-  }
-  auto event = events.take();
-  event->record(stream);
-  last_ = event;
-  last_stream_ = numberOf(stream);
-  // The watchdog's thread calls it, and must not create a context on another device.
-  const auto is_reached = [event, device = device] {
-    const OnDevice here(device);
-    return event->isReached();
-  };
-  watchdog->track(told.timeout, is_reached, told.label);
-}
-
-void Communicator::State::trackRest(const Told& told, cudaStream_t stream) {
+void Communicator::State::finishRest(CallEnd& end, cudaStream_t stream) {
   try {
-    track(told, stream);
+    finish(end, stream);
   } catch (const Error&) {  // do not wait for a GPU that has failed
-    watchdog->track(told.timeout, [] { return true; });
+    end.set(nullptr);
   }
 }
 
@@ -403,14 +385,12 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   const OnDevice here(s.device);
   if (size() == 1)
     return s.dispatch(s.told(call, 0), stream, [&](uint64_t) {
-      s.follow(stream);
       s.stage(call, 0, static_cast<std::byte*>(call.output), call.count, stream);
     });
   const Choice choice = s.choose(call);
   if (choice == Choice::kDirect) return s.direct(call, stream);
   s.dispatch(s.told(call, static_cast<uint64_t>(choice)), stream, [&](uint64_t number) {
     if (call.count == 0) return;
-    s.follow(stream);
     const State::Shape shape = s.shapeOf(call, choice);
     RanksLaunch arguments{.ranks = 1, .calls = {}};
     arguments.calls[0] = s.rankCall(call, number);
@@ -447,27 +427,28 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
       throw Error(Failure::kArgument,
                   "ranks of one launch are on one device and make the same call");
   }
-  size_t announced = 0, tracked = 0;
+  std::vector<State::Begun> begun;
+  size_t finished = 0;
   const Range range(Kind::kAllReduce);
   const auto toldOf = [&](size_t i) {
     return ranks[i]->state_->told(calls[i], static_cast<uint64_t>(choice));
   };
   try {
-    for (; announced < ranks.size(); ++announced) {
-      State& s = *ranks[announced]->state_;
-      arguments.calls[announced] =
-          s.rankCall(calls[announced], s.watchdog->announce(toldOf(announced).what));
-      arguments.calls[announced].slice = shape.slice;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      State& s = *ranks[i]->state_;
+      begun.push_back(s.begin(toldOf(i)));
+      arguments.calls[i] = s.rankCall(calls[i], begun[i].number);
+      arguments.calls[i].slice = shape.slice;
     }
-    for (Communicator* rank : ranks) rank->state_->follow(stream);
+    for (Communicator* rank : ranks) rank->state_->order.follow(stream);
     if (calls[0].count > 0)
       launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(shape.algorithm)],
              shape.channels * arguments.ranks, &arguments, true, stream);
-    for (; tracked < ranks.size(); ++tracked)
-      ranks[tracked]->state_->track(toldOf(tracked), stream);
+    for (; finished < ranks.size(); ++finished)
+      ranks[finished]->state_->finish(*begun[finished].end, stream);
   } catch (const Error& error) {
-    for (; tracked < announced; ++tracked)
-      ranks[tracked]->state_->trackRest(toldOf(tracked), stream);
+    for (; finished < begun.size(); ++finished)
+      ranks[finished]->state_->finishRest(*begun[finished].end, stream);
     first.giveUp(error, calls[0].label);
   }
 }
@@ -500,7 +481,6 @@ void Communicator::State::perform(const Call& call, cudaStream_t stream, Alone a
   if (is_alone ? kDirectAlone : partsAreDirect()) return direct(call, stream);
   dispatch(told(call), stream, [&](uint64_t number) {
     if (call.count == 0) return;
-    follow(stream);
     if constexpr (!kDirectAlone)
       if (is_alone) return alone();
     push(number);

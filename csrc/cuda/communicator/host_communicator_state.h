@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "cuda/communicator/call_order.h"
 #include "cuda/communicator/host_communicator.h"
 #include "cuda/communicator/host_ranks.h"
 #include "cuda/cuda_stream.h"
@@ -72,16 +73,22 @@ struct Communicator::State {
   RankCall movingCall(const void* input, void* output, size_t count, Nanos timeout,
                       uint64_t number) const;
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
-  bool isCapturing(cudaStream_t stream);  // the watchdog then stays awake
-  void follow(cudaStream_t stream);
-  void track(const Told& told, cudaStream_t stream);
-  // Announces the call, lets put(its number) put it into the stream, and leaves it to the watchdog.
+  // A call that was announced and left to the watchdog, which has to know of it before it is in the
+  // stream: the host may wait in a call of CUDA until the other ranks have come.
+  struct Begun {
+    uint64_t number;
+    std::shared_ptr<CallEnd> end;
+  };
+  Begun begin(const Told& told);
+  void finish(CallEnd& end, cudaStream_t stream);
+  // Ends a call of which parts may be in the stream.
+  void finishRest(CallEnd& end, cudaStream_t stream);
+  // The other ranks wait for the rest of it, and must learn why it does not come.
+  [[noreturn]] void giveUp(const Error& why, const Label& label);
+  // Begins the call, lets put(its number) put it into the stream, behind the one before, and ends
+  // it.
   template <class Put>
   void dispatch(const Told& told, cudaStream_t stream, Put&& put);
-  // Ends a call of which parts may be in the stream: the other ranks wait for the rest, and must
-  // learn why it does not come.
-  void trackRest(const Told& told, cudaStream_t stream);
-  [[noreturn]] void giveUp(const Error& why, const Label& label);
   // Puts a call other than all-reduce into the stream: direct, or by launching a kernel that waits
   // for its peers.  `alone`: its work in a group of one rank, which is done directly if it is null.
   template <class Call, class Alone, class Push>
@@ -135,10 +142,8 @@ struct Communicator::State {
   uint64_t registrations = 0, schedules = 0;
 
   std::mutex calls;  // one at a time puts work into streams
-  EventPool events;
-  std::shared_ptr<Event> last_;         // of the last call, in its stream
-  unsigned long long last_stream_ = 0;  // its number, which no other stream ever has
-  std::unique_ptr<Watchdog> watchdog;   // last: its threads use the rest
+  CallOrder order{device};
+  std::unique_ptr<Watchdog> watchdog;  // last: its threads use the rest
 
  private:
   static uint8_t code(ReduceOp op) { return static_cast<uint8_t>(op); }
@@ -153,12 +158,13 @@ struct Communicator::State {
 template <class Put>
 void Communicator::State::dispatch(const Told& told, cudaStream_t stream, Put&& put) {
   const Range range(told.what.kind);
-  const uint64_t number = watchdog->announce(told.what);
+  const Begun call = begin(told);
   try {
-    put(number);
-    track(told, stream);
+    order.follow(stream);
+    put(call.number);
+    finish(*call.end, stream);
   } catch (const Error& error) {
-    trackRest(told, stream);
+    finishRest(*call.end, stream);
     giveUp(error, told.label);
   }
 }

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "cuda/communicator/call_order.h"
 #include "cuda/cuda_stream.h"
 #include "cuda/gpu_device.h"
 #include "cuda/internode/nccl_ring.h"
@@ -32,31 +33,6 @@ struct InterNodeCommunicator::State {
   State(std::shared_ptr<Group> all, const Hosts& of, std::shared_ptr<Group> here,
         std::shared_ptr<GpuCommunicator> communicator, int on);
 
-  // The end of a call.  The watchdog tracks it before it is in the stream.
-  class Pending {
-   public:
-    // Null: there is nothing to wait for.
-    void set(std::shared_ptr<Event> done) {
-      const std::lock_guard lock(mutex_);
-      done_ = std::move(done);
-      is_set_ = true;
-    }
-    bool isOver() {
-      std::shared_ptr<Event> done;
-      {
-        const std::lock_guard lock(mutex_);
-        if (!is_set_) return false;
-        done = done_;
-      }
-      return !done || done->isReached();
-    }
-
-   private:
-    std::mutex mutex_;
-    std::shared_ptr<Event> done_;
-    bool is_set_ = false;
-  };
-
   // The first rank of each rail, for the others.
   int maker() const { return hierarchical ? hosts.ranksOn(0)[static_cast<size_t>(rail)] : 0; }
   void join();
@@ -66,12 +42,11 @@ struct InterNodeCommunicator::State {
   void overRing(const void* input, void* output, size_t count, const GpuAllReduce& call, bool sums,
                 cudaStream_t stream);
   void put(const GpuAllReduce& call, cudaStream_t stream);
-  void finish(Pending& pending, cudaStream_t stream);
-  [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, Pending& pending,
+  void finish(CallEnd& end, cudaStream_t stream);
+  [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, CallEnd& end,
                            cudaStream_t stream);
   bool isEcho(const Error& why) const;
   void awaitVerdict(const Error& why);
-  void follow(cudaStream_t stream);
   void deliver(const GpuAllReduce& call, cudaStream_t stream);
   std::string ncclError();
   void checkHost();
@@ -102,9 +77,8 @@ struct InterNodeCommunicator::State {
   std::unique_ptr<NcclRing> ring;
 
   std::mutex calls;  // one at a time puts work into streams
+  CallOrder order{device};
   EventPool events;
-  std::shared_ptr<Event> last;
-  unsigned long long last_stream = 0;  // its number
   Nanos echo_since = 0;                // for the watchdog's thread
   std::unique_ptr<Watchdog> watchdog;  // last: its threads use the rest
 };
@@ -311,50 +285,42 @@ void InterNodeCommunicator::allReduce(const GpuAllReduce& call, CUstream_st* str
   const std::lock_guard lock(s.calls);
   const Range range(Kind::kAllReduce);
   const OnDevice here(s.device);
-  const bool captured = isBeingCaptured(stream);
+  const bool captured = captureOf(stream).has_value();
   if (captured) s.watchdog->stayAwake();
   s.watchdog->announce({.count = call.count,
                         .kind = Kind::kAllReduce,
                         .dtype = call.dtype,
                         .op = static_cast<uint8_t>(call.op),
                         .parts = call.borders});
-  const auto pending = std::make_shared<State::Pending>();
+  const auto end = std::make_shared<CallEnd>(s.device);
   try {
+    s.order.follow(stream);
     if (captured) {
       // Nothing runs yet, and no event of a capture tells when it will have.
       s.watchdog->track(s.timeoutOf(call), [] { return true; });
       s.put(call, stream);
+      s.order.leave(stream);
       return;
     }
-    s.follow(stream);
     const auto begun = s.events.take();
     begun->record(stream);
     // Tracked before it is in the stream, since a host that is far ahead waits while it puts it
     // there. The watchdog's threads call these, and must not create a context on another device.
     s.watchdog->track(
-        s.timeoutOf(call),
-        [pending, device = s.device] {
-          const OnDevice there(device);
-          return pending->isOver();
-        },
-        call.label,
+        s.timeoutOf(call), [end] { return end->isReached(); }, call.label,
         [begun, device = s.device] {
           const OnDevice there(device);
           return begun->isReached();
         });
     s.put(call, stream);
-    s.finish(*pending, stream);
+    s.finish(*end, stream);
   } catch (const Error& error) {
-    s.giveUp(call, error, *pending, stream);
+    s.giveUp(call, error, *end, stream);
   }
 }
 
-void InterNodeCommunicator::State::finish(Pending& pending, cudaStream_t stream) {
-  const auto done = events.take();
-  done->record(stream);
-  last = done;
-  last_stream = numberOf(stream);
-  pending.set(done);
+void InterNodeCommunicator::State::finish(CallEnd& end, cudaStream_t stream) {
+  end.set(order.leave(stream));
 }
 
 // Gives the watchdog time to name the rank to blame: NCCL may notice a lost rank before the group
@@ -368,8 +334,8 @@ void InterNodeCommunicator::State::awaitVerdict(const Error& why) {
 }
 
 // Ends a call of which parts may be in the streams: the other ranks wait for the rest.
-void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why,
-                                          Pending& pending, cudaStream_t stream) {
+void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error& why, CallEnd& end,
+                                          cudaStream_t stream) {
   try {
     if (!host_group->failed() || isEcho(why)) awaitVerdict(why);
     // The error of this host's group names the rank to blame.
@@ -382,9 +348,9 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
     poison();
     try {
       deliver(call, stream);
-      finish(pending, stream);
+      finish(end, stream);
     } catch (const Error&) {  // do not wait for a GPU that has failed
-      pending.set(nullptr);
+      end.set(nullptr);
     }
     throw;
   }
@@ -398,11 +364,6 @@ void InterNodeCommunicator::State::put(const GpuAllReduce& call, cudaStream_t st
   else if (call.count > 0)
     sumWhole(call, stream);
   deliver(call, stream);
-}
-
-// Orders calls that are in different streams.
-void InterNodeCommunicator::State::follow(cudaStream_t stream) {
-  if (last && last_stream != numberOf(stream)) last->holdBack(stream);
 }
 
 void InterNodeCommunicator::State::overRing(const void* input, void* output, size_t count,

@@ -153,7 +153,7 @@ void NcclRing::allReduce(const RingSum& sum, cudaStream_t stream,
                       .slice = ringSlice(sum.count, size, wide ? sizeof(float) : sizeOf(sum.dtype)),
                       .wide = wide,
                       .scaled = sum.arithmetic.scale};
-  const bool paced = !isBeingCaptured(stream);
+  const bool paced = !captureOf(stream);
   for (const RingStep& step : ringSteps(plan)) {
     const cudaStream_t in = isOnWire(step) ? wire_.get() : stream;
     if (step.waits >= 0) events_[static_cast<size_t>(step.waits)].holdBack(in);

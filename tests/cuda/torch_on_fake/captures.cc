@@ -1,6 +1,11 @@
-// Captures of streams, and graphs: a graph replays all that was captured one after the other, in
-// the order in which it was put there.
+// Captures of streams, and graphs.  A replay keeps the order that streams and events gave to the
+// nodes, and no other: nodes without such an order run at the same time, and start in a random one.
+// FAKE_SEED is its seed.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <random>
 #include <utility>
 
 #include "../fake_world.h"
@@ -18,9 +23,98 @@ std::vector<std::shared_ptr<Capture>>& underWay() {
 }
 unsigned long long next_number = 1;
 
-void merge(Known& into, const Known& from) {
-  for (const auto& [stream, step] : from) into[stream] = std::max(into[stream], step);
+// Whether the stream is behind all nodes of its capture.
+bool isBehindAll(const CUstream_st& stream) {
+  const std::vector<Node>& nodes = stream.capture->nodes;
+  std::set<size_t> seen;
+  std::vector<size_t> left(stream.behind.begin(), stream.behind.end());
+  while (!left.empty()) {
+    const size_t n = left.back();
+    left.pop_back();
+    if (!seen.insert(n).second) continue;
+    left.insert(left.end(), nodes[n].behind.begin(), nodes[n].behind.end());
+  }
+  return seen.size() == nodes.size();
 }
+
+unsigned nextSeed() {
+  static std::atomic<unsigned> last = [] {
+    const char* seed = std::getenv("FAKE_SEED");
+    return seed ? static_cast<unsigned>(std::atoi(seed)) : 0;
+  }();
+  return ++last;
+}
+
+// One replay of a graph.
+class Replay {
+ public:
+  // Records of events count from the launch on, and waits are for the records before them.
+  explicit Replay(const std::vector<Node>& nodes) : random_(nextSeed()) {
+    for (const Node& node : nodes) {
+      steps_.push_back({node.task, node.behind.size(), {}});
+      for (size_t before : node.behind) steps_[before].next.push_back(steps_.size() - 1);
+      if (node.behind.empty()) ready_.push_back(steps_.size() - 1);
+      if (!node.event) continue;
+      const std::lock_guard lock(node.event->mutex);
+      if (node.records) {
+        auto mark = node.event->mark = std::make_shared<Mark>();
+        steps_.back().task = [mark] { mark->reach(); };
+      } else if (node.event->mark) {
+        steps_.back().task = [mark = node.event->mark] { mark->wait(); };
+      } else {
+        steps_.back().task = [] {};
+      }
+    }
+  }
+
+  void run() {
+    std::vector<std::thread> threads;
+    std::unique_lock lock(mutex_);
+    for (size_t left = steps_.size(); left > 0; --left) {
+      changed_.wait(lock, [&] { return !ready_.empty(); });
+      std::swap(ready_.back(), ready_[random_() % ready_.size()]);
+      const size_t n = ready_.back();
+      ready_.pop_back();
+      if (ready_.empty() && running_ == 0) {
+        lock.unlock();
+        steps_[n].task();
+        lock.lock();
+        end(n);
+        continue;
+      }
+      ++running_;
+      const std::chrono::microseconds late(random_() % 2 ? random_() % 1000 : 0);
+      threads.emplace_back([this, n, late] {
+        std::this_thread::sleep_for(late);
+        steps_[n].task();
+        const std::lock_guard done(mutex_);
+        --running_;
+        end(n);
+        changed_.notify_one();
+      });
+    }
+    lock.unlock();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  struct Step {
+    Task task;
+    size_t waits_for;
+    std::vector<size_t> next;
+  };
+  void end(size_t n) {
+    for (size_t next : steps_[n].next)
+      if (--steps_[next].waits_for == 0) ready_.push_back(next);
+  }
+
+  std::mt19937 random_;
+  std::vector<Step> steps_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<size_t> ready_;
+  int running_ = 0;
+};
 
 }  // namespace
 
@@ -43,6 +137,11 @@ cudaError_t besideCaptures() {
     return cudaErrorStreamCaptureUnsupported;
   }
   return cudaSuccess;
+}
+
+void capture(CUstream_st& stream, Node node) {
+  node.behind = std::exchange(stream.behind, {stream.capture->nodes.size()});
+  stream.capture->nodes.push_back(std::move(node));
 }
 
 bool isCapturing(CUstream_st& stream) {
@@ -84,7 +183,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode of
   if (handle != &stream || stream.capture) return said(cudaErrorStreamCaptureUnsupported);
   stream.capture = std::make_shared<Capture>(
       Capture{next_number++, of, std::this_thread::get_id(), &stream, {&stream}});
-  stream.known = {};
+  stream.behind = {};
   underWay().push_back(stream.capture);
   return cudaSuccess;
 }
@@ -96,38 +195,47 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   if (!capture) return said(cudaErrorIllegalState, "the stream is not being captured");
   if (capture->origin != &stream) return said(cudaErrorStreamCaptureUnmatched);
   cudaError_t error = capture->broken;
+  if (!error && !isBehindAll(stream)) error = cudaErrorStreamCaptureUnjoined;
   for (CUstream_st* joined : capture->streams) {
-    if (stream.known[joined->number] < joined->known[joined->number] && !error)
-      error = cudaErrorStreamCaptureUnjoined;
     joined->capture = nullptr;
+    joined->behind = {};
   }
-  for (CUstream_st* joined : capture->streams) joined->known = {};
   std::erase(underWay(), capture);
   if (error) return said(error, "the capture has failed");
-  *graph = new CUgraph_st{capture->tasks};
+  *graph = new CUgraph_st{capture->nodes};
   return cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
   CUstream_st& stream = streamOf(handle);
-  const std::lock_guard lock(event->mutex);
+  MarkPtr mark;
   {
     const std::lock_guard capturing(captures());
+    if (flags == cudaEventWaitExternal) {
+      if (!stream.capture)
+        return said(cudaErrorIllegalState, "an external wait outside of a capture");
+      capture(stream, {.task = nullptr, .event = event->state});
+      return cudaSuccess;
+    }
     if (event->capture) {
+      if (std::ranges::count(underWay(), event->capture) == 0)
+        return said(cudaErrorCapturedEvent, "the event is of a capture that has ended");
       if (!stream.capture) {
         stream.capture = event->capture;
         stream.capture->streams.push_back(&stream);
       }
       if (stream.capture != event->capture) return said(cudaErrorStreamCaptureMerge);
-      merge(stream.known, event->known);
+      stream.behind.insert(event->behind.begin(), event->behind.end());
       return cudaSuccess;
     }
-    if (!event->mark) return cudaSuccess;
+    const std::lock_guard lock(event->state->mutex);
+    mark = event->state->mark;
+    if (!mark) return cudaSuccess;
     if (stream.capture) {
       stream.capture->broken = cudaErrorStreamCaptureInvalidated;
       return said(cudaErrorStreamCaptureIsolation, "the event is of no captured stream");
     }
   }
-  put(stream, [mark = event->mark] { mark->wait(); });
+  put(stream, [mark] { mark->wait(); });
   return cudaSuccess;
 }
 
@@ -135,18 +243,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
   if (nodes) return said(cudaErrorNotSupported, "the fake's graphs have no nodes to show");
-  *count = graph->tasks.size();
+  *count = graph->nodes.size();
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                           unsigned long long) {
-  *made = new CUgraphExec_st{graph->tasks};
+  *made = new CUgraphExec_st{graph->nodes};
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
-  put(streamOf(stream), [tasks = graph->tasks] {
-    for (const Task& task : tasks) task();
-  });
+  if (isCapturing(streamOf(stream)))
+    return said(cudaErrorNotSupported, "the fake's graphs have no graphs in them");
+  put(streamOf(stream), [replay = std::make_shared<Replay>(graph->nodes)] { replay->run(); });
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -5,6 +5,7 @@
 #include <cxxabi.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <unordered_map>
@@ -71,6 +72,9 @@ cudaError_t launch(const void* kernel, int blocks, void** arguments, cudaStream_
     found.block(kernel, argument.data(), 0, blocks);
     for (std::thread& other : others) other.join();
   });
+  static const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  if (blocking && std::atoi(blocking) != 0 && !isCapturing(streamOf(stream)))
+    finish(streamOf(stream));
   return cudaSuccess;
 }
 

@@ -118,11 +118,7 @@ CUstream_st& streamOf(cudaStream_t stream) {
 void put(CUstream_st& stream, Task task) {
   {
     const std::lock_guard lock(captures());
-    if (stream.capture) {
-      stream.capture->tasks.push_back(std::move(task));
-      ++stream.known[stream.number];
-      return;
-    }
+    if (stream.capture) return capture(stream, {std::move(task)});
   }
   stream.queue->put(std::move(task));
 }
@@ -162,6 +158,19 @@ CUresult streamWriteValue32(CUstream stream, CUdeviceptr at, cuuint32_t value, u
 }  // namespace fake
 
 using namespace fake;
+
+namespace {
+
+bool isOfCapture(cudaEvent_t event) {
+  const std::lock_guard lock(captures());
+  return event->capture != nullptr;
+}
+MarkPtr markOf(cudaEvent_t event) {
+  const std::lock_guard lock(event->state->mutex);
+  return event->state->mark;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -235,41 +244,40 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
-  CUstream_st& stream = streamOf(handle);
-  const std::lock_guard lock(event->mutex);
-  {
-    const std::lock_guard capturing(captures());
-    event->capture = stream.capture;
-    event->known = stream.known;
-  }
-  event->mark = event->capture ? nullptr : stream.queue->mark();
-  return cudaSuccess;
+  return cudaEventRecordWithFlags(event, handle, cudaEventRecordDefault);
 }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-  if (flags != cudaEventRecordDefault)
-    return said(cudaErrorNotSupported, "the fake records no events outside of captures");
-  return cudaEventRecord(event, stream);
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, unsigned flags) {
+  CUstream_st& stream = streamOf(handle);
+  const std::lock_guard capturing(captures());
+  if (flags == cudaEventRecordExternal) {
+    if (!stream.capture)
+      return said(cudaErrorIllegalState, "an external record outside of a capture");
+    capture(stream, {.task = nullptr, .event = event->state, .records = true});
+    return cudaSuccess;
+  }
+  event->capture = stream.capture;
+  event->behind = stream.behind;
+  const std::lock_guard lock(event->state->mutex);
+  event->state->mark = event->capture ? nullptr : stream.queue->mark();
+  return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (const auto e = besideCaptures()) return said(e);
-  const std::lock_guard lock(event->mutex);
-  if (event->capture) return said(cudaErrorCapturedEvent, "the event is of a capture");
-  return !event->mark || event->mark->isReached() ? cudaSuccess : said(cudaErrorNotReady);
+  if (isOfCapture(event)) return said(cudaErrorCapturedEvent, "the event is of a capture");
+  const MarkPtr mark = markOf(event);
+  return !mark || mark->isReached() ? cudaSuccess : said(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (const auto e = besideCaptures()) return said(e);
-  std::unique_lock lock(event->mutex);
-  if (event->capture) return said(cudaErrorCapturedEvent, "the event is of a capture");
-  const MarkPtr mark = event->mark;
-  lock.unlock();
-  if (mark) mark->wait();
+  if (isOfCapture(event)) return said(cudaErrorCapturedEvent, "the event is of a capture");
+  if (const MarkPtr mark = markOf(event)) mark->wait();
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
-  const std::scoped_lock lock(from->mutex, to->mutex);
-  if (!from->mark || !to->mark) return said(cudaErrorInvalidResourceHandle);
-  if (!from->mark->isReached() || !to->mark->isReached()) return said(cudaErrorNotReady);
-  *milliseconds = static_cast<float>(to->mark->milliseconds() - from->mark->milliseconds());
+  const MarkPtr begin = markOf(from), end = markOf(to);
+  if (!begin || !end) return said(cudaErrorInvalidResourceHandle);
+  if (!begin->isReached() || !end->isReached()) return said(cudaErrorNotReady);
+  *milliseconds = static_cast<float>(end->milliseconds() - begin->milliseconds());
   return cudaSuccess;
 }
 

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -36,6 +37,13 @@ class Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
+// What an event was last recorded as, outside of captures.  Graphs may keep it longer than the
+// event.
+struct EventState {
+  std::mutex mutex;
+  MarkPtr mark = nullptr;  // null: not recorded yet
+};
+
 // A stream's tasks, in a thread that starts with the first one.
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
@@ -56,8 +64,14 @@ class Queue : public std::enable_shared_from_this<Queue> {
   bool running_ = false, busy_ = false, closed_ = false;
 };
 
-// How far somebody knows the captured streams to be, by their numbers.
-using Known = std::map<unsigned long long, uint64_t>;
+// What a graph does at once, behind other nodes of it: a task, or a record of an event or a wait
+// for one outside of the graph.
+struct Node {
+  Task task;
+  std::shared_ptr<EventState> event = nullptr;
+  bool records = false;
+  std::set<size_t> behind = {};
+};
 
 struct Capture {
   unsigned long long number;
@@ -65,7 +79,7 @@ struct Capture {
   std::thread::id thread;
   CUstream_st* origin;
   std::vector<CUstream_st*> streams = {};
-  std::vector<Task> tasks = {};
+  std::vector<Node> nodes = {};
   cudaError_t broken = cudaSuccess;
 };
 
@@ -78,21 +92,21 @@ struct CUstream_st {
   const std::shared_ptr<fake::Queue> queue;
   // Guarded by captures().
   std::shared_ptr<fake::Capture> capture = nullptr;
-  fake::Known known = {};  // with its own steps
+  std::set<size_t> behind = {};  // the nodes that its next one follows
 };
 
 struct CUevent_st {
-  std::mutex mutex;
-  fake::MarkPtr mark = nullptr;  // null: not recorded yet
+  const std::shared_ptr<fake::EventState> state = std::make_shared<fake::EventState>();
+  // Guarded by captures().  Of its last record, if that was captured.
   std::shared_ptr<fake::Capture> capture = nullptr;
-  fake::Known known = {};
+  std::set<size_t> behind = {};
 };
 
 struct CUgraph_st {
-  std::vector<fake::Task> tasks;
+  std::vector<fake::Node> nodes;
 };
 struct CUgraphExec_st {
-  std::vector<fake::Task> tasks;
+  std::vector<fake::Node> nodes;
 };
 
 namespace fake {
@@ -101,6 +115,8 @@ namespace fake {
 CUstream_st& streamOf(cudaStream_t stream);
 // Puts it into the stream, or into its capture.
 void put(CUstream_st& stream, Task task);
+// Puts it into the stream's capture.  With captures() locked.
+void capture(CUstream_st& stream, Node node);
 // All tasks are done.
 void finish(CUstream_st& stream);
 

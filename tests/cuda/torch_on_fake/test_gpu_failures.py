@@ -28,9 +28,11 @@ def loop(me: Rank, style: str) -> None:
             me.tell("flowing")
 
 
-@pytest.mark.parametrize("style", ["blocking", "async", "staged"])
+@pytest.mark.parametrize("style", ["blocking", "async", "staged", "launch blocking"])
 def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
-    call = machine.start(loop, 3, style, fresh=True)
+    # The host then waits in a launch until the other ranks have come.
+    env = {"CUDA_LAUNCH_BLOCKING": "1"} if style == "launch blocking" else {}
+    call = machine.start(loop, 3, style, fresh=True, **env)
     for rank in range(3):
         call.heard(rank)
     call.signal(1, signal.SIGKILL)

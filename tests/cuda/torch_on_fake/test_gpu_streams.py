@@ -5,6 +5,9 @@ A gate holds a stream, so what is shown does not depend on who is how fast.
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import Machine
@@ -202,3 +205,63 @@ def replayed(me: Rank) -> None:
 
 def test_graphs_replay_all_reduces(machine: Machine) -> None:
     machine.run(replayed, 2)
+
+
+def two_streams_of_a_capture(me: Rank) -> None:
+    """Nothing but the backend orders the calls."""
+    device = ready(me)
+    works = [torch.empty(5000, device=device), torch.empty(3000, device=device)]
+    for own_stream in (True, False):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                work = dist.all_reduce(works[0], async_op=own_stream)
+            dist.all_reduce(works[1])
+            if work is not None:
+                work.wait()
+            torch.cuda.current_stream().wait_stream(side)
+        for value in range(1, 6):
+            for k, x in enumerate(works):
+                x.fill_(value + 10 * k + me.rank)
+            graph.replay()
+            torch.cuda.synchronize()
+            for k, x in enumerate(works):
+                total = sum(value + 10 * k + r for r in range(me.world_size))
+                assert x.cpu().tolist() == [total] * len(x)
+
+
+def test_calls_in_several_streams_of_a_graph_follow_each_other(machine: Machine) -> None:
+    machine.run(two_streams_of_a_capture, 2)
+
+
+def beside_graphs(me: Rank, ways: list[str]) -> None:
+    """The second call, in a stream of its own, waits for the first, which a gate holds."""
+    device = ready(me)
+    works = [torch.full((3000,), me.rank + 1.0, device=device) for _ in ways]
+    streams = [torch.cuda.Stream() for _ in ways]
+    graphs = [torch.cuda.CUDAGraph() for _ in ways]
+    torch.cuda.synchronize()
+    gate: Gate | None = None
+    for way, x, stream, graph in zip(ways, works, streams, graphs, strict=True):
+        with torch.cuda.stream(stream):
+            if way == "replayed":
+                graph.capture_begin()  # does not wait for the GPU, as torch.cuda.graph does
+                dist.all_reduce(x)
+                graph.capture_end()
+            gate = gate or Gate()
+            graph.replay() if way == "replayed" else dist.all_reduce(x)
+    assert gate is not None
+    time.sleep(0.2)  # enough for a call that is not held back
+    assert not streams[1].query()
+    gate.open()
+    torch.cuda.synchronize()
+    for x in works:
+        assert x.cpu().tolist() == [all_of(me)] * 3000
+
+
+@pytest.mark.parametrize(
+    "first,second", [("eager", "replayed"), ("replayed", "eager"), ("replayed",) * 2]
+)
+def test_calls_beside_graphs_follow_each_other(machine: Machine, first: str, second: str) -> None:
+    machine.start(beside_graphs, 2, [first, second], fresh=True).results()
