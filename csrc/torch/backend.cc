@@ -23,6 +23,7 @@
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
+#include "torch/inner_nccl.h"
 #include "torch/staged_backend.h"
 #include "torch/store_keeper.h"
 #include "transport/shm/shared_block.h"
@@ -351,8 +352,9 @@ c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend(int rank, int size) {
       rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
       [this] {
         const auto made = gpus_.make_inner(group_store_, rank_, size_);
-        if (made) made->setTimeout(options_->timeout);  // of this group, as it is by now
-        return made;
+        if (!made) return made;
+        made->setTimeout(options_->timeout);  // of this group, as it is by now
+        return GpuBackend::BackendPtr(c10::make_intrusive<InnerNccl>(made, group(), observer_));
       },
       makeStagedBackend(*this));
 }

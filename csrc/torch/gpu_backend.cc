@@ -393,19 +393,7 @@ void GpuBackend::shutdown() {
     return;
   }
   if (!nccl || !*nccl) return;
-  const auto has_failed = [](const auto& entry) {
-    try {
-      entry.second->communicator->check();
-    } catch (const Error&) {
-      return true;
-    }
-    return false;
-  };
-  // With a rank that is gone, NCCL would wait for calls that never end.
-  if (std::any_of(contexts.begin(), contexts.end(), has_failed))
-    (*nccl)->abort();
-  else
-    (*nccl)->shutdown();
+  (*nccl)->shutdown();
 }
 
 size_t GpuBackend::bytes() const {

@@ -83,14 +83,12 @@ uint64_t nextCompletionKey() {
   return ++last;
 }
 
-// Removes a work that has succeeded from torch's registry, as torch's own backends do.  One that
-// has failed stays there: wait_tensor then raises its error.
+}  // namespace
+
 void unregister(c10d::Work* work) {
   if (c10d::allow_inflight_collective_as_graph_input())
     c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::reclaim_copy(work));
 }
-
-}  // namespace
 
 void Observer::setAbortHook(int64_t id, std::function<void()> hook) {
   const std::lock_guard lock(mutex_);

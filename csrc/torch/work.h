@@ -104,6 +104,10 @@ struct Job {
   bool refused_after_failure = false;     // where the group has failed, also if it is asynchronous
 };
 
+// Removes a work that has succeeded from torch's registry, as torch's own backends do.  One that
+// has failed stays there: wait_tensor then raises its error.
+void unregister(c10d::Work* work);
+
 class Work final : public c10d::Work {
  public:
   using Pointer = c10::intrusive_ptr<Work>;

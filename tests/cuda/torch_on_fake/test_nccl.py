@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blame import expect_all
 from conftest import Machine
 from gpu_jobs import use_gpu
 from pool import Died, Pool, Raised, Rank
@@ -251,3 +252,27 @@ def test_the_inner_nccl_is_really_called(machine: Machine) -> None:
             call.log(rank)
         )
     call.outcomes(10)
+
+
+def exchange(me: Rank, later: bool) -> None:
+    """Calls of the inner NCCL alone, until a rank is lost."""
+    x = torch.ones(3000, device=use_gpu(me))
+    y = torch.empty_like(x)
+    for k in range(10**9):
+        work = dist.all_to_all_single(y, x, async_op=later)
+        if work is not None:
+            work.wait()
+        torch.cuda.synchronize()
+        if k == 3:
+            me.tell("flowing")
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_that_dies_amid_calls_of_the_inner_nccl(machine: Machine, later: bool) -> None:
+    call = machine.start(exchange, 3, later, RINGREDUCE_CUDA_OTHER="nccl", fresh=True)
+    for rank in range(3):
+        call.heard(rank)
+    call.signal(1, signal.SIGKILL)
+    outcomes = call.outcomes(20)
+    assert isinstance(outcomes[1], Died)
+    expect_all(outcomes, [1], "PeerLost", [1])
