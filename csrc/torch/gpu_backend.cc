@@ -1,9 +1,10 @@
 // Ordering calls behind the caller's stream and putting them into one; communicators, and the
 // backend's life. The calls themselves are in gpu_calls.cc.
 //
-// An asynchronous call runs in a stream of the backend's own; tensors are recorded on it, so that
-// torch's allocator does not give their memory away too early.  A blocking call runs in the
-// caller's current stream, where nothing more is needed.
+// An asynchronous call runs in a stream of the backend's own.  Its Work keeps its tensors until the
+// caller's stream waits for it, so that torch's allocator does not give their memory away too
+// early, and does so at once afterwards.  A blocking call runs in the caller's current stream,
+// where nothing more is needed.
 #include "torch/gpu_backend.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -106,8 +107,10 @@ class StreamWork final : public c10d::Work {
  public:
   // Ignores the job's operations: the caller puts them into the stream, then calls `enqueued`.  The
   // context of an error comes from the communicator (its calls' labels).
+  // `kept`: tensors of a call in another stream than the caller's.
   StreamWork(int rank, uint64_t operation, const Job& job,
-             const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream)
+             const std::shared_ptr<cuda::GpuCommunicator>& communicator, const c10::Stream& stream,
+             const c10::Stream& caller, std::vector<at::Tensor> kept)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         outputs_(job.outputs),
         operation_(operation),
@@ -116,6 +119,8 @@ class StreamWork final : public c10d::Work {
         observer_(job.observer),
         communicator_(communicator),
         stream_(stream),
+        caller_(caller),
+        kept_(std::move(kept)),
         timed_(observer_->timing),
         begin_(stream.device_type(),
                timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT),
@@ -123,6 +128,16 @@ class StreamWork final : public c10d::Work {
         future_(c10::make_intrusive<c10::ivalue::Future>(
             futureType(job.future_of_one), std::vector<c10::Device>{stream.device()})) {
     if (timed_) begin_.record(stream_);
+  }
+
+  // A Work that nobody has waited for leaves its tensors to the allocator, which asks CUDA when
+  // they are free.
+  ~StreamWork() override {
+    try {
+      releaseTensors(/*ordered=*/false);
+    } catch (const std::exception& error) {
+      log("rank " + std::to_string(rank_) + " could not record a stream: " + error.what());
+    }
   }
 
   void enqueued() {
@@ -176,7 +191,11 @@ class StreamWork final : public c10d::Work {
   }
   void synchronize() override {
     raise();
-    end_.block(guardOf(stream_.device()).getStream(stream_.device()));
+    const c10::Stream current = guardOf(stream_.device()).getStream(stream_.device());
+    end_.block(current);
+    // Only the caller's stream is that of the tensors.
+    releaseTensors(/*ordered=*/current == caller_);
+    unregister(this);
   }
   void abort() override {
     TORCH_CHECK(false, "an operation cannot be aborted alone; abort its group");
@@ -208,16 +227,33 @@ class StreamWork final : public c10d::Work {
     }
   }
 
+  // `ordered`: what follows in the tensors' stream follows the operation.
+  void releaseTensors(bool ordered) {
+    std::vector<at::Tensor> tensors;
+    {
+      const std::lock_guard lock(kept_mutex_);
+      tensors.swap(kept_);
+    }
+    if (ordered || forkGeneration() != generation_) return;
+    const auto guard = guardOf(stream_.device());
+    for (const at::Tensor& tensor : tensors)
+      if (tensor.defined() && tensor.has_storage())
+        guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+  }
+
   const std::vector<at::Tensor> outputs_;
-  const uint64_t operation_;  // as errors number it
-  const uint64_t sequence_;   // as torch does
+  const int generation_ = forkGeneration();  // forks before it was made
+  const uint64_t operation_;                 // as errors number it
+  const uint64_t sequence_;                  // as torch does
   const bool future_of_one_;
   const std::shared_ptr<Observer> observer_;
   const uint64_t observed_group_ = observer_->groups();
   const Nanos started_ = monotonicNow();
   // Not kept alive: a communicator that is gone has run or failed its operations.
   const std::weak_ptr<cuda::GpuCommunicator> communicator_;
-  const c10::Stream stream_;
+  const c10::Stream stream_, caller_;
+  std::mutex kept_mutex_;
+  std::vector<at::Tensor> kept_;
   const bool timed_;
   c10::Event begin_, end_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -269,17 +305,14 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const c10::Stream caller = guard.getStream(device);
   const c10::Stream stream = async ? context->stream : caller;
   job.observer = observer_;
-  const auto work =
-      c10::make_intrusive<StreamWork>(rank_, operations_++, job, context->communicator, stream);
+  // Before it is known whether all of it can be put there: of several calls some may be.
+  const auto work = c10::make_intrusive<StreamWork>(
+      rank_, operations_++, job, context->communicator, stream, caller, async ? used : Tensors());
   try {
     if (async) {
       c10::Event ready(device.type());
       ready.record(caller);
       ready.block(stream);
-      // Before it is known whether all of it can be put there: of several calls some may be.
-      for (const at::Tensor& tensor : used)
-        if (tensor.defined() && tensor.has_storage())
-          guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
     }
     const c10::StreamGuard in(stream);
     put(*context->communicator, stream);
@@ -394,6 +427,18 @@ void GpuBackend::shutdown() {
   }
   if (!nccl || !*nccl) return;
   (*nccl)->shutdown();
+}
+
+void GpuBackend::drain() {
+  std::vector<c10::Stream> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [index, context] : contexts_) {
+      const c10::Device device(c10::kCUDA, index);
+      if (!isCapturing(device)) streams.push_back(guardOf(device).getStream(device));
+    }
+  }
+  for (const c10::Stream& stream : streams) stream.synchronize();
 }
 
 size_t GpuBackend::bytes() const {

@@ -95,6 +95,8 @@ class GpuBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
+  // Waits for the current streams of the GPUs that the group has used, unless they are captured.
+  void drain();
   // Throws Error if an operation has failed.  Its stream must have finished it.
   void check() const;
 

@@ -385,11 +385,13 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 
 // ---- barriers
 
-// For a GPU it also waits for all work in the current stream, so also for the calls whose Works
-// were waited for.
+// It also waits for all work in the GPU's current stream, so also for the calls whose Works were
+// waited for.  torch names a GPU only if its caller does, or if the group has no CPU.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   if (gpu_ && options.device && options.device->is_cuda())
     c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
+  else if (gpu_)
+    gpu_->drain();
   return translated([&] {
     return start(*group(),
                  {.type = c10d::OpType::BARRIER,

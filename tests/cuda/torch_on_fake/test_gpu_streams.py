@@ -5,7 +5,9 @@ A gate holds a stream, so what is shown does not depend on who is how fast.
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from conftest import Machine
 from gpu_jobs import Gate, use_gpu
 from pool import Rank
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 
 def ready(me: Rank) -> torch.device:
@@ -133,6 +136,54 @@ def reuse(me: Rank) -> None:
 
 def test_memory_in_use_by_an_operation_is_not_given_away(machine: Machine) -> None:
     machine.run(reuse, 2)
+
+
+def freed(me: Rank) -> None:
+    """Memory is free once a stream waits for its operation, or else once that is over."""
+    device = ready(me)
+    n = 300_000
+    gate = Gate()
+    for waited in (True, False):
+        x = torch.empty(n, device=device)
+        storage = x.untyped_storage().data_ptr()
+        work = dist.all_reduce(x, async_op=True)
+        if waited:
+            work.wait()
+        del work, x
+        fresh = [torch.empty(n, device=device) for _ in range(4)]
+        assert (storage in [t.untyped_storage().data_ptr() for t in fresh]) == waited
+    gate.open()
+
+
+def test_memory_is_free_once_a_stream_waits_for_its_operation(machine: Machine) -> None:
+    machine.run(freed, 2)
+
+
+def registered(me: Rank) -> None:
+    """In torch's registry for wait_tensor, until it is waited for."""
+    size: Any = torch._C._distributed_c10d._get_work_registry_size
+    x, before = torch.ones(5, device=ready(me)), size()
+    with allow_inflight_collective_as_graph_input_ctx():
+        work = dist.all_reduce(x, async_op=True)
+        assert size() == before + 1
+        work.wait()
+    assert size() == before
+
+
+def test_works_leave_the_registry(machine: Machine) -> None:
+    machine.run(registered, 2)
+
+
+def drained(me: Rank) -> None:
+    ready(me)
+    gate = Gate()
+    threading.Timer(0.3, gate.open).start()
+    dist.barrier()
+    assert torch.cuda.current_stream().query()
+
+
+def test_a_barrier_waits_for_the_gpu(machine: Machine) -> None:
+    machine.run(drained, 2)
 
 
 def several_streams(me: Rank) -> None:
