@@ -3,9 +3,10 @@
 //
 //     ringreduce_cuda_perf MODE [options]        (--help lists them; benchmarks/cuda/settings.h)
 //
-// All ranks share one GPU, as threads' worth of work of one process or as processes; every table
-// says so.  What is compared takes turns, round by round, in one run; tables have the columns of
-// NCCL's own benchmarks, with the median of the rounds and the least and most beside it.
+// Ranks of one process share one GPU.  Ranks that are processes (processes, kill) have a GPU each
+// as far as there are enough, and share them else; every table says which.  What is compared takes
+// turns, round by round, in one run; tables have the columns of NCCL's own benchmarks, with the
+// median of the rounds and the least and most beside it.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>

@@ -17,6 +17,7 @@ add_custom_command(OUTPUT ${rest} ${rest_of_nccl} VERBATIM
   DEPENDS ${here}/make_stubs.py ${torch_lib}/libtorch_cuda.so)
 set_source_files_properties(${rest} ${rest_of_nccl} PROPERTIES COMPILE_OPTIONS -w)
 file(GLOB fake_sources CONFIGURE_DEPENDS ${here}/*.cc)
+list(REMOVE_ITEM fake_sources ${here}/gpu_data.cc)
 set(nccl_sources ${fake_sources})
 list(FILTER nccl_sources INCLUDE REGEX "/nccl_[^/]*$")
 list(REMOVE_ITEM fake_sources ${nccl_sources})
@@ -46,6 +47,8 @@ set_target_properties(nccl_on_fake PROPERTIES
   NO_SONAME ON
   PREFIX "" OUTPUT_NAME libnccl SUFFIX .so.2
   LIBRARY_OUTPUT_DIRECTORY ${on_fake}/lib)
+
+file(GLOB cuda_perf_sources CONFIGURE_DEPENDS benchmarks/cuda_perf.cc benchmarks/cuda/*.cc)
 
 # --- The extension: on_fake/ringreduce, the package with this one in it ---------------------------------
 
@@ -84,4 +87,11 @@ file(CONFIGURE OUTPUT ${metadata}/entry_points.txt
      CONTENT "[torch.backends]\nringreduce = _ringreduce_autoload:register\nfake = host_ops:install\n")
 file(CREATE_LINK ${here}/host_ops.py ${on_fake}/host_ops.py SYMBOLIC)
 
-add_custom_target(torch_on_fake DEPENDS _C_on_fake fake_cudart nccl_on_fake)
+# The program of gpu-check whose ranks are processes, on the same fake.
+add_executable(cuda_perf_on_fake ${here}/gpu_data.cc ${cuda_perf_sources}
+  $<TARGET_OBJECTS:ringreduce_cuda_host> $<TARGET_OBJECTS:ringreduce_host_kernels>)
+target_include_directories(cuda_perf_on_fake SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(cuda_perf_on_fake PRIVATE ringreduce_core fake_cudart ${CMAKE_DL_LIBS})
+set_target_properties(cuda_perf_on_fake PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${on_fake})
+
+add_custom_target(torch_on_fake DEPENDS _C_on_fake fake_cudart nccl_on_fake cuda_perf_on_fake)

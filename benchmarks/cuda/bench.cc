@@ -1,6 +1,7 @@
 // Ranks of one process with their data, NCCL beside them, and contenders that take turns.
 #include "bench.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 
@@ -45,6 +46,12 @@ Times copyTimes(size_t bytes, int rounds) {
 double copyBandwidth() {
   constexpr size_t kBytes = size_t{512} << 20;
   return 2 * static_cast<double>(kBytes) / (copyTimes(kBytes, 5).median / 1e6);
+}
+
+int gpusFor(int ranks) {
+  int gpus = 0;
+  gpu::must(cudaGetDeviceCount(&gpus), "count the GPUs");
+  return std::min(gpus, ranks);
 }
 
 bool fits(int ranks, size_t bytes) {

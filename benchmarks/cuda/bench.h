@@ -39,6 +39,9 @@ Choice choiceOf(Path path);
 // Of device-to-device copies, read and written: bytes a second.
 Times copyTimes(size_t bytes, int rounds);
 double copyBandwidth();
+// How many of this machine's GPUs ranks take that are processes: rank r has number r modulo their
+// count.  Starts CUDA: do not fork afterwards.
+int gpusFor(int ranks);
 // Free memory of the GPU's is enough for ranks with two buffers of `bytes` and some more.
 bool fits(int ranks, size_t bytes);
 ringreduce::GroupOptions groupOptions(const std::string& name);
@@ -125,9 +128,10 @@ int runTables(const Settings& settings, const std::string& how, const More&... m
     for (size_t bytes : settings.sizes)
       if (fits(ranks, bytes)) sizes.push_back(bytes);
     if (sizes.empty()) continue;
-    std::printf("%s\n", sharingTitle(ranks, how + "; the median of " +
-                                                std::to_string(settings.rounds) + " rounds")
-                            .c_str());
+    std::printf(
+        "%s\n",
+        titleOf(ranks, 1, how + "; the median of " + std::to_string(settings.rounds) + " rounds")
+            .c_str());
     Mode mode(settings, ranks, sizes.back(), more...);
     std::printf("%s\n", tableHeader(Extra::kFloorAndNccl).c_str());
     for (DType dtype : settings.dtypes)

@@ -50,7 +50,7 @@ int runBytes(const Settings& settings) {
       continue;
     }
     std::printf("%s\n%-14s %9s %14s %16s %18s %7s\n",
-                sharingTitle(ranks, "bytes through device memory by the formula").c_str(),
+                titleOf(ranks, 1, "bytes through device memory by the formula").c_str(),
                 "algorithm", "type", "size(B)", "bytes a rank", "bytes of a launch", "#wrong");
     Bench bench(ranks, bytes);
     uint32_t seed = 0;

@@ -120,7 +120,7 @@ class Check {
                 name(path), name(dtype), tally.cases, tally.bytes, tally.wrong);
     std::fflush(stdout);
     Json line;
-    line.add("mode", "check").add("ranks", bench_.size()).add("sharing", true);
+    line.add("mode", "check").add("ranks", bench_.size()).add("gpus", 1).add("sharing", true);
     line.add("algorithm", name(path)).add("dtype", name(dtype)).add("op", tally.ops);
     line.add("bytes", tally.bytes).add("cases", tally.cases).add("wrong", tally.wrong);
     if (!tally.first.empty()) line.add("first_wrong", tally.first);
@@ -141,9 +141,10 @@ class Check {
 int runCheck(const Settings& settings) {
   size_t wrong = 0, cases = 0, left_out = 0;
   for (int ranks : settings.ranks) {
-    std::printf("%s\n", sharingTitle(ranks, std::string("bits against the CPU (") +
-                                                ringreduce::instructionSet() + ")")
-                            .c_str());
+    std::printf("%s\n",
+                titleOf(ranks, 1,
+                        std::string("bits against the CPU (") + ringreduce::instructionSet() + ")")
+                    .c_str());
     std::vector<size_t> sizes;
     for (size_t bytes : settings.sizes) {
       if (fits(ranks, bytes))

@@ -30,8 +30,9 @@ int runFloor(const Settings& settings) {
   const size_t bytes = settings.sizes.back();
   for (int ranks : settings.ranks) {
     std::printf("%s\n%-14s %14s %14s %10s\n",
-                sharingTitle(ranks, "the least time of float32 at " + std::to_string(bytes) +
-                                        " bytes, with that bandwidth")
+                titleOf(ranks, 1,
+                        "the least time of float32 at " + std::to_string(bytes) +
+                            " bytes, with that bandwidth")
                     .c_str(),
                 "algorithm", "bytes a rank", "floor(us)", "busbw");
     for (int i = 0; i < kPaths; ++i) {

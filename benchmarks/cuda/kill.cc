@@ -1,8 +1,10 @@
-// kill: a rank, a process, is killed amid calls.  The others must raise an error that names it; a
-// new group of them and one new process must work, and the GPU be free for them.
+// kill: a rank, a process, is killed amid calls, another time stopped.  The others must raise an
+// error that names it; a new group of them and one new process must work, and the GPU be free for
+// them.  A stopped rank goes on once the others have raised, and must raise too.
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -17,15 +19,19 @@ using namespace ringreduce;
 using cuda::Communicator;
 
 constexpr size_t kBytes = 1 << 20;
+constexpr Nanos kTimeout = 4 * kSecond;  // after which a stopped rank is an error
 constexpr Nanos kBeforeDeath = 300 * kMillisecond;
 constexpr int kMostRanks = 17;  // of Settings, and the new one
 
 struct RankPage {
-  std::atomic<Nanos> killed;
+  int gpus;
+  std::atomic<Nanos> killed;  // or stopped
+  std::atomic<pid_t> victim;
   std::atomic<int> over;  // survivors that are done with the first group
   struct Rank {
     double raised_s, kernel_ms, again_ms;
     size_t wrong;
+    pid_t pid;
     char algorithm[32], text[800];
   };
   Rank ranks[kMostRanks];
@@ -34,9 +40,9 @@ struct RankPage {
 // A rank of one group: its communicator, its data and what must come of it.
 class Rank {
  public:
-  Rank(Store& store, const std::string& group, int rank, int size)
+  Rank(Store& store, const std::string& group, int rank, int size, int gpu)
       : rank_(rank),
-        comm_(Communicator::create(Group::create(store, rank, size, groupOptions(group)), 0,
+        comm_(Communicator::create(Group::create(store, rank, size, optionsOf(group)), gpu,
                                    cuda::CommunicatorOptions{})),
         data_(rank, kBytes),
         expected_(kBytes) {
@@ -77,6 +83,12 @@ class Rank {
   }
 
  private:
+  static GroupOptions optionsOf(const std::string& group) {
+    GroupOptions options = groupOptions(group);
+    options.timeout = kTimeout;
+    return options;
+  }
+
   const int rank_;
   const std::shared_ptr<Communicator> comm_;
   const RankData data_;
@@ -86,7 +98,7 @@ class Rank {
 };
 
 // All-reduces until one raises, as it must: then tells when and what.
-void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victim) {
+void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victim, bool stop) {
   const Nanos deadline = deadlineIn(gpu::kHang);
   try {
     while (now() < deadline) rank.allReduce();
@@ -95,13 +107,14 @@ void untilItRaises(Rank& rank, RankPage& page, RankPage::Rank& report, int victi
     std::snprintf(report.text, sizeof report.text, "%s", error.what());
     if (page.killed == 0)
       throw std::runtime_error("raised before a rank was killed: " + std::string(error.what()));
-    if (error.kind() != Failure::kPeerLost ||
+    if (error.kind() != (stop ? Failure::kTimeout : Failure::kPeerLost) ||
         !std::strstr(report.text, ("rank " + std::to_string(victim)).c_str()))
-      throw std::runtime_error("does not say that rank " + std::to_string(victim) +
-                               " is lost: " + error.what());
+      throw std::runtime_error("does not say that rank " + std::to_string(victim) + " is " +
+                               (stop ? "late: " : "lost: ") + error.what());
     return;
   }
-  throw std::runtime_error("no error, though rank " + std::to_string(victim) + " was killed");
+  throw std::runtime_error("no error, though rank " + std::to_string(victim) + " was " +
+                           (stop ? "stopped" : "killed"));
 }
 
 // What a kernel takes that waits for nobody: with the GPU held by one that spins, for ever.
@@ -115,88 +128,114 @@ double kernelMilliseconds() {
   return static_cast<double>(now() - begin) / kMillisecond;
 }
 
-// Ranks 0 to size-2 survive, size-1 is killed, and process `size` takes its place afterwards.
-void body(Store& store, Store& again, RankPage& page, int process, int size) {
-  const int victim = size - 1;
+// Ranks 0 to size-2 survive, size-1 is killed or stopped, and process `size` takes its place
+// afterwards.
+void body(Store& store, Store& again, RankPage& page, int process, int size, bool stop) {
+  const int victim = size - 1, rank_again = std::min(process, victim);
+  const int gpu = rank_again % page.gpus;
   RankPage::Rank& report = page.ranks[process];
+  report.pid = getpid();
   if (process < size) {
-    gpu::must(cudaSetDevice(0), "use the GPU");
-    Rank rank(store, "before", process, size);
+    gpu::must(cudaSetDevice(gpu), "use the GPU");
+    Rank rank(store, "before", process, size, gpu);
     for (int i = 0; i < 10; ++i) rank.allReduce();
     if (process == victim) {
-      std::thread([&page] {
+      std::thread([&page, stop] {
         std::this_thread::sleep_for(std::chrono::nanoseconds(kBeforeDeath));
+        page.victim = getpid();
         page.killed = now();
-        kill(getpid(), SIGKILL);
+        kill(getpid(), stop ? SIGSTOP : SIGKILL);
       }).detach();
-      for (;;) rank.allReduce();
+      try {
+        for (;;) rank.allReduce();
+      } catch (const Error&) {
+        if (page.killed == 0) throw;
+        return;  // it was stopped, and the others have gone on without it
+      }
     }
     std::snprintf(report.algorithm, sizeof report.algorithm, "%s", rank.algorithm().c_str());
-    untilItRaises(rank, page, report, victim);
+    untilItRaises(rank, page, report, victim, stop);
     report.wrong = rank.wrong(true);
   }
   if (process < size) {
     ++page.over;
   } else {
     const Nanos deadline = deadlineIn(2 * gpu::kHang);
-    while (page.over < size - 1) {
-      if (now() > deadline) throw std::runtime_error("the survivors are not done");
+    while (page.over < size - 1 && now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    gpu::must(cudaSetDevice(0), "use the GPU");
+    if (stop && page.victim != 0) kill(page.victim, SIGCONT);
+    if (page.over < size - 1) throw std::runtime_error("the survivors are not done");
+    gpu::must(cudaSetDevice(gpu), "use the GPU");
   }
   report.kernel_ms = kernelMilliseconds();
   const Nanos begin = now();
-  Rank rank(again, "after", process < size ? process : victim, size);
+  Rank rank(again, "after", rank_again, size, gpu);
   for (int i = 0; i < 10; ++i) rank.allReduce();
   report.again_ms = static_cast<double>(now() - begin) / kMillisecond;
   report.wrong += rank.wrong(false);
+}
+
+// What came of it, with a line for the table; whether all is as it must be.
+bool tell(const Settings& settings, const RankPage& page, const processes::Ends& ends, int size,
+          bool stop) {
+  bool good = true;
+  std::vector<double> raised, pids;
+  size_t wrong = 0;
+  for (int i = 0; i <= size; ++i) {
+    const std::string& end = ends[static_cast<size_t>(i)];
+    const RankPage::Rank& one = page.ranks[i];
+    const bool victim = i == size - 1;
+    pids.push_back(one.pid);
+    if (victim && !stop ? end != "killed by signal 9" : !end.empty()) {
+      std::printf("FAILED: process %d: %s\n", i, end.empty() ? "it lives" : end.c_str());
+      good = false;
+    }
+    if (victim) continue;
+    wrong += one.wrong;
+    if (i < size) {
+      raised.push_back(one.raised_s);
+      std::printf("rank %d raised after %.3f s: %s\n", i, one.raised_s, one.text);
+    }
+    std::printf("%s %d: a kernel took %.2f ms, the new group and 10 all-reduces %.0f ms\n",
+                i < size ? "rank" : "the new process in place of rank", i < size ? i : size - 1,
+                one.kernel_ms, one.again_ms);
+  }
+  const Times times = timesOf(raised);
+  std::printf("%zu wrong; all had raised after %.3f s\n", wrong, times.most / 1e6);
+  std::fflush(stdout);
+  Json line;
+  line.add("mode", stop ? "stop" : "kill").add("ranks", size).add("gpus", page.gpus);
+  line.add("sharing", page.gpus < size).add("algorithm", page.ranks[0].algorithm);
+  line.add("dtype", "float32").add("op", "SUM").add("bytes", kBytes).add("time_us", times);
+  line.add("algbw", 0)
+      .add("busbw", 0)
+      .add("wrong", wrong)
+      .add("raised_s", raised)
+      .add("pids", pids);
+  append(settings.json, line);
+  return good && wrong == 0;
 }
 
 }  // namespace
 
 int runKill(const Settings& settings) {
   bool good = true;
-  for (int size : settings.ranks) {
-    std::printf("%s\n", sharingTitle(size,
-                                     "each a process, of which one is killed amid all-reduces of 1 "
-                                     "MiB; then a new group with a new process")
-                            .c_str());
-    Shared<RankPage> page;
-    processes::SharedStore store, again;
-    const processes::Ends ends =
-        processes::run(size + 1, [&](int process) { body(store, again, *page, process, size); });
-    std::vector<double> raised;
-    size_t wrong = 0;
-    for (int i = 0; i <= size; ++i) {
-      const std::string& end = ends[static_cast<size_t>(i)];
-      const RankPage::Rank& one = page->ranks[i];
-      const bool victim = i == size - 1;
-      if (victim ? end != "killed by signal 9" : !end.empty()) {
-        std::printf("FAILED: process %d: %s\n", i, end.empty() ? "it lives" : end.c_str());
-        good = false;
-      }
-      if (victim) continue;
-      wrong += one.wrong;
-      if (i < size) {
-        raised.push_back(one.raised_s);
-        std::printf("rank %d raised after %.3f s: %s\n", i, one.raised_s, one.text);
-      }
-      std::printf("%s %d: a kernel took %.2f ms, the new group and 10 all-reduces %.0f ms\n",
-                  i < size ? "rank" : "the new process in place of rank", i < size ? i : size - 1,
-                  one.kernel_ms, one.again_ms);
+  for (int size : settings.ranks)
+    for (const bool stop : {false, true}) {
+      Shared<RankPage> page;
+      const std::string unknown = processes::run(1, [&](int) { page->gpus = gpusFor(size); })[0];
+      if (!unknown.empty()) throw std::runtime_error(unknown);
+      std::printf("%s\n", titleOf(size, page->gpus,
+                                  std::string("each a process, of which one is ") +
+                                      (stop ? "stopped" : "killed") +
+                                      " amid all-reduces of 1 MiB; then a new group with a new "
+                                      "process")
+                              .c_str());
+      processes::SharedStore store, again;
+      const processes::Ends ends = processes::run(
+          size + 1, [&](int process) { body(store, again, *page, process, size, stop); });
+      good = tell(settings, *page, ends, size, stop) && good;
     }
-    const Times times = timesOf(raised);
-    std::printf("%zu wrong; all had raised after %.3f s\n", wrong, times.most / 1e6);
-    std::fflush(stdout);
-    good = good && wrong == 0;
-    Json line;
-    line.add("mode", "kill").add("ranks", size).add("sharing", true);
-    line.add("algorithm", page->ranks[0].algorithm).add("dtype", "float32").add("op", "SUM");
-    line.add("bytes", kBytes).add("time_us", times).add("algbw", 0).add("busbw", 0);
-    line.add("wrong", wrong).add("raised_s", raised);
-    append(settings.json, line);
-  }
   return good ? kOk : kWrong;
 }
 

@@ -1,8 +1,10 @@
-// processes: a rank is a process, and all share one GPU.  Without MPS they have it in turns, so the
-// schedule is direct, and what small messages cost is hops between their streams, H.
+// processes: a rank is a process, on a GPU of its own as far as there are enough.  Where ranks
+// share one without MPS they have it in turns, so the schedule is direct, and what small messages
+// cost is hops between their streams, H.
 //
 // Contenders: the direct schedule on registered buffers, and staged by each way of mapping memory;
-// under MPS the kernels too.  The first way's names have no ending, the others' have the way's.
+// the kernels, where those of all ranks run at once; NCCL, where each rank has a GPU.  The first
+// way's names have no ending, the others' have the way's.
 #include "../../tests/cpp/processes.h"
 
 #include <cstdio>
@@ -31,11 +33,12 @@ void say(bool speaker, const char* format, T... values) {
 // A rank: one of `size` processes.
 class Rank {
  public:
-  Rank(const Settings& settings, Store& store, int rank, int size, size_t most_bytes)
+  Rank(const Settings& settings, Store& store, int rank, int size, int gpus, size_t most_bytes)
       : settings_(settings),
         store_(store),
         rank_(rank),
         size_(size),
+        gpus_(gpus),
         control_(Group::create(store, rank, size, groupOptions("control"))),
         data_(rank, most_bytes),
         expected_(most_bytes) {}
@@ -54,13 +57,19 @@ class Rank {
     std::printf("# H = %.2f us [%.2f, %.2f]: one process's stream waits for another's write\n",
                 times.median, times.least, times.most);
     Json line;
-    line.add("mode", settings_.modeName()).add("ranks", size_).add("sharing", true);
-    line.add("algorithm", "hop").add("dtype", "float32").add("op", "SUM").add("bytes", 4);
+    line.add("mode", settings_.modeName()).add("ranks", size_).add("gpus", gpus_);
+    line.add("sharing", gpus_ < size_)
+        .add("algorithm", "hop")
+        .add("dtype", "float32")
+        .add("op", "SUM")
+        .add("bytes", 4);
     line.add("time_us", times).add("algbw", 0).add("busbw", 0).add("wrong", 0);
     append(settings_.json, line);
   }
 
+  // For the floors, which are of ranks that share all of one GPU's memory.
   void measureBandwidth() {
+    if (gpus_ > 1) return;
     const double mine = rank_ == 0 ? copyBandwidth() : 0;
     barrier();
     bandwidth_ = agreeOn(mine);
@@ -76,8 +85,10 @@ class Rank {
       options.access = cuda::memoryAccessNamed(way);  // auto has none
       std::shared_ptr<Communicator> staged, registered;
       try {
-        staged = Communicator::create(newGroup("staged " + way), 0, options);
-        if (i == 0) registered = Communicator::create(newGroup("registered"), 0, options);
+        staged = Communicator::create(newGroup("staged " + way), gpu(), options);
+        // The memory of the direct schedule is there only if it is asked for.
+        options.algorithm = cuda::Choice::kDirect;
+        if (i == 0) registered = Communicator::create(newGroup("registered"), gpu(), options);
       } catch (const Error& error) {
         say(rank_ == 0, "# without %s: %s\n", way.c_str(), error.what());
         continue;
@@ -85,34 +96,40 @@ class Rank {
       const bool turns = !staged->kernelsRunAtOnce();
       say(rank_ == 0, "# %s: memory is mapped by %s; %s\n", way.c_str(),
           cuda::name(staged->access()),
-          turns ? "the processes have the GPU in turns"
-                : "the processes' kernels run at once (MPS)");
+          turns           ? "processes that share a GPU have it in turns"
+          : gpus_ < size_ ? "the processes' kernels run at once (MPS)"
+                          : "the processes' kernels run at once");
       for (Path path : settings_.paths) {
         if (path == Path::kDirect) {
           if (registered) addRegistered(registered, way);
-        } else if (isDirect(path) || !turns) {
+        } else if (isDirect(path) == turns) {
           add(name(path) + ending, path, staged, way);
         }
       }
     }
+    if (gpus_ == size_) enterNccl();
   }
 
   size_t run(DType dtype, ReduceOp op, size_t bytes) {
     Job job;
-    job.what = {.ranks = size_,
-                .count = bytes / sizeOf(dtype),
-                .dtype = dtype,
-                .op = op,
-                .draw = Texture::kExact,
-                .seed = ++seed_};
+    job.what = {
+        .ranks = size_, .count = bytes / sizeOf(dtype), .dtype = dtype, .op = op, .seed = ++seed_};
     expected_.make(job.what, stream_.get());
     size_t wrong = 0;
     for (Contender& one : contenders_) {
+      if (!one.path) {
+        if (!cuda::NcclCommunicator::supports(dtype, op)) continue;
+        // Its order of addition is its own, so it gets addends whose sums need no rounding.
+        job.what.draw = Texture::kExact;
+        expected_.make(job.what, stream_.get());
+      }
       one.result = measurementOf(settings_, one.name, job);
+      one.result.gpus = gpus_;
       one.result.way = one.way;
       one.result.hop_us = hop_us_;
-      one.result.floor_us =
-          floorMicroseconds(*one.path, size_, one.result.bytes, dtype, bandwidth_);
+      if (gpus_ == 1)
+        one.result.floor_us =
+            floorMicroseconds(*one.path, size_, one.result.bytes, dtype, bandwidth_);
       for (const bool in_place : {false, true}) {
         job.in_place = in_place;
         (in_place ? one.result.in_place_wrong : one.result.wrong) = check(one, job);
@@ -124,9 +141,15 @@ class Rank {
           std::clamp(agreeOn(kRound / std::max(once, 1e-9)), 1.0, double{kMostCalls}));
       one.time = [this, put = one.put, calls](const Job& j) { return time(put, j, calls); };
     }
-    compete(contenders_, job, settings_.rounds);
-    if (rank_ == 0)
-      for (const Contender& one : contenders_) tell(settings_, one.result, Extra::kHops);
+    std::vector<Contender> racers;
+    for (const Contender& one : contenders_)
+      if (one.path || cuda::NcclCommunicator::supports(dtype, op)) racers.push_back(one);
+    compete(racers, job, settings_.rounds);
+    if (rank_ != 0) return wrong;
+    if (gpus_ == size_)
+      tellBesideNccl(settings_, racers);
+    else
+      for (const Contender& one : racers) tell(settings_, one.result, Extra::kHops);
     return wrong;
   }
 
@@ -134,12 +157,14 @@ class Rank {
   void leave() {
     contenders_.clear();
     comms_.clear();
+    nccl_.reset();
     barrier();
   }
 
   bool hasContenders() const { return !contenders_.empty(); }
 
  private:
+  int gpu() const { return rank_ % gpus_; }
   std::shared_ptr<Group> newGroup(const std::string& group) {
     return Group::create(store_, rank_, size_, groupOptions(group));
   }
@@ -162,6 +187,40 @@ class Rank {
       if (now() > deadline) throw std::runtime_error("the other process has not come");
       std::this_thread::yield();
     }
+  }
+
+  // NCCL on the same ranks.  All agree on each step, as its calls wait for each other.
+  void enterNccl() {
+    std::string why;
+    std::shared_ptr<const cuda::NcclLibrary> library;
+    cuda::NcclId id{};
+    try {
+      library = cuda::NcclLibrary::load(settings_.nccl);
+      if (rank_ == 0) id = library->makeId();
+    } catch (const Error& error) {
+      why = error.what();
+    }
+    if (sum(!why.empty()) == 0) {
+      control_->run({Broadcast{id.data(), id.size(), DType::kUInt8, 0}});
+      try {
+        nccl_ = std::make_unique<cuda::NcclCommunicator>(library, id, rank_, size_);
+      } catch (const Error& error) {
+        why = error.what();
+      }
+    }
+    if (sum(nccl_ == nullptr) > 0) {
+      say(!why.empty(), "# without NCCL: rank %d: %s\n", rank_, why.c_str());
+      nccl_.reset();
+      return;
+    }
+    say(rank_ == 0, "# beside %s\n", library->description().c_str());
+    Contender one;
+    one.name = "nccl";
+    one.put = [this](const Job& job) {
+      nccl_->allReduce(data_.input(job), data_.output(job), job.what.count, job.what.dtype,
+                       job.what.op, stream_.get());
+    };
+    contenders_.push_back(std::move(one));
   }
 
   void addRegistered(const std::shared_ptr<Communicator>& comm, const std::string& way) {
@@ -207,6 +266,7 @@ class Rank {
   void finish() {
     gpu::finish(stream_.get(), "an all-reduce");
     for (const auto& comm : comms_) comm->check();
+    if (nccl_) nccl_->check();
   }
 
   double time(const std::function<void(const Job&)>& put, const Job& job, int calls) {
@@ -219,13 +279,14 @@ class Rank {
 
   const Settings& settings_;
   Store& store_;
-  const int rank_, size_;
+  const int rank_, size_, gpus_;
   const std::shared_ptr<Group> control_;
   RankData data_;
   Expected expected_;
   const gpu::Stream stream_;
   std::vector<Contender> contenders_;
   std::vector<std::shared_ptr<Communicator>> comms_;
+  std::unique_ptr<cuda::NcclCommunicator> nccl_;
   double hop_us_ = 0, bandwidth_ = 1;
   uint32_t seed_ = 0;
 };
@@ -233,20 +294,22 @@ class Rank {
 struct RankPage {
   HopWords words;
   std::atomic<int> met;
+  int gpus;
   size_t most;  // bytes of the largest message that fits
   std::atomic<size_t> wrong, measured;
 };
 
 void body(const Settings& settings, Store& store, RankPage& page, int rank, int size) {
-  gpu::must(cudaSetDevice(0), "use the GPU");
+  gpu::must(cudaSetDevice(rank % page.gpus), "use the GPU");
   std::vector<size_t> sizes;
   for (size_t bytes : settings.sizes)
     if (bytes <= page.most) sizes.push_back(bytes);
-  Rank self(settings, store, rank, size, sizes.back());
+  Rank self(settings, store, rank, size, page.gpus, sizes.back());
   self.measureHop(page.words, page.met);
   self.measureBandwidth();
   self.enter();
-  if (rank == 0 && self.hasContenders()) std::printf("%s\n", tableHeader(Extra::kHops).c_str());
+  const Extra extra = page.gpus == size ? Extra::kFloorAndNccl : Extra::kHops;
+  if (rank == 0 && self.hasContenders()) std::printf("%s\n", tableHeader(extra).c_str());
   for (DType dtype : settings.dtypes)
     for (ReduceOp op : settings.ops)
       for (size_t bytes : sizes) {
@@ -266,18 +329,28 @@ int runProcesses(const Settings& settings) {
   bool good = true;
   size_t measured = 0;
   for (int size : settings.ranks) {
-    std::printf("%s\n", sharingTitle(size, "each a process; the median of " +
-                                               std::to_string(settings.rounds) + " rounds")
-                            .c_str());
     Shared<RankPage> page;
     processes::SharedStore store;
     // What fits is asked once, by a process of its own, before the ranks take any.
-    processes::run(1, [&](int) {
-      for (size_t bytes : settings.sizes)
-        if (fits(size, bytes)) page->most = bytes;
-    });
+    const std::string unknown = processes::run(1, [&](int) {
+      page->gpus = gpusFor(size);
+      const int each = (size + page->gpus - 1) / page->gpus;
+      for (size_t bytes : settings.sizes) {
+        bool everywhere = true;
+        for (int gpu = 0; gpu < page->gpus && everywhere; ++gpu) {
+          gpu::must(cudaSetDevice(gpu), "use the GPU");
+          everywhere = fits(each, bytes);
+        }
+        if (everywhere) page->most = bytes;
+      }
+    })[0];
+    if (!unknown.empty()) throw std::runtime_error(unknown);
+    std::printf("%s\n", titleOf(size, page->gpus,
+                                "each a process; the median of " + std::to_string(settings.rounds) +
+                                    " rounds")
+                            .c_str());
     if (page->most == 0) {
-      std::printf("# this GPU has not enough free memory for any of the sizes\n");
+      std::printf("# a GPU has not enough free memory for any of the sizes\n");
       continue;
     }
     const processes::Ends ends =

@@ -102,7 +102,7 @@ inline void append(const std::string& path, const Json& line) {
 // One contender at one size: a row of the table and a line of the file.
 struct Measurement {
   std::string mode, algorithm, way;
-  int ranks = 2;
+  int ranks = 2, gpus = 1;  // that the ranks use
   ringreduce::DType dtype = ringreduce::DType::kFloat32;
   ringreduce::ReduceOp op = ringreduce::ReduceOp::kSum;
   size_t bytes = 0;
@@ -116,7 +116,8 @@ struct Measurement {
   Json json() const {
     Json line;
     const double algbw = algorithmBandwidth(bytes, time.median);
-    line.add("mode", mode).add("ranks", ranks).add("sharing", true).add("algorithm", algorithm);
+    line.add("mode", mode).add("ranks", ranks).add("gpus", gpus).add("sharing", gpus < ranks);
+    line.add("algorithm", algorithm);
     line.add("dtype", ringreduce::name(dtype)).add("op", ringreduce::name(op)).add("bytes", bytes);
     line.add("time_us", time).add("algbw", algbw).add("busbw", busBandwidth(algbw, ranks));
     line.add("wrong", wrong + in_place_wrong);
@@ -192,9 +193,11 @@ inline std::string tableRow(const Measurement& m, Extra extra) {
 }
 
 // Above every table: whose figures these are.
-inline std::string sharingTitle(int ranks, const std::string& rest) {
-  return "# " + std::to_string(ranks) + " ranks sharing one GPU" + (rest.empty() ? "" : ", ") +
-         rest;
+inline std::string titleOf(int ranks, int gpus, const std::string& rest) {
+  const std::string where = gpus == 1       ? " ranks sharing one GPU, "
+                            : gpus == ranks ? " ranks, each on a GPU of its own, "
+                                            : " ranks on " + std::to_string(gpus) + " GPUs, ";
+  return "# " + std::to_string(ranks) + where + rest;
 }
 
 }  // namespace perf

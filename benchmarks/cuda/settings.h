@@ -31,8 +31,11 @@ inline constexpr std::array kModes{
     ModeInfo{"single", "bandwidth of ranks of one process, in one cooperative grid"},
     ModeInfo{"latency", "small messages inside CUDA graphs, one launch a rank"},
     ModeInfo{"processes",
-             "ranks that are processes; first H, one stream's wait for another's write"},
-    ModeInfo{"kill", "a rank is killed: how long the others take to raise, and what works after"},
+             "ranks that are processes, on GPUs of their own as far as there are; first H, one "
+             "stream's wait for another's write"},
+    ModeInfo{"kill",
+             "a rank is killed, another time stopped: how long the others take to raise, and what "
+             "works after"},
     ModeInfo{"bytes", "runs each algorithm once, for a profiler to count the bytes"},
 };
 
@@ -174,7 +177,8 @@ inline std::string helpText() {
             mode.shows + "\n";
   return text +
          "\noptions (what they are without it depends on the mode):\n"
-         "  --ranks 2,4          numbers of ranks, all on one GPU\n"
+         "  --ranks 2,4          numbers of ranks; processes and kill: rank r has GPU r modulo the "
+         "count of GPUs, the others use the first one\n"
          "  --sizes 1K,64M:1G:4  bytes; a range is FIRST:LAST[:FACTOR]; or a range as in "
          "nccl-tests:\n"
          "  --minbytes, --maxbytes, --stepfactor\n"

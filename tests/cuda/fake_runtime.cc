@@ -142,6 +142,7 @@ cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
 
 cudaError_t cudaMalloc(void** data, size_t bytes) {
   if (const auto e = fate()) return said(e);
+  bytes = (bytes + 4095) / 4096 * 4096;  // whole pages
   const int ordinal = currentOrdinal(), gpu = gpuOf(ordinal);
   const int fd = newMemory(gpu, bytes, 0);
   char* at = show(fd, bytes, gpu, PROT_READ | PROT_WRITE);
