@@ -79,7 +79,7 @@ RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive quick t test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan arm fuzz \
-  bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-study
+  bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
@@ -106,7 +106,8 @@ help:
 	@echo "make build     build and install ringreduce into $(VENV)"
 	@echo "make cuda-build   compile and link all that is for GPUs; needs neither a GPU nor nvcc"
 	@echo "make torch-on-fake  the GPU path in PyTorch, on a CUDA made of host memory: needs no GPU"
-	@echo "make gpu-check    test and time it on this machine's GPU   (make gpu-study: long tables)"
+	@echo "make gpu-check    test and time it on this machine's GPUs  (make gpu-study: long tables)"
+	@echo "make gpu-build    only compile what gpu-check runs"
 	@echo "make venv      only make $(VENV), with torch and the tools"
 	@echo "make clean     remove build/ and what the tools left ($(VENV) stays)"
 	@echo
@@ -326,9 +327,12 @@ $(CUDA_VENV)/.ready: requirements-cuda.txt
 	cd $(CUDA_VENV) && ln -sfn lib/python3*/site-packages/nvidia/cu13 cuda && ln -sfn lib cuda/lib64
 	@touch $@
 
-# Neither touches .venv or pip: a machine with a GPU may have no network.
+# None of these touches .venv or pip: a machine with a GPU may have no network.
 gpu-check:
 	$(PYTHON) tests/cuda/gpu_check.py
+
+gpu-build:
+	$(PYTHON) tests/cuda/gpu_check.py --build
 
 gpu-study:
 	$(PYTHON) tests/cuda/gpu_check.py --study

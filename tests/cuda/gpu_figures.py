@@ -6,7 +6,7 @@ Pure functions of the lines that gpu_stages.py describes.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gpu_report import Line, Lines
@@ -67,9 +67,30 @@ def processes_figure(lines: Lines) -> str:
     return "; ".join([*hops, *beside(lines, KIB, "us"), *beside(lines, 256 * MIB, "us")])
 
 
+def all_gpus_met(ranks: int, algorithms: Sequence[str]) -> Callable[[Lines, Path], str]:
+    """A check that every algorithm ran with so many ranks that had a GPU each."""
+
+    def verify(lines: Lines, folder: Path) -> str:
+        there = {line["algorithm"] for line in pick(lines, ranks=ranks, sharing=False)}
+        missing = [name for name in algorithms if name not in there]
+        return f"{', '.join(missing)} did not run on {ranks} GPUs at once" if missing else ""
+
+    return verify
+
+
+def all_gpus_figure(lines: Lines) -> str:
+    ranks = max(line["ranks"] for line in lines)
+    widest = pick(lines, ranks=ranks)
+    return "; ".join([*beside(widest, KIB, "us", 1), *beside(widest, 256 * MIB, "busbw GB/s")])
+
+
 def kill_figure(lines: Lines) -> str:
-    slowest = max(float(seconds) for line in lines for seconds in line["raised_s"])
-    return f"raised after {slowest:.2f} s at most"
+    """Seconds until the last survivor raised: after a kill, and after a stop (its deadline)."""
+    slowest = {}
+    for line in lines:
+        worst = max(float(seconds) for seconds in line["raised_s"])
+        slowest[line["mode"]] = max(worst, slowest.get(line["mode"], 0.0))
+    return ", ".join(f"{mode}: raised after {s:.2f} s at most" for mode, s in slowest.items())
 
 
 def bytes_figure(lines: Lines) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import lzma
 import os
 import platform
@@ -18,8 +19,6 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from gpu_runner import Usage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -53,8 +52,8 @@ class Tools:
 @dataclass
 class Machine:
     tools: Tools
-    gpus: list[dict[str, str]]
-    no_gpu: str  # why there is none
+    gpus: list[dict[str, Any]]
+    no_gpu: str  # why there is none that programs can use
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,50 +89,117 @@ def output_of(*command: str, seconds: float = 20.0) -> str:
     return ""
 
 
-def find_gpus(nvidia_smi: str | None) -> tuple[list[dict[str, str]], str]:
-    """The GPUs, or why there are none."""
-    if nvidia_smi is None:
-        return [], "there is no nvidia-smi, which comes with the driver"
-    fields = ["name", "uuid", "driver_version", "memory.total", "compute_cap", "clocks.max.sm"]
-    listing = output_of(
-        nvidia_smi, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"
-    )
-    gpus = []
-    for line in listing.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == len(fields):
-            gpus.append(dict(zip(fields, values, strict=True)))
-    return gpus, "" if gpus else f"{nvidia_smi} finds none"
+def look() -> dict[str, Any]:
+    """What gpu_look.py finds."""
+    program = Path(__file__).resolve().parent / "gpu_look.py"
+    try:
+        return dict(json.loads(output_of(sys.executable, str(program), seconds=60)))
+    except ValueError:
+        return {"error": "the driver hangs or crashes when a program asks it for GPUs"}
 
 
-def usage(nvidia_smi: str | None) -> Usage:
-    """Who uses the GPUs, as far as the driver tells."""
+def why_none(seen: dict[str, Any], toolkit: str | None) -> str:
+    """Why no program can use a GPU here; "" if one can."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen.get("gpus") or "error" in seen:
+        why = str(seen.get("error", ""))
+    else:
+        why = "the driver finds none"
+    if why and hidden is not None:
+        why += f" (CUDA_VISIBLE_DEVICES is {hidden!r} and hides all that it does not name)"
+    driver, major = int(seen.get("driver", 0)), int(toolkit.split(".")[0]) if toolkit else 0
+    if 0 < driver < 1000 * major:
+        why = (
+            f"the driver is too old: it serves CUDA {version_text(driver)} at most, and the nvcc "
+            f"that is used makes programs for CUDA {toolkit}.  Update the driver, or put an nvcc "
+            f"of CUDA {driver // 1000} first in PATH"
+        )
+    return why
+
+
+def version_text(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def links(nvidia_smi: str | None, gpus: list[dict[str, Any]]) -> dict[str, str]:
+    """How pairs of these GPUs are connected, as nvidia-smi's matrix says it: {"0-1": "NV18"}."""
+    if nvidia_smi is None or len(gpus) < 2:
+        return {}
+    listing = output_of(nvidia_smi, "--query-gpu=index,uuid", "--format=csv,noheader")
+    rows = [line.split(", ") for line in listing.splitlines()]
+    index = {row[1].strip(): f"GPU{row[0].strip()}" for row in rows if len(row) == 2}
+    names = [index.get(gpu["uuid"], "") for gpu in gpus]
+    matrix = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in
+              output_of(nvidia_smi, "topo", "-m").splitlines()]  # fmt: skip
+    header = next((row for row in matrix if row[:1] == ["GPU0"]), [])
+    cells = {row[0]: dict(zip(header, row[1:], strict=False)) for row in matrix[1:] if row}
+    found = {}
+    for i, a in enumerate(names):
+        for j, b in enumerate(names[i + 1 :], i + 1):
+            if b in cells.get(a, {}):
+                found[f"{i}-{j}"] = cells[a][b]
+    return found
+
+
+# What nvidia-smi calls connections without NVLink.
+PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
+
+
+def topology(gpus: int, kinds: dict[str, str]) -> str:
+    """One line about the connections."""
+    if gpus < 2:
+        return "one GPU, no connections"
+    if not kinds:
+        return "unknown (nvidia-smi topo -m says nothing of these GPUs)"
+    by: dict[str, list[str]] = {}
+    for pair, kind in kinds.items():
+        by.setdefault(kind, []).append(pair)
+    parts = []
+    for kind, pairs in by.items():
+        bus = "NVLink" if kind.startswith("NV") else "PCIe" if kind in PCIE else "other"
+        where = "all pairs" if len(by) == 1 else ", ".join(pairs)
+        parts.append(f"{bus} ({kind}) between {where}")
+    return "; ".join(parts)
+
+
+def peer_access(peers: list[list[bool]]) -> str:
+    """One line about who can reach whose memory."""
+    if len(peers) < 2:
+        return "one GPU, no peers"
+    pairs = [(a, b) for b in range(len(peers)) for a in range(b)]
+    refused = [f"{a}-{b}" for a, b in pairs if not (peers[a][b] and peers[b][a])]
+    if not refused:
+        return "between all pairs"
+    if len(refused) == len(pairs):
+        return "none: data between GPUs passes through the host's memory"
+    return f"not between {', '.join(refused)}: data of all pairs may pass through the host's memory"
+
+
+def usage(nvidia_smi: str | None) -> frozenset[int]:
+    """The processes that use the GPUs, as far as the driver tells."""
     if nvidia_smi is None:
-        return Usage()
+        return frozenset()
     processes = output_of(nvidia_smi, "--query-compute-apps=pid", "--format=csv,noheader")
-    memory = output_of(nvidia_smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-    return Usage(
-        frozenset(int(line) for line in processes.split() if line.isdigit()),
-        sum(int(line) for line in memory.split() if line.isdigit()),
-    )
+    return frozenset(int(line) for line in processes.split() if line.isdigit())
 
 
-def architectures(gpus: list[dict[str, str]]) -> str:
+def architectures(gpus: list[dict[str, Any]]) -> str:
     """What to compile for, as CMake takes it: what these GPUs are."""
     capabilities = {gpu["compute_cap"].replace(".", "") for gpu in gpus}
-    if capabilities and all(map(str.isdigit, capabilities)):
-        return ";".join(sorted(capabilities, key=int))
-    return "native"
+    return ";".join(sorted(capabilities, key=int)) if capabilities else "90"
 
 
 def inspect() -> Machine:
     tools = find_tools()
-    gpus, no_gpu = find_gpus(tools.nvidia_smi)
     release = re.search(
         r"release ([\d.]+)", output_of(tools.nvcc, "--version") if tools.nvcc else ""
     )
-    shown = output_of(tools.nvidia_smi) if tools.nvidia_smi else ""
-    driver = re.search(r"CUDA Version: *([\d.]+)", shown)
+    toolkit = release.group(1) if release else None
+    seen = look()
+    gpus = seen.get("gpus", [])
+    smi = tools.nvidia_smi
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = output_of(smi, *query).splitlines() if smi else []
     commit = output_of("git", "rev-parse", "HEAD") or "unknown"
     if commit != "unknown" and output_of("git", "status", "--porcelain"):
         commit += " and changes"
@@ -142,15 +208,18 @@ def inspect() -> Machine:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "gpus": gpus,
-        "cuda_toolkit": release.group(1) if release else None,
-        "cuda_driver": driver.group(1) if driver else None,
+        "peers": seen.get("peers", []),
+        "links": links(smi, gpus),
+        "driver": driver[0].strip() if driver else None,
+        "cuda_toolkit": toolkit,
+        "cuda_driver": version_text(seen["driver"]) if seen.get("driver") else None,
         "nccl": None,
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
-    return Machine(tools, gpus, no_gpu, facts)
+    return Machine(tools, gpus, why_none(seen, toolkit), facts)
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -158,13 +227,18 @@ def inspect() -> Machine:
 TORCH = "import torch; print(torch.__version__, torch.version.cuda or 'none')"
 
 
-def find_torch() -> tuple[str | None, str]:
+def find_torch(toolkit: str | None) -> tuple[str | None, str]:
     """The version of this Python's torch and of its CUDA, or None and why it will not do."""
     version, _, cuda = output_of(sys.executable, "-c", TORCH, seconds=60).partition(" ")
     if not cuda:
         return None, "this Python has no torch"
     if cuda == "none":
         return None, f"this Python's torch ({version}) is built without CUDA"
+    if toolkit and cuda.split(".")[0] != toolkit.split(".")[0]:
+        return None, (
+            f"this Python's torch ({version}) is built with CUDA {cuda}, and nvcc is of CUDA "
+            f"{toolkit}, another major version"
+        )
     return f"{version}, CUDA {cuda}", ""
 
 

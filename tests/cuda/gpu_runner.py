@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from gpu_report import Lines, Result
 
@@ -32,19 +31,10 @@ LINGER = 3.0
 DYING = 10.0
 # How much of one stage's output the log keeps: its beginning and its end.
 LOG_BYTES = 1 << 20
-# MiB that a GPU's driver may keep of a process that has ended.
-KEPT = 64
 # Errors of reading malformed measurements.
 MISSHAPEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 # The lines of an output that name failures.
 COMPLAINT = re.compile(r"FAILED|[Ee]rror\b.*:")
-
-
-class Usage(NamedTuple):
-    """Who uses the GPUs, and how much of their memory, in MiB."""
-
-    processes: frozenset[int] = frozenset()
-    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,21 +68,30 @@ class Stage:
     # Checks the measurements and {folder}, may add measurements; returns an error, or "".
     verify: Callable[[Lines, Path], str] = lambda lines, folder: ""
     figure: Callable[[Lines], str] = lambda lines: ""
-    frees_gpu: bool = False  # whether to see that the GPU is as free after it as before
+    # Why this machine does not let the programs do it, by their output and {folder}, or "".
+    excuse: Callable[[Sequence[str], Path], str] = lambda output, folder: ""
+    # Whether its processes ("pids" of the lines) must be off the GPUs afterwards.
+    frees_gpu: bool = False
+    counted: bool = True  # whether its time is part of the budget
 
 
 class Runner:
-    """Runs stages one after the other until the budget, in seconds, is used up."""
+    """Runs stages one after the other until the budget, in seconds, is used up.
 
-    def __init__(self, log: Path, budget: float, usage: Callable[[], Usage] = Usage) -> None:
+    `usage` tells which processes use the GPUs.
+    """
+
+    def __init__(
+        self, log: Path, budget: float, usage: Callable[[], frozenset[int]] = frozenset
+    ) -> None:
         self.log = log
         self.budget = budget
         self.usage = usage
         self.passed: set[str] = set()
-        self._start = time.monotonic()
+        self._used = 0.0
 
     def left(self) -> float:
-        return self.budget - (time.monotonic() - self._start)
+        return self.budget - self._used
 
     def run(self, stage: Stage) -> Result:
         """Runs one stage; never raises for what the stage does."""
@@ -101,26 +100,30 @@ class Runner:
             result.reason = stage.skip
         elif stage.needs and stage.needs not in self.passed:
             result.reason = f"there is no {stage.needs} to run"
-        elif self.left() < 1.0:
+        elif stage.counted and self.left() < 1.0:
             result.reason = self._used_up()
         else:
             start = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
                 self._run_steps(stage, result, Path(folder))
             result.seconds = round(time.monotonic() - start, 2)
+            if stage.counted:
+                self._used += result.seconds
         if result.status == "ok":
             self.passed.add(stage.name)
         return result
 
     def _run_steps(self, stage: Stage, result: Result, folder: Path) -> None:
-        limit = min(stage.limit, self.left())
+        limit = min(stage.limit, self.left()) if stage.counted else stage.limit
         deadline = time.monotonic() + limit
-        before = self.usage() if stage.frees_gpu else Usage()
+        before = self.usage() if stage.frees_gpu else frozenset()
         problems: list[str] = []
         impossible: list[str] = []
+        excuse = ""
         for step in stage.steps:
             status, output, remains = self._execute(stage.name, step, folder, deadline)
             program = Path(step.command[0]).name
+            excuse = excuse or stage.excuse(output, folder)
             if status is None:
                 problems.append(f"{program} was ended after the stage's {limit:.0f} s")
             elif status == NOT_POSSIBLE:
@@ -140,9 +143,12 @@ class Runner:
         except (OSError, *MISSHAPEN) as error:
             broken = f"what it measured cannot be read: {error!r}"
         result.measurements = lines
-        if wrong := sum(bool(line.get("wrong")) for line in lines):
+        wrong = sum(bool(line.get("wrong")) for line in lines)
+        if wrong:
             problems.append(f"{wrong} of {len(lines)} results are wrong")
-        if result.status == "timeout":
+        if excuse and not wrong and result.status != "timeout":
+            problems = [excuse]
+        elif result.status == "timeout":
             if limit < stage.limit and len(problems) == 1:
                 result.status = "skipped"
                 problems = [f"cut after {limit:.0f} of its {stage.limit:.0f} s: {self._used_up()}"]
@@ -156,7 +162,7 @@ class Runner:
             if lines:
                 problems += self._judge(stage, result, folder)
             if stage.frees_gpu:
-                problems += self._still_used(before)
+                problems += self._still_used(before, lines)
             result.figure = "; ".join(filter(None, [result.figure, *impossible]))
             result.status = "failed" if problems else "ok"
         result.reason = "; ".join(problems)
@@ -221,19 +227,18 @@ class Runner:
                     remains = []
         return status, trim(self.log, begin), remains
 
-    def _still_used(self, before: Usage) -> list[str]:
-        """What is not as free as it was before; nothing, as soon as all is."""
+    def _still_used(self, before: frozenset[int], lines: Lines) -> list[str]:
+        """Processes of the stage that the driver still holds; none, as soon as all are gone.
+
+        Others may use the GPUs at the same time, so neither their processes nor all memory counts.
+        """
+        own = {int(pid) for line in lines for pid in line.get("pids", [])} - before
         patience = time.monotonic() + LINGER
-        while True:
-            after = self.usage()
-            users = sorted(after.processes - before.processes)
-            more = after.memory - before.memory
-            if not users and more <= KEPT:
-                return []
+        while users := sorted(self.usage() & own):
             if time.monotonic() > patience:
-                names = f" by process {', '.join(map(str, users))}" if users else ""
-                return [f"the GPU is still used{names}, with {more} MiB more than before"]
+                return [f"a GPU is still used by process {', '.join(map(str, users))}"]
             time.sleep(0.2)
+        return []
 
 
 def marked(mark: str) -> list[int]:

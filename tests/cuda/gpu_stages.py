@@ -1,17 +1,21 @@
-"""What gpu_check.py runs on a GPU, the most telling first, and what to make of the measurements.
+"""What gpu_check.py runs on GPUs, in which order, and what to make of the measurements.
+
+First what every report has to say: that the bits are right on one GPU, that all GPUs together give
+them too, and that the end of a rank is noticed.  Then torch, then speed, then the slow tools.
 
 The stages call `ringreduce_cuda_perf MODE [options] --json FILE` (benchmarks/cuda_perf.cc), which
 appends a line of JSON for each measurement:
 
-    mode, ranks, sharing, algorithm, dtype, op, bytes, time_us: [median, least, most], algbw, busbw,
-    wrong (elements that differ from what they must be)
+    mode, ranks, gpus, sharing, algorithm, dtype, op, bytes, time_us: [median, least, most],
+    algbw, busbw, wrong (elements that differ from what they must be)
 
 and where they apply
 
-    floor_us    single, processes: the least time in which the algorithm's bytes pass through device
-                memory, at the bandwidth of a copy in the same run
+    floor_us    single, processes on one GPU: the least time in which the algorithm's bytes pass
+                through device memory, at the bandwidth of a copy in the same run
     algorithm   also "nccl"; "hop", one stream's wait and another process's write, H; "copy"
-    raised_s    kill: how long each survivor took to raise
+    raised_s    kill: how long each survivor took to raise; the mode of stopped ranks is "stop"
+    pids        kill: the processes, none of which may be on a GPU afterwards
     dram_bytes  bytes: what the algorithm's formula says that one launch moves.  Each launch is one
                 kernel, stands between cudaProfilerStart and Stop, and has its line, in order.
 
@@ -19,6 +23,8 @@ gpu_torch_stages.py has the stages that need torch.
 
 Options are as in nccl-tests: --minbytes, --maxbytes, --stepfactor; further --ranks, --dtypes and
 --algorithms, with commas, and --ops.  `check --reduced` is small enough for compute-sanitizer.
+Ranks of check, single, latency and bytes share the first GPU; rank r of processes and kill has GPU
+r modulo their number.
 
 Exit status 77 means "not possible here"; the last line of output says why.
 """
@@ -26,17 +32,21 @@ Exit status 77 means "not possible here"; the last line of output says why.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import gpu_figures as figures
 import gpu_torch_stages
 from gpu_machine import ROOT
-from gpu_plan import BUILD, HERE, Plan
+from gpu_plan import BUILD, BUILD_LIMIT, HERE, Plan
 from gpu_runner import Stage, Step
 
-__all__ = ["BUILD", "Plan", "gpu_tests", "stages"]
+__all__ = ["ALL_GPUS", "BUILD", "CHECK", "Plan", "gpu_tests", "stages"]
+
+
+# What stages are called by gpu_check.py, which asks whether they passed.
+CHECK, ALL_GPUS = "check", "gpus"
 
 
 def stages(plan: Plan) -> list[Stage]:
@@ -74,19 +84,54 @@ def stages(plan: Plan) -> list[Stage]:
         step = Step((str(plan.build / "gpu_tests" / source.stem),), env)
         return Stage(source.stem, "the GPU test " + source.name, 75, (step,))
 
-    all_stages = [
+    halves = ("--dtypes", "float32,bfloat16")
+    everything = ("--dtypes", "all", "--ops", "all")
+    if plan.quick:
+        checks = [run("check", *both, *everything, *sizes("0", "1M")),
+                  run("check", *both, *halves, *sizes("16M", "64M"))]  # fmt: skip
+    else:
+        checks = [run("check", *both, *everything, *sizes("0", "16M")),
+                  run("check", *both, *halves, *sizes("64M", "1G"))]  # fmt: skip
+    own = plan.with_own_gpus
+    across = ("--way", "auto", "--algorithms", algorithms)
+    if plan.quick:
+        across += ("--ranks", str(plan.every), *sizes("1K", "256M", "64"), "--rounds", "3")
+    else:
+        across += ("--ranks", own, *sizes("1K", "256M"), "--rounds", "5")
+    first = [
         build(plan),
-        gpu_torch_stages.extension(plan),
-        *map(gpu_test, gpu_tests()),
-        *gpu_torch_stages.stages(plan),
         measured(
-            *("check", "bit for bit what the CPU ring gives, to 1 GiB", 150),
-            run("check", *both, "--dtypes", "all", "--ops", "all", *sizes("0", "16M")),
-            run("check", *both, "--dtypes", "float32,bfloat16", *sizes("64M", "1G")),
+            *(CHECK, "bit for bit what the CPU ring gives, by ranks that share one GPU", 150),
+            *checks,
             figure=figures.checked,
         ),
         measured(
-            *("floor", "how fast this GPU copies", 20),
+            *(
+                ALL_GPUS,
+                f"{plan.gpus} processes on {plan.gpus} GPUs: all algorithms and NCCL",
+                180,
+            ),
+            run("processes", *across, nccl=True),
+            skip="" if own else "there is one GPU",
+            verify=figures.all_gpus_met(plan.every, ("ring", "twoshot", "oneshot")),
+            figure=figures.all_gpus_figure,
+        ),
+        measured(
+            *("kill", "a rank is killed, one is stopped: the others raise, the GPUs are free", 60),
+            run("kill", "--ranks", own or "2,4"),
+            figure=figures.kill_figure,
+            frees_gpu=True,
+        ),
+    ]
+    if plan.quick:
+        return first
+    all_stages = [
+        *first,
+        *map(gpu_test, gpu_tests()),
+        gpu_torch_stages.extension(plan),
+        *gpu_torch_stages.stages(plan),
+        measured(
+            *("floor", "how fast a GPU copies", 20),
             run("floor"),
             figure=figures.copy_figure,
         ),
@@ -101,15 +146,24 @@ def stages(plan: Plan) -> list[Stage]:
             figure=figures.latency_figure,
         ),
         measured(
-            *("processes", "processes that share the GPU by turns; H, one wait and write", 60),
+            *("processes", "processes that share a GPU by turns; H, one wait and write", 60),
             run("processes", *both, *sizes("1K", "256M", "8")),
+            skip="" if plan.gpus == 1 else f"there are {plan.gpus} GPUs, see {ALL_GPUS}",
             figure=figures.processes_figure,
         ),
         measured(
-            *("kill", "a rank is killed: the others raise, and the GPU is free after", 30),
-            run("kill", *both),
-            figure=figures.kill_figure,
-            frees_gpu=True,
+            *("bytes", "bytes by the profiler's counters, over the formula", 60),
+            run("bytes", *both, under=ncu),
+            skip="" if tools.ncu else "there is no ncu (Nsight Compute)",
+            verify=figures.add_counters,
+            excuse=no_counters,
+            figure=figures.bytes_figure,
+        ),
+        measured(
+            *("mps", "processes under MPS, where kernels run side by side", 45),
+            run("processes", *both, *sizes("1K", "256M", "64"), under=mps),
+            skip="" if tools.mps_control else "there is no nvidia-cuda-mps-control",
+            figure=figures.processes_figure,
         ),
         *(
             measured(
@@ -120,19 +174,6 @@ def stages(plan: Plan) -> list[Stage]:
             )
             for tool in ("memcheck", "initcheck", "synccheck")
         ),
-        measured(
-            *("bytes", "bytes by the profiler's counters, over the formula", 60),
-            run("bytes", *both, under=ncu),
-            skip="" if tools.ncu else "there is no ncu (Nsight Compute)",
-            verify=figures.add_counters,
-            figure=figures.bytes_figure,
-        ),
-        measured(
-            *("mps", "processes under MPS, where kernels run side by side", 45),
-            run("processes", *both, *sizes("1K", "256M", "64"), under=mps),
-            skip="" if tools.mps_control else "there is no nvidia-cuda-mps-control",
-            figure=figures.processes_figure,
-        ),
     ]
     if plan.study:
         for mode, shows, limit, options in study(algorithms):
@@ -140,6 +181,18 @@ def stages(plan: Plan) -> list[Stage]:
             all_stages.append(measured(f"study-{mode}", shows, limit, step, figure=figures.counted))
         all_stages += gpu_torch_stages.study(plan)
     return all_stages
+
+
+def no_counters(output: Sequence[str], folder: Path) -> str:
+    """Why ncu may not read a GPU's counters, or ""."""
+    log = folder / "ncu.csv"
+    said = [*output, log.read_text(errors="replace") if log.exists() else ""]
+    if not any("ERR_NVGPUCTRPERM" in text for text in said):
+        return ""
+    return (
+        "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): root may, and everybody with the "
+        "driver's option NVreg_RestrictProfilingToAdminUsers=0"
+    )
 
 
 def sizes(least: str, most: str, factor: str = "4") -> tuple[str, ...]:
@@ -156,28 +209,35 @@ def study(algorithms: str) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
 
 
 def build(plan: Plan) -> Stage:
+    """Compiles once what all stages run; `extension` takes the same objects."""
     tools = plan.tools
     missing = [name for name in ("nvcc", "cmake", "ninja") if getattr(tools, name) is None]
     folder = str(plan.build)
     cmake = tools.cmake or "cmake"
+    with_torch = "OFF" if plan.no_torch else "ON"
     configure = [
         *(cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={tools.ninja or 'ninja'}",
         "-DRINGREDUCE_CUDA=1",
         f"-DRINGREDUCE_CUDA_ARCHS={plan.architectures}",
-        "-DRINGREDUCE_BUILD_EXTENSION=OFF",
+        f"-DRINGREDUCE_BUILD_EXTENSION={with_torch}",
+        f"-DRINGREDUCE_PYTHON={sys.executable}",
     ]
+    targets = ["ringreduce_cuda_perf"]
+    if not plan.quick:
+        targets += [source.stem for source in gpu_tests()]
     return Stage(
         "build",
-        "everything compiles for the GPU that is here",
-        plan.build_limit,
+        "everything compiles for the GPUs that are here",
+        BUILD_LIMIT,
         (
             Step(tuple(configure), {"CUDACXX": tools.nvcc or "nvcc"}),
-            Step((cmake, "--build", folder, "--target", "cuda_all", "-j", str(plan.jobs))),
+            Step((cmake, "--build", folder, "-j", str(plan.jobs), "--target", *targets)),
         ),
         skip=f"there is no {', '.join(missing)}" if missing else "",
         needs="",
         needs_gpu=False,
+        counted=False,
     )
 
 

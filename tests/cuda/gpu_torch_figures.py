@@ -144,3 +144,20 @@ def ddp_figure(lines: Lines) -> str:
             shown = ", ".join(f"{line['algorithm']} {median(line) / 1000:.1f}" for line in by)
             parts.append(f"{mode}, {ranks} ranks, ms a step: {shown}")
     return "; ".join(parts)
+
+
+def ddp_table(lines: Lines) -> list[str]:
+    """Milliseconds of a step: a row for each way to train, a column for each model and ranks."""
+    columns = list(dict.fromkeys((line["mode"], line["ranks"]) for line in lines))
+    titles = {line["algorithm"]: line["title"] for line in lines}
+    width = max(map(len, titles.values()))
+    heads = [f"{mode}, {ranks} rank{'s' * (ranks > 1)}" for mode, ranks in columns]
+    rows = [f"{'ms a step':<{width}}  " + "  ".join(heads)]
+    for key, title in titles.items():
+        cells = []
+        for (mode, ranks), head in zip(columns, heads, strict=True):
+            found = pick(lines, algorithm=key, mode=mode, ranks=ranks)
+            text = f"{median(found[0]) / 1000:.2f}" if found else "-"
+            cells.append(f"{text:>{len(head)}}")
+        rows.append(f"{title:<{width}}  " + "  ".join(cells))
+    return rows

@@ -1,21 +1,19 @@
 """The stages of gpu_check.py that need torch: the extension, its tests, and what users measure.
 
-The extension is installed with pip, for the GPUs that are here, into a folder of its own
-(build/gpu/site); nothing is downloaded, and neither the system's Python nor .venv is touched.  The
-programs run outside of the source tree, so that they find the ringreduce that was installed.
+The extension is made in the folder of the build, of the same objects, and put into a folder of its
+own (build/gpu/site); nothing is downloaded, and neither the system's Python nor .venv is touched.
+The programs run outside of the source tree, so that they find that ringreduce.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import gpu_torch_figures as figures
 from gpu_figures import counted
 from gpu_machine import ROOT
-from gpu_plan import HERE, Plan
+from gpu_plan import BUILD_LIMIT, HERE, Plan
 from gpu_runner import Stage, Step
 
 PYTHON = sys.executable
@@ -29,25 +27,19 @@ raise SystemExit(0 if built else "Error: it was built without CUDA")
 
 
 def extension(plan: Plan) -> Stage:
-    nvcc = plan.tools.nvcc or "nvcc"
-    install = (
-        *(PYTHON, "-m", "pip", "install", "--no-build-isolation", "--no-deps"),
-        *("--no-index", "--no-compile", "--upgrade", "--target", str(plan.site), str(ROOT)),
-    )
-    env = {
-        "RINGREDUCE_CUDA": "1",
-        "RINGREDUCE_CUDA_ARCHS": plan.architectures,
-        "CUDACXX": nvcc,
-        "PATH": os.pathsep.join([str(Path(nvcc).parent), os.environ.get("PATH", "")]),
-        "MAX_JOBS": str(plan.jobs),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
+    cmake, folder = plan.tools.cmake or "cmake", str(plan.build)
     return Stage(
         "extension",
-        "torch's extension compiles for the GPU that is here, and loads",
-        180,
-        (Step(install, env), Step((PYTHON, "-c", LOOK), with_site(plan), inside=True)),
+        "torch's extension compiles for the GPUs that are here, and loads",
+        BUILD_LIMIT,
+        (
+            Step((cmake, "--build", folder, "--target", "_C", "-j", str(plan.jobs))),
+            Step((PYTHON, str(HERE / "gpu_site.py"), folder, str(plan.site))),
+            Step((PYTHON, "-c", LOOK), with_site(plan), inside=True),
+        ),
         skip=plan.no_torch,
+        needs_gpu=False,
+        counted=False,
     )
 
 
@@ -104,27 +96,27 @@ def stages(plan: Plan) -> list[Stage]:
     )
     return [
         measured(
-            *(plan, "torch", "calls, DDP, graphs, streams, a killed rank, by PyTorch", 120),
+            *(plan, "torch", "calls, DDP, FSDP2, graphs, streams, a killed rank, by PyTorch", 150),
             run(plan, *pytest),
             collect=figures.junit,
             figure=figures.tests_figure,
         ),
         measured(
-            *(plan, "torch-bench", "dist.all_reduce beside NCCL, Gloo and symmetric memory", 90),
-            bench(plan, "all_reduce", 2, "1K,1M,64M", *peers),
-            bench(plan, "all_reduce", 1, "1K", "--rounds", "3"),
-            **BENCH,
-        ),
-        measured(
             *(
                 plan,
                 "ddp",
-                "ResNet-50 and GPT-2 by DDP on NCCL or Gloo, on ringreduce, by hook",
-                90,
+                "ResNet-50 and GPT-2 by DataParallel, DDP on NCCL or Gloo, DDP on ringreduce, hook",
+                120,
             ),
-            ddp(plan, 2, "--dtype", "bfloat16", "--rounds", "2", "--steps", "5"),
+            ddp(plan, plan.every, "--dtype", "bfloat16", "--rounds", "2", "--steps", "5"),
             ddp(plan, 1, "--models", "gpt2", "--rounds", "3", "--steps", "8"),
             **DDP,
+        ),
+        measured(
+            *(plan, "torch-bench", "dist.all_reduce beside NCCL, Gloo and symmetric memory", 120),
+            bench(plan, "all_reduce", plan.every, "1K,64K,1M,64M,256M", *peers),
+            bench(plan, "all_reduce", 1, "1K", "--rounds", "3"),
+            **BENCH,
         ),
     ]
 

@@ -1,4 +1,5 @@
-"""ringreduce in PyTorch on CUDA tensors, in processes that share the GPUs there are.
+"""ringreduce in PyTorch on CUDA tensors, in processes on all GPUs there are; if those are too few,
+they share them.
 
     python -m pytest tests/cuda/gpu_torch_test.py        # as gpu-check does; skipped without a GPU
 
@@ -29,6 +30,9 @@ ON_GPU = jobs.DEVICE != "cpu"
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
+# A rank for each GPU, so that every link and the ring of all are used.
+EVERY = min(max(2, torch.cuda.device_count()), 16) if ON_GPU else 2
+SIZES = sorted({2, 4, EVERY})
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="what it shows is CUDA's")
 LONG = 120.0  # seconds: far longer than any test here
 # Of float32: two ways to add up the same shards, over some steps.
@@ -59,12 +63,14 @@ def test_every_call_gives_what_it_gives_on_the_cpu(
         assert found == [[]] * size, f"units of {unit} elements"
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_have_the_bits_of_the_cpus(
     pool: Pool, world: MakeWorld, size: int, dtype: str
 ) -> None:
-    for count in (999, 300_001, 5_000_000):
+    # The last are 256 MiB, which go by the ring where GPUs reach each other.
+    large = (64 << 20,) if ON_GPU and dtype == "float32" and size == EVERY else ()
+    for count in (999, 300_001, 5_000_000, *large):
         found = pool.run(jobs.odd_bits, world(size), dtype, count, deadline=LONG)
         assert found == [[]] * size, f"{count} elements"
 
@@ -85,8 +91,8 @@ def test_the_hook_beside_a_stock_backend(pool: Pool, stock: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["backend", "hook"])
-def test_four_ranks_accumulate_gradients(pool: Pool, world: MakeWorld, way: str) -> None:
-    for found in pool.run(jobs.train, world(4), way, "mlp", 3, deadline=LONG):
+def test_more_ranks_accumulate_gradients(pool: Pool, world: MakeWorld, way: str) -> None:
+    for found in pool.run(jobs.train, world(max(4, EVERY)), way, "mlp", 3, deadline=LONG):
         assert found["apart"] < ROUNDINGS and found["kinds"] == 1
 
 
@@ -144,15 +150,15 @@ def test_auto_decides_alike(pool: Pool, world: MakeWorld) -> None:
 
 
 def test_fsdp2(pool: Pool, world: MakeWorld) -> None:
-    assert max(pool.run(jobs.train_sharded, world(2), deadline=LONG)) < 1e-3
+    assert max(pool.run(jobs.train_sharded, world(EVERY), deadline=LONG)) < 1e-3
 
 
 @cuda_only
 def test_a_graph_replays_an_all_reduce(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(jobs.replay, world(2), 1000, deadline=LONG) == [[]] * 2
+    assert pool.run(jobs.replay, world(EVERY), 1000, deadline=LONG) == [[]] * EVERY
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_two_groups_in_two_streams(pool: Pool, world: MakeWorld, size: int) -> None:
     assert pool.run(jobs.two_streams, world(size), 20, deadline=LONG) == [[]] * size
 
@@ -181,7 +187,7 @@ def test_told_its_device(pool: Pool, backend: str) -> None:
     assert call.results(LONG) == [6.0] * 2
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [1000, 4_000_000])
 def test_a_killed_rank_is_named_and_the_others_go_on(
     pool: Pool, world: MakeWorld, size: int, count: int

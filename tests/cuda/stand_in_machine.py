@@ -1,0 +1,166 @@
+"""A machine with GPUs for gpu_check.py, made of programs that stand in for the real ones.
+
+A folder has libcuda.so.1, nvidia-smi, nvcc, cmake and ninja.  What cmake "builds" is a program that
+takes ringreduce_cuda_perf's arguments and appends the lines of JSON that the real one would.
+Nothing is computed: what is tested with it is what gpu_check.py makes of a machine and of what
+programs do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBCUDA = r"""
+#include <stdio.h>
+#include <string.h>
+#include <stdlib.h>
+static int setting(const char* name) {
+  const char* text = getenv(name);
+  return text ? atoi(text) : 0;
+}
+int cuDriverGetVersion(int* version) { *version = setting("STAND_IN_DRIVER"); return 0; }
+int cuInit(unsigned flags) { (void)flags; return 0; }
+int cuGetErrorString(int error, const char** text) { (void)error; *text = "no error"; return 0; }
+int cuDeviceGetCount(int* n) {
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  *n = visible && !*visible ? 0 : setting("STAND_IN_GPUS");
+  return 0;
+}
+int cuDeviceGet(int* device, int i) { *device = i; return 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+  (void)device; snprintf(name, size, "NVIDIA Stand-in"); return 0;
+}
+int cuDeviceGetUuid(unsigned char* uuid, int device) { memset(uuid, device, 16); return 0; }
+int cuDeviceTotalMem_v2(size_t* bytes, int device) {
+  (void)device; *bytes = (size_t)80 << 30; return 0;
+}
+int cuDeviceGetAttribute(int* value, int which, int device) {
+  (void)device; *value = which == 75 ? 9 : 0; return 0;
+}
+int cuDeviceCanAccessPeer(int* can, int a, int b) {
+  (void)a; (void)b; *can = setting("STAND_IN_PEERS"); return 0;
+}
+"""
+
+NVIDIA_SMI = """
+import os, sys
+gpus, peers = int(os.environ["STAND_IN_GPUS"]), os.environ["STAND_IN_PEERS"] == "1"
+asked = " ".join(sys.argv[1:])
+if "driver_version" in asked:
+    print("\\n".join(["580.65"] * gpus))
+elif "index,uuid" in asked:
+    for i in range(gpus):
+        h = f"{i:02x}" * 16
+        print(f"{i}, GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}")
+elif "topo" in asked:
+    print("\\t" + "\\t".join(f"GPU{i}" for i in range(gpus)) + "\\tCPU Affinity")
+    for i in range(gpus):
+        link = "NV18" if peers else "SYS"
+        print("\\t".join([f"GPU{i}"] + ["X" if i == j else link for j in range(gpus)] + ["0-7"]))
+elif "compute-apps" in asked:
+    # Of another user: there all the time, and none of ours.
+    print(os.environ.get("STAND_IN_PROCESSES", "4242"))
+"""
+
+# STAND_IN_FAILS: a mode that ends with status 1; STAND_IN_REFUSES: one that is not possible.
+PERF = """
+import json, os, sys
+mode = sys.argv[1]
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+gpus = int(os.environ["STAND_IN_GPUS"])
+if mode in os.environ.get("STAND_IN_REFUSES", "").split(","):
+    print("skipped: no GPU (it refuses)")
+    sys.exit(77)
+lines = []
+for ranks in map(int, options.get("--ranks", "2").split(",")):
+    line = {"mode": mode, "ranks": ranks, "gpus": 1, "sharing": True, "dtype": "float32",
+            "op": "SUM", "bytes": 1024, "time_us": [2.0, 1.0, 3.0], "busbw": 1.0, "wrong": 0}
+    if mode == "check":
+        lines.append({**line, "algorithm": "ring", "cases": 10})
+    elif mode == "kill":
+        for what in ("kill", "stop"):
+            lines.append({**line, "mode": what, "algorithm": "ring", "raised_s": [0.5],
+                          "pids": [os.getpid()]})
+    elif mode == "bytes":
+        print("==ERROR== ERR_NVGPUCTRPERM")
+    else:
+        own = {"gpus": min(gpus, ranks), "sharing": gpus < ranks}
+        for name in ("copy", "direct", "ring", "twoshot", "oneshot", "nccl"):
+            for size in (1024, 256 << 20):
+                lines.append({**line, **own, "algorithm": name, "bytes": size})
+if mode == os.environ.get("STAND_IN_FAILS"):
+    lines[-1]["wrong"] = 3
+with open(options["--json"], "a") as file:
+    for line in lines:
+        file.write(json.dumps(line) + "\\n")
+"""
+
+CMAKE = """
+import os, stat, sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("-B" if "-B" in sys.argv else "--build") + 1])
+(folder / "gpu_tests").mkdir(parents=True, exist_ok=True)
+perf = {perf!r}
+if "--target" in sys.argv:
+    for target in sys.argv[sys.argv.index("--target") + 1 :]:
+        is_perf = target == "ringreduce_cuda_perf"
+        program = folder / target if is_perf else folder / "gpu_tests" / target
+        program.write_text(perf if is_perf else "#!/bin/sh\\nexit 0\\n")
+        program.chmod(0o755)
+"""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What the machine has; `env` makes it so for gpu_check.py and all that it starts."""
+
+    gpus: int
+    peers: bool = True
+    driver: int = 13000
+    more: tuple[tuple[str, str], ...] = ()
+
+    def env(self, programs: Path) -> dict[str, str]:
+        """`programs` is what `make` returned."""
+        return {
+            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+            "LD_LIBRARY_PATH": str(programs),
+            "STAND_IN_GPUS": str(self.gpus),
+            "STAND_IN_PEERS": str(int(self.peers)),
+            "STAND_IN_DRIVER": str(self.driver),
+            **dict(self.more),
+        }
+
+
+def make(folder: Path) -> Path:
+    """Writes the programs into `folder`; needs a C compiler."""
+    folder.mkdir(parents=True)
+    shebang = f"#!{sys.executable} -S\n"
+    programs = {
+        "nvidia-smi": shebang + NVIDIA_SMI,
+        "cmake": shebang + CMAKE.format(perf=shebang + PERF),
+        "ninja": "#!/bin/sh\n",
+        "nvcc": "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n",
+        # As the real one: it starts the program behind its options.
+        "ncu": '#!/bin/sh\nwhile [ ! -x "$1" ] || [ -d "$1" ]; do shift; done\nexec "$@"\n',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    source = folder / "cuda.c"
+    source.write_text(LIBCUDA)
+    compiler = shutil.which("cc") or shutil.which("gcc") or "c++ -x c"
+    command = [
+        *compiler.split(),
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(folder / "libcuda.so.1"),
+        str(source),
+    ]
+    subprocess.run(command, check=True)
+    return folder
