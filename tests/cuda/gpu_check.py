@@ -36,7 +36,7 @@ from gpu_report import Report, Result
 from gpu_runner import Runner, Stage
 
 # Seconds for all stages but the builds.
-QUICK_BUDGET, BUDGET, STUDY_BUDGET = 150.0, 900.0, 2400.0
+QUICK_BUDGET, BUDGET, STUDY_BUDGET = 150.0, 1200.0, 3000.0
 PASSED, FAILED, WRONG_CALL, NO_GPU, INCOMPLETE = range(5)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

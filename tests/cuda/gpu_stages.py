@@ -109,7 +109,7 @@ def stages(plan: Plan) -> list[Stage]:
             *(
                 ALL_GPUS,
                 f"{plan.gpus} processes on {plan.gpus} GPUs: all algorithms and NCCL",
-                180,
+                300,
             ),
             run("processes", *across, nccl=True),
             skip="" if own else "there is one GPU",
@@ -117,8 +117,8 @@ def stages(plan: Plan) -> list[Stage]:
             figure=figures.all_gpus_figure,
         ),
         measured(
-            *("kill", "a rank is killed, one is stopped: the others raise, the GPUs are free", 60),
-            run("kill", "--ranks", own or "2,4"),
+            *("kill", "a rank is killed, one is stopped: the others raise, the GPUs are free", 150),
+            run("kill", "--ranks", str(plan.every) if plan.quick else own or "2,4"),
             figure=figures.kill_figure,
             frees_gpu=True,
         ),

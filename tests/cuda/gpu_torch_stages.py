@@ -96,7 +96,7 @@ def stages(plan: Plan) -> list[Stage]:
     )
     return [
         measured(
-            *(plan, "torch", "calls, DDP, FSDP2, graphs, streams, a killed rank, by PyTorch", 150),
+            *(plan, "torch", "calls, DDP, FSDP2, graphs, streams, a killed rank, by PyTorch", 300),
             run(plan, *pytest),
             collect=figures.junit,
             figure=figures.tests_figure,
