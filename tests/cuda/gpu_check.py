@@ -1,7 +1,7 @@
 """Builds ringreduce for the GPUs of this machine and shows what only GPUs can show.
 
     python3 tests/cuda/gpu_check.py              # as `make gpu-check`: all stages
-    python3 tests/cuda/gpu_check.py --quick      # about two minutes after the build, without torch
+    python3 tests/cuda/gpu_check.py --quick      # at most 150 s after the build, without torch
     python3 tests/cuda/gpu_check.py --build      # as `make gpu-build`: only compiles
     python3 tests/cuda/gpu_check.py --study      # as `make gpu-study`: the long tables too
     python3 tests/cuda/gpu_check.py --only check --only single

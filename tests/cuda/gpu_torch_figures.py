@@ -104,7 +104,7 @@ def report_lines(report: dict[str, Any]) -> Lines:
 
 def bench_figure(lines: Lines) -> str:
     several = [line for line in lines if line["ranks"] > 1]
-    return "; ".join([*beside(several, KIB, "us"), *beside(several, 64 * MIB, "us")])
+    return "; ".join(part for size in (KIB, MIB, 256 * MIB) for part in beside(several, size, "us"))
 
 
 # --- benchmarks/ddp.py ----------------------------------------------------------------------------
