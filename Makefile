@@ -311,6 +311,7 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	$(CUDA_BIN)cmake --build $(CUDA_BUILD) --target cuda_all -j $(JOBS)
 	cd $(CUDA_BUILD) && $(CUDA_BIN)ctest -L cuda --output-on-failure
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
+	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
 
 # PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake).
 torch-on-fake: $(CUDA_VENV)/.ready
