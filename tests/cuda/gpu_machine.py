@@ -224,7 +224,14 @@ def inspect() -> Machine:
 
 # --- torch --------------------------------------------------------------------------------------
 
-TORCH = "import torch; print(torch.__version__, torch.version.cuda or 'none')"
+# Without an import, which can take minutes from a cold or distant disk: whether torch is found
+# decides what is built, so it may not depend on a deadline.
+TORCH = """
+import importlib.util, pathlib, runpy
+found = importlib.util.find_spec("torch")
+version = runpy.run_path(str(pathlib.Path(found.origin).parent / "version.py"))
+print(version["__version__"], version["cuda"] or "none")
+"""
 
 
 def find_torch(toolkit: str | None) -> tuple[str | None, str]:
