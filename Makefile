@@ -70,6 +70,9 @@ endif
 CUDA_CMAKE = $(CUDA_BIN)cmake -S . -G Ninja $(if $(CUDA_BIN),-DCMAKE_MAKE_PROGRAM=$(CUDA_BIN)ninja) \
   -DCMAKE_CUDA_COMPILER=$(NVCC) -DRINGREDUCE_CORE=$(if $(CORE),$(abspath $(CORE))) '-DRINGREDUCE_CUDA_ARCHS=$(CUDA_ARCHS)' -DRINGREDUCE_CUDA=1 -DRINGREDUCE_WERROR=ON $(CUDA_EXTENSION) \
   $(RINGREDUCE_CMAKE_ARGS)
+KERNELS = $(CUDA_BUILD)/CMakeFiles/ringreduce_cuda.dir/csrc/cuda/kernels
+# Random calls that the kernels' PTX is interpreted for (tests/cuda/ptx.h).
+PTX_CASES ?= 30
 # torch finds the stubs of CUDA's libraries, and the fake before any other libcudart.
 ON_FAKE = $(abspath $(CUDA_BUILD))/on_fake
 RUN_ON_FAKE = PYTHONPATH=. LD_LIBRARY_PATH=$(ON_FAKE)/lib \
@@ -224,7 +227,7 @@ nightly: build
 	$(CMAKE) -B build/single -DRINGREDUCE_UNITY=OFF -DRINGREDUCE_WERROR=ON \
 	  -DRINGREDUCE_BUILD_EXTENSION=ON -DRINGREDUCE_PYTHON=$(BIN)/python
 	$(BIN)/cmake --build build/single --target _C -j $(JOBS)
-	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="75;80;86;89;90;100;120" \
+	$(MAKE) cuda-build CUDA_BUILD=build/cuda-all CUDA_ARCHS="75;80;86;89;90;100;120" PTX_CASES=1000 \
 	  RINGREDUCE_CMAKE_ARGS="$(RINGREDUCE_CMAKE_ARGS) -DRINGREDUCE_UNITY=OFF"
 	$(MAKE) asan SANITIZE_ALL=ON
 	$(MAKE) arm
@@ -312,6 +315,10 @@ cuda-build: $(if $(CUDA_NVCC),,$(CUDA_VENV)/.ready)
 	cd $(CUDA_BUILD) && $(CUDA_BIN)ctest -L cuda --output-on-failure
 	$(PYTHON) tests/cuda/kernel_report.py $(CUDA_BUILD)/ptxas.log
 	$(PYTHON) tests/cuda/kernel_lint.py --tools $(dir $(NVCC)) $(CUDA_BUILD)
+	for kind in floating integer; do \
+	  $(dir $(NVCC))cuobjdump -ptx $(KERNELS)/kernels_$$kind.cu.o > $(CUDA_BUILD)/kernels_$$kind.ptx || exit 1; \
+	done
+	$(CUDA_BUILD)/ptx_run $(CUDA_BUILD)/kernels_*.ptx --cases $(PTX_CASES) --mutants
 
 # PyTorch with CUDA on a machine without a GPU (tests/cuda/torch_on_fake).
 torch-on-fake: $(CUDA_VENV)/.ready

@@ -1,0 +1,288 @@
+// Runs the PTX of the all-reduce kernels in an interpreter (ptx.h), with random calls, ranks,
+// tensors and orders of warps, and compares the bits with the oracle of the CPU's tests.
+//
+//     ptx_run FILE... [--cases N] [--seed S] [--mutants]
+//
+// The files are PTX by nvcc.  The arguments of the kernels are the structs of the C++ source, so
+// this also proves that both agree on their layout.  --mutants puts mistakes into the PTX, each of
+// which some case must notice.
+//
+// Messages have up to 4,099 elements.  Loops that take several packs at once need 8,192 elements of
+// 2 or 4 bytes in a slice, so of these only those for 8 bytes run.  Reduce-scatter, all-gather,
+// broadcast, the direct kernels, and what follows a deadline or an abort do not run here.
+#define CHECK_OWN_MAIN
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <optional>
+
+#include "cuda/kernels/kernel_table.h"
+#include "device_calls.h"
+#include "ptx_parser.h"
+
+namespace {
+
+using namespace ringreduce;
+using namespace ringreduce::cuda;
+using host::Call;
+using host::Calls;
+using host::Place;
+
+std::string symbolOf(DeviceAlgorithm algorithm, DType dtype) {
+  const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
+  return "_ZN10ringreduce4cuda15allReduceKernelILNS0_15DeviceAlgorithmE" + number(algorithm) +
+         "ELNS_5DTypeE" + number(dtype) + "EEEvNS0_11RanksLaunchE";
+}
+
+const std::vector<ReduceOp>& opsOf(DType dtype) {
+  using enum ReduceOp;
+  static const std::vector<ReduceOp> floats{kSum, kAvg, kMin, kMax, kProduct, kPremulSum};
+  static const std::vector<ReduceOp> integers{kSum, kAvg, kMin, kMax, kProduct, kBand, kBor, kBxor};
+  static const std::vector<ReduceOp> truths{kSum, kMin, kMax, kProduct, kBand, kBor, kBxor};
+  return isFloating(dtype) ? floats : dtype == DType::kBool ? truths : integers;
+}
+
+class Program {
+ public:
+  explicit Program(ptx::Module lines) : lines_(std::move(lines)) {}
+
+  const ptx::Kernel& kernel(DeviceAlgorithm algorithm, DType dtype) {
+    const std::string symbol = symbolOf(algorithm, dtype);
+    auto& kernel = kernels_[symbol];
+    if (!kernel) {
+      if (!lines_.contains(symbol)) throw ptx::Error("no kernel " + symbol);
+      kernel = ptx::Parser(symbol).read(lines_.at(symbol));
+    }
+    return *kernel;
+  }
+  bool has(DType dtype) const {
+    return lines_.contains(symbolOf(DeviceAlgorithm::kOneShot, dtype));
+  }
+
+ private:
+  ptx::Module lines_;
+  std::map<std::string, std::optional<ptx::Kernel>> kernels_;
+};
+
+// A case, drawn by its seed; of this algorithm and dtype if they are given.
+void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> algorithm = {},
+             std::optional<DType> dtype = {}, std::optional<ReduceOp> op = {}) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  std::vector<DType> dtypes;
+  for (int t = 0; t < kKernelDTypes; ++t)
+    if (program.has(static_cast<DType>(t))) dtypes.push_back(static_cast<DType>(t));
+  const DType type = dtype.value_or(dtypes.at(below(dtypes.size())));
+  const auto& ops = opsOf(type);
+  const oracle::Case numbers(2 + static_cast<int>(below(2)), type,
+                             op.value_or(ops[below(ops.size())]));
+  const int blocks = 1 + static_cast<int>(below(3) == 0);
+  // Long slices fill the loops that take several packs of 8 bytes an element, or several elements
+  // that are not aligned.
+  const size_t slice = kChunkElements * (below(6) == 0 ? 32 : 1 + below(4));
+
+  const DeviceLayout layout{.ranks = numbers.P,
+                            .channels = blocks,
+                            .slot_bytes = 4096 * 8,
+                            .depth = 4,
+                            .part_bytes = 4096 * 8};
+  // Counters that pass 2^64, too.
+  host::Ranks ranks(layout, below(4) == 0 ? uint64_t{0} - below(3) : 0);
+  Calls calls(ranks);
+  std::vector<DeviceAlgorithm> algorithms;
+  const size_t count = 1 + below(3);
+  for (size_t i = 0; i < count; ++i) {
+    const auto how = algorithm.value_or(static_cast<DeviceAlgorithm>(below(3)));
+    // Up to some slices of each channel; any tail.
+    const size_t most =
+        std::min<size_t>(oracle::kMost, slice * static_cast<size_t>(blocks * numbers.P) * 3);
+    calls.add({.algorithm = how,
+               .numbers = &numbers,
+               .count = below(6) == 0                  ? below(40)
+                        : slice > 512 && below(2) == 0 ? oracle::kMost - below(8)
+                                                       : below(most + 1),
+               .blocks = blocks,
+               .slice = slice,
+               .window = 1 + below(2),
+               .in_place = below(2) == 0,
+               .place = static_cast<Place>(below(4)),
+               .device_factor = below(2) == 0});
+    algorithms.push_back(how);
+  }
+
+  ptx::Machine machine(seed);
+  const auto give = [&](const void* at, size_t bytes) {
+    const auto begin = reinterpret_cast<uint64_t>(at);
+    machine.ranges.push_back({begin, begin + bytes});
+  };
+  for (int r = 0; r < numbers.P; ++r) {
+    const DeviceComm& comm = ranks.comm(r);
+    give(comm.base[r], layout.bytes());
+    give(&comm, sizeof comm);
+    give(comm.local, sizeof *comm.local);
+    give(comm.abort, sizeof *comm.abort);
+    give(comm.trouble, sizeof *comm.trouble);
+  }
+  // One grid for all ranks, or one each.
+  const bool together = below(2) == 0;
+  std::vector<ptx::Grid> grids;
+  for (size_t i = 0; i < count; ++i) {
+    const ptx::Kernel& kernel = program.kernel(algorithms[i], type);
+    std::vector<RanksLaunch> launches(together ? 1 : static_cast<size_t>(numbers.P));
+    for (int r = 0; r < numbers.P; ++r) {
+      const RankCall& call = calls.rankCall(i, r);
+      const size_t bytes = call.count * numbers.width();
+      give(call.input, bytes);
+      give(call.output, bytes);
+      if (call.factor) give(call.factor, type == DType::kFloat64 ? 8 : 4);
+      RanksLaunch& launch = launches[together ? 0 : static_cast<size_t>(r)];
+      launch.calls[together ? r : 0] = call;
+      launch.ranks = together ? numbers.P : 1;
+    }
+    for (size_t s = 0; s < launches.size(); ++s) {
+      std::vector<unsigned char> arguments(sizeof(RanksLaunch));
+      std::memcpy(arguments.data(), &launches[s], arguments.size());
+      grids.push_back({&kernel, arguments, blocks * launches[s].ranks, static_cast<int>(s)});
+    }
+  }
+  machine.threads = kThreads;
+  machine.run(grids);
+  calls.verify();
+}
+
+// --- Mutants
+// -------------------------------------------------------------------------------------------
+
+struct Mutant {
+  const char* what;
+  DeviceAlgorithm algorithm;
+  DType dtype;
+  ReduceOp op;
+  const char* from;
+  const char* by;  // "": the line is left out
+  int nth;         // of the lines that have it, or one of these two
+};
+constexpr int kAll = -1, kLast = -2;
+
+constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
+               kRing = DeviceAlgorithm::kRing;
+constexpr auto kF32 = DType::kFloat32;
+constexpr auto kAdd = ReduceOp::kSum;
+const Mutant kMutants[] = {
+    {"releases of flags are relaxed", kOne, kF32, kAdd, "st.release.sys.u64", "st.relaxed.sys.u64",
+     kAll},
+    {"releases of flags are plain stores", kTwo, kF32, kAdd, "st.release.sys.u64", "st.u64", kAll},
+    {"releases of flags are relaxed", kRing, kF32, kAdd, "st.release.sys.u64", "st.relaxed.sys.u64",
+     kAll},
+    {"acquires of flags are relaxed", kTwo, kF32, kAdd, "ld.acquire.sys.u64", "ld.relaxed.sys.u64",
+     kAll},
+    {"the arguments' barrier is dropped", kOne, kF32, kAdd, "bar.sync", "", 0},
+    {"the barrier before a flag is dropped", kOne, kF32, kAdd, "bar.sync", "", 1},
+    {"the barrier before a flag is dropped", kTwo, kF32, kAdd, "bar.sync", "", kAll},
+    {"the tail of the sum is not stored", kOne, kF32, kAdd, "st.f32", "", kLast},
+    {"the tail of the sum is not stored", kRing, kF32, kAdd, "st.f32", "", kLast},
+    {"sums round towards zero", kOne, kF32, kAdd, "add.rn.f32", "add.rz.f32", kAll},
+    {"float16 rounds towards zero", kTwo, DType::kFloat16, kAdd, "cvt.rn.f16.f32", "cvt.rz.f16.f32",
+     kAll},
+    {"bfloat16 rounds towards zero", kTwo, DType::kBFloat16, kAdd, "cvt.rn.bf16.f32",
+     "cvt.rz.bf16.f32", kAll},
+};
+
+// The module with a mistake in it, where it has that line.
+std::optional<ptx::Module> mutated(ptx::Module module, const Mutant& mutant) {
+  std::vector<std::string*> places;
+  for (auto& [number, line] : module.at(symbolOf(mutant.algorithm, mutant.dtype)))
+    if (line.find(mutant.from) != std::string::npos) places.push_back(&line);
+  if (mutant.nth >= static_cast<int>(places.size()) || places.empty()) return {};
+  if (mutant.nth == kLast) places = {places.back()};
+  if (mutant.nth >= 0) places = {places[static_cast<size_t>(mutant.nth)]};
+  for (std::string* line : places) {
+    if (*mutant.by)
+      line->replace(line->find(mutant.from), std::strlen(mutant.from), mutant.by);
+    else
+      line->clear();
+  }
+  return module;
+}
+
+// What the first of some cases that fails says; "" if none does.
+std::string failureOf(Program& program, const Mutant& mutant, uint64_t seed, int cases) {
+  for (int i = 0; i < cases; ++i) try {
+      runCase(program, seed + static_cast<uint64_t>(i), mutant.algorithm, mutant.dtype, mutant.op);
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  return "";
+}
+
+int tryMutants(const ptx::Module& module, uint64_t seed) {
+  int missed = 0;
+  for (const Mutant& mutant : kMutants) {
+    const std::string text =
+        std::string(mutant.what) + ", " + kDeviceAlgorithmNames[static_cast<int>(mutant.algorithm)];
+    const auto with = mutated(module, mutant);
+    if (!with) {
+      std::printf("%s: the PTX has no such line\n", text.c_str());
+      ++missed;
+      continue;
+    }
+    constexpr int kCases = 20;
+    Program program(*with), right(module);
+    const std::string failure = failureOf(program, mutant, seed, kCases);
+    // The same cases without the mistake; three tell whether they fail anyway.
+    const std::string anyway = failureOf(right, mutant, seed, 3);
+    std::printf("%s: %s\n", text.c_str(), failure.empty() ? "NOT NOTICED" : failure.c_str());
+    if (!anyway.empty()) std::printf("  without the mistake too: %s\n", anyway.c_str());
+    missed += failure.empty() || !anyway.empty();
+  }
+  return missed;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<ptx::Module> modules;
+  uint64_t seed = 1;
+  int cases = 30;
+  bool mutants = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--mutants") {
+      mutants = true;
+    } else if (argument == "--seed" && i + 1 < argc) {
+      seed = std::stoull(argv[++i]);
+    } else if (argument == "--cases" && i + 1 < argc) {
+      cases = std::stoi(argv[++i]);
+    } else {
+      std::ifstream file(argument);
+      std::vector<ptx::Module> of = ptx::modulesOf(file);
+      if (of.empty()) {
+        std::fprintf(stderr, "No PTX in %s; ptx_run FILE... [--cases N] [--seed S] [--mutants]\n",
+                     argv[i]);
+        return 2;
+      }
+      modules.resize(std::max(modules.size(), of.size()));
+      for (size_t m = 0; m < of.size(); ++m) modules[m].merge(of[m]);
+    }
+  }
+  if (modules.empty()) {
+    std::fprintf(stderr, "ptx_run FILE... [--cases N] [--seed S] [--mutants]\n");
+    return 2;
+  }
+  std::vector<Program> programs(modules.begin(), modules.end());
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < cases; ++i) {
+    const uint64_t one = seed + static_cast<uint64_t>(i);
+    try {
+      // By the seed, so that a case can be run again alone.
+      runCase(programs[one % programs.size()], one);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "Seed %llu: %s\n", static_cast<unsigned long long>(one), error.what());
+      return 1;
+    }
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  std::printf("%d cases passed in %.1f s, from seed %llu on\n", cases, took.count(),
+              static_cast<unsigned long long>(seed));
+  return mutants && tryMutants(modules[0], seed) != 0;
+}
