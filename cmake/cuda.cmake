@@ -147,19 +147,22 @@ if(missing)
     message(FATAL_ERROR "RINGREDUCE_CUDA=1, but ${missing}.")
   elseif(RINGREDUCE_CUDA STREQUAL "auto" AND RINGREDUCE_BUILD_EXTENSION AND torch_cuda)
     string(REGEX MATCH "^[0-9]+" torch_cuda_major ${torch_cuda})
+    set(or_of_pip "")  # pip's toolkits before 13 have no nvcc
+    if(torch_cuda_major GREATER_EQUAL 13)
+      set(or_of_pip ", or pip's nvidia-cuda-nvcc")
+    endif()
     message(FATAL_ERROR
       "torch ${torch_version} is for GPUs, and ringreduce cannot be built for them: ${missing}.\n"
-      "Either install an nvcc of CUDA ${torch_cuda_major} (the CUDA toolkit, or pip's "
-      "nvidia-cuda-nvcc) and a C++ compiler that it knows, and set CUDA_HOME if nvcc is not in "
-      "PATH. Or build for CPU tensors alone: set the environment variable RINGREDUCE_CUDA=0 "
+      "Either install an nvcc of CUDA ${torch_cuda_major} (the CUDA toolkit${or_of_pip}) "
+      "and a C++ compiler that it knows, and set CUDA_HOME if nvcc is not in PATH. "
+      "Or build for CPU tensors alone: set the environment variable RINGREDUCE_CUDA=0 "
       "(-DRINGREDUCE_CUDA=0 for CMake).")
   endif()
   message(STATUS "CUDA: not built, ${missing}")
-  # For errors: one line, with no more of a compiler's output than its beginning.
+  # For errors: one line.
   string(REGEX REPLACE "[ \n]+" " " cuda_missing "${missing}")
   string(REGEX REPLACE "[\"\\]" "'" cuda_missing "${cuda_missing}")
   string(STRIP "${cuda_missing}" cuda_missing)
-  string(SUBSTRING "${cuda_missing}" 0 400 cuda_missing)
   return()
 endif()
 

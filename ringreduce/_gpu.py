@@ -6,6 +6,7 @@ are far away: so each rank leaves what it knows of its GPUs in the group's store
 made, and the answer is a function of what all have left there.
 """
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -85,10 +86,15 @@ class _Nvml:
     def uuid(self, index: int) -> str:
         return self._uuid("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
 
-    def count(self) -> int:
+    def uuids(self) -> list[str]:
+        """Of the GPUs that this process may use, which are those that CUDA counts."""
         number = ctypes.c_uint()
         self._ask("nvmlDeviceGetCount_v2", ctypes.byref(number))
-        return number.value
+        uuids = []
+        for index in range(number.value):
+            with contextlib.suppress(OSError):  # kept from this process (cgroups), or broken
+                uuids.append(self.uuid(index))
+        return uuids
 
     def whole(self, part: str) -> str:
         """The UUID of the GPU that this part (MIG) belongs to."""
@@ -101,7 +107,9 @@ def _visible_gpus(count: int) -> list[str]:
     """Names the GPUs that CUDA shows this process; in all processes a GPU has the same name.
 
     Their numbers tell nothing: each process may have another GPU as its number 0.  Parts
-    of a GPU (MIG) have its name, since NCCL takes them for one GPU.
+    of a GPU (MIG) have its name, since NCCL takes them for one GPU.  CUDA_VISIBLE_DEVICES is read
+    in NVML's order, by PCI address.  CUDA's order differs on hosts with different GPUs.  That
+    matters only if some ranks name GPUs by number and others by UUID.
 
     Args:
         count: of these GPUs.
@@ -111,9 +119,9 @@ def _visible_gpus(count: int) -> list[str]:
     names: list[str] = []
     try:
         nvml = _Nvml()
-        all_gpus = [nvml.uuid(index) for index in range(nvml.count())]
+        all_gpus = nvml.uuids()
         for gpu in list(wanted)[:count]:
-            if gpu.isdigit():
+            if gpu.isdecimal():
                 names.append(all_gpus[int(gpu)])
             elif gpu.startswith("MIG-"):
                 names.append(nvml.whole(gpu))

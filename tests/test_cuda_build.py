@@ -130,7 +130,10 @@ def beside_a_torch_for_gpus(folder: Path) -> list[str]:
     (torch / "__init__.py").touch()
     (torch / "version.py").write_text('__version__ = "2.13.0+cu130"\ncuda = "13.0"\n')
     (torch / "lib" / "libc10.so").write_text("N3c105ErrorC1ENS_14SourceLocationENSt7__cxx11")
-    return ["-DRINGREDUCE_BUILD_EXTENSION=ON", f"-DRINGREDUCE_PYTHON={sys.executable}"]
+    python = folder / "python"  # without its own packages, of which nvcc may be one
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return ["-DRINGREDUCE_BUILD_EXTENSION=ON", f"-DRINGREDUCE_PYTHON={python}"]
 
 
 @pytest.mark.parametrize(

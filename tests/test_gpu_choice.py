@@ -72,10 +72,12 @@ def test_the_answer_comes_from_what_all_have_left_in_the_store(
 
 
 class FakeNvml:
-    """The calls of NVML that are made, for a machine with these GPUs, some in parts."""
+    """The calls of NVML that are made, on a machine with these GPUs, some in parts or forbidden."""
 
-    def __init__(self, *gpus: str, parts: dict[str, str] | None = None) -> None:
-        self.gpus, self.parts = gpus, parts or {}
+    def __init__(
+        self, *gpus: str, parts: dict[str, str] | None = None, allowed: str = "GPU-"
+    ) -> None:
+        self.gpus, self.parts, self.allowed = gpus, parts or {}, allowed
         self.found = [*gpus, *self.parts]  # a handle is an index + 1
 
     def nvmlInit_v2(self) -> int:
@@ -86,6 +88,8 @@ class FakeNvml:
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: Any, gpu: Any) -> int:
+        if not self.gpus[index.value].startswith(self.allowed):
+            return 4  # no permission
         gpu._obj.value = index.value + 1
         return 0
 
@@ -118,6 +122,10 @@ SPLIT = FakeNvml(
         (
             [(FakeNvml("GPU-a1"), "0"), (FakeNvml("GPU-a1"), "0")],
             "2 ranks of one host share 1 GPUs",
+        ),
+        (
+            [(FakeNvml("GPU-a1", "GPU-b2", allowed=own), "0") for own in ("GPU-a1", "GPU-b2")],
+            "",
         ),
         ([(SPLIT, "0"), (SPLIT, "1")], ""),
         ([(SPLIT, "GPU-a1"), (SPLIT, "GPU-b2")], ""),
