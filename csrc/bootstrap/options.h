@@ -56,7 +56,7 @@ struct GroupOptions {
   std::optional<SharedOptions> shared = std::nullopt;  // rank 0's; unset: from the next
   // Null: from the environment.  Called once other ranks can be told of its error.
   std::function<SharedOptions(int world_size)> choose_shared = nullptr;
-  // Why this rank cannot take part as it is set: thrown once the others can be told.
+  // An error in this rank's own settings; thrown once the other ranks can be told.
   std::optional<Error> refusal = std::nullopt;
 
   // The launcher and its name of the job, where it has one that all ranks of a job share.  A rank

@@ -25,7 +25,7 @@ OtherGroups::OtherGroups(Store& store, const GroupOptions& options, int rank, st
       next_look_(deadlineIn(kPeriod)) {}
 
 OtherGroups::~OtherGroups() {
-  if (looks_ == 0) return;
+  if (looks_ == 0 || !store_) return;
   try {
     store_->set(key(rank_), "");  // a store without compareSet waits for keys that were removed
   } catch (const std::exception& error) {  // the first error matters more
@@ -36,12 +36,16 @@ OtherGroups::~OtherGroups() {
 void OtherGroups::look(const std::vector<int>& late) {
   if (!store_ || now() < next_look_) return;
   next_look_ = deadlineIn(kPeriod);
-  store_->set(key(rank_), encode({{"look", std::to_string(++looks_)}, {"group", group_}}));
-  for (const int r : std::span(late).first(std::min(late.size(), kMostAsked))) {
-    const std::string text = store_->get(key(r)).value_or("");
-    Other& other = others_[r];
-    if (text.empty() || text == other.text) continue;
-    other = {text, other.changes + 1, now()};
+  try {
+    store_->set(key(rank_), encode({{"look", std::to_string(++looks_)}, {"group", group_}}));
+    for (const int r : std::span(late).first(std::min(late.size(), kMostAsked))) {
+      const std::string text = store_->get(key(r)).value_or("");
+      Other& other = others_[r];
+      if (text.empty() || text == other.text) continue;
+      other = {text, other.changes + 1, now()};
+    }
+  } catch (const Error&) {  // of a store that has ended: the rendezvous finds out too, and says why
+    store_ = nullptr;
   }
 }
 
@@ -57,7 +61,7 @@ std::string OtherGroups::textOf(const std::vector<int>& late) const {
     if (!group.empty() && group != group_)
       text += "; rank " + options_.shown(r) + " waits to make " + group;
   }
-  return text.empty() ? "" : text + kSameOrder;
+  return text.empty() ? "" : text + " (" + kSameOrder + ")";
 }
 
 std::string OtherGroups::key(int rank) const {

@@ -13,7 +13,7 @@
 
 namespace ringreduce {
 
-inline constexpr char kSameOrder[] = ": all ranks must make their groups in the same order";
+inline constexpr char kSameOrder[] = "all ranks must make their groups in the same order";
 
 class OtherGroups {
  public:
@@ -24,13 +24,13 @@ class OtherGroups {
 
   // Called again and again while this rank waits for `late`.
   void look(const std::vector<int>& late);
-  // "; rank 2 waits to make group '3' of ranks 2 and 3: ..." of those that do; else empty.
+  // "; rank 2 waits to make group '3' of ranks 2 and 3 (...)" of those that do; else empty.
   std::string textOf(const std::vector<int>& late) const;
 
  private:
   std::string key(int rank) const;
 
-  Store* const store_;  // null: the ranks' numbers in other groups are not known
+  Store* store_;  // null: the ranks' numbers in other groups are not known, or the store failed
   const GroupOptions& options_;
   const int rank_;
   const std::string group_;

@@ -78,7 +78,7 @@ FailedAttempts& failedAttempts() {
 }
 
 constexpr char kOneStoreEach[] =
-    ": two jobs use one store; give each a MASTER_PORT of its own, or a store of its own";
+    "two jobs use one store; give each a MASTER_PORT of its own, or a store of its own";
 
 bool sharesMemory(const Fields& table) {
   return fieldOf(table, "wire") == "memory";
@@ -407,6 +407,7 @@ class Meeting {
         attempt_ = mine_["attempt"] = fieldOf(table, "attempt");
         if (is_put_) putRecord();  // it answered a table of an earlier run
       }
+      if (invites(table) || lists(table)) hint_.clear();
       if (invites(table)) {
         if (nonce == refused_) continue;
         if (auto membership = join(table)) return {std::move(*membership), std::nullopt};
@@ -457,8 +458,9 @@ class Meeting {
                                        fieldOf(table, "who") + " makes " + groupOf(table);
     if (fieldOf(table, "refused").find(fieldOf(mine_, "token")) != std::string::npos) {
       leaveAfterError();
-      throw Error(Failure::kSetup, text + (other_job ? kOneStoreEach : kSameOrder));
+      throw Error(Failure::kSetup, text + ": " + (other_job ? kOneStoreEach : kSameOrder));
     }
+    hint_ = text;
     if (!table.contains("failed")) leaveNote(table, text + ", and is refused");
   }
   void leaveNote(const Fields& table, const std::string& text) {
@@ -575,16 +577,22 @@ class Meeting {
                                         "' was being made (this is " + shown(rank_) + ")");
   }
 
-  // Rank 0 learns it, if it is there or comes soon.
+  // Rank 0 learns it, if it is there or comes soon.  A table may be an old one, so the record is
+  // put for each attempt that shows, until rank 0 has given up for it.
   [[noreturn]] void refuseToTakePart() {
     const Error error = named(*refusal_);
-    const auto finds_rank_0 = [&] {
+    const auto is_known = [&] {
+      if (options_.interrupt) options_.interrupt();
       const Fields table = readTable();
-      if (table.empty() || table.contains("failed") || isOfOtherJob(table)) return false;
+      if (table.empty() || isOfOtherJob(table) || isOfOtherGroup(table)) return false;
+      const bool is_new = fieldOf(table, "attempt") != fieldOf(mine_, "attempt");
+      if (table.contains("failed")) return is_put_ && !is_new;
+      if (!is_new) return false;
       attempt_ = mine_["attempt"] = fieldOf(table, "attempt");
-      return true;
+      tellRank0({error.kind(), error.what()});
+      return false;
     };
-    if (waitFor(finds_rank_0, std::min(options_.timeout, kRefusalTime))) refuse(error);
+    waitFor(is_known, std::min(options_.timeout, kRefusalTime));
     throw Error(error);
   }
 
@@ -740,10 +748,11 @@ class Meeting {
   // Of two processes that claim one rank.
   std::string difference(const Fields& other) const {
     if (isOfOtherJob(other))
-      return "; the former is of " + jobOf(other) + ", the latter of " + jobOf(mine_) +
+      return "; the former is of " + jobOf(other) + ", the latter of " + jobOf(mine_) + ": " +
              kOneStoreEach;
     if (isOfOtherGroup(other))
-      return "; the former makes " + groupOf(other) + ", the latter " + groupOf(mine_) + kSameOrder;
+      return "; the former makes " + groupOf(other) + ", the latter " + groupOf(mine_) + ": " +
+             kSameOrder;
     return "";
   }
   static std::string jobOf(const Fields& fields) {
