@@ -48,4 +48,5 @@ def test_a_killed_and_a_stopped_rank(tmp_path: Path, gpus: int) -> None:
     lines = perf(gpus, tmp_path / "lines", "kill", "--ranks", "2")
     assert [line["mode"] for line in lines] == ["kill", "stop"]
     assert all(line["gpus"] == gpus and len(line["pids"]) == 3 for line in lines)
-    assert lines[1]["raised_s"][0] >= 3.9, "a stopped rank is an error at the deadline"
+    # Its deadline is 4 s after the call began; the time counts from the stop, which may be later.
+    assert lines[1]["raised_s"][0] >= 2, "a stopped rank is an error at the deadline"
