@@ -1,14 +1,14 @@
 """A machine with GPUs for gpu_check.py, made of programs that stand in for the real ones.
 
-A folder has libcuda.so.1, nvidia-smi, nvcc, cmake and ninja.  What cmake "builds" is a program that
-takes ringreduce_cuda_perf's arguments and appends the lines of JSON that the real one would.
+A folder has libcuda.so.1 and every tool that gpu_check.py looks for.  What cmake "builds" is a
+program that takes ringreduce_cuda_perf's arguments and appends the lines of JSON that the real one
+would.
 Nothing is computed: what is tested with it is what gpu_check.py makes of a machine and of what
 programs do.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -71,7 +71,8 @@ elif "compute-apps" in asked:
 PERF = """
 import json, os, sys
 mode = sys.argv[1]
-options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+# Some options have no value; what then follows is never asked for.
+options = {key: value for key, value in zip(sys.argv[2:], sys.argv[3:]) if key.startswith("--")}
 gpus = int(os.environ["STAND_IN_GPUS"])
 if mode in os.environ.get("STAND_IN_REFUSES", "").split(","):
     print("skipped: no GPU (it refuses)")
@@ -98,6 +99,21 @@ if mode == os.environ.get("STAND_IN_FAILS"):
 with open(options["--json"], "a") as file:
     for line in lines:
         file.write(json.dumps(line) + "\\n")
+"""
+
+# As the real ones: they start the program behind their options.
+UNDER_A_TOOL = """#!/bin/sh
+while [ ! -x "$1" ] || [ -d "$1" ]; do shift; done
+exec "$@"
+"""
+
+# A daemon that is there from -d to quit.
+MPS_CONTROL = """#!/bin/sh
+there=$CUDA_MPS_PIPE_DIRECTORY/there
+if [ "$1" = -d ]; then : > "$there"; exit; fi
+read -r question
+case $question in quit*) /bin/rm "$there" ;; esac
+[ -e "$there" ]
 """
 
 CMAKE = """
@@ -127,7 +143,7 @@ class StandIn:
     def env(self, programs: Path) -> dict[str, str]:
         """`programs` is what `make` returned."""
         return {
-            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+            "PATH": str(programs),  # none of this machine's tools
             "LD_LIBRARY_PATH": str(programs),
             "STAND_IN_GPUS": str(self.gpus),
             "STAND_IN_PEERS": str(int(self.peers)),
@@ -145,8 +161,9 @@ def make(folder: Path) -> Path:
         "cmake": shebang + CMAKE.format(perf=shebang + PERF),
         "ninja": "#!/bin/sh\n",
         "nvcc": "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n",
-        # As the real one: it starts the program behind its options.
-        "ncu": '#!/bin/sh\nwhile [ ! -x "$1" ] || [ -d "$1" ]; do shift; done\nexec "$@"\n',
+        "ncu": UNDER_A_TOOL,
+        "compute-sanitizer": UNDER_A_TOOL,
+        "nvidia-cuda-mps-control": MPS_CONTROL,
     }
     for name, text in programs.items():
         (folder / name).write_text(text)
