@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,15 +249,17 @@ def test_the_order_of_the_stages() -> None:
 
 
 def test_the_packages_folder_is_as_pip_would_make_it(tmp_path: Path) -> None:
-    (tmp_path / "_C.cpython-so-and-so.so").write_text("the extension")
+    (tmp_path / "_C.cpython-other.so").write_text("of another Python")
     (tmp_path / "_build_info.py").write_text("CUDA = '13.0'\n")
+    assert gpu_site.main(tmp_path, tmp_path / "site") == 1
+    extension = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / extension).write_text("the extension")
     assert gpu_site.main(tmp_path, tmp_path / "site") == 0
     names = {file.name for file in (tmp_path / "site" / "ringreduce").iterdir()}
-    assert {"__init__.py", "_C.cpython-so-and-so.so", "_build_info.py", "bench"} <= names
+    assert {"__init__.py", extension, "_build_info.py", "bench"} <= names
+    assert "_C.cpython-other.so" not in names
     (found,) = importlib.metadata.distributions(path=[str(tmp_path / "site")])
     assert found.version == re.findall(r'^version = "(.*)"', PYPROJECT.read_text(), re.M)[0]
     entries = {(entry.group, entry.name, entry.value) for entry in found.entry_points}
     assert ("torch.backends", "ringreduce", "_ringreduce_autoload:register") in entries
     assert (tmp_path / "site" / "_ringreduce_autoload.py").is_file()
-    (tmp_path / "_C.cpython-other.so").write_text("of another Python")
-    assert gpu_site.main(tmp_path, tmp_path / "site") == 1

@@ -11,21 +11,23 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from gpu_machine import ROOT
 
 
 def main(build: Path, site: Path) -> int:
-    extensions = sorted(build.glob("_C.*.so"))
-    if len(extensions) != 1:
-        print(f"Error: there are {len(extensions)} extensions in {build}, where one is wanted")
+    # The folder may have those of other Pythons too.
+    extension = build / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not extension.is_file():
+        print(f"Error: there is no {extension}, which the build makes for this Python")
         return 1
     shutil.rmtree(site, ignore_errors=True)
     package = site / "ringreduce"
     shutil.copytree(ROOT / "ringreduce", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "_ringreduce_autoload.py", site)
-    for file in (extensions[0], build / "_build_info.py"):
+    for file in (extension, build / "_build_info.py"):
         shutil.copy(file, package)
     project = (ROOT / "pyproject.toml").read_text()
     version = re.search(r'^version = "(.*)"', project, re.MULTILINE)
