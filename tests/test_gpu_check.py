@@ -172,6 +172,20 @@ def test_what_every_report_needs_and_did_not_run_is_incomplete(check: Check, ref
     assert said[-4].startswith(f"gpu-check: INCOMPLETE: {stage} did not run (skipped: no GPU")
 
 
+def test_what_the_build_lacks_is_why_nothing_ran(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = gpu_machine.find_tool
+    monkeypatch.setattr(gpu_machine, "find_tool", lambda n: None if n == "nvcc" else find(n))
+    status, said, _ = check(StandIn(2), "--quick")
+    assert status == gpu_check.INCOMPLETE
+    reason = "(there is no build to run: there is no nvcc)"
+    assert said[-4] == (
+        f"gpu-check: INCOMPLETE: check did not run {reason}; gpus did not run {reason} "
+        "(exit status 4)"
+    )
+
+
 def test_a_part_is_incomplete(check: Check) -> None:
     status, said, _ = check(StandIn(1), "--only", "floor")
     assert status == gpu_check.INCOMPLETE

@@ -42,6 +42,9 @@ class Report:
     def add(self, result: Result) -> None:
         self.results.append(result)
         self.write()
+        # The log says why a stage has no output, too.
+        with self.log.open("a") as log:
+            log.write(f"=== {result.name}: {result.verdict}\n")
 
     def write(self) -> None:
         stages = [asdict(result) for result in self.results]

@@ -87,7 +87,7 @@ class Runner:
         self.log = log
         self.budget = budget
         self.usage = usage
-        self.passed: set[str] = set()
+        self.results: dict[str, Result] = {}
         self._used = 0.0
 
     def left(self) -> float:
@@ -98,8 +98,8 @@ class Runner:
         result = Result(stage.name, "skipped", commands=[step.text() for step in stage.steps])
         if stage.skip:
             result.reason = stage.skip
-        elif stage.needs and stage.needs not in self.passed:
-            result.reason = f"there is no {stage.needs} to run"
+        elif stage.needs and (missing := self._missing(stage.needs)):
+            result.reason = missing
         elif stage.counted and self.left() < 1.0:
             result.reason = self._used_up()
         else:
@@ -109,9 +109,15 @@ class Runner:
             result.seconds = round(time.monotonic() - start, 2)
             if stage.counted:
                 self._used += result.seconds
-        if result.status == "ok":
-            self.passed.add(stage.name)
+        self.results[stage.name] = result
         return result
+
+    def _missing(self, needed: str) -> str:
+        """Why there is nothing of that stage to run; "" if it passed."""
+        result = self.results.get(needed)
+        if result is not None and result.status == "ok":
+            return ""
+        return f"there is no {needed} to run" + (f": {result.reason}" if result else "")
 
     def _run_steps(self, stage: Stage, result: Result, folder: Path) -> None:
         limit = min(stage.limit, self.left()) if stage.counted else stage.limit
