@@ -161,6 +161,30 @@ def test_no_driver(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == gpu_check.NO_GPU and "there is no libcuda.so.1" in said[-4]
 
 
+def test_what_the_extension_needs_of_this_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is not found before the build would fail it, and all that it builds."""
+    torch, headers = tmp_path / "torch", tmp_path / "include"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_machine.sysconfig, "get_path", lambda name: str(headers))
+
+    def found(version: str, cuda: str | None = "13.0") -> tuple[str | None, str]:
+        text = f"__version__ = {version!r}\ncuda = {cuda!r}\n"
+        (torch / "version.py").write_text(text)
+        return gpu_machine.find_torch("13.0")
+
+    assert "there is no Python.h in" in found("2.11.0+cu130")[1]
+    headers.mkdir()
+    (headers / "Python.h").write_text("")
+    assert found("2.11.0+cu130") == ("2.11.0+cu130, CUDA 13.0", "")
+    assert "(2.10.1) is too old: 2.11 or newer is needed" in found("2.10.1")[1]
+    assert "built without CUDA" in found("2.13.0", None)[1]
+    assert "another major version" in found("2.13.0", "12.8")[1]
+
+
 # --- What is said of what happened ----------------------------------------------------------------
 
 

@@ -235,7 +235,8 @@ print(version["__version__"], version["cuda"] or "none")
 
 
 def find_torch(toolkit: str | None) -> tuple[str | None, str]:
-    """The version of this Python's torch and of its CUDA, or None and why it will not do."""
+    """The version of this Python's torch and of its CUDA, or None and why nothing can be built
+    against it."""
     version, _, cuda = output_of(sys.executable, "-c", TORCH, seconds=60).partition(" ")
     if not cuda:
         return None, "this Python has no torch"
@@ -246,7 +247,27 @@ def find_torch(toolkit: str | None) -> tuple[str | None, str]:
             f"this Python's torch ({version}) is built with CUDA {cuda}, and nvcc is of CUDA "
             f"{toolkit}, another major version"
         )
+    least = least_torch()
+    if version_numbers(version) < version_numbers(least):
+        return None, f"this Python's torch ({version}) is too old: {least} or newer is needed"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return None, (
+            f"there is no Python.h in {headers}, which extensions are compiled with (the system's "
+            "package python3-dev or python3-devel has it)"
+        )
     return f"{version}, CUDA {cuda}", ""
+
+
+def least_torch() -> str:
+    """The oldest torch that ringreduce works with."""
+    found = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    return found.group(1) if found else "0.0"
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 # --- NCCL ---------------------------------------------------------------------------------------
