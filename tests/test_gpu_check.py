@@ -127,6 +127,21 @@ def test_two_gpus_without_peer_access(check: Check) -> None:
     assert "peer access: none: data between GPUs passes through the host's memory" in said
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_gpu_with_a_display_runs_the_direct_schedule_only(check: Check, gpus: int) -> None:
+    status, said, results = check(StandIn(gpus, displays=1))
+    assert status == gpu_check.PASSED
+    assert said[1].endswith("ends long kernels (a display, or WSL)")
+    assert said[-4] == (
+        f"gpu-check: passed, with {gpus} GPU{'s' * (gpus > 1)}; groups with GPU 0, which ends long "
+        "kernels, ran the direct schedule only (exit status 0)"
+    )
+    found = statuses(results)
+    assert found["gpus"] == ("ok" if gpus > 1 else "skipped")
+    assert found["all_reduce_test"] == found["failure_test"] == "skipped"
+    assert found["part_calls_test"] == "ok"
+
+
 def test_an_old_driver(check: Check) -> None:
     status, said, results = check(StandIn(2, driver=12040))
     assert status == gpu_check.NO_GPU

@@ -131,6 +131,7 @@ def check(settings: argparse.Namespace, scratch: Path) -> int:
         architectures=gpu_machine.architectures(machine.gpus),
         jobs=machine.facts["cores"],
         gpus=max(1, len(machine.gpus)),
+        end_long_kernels=gpu_machine.end_long_kernels(machine.gpus),
         nccl=nccl,
         no_torch=no_torch,
         study=settings.study,
@@ -172,6 +173,8 @@ def introduce(machine: gpu_machine.Machine, about_nccl: str) -> None:
         print(
             f"  {number}: {gpu['name']}, {gpu['memory_mib']} MiB, compute capability "
             f"{gpu['compute_cap']}, {gpu['uuid']}"
+            + ", ends long kernels (a display, or WSL)"
+            * gpu["ends_long_kernels"]
         )
     if gpus:
         print(f"topology: {gpu_machine.topology(len(gpus), facts['links'])}")
@@ -231,7 +234,13 @@ def verdict(report: Report, machine: gpu_machine.Machine, only_built: bool) -> t
     ]
     if missing:
         return INCOMPLETE, f"INCOMPLETE: {'; '.join(missing)}"
-    return PASSED, f"passed, with {len(machine.gpus)} GPU{'s' * (len(machine.gpus) > 1)}"
+    why = f"passed, with {len(machine.gpus)} GPU{'s' * (len(machine.gpus) > 1)}"
+    if limited := gpu_machine.end_long_kernels(machine.gpus):
+        why += (
+            f"; groups with GPU {', '.join(map(str, limited))}, which ends long kernels, ran the "
+            "direct schedule only"
+        )
+    return PASSED, why
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+TIME_LIMIT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 class Refused(Exception):
@@ -58,6 +59,8 @@ def look() -> dict[str, Any]:
                     "uuid": "GPU-" + "-".join(parts),
                     "memory_mib": memory,
                     "compute_cap": ".".join(map(str, capability)),
+                    # A display hangs on it, or Windows does (WSL).
+                    "ends_long_kernels": bool(number("cuDeviceGetAttribute", TIME_LIMIT, device)),
                 }
             )
         found["peers"] = [

@@ -189,6 +189,11 @@ def architectures(gpus: list[dict[str, Any]]) -> str:
     return ";".join(sorted(capabilities, key=int)) if capabilities else "90"
 
 
+def end_long_kernels(gpus: list[dict[str, Any]]) -> tuple[int, ...]:
+    """The numbers of the GPUs that end kernels which take long."""
+    return tuple(number for number, gpu in enumerate(gpus) if gpu["ends_long_kernels"])
+
+
 def inspect() -> Machine:
     tools = find_tools()
     release = re.search(

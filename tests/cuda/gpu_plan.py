@@ -21,6 +21,9 @@ class Plan:
     architectures: str
     jobs: int
     gpus: int = 1
+    # Numbers of those that end long kernels (a display's, or under WSL).  Kernels that wait for
+    # each other are refused in a group with such a GPU, so it runs the direct schedule only.
+    end_long_kernels: tuple[int, ...] = ()
     nccl: str | None = None
     no_torch: str = ""  # why the stages with torch cannot run
     study: bool = False

@@ -120,6 +120,7 @@ class Ranks {
   // "" if the blocks of all ranks can be on the GPU at once, as one cooperative grid needs it.
   std::string whyNotTogether(DType dtype) const {
     const cuda::Device& facts = comm(0).device();
+    if (facts.ends_long_kernels) return "this GPU ends long kernels (a display, or WSL)";
     if (!facts.cooperative_launch) return "this GPU knows no cooperative grids";
     const int wanted = comm(0).tuning().channels * size();
     for (const void* kernel : cuda::kernelsOf(dtype).all_reduce) {

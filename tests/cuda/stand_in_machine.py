@@ -40,7 +40,7 @@ int cuDeviceTotalMem_v2(size_t* bytes, int device) {
   (void)device; *bytes = (size_t)80 << 30; return 0;
 }
 int cuDeviceGetAttribute(int* value, int which, int device) {
-  (void)device; *value = which == 75 ? 9 : 0; return 0;
+  *value = which == 75 ? 9 : which == 17 ? device < setting("STAND_IN_DISPLAYS") : 0; return 0;
 }
 int cuDeviceCanAccessPeer(int* can, int a, int b) {
   (void)a; (void)b; *can = setting("STAND_IN_PEERS"); return 0;
@@ -91,7 +91,10 @@ for ranks in map(int, options.get("--ranks", "2").split(",")):
         print("==ERROR== ERR_NVGPUCTRPERM")
     else:
         own = {"gpus": min(gpus, ranks), "sharing": gpus < ranks}
-        for name in ("copy", "direct", "ring", "twoshot", "oneshot", "nccl"):
+        kernels = ("ring", "twoshot", "oneshot")
+        if int(os.environ["STAND_IN_DISPLAYS"]):
+            kernels = ("direct-staged",)
+        for name in ("copy", "direct", *kernels, "nccl"):
             for size in (1024, 256 << 20):
                 lines.append({**line, **own, "algorithm": name, "bytes": size})
 if mode == os.environ.get("STAND_IN_FAILS"):
@@ -137,6 +140,7 @@ class StandIn:
 
     gpus: int
     peers: bool = True
+    displays: int = 0  # on so many of the GPUs, which then end long kernels
     driver: int = 13000
     more: tuple[tuple[str, str], ...] = ()
 
@@ -147,6 +151,7 @@ class StandIn:
             "LD_LIBRARY_PATH": str(programs),
             "STAND_IN_GPUS": str(self.gpus),
             "STAND_IN_PEERS": str(int(self.peers)),
+            "STAND_IN_DISPLAYS": str(self.displays),
             "STAND_IN_DRIVER": str(self.driver),
             **dict(self.more),
         }
