@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "bootstrap/options.h"
@@ -84,10 +85,17 @@ bool sharesMemory(const Fields& table) {
   return fieldOf(table, "wire") == "memory";
 }
 
-// The ranks of a group; empty where they are all, or may change.
+// The ranks of a group, to be shown and compared; empty where they are all, or may change.
 std::string ranksText(const GroupOptions& options, int size) {
   if (options.global_ranks.empty() || options.attempt) return "";
-  return options.rankList(otherRanks(/*rank=*/-1, size));
+  constexpr size_t kMostShown = 8;  // a record must fit into a message
+  std::vector<int> ranks = otherRanks(/*rank=*/-1, size);
+  if (ranks.size() <= kMostShown) return options.rankList(ranks);
+  uint64_t hash = 0;
+  for (const int rank : ranks) hash = mixed(hash, static_cast<uint64_t>(options.shownAs(rank)));
+  ranks.resize(kMostShown);
+  return options.rankList(ranks) + " and others, " + std::to_string(size) + " in all (hash " +
+         hexText(&hash, sizeof hash) + ")";
 }
 
 }  // namespace
@@ -486,6 +494,7 @@ class Meeting {
 
   // Whether a failed attempt may be the one that this rank has come for.
   bool concerns(const Fields& failure) const {
+    if (isOfOtherJob(failure) || isOfOtherGroup(failure)) return false;
     const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
     return age < kFailureLife && !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
   }
@@ -663,6 +672,7 @@ class Meeting {
     if (rank_ == 0) readNotes();
     if (!is_put_ || now() < next_look_) return;
     next_look_ = now() + kTick;
+    if (rank_ == 0) checkTable();
     const Fields own = recordOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
     mine_["rival"] = fieldOf(own, "token");  // rank 0 tells it too
@@ -671,6 +681,16 @@ class Meeting {
                                       ", and pid " + fieldOf(mine_, "pid") + " on host " +
                                       fieldOf(mine_, "host") + ", noticed by the latter" +
                                       difference(own)));
+  }
+
+  // Rank 0 of another group of this name may have replaced the table, or removed it.
+  void checkTable() {
+    const std::string text = store_.get(kTableKey).value_or("");
+    const Fields table = decode(text);
+    if (text.empty() && !table_.empty())
+      store_.set(kTableKey, encode(table_));
+    else if (isOfOtherGroup(table) && table.contains("who"))
+      hint_ = fieldOf(table, "who") + " makes " + groupOf(table) + " meanwhile: " + kSameOrder;
   }
 
   void poll() {

@@ -90,6 +90,9 @@ Fd pidfdOf(const Fd& socket, const Peer& peer) {
 }
 
 bool sendPacket(const Fd& socket, const std::string& bytes, const std::vector<int>& fds) {
+  if (bytes.size() > kMostBytes)
+    throw Error(Failure::kSetup, "a message of " + std::to_string(bytes.size()) +
+                                     " bytes to a rank of this host does not fit a packet");
   iovec part{.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(kMostFds * sizeof(int))] = {};
   msghdr message{};

@@ -196,6 +196,28 @@ TEST(a_rank_that_cannot_take_part_tells_all_ranks) {
   }
 }
 
+TEST(the_ranks_of_a_large_group_meet) {
+  ranks::MemoryStore store;
+  GroupOptions options = patience(kSecond);
+  for (int r = 0; r < 5000; ++r) options.global_ranks.push_back(100'000 + 2 * r);
+  ranks::inThreads(3, [&](int r) {  // the others never come
+    CHECK(failureOf([&] { rendezvous(store, r, 5000, options, [](const Hosts&) { return ""; }); },
+                    "ranks 100006, 100008, 100010,") == Failure::kTimeout);
+  });
+}
+
+TEST(a_rank_that_does_not_see_its_rank_0_gets_no_reason_of_another_group) {
+  ranks::MemoryStore store;
+  const auto meets = [&](int r, std::vector<int> ranks, const std::string& text) {
+    GroupOptions options = patience(kSecond);
+    options.global_ranks = std::move(ranks);
+    CHECK(failureOf([&] { rendezvous(store, r, 2, options, [](const Hosts&) { return ""; }); },
+                    text) == Failure::kTimeout);
+  };
+  meets(0, {0, 1}, "rank 1 of 2 did not join");
+  meets(1, {2, 3}, "rank 2 of 2 did not join");
+}
+
 TEST(a_rank_that_gives_up_raises_the_reason_that_another_one_stored_first) {
   processes::SharedStore store;
   ranks::inThreads(2, [&](int r) {
