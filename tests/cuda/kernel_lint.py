@@ -9,13 +9,16 @@ in the PTX, ptxas in the machine code (SASS) of every GPU that the build is for.
   - no local memory, and no loads that bypass coherence (.nc, .CONSTANT);
   - a flag is stored with release and loaded with acquire, both at system scope.  In machine code a
     full barrier of memory comes right before the store, and CCTL.IVALL right after the load;
-  - between the stores of packs and their flag, and between a flag and the loads of packs, there is
-    a barrier of the block on every path; likewise between stores and loads of shared memory;
+  - in the PTX, between the stores of packs and their flag, and between a flag and the loads of
+    packs, there is a barrier of the block on every path; likewise between stores and loads of
+    shared memory.  In the machine code only the number of barriers is compared;
   - registers, loads of metadata, and the number of flags and barriers keep to kernel_limits.txt.
 
-Then each mistake of SEEDED is put into the text of a kernel, which the rules must refuse.  --table
-prints counts of two-shot and one-shot for docs/gpu.md instead.  Standard library only; cuobjdump
-comes with CUDA's toolkit, and from pip.
+It also fails if it did not read all of it: each family of kernels in both forms, and in the machine
+code each function that cuobjdump counts registers of.  Then each mistake of SEEDED is put into the
+text of a kernel, which the rules must refuse.  --table prints counts of two-shot and one-shot for
+docs/gpu.md instead.  Standard library only; cuobjdump, and nvdisasm that it calls, come with CUDA's
+toolkit, and from pip.
 """
 
 from __future__ import annotations
@@ -121,6 +124,8 @@ def read_ptx(text: str) -> Iterator[Kernel]:
                     labels[label[1]] = len(steps)
                 elif found := re.match(r"(@!?%\w+\s+)?([a-z][\w.]*)\s*(.*);$", line):
                     steps.append(Step(found[2], found[3], (found[1] or "").strip()))
+            if not steps:
+                raise ValueError(f"no instruction of {symbol[0]} is read in the PTX")
             yield Kernel(symbol[0], "PTX", target[1], tuple(steps), labels)
 
 
@@ -136,13 +141,15 @@ def read_sass(text: str, usage: str) -> Iterator[Kernel]:
         elif found := re.match(r"\s*REG:(\d+)", line):
             registers[symbol, architecture] = int(found[1])
     architecture = ""
+    unseen = set(registers)
     for part in re.split(r"^\s*(?=Function : |code for sm_)", text, flags=re.M):
         if found := re.match(r"code for (sm_\w+)", part):
             architecture = found[1]
         found = re.match(r"Function : (\S+)", part)
         if not found:
             continue
-        steps, labels = [], {}
+        steps: list[Step] = []
+        labels: dict[str, int] = {}
         for address, guard, opcode, operands in re.findall(
             r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", part, flags=re.M
         ):
@@ -150,8 +157,17 @@ def read_sass(text: str, usage: str) -> Iterator[Kernel]:
             steps.append(Step(opcode, " ".join(operands.split()), guard.strip()))
         if (found[1], architecture) not in registers:
             raise ValueError(f"nothing is said of the registers of {found[1]} for {architecture}")
+        if not steps:
+            raise ValueError(f"no instruction of {found[1]} is read in SASS for {architecture}")
+        unseen.discard((found[1], architecture))
         yield Kernel(
             found[1], "SASS", architecture, tuple(steps), labels, registers[found[1], architecture]
+        )
+    if unseen:
+        symbol, architecture = min(unseen)
+        raise ValueError(
+            f"{len(unseen)} functions have registers but no SASS that is read, the first of them"
+            f" {symbol} for {architecture}; does cuobjdump print SASS in another form?"
         )
 
 
@@ -190,8 +206,8 @@ def unordered(
     return None
 
 
-def against_limits(kernel: Kernel, limits: dict[str, int], counts: dict[str, int]) -> Problems:
-    for name, count in counts.items():
+def against_limits(kernel: Kernel, limits: dict[str, int]) -> Problems:
+    for name, count in counts(kernel).items():
         if name in ("registers", "metadata"):
             if count > limits[name] and kernel.architecture == MEASURED:
                 yield f"takes {count} {name}, more than {limits[name]}"
@@ -216,10 +232,11 @@ def is_pack(step: Step, word: str) -> bool:
     return bool(re.match(rf"{word}(\.global)?\.(v4\.[bfus]32|v2\.[bfus]64)$", step.opcode))
 
 
-def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
-    def is_barrier(step: Step) -> bool:
-        return step.opcode.startswith(("bar.", "barrier."))
+def is_barrier(step: Step) -> bool:
+    return step.opcode.startswith(("bar.", "barrier.", "BAR."))
 
+
+def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
     def is_release(step: Step) -> bool:
         return step.opcode.startswith("st.release.sys")
 
@@ -231,16 +248,7 @@ def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
         strong = re.search(ORDERS, step.opcode)
         if strong and step.opcode not in PTX_STRONG:
             yield f"orders memory in another way than the protocol: {step.opcode}"
-    opcodes = [step.opcode for step in kernel.steps]
-    yield from against_limits(
-        kernel,
-        limits,
-        {
-            "flag_stores": opcodes.count("st.release.sys.u64"),
-            "flag_loads": opcodes.count("ld.acquire.sys.u64"),
-            "barriers": sum(map(is_barrier, kernel.steps)),
-        },
-    )
+    yield from against_limits(kernel, limits)
     # A thread that claims the cause of a failure reports what it has stored itself.
     if unordered(
         kernel,
@@ -304,17 +312,7 @@ def lint_sass(kernel: Kernel, limits: dict[str, int]) -> Problems:
             yield "stores a flag without MEMBAR at system scope right before it"
         if is_load(step) and is_flag(step) and not invalidated(kernel, i):
             yield "loads a flag without CCTL.IVALL right after it"
-    yield from against_limits(
-        kernel,
-        limits,
-        {
-            "registers": kernel.registers,
-            "metadata": sum(map(is_metadata, steps)),
-            "flag_stores": sum(is_store(s) and is_flag(s) for s in steps),
-            "flag_loads": sum(is_load(s) and is_flag(s) for s in steps),
-            "barriers": sum(s.opcode.startswith("BAR.") for s in steps),
-        },
-    )
+    yield from against_limits(kernel, limits)
 
 
 def ends_line(step: Step) -> bool:
@@ -341,11 +339,41 @@ def invalidated(kernel: Kernel, i: int) -> bool:
     return False
 
 
+def counts(kernel: Kernel) -> dict[str, int]:
+    """What kernel_limits.txt limits."""
+    steps = kernel.steps
+    barriers = sum(map(is_barrier, steps))
+    if kernel.form == "PTX":
+        opcodes = [step.opcode for step in steps]
+        return {
+            "flag_stores": opcodes.count("st.release.sys.u64"),
+            "flag_loads": opcodes.count("ld.acquire.sys.u64"),
+            "barriers": barriers,
+        }
+    return {
+        "registers": kernel.registers,
+        "metadata": sum(map(is_metadata, steps)),
+        "flag_stores": sum(is_store(s) and is_flag(s) for s in steps),
+        "flag_loads": sum(is_load(s) and is_flag(s) for s in steps),
+        "barriers": barriers,
+    }
+
+
 def lint(kernel: Kernel, limits: dict[str, dict[str, int]]) -> list[str]:
     if kernel.family not in limits:
         return ["has no row in kernel_limits.txt"]
     rules = lint_ptx if kernel.form == "PTX" else lint_sass
     return list(dict.fromkeys(rules(kernel, limits[kernel.family])))
+
+
+def unread(kernels: list[Kernel], limits: dict[str, dict[str, int]]) -> Problems:
+    """Rules that hold because there is nothing that could break them."""
+    seen: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for kernel in kernels:
+        seen[kernel.form, kernel.architecture].add(kernel.family)
+    for (form, architecture), families in seen.items():
+        if missing := [one for one in limits if one not in families]:
+            yield f"{form} for {architecture} has no kernel of {', '.join(missing)}"
 
 
 # --- Mistakes put in ------------------------------------------------------------------------------
@@ -450,28 +478,34 @@ def every_barrier(kernel: Kernel) -> Iterator[Seed]:
         yield Seed(f"barrier {n} dropped", "PTX", r"bar\.", None, "barriers", n)
 
 
-def try_seeds(kernels: list[Kernel], limits: dict[str, dict[str, int]], verbose: bool) -> list[str]:
-    """Puts every mistake into two-shot of float32; returns what the rules did not notice."""
+def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
+    """Puts every mistake into two-shot of float32; returns what the rules did not notice.
+
+    A compiler may make more flags or barriers than the limits ask for.  So the limits are here what
+    the kernel has, and one less is a mistake.
+    """
     missed = []
+    tried = set()
     for kernel in kernels:
         if (kernel.family, kernel.dtype) != ("twoshot", "float32"):
             continue
+        tried.add((kernel.form, kernel.architecture))
+        own = counts(kernel)
         barriers = every_barrier(kernel) if kernel.form == "PTX" else ()
         for seed in (*(s for s in SEEDED if s.form == kernel.form), *barriers):
             mutant = seeded(kernel, seed)
-            found = lint(mutant, limits) if mutant else []
+            found = lint(mutant, {kernel.family: own}) if mutant else []
             if not any(seed.says in one for one in found):
                 missed.append(f"{kernel.text()}: {seed.what} is not noticed")
             elif verbose:
                 print(f"{seed.what}: {kernel.text()} {found[0]}")
-        row = limits[kernel.family]
-        tight = {kernel.family: row | {"registers": kernel.registers - 1, "metadata": 0}}
+        tight = {kernel.family: own | {"registers": kernel.registers - 1, "metadata": 0}}
         if (kernel.form, kernel.architecture) == ("SASS", MEASURED) and len(
             lint(kernel, tight)
         ) != 2:
             missed.append(f"{kernel.text()}: smaller limits are not noticed")
-    if not missed and not any(k.family == "twoshot" for k in kernels):
-        missed.append("there is no two-shot kernel to put mistakes into")
+    for form, architecture in sorted({(k.form, k.architecture) for k in kernels} - tried):
+        missed.append(f"{form} for {architecture} has no two-shot kernel to put mistakes into")
     return missed
 
 
@@ -480,14 +514,15 @@ def try_seeds(kernels: list[Kernel], limits: dict[str, dict[str, int]], verbose:
 
 def in_flight(kernel: Kernel) -> set[int]:
     """How many 128-bit loads are under way when one of them is first computed with."""
-    counts, waiting = set(), set()
+    loads: set[int] = set()
+    waiting: set[str] = set()
     for step in kernel.steps:
         used = set(re.findall(r"\bR\d+", step.operands))
         if is_load(step):
             used -= set(re.findall(r"^R\d+", step.operands))
         if used & waiting:
             if not is_store(step):  # else it is a copy
-                counts.add(len(waiting) // 4)
+                loads.add(len(waiting) // 4)
             waiting.clear()
         if is_load(step) and bits(step) == 128:
             first = re.match(r"R(\d+)", step.operands)
@@ -495,7 +530,7 @@ def in_flight(kernel: Kernel) -> set[int]:
                 waiting |= {f"R{int(first[1]) + n}" for n in range(4)}
         elif re.match(r"(EXIT|RET)\b", step.opcode):
             waiting.clear()
-    return counts
+    return loads
 
 
 def table(kernels: list[Kernel]) -> Iterator[str]:
@@ -533,7 +568,8 @@ def read_build(build: Path, tools: Path) -> list[Kernel]:
     tool = shutil.which("cuobjdump", path=tools) or shutil.which("cuobjdump")
     if tool is None:
         raise ValueError(
-            f"there is no cuobjdump in {tools} or PATH; pip's is nvidia-cuda-cuobjdump"
+            f"there is no cuobjdump in {tools} or PATH; pip's is nvidia-cuda-cuobjdump, and that of"
+            " nvdisasm, which it calls, nvidia-cuda-nvdisasm"
         )
     objects = sorted(build.glob("CMakeFiles/ringreduce_cuda.dir/**/kernels*.cu.o"))
     if not objects:
@@ -542,12 +578,26 @@ def read_build(build: Path, tools: Path) -> list[Kernel]:
     for one in objects:
 
         def run(option: str, of: Path = one) -> str:
-            return subprocess.run(
-                [tool, option, of], capture_output=True, text=True, check=True
-            ).stdout
+            done = subprocess.run([tool, option, of], capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(
+                    f"cuobjdump {option} {of.name} ended with {done.returncode}:"
+                    f" {done.stderr.strip()} (it calls nvdisasm, which has to be beside it or in"
+                    " PATH; pip's is nvidia-cuda-nvdisasm)"
+                )
+            return done.stdout
 
-        kernels += read_ptx(run("-ptx"))
-        kernels += read_sass(run("-sass"), run("-res-usage"))
+        of_one = [*read_ptx(run("-ptx")), *read_sass(run("-sass"), run("-res-usage"))]
+        symbols: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for kernel in of_one:
+            symbols[kernel.form, kernel.architecture].add(kernel.symbol)
+        every = set().union(*symbols.values())
+        for form in {"PTX", "SASS"} - {form for form, _ in symbols}:
+            raise ValueError(f"no {form} is read in {one.name}")
+        for (form, architecture), seen in symbols.items():
+            if lacking := every - seen:
+                raise ValueError(f"{one.name} has no {form} of {min(lacking)} for {architecture}")
+        kernels += of_one
     return kernels
 
 
@@ -561,13 +611,16 @@ def main() -> int:
     try:
         limits = read_limits(HERE / "kernel_limits.txt")
         kernels = read_build(arguments.build, arguments.tools)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError) as error:
         print(f"No kernels read of {arguments.build}: {error}", file=sys.stderr)
         return 2
     if arguments.table:
         print("\n".join(table(kernels)))
         return 0
     broken = 0
+    for problem in unread(kernels, limits):
+        print(f"Not all kernels are read: {problem}", file=sys.stderr)
+        broken += 1
     for kernel in kernels:
         for problem in lint(kernel, limits):
             print(f"{kernel.text()}: {problem}", file=sys.stderr)
@@ -577,7 +630,7 @@ def main() -> int:
         forms[f"{kernel.form} for {kernel.architecture}"] += 1
     told = ", ".join(f"{count} in {form}" for form, count in forms.items())
     print(f"Kernels: {told}; {broken} rules broken")
-    missed = [] if broken else try_seeds(kernels, limits, arguments.seeds)
+    missed = [] if broken else try_seeds(kernels, arguments.seeds)
     print("\n".join(missed), file=sys.stderr, end="\n" if missed else "")
     return 1 if broken or missed else 0
 
