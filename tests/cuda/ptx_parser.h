@@ -30,6 +30,11 @@ void binary(Warp& w, const Step& s) {
   w.each([&](int l) { d[l] = bitsOf(static_cast<D>(f(as<A>(a[l]), as<A>(b[l])))); });
 }
 template <class A, auto f>
+void ternary(Warp& w, const Step& s) {
+  uint64_t *d = w.reg(s.to[0]), *a = w.reg(s.from[0]), *b = w.reg(s.from[1]), *c = w.reg(s.from[2]);
+  w.each([&](int l) { d[l] = bitsOf(static_cast<A>(f(as<A>(a[l]), as<A>(b[l]), as<A>(c[l])))); });
+}
+template <class A, auto f>
 void shift(Warp& w, const Step& s) {
   uint64_t *d = w.reg(s.to[0]), *a = w.reg(s.from[0]), *b = w.reg(s.from[1]);
   w.each(
@@ -94,12 +99,21 @@ inline std::map<std::string, Run> arithmetic() {
   integers.template operator()<int16_t, uint16_t>("16");
   integers.template operator()<int32_t, uint32_t>("32");
   integers.template operator()<int64_t, uint64_t>("64");
+  all["mul.wide.u16"] =
+      binary<uint32_t, uint16_t, [](uint16_t a, uint16_t b) { return uint32_t{a} * b; }>;
   all["mul.wide.s32"] =
       binary<int64_t, int32_t, [](int32_t a, int32_t b) { return int64_t{a} * b; }>;
   all["mul.wide.u32"] =
       binary<uint64_t, uint32_t, [](uint32_t a, uint32_t b) { return uint64_t{a} * b; }>;
   all["mul.hi.u32"] =
       binary<uint32_t, uint32_t, [](uint32_t a, uint32_t b) { return (uint64_t{a} * b >> 32); }>;
+  all["mad.lo.s64"] =
+      ternary<uint64_t, [](uint64_t a, uint64_t b, uint64_t c) { return a * b + c; }>;
+  // The width bits of a from bit first on.
+  all["bfe.u32"] = ternary<uint32_t, [](uint32_t a, uint32_t first, uint32_t width) {
+    const uint64_t from = first & 0xff, count = width & 0xff;
+    return ((count < 32 ? (uint64_t{1} << count) - 1 : ~0u) & (from < 32 ? a >> from : 0));
+  }>;
   // Any number but 0 is true.
   all["and.pred"] = binary<bool, uint64_t, [](uint64_t a, uint64_t b) { return a && b; }>;
   all["or.pred"] = binary<bool, uint64_t, [](uint64_t a, uint64_t b) { return a || b; }>;
