@@ -10,6 +10,10 @@
 // barrier behind a load with acquire at system scope; until then it reads the old bytes.  Every
 // access must lie in memory that was given to the kernels, and in no other.
 //
+// It is kinder than a GPU in one way: an acquire makes visible all that any block had let out by
+// then, whatever flag it loads, and even if that flag was old.  So a kernel that polled another
+// flag is forgiven that it did not wait for the right one.
+//
 // It knows the instructions that the kernels have now, and refuses all others by name.
 #pragma once
 
@@ -71,8 +75,7 @@ struct Kernel {
   size_t shared = 0;
 };
 
-// --- Threads and memory
-// ------------------------------------------------------------------------------
+// --- Threads and memory --------------------------------------------------------------------------
 
 struct Range {
   uint64_t begin, end;
