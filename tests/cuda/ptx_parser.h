@@ -551,22 +551,31 @@ class Parser {
   std::vector<std::pair<size_t, std::string>> branches_;
 };
 
-// The lines of each kernel by name, for each GPU that a file has PTX for.
+// The lines of each kernel by name, for each GPU that a file has PTX for: 90 is sm_90.
 using Lines = std::vector<std::pair<int, std::string>>;
 using Module = std::map<std::string, Lines>;
-inline std::vector<Module> modulesOf(std::istream& file) {
-  static const std::regex entry(R"(\.entry\s+(\w+)\()");
-  std::vector<Module> all;
+using Modules = std::map<int, Module>;
+inline Modules modulesOf(std::istream& file) {
+  static const std::regex entry(R"(\.entry\s+(\w+)\()"), target(R"(^\.target\s+sm_(\d+)\b)");
+  Modules all;
+  Module* module = nullptr;
   Lines* now = nullptr;
   int number = 0, depth = 0;
   for (std::string line; std::getline(file, line);) {
     ++number;
     std::smatch found;
+    const auto at = [&] { return "line " + std::to_string(number) + ": "; };
     if (line.starts_with(".version")) {
-      all.emplace_back();
+      module = nullptr;
+    } else if (line.starts_with(".target")) {
+      if (!std::regex_search(line, found, target))
+        throw Error(at() + "a target that is not known: " + line);
+      const auto [place, is_new] = all.try_emplace(std::stoi(found[1]));
+      if (!is_new) throw Error(at() + "a second module for the same GPU: " + line);
+      module = &place->second;
     } else if (line.find(".entry") != std::string::npos && std::regex_search(line, found, entry)) {
-      if (all.empty()) throw Error("a kernel before any .version");
-      now = &all.back()[found[1]];
+      if (!module) throw Error(at() + "a kernel before the .target of its module");
+      now = &(*module)[found[1]];
     } else if (now) {
       now->push_back({number, line});
       // Blocks of inline assembly are inside.

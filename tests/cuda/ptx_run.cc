@@ -4,8 +4,9 @@
 //     ptx_run FILE... [--cases N] [--seed S] [--mutants]
 //
 // The files are PTX by nvcc.  The arguments of the kernels are the structs of the C++ source, so
-// this also proves that both agree on their layout.  --mutants puts mistakes into the PTX, each of
-// which some case must notice.
+// this also proves that both agree on their layout.  The files are those of one build, with all the
+// kernels between them; cases take turns on the GPUs that they have PTX for.  --mutants puts
+// mistakes into the PTX for the newest of these GPUs, each of which some case must notice.
 //
 // Messages have up to 4,099 elements.  Loops that take several packs at once need 8,192 elements of
 // 2 or 4 bytes in a slice, so of these only those for 8 bytes run.  Reduce-scatter, all-gather,
@@ -15,6 +16,7 @@
 #include <chrono>
 #include <cstdio>
 #include <optional>
+#include <ranges>
 
 #include "cuda/kernels/kernel_table.h"
 #include "device_calls.h"
@@ -50,13 +52,9 @@ class Program {
     const std::string symbol = symbolOf(algorithm, dtype);
     auto& kernel = kernels_[symbol];
     if (!kernel) {
-      if (!lines_.contains(symbol)) throw ptx::Error("no kernel " + symbol);
       kernel = ptx::Parser(symbol).read(lines_.at(symbol));
     }
     return *kernel;
-  }
-  bool has(DType dtype) const {
-    return lines_.contains(symbolOf(DeviceAlgorithm::kOneShot, dtype));
   }
 
  private:
@@ -69,10 +67,8 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
              std::optional<DType> dtype = {}, std::optional<ReduceOp> op = {}) {
   std::mt19937_64 random(seed);
   const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
-  std::vector<DType> dtypes;
-  for (int t = 0; t < kKernelDTypes; ++t)
-    if (program.has(static_cast<DType>(t))) dtypes.push_back(static_cast<DType>(t));
-  const DType type = dtype.value_or(dtypes.at(below(dtypes.size())));
+  const auto any = static_cast<DType>(below(kKernelDTypes));
+  const DType type = dtype.value_or(any);
   const auto& ops = opsOf(type);
   const oracle::Case numbers(2 + static_cast<int>(below(2)), type,
                              op.value_or(ops[below(ops.size())]));
@@ -150,8 +146,7 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
   calls.verify();
 }
 
-// --- Mutants
-// -------------------------------------------------------------------------------------------
+// --- Mutants -------------------------------------------------------------------------------------
 
 struct Mutant {
   const char* what;
@@ -161,6 +156,7 @@ struct Mutant {
   const char* from;
   const char* by;  // "": the line is left out
   int nth;         // of the lines that have it, or one of these two
+  int since = 0;   // the oldest GPU whose PTX has such lines
 };
 constexpr int kAll = -1, kLast = -2;
 
@@ -185,7 +181,7 @@ const Mutant kMutants[] = {
     {"float16 rounds towards zero", kTwo, DType::kFloat16, kAdd, "cvt.rn.f16.f32", "cvt.rz.f16.f32",
      kAll},
     {"bfloat16 rounds towards zero", kTwo, DType::kBFloat16, kAdd, "cvt.rn.bf16.f32",
-     "cvt.rz.bf16.f32", kAll},
+     "cvt.rz.bf16.f32", kAll, 80},
 };
 
 // The module with a mistake in it, where it has that line.
@@ -215,11 +211,16 @@ std::string failureOf(Program& program, const Mutant& mutant, uint64_t seed, int
   return "";
 }
 
-int tryMutants(const ptx::Module& module, uint64_t seed) {
+int tryMutants(int gpu, const ptx::Module& module, uint64_t seed) {
+  std::printf("Mistakes in the PTX for sm_%d:\n", gpu);
   int missed = 0;
   for (const Mutant& mutant : kMutants) {
     const std::string text =
         std::string(mutant.what) + ", " + kDeviceAlgorithmNames[static_cast<int>(mutant.algorithm)];
+    if (gpu < mutant.since) {
+      std::printf("%s: left out, sm_%d has no such instruction\n", text.c_str(), gpu);
+      continue;
+    }
     const auto with = mutated(module, mutant);
     if (!with) {
       std::printf("%s: the PTX has no such line\n", text.c_str());
@@ -238,10 +239,42 @@ int tryMutants(const ptx::Module& module, uint64_t seed) {
   return missed;
 }
 
+// --- The program ---------------------------------------------------------------------------------
+
+constexpr const char* kUsage = "ptx_run FILE... [--cases N] [--seed S] [--mutants]";
+
+// The PTX of all files, joined for each GPU.
+ptx::Modules read(const std::vector<std::string>& files) {
+  ptx::Modules all;
+  for (const std::string& name : files) {
+    std::ifstream file(name);
+    ptx::Modules of = ptx::modulesOf(file);
+    if (of.empty()) throw ptx::Error("no PTX in " + name);
+    if (!all.empty() && !std::ranges::equal(all | std::views::keys, of | std::views::keys))
+      throw ptx::Error(name + " has PTX for other GPUs than " + files.front() +
+                       "; give the files of one build");
+    for (auto& [gpu, module] : of) {
+      all[gpu].merge(module);
+      if (!module.empty())
+        throw ptx::Error(name + " has the kernel " + module.begin()->first +
+                         " of another file, too; give each file once");
+    }
+  }
+  if (all.empty()) throw ptx::Error("no file is given");
+  for (const auto& [gpu, module] : all)
+    for (const auto algorithm : {kOne, kTwo, kRing})
+      for (int t = 0; t < kKernelDTypes; ++t)
+        if (const std::string symbol = symbolOf(algorithm, static_cast<DType>(t));
+            !module.contains(symbol))
+          throw ptx::Error("no kernel " + symbol + " for sm_" + std::to_string(gpu) +
+                           "; give all files that have kernels of all-reduce");
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::vector<ptx::Module> modules;
+  std::vector<std::string> files;
   uint64_t seed = 1;
   int cases = 30;
   bool mutants = false;
@@ -254,22 +287,18 @@ int main(int argc, char** argv) {
     } else if (argument == "--cases" && i + 1 < argc) {
       cases = std::stoi(argv[++i]);
     } else {
-      std::ifstream file(argument);
-      std::vector<ptx::Module> of = ptx::modulesOf(file);
-      if (of.empty()) {
-        std::fprintf(stderr, "No PTX in %s; ptx_run FILE... [--cases N] [--seed S] [--mutants]\n",
-                     argv[i]);
-        return 2;
-      }
-      modules.resize(std::max(modules.size(), of.size()));
-      for (size_t m = 0; m < of.size(); ++m) modules[m].merge(of[m]);
+      files.push_back(argument);
     }
   }
-  if (modules.empty()) {
-    std::fprintf(stderr, "ptx_run FILE... [--cases N] [--seed S] [--mutants]\n");
+  ptx::Modules modules;
+  try {
+    modules = read(files);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "No case is run: %s\n%s\n", error.what(), kUsage);
     return 2;
   }
-  std::vector<Program> programs(modules.begin(), modules.end());
+  std::vector<Program> programs;
+  for (const auto& [gpu, module] : modules) programs.emplace_back(module);
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < cases; ++i) {
     const uint64_t one = seed + static_cast<uint64_t>(i);
@@ -284,5 +313,5 @@ int main(int argc, char** argv) {
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   std::printf("%d cases passed in %.1f s, from seed %llu on\n", cases, took.count(),
               static_cast<unsigned long long>(seed));
-  return mutants && tryMutants(modules[0], seed) != 0;
+  return mutants && tryMutants(modules.rbegin()->first, modules.rbegin()->second, seed) != 0;
 }
