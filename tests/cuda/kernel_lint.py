@@ -433,18 +433,18 @@ SEEDED = [
     Seed(
         "a flag stored at the GPU's scope",
         "SASS",
-        r"STG?\.E.*SYS",
+        r"STG?\.E.*STRONG\.SYS",
         "ST.E.64.STRONG.GPU",
         "smaller scope",
     ),
     Seed(
         "a flag loaded at the GPU's scope",
         "SASS",
-        r"LDG?\.E.*SYS",
+        r"LDG?\.E.*STRONG\.SYS",
         "LD.E.64.STRONG.GPU",
         "smaller scope",
     ),
-    Seed("a plain store of a flag", "SASS", r"STG?\.E.*SYS", "ST.E.64", "flag stores"),
+    Seed("a plain store of a flag", "SASS", r"STG?\.E.*STRONG\.SYS", "ST.E.64", "flag stores"),
     Seed("no MEMBAR before a flag", "SASS", r"MEMBAR\.\w+\.SYS", None, "without MEMBAR"),
     Seed(
         "a MEMBAR at the GPU's scope",
