@@ -72,7 +72,7 @@ void requireCpu(const at::Tensor& tensor, const char* call) {
             ? ", where the call's other tensors are not"
             : std::string(": this ringreduce was built without CUDA (") + cudaMissing() +
                   "); use nccl for CUDA tensors (\"cpu:ringreduce,cuda:nccl\"), or rebuild it with "
-                  "RINGREDUCE_CUDA=1, which says what a build for them needs";
+                  "RINGREDUCE_CUDA=1; the build then says what is missing";
   throw Error(Failure::kArgument, std::string("ringreduce ") + call + ": " + why);
 }
 

@@ -30,7 +30,8 @@ struct Machine {
   int multiprocessors = 4;
   bool ends_long_kernels = false;
   bool bar1_is_full = false;  // there is no room to map memory of another process or GPU
-  bool copies_stand = false;  // a copy never ends
+  bool copies_hang = false;   // a copy never ends
+  bool peers_hang = false;    // nor does one from another GPU's memory, or what follows it
 };
 Machine& machine();
 

@@ -115,7 +115,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t) {
   if (const auto e = fate()) return said(e);
-  return machine().copies_stand ? said(cudaErrorNotReady) : cudaSuccess;
+  return machine().copies_hang ? said(cudaErrorNotReady) : cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
@@ -125,6 +125,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     const int ordinal = ordinalOf(stream);
     if (!world().mayTouch(ordinal, to, bytes) || !world().mayTouch(ordinal, from, bytes))
       undefined("copied memory that the GPU has no access to");
+    const Range* source = world().find(from);
+    if (machine().peers_hang && source && source->gpu != gpuOf(ordinal)) {
+      if (!world().find(to)) undefined("waited for a copy to pageable memory that never ends");
+      machine().copies_hang = true;
+    }
   }
   std::memcpy(to, from, bytes);
   return cudaSuccess;

@@ -164,7 +164,7 @@ TEST(a_copy_that_does_not_end_is_an_error_and_nothing_waits_for_it) {
     const MemoryPtr memory = allocate(device, 1000);
     Stream stream(device, 50 * kMillisecond);
     group.run({Barrier{}});
-    if (group.rank() == 0) fake::machine().copies_stand = true;  // of this process
+    if (group.rank() == 0) fake::machine().copies_hang = true;  // of this process
     struct Report {
       Outcome outcome;
     } mine;
@@ -172,6 +172,22 @@ TEST(a_copy_that_does_not_end_is_an_error_and_nothing_waits_for_it) {
     CHECK(failureOf([&] { obstacleIn(group, gatherEach(group, mine), ". Do this"); },
                     "it was not done after 0 s. End this process and start it again. Do this") ==
           Failure::kSetup);
+  });
+}
+
+TEST(a_peer_whose_memory_does_not_answer_is_an_error_and_keeps_its_memory) {
+  run(As::kProcesses, 2, [](Group& group, int device) {
+    const PeerMemory before(group, device, 1000);
+    PeerPieces state(group, device, before.residents());
+    state.access = MemoryAccess::kLegacyIpc;
+    if (group.rank() == 0) fake::machine().peers_hang = true;  // of this process
+    CHECK(failureOf(
+              [&] { tryAccess(group, state, 1000, 1, {"rank 0", "rank 1"}, 50 * kMillisecond); },
+              "was not done after 0 s. End this process and start it again. This was the first") ==
+          Failure::kSetup);
+    state.release(50 * kMillisecond);  // the fake minds if rank 1 frees what rank 0 has open
+    group.run({Barrier{}});
+    fake::machine().peers_hang = false;
   });
 }
 

@@ -74,7 +74,7 @@ struct Communicator::State {
                       uint64_t number) const;
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
   // A call that was announced and left to the watchdog, which has to know of it before it is in the
-  // stream: the host may wait in a call of CUDA until the other ranks have come.
+  // stream: the host may wait in a call of CUDA until the other ranks have made the call.
   struct Begun {
     uint64_t number;
     std::shared_ptr<CallEnd> end;

@@ -24,7 +24,8 @@ struct Outcome {
   enum class Kind : uint8_t {
     kDone,
     kCannot,  // another access may work
-    kBroken,  // none will, in this process: no memory left, CUDA is ruined or does not answer
+    // no access will work in this process: no memory left, CUDA is ruined or does not answer
+    kBroken,
   } kind = Kind::kDone;
   char text[800] = {};
 
@@ -43,7 +44,7 @@ Outcome outcomeOf(F&& step, bool allocates = false) {
     const bool hopeless =
         error.ruinsProcess() || (allocates && error.is(cudaErrorMemoryAllocation));
     return {hopeless ? Kind::kBroken : Kind::kCannot, error.what()};
-  } catch (const CopyStands& error) {
+  } catch (const CopyHangs& error) {
     return {Kind::kBroken, error.what()};
   } catch (const Error& error) {
     return {Kind::kCannot, error.what()};
@@ -107,9 +108,9 @@ MemoryPtr take(uint64_t ticket);  // throws Error(kSetup) if it is not valid
 
 // Collective.  Fills in `state`, whose access is set, with memory of at least `bytes`, a multiple
 // of `granularity` if it is exported.  Returns "" if every rank reaches every piece, else the
-// obstacle, on all ranks.  Throws the same Error on all ranks if no other access would do better: a
-// GPU without memory left, a process whose CUDA is ruined.
+// obstacle, on all ranks.  A copy may take `patience`.  Throws the same Error on all ranks if no
+// other access would do better: a GPU without memory left, a process whose CUDA is ruined.
 std::string tryAccess(Group& group, PeerPieces& state, size_t bytes, size_t granularity,
-                      const std::vector<std::string>& names);
+                      const std::vector<std::string>& names, Nanos patience = Stream::kPatience);
 
 }  // namespace ringreduce::cuda

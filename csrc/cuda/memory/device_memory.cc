@@ -29,13 +29,12 @@ CUdeviceptr address(const void* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
-// The copies that stand (CopyStands) in this process, or in the one that it was forked from.
-std::atomic<int> copies_that_stand{0};
+std::atomic<int> copies_that_hang{0};
 
 // Gives something back, from a destructor.
 template <class F>
 void giveBack(int device, F&& f) noexcept {
-  if (copies_that_stand > 0) return;
+  if (copies_that_hang > 0) return;
   try {
     const OnDevice here(device);
     f();
@@ -238,6 +237,10 @@ size_t exportGranularity(int device) {
   return granularity;
 }
 
+bool copiesHang() {
+  return copies_that_hang > 0;
+}
+
 Exported allocateExported(int device, size_t bytes) {
   const OnDevice here(device);
   const Physical physical = Physical::create(device, bytes);
@@ -305,11 +308,11 @@ void Stream::await(const char* tried) {
   while ((state = cudaStreamQuery(stream_)) == cudaErrorNotReady) {
     (void)cudaGetLastError();  // the next call in this thread must not report it
     if (now() >= deadline) {
-      ++copies_that_stand;
-      throw CopyStands(Failure::kSetup, std::string("cannot ") + tried + " on GPU " +
-                                            std::to_string(device_) + ": it was not done after " +
-                                            std::to_string(patience_ / kSecond) +
-                                            " s. End this process and start it again");
+      ++copies_that_hang;
+      throw CopyHangs(Failure::kSetup, std::string("cannot ") + tried + " on GPU " +
+                                           std::to_string(device_) + ": it was not done after " +
+                                           std::to_string(patience_ / kSecond) +
+                                           " s. End this process and start it again");
     }
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }

@@ -73,9 +73,11 @@ MemoryPtr registerSegment(int device, std::shared_ptr<Segment> segment);
 // A copy that does not end, as where GPUs do not reach each other although they say so.  The
 // process cannot use CUDA any more: what would give something back would wait for the copy, so all
 // is left until the process ends.
-struct CopyStands : Error {
+struct CopyHangs : Error {
   using Error::Error;
 };
+// Whether there is one in this process, or in the one that it was forked from.
+bool copiesHang();
 
 // A stream that does not wait for others.
 class Stream {
@@ -86,8 +88,9 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Both return when they are done, or throw CopyStands after `patience`.  Memory may be any that
-  // `device` reaches, or of the host.
+  // Both return when they are done, or throw CopyHangs after `patience`.  Memory may be any that
+  // `device` reaches, or of the host.  CUDA itself waits, without end, for a copy from a GPU to
+  // the host's pageable memory, so no peer's memory may be copied there.
   void copy(void* to, const void* from, size_t bytes);
   void zero(void* data, size_t bytes);
   cudaStream_t get() const { return stream_; }
