@@ -2,14 +2,16 @@
 // CUDA graphs they are in.
 //
 // Outside of captures a call waits for an event of the call before it.  Inside a capture it waits
-// for the call before it in the same capture.  A graph is replayed at any time and in any stream,
-// so from the first capture on one event is recorded at the end of every call, by a node inside a
-// graph, and waited for by every call and, by a node, at the first call of every graph.  A launch
-// of a graph counts as the record of its events, as a call's does.
+// for the call before it in the same capture.  A graph is replayed at any time and in any stream.
+// From the first capture on, one event joins all calls: each call records it at its end and waits
+// for it first.  In a graph, nodes do so; only the graph's first call waits.  A launch of a graph
+// counts as the record of its events, as a call's does.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,7 +38,7 @@ class CallOrder {
       return;
     }
     if (const auto before = captured_.find(*capture); before != captured_.end())
-      return before->second->holdBack(stream);
+      return before->second.last->holdBack(stream);
     if (!always_) begin();
     always_->holdBackReplays(stream);
   }
@@ -49,8 +51,10 @@ class CallOrder {
     if (capture && always_) always_->recordReplays(stream);
     event->record(stream);
     if (capture) {
-      captured_[*capture] = std::move(event);
-      if (captured_.size() > kMostCaptures) captured_.erase(captured_.begin());
+      captured_[*capture] = {std::move(event), ++uses_};
+      if (captured_.size() > kMostCaptures)
+        captured_.erase(std::ranges::min_element(
+            captured_, {}, [](const auto& entry) { return entry.second.used; }));
       return nullptr;
     }
     if (always_) always_->record(stream);
@@ -60,8 +64,12 @@ class CallOrder {
   }
 
  private:
-  // Captures end without notice, and have growing numbers: the oldest ones have ended.
+  // Captures end without notice: those without a call for longest are taken to have ended.
   static constexpr size_t kMostCaptures = 16;
+  struct Captured {
+    std::shared_ptr<Event> last;  // of its last call
+    uint64_t used;                // grows with each call in a capture
+  };
 
   // Makes the event of all calls, recorded behind those so far.
   void begin() {
@@ -79,7 +87,8 @@ class CallOrder {
   std::shared_ptr<Event> last_;         // of the last call outside of captures, in its stream
   unsigned long long last_stream_ = 0;  // its number, which no other stream ever has
   std::unique_ptr<Event> always_;       // null: nothing was captured yet
-  std::map<CaptureId, std::shared_ptr<Event>> captured_;  // of the last call in each
+  std::map<CaptureId, Captured> captured_;
+  uint64_t uses_ = 0;
 };
 
 // The end of a call that the watchdog tracks before it is in the stream: the host may wait while it
