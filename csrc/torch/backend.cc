@@ -293,6 +293,15 @@ void leave(Group& old, Nanos longest) {
   }
 }
 
+// Of CUDA tensors, which neither the communicators nor NCCL can go on with.
+void refuseIfItGoesOn(const Group& group) {
+  if (group.sharedOptions().min_ranks > 0)
+    throw Error(Failure::kArgument,
+                "group '" + group.options().name +
+                    "' has on_loss='continue', which CUDA tensors do not support; make their group "
+                    "with on_loss='error'");
+}
+
 LiveGroups& liveGroups() {
   static auto* all = new LiveGroups;  // never destroyed: used while the process exits
   return *all;
@@ -351,6 +360,7 @@ c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend(int rank, int size) {
   return c10::make_intrusive<GpuBackend>(
       rank, size, observer_, [this](c10::Device device) { return makeCommunicatorOn(device); },
       [this] {
+        translated([&] { refuseIfItGoesOn(*group()); });
         const auto made = gpus_.make_inner(group_store_, rank_, size_);
         if (!made) return made;
         made->setTimeout(options_->timeout);  // of this group, as it is by now
@@ -400,11 +410,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device device) {
   const auto group = this->group();
-  if (group->sharedOptions().min_ranks > 0)
-    throw Error(Failure::kArgument,
-                "group '" + group->options().name +
-                    "' has on_loss='continue', which CUDA tensors do not support; make their group "
-                    "with on_loss='error'");
+  refuseIfItGoesOn(*group);
   if (group->sharedOptions().order == AddOrder::kRank)
     throw Error(Failure::kArgument,
                 "group '" + group->options().name +

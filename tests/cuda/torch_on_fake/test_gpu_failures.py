@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from blame import expect, expect_all
 from conftest import Machine
 from gpu_jobs import Gate, use_gpu
 from pool import Died, Rank
+
+import ringreduce
 
 
 def loop(me: Rank, style: str) -> None:
@@ -98,6 +101,35 @@ def test_streams_may_be_held_back(machine: Machine) -> None:
     for rank in range(2):
         call.tell(rank)
     call.results()
+
+
+def going_on(me: Rank, name: str) -> None:
+    """A group that goes on after losses takes no CUDA tensors, for NCCL's calls either."""
+    dist.init_process_group(
+        me.backend,
+        store=me.store(name),
+        rank=me.rank,
+        world_size=2,
+        pg_options=ringreduce.Options(on_loss="continue"),
+    )
+    x = torch.ones(8, device=use_gpu(me))
+    for call in (dist.all_reduce, partial(dist.reduce, dst=0)):
+        with pytest.raises(ValueError, match="on_loss='continue', which CUDA tensors do not"):
+            call(x)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("other", ["nccl", "host"])
+def test_groups_that_go_on_take_no_cuda_tensors(machine: Machine, other: str) -> None:
+    call = machine.pool.start(
+        going_on,
+        machine.world(0, RINGREDUCE_CUDA_OTHER=other),
+        machine.pool.name(),
+        ranks=2,
+        fresh=True,
+    )
+    call.results(60)
 
 
 def again(me: Rank, names: list[str]) -> None:
