@@ -28,6 +28,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/communicator/host_communicator.h"
+#include "cuda/cuda_stream.h"
 #include "cuda/internode/internode_communicator.h"
 #endif
 
@@ -57,6 +58,11 @@ CUstream_st* handleOf(const c10::Stream& stream) {
 bool isCapturing(c10::Device device) {
   const c10::cuda::CUDAGuard on(device);
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+bool isDrained(const c10::Stream& stream) {
+  const cuda::BesideCaptures beside;
+  return stream.query();
 }
 
 #else
@@ -89,9 +95,18 @@ bool isCapturing(c10::Device) {
   withoutCuda();
 }
 
+bool isDrained(const c10::Stream&) {
+  withoutCuda();
+}
+
 #endif
 
 namespace {
+
+// How often a wait for a GPU looks for signals and for the group's failure.
+constexpr Nanos kLook = 5 * kMillisecond;
+// For the watchdog: of a call that is late at the same time, it knows which rank to blame.
+constexpr Nanos kWatchdogsTurn = 2 * kSecond;
 
 c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
@@ -294,8 +309,7 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   const std::shared_ptr<DeviceContext> context = contextOf(device);
   std::unique_lock lock(mutex_);
   if (context->communicator->callsNccl() && nccl_ &&
-      std::find(others_coalesce_.begin(), others_coalesce_.end(), nccl_->get()) !=
-          others_coalesce_.end())
+      std::find(others_coalesce_.begin(), others_coalesce_.end(), *nccl_) != others_coalesce_.end())
     throw Error(
         Failure::kArgument,
         "ringreduce: between hosts, calls that go together are either all_reduce or others, "
@@ -374,14 +388,14 @@ void GpuBackend::startCoalescing() {
 
 GpuBackend::WorkPtr GpuBackend::endCoalescing() {
   std::vector<WorkPtr> works;
-  std::vector<c10d::Backend*> others;
+  std::vector<BackendPtr> others;
   {
     const std::lock_guard lock(mutex_);
     coalescing_ = false;
     works = std::exchange(coalesced_, {});
     others = std::exchange(others_coalesce_, {});
   }
-  for (c10d::Backend* other : others)  // NCCL may wait for its peers here
+  for (const BackendPtr& other : others)  // NCCL may wait for its peers here
     if (WorkPtr work = other->endCoalescing()) works.push_back(std::move(work));
   return c10::make_intrusive<WorkList>(rank_, std::move(works));
 }
@@ -419,6 +433,7 @@ void GpuBackend::shutdown() {
     contexts.swap(contexts_);
     // Not made again: later calls go to the CPU's backend, which has the error.
     nccl = std::exchange(nccl_, BackendPtr());
+    others_coalesce_.clear();
   }
   if (forkGeneration() != generation_) {  // in a child their threads are not there
     if (nccl) (void)nccl->release();
@@ -429,16 +444,38 @@ void GpuBackend::shutdown() {
   (*nccl)->shutdown();
 }
 
-void GpuBackend::drain() {
+void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos timeout) {
+  if (forkGeneration() != generation_) return;  // a child cannot use the parent's GPUs
   std::vector<c10::Stream> streams;
-  {
+  if (only) {
+    streams.push_back(guardOf(*only).getStream(*only));
+  } else {
     const std::lock_guard lock(mutex_);
-    for (const auto& [index, context] : contexts_) {
+    std::set<c10::DeviceIndex> used = others_on_;
+    for (const auto& [index, context] : contexts_) used.insert(index);
+    for (const c10::DeviceIndex index : used) {
       const c10::Device device(c10::kCUDA, index);
-      if (!isCapturing(device)) streams.push_back(guardOf(device).getStream(device));
+      streams.push_back(guardOf(device).getStream(device));
     }
   }
-  for (const c10::Stream& stream : streams) stream.synchronize();
+  const Nanos deadline =
+      deadlineIn(timeout > kNever - kWatchdogsTurn ? kNever : timeout + kWatchdogsTurn);
+  for (const c10::Stream& stream : streams) {
+    if (isCapturing(stream.device())) continue;
+    for (Nanos look = now() + kLook; !isDrained(stream);) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (now() < look) continue;
+      look = now() + kLook;
+      group.interrupt("while a barrier waited for a GPU");
+      group.checkHealth();
+      if (now() >= deadline)
+        throw Error(Failure::kTimeout,
+                    "rank " + group.options().shown(group.rank()) + " did not enter a barrier: " +
+                        stream.device().str() + " was still busy with earlier work after " +
+                        std::to_string(timeout / kMillisecond) +
+                        " ms; look for the kernel that does not end, or set a longer timeout");
+    }
+  }
 }
 
 size_t GpuBackend::bytes() const {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -24,7 +25,7 @@
 
 namespace ringreduce {
 
-// The four functions that need CUDA to be built.  All else knows streams and events by torch's
+// The five functions that need CUDA to be built.  All else knows streams and events by torch's
 // interface for any device.
 
 // Collective over the group: the communicator of its ranks' GPUs, `device` this rank's.  Throws
@@ -38,6 +39,8 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
+// Whether a stream has run all that is in it.  Other threads may capture meanwhile.
+bool isDrained(const c10::Stream& stream);
 
 class GpuBackend final : public c10d::Backend {
  public:
@@ -95,8 +98,9 @@ class GpuBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
-  // Waits for the current streams of the GPUs that the group has used, unless they are captured.
-  void drain();
+  // Waits for the current stream of GPU `only`, or those of all GPUs that the group has used,
+  // unless they are captured.  Throws Error if the group fails or `timeout` is over meanwhile.
+  void drain(Group& group, std::optional<c10::Device> only, Nanos timeout);
   // Throws Error if an operation has failed.  Its stream must have finished it.
   void check() const;
 
@@ -128,10 +132,11 @@ class GpuBackend final : public c10d::Backend {
   }
   WorkPtr enqueue(Job job, c10::Device device, bool async, const Tensors& used, const Put& put);
   void registerBucket(const at::Tensor& bucket);
-  // The backend that takes a call which no communicator performs.
-  c10d::Backend* nccl();  // null: it cannot start.  With the lock held
-  c10d::Backend& other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
-  c10d::Backend& other(const Tensors& tensors) { return other(tensors.at(0)); }
+  // The backend that takes a call which no communicator performs.  The caller keeps it alive, even
+  // if the group shuts down meanwhile.
+  BackendPtr nccl();  // null: it cannot start.  With the lock held
+  BackendPtr other(const at::Tensor& tensor, const c10d::ReduceOp& op = c10d::ReduceOp::SUM);
+  BackendPtr other(const Tensors& tensors) { return other(tensors.at(0)); }
 
   const int generation_ = forkGeneration();  // forks before it was made
   const std::shared_ptr<Observer> observer_;
@@ -143,11 +148,12 @@ class GpuBackend final : public c10d::Backend {
   mutable std::recursive_mutex mutex_;
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
-  std::optional<BackendPtr> nccl_;  // null: it cannot start
+  std::optional<BackendPtr> nccl_;        // null: it cannot start
+  std::set<c10::DeviceIndex> others_on_;  // GPUs of calls that the other backends took
   uint64_t operations_ = 0;
   bool coalescing_ = false;
-  std::vector<c10d::Backend*> others_coalesce_;  // that were told to since startCoalescing
-  std::vector<WorkPtr> coalesced_;               // native ones; the others keep their own
+  std::vector<BackendPtr> others_coalesce_;  // that were told to since startCoalescing
+  std::vector<WorkPtr> coalesced_;           // native ones; the others keep their own
 };
 
 }  // namespace ringreduce

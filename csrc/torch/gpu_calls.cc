@@ -79,7 +79,7 @@ GpuBackend::WorkPtr GpuBackend::allreduce(Tensors& tensors, const c10d::Allreduc
       return allreduce_sparse(tensors, options);
     const c10::Device device = onlyOne(tensors, kCall, tensors.at(0).device()).device();
     if (!performs(device, Kind::kAllReduce))
-      return other(tensors[0], options.reduceOp).allreduce(tensors, options);
+      return other(tensors[0], options.reduceOp)->allreduce(tensors, options);
     c10d::AllreduceCoalescedOptions all;
     static_cast<c10d::AllreduceOptions&>(all) = options;
     return allreduce_coalesced(tensors, all);
@@ -93,7 +93,7 @@ GpuBackend::WorkPtr GpuBackend::allreduce_coalesced(
     requireSome(tensors, kCall);
     const c10::Device device = tensors[0].device();
     if (!performs(device, Kind::kAllReduce))
-      return other(tensors[0], options.reduceOp).allreduce_coalesced(tensors, options);
+      return other(tensors[0], options.reduceOp)->allreduce_coalesced(tensors, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     for (const at::Tensor& tensor : tensors) requireDense(tensor, kCall, device);
     // Tensors that share memory are all read before one is written.
@@ -147,9 +147,9 @@ BucketAverage GpuBackend::averageBucket(const at::Tensor& bucket, uint64_t borde
       c10d::AllreduceOptions options;
       options.reduceOp = c10d::ReduceOp::AVG;
       options.asyncOp = true;
-      c10d::Backend& taker = other(bucket);
-      const WorkPtr work = bucket.is_sparse() ? taker.allreduce_sparse(tensors, options)
-                                              : taker.allreduce(tensors, options);
+      const BackendPtr taker = other(bucket);
+      const WorkPtr work = bucket.is_sparse() ? taker->allreduce_sparse(tensors, options)
+                                              : taker->allreduce(tensors, options);
       const auto first = [](c10::ivalue::Future& done) {
         return done.value().toTensorVector().at(0);
       };
@@ -195,9 +195,9 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter_tensor_coalesced(
     Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/false, rank_, kCall);
     if (!performs(device, Kind::kReduceScatter))
       return single ? other(inputs[0], options.reduceOp)
-                          ._reduce_scatter_base(outputs[0], sources[0], options)
+                          ->_reduce_scatter_base(outputs[0], sources[0], options)
                     : other(inputs[0], options.reduceOp)
-                          .reduce_scatter_tensor_coalesced(outputs, sources, options);
+                          ->reduce_scatter_tensor_coalesced(outputs, sources, options);
     const ReduceOp op = opOf(options.reduceOp, kCall);
     std::vector<Dense> from, to;
     std::vector<cuda::GpuReduceScatter> calls;
@@ -242,7 +242,7 @@ GpuBackend::WorkPtr GpuBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
     const Tensors& list = onlyList(inputs, static_cast<size_t>(size_), kCall, "input");
     if (!haveSameSize(list, output) || !performs(output.device(), Kind::kReduceScatter)) {
       std::vector<Tensors> sources = {OutputMemory(outputs, kCall).copyIfShared(list)};
-      return other(output, options.reduceOp).reduce_scatter(outputs, sources, options);
+      return other(output, options.reduceOp)->reduce_scatter(outputs, sources, options);
     }
     for (const at::Tensor& input : list)
       requireLike(input, output.numel(), output, kCall, "each input");
@@ -259,7 +259,7 @@ GpuBackend::WorkPtr GpuBackend::broadcast(Tensors& tensors, const c10d::Broadcas
     constexpr auto kCall = "broadcast";
     const at::Tensor& tensor = onlyOne(tensors, kCall, tensors.at(0).device());
     if (!performs(tensor.device(), Kind::kBroadcast))
-      return other(tensor).broadcast(tensors, options);
+      return other(tensor)->broadcast(tensors, options);
     const bool root = options.rootRank == rank_;
     const Staged staged(tensor, root ? Use::kRead : Use::kWrite, kCall);
     const cuda::GpuBroadcast call{.data = staged.data(),
@@ -291,8 +291,8 @@ GpuBackend::WorkPtr GpuBackend::allgather_into_tensor_coalesced(
     const c10::Device device = inputs[0].device();
     Tensors sources = copySharedInputs(inputs, outputs, /*gathers=*/true, rank_, kCall);
     if (!performs(device, Kind::kAllGather))
-      return single ? other(inputs[0])._allgather_base(outputs[0], sources[0], options)
-                    : other(inputs[0]).allgather_into_tensor_coalesced(outputs, sources, options);
+      return single ? other(inputs[0])->_allgather_base(outputs[0], sources[0], options)
+                    : other(inputs[0])->allgather_into_tensor_coalesced(outputs, sources, options);
     std::vector<Staged> from, to;
     std::vector<cuda::GpuAllGather> calls;
     Tensors used = inputs;
@@ -341,7 +341,7 @@ GpuBackend::WorkPtr GpuBackend::allgather_coalesced(std::vector<Tensors>& output
     const OutputMemory written(results, kCall);
     if (!even || !performs(device, Kind::kAllGather)) {
       Tensors sources = written.copyIfShared(inputs);
-      return other(inputs[0]).allgather_coalesced(outputs, sources, options);
+      return other(inputs[0])->allgather_coalesced(outputs, sources, options);
     }
     std::vector<Staged> from;
     std::vector<at::Tensor> whole;
@@ -389,7 +389,7 @@ GpuBackend::WorkPtr GpuBackend::allgather(std::vector<Tensors>& outputs, Tensors
     const Tensors& list = onlyList(outputs, static_cast<size_t>(size_), kCall, "output");
     if (!haveSameSize(list, input) || !performs(input.device(), Kind::kAllGather)) {
       Tensors sources = OutputMemory(list, kCall).copyIfShared(inputs);
-      return other(input).allgather(outputs, sources, options);
+      return other(input)->allgather(outputs, sources, options);
     }
     std::vector<Tensors> by_rank;
     for (const at::Tensor& output : list) by_rank.push_back({output});
@@ -412,17 +412,17 @@ bool isKnownToNccl(const at::Tensor& tensor, const c10d::ReduceOp& op) {
 
 }  // namespace
 
-c10d::Backend* GpuBackend::nccl() {
+GpuBackend::BackendPtr GpuBackend::nccl() {
   if (!nccl_) nccl_ = make_nccl_();
-  return nccl_->get();
+  return *nccl_;
 }
 
-c10d::Backend& GpuBackend::other(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+GpuBackend::BackendPtr GpuBackend::other(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const std::lock_guard lock(mutex_);
-  c10d::Backend* chosen = staged_.get();
+  BackendPtr chosen = staged_;
   if (tensor.defined() && isKnownToNccl(tensor, op))
-    if (c10d::Backend* made = nccl()) chosen = made;
-  if (chosen == staged_.get() && tensor.defined() && isCapturing(tensor.device()))
+    if (BackendPtr made = nccl()) chosen = std::move(made);
+  if (chosen == staged_ && tensor.defined() && isCapturing(tensor.device()))
     throw Error(
         Failure::kArgument,
         "ringreduce: this call goes through the host's memory here, which no CUDA graph can "
@@ -432,16 +432,17 @@ c10d::Backend& GpuBackend::other(const at::Tensor& tensor, const c10d::ReduceOp&
     chosen->startCoalescing();
     others_coalesce_.push_back(chosen);
   }
-  return *chosen;
+  if (tensor.defined() && tensor.is_cuda()) others_on_.insert(tensor.device().index());
+  return chosen;
 }
 
 GpuBackend::WorkPtr GpuBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
-  return other(tensors).allreduce_sparse(tensors, options);
+  return other(tensors)->allreduce_sparse(tensors, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return other(tensors.at(0), options.reduceOp).reduce(tensors, options);
+  return other(tensors.at(0), options.reduceOp)->reduce(tensors, options);
 }
 
 GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -449,7 +450,7 @@ GpuBackend::WorkPtr GpuBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   return translated([&] {
     const Tensors written = outputs.empty() ? Tensors() : outputs[0];
     Tensors from = OutputMemory(written, "gather").copyIfShared(inputs);
-    return other(inputs).gather(outputs, from, options);
+    return other(inputs)->gather(outputs, from, options);
   });
 }
 
@@ -459,7 +460,7 @@ GpuBackend::WorkPtr GpuBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
     const OutputMemory written(outputs, "scatter");
     std::vector<Tensors> from;
     for (const Tensors& list : inputs) from.push_back(written.copyIfShared(list));
-    return other(outputs).scatter(outputs, from, options);
+    return other(outputs)->scatter(outputs, from, options);
   });
 }
 
@@ -469,7 +470,7 @@ GpuBackend::WorkPtr GpuBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               const c10d::AllToAllOptions& options) {
   return translated([&] {
     at::Tensor from = OutputMemory({output}, "all_to_all_single").copyIfShared(input);
-    return other(input).alltoall_base(output, from, output_splits, input_splits, options);
+    return other(input)->alltoall_base(output, from, output_splits, input_splits, options);
   });
 }
 
@@ -477,35 +478,35 @@ GpuBackend::WorkPtr GpuBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
   return translated([&] {
     Tensors from = OutputMemory(outputs, "all_to_all").copyIfShared(inputs);
-    return other(inputs).alltoall(outputs, from, options);
+    return other(inputs)->alltoall(outputs, from, options);
   });
 }
 
 GpuBackend::WorkPtr GpuBackend::send(Tensors& tensors, int peer, int tag) {
   return translated([&] {
     requireTag(tag, "send");
-    return other(tensors).send(tensors, peer, tag);
+    return other(tensors)->send(tensors, peer, tag);
   });
 }
 
 GpuBackend::WorkPtr GpuBackend::recv(Tensors& tensors, int peer, int tag) {
   return translated([&] {
     requireTag(tag, "recv");
-    return other(tensors).recv(tensors, peer, tag);
+    return other(tensors)->recv(tensors, peer, tag);
   });
 }
 
 GpuBackend::WorkPtr GpuBackend::recvAnysource(Tensors& tensors, int tag) {
   return translated([&] {
     requireTag(tag, "recv");
-    return other(tensors).recvAnysource(tensors, tag);
+    return other(tensors)->recvAnysource(tensors, tag);
   });
 }
 
 GpuBackend::WorkPtr GpuBackend::barrier(const c10d::BarrierOptions& options) {
   return translated([&] {
     c10d::BarrierOptions mine = options;
-    c10d::Backend* made = nullptr;
+    BackendPtr made;
     {
       const std::lock_guard lock(mutex_);
       made = nccl();

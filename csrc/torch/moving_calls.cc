@@ -388,15 +388,17 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 // It also waits for all work in the GPU's current stream, so also for the calls whose Works were
 // waited for.  torch names a GPU only if its caller does, or if the group has no CPU.
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  if (gpu_ && options.device && options.device->is_cuda())
-    c10::impl::VirtualGuardImpl(options.device->type()).getStream(*options.device).synchronize();
-  else if (gpu_)
-    gpu_->drain();
   return translated([&] {
-    return start(*group(),
+    const std::shared_ptr<Group> group = this->group();
+    const Nanos timeout = timeoutOf(options.timeout);
+    if (const GpuPtr gpu = gpuIfAny())
+      gpu->drain(*group,
+                 options.device && options.device->is_cuda() ? options.device : std::nullopt,
+                 timeout > 0 ? timeout : group->timeout());
+    return start(*group,
                  {.type = c10d::OpType::BARRIER,
                   .title = "ringreduce:barrier",
-                  .operations = {{Barrier{}, timeoutOf(options.timeout)}}},
+                  .operations = {{Barrier{}, timeout}}},
                  options.asyncOp);
   });
 }

@@ -44,7 +44,7 @@ def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
     expect_all(outcomes, [1], "PeerLost", [1])
 
 
-def late(me: Rank) -> None:
+def late(me: Rank, barrier: bool) -> None:
     device = use_gpu(me)
     x = torch.ones(1000, device=device)
     dist.all_reduce(x)
@@ -54,13 +54,16 @@ def late(me: Rank) -> None:
         return
     work = dist.all_reduce(x, async_op=True)
     work.wait()
+    if barrier:  # it waits for the call, but does not speak first
+        dist.barrier()
     torch.cuda.synchronize()
     assert bool(x.isnan().all())
     work.wait()
 
 
-def test_a_late_rank_is_named_and_the_result_is_nan(machine: Machine) -> None:
-    call = machine.start(late, 2, timeout=2, fresh=True)
+@pytest.mark.parametrize("barrier", [False, True])
+def test_a_late_rank_is_named_and_the_result_is_nan(machine: Machine, barrier: bool) -> None:
+    call = machine.start(late, 2, barrier, timeout=2, fresh=True)
     call.await_end([0], 30)
     expect(call.ended[0], "Timeout", [1])
     call.tell(1)
@@ -101,6 +104,22 @@ def test_streams_may_be_held_back(machine: Machine) -> None:
     for rank in range(2):
         call.tell(rank)
     call.results()
+
+
+def stuck(me: Rank) -> None:
+    """A stream that stands still when a barrier has to wait for it."""
+    x = torch.ones(8, device=use_gpu(me))
+    dist.all_reduce(x)
+    gate = Gate()
+    with pytest.raises(dist.DistBackendError, match="did not enter a barrier: cuda:"):
+        dist.barrier()
+    gate.open()
+    dist.all_reduce(x)  # the group goes on
+    assert x.tolist() == [4.0] * 8
+
+
+def test_a_barrier_does_not_wait_for_a_gpu_without_end(machine: Machine) -> None:
+    machine.start(stuck, 2, timeout=1, fresh=True).results(30)
 
 
 def going_on(me: Rank, name: str) -> None:

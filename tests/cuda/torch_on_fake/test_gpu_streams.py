@@ -174,16 +174,53 @@ def test_works_leave_the_registry(machine: Machine) -> None:
     machine.run(registered, 2)
 
 
-def drained(me: Rank) -> None:
-    ready(me)
+def drained(me: Rank, native: bool) -> None:
+    if native:
+        ready(me)
+    else:  # only the other backends use the GPU
+        dist.reduce(torch.ones(8, device=use_gpu(me)), 0)
+        torch.cuda.synchronize()
     gate = Gate()
     threading.Timer(0.3, gate.open).start()
     dist.barrier()
     assert torch.cuda.current_stream().query()
 
 
-def test_a_barrier_waits_for_the_gpu(machine: Machine) -> None:
-    machine.run(drained, 2)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_barrier_waits_for_the_gpu(machine: Machine, native: bool) -> None:
+    machine.run(drained, 2, native)
+
+
+def drained_beside_a_capture(me: Rank) -> None:
+    ready(me)
+    graph, begun, over = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
+    x, y = torch.zeros(8, device=use_gpu(me)), torch.ones(8, device=use_gpu(me))
+    torch.cuda.synchronize()
+
+    def capture() -> None:
+        use_gpu(me)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            x.copy_(y)
+            begun.set()
+            over.wait(30)
+            graph.capture_end()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(10)
+    gate = Gate()
+    threading.Timer(0.1, gate.open).start()
+    dist.barrier()
+    over.set()
+    thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.cpu().tolist() == [1.0] * 8
+
+
+def test_a_barrier_leaves_captures_of_other_threads_alone(machine: Machine) -> None:
+    machine.run(drained_beside_a_capture, 2)
 
 
 def several_streams(me: Rank) -> None:
