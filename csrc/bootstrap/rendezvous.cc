@@ -94,7 +94,8 @@ std::string ranksText(const GroupOptions& options, int size) {
   uint64_t hash = 0;
   for (const int rank : ranks) hash = mixed(hash, static_cast<uint64_t>(options.shownAs(rank)));
   ranks.resize(kMostShown);
-  return options.rankList(ranks) + " and others, " + std::to_string(size) + " in all (hash " +
+  return "ranks " + joined(ranks, ", ", [&](int r) { return options.shown(r); }) + " and " +
+         std::to_string(static_cast<size_t>(size) - kMostShown) + " others (hash " +
          hexText(&hash, sizeof hash) + ")";
 }
 
@@ -230,7 +231,7 @@ class Meeting {
       if (notes_[r] == note) continue;
       notes_[r] = note;
       log("group '" + options_.name + "': " + fieldOf(note, "text"));
-      if (!isOfOtherJob(note) && !isOfOtherGroup(note)) continue;
+      if (!isOfOthers(note)) continue;
       table_["refused"] += fieldOf(note, "token") + " ";
       store_.set(kTableKey, encode(table_));
     }
@@ -401,7 +402,7 @@ class Meeting {
     for (;; poll()) {
       const Fields table = readTable();
       const std::string nonce = fieldOf(table, "nonce");
-      if (isOfOtherJob(table) || isOfOtherGroup(table)) {
+      if (isOfOthers(table)) {
         meetOther(table);
         continue;
       }
@@ -494,7 +495,7 @@ class Meeting {
 
   // Whether a failed attempt may be the one that this rank has come for.
   bool concerns(const Fields& failure) const {
-    if (isOfOtherJob(failure) || isOfOtherGroup(failure)) return false;
+    if (isOfOthers(failure)) return false;
     const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
     return age < kFailureLife && !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
   }
@@ -593,7 +594,7 @@ class Meeting {
     const auto is_known = [&] {
       if (options_.interrupt) options_.interrupt();
       const Fields table = readTable();
-      if (table.empty() || isOfOtherJob(table) || isOfOtherGroup(table)) return false;
+      if (table.empty() || isOfOthers(table)) return false;
       const bool is_new = fieldOf(table, "attempt") != fieldOf(mine_, "attempt");
       if (table.contains("failed")) return is_put_ && !is_new;
       if (!is_new) return false;
@@ -744,8 +745,8 @@ class Meeting {
   std::string hints() const {
     std::string text = hint_.empty() ? "" : "; " + hint_;
     if (stopwatch_.stopped() > kSecond)
-      text += "; its process was stopped for " + seconds(stopwatch_.stopped()) +
-              " meanwhile, so the others may have given up";
+      text += "; the process of " + shown(rank_) + " was stopped for " +
+              seconds(stopwatch_.stopped()) + " meanwhile, so the others may have given up";
     for (const auto& [r, note] : notes_) text += "; " + fieldOf(note, "text");
     return text;
   }
@@ -760,6 +761,9 @@ class Meeting {
   bool isOfOtherGroup(const Fields& fields) const {
     const std::string ranks = fieldOf(fields, "ranks"), own = fieldOf(mine_, "ranks");
     return !ranks.empty() && !own.empty() && ranks != own;
+  }
+  bool isOfOthers(const Fields& fields) const {
+    return isOfOtherJob(fields) || isOfOtherGroup(fields);
   }
   std::string groupOf(const Fields& fields) const {
     const std::string ranks = fieldOf(fields, "ranks");

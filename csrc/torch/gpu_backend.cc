@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/work.h"
@@ -145,8 +146,8 @@ class StreamWork final : public c10d::Work {
     if (timed_) begin_.record(stream_);
   }
 
-  // A Work that nobody has waited for leaves its tensors to the allocator, which asks CUDA when
-  // they are free.
+  // If nobody has waited for the operation, torch's allocator is told its stream, and keeps the
+  // tensors' memory until the operation has run.
   ~StreamWork() override {
     try {
       releaseTensors(/*ordered=*/false);
@@ -470,10 +471,10 @@ void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos time
       group.checkHealth();
       if (now() >= deadline)
         throw Error(Failure::kTimeout,
-                    "rank " + group.options().shown(group.rank()) + " did not enter a barrier: " +
-                        stream.device().str() + " was still busy with earlier work after " +
-                        std::to_string(timeout / kMillisecond) +
-                        " ms; look for the kernel that does not end, or set a longer timeout");
+                    "rank " + group.options().shown(group.rank()) +
+                        " did not enter a barrier: " + stream.device().str() +
+                        " was still busy with earlier work after " + seconds(timeout) +
+                        "; look for the kernel that does not end, or set a longer timeout");
     }
   }
 }

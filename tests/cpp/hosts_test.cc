@@ -206,6 +206,18 @@ TEST(the_ranks_of_a_large_group_meet) {
   });
 }
 
+TEST(a_rank_of_another_large_group_of_the_same_name_is_refused) {
+  ranks::MemoryStore store;
+  ranks::inThreads(2, [&](int r) {
+    GroupOptions options = patience(r == 0 ? 3 * kSecond : 20 * kSecond);
+    for (int i = 0; i < 64; ++i) options.global_ranks.push_back(i);
+    if (r == 1) options.global_ranks.back() = 99;  // not one of those that are shown
+    const auto kind = r == 0 ? Failure::kTimeout : Failure::kSetup;
+    CHECK(failureOf([&] { rendezvous(store, r, 64, options, [](const Hosts&) { return ""; }); },
+                    "of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 others (hash ") == kind);
+  });
+}
+
 TEST(a_rank_that_does_not_see_its_rank_0_gets_no_reason_of_another_group) {
   ranks::MemoryStore store;
   const auto meets = [&](int r, std::vector<int> ranks, const std::string& text) {
