@@ -4,6 +4,7 @@
 lock.  The hooks of this module are the same in Python, for `ddp_model.register_comm_hook`.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, overload
@@ -35,11 +36,41 @@ def hooked_models() -> dict[DistributedDataParallel, CompressionState | None]:
     return dict(_states)
 
 
+# Tells a model's hook that ranks may run out of inputs.
+_tell_uneven: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _notice_joins() -> None:
+    """Makes DDP tell our hooks when a model enters torch's Join, which it does on all ranks.
+
+    A rank without inputs passes buckets of zeros in new memory, which the others do not know of.
+    The hook must not read a Python attribute for each bucket, since that takes the interpreter's
+    lock; and an attribute of the model would be pickled with it.
+    """
+    join_hook = DistributedDataParallel.join_hook
+    if hasattr(join_hook, "_tells_ringreduce"):
+        return
+
+    @functools.wraps(join_hook)
+    def telling(self: DistributedDataParallel, **kwargs: Any) -> Any:
+        if tell := _tell_uneven.get(self):
+            tell()
+        return join_hook(self, **kwargs)
+
+    telling._tells_ringreduce = True  # type: ignore[attr-defined]
+    DistributedDataParallel.join_hook = telling
+
+
 def attach(ddp_model: DistributedDataParallel, state: CompressionState | None) -> None:
     """Gives the model's reducer our hook."""
     group = ringreduce_group(ddp_model.process_group)
     if state is None:
-        extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
+        tell = extension().register_comm_hook(ddp_model.reducer, backend_of(group), group)
+        if ddp_model.device_type == "cuda":
+            _tell_uneven[ddp_model] = tell
+            _notice_joins()
     else:
         state._state.register(ddp_model.reducer, backend_of(group), group)
     if ddp_model.logger is not None:

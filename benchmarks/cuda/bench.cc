@@ -12,12 +12,18 @@ Choice choiceOf(Path path) {
     case Path::kRing:
       return Choice::kRing;
     case Path::kTwoShot:
+    case Path::kZeroCopy:  // of registered buffers
       return Choice::kTwoShot;
     case Path::kOneShot:
       return Choice::kOneShot;
     default:
       return Choice::kDirect;
   }
+}
+
+bool exists(Path path, DType dtype, ReduceOp op) {
+  return path != Path::kZeroCopy || (ringreduce::cuda::hasFixedKernels(dtype) &&
+                                     (op == ReduceOp::kSum || op == ReduceOp::kAvg));
 }
 
 Times copyTimes(size_t bytes, int rounds) {
@@ -119,7 +125,9 @@ Bench::Bench(int ranks, size_t most_bytes)
 }
 
 std::string Bench::whyNot(Path path) const {
-  if (path == Path::kDirect) return why_not_registered_;
+  if (path == Path::kZeroCopy && ringreduce::cuda::fixedSizeOf(size()) < 0)
+    return "there is no such kernel for " + std::to_string(size()) + " ranks";
+  if (takesRegistered(path)) return why_not_registered_;
   return isDirect(path) ? "" : why_not_together_;
 }
 
@@ -148,8 +156,8 @@ one_process::Run Bench::runOf(const Job& job) const {
 
 void Bench::issue(Path path, const Job& job, bool apart) const {
   const one_process::Run run = runOf(job);
-  if (path == Path::kDirect)
-    registered_->apart(run, Choice::kDirect, &staged_);
+  if (takesRegistered(path))
+    registered_->apart(run, choiceOf(path), &staged_);
   else if (apart || isDirect(path))
     staged_.apart(run, choiceOf(path));
   else

@@ -36,6 +36,8 @@ int runKill(const Settings& settings);
 int runBytes(const Settings& settings);
 
 Choice choiceOf(Path path);
+// Whether there are such kernels; false for the zero copy of some dtypes and operations.
+bool exists(Path path, DType dtype, ReduceOp op);
 // Of device-to-device copies, read and written: bytes a second.
 Times copyTimes(size_t bytes, int rounds);
 double copyBandwidth();

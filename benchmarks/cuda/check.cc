@@ -39,6 +39,13 @@ class Check {
     size_t wrong = 0;
     std::vector<Path> paths;
     for (Path path : settings_.paths) {
+      // A sanitizer may run one kernel at a time, and this path is never one grid.
+      const bool is_none = ringreduce::cuda::fixedSizeOf(bench_.size()) < 0;
+      if (path == Path::kZeroCopy && (settings_.reduced || is_none)) {
+        std::printf("# %d ranks, without zerocopy: %s\n", bench_.size(),
+                    is_none ? "there is no such kernel" : "its kernels are not one grid");
+        continue;
+      }
       const std::string why = bench_.whyNot(path);
       if (why.empty())
         paths.push_back(path);
@@ -49,12 +56,14 @@ class Check {
       for (ReduceOp op : settings_.ops) {
         if (!isSupported(dtype, op)) continue;
         for (Path path : paths) {
+          if (!exists(path, dtype, op)) continue;
           Tally& tally = tallies_[path];
           if (!tally.ops.empty()) tally.ops += ",";
           tally.ops += name(op);
         }
         for (size_t bytes : sizes)
-          for (Path path : paths) both(path, dtype, op, bytes);
+          for (Path path : paths)
+            if (exists(path, dtype, op)) both(path, dtype, op, bytes);
       }
       for (const auto& [path, tally] : tallies_) {
         report(path, dtype, tally);
@@ -101,8 +110,8 @@ class Check {
     if (on_device) bench_.setFactor(dtype, job.what.factor);
     bench_.useFactorOnDevice(on_device);
     // A sanitizer may run one kernel at a time, so there it is one grid always.
-    const bool apart =
-        !isDirect(path) && in_place && !settings_.reduced && count * sizeOf(dtype) <= 1 << 20;
+    const bool apart = !isDirect(path) && path != Path::kZeroCopy && in_place &&
+                       !settings_.reduced && count * sizeOf(dtype) <= 1 << 20;
     const Found found = bench_.runOnce(job, [&](const Job& j) { bench_.issue(path, j, apart); });
     Tally& tally = tallies_[path];
     ++tally.cases;

@@ -15,9 +15,10 @@
 
 namespace perf {
 
-// What is compared: the algorithms, and the two ways to run the direct schedule.
-enum class Path { kDirect, kDirectStaged, kRing, kTwoShot, kOneShot };
-inline constexpr std::array kPathNames{"direct", "direct-staged", "ring", "twoshot", "oneshot"};
+// What is compared: the algorithms, and the two ways to run the direct schedule and two-shot.
+enum class Path { kDirect, kDirectStaged, kRing, kTwoShot, kOneShot, kZeroCopy };
+inline constexpr std::array kPathNames{"direct",  "direct-staged", "ring",
+                                       "twoshot", "oneshot",       "zerocopy"};
 inline constexpr int kPaths = static_cast<int>(kPathNames.size());
 
 constexpr const char* name(Path path) {
@@ -31,12 +32,16 @@ constexpr std::optional<Path> pathNamed(std::string_view name) {
 constexpr bool isDirect(Path path) {
   return path == Path::kDirect || path == Path::kDirectStaged;
 }
+constexpr bool takesRegistered(Path path) {
+  return path == Path::kDirect || path == Path::kZeroCopy;
+}
 
 // `wire`: how many times as wide as the message the partial sums of a ring travel.
 constexpr size_t bytesMoved(Path path, int ranks, size_t bytes, size_t wire = 1) {
   const auto p = static_cast<size_t>(ranks);
   switch (path) {
-    case Path::kDirect:  // read once, written once
+    case Path::kDirect:
+    case Path::kZeroCopy:  // read once, written once
       return 2 * bytes;
     case Path::kDirectStaged:  // and copied into memory that peers map, and out of it
       return 6 * bytes;

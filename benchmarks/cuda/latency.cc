@@ -80,6 +80,7 @@ class Latency {
                 .seed = ++seed_};
     std::vector<Contender> contenders;
     for (Path path : settings_.paths) {
+      if (!exists(path, dtype, op)) continue;
       const auto put = [this, path](const Job& j) { bench_.issue(path, j, true); };
       add(contenders, job, name(path), path, bench_.whyNot(path), put);
     }

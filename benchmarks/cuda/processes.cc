@@ -100,8 +100,9 @@ class Rank {
           : gpus_ < size_ ? "the processes' kernels run at once (MPS)"
                           : "the processes' kernels run at once");
       for (Path path : settings_.paths) {
-        if (path == Path::kDirect) {
-          if (registered) addRegistered(registered, way);
+        if (takesRegistered(path)) {
+          const bool fits = path == Path::kDirect || (!turns && cuda::fixedSizeOf(size_) >= 0);
+          if (registered && fits) addRegistered(path, registered, way);
         } else if (isDirect(path) == turns) {
           add(name(path) + ending, path, staged, way);
         }
@@ -117,8 +118,8 @@ class Rank {
     expected_.make(job.what, stream_.get());
     size_t wrong = 0;
     for (Contender& one : contenders_) {
+      if (!takesPart(one, dtype, op)) continue;
       if (!one.path) {
-        if (!cuda::NcclCommunicator::supports(dtype, op)) continue;
         // Its order of addition is its own, so it gets addends whose sums need no rounding.
         job.what.draw = Texture::kExact;
         expected_.make(job.what, stream_.get());
@@ -143,7 +144,7 @@ class Rank {
     }
     std::vector<Contender> racers;
     for (const Contender& one : contenders_)
-      if (one.path || cuda::NcclCommunicator::supports(dtype, op)) racers.push_back(one);
+      if (takesPart(one, dtype, op)) racers.push_back(one);
     compete(racers, job, settings_.rounds);
     if (rank_ != 0) return wrong;
     if (gpus_ == size_)
@@ -223,14 +224,22 @@ class Rank {
     contenders_.push_back(std::move(one));
   }
 
-  void addRegistered(const std::shared_ptr<Communicator>& comm, const std::string& way) {
-    std::string why;
-    for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
-      if (why.empty()) why = comm->registerBuffer(buffer->get(), buffer->bytes());
-    if (sum(!why.empty()) == 0)
-      add("direct", Path::kDirect, comm, way);
+  static bool takesPart(const Contender& one, DType dtype, ReduceOp op) {
+    return one.path ? exists(*one.path, dtype, op) : cuda::NcclCommunicator::supports(dtype, op);
+  }
+
+  void addRegistered(Path path, const std::shared_ptr<Communicator>& comm, const std::string& way) {
+    if (!why_not_registered_) {
+      why_not_registered_ = "";
+      for (const gpu::Buffer* buffer : {&data_.inputBuffer(), &data_.outputBuffer()})
+        if (why_not_registered_->empty())
+          *why_not_registered_ = comm->registerBuffer(buffer->get(), buffer->bytes());
+    }
+    if (sum(!why_not_registered_->empty()) == 0)
+      add(name(path), path, comm, way);
     else
-      say(!why.empty(), "# without registered buffers: rank %d: %s\n", rank_, why.c_str());
+      say(!why_not_registered_->empty(), "# without registered buffers: rank %d: %s\n", rank_,
+          why_not_registered_->c_str());
   }
 
   void add(const std::string& contender, Path path, const std::shared_ptr<Communicator>& comm,
@@ -244,7 +253,8 @@ class Rank {
                        .count = job.what.count,
                        .dtype = job.what.dtype,
                        .op = job.what.op,
-                       .algorithm = choiceOf(path)},
+                       .algorithm = choiceOf(path),
+                       .registered = takesRegistered(path)},
                       stream_.get());
     };
     one.way = way;
@@ -287,6 +297,7 @@ class Rank {
   std::vector<Contender> contenders_;
   std::vector<std::shared_ptr<Communicator>> comms_;
   std::unique_ptr<cuda::NcclCommunicator> nccl_;
+  std::optional<std::string> why_not_registered_;  // once tried; "" if they were
   double hop_us_ = 0, bandwidth_ = 1;
   uint32_t seed_ = 0;
 };

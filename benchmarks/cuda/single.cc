@@ -34,8 +34,9 @@ class Single {
                 .seed = ++seed_};
     std::vector<Contender> contenders;
     for (Path path : paths_)
-      contenders.push_back(
-          contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
+      if (exists(path, dtype, op))
+        contenders.push_back(
+            contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
     if (nccl_ && ringreduce::cuda::NcclCommunicator::supports(dtype, op))
       contenders.push_back(
           contender("nccl", std::nullopt, [this](const Job& j) { nccl_->issue(bench_, j); }));

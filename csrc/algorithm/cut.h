@@ -70,7 +70,8 @@ enum class AddOrder : uint8_t { kRing, kRank };
 
 // The rank whose value is the k-th to be added in chunk c.
 constexpr int kthToAdd(int c, int k, int world_size, AddOrder order = AddOrder::kRing) {
-  return order == AddOrder::kRank ? k : (c + 1 + k) % world_size;
+  const int ring = c + 1 + k;
+  return order == AddOrder::kRank ? k : ring < world_size ? ring : ring - world_size;
 }
 
 static_assert(Cut{1000, 3}.chunkSize() == 384 && Cut{1000, 3}.chunk(2).size == 232);

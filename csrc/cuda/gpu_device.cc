@@ -137,6 +137,14 @@ int findDevice(const std::string& uuid) {
   return -1;
 }
 
+bool areLinked(int device, int peer) {
+  if (peer < 0) return false;
+  int atomics = 0;  // PCIe has none between GPUs
+  check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer),
+        "ask how GPUs are linked", device);
+  return atomics != 0;
+}
+
 OnDevice::OnDevice(int ordinal) : ordinal_(ordinal) {
   check(driver().ctxPushCurrent(contextOf(ordinal)), "use the GPU in this thread", ordinal);
 }

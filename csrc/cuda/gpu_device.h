@@ -38,6 +38,8 @@ int deviceCount();
 
 // The ordinal of the one with this UUID, or -1 if this process does not see it.
 int findDevice(const std::string& uuid);
+// Whether two GPUs of this process have NVLink between them.  False for -1.
+bool areLinked(int device, int peer);
 
 // Makes a GPU the calling thread's for a scope, by the driver's stack of contexts.  cudaSetDevice
 // could not be undone: setting the former device again may create a context of hundreds of

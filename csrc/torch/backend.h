@@ -96,8 +96,9 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
   // The average over all ranks, in place, of one DDP bucket whose parameters have these
-  // `borders` (bordersOf); `context` names it in errors.
-  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
+  // `borders` (bordersOf); `context` names it in errors; `registers`: see comm_hook.h.
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
+                              bool registers);
 
   // ---- compressed (reduction_calls.cc)
   // Of float32 tensors; `error` receives the errors of this rank's encodings.

@@ -510,7 +510,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "register_comm_hook",
       [](c10d::Reducer& reducer, const BackendPtr& backend, const GroupPtr& group) {
-        registerCommHook(reducer, {backend, group});
+        return py::cpp_function(
+            [uneven = registerCommHook(reducer, {backend, group})] { *uneven = true; });
       },
       "reducer"_a, "backend"_a, "group"_a);
   m.def("average_bucket", &averageBucket, "backend"_a, "bucket"_a, "group"_a);

@@ -64,6 +64,7 @@ c10::intrusive_ptr<c10::ivalue::Future> hooked([[maybe_unused]] c10d::ProcessGro
 struct Registered {
   AveragingGroup group;
   std::shared_ptr<HookState> state;  // null: exact
+  std::shared_ptr<std::atomic<bool>> uneven = std::make_shared<std::atomic<bool>>(false);
 };
 
 class Hook final : public c10d::CppCommHookInterface<Registered> {
@@ -72,27 +73,30 @@ class Hook final : public c10d::CppCommHookInterface<Registered> {
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     return state_.state ? state_.state->average(state_.group, bucket)
-                        : averageGradBucket(state_.group, bucket);
+                        : averageGradBucket(state_.group, bucket, !*state_.uneven);
   }
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10::ivalue::Future> averageGradBucket(const AveragingGroup& group,
-                                                          c10d::GradBucket& bucket) {
+                                                          c10d::GradBucket& bucket,
+                                                          bool registers) {
   std::vector<size_t> sizes;
   for (const at::Tensor& parameter : bucket.getParameters()) sizes.push_back(numbersOf(parameter));
   return hooked(*group.group, bucket.getBufferRef(), [&] {
     return asRingreduce(*group.backend)
-        .averageBucket(bucket.getBufferRef(), bordersOf(sizes), describeBucket(bucket));
+        .averageBucket(bucket.getBufferRef(), bordersOf(sizes), describeBucket(bucket), registers);
   });
 }
 
-void registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
-                      std::shared_ptr<HookState> state) {
+std::shared_ptr<std::atomic<bool>> registerCommHook(c10d::Reducer& reducer, AveragingGroup group,
+                                                    std::shared_ptr<HookState> state) {
   asRingreduce(*group.backend);
-  reducer.register_comm_hook(
-      std::make_unique<Hook>(Registered{std::move(group), std::move(state)}));
+  Registered registered{std::move(group), std::move(state)};
+  std::shared_ptr<std::atomic<bool>> uneven = registered.uneven;
+  reducer.register_comm_hook(std::make_unique<Hook>(std::move(registered)));
+  return uneven;
 }
 
 // ---- compressed gradients

@@ -342,23 +342,31 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   return work;
 }
 
-// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none.  Its
-// memory is kept until the group ends, since peers map it; DDP makes few buckets.  Of a refused
-// bucket only a weak pointer is kept, so that its address is not reused.
+// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none.  The
+// communicator keeps its memory, since peers map it, until another bucket is registered and nobody
+// else holds it on any rank: DDP makes other buckets after its first step.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
   const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
-  if (!context->communicator->gainsByRegistering() || isCapturing(bucket.device())) return;
-  const std::lock_guard lock(mutex_);
+  cuda::GpuCommunicator& communicator = *context->communicator;
   const c10::Storage& storage = bucket.storage();
-  void* const data = storage.mutable_data();
-  if (!data) return;
-  const auto [seen, is_new] = context->buckets.try_emplace(
-      storage.unsafeGetStorageImpl(), DeviceContext::Bucket{storage.getWeakStorageImpl(), storage});
-  if (!is_new) return;
+  if (!communicator.gainsByRegistering(dtypeOf(bucket, "DDP hook"), bucket.nbytes()) ||
+      isCapturing(bucket.device()) || !storage.mutable_data())
+    return;
+  // Not the backend's own lock: other ranks may come late, and abort() must not wait for them.
+  const std::lock_guard lock(buckets_mutex_);
+  if (!context->buckets.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl())
+           .second)
+    return;
   const c10::DeviceGuard on(bucket.device());
-  // Why not does not matter here: the bucket then goes by way of staging memory, like any other.
-  if (!context->communicator->registerBuffer(data, storage.nbytes()).empty())
-    seen->second.kept = {};
+  const auto heldBy = [](const std::shared_ptr<void>& owner) {
+    return static_cast<c10::Storage*>(owner.get());
+  };
+  for (const auto& owner : communicator.unregisterBuffers(
+           [&](const std::shared_ptr<void>& held) { return heldBy(held)->use_count() == 1; }))
+    context->buckets.erase(heldBy(owner)->unsafeGetStorageImpl());
+  // Why not does not matter here: the bucket then goes by slots or staging memory, like any other.
+  communicator.registerBuffer(storage.mutable_data(), storage.nbytes(),
+                              std::make_shared<c10::Storage>(storage));
 }
 
 std::shared_ptr<HostTrip> GpuBackend::toHost(const at::Tensor& tensor) {

@@ -75,7 +75,8 @@ class GpuBackend final : public c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
                                           const c10d::AllgatherOptions&) override;
   // The average over all ranks, in place, of one DDP bucket.
-  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context);
+  BucketAverage averageBucket(const at::Tensor& bucket, uint64_t borders, Context context,
+                              bool registers);
 
   // ---- the other backend's
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
@@ -112,13 +113,8 @@ class GpuBackend final : public c10d::Backend {
 
  private:
   struct DeviceContext {
-    // A bucket that was registered or refused.  Memory that peers map is kept as long as the
-    // communicator.
-    struct Bucket {
-      c10::weak_intrusive_ptr<c10::StorageImpl> known;
-      c10::Storage kept;  // empty: refused
-    };
-    std::map<c10::StorageImpl*, Bucket> buckets;
+    // Buckets that were registered or refused.  With a weak pointer their addresses are not reused.
+    std::map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> buckets;
     std::shared_ptr<cuda::GpuCommunicator> communicator;
     c10::Stream stream;  // asynchronous operations run here, one after the other
   };
@@ -145,6 +141,7 @@ class GpuBackend final : public c10d::Backend {
   const BackendPtr staged_;
   // Guards the rest; held while an operation is put into its stream.  Recursive: a wait for other
   // ranks runs Python's signal handlers meanwhile, and these may end the group.
+  std::mutex buckets_mutex_;  // of DeviceContext::buckets, and held while one is registered
   mutable std::recursive_mutex mutex_;
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;

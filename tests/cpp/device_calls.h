@@ -11,6 +11,7 @@
 
 #include "check.h"
 #include "cuda/kernels/gpu_tuning.h"
+#include "cuda/kernels/kernel_table.h"
 #include "host_block.h"
 #include "reduction_case.h"
 #include "transport/shm/page.h"
@@ -39,7 +40,14 @@ struct Call {
   bool device_factor = false;
   int root = 0;
   bool two_hops = false;  // a broadcast in two hops
+  // By a kernel of this very number of ranks; and without slots, an all-reduce by two-shot.
+  bool fixed = false, zero_copy = false;
 
+  bool canBeFixed() const {
+    return fixedSizeOf(numbers->P) >= 0 && !moves() && hasFixedKernels(numbers->dtype) &&
+           (numbers->op == ReduceOp::kSum || numbers->op == ReduceOp::kAvg) &&
+           algorithm != DeviceAlgorithm::kRing;
+  }
   // Of what is only moved; slices are counted in it.
   int unit() const { return unitOf(numbers->width()); }
   bool moves() const { return kind == Kind::kAllGather || kind == Kind::kBroadcast; }
@@ -55,8 +63,11 @@ struct Call {
     return std::string(kind == Kind::kAllReduce ? kDeviceAlgorithmNames[static_cast<int>(algorithm)]
                                                 : name(kind)) +
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
-           std::to_string(slice) + (in_place ? ", in place" : "") + ", place " +
-           std::to_string(static_cast<int>(place));
+           std::to_string(slice) + (in_place ? ", in place" : "") +
+           (zero_copy ? ", zero copy"
+            : fixed   ? ", fixed"
+                      : "") +
+           ", place " + std::to_string(static_cast<int>(place));
   }
   Bytes wanted(int rank) const {
     const auto part = [&](const Bytes& of, size_t p) {
@@ -158,12 +169,13 @@ class Tensors {
 
 // The kernels that a test compiles; each of them takes seconds.
 struct Compiled {
-  bool one_shot = true, two_shot = true, ring = true, moves = true;
+  bool one_shot = true, two_shot = true, ring = true, moves = true, fixed = true;
 };
 
 // One kernel of the call, by `Rules`; E is one of `dtypes`.
 template <class Rules, Compiled compiled, DType... dtypes, class B>
-void runKernel(B& block, const Call& call, RankCall rank_call, int channel) {
+void runKernel(B& block, const Call& call, RankCall rank_call, const PeerTensors& tensors,
+               int channel) {
   if (channel >= call.blocks) return;
   if (call.moves()) {
     const auto move = [&]<int unit>() {
@@ -176,21 +188,37 @@ void runKernel(B& block, const Call& call, RankCall rank_call, int channel) {
     move.template operator()<1>();
     return move.template operator()<2>();
   }
-  const auto with = [&]<DType dtype>() {
+  const DeviceComm& comm = *rank_call.comm;
+  const auto with = [&]<DType dtype, int P>() {
     using E = Element<dtype>;
     using enum DeviceAlgorithm;
     readFactor<E>(rank_call);
+    if constexpr (compiled.two_shot && P > 0)
+      if (call.zero_copy)
+        return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, channel, call.blocks);
     if constexpr (compiled.one_shot)
       if (call.algorithm == kOneShot)
-        allReduceBlock<kOneShot, E, Rules>(block, rank_call, channel, call.blocks);
+        allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.two_shot)
       if (call.algorithm == kTwoShot)
-        allReduceBlock<kTwoShot, E, Rules>(block, rank_call, channel, call.blocks);
-    if constexpr (compiled.ring)
+        allReduceBlock<kTwoShot, E, Rules, P>(block, comm, rank_call, channel, call.blocks);
+    if constexpr (compiled.ring && P == 0)
       if (call.algorithm == kRing)
-        allReduceBlock<kRing, E, Rules>(block, rank_call, channel, call.blocks);
+        allReduceBlock<kRing, E, Rules>(block, comm, rank_call, channel, call.blocks);
   };
-  (void)((dtypes == call.numbers->dtype && (with.template operator()<dtypes>(), true)) || ...);
+  const auto of_type = [&]<DType dtype>() {
+    if constexpr (compiled.fixed && hasFixedKernels(dtype))
+      if (call.fixed) switch (comm.size) {
+          case 2:
+            return with.template operator()<dtype, 2>();
+          case 4:
+            return with.template operator()<dtype, 4>();
+          case 8:
+            return with.template operator()<dtype, 8>();
+        }
+    with.template operator()<dtype, 0>();
+  };
+  (void)((dtypes == call.numbers->dtype && (of_type.template operator()<dtypes>(), true)) || ...);
 }
 
 // Calls of all ranks in the same order, as kernels in each rank's stream.
@@ -222,18 +250,27 @@ class Calls {
                                                         : &lying.narrow,
            .timeout = timeout_,
            .operation = calls_.size(),
-           .slice = call.slice,
+           .slice = call.zero_copy ? zeroCopySlice(call) : call.slice,
            .window = call.window,
            .scatter = call.kind == Kind::kReduceScatter || call.two_hops,
            .root = call.kind == Kind::kBroadcast ? call.root : kEverybody});
+      if (r < kMostFixedRanks) {
+        entry.places.input[r] = reinterpret_cast<std::byte*>(tensors.input());
+        entry.places.output[r] = reinterpret_cast<std::byte*>(tensors.output());
+      }
     }
   }
 
+  static size_t zeroCopySlice(const Call& call) {
+    const size_t chunk = Cut{call.count, call.numbers->P}.chunkSize();
+    return roundUp(ceilDiv(chunk, static_cast<size_t>(call.blocks)), kChunkElements);
+  }
   size_t count() const { return calls_.size(); }
   const Call& call(size_t kernel) const { return calls_[kernel].call; }
   RankCall& rankCall(size_t kernel, int rank) {
     return calls_[kernel].ranks[static_cast<size_t>(rank)];
   }
+  const PeerTensors& places(size_t kernel) const { return calls_[kernel].places; }
   Tensors& tensors(size_t kernel, int rank) {
     return calls_[kernel].tensors[static_cast<size_t>(rank)];
   }
@@ -242,7 +279,7 @@ class Calls {
   template <class Rules, Compiled compiled, DType... dtypes, class B>
   void at(B& block, int rank, int channel, size_t kernel) {
     runKernel<Rules, compiled, dtypes...>(block, calls_[kernel].call, rankCall(kernel, rank),
-                                          channel);
+                                          places(kernel), channel);
   }
 
   // That nobody gave up, and all outputs hold what they must and nothing else was written.
@@ -271,6 +308,7 @@ class Calls {
     std::deque<Tensors> tensors;  // by rank
     std::deque<Factor> factors;   // as they lie in device memory
     std::vector<RankCall> ranks;
+    PeerTensors places{};
   };
 
   Ranks& ranks_;

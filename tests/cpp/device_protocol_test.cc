@@ -120,6 +120,7 @@ struct How {
   Kind kind;
   DeviceAlgorithm algorithm = DeviceAlgorithm::kTwoShot;
   bool two_hops = false;
+  bool zero_copy = false;
 };
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
@@ -130,6 +131,11 @@ constexpr How kReduceScatter{Kind::kReduceScatter}, kAllGather{Kind::kAllGather}
 constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,           kReduceScatter,
                           kAllGather, kBroadcast, kTwoHopBroadcast};
 
+constexpr How kZeroCopy{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
+
+// By kernels of a number of ranks, where there are any.
+constexpr std::array kFixed{kOneShot, kTwoShot, kZeroCopy, kReduceScatter};
+constexpr std::array kZeroCopies{kZeroCopy};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -140,10 +146,11 @@ constexpr std::array kTwoHopBroadcasts{kTwoHopBroadcast};
 
 template <size_t n>
 constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
-  Compiled compiled{false, false, false, false};
+  Compiled compiled{false, false, false, false, false};
   for (const How& how : kinds) {
     const bool reduces = how.kind == Kind::kAllReduce || how.kind == Kind::kReduceScatter;
     compiled.moves |= !reduces;
+    compiled.fixed |= how.zero_copy;
     compiled.one_shot |= reduces && how.algorithm == DeviceAlgorithm::kOneShot;
     compiled.two_shot |= reduces && how.algorithm == DeviceAlgorithm::kTwoShot;
     compiled.ring |= reduces && how.algorithm == DeviceAlgorithm::kRing;
@@ -163,16 +170,20 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
     const bool half = halves && random() % 4 == 0;
     const bool whole = how.kind == Kind::kAllReduce || how.kind == Kind::kBroadcast;
     const size_t parts = whole ? 1 : static_cast<size_t>(shape.ranks);
-    calls.add({.kind = how.kind,
-               .algorithm = how.algorithm,
-               .numbers = &numbersOf(shape.ranks, half),
-               .count = random() % 4 == 0 ? random() % 256 : random() % (oracle::kMost / parts),
-               .blocks = 1 + static_cast<int>(random() % static_cast<unsigned>(shape.blocks)),
-               .window = 1 + random() % (depth - 1),
-               .in_place = random() % 2 == 0,
-               .place = static_cast<Place>(random() % 4),
-               .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
-               .two_hops = how.two_hops});
+    Call call{.kind = how.kind,
+              .algorithm = how.algorithm,
+              .numbers = &numbersOf(shape.ranks, half),
+              .count = random() % 4 == 0 ? random() % 256 : random() % (oracle::kMost / parts),
+              .blocks = 1 + static_cast<int>(random() % static_cast<unsigned>(shape.blocks)),
+              .window = 1 + random() % (depth - 1),
+              .in_place = random() % 2 == 0,
+              .place = static_cast<Place>(random() % 4),
+              .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
+              .two_hops = how.two_hops,
+              .fixed = how.zero_copy,
+              .zero_copy = how.zero_copy};
+    call.fixed |= compiledFor(kinds).fixed && call.canBeFixed() && random() % 4 != 0;
+    calls.add(call);
   }
   host::run<B>(shape, calls.count(), [&](B& block, int r, int c, size_t kernel) {
     constexpr Compiled kCompiled = compiledFor(kinds);
@@ -204,7 +215,7 @@ void rings() {
   host::run(kShape, calls.count(), [&](host::Block& block, int r, int c, size_t kernel) {
     using E = Element<DType::kFloat32>;
     const RankCall& call = calls.rankCall(kernel, r);
-    Guard<host::Block> guard(block, call, c);
+    Guard<host::Block> guard(block, *call.comm, call, c);
     ring<E, Delayed, host::Block, Primitives>(block, guard, call, c, 1);
     guard.leave(1, call.output, call.count * sizeof(float));
   });
@@ -324,6 +335,9 @@ const mutants::Mutants kMutants{
     {"ring_weak_observe", [] { mixed<WeakObserve, kRings>({3, 1, 2}, 40); }},
     {"push_weak_publish", [] { mixed<WeakPublish, kPushes>({3, 1, 2}, 40); }},
     {"push_weak_observe", [] { mixed<WeakObserve, kPushes>({3, 1, 2}, 40); }},
+    {"zero_copy_weak_publish", [] { mixed<WeakPublish, kZeroCopies>({2, 1, 2}, 40); }},
+    {"zero_copy_weak_observe", [] { mixed<WeakObserve, kZeroCopies>({2, 1, 2}, 40); }},
+    {"no_barrier_in_zero_copys_post", [] { without<kZeroCopies>(Site::kPost, {2, 1, 2}); }},
     {"early_reuse", [] { mixed<EarlyReuse, kRings>({3, 1, 2}, 40); }},
     {"early_release", rings<EarlyRelease>},
     {"skipped_slice", rings<SkippedSlice>},
@@ -354,6 +368,12 @@ TEST(calls_of_all_kinds_hold_under_random_delays) {
   mixed<Delayed, kAll, host::Block, true>({3, 1, 1}, 60, 0, 4);
   mixed<Delayed, kAll, host::Block, true>({5, 2, 1}, 20, 0, 8);
   mixed<Delayed, kAll, host::Block, true>({8, 1, 2}, 14);
+}
+
+TEST(kernels_of_a_number_of_ranks_hold_under_random_delays) {
+  for (const Shape& shape : {Shape{2, 1, 4}, Shape{2, 3, 1}, Shape{4, 2, 2}})
+    mixed<Delayed, kFixed, host::Block, true>(shape, 60);
+  mixed<Delayed, kFixed, host::Block, true>({8, 1, 2}, 14);
 }
 
 // The numbers of sets that push.h asks for: one less is a mutant.

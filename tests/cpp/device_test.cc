@@ -40,6 +40,7 @@ constexpr Tuning tuned(int blocks, uint64_t depth) {
           .part_bytes = 1024,
           .one_shot_most = 0,
           .two_shot_most = 0,
+          .zero_copy_least = 0,
           .shared_lead = 0};
 }
 
@@ -86,6 +87,9 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   call.window = 1 + die(t.depth - 1);
   call.in_place = die(2) == 0;
   call.place = static_cast<Place>(die(4));
+  call.fixed = call.canBeFixed() && die(4) > 0;
+  call.zero_copy = call.fixed && call.kind == Kind::kAllReduce &&
+                   algorithm == DeviceAlgorithm::kTwoShot && die(2) == 0;
   call.device_factor = die(2) == 0;
   return call;
 }
@@ -291,16 +295,23 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         const size_t count = 2 * p * kChunkElements * static_cast<size_t>(blocks);
         const uint64_t S = count * numbers.width();
         if (count > oracle::kMost) continue;
-        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes) {
-          Ranks ranks(tuned(blocks, 2).layout(P));
-          Calls calls(ranks);
-          calls.add(
-              {.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks});
-          for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
-          calls.verify();
+        // By each kernel that there is.
+        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool zero_copy = false) {
+          Call call{.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks};
+          for (bool fixed : {false, true}) {
+            if (fixed ? !call.canBeFixed() : zero_copy) continue;
+            Ranks ranks(tuned(blocks, 2).layout(P));
+            Calls calls(ranks);
+            call.fixed = fixed;
+            call.zero_copy = zero_copy;
+            calls.add(call);
+            for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
+            calls.verify();
+          }
         };
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
+        moves(DeviceAlgorithm::kTwoShot, 2 * S, true);
         const uint64_t around = (6 * p - 4) * S / p;
         moves(DeviceAlgorithm::kRing, isHalf(dtype) ? around + 2 * (p - 1) * S / p : around);
       }

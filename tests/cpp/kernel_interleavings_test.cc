@@ -167,6 +167,45 @@ TEST(every_state_of_small_calls_of_parts) {
         record<Byte>(three, {two_hops(three, 4), callOf(kAllGather, three, 2)}));
 }
 
+// Two-shot on tensors that all ranks reach, beside calls by slots.  Not only flags but the users'
+// tensors are watched: peers read and write them.
+TEST(every_state_of_small_zero_copies) {
+  const auto zeroCopy = [](const Shape& shape, bool in_place) {
+    Call call = callOf(DeviceAlgorithm::kTwoShot, shape, 1);
+    call.in_place = in_place;
+    call.zero_copy = true;
+    return call;
+  };
+  for (const Shape& shape :
+       {Shape{.ranks = 2, .lanes = 2, .slot_bytes = 512}, Shape{.ranks = 4, .slot_bytes = 512},
+        Shape{.ranks = 2, .channels = 2, .slot_bytes = 512}}) {
+    const Call here = zeroCopy(shape, true), there = zeroCopy(shape, false);
+    const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, shape.ranks == 2 ? 2 : 1);
+    holds("zero copy", record<Half>(shape, {here, there, here}));
+    if (shape.ranks == 2) holds("zero copy and two-shot", record<Half>(shape, {two, here, two}));
+    Call one = callOf(DeviceAlgorithm::kOneShot, shape, 3), fixed = two;
+    CHECK(order(record<Half>(shape, {one, here, two, there, there, two, one, here})).proven());
+    one.fixed = fixed.fixed = true;
+    CHECK(order(record<Half>(shape, {one, here, fixed, two, there, fixed, one})).proven());
+    CHECK(!order(record<Half>(shape, {fixed}, kWeakObserve)).races.empty());
+    for (const Call& call : {here, there}) {
+      CHECK(!order(record<Half>(shape, {call}, kWeakPublish)).races.empty());
+      CHECK(!order(record<Half>(shape, {call}, kWeakObserve)).races.empty());
+      if (shape.lanes == 1) continue;
+      races("zero copy without a barrier before a flag",
+            record<Half>(shape, {call}, {.forgets_sync = true}));
+      races("zero copy without a barrier after a wait",
+            record<Half>(shape, {call}, {.forgets_any = true}));
+    }
+  }
+  const Shape eight{.ranks = 8, .slot_bytes = 512};
+  Call one = callOf(DeviceAlgorithm::kOneShot, eight, 2);
+  Call two = callOf(DeviceAlgorithm::kTwoShot, eight, 2);
+  one.fixed = two.fixed = true;
+  const Call here = zeroCopy(eight, true);
+  CHECK(order(record<Half>(eight, {one, two, here, two, here, one})).proven());
+}
+
 // More ranks, lanes, channels and calls than can be visited state by state.
 TEST(all_executions_of_mixed_kernels_are_in_order) {
   std::minstd_rand random(11);

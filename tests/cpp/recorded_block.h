@@ -197,7 +197,9 @@ struct Call {
   size_t shift = 0;  // elements by which the user's memory is off
   Kind kind = Kind::kAllReduce;
   int root = 0;
-  bool two_hops = false;  // a broadcast in two hops
+  bool two_hops = false;   // a broadcast in two hops
+  bool fixed = false;      // an all-reduce of 2, 4 or 8 ranks by kernels for that number
+  bool zero_copy = false;  // the same, without slots
 
   size_t parts(int ranks) const {
     return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)
@@ -268,27 +270,49 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         .factor = nullptr,
         .timeout = ~uint64_t{0},
         .operation = 0,
-        .slice = call.slice,
+        .slice = call.zero_copy ? roundUp(ceilDiv(Cut{call.count, shape.ranks}.chunkSize(),
+                                                  size(call.channels)),
+                                          kChunkElements)
+                                : call.slice,
         .window = call.window,
         .scatter = scatters || call.two_hops,
         .root = call.kind == Kind::kBroadcast ? call.root : kEverybody,
     };
+    PeerTensors tensors{};
+    for (int p = 0; p < std::min(shape.ranks, kMostFixedRanks); ++p) {
+      const auto at = [&](size_t user) {
+        return reinterpret_cast<std::byte*>(users[user].data()) + call.shift * kWidth;
+      };
+      tensors.input[p] = at(2 * size(p));
+      tensors.output[p] = at(2 * size(p) + (one ? 0 : 1));
+    }
     tape = &tapes[index(r, c, l)];
     if (c == 0 && l == 0) tape->write(in, (scatters ? size(shape.ranks) : 1) * part);
     tape->meet(streams + size(r));
     if (c < call.channels) {
       Block block(l, shape.lanes, index(r, c, 0) / size(shape.lanes), votes);
-      const auto run = [&]<DeviceAlgorithm algorithm>() {
-        allReduceBlock<algorithm, E, Rules>(block, rank_call, c, call.channels);
+      using enum DeviceAlgorithm;
+      const auto run = [&]<int P>() {
+        if constexpr (P > 0)
+          if (call.zero_copy)
+            return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, c, call.channels);
+        if (call.algorithm == kOneShot)
+          allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, c, call.channels);
+        else if (call.algorithm == kTwoShot)
+          allReduceBlock<kTwoShot, E, Rules, P>(block, comm, rank_call, c, call.channels);
+        else
+          allReduceBlock<kRing, E, Rules>(block, comm, rank_call, c, call.channels);
       };
+      const int fixed = call.fixed || call.zero_copy ? shape.ranks : 0;
       if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
-      else if (call.algorithm == DeviceAlgorithm::kOneShot)
-        run.template operator()<DeviceAlgorithm::kOneShot>();
-      else if (call.algorithm == DeviceAlgorithm::kTwoShot)
-        run.template operator()<DeviceAlgorithm::kTwoShot>();
-      else
-        run.template operator()<DeviceAlgorithm::kRing>();
+      else if (!E::kFloating || fixed == 0)
+        run.template operator()<0>();
+      if constexpr (E::kFloating) {
+        if (fixed == 2) run.template operator()<2>();
+        if (fixed == 4) run.template operator()<4>();
+        if (fixed == 8) run.template operator()<8>();
+      }
     }
     tape->meet(streams + size(r));
     if (c == 0 && l == 0) tape->read(out, (gathers ? size(shape.ranks) : 1) * part);

@@ -103,6 +103,13 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int ordinal, int peer) {
   *can = reaches(gpuOf(ordinal), gpuOf(peer));
   return cudaSuccess;
 }
+// Peers have NVLink, which has atomic operations.
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr which, int ordinal, int peer) {
+  if (const auto e = fate()) return said(e);
+  if (which != cudaDevP2PAttrNativeAtomicSupported) return said(cudaErrorInvalidValue);
+  *value = reaches(gpuOf(ordinal), gpuOf(peer));
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
   if (const auto e = fate()) return said(e);
   if (!reaches(gpuOf(currentOrdinal()), gpuOf(peer))) return said(cudaErrorPeerAccessUnsupported);

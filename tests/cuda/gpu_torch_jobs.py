@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gpu_calls import CALLS, MORE, Site
 from ranks import Rank
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -170,6 +171,50 @@ def train(
     dist.all_gather_object(seen, bits.view(torch.uint8).numpy().tobytes())
     apart = (weights[0] - weights[1]).abs().max() / weights[1].abs().max()
     return {"apart": float(apart), "kinds": len(set(seen)), "finite": bool(apart.isfinite())}
+
+
+def memory_beside_buckets(me: Rank) -> int:
+    """Bytes that stay allocated besides parameters and buckets after some steps of DDP's hook.
+
+    DDP makes other buckets after the first step, and drops those of it.
+    """
+    device = device_of(me.rank)
+    torch.manual_seed(5)
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(3)]
+    model = DDP(nn.Sequential(*layers).to(device), bucket_cap_mb=5, gradient_as_bucket_view=True)
+    attach(model, "hook")
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(2, 1024, device=device)).sum().backward()
+    synchronize()
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    return torch.cuda.memory_allocated() - 2 * own
+
+
+def train_uneven(me: Rank) -> int:
+    """DDP's hook within torch's Join, after steps without: rank r has r + 1 batches.
+
+    Returns how many different weights the ranks have.
+    """
+    device = device_of(me.rank)
+    torch.manual_seed(5)
+    model = DDP(nn.Linear(512, 512, bias=False).to(device), gradient_as_bucket_view=True)
+    attach(model, "hook")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            optimizer.zero_grad()
+            model(torch.full((2, 512), step + me.rank + 1.0, device=device)).sum().backward()
+            optimizer.step()
+
+    steps(3)
+    with Join([model]):
+        steps(me.rank + 1)
+    bits = next(model.parameters()).detach().cpu().numpy().tobytes()
+    seen: list[Any] = [None] * me.world_size
+    dist.all_gather_object(seen, bits)
+    return len(set(seen))
 
 
 def train_sharded(me: Rank) -> float:

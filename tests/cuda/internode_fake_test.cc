@@ -119,8 +119,8 @@ class HostCommunicator final : public GpuCommunicator {
     group_->run({all, c.timeout});
   }
   void broadcast(const GpuBroadcast&, CUstream_st*) override {}
-  std::string registerBuffer(void*, size_t) override { return ""; }
-  void unregisterBuffer(void*) override {}
+  std::string registerBuffer(void*, size_t, std::shared_ptr<void>) override { return ""; }
+  std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused&) override { return {}; }
   void check() override { group_->checkHealth(); }
   bool wait(Nanos) override { return true; }
   void abort(const std::string& why) override { group_->abort(why); }
@@ -337,7 +337,7 @@ TEST(what_is_not_its_own_is_refused_and_the_group_goes_on) {
     call.op = ReduceOp::kBor;
     CHECK(failureOf([&] { rank.communicator.allReduce(call, stream()); }, "BOR") ==
           Failure::kArgument);
-    CHECK(rank.communicator.registerBuffer(data.data(), 40).find("several hosts") !=
+    CHECK(rank.communicator.registerBuffer(data.data(), 40, nullptr).find("several hosts") !=
           std::string::npos);
     CHECK(rank.communicator.bytes() > 1000 && rank.communicator.bytes() < size_t{24} << 20);
     rank.communicator.allReduce(sumOf(data), stream());

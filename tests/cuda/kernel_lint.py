@@ -38,6 +38,9 @@ FAMILIES = {
     "allReduceKernelILNS0_15DeviceAlgorithmE0": "oneshot",
     "allReduceKernelILNS0_15DeviceAlgorithmE1": "twoshot",
     "allReduceKernelILNS0_15DeviceAlgorithmE2": "ring",
+    "fixedKernelILNS0_15DeviceAlgorithmE0": "fixed-oneshot",
+    "fixedKernelILNS0_15DeviceAlgorithmE1": "fixed-twoshot",
+    "zeroCopyKernel": "zero-copy",
     "directKernel": "direct",
     "copyInKernel": "copy-in",
     "ringStepKernel": "ring-step",
@@ -88,8 +91,15 @@ class Kernel:
         found = re.search(r"DTypeE(\d+)E", self.symbol)
         return DTYPES[int(found[1])] if found else ""
 
+    @property
+    def ranks(self) -> int:
+        """That it is compiled for; 0: any."""
+        found = re.search(r"DTypeE\d+ELi(\d+)E", self.symbol)
+        return int(found[1]) if found else 0
+
     def text(self) -> str:
-        which = " ".join(filter(None, (self.family or self.symbol, self.dtype)))
+        of = f"of {self.ranks}" if self.ranks else ""
+        which = " ".join(filter(None, (self.family or self.symbol, of, self.dtype)))
         return f"{which}, {self.form} for {self.architecture}"
 
     def after(self, i: int) -> list[int]:
@@ -534,7 +544,10 @@ def in_flight(kernel: Kernel) -> set[int]:
 
 
 def table(kernels: list[Kernel]) -> Iterator[str]:
-    """Loads in flight depend on the slots, which are smaller the more ranks there are."""
+    """Loads in flight depend on the slots, which are smaller the more ranks there are.
+
+    3 stands for the ranks that no kernel is compiled for.
+    """
     tuning = (HERE.parent.parent / "csrc/cuda/kernels/gpu_tuning.h").read_text()
     budget = re.search(r"kPushBudget = size_t\{(\d+)\} << 20", tuning)
     threads = re.search(r"kThreads = (\d+)", tuning)
@@ -542,23 +555,23 @@ def table(kernels: list[Kernel]) -> Iterator[str]:
         raise ValueError("gpu_tuning.h gives kPushBudget or kThreads in another form")
     yield "| kernel | P | packs a thread | loads in flight | registers | metadata loads |"
     yield "|---|--:|--:|--:|--:|--:|"
-    for kernel in sorted(kernels, key=lambda k: (k.family, k.dtype != "float32")):
+    for kernel in sorted(kernels, key=lambda k: (k.family, k.dtype != "float32", k.ranks)):
         if kernel.form != "SASS" or kernel.architecture != MEASURED:
             continue
-        if kernel.family not in ("oneshot", "twoshot"):
+        if not kernel.family.endswith(("oneshot", "twoshot", "zero-copy")):
             continue
         if kernel.dtype not in ("float32", "bfloat16"):
             continue
-        for ranks in (2, 4, 8):
-            # As tune() shares out the budget: 32 channels, two kinds of slots, four sets.
-            part = min((int(budget[1]) << 20) // (32 * 2 * 4 * ranks), 64 << 10)
-            packs = part // (int(threads[1]) * 16)
-            loads = max(n for n in in_flight(kernel) | {1} if n <= max(packs, 1))
-            metadata = sum(map(is_metadata, kernel.steps))
-            yield (
-                f"| {kernel.family}, {kernel.dtype} | {ranks} | {packs} | {loads} "
-                f"| {kernel.registers} | {metadata} |"
-            )
+        # As tune() shares out the budget: 32 channels, two kinds of slots, four sets.
+        ranks = kernel.ranks or 3
+        part = min((int(budget[1]) << 20) // (32 * 2 * 4 * ranks), 64 << 10)
+        packs = part // (int(threads[1]) * 16)
+        loads = max(n for n in in_flight(kernel) | {1} if n <= max(packs, 1) * max(kernel.ranks, 1))
+        metadata = sum(map(is_metadata, kernel.steps))
+        yield (
+            f"| {kernel.family}, {kernel.dtype} | {kernel.ranks or 'any'} | {packs} | {loads} "
+            f"| {kernel.registers} | {metadata} |"
+        )
 
 
 # --- The program ----------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ class Ranks {
             .op = run.op,
             .factor = run.factor,
             .factor_on_device = run.factor_on_device,
-            .algorithm = choice};
+            .algorithm = choice,
+            .registered = true};
   }
 
   // One cooperative grid, in the first rank's stream.

@@ -8,9 +8,10 @@
 // kernels between them; cases take turns on the GPUs that they have PTX for.  --mutants puts
 // mistakes into the PTX for the newest of these GPUs, each of which some case must notice.
 //
-// Messages have up to 4,099 elements.  Loops that take several packs at once need 8,192 elements of
-// 2 or 4 bytes in a slice, so of these only those for 8 bytes run.  Reduce-scatter, all-gather,
-// broadcast, the direct kernels, and what follows a deadline or an abort do not run here.
+// Messages have up to 4,099 elements, which is enough for every loop of sums.  Loops of copies take
+// eight packs at once and need 8,192 elements of 4 bytes in a slice, so of these only those for 8
+// bytes run.  Reduce-scatter, all-gather, broadcast, the direct kernels, and what follows a
+// deadline or an abort do not run here.
 #define CHECK_OWN_MAIN
 #include <algorithm>
 #include <chrono>
@@ -30,10 +31,44 @@ using host::Call;
 using host::Calls;
 using host::Place;
 
-std::string symbolOf(DeviceAlgorithm algorithm, DType dtype) {
-  const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
-  return "_ZN10ringreduce4cuda15allReduceKernelILNS0_15DeviceAlgorithmE" + number(algorithm) +
-         "ELNS_5DTypeE" + number(dtype) + "EEEvNS0_11RanksLaunchE";
+constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
+               kRing = DeviceAlgorithm::kRing;
+
+// A kernel of all-reduce: of any number of ranks, or of the one that it is compiled for.
+struct Which {
+  DeviceAlgorithm algorithm;
+  DType dtype;
+  int ranks = 0;  // 0: any
+  bool zero_copy = false;
+
+  std::string symbol() const {
+    const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
+    const std::string type = "LNS_5DTypeE" + number(dtype) + "E";
+    const std::string how = "LNS0_15DeviceAlgorithmE" + number(algorithm) + "E";
+    const std::string of = "Li" + number(ranks) + "EEEvNS0_11FixedLaunchE";
+    const std::string begin = "_ZN10ringreduce4cuda";
+    if (zero_copy) return begin + "14zeroCopyKernelI" + type + of;
+    if (ranks > 0) return begin + "11fixedKernelI" + how + type + of;
+    return begin + "15allReduceKernelI" + how + type + "EEvNS0_11RanksLaunchE";
+  }
+  std::string text() const {
+    return (zero_copy ? "zero copy" : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
+           (ranks > 0 ? " of " + std::to_string(ranks) : "");
+  }
+};
+
+std::vector<Which> everyKernel() {
+  std::vector<Which> all;
+  for (int t = 0; t < kKernelDTypes; ++t) {
+    const auto dtype = static_cast<DType>(t);
+    for (const auto algorithm : {kOne, kTwo, kRing}) all.push_back({algorithm, dtype});
+    for (int size = 0; size < kFixedSizes && hasFixedKernels(dtype); ++size) {
+      const int ranks = fixedRanks(size);
+      for (const auto algorithm : {kOne, kTwo}) all.push_back({algorithm, dtype, ranks});
+      all.push_back({kTwo, dtype, ranks, true});
+    }
+  }
+  return all;
 }
 
 const std::vector<ReduceOp>& opsOf(DType dtype) {
@@ -48,8 +83,8 @@ class Program {
  public:
   explicit Program(ptx::Module lines) : lines_(std::move(lines)) {}
 
-  const ptx::Kernel& kernel(DeviceAlgorithm algorithm, DType dtype) {
-    const std::string symbol = symbolOf(algorithm, dtype);
+  const ptx::Kernel& kernel(const Which& which) {
+    const std::string symbol = which.symbol();
     auto& kernel = kernels_[symbol];
     if (!kernel) {
       kernel = ptx::Parser(symbol).read(lines_.at(symbol));
@@ -62,19 +97,22 @@ class Program {
   std::map<std::string, std::optional<ptx::Kernel>> kernels_;
 };
 
-// A case, drawn by its seed; of this algorithm and dtype if they are given.
-void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> algorithm = {},
-             std::optional<DType> dtype = {}, std::optional<ReduceOp> op = {}) {
+// A case, drawn by its seed; of this kernel and operation if they are given.
+void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
+             std::optional<ReduceOp> op = {}) {
   std::mt19937_64 random(seed);
   const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
   const auto any = static_cast<DType>(below(kKernelDTypes));
-  const DType type = dtype.value_or(any);
+  const DType type = which ? which->dtype : any;
   const auto& ops = opsOf(type);
-  const oracle::Case numbers(2 + static_cast<int>(below(2)), type,
-                             op.value_or(ops[below(ops.size())]));
+  // Half of the cases are SUM or AVG, of which there are more kernels.
+  const ReduceOp drawn = ops[below(2) == 0 ? below(2) : below(ops.size())];
+  constexpr int kRanks[] = {2, 3, 2, 3, 2, 3, 4, 4, 2, 3, 2, 3, 2, 3, 4, 8};
+  const int P = kRanks[below(std::size(kRanks))];
+  const oracle::Case numbers(which && which->ranks > 0 ? which->ranks : P, type,
+                             op.value_or(drawn));
   const int blocks = 1 + static_cast<int>(below(3) == 0);
-  // Long slices fill the loops that take several packs of 8 bytes an element, or several elements
-  // that are not aligned.
+  // Long slices fill the loops that take several packs, or several elements that are not aligned.
   const size_t slice = kChunkElements * (below(6) == 0 ? 32 : 1 + below(4));
 
   const DeviceLayout layout{.ranks = numbers.P,
@@ -85,25 +123,29 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
   // Counters that pass 2^64, too.
   host::Ranks ranks(layout, below(4) == 0 ? uint64_t{0} - below(3) : 0);
   Calls calls(ranks);
-  std::vector<DeviceAlgorithm> algorithms;
+  std::vector<Which> kernels;
   const size_t count = 1 + below(3);
   for (size_t i = 0; i < count; ++i) {
-    const auto how = algorithm.value_or(static_cast<DeviceAlgorithm>(below(3)));
+    const auto any_algorithm = static_cast<DeviceAlgorithm>(below(3));
+    Call call{
+        .algorithm = which ? which->algorithm : any_algorithm, .numbers = &numbers, .count = 0};
+    call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
+    call.zero_copy =
+        which ? which->zero_copy : call.fixed && call.algorithm == kTwo && below(2) == 0;
     // Up to some slices of each channel; any tail.
     const size_t most =
         std::min<size_t>(oracle::kMost, slice * static_cast<size_t>(blocks * numbers.P) * 3);
-    calls.add({.algorithm = how,
-               .numbers = &numbers,
-               .count = below(6) == 0                  ? below(40)
-                        : slice > 512 && below(2) == 0 ? oracle::kMost - below(8)
-                                                       : below(most + 1),
-               .blocks = blocks,
-               .slice = slice,
-               .window = 1 + below(2),
-               .in_place = below(2) == 0,
-               .place = static_cast<Place>(below(4)),
-               .device_factor = below(2) == 0});
-    algorithms.push_back(how);
+    call.count = below(6) == 0                  ? below(40)
+                 : slice > 512 && below(2) == 0 ? oracle::kMost - below(8)
+                                                : below(most + 1);
+    call.blocks = blocks;
+    call.slice = slice;
+    call.window = 1 + below(2);
+    call.in_place = below(2) == 0;
+    call.place = static_cast<Place>(below(4));
+    call.device_factor = below(2) == 0;
+    calls.add(call);
+    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.zero_copy});
   }
 
   ptx::Machine machine(seed);
@@ -123,7 +165,12 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
   const bool together = below(2) == 0;
   std::vector<ptx::Grid> grids;
   for (size_t i = 0; i < count; ++i) {
-    const ptx::Kernel& kernel = program.kernel(algorithms[i], type);
+    const ptx::Kernel& kernel = program.kernel(kernels[i]);
+    const auto start = [&](const auto& launch, int blocks_of_it, int stream) {
+      std::vector<unsigned char> arguments(sizeof launch);
+      std::memcpy(arguments.data(), &launch, sizeof launch);
+      grids.push_back({&kernel, arguments, blocks_of_it, stream});
+    };
     std::vector<RanksLaunch> launches(together ? 1 : static_cast<size_t>(numbers.P));
     for (int r = 0; r < numbers.P; ++r) {
       const RankCall& call = calls.rankCall(i, r);
@@ -131,15 +178,16 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
       give(call.input, bytes);
       give(call.output, bytes);
       if (call.factor) give(call.factor, type == DType::kFloat64 ? 8 : 4);
+      if (kernels[i].ranks > 0) {
+        start(FixedLaunch{ranks.comm(r), call, calls.places(i)}, blocks, r);
+        continue;
+      }
       RanksLaunch& launch = launches[together ? 0 : static_cast<size_t>(r)];
       launch.calls[together ? r : 0] = call;
       launch.ranks = together ? numbers.P : 1;
     }
-    for (size_t s = 0; s < launches.size(); ++s) {
-      std::vector<unsigned char> arguments(sizeof(RanksLaunch));
-      std::memcpy(arguments.data(), &launches[s], arguments.size());
-      grids.push_back({&kernel, arguments, blocks * launches[s].ranks, static_cast<int>(s)});
-    }
+    for (size_t s = 0; s < launches.size() && kernels[i].ranks == 0; ++s)
+      start(launches[s], blocks * launches[s].ranks, static_cast<int>(s));
   }
   machine.threads = kThreads;
   machine.run(grids);
@@ -150,8 +198,7 @@ void runCase(Program& program, uint64_t seed, std::optional<DeviceAlgorithm> alg
 
 struct Mutant {
   const char* what;
-  DeviceAlgorithm algorithm;
-  DType dtype;
+  Which kernel;
   ReduceOp op;
   const char* from;
   const char* by;  // "": the line is left out
@@ -160,34 +207,73 @@ struct Mutant {
 };
 constexpr int kAll = -1, kLast = -2;
 
-constexpr auto kOne = DeviceAlgorithm::kOneShot, kTwo = DeviceAlgorithm::kTwoShot,
-               kRing = DeviceAlgorithm::kRing;
 constexpr auto kF32 = DType::kFloat32;
 constexpr auto kAdd = ReduceOp::kSum;
 const Mutant kMutants[] = {
-    {"releases of flags are relaxed", kOne, kF32, kAdd, "st.release.sys.u64", "st.relaxed.sys.u64",
+    {"releases of flags are relaxed",
+     {kOne, kF32},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
      kAll},
-    {"releases of flags are plain stores", kTwo, kF32, kAdd, "st.release.sys.u64", "st.u64", kAll},
-    {"releases of flags are relaxed", kRing, kF32, kAdd, "st.release.sys.u64", "st.relaxed.sys.u64",
+    {"releases of flags are plain stores",
+     {kTwo, kF32},
+     kAdd,
+     "st.release.sys.u64",
+     "st.u64",
      kAll},
-    {"acquires of flags are relaxed", kTwo, kF32, kAdd, "ld.acquire.sys.u64", "ld.relaxed.sys.u64",
+    {"releases of flags are relaxed",
+     {kRing, kF32},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
      kAll},
-    {"the arguments' barrier is dropped", kOne, kF32, kAdd, "bar.sync", "", 0},
-    {"the barrier before a flag is dropped", kOne, kF32, kAdd, "bar.sync", "", 1},
-    {"the barrier before a flag is dropped", kTwo, kF32, kAdd, "bar.sync", "", kAll},
-    {"the tail of the sum is not stored", kOne, kF32, kAdd, "st.f32", "", kLast},
-    {"the tail of the sum is not stored", kRing, kF32, kAdd, "st.f32", "", kLast},
-    {"sums round towards zero", kOne, kF32, kAdd, "add.rn.f32", "add.rz.f32", kAll},
-    {"float16 rounds towards zero", kTwo, DType::kFloat16, kAdd, "cvt.rn.f16.f32", "cvt.rz.f16.f32",
+    {"acquires of flags are relaxed",
+     {kTwo, kF32},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
      kAll},
-    {"bfloat16 rounds towards zero", kTwo, DType::kBFloat16, kAdd, "cvt.rn.bf16.f32",
-     "cvt.rz.bf16.f32", kAll, 80},
+    {"the arguments' barrier is dropped", {kOne, kF32}, kAdd, "bar.sync", "", 0},
+    {"the barrier before a flag is dropped", {kOne, kF32}, kAdd, "bar.sync", "", 1},
+    {"the barrier before a flag is dropped", {kTwo, kF32}, kAdd, "bar.sync", "", kAll},
+    {"the tail of the sum is not stored", {kOne, kF32}, kAdd, "st.f32", "", kLast},
+    {"releases of flags are relaxed",
+     {kTwo, kF32, 2},
+     kAdd,
+     "st.release.sys.u64",
+     "st.relaxed.sys.u64",
+     kAll},
+    {"acquires of flags are relaxed",
+     {kOne, kF32, 4},
+     kAdd,
+     "ld.acquire.sys.u64",
+     "ld.relaxed.sys.u64",
+     kAll},
+    // Zero copy's flags order kernels, which kernel_interleavings_test proves.
+    {"flags are not stored", {kTwo, kF32, 2, true}, kAdd, "st.release.sys.u64", "", kAll},
+    {"sums round towards zero", {kTwo, kF32, 4, true}, kAdd, "add.rn.f32", "add.rz.f32", kAll},
+    {"the tail of the sum is not stored", {kRing, kF32}, kAdd, "st.f32", "", kLast},
+    {"sums round towards zero", {kOne, kF32}, kAdd, "add.rn.f32", "add.rz.f32", kAll},
+    {"float16 rounds towards zero",
+     {kTwo, DType::kFloat16},
+     kAdd,
+     "cvt.rn.f16.f32",
+     "cvt.rz.f16.f32",
+     kAll},
+    {"bfloat16 rounds towards zero",
+     {kTwo, DType::kBFloat16},
+     kAdd,
+     "cvt.rn.bf16.f32",
+     "cvt.rz.bf16.f32",
+     kAll,
+     80},
 };
 
 // The module with a mistake in it, where it has that line.
 std::optional<ptx::Module> mutated(ptx::Module module, const Mutant& mutant) {
   std::vector<std::string*> places;
-  for (auto& [number, line] : module.at(symbolOf(mutant.algorithm, mutant.dtype)))
+  for (auto& [number, line] : module.at(mutant.kernel.symbol()))
     if (line.find(mutant.from) != std::string::npos) places.push_back(&line);
   if (mutant.nth >= static_cast<int>(places.size()) || places.empty()) return {};
   if (mutant.nth == kLast) places = {places.back()};
@@ -204,7 +290,7 @@ std::optional<ptx::Module> mutated(ptx::Module module, const Mutant& mutant) {
 // What the first of some cases that fails says; "" if none does.
 std::string failureOf(Program& program, const Mutant& mutant, uint64_t seed, int cases) {
   for (int i = 0; i < cases; ++i) try {
-      runCase(program, seed + static_cast<uint64_t>(i), mutant.algorithm, mutant.dtype, mutant.op);
+      runCase(program, seed + static_cast<uint64_t>(i), mutant.kernel, mutant.op);
     } catch (const std::exception& error) {
       return error.what();
     }
@@ -215,8 +301,7 @@ int tryMutants(int gpu, const ptx::Module& module, uint64_t seed) {
   std::printf("Mistakes in the PTX for sm_%d:\n", gpu);
   int missed = 0;
   for (const Mutant& mutant : kMutants) {
-    const std::string text =
-        std::string(mutant.what) + ", " + kDeviceAlgorithmNames[static_cast<int>(mutant.algorithm)];
+    const std::string text = std::string(mutant.what) + ", " + mutant.kernel.text();
     if (gpu < mutant.since) {
       std::printf("%s: left out, sm_%d has no such instruction\n", text.c_str(), gpu);
       continue;
@@ -262,12 +347,10 @@ ptx::Modules read(const std::vector<std::string>& files) {
   }
   if (all.empty()) throw ptx::Error("no file is given");
   for (const auto& [gpu, module] : all)
-    for (const auto algorithm : {kOne, kTwo, kRing})
-      for (int t = 0; t < kKernelDTypes; ++t)
-        if (const std::string symbol = symbolOf(algorithm, static_cast<DType>(t));
-            !module.contains(symbol))
-          throw ptx::Error("no kernel " + symbol + " for sm_" + std::to_string(gpu) +
-                           "; give all files that have kernels of all-reduce");
+    for (const Which& kernel : everyKernel())
+      if (const std::string symbol = kernel.symbol(); !module.contains(symbol))
+        throw ptx::Error("no kernel " + symbol + " for sm_" + std::to_string(gpu) +
+                         "; give all files that have kernels of all-reduce");
   return all;
 }
 

@@ -92,16 +92,10 @@ void Communicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t
 
 // ---- all_reduce
 
-// Where leaders read and write the message's first element, by rank.
-struct Communicator::State::Buffers {
-  std::vector<std::byte*> in, out;
-  bool staged;
-  uint64_t where;  // a hash of the memory, which must be the same on all ranks
-};
-
-Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& call) const {
+std::optional<Communicator::State::Places> Communicator::State::placesOf(const GpuAllReduce& call,
+                                                                         cudaStream_t stream) {
   const size_t bytes = call.count * sizeOf(call.dtype);
-  const auto find = [&](const void* p) -> const Registered* {
+  const auto find = [&](const void* p) -> Registered* {
     const auto at = reinterpret_cast<uintptr_t>(p);
     auto entry = registered.upper_bound(at);
     if (entry == registered.begin()) return nullptr;
@@ -110,22 +104,17 @@ Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& 
     return inside ? &entry->second : nullptr;
   };
   // Inputs to be scaled must be copied anyway.
-  const Registered* in = call.op == ReduceOp::kPremulSum ? nullptr : find(call.input);
-  const Registered* out = in ? find(call.output) : nullptr;
-  Buffers found{
-      .in = {}, .out = {}, .staged = !in || !out, .where = static_cast<uint64_t>(Choice::kDirect)};
-  if (found.staged) {
-    for (int r = 0; r < group->size(); ++r) found.in.push_back(staging->at(r));
-    found.out = found.in;
-    return found;
-  }
-  // All ranks must use the same buffers, and the same place in them.
+  if (!call.registered || call.op == ReduceOp::kPremulSum) return std::nullopt;
+  Registered *in = find(call.input), *out = find(call.output);
+  if (!in || !out) return std::nullopt;
+  if (captureOf(stream)) in->is_captured = out->is_captured = true;
+  Places found;
   const auto offset = [&](const Registered& r, const void* p) {
     return static_cast<size_t>(static_cast<const std::byte*>(p) - r.buffer->at(group->rank()));
   };
   const size_t in_at = offset(*in, call.input), out_at = offset(*out, call.output);
   for (uint64_t word : {in->number + 1, in_at + 1, out->number + 1, out_at + 1})
-    found.where = mixed(found.where, word);
+    found.hash = mixed(found.hash, word);
   for (int r = 0; r < group->size(); ++r) {
     found.in.push_back(in->buffer->at(r) + in_at);
     found.out.push_back(out->buffer->at(r) + out_at);
@@ -134,7 +123,13 @@ Communicator::State::Buffers Communicator::State::buffersOf(const GpuAllReduce& 
 }
 
 void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) {
-  const Buffers buffers = buffersOf(call);
+  const std::optional<Places> registered_at = placesOf(call, stream);
+  const bool staged = !registered_at;
+  Places buffers = registered_at.value_or(Places{});
+  if (staged) {
+    for (int r = 0; r < group->size(); ++r) buffers.in.push_back(staging->at(r));
+    buffers.out = buffers.in;
+  }
   const int me = group->rank(), size = group->size();
   const auto mine = static_cast<size_t>(me);
   const size_t width = sizeOf(call.dtype);
@@ -158,25 +153,26 @@ void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) 
              blocksToMove(elements.size * width, facts.multiprocessors), &adds, false, stream);
     };
     DeliverCall deliver = deliverCall(call.output, call.count * width);
-    if (buffers.staged) {
+    if (staged) {
       deliver.from = buffers.out[mine];
       deliver.to += first * width;
       deliver.bytes = count * width;
     }
     const bool shared = count * width >= tuning.shared_lead;
-    State::put(directSchedule(me, size, count, schedules++, shared, buffers.staged),
+    State::put(directSchedule(me, size, count, schedules++, shared, staged),
                {.stage = [&] { stage(call, first, buffers.in[mine], count, stream); },
                 .lead = lead,
                 .deliver = deliver},
                stream);
   };
-  dispatch(told(call, buffers.where), stream, [&](uint64_t) {
-    if (call.count == 0) return;
-    if (!buffers.staged) return put(0, call.count);
-    const size_t most = staging->bytes() / width / kChunkElements * kChunkElements;
-    for (size_t first = 0; first < call.count; first += most)
-      put(first, std::min(most, call.count - first));
-  });
+  dispatch(told(call, mixed(static_cast<uint64_t>(Choice::kDirect), buffers.hash)), stream,
+           [&](uint64_t) {
+             if (call.count == 0) return;
+             if (!staged) return put(0, call.count);
+             const size_t most = staging->bytes() / width / kChunkElements * kChunkElements;
+             for (size_t first = 0; first < call.count; first += most)
+               put(first, std::min(most, call.count - first));
+           });
 }
 
 // ---- the other calls, always through the staging memory
@@ -272,26 +268,59 @@ void Communicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) 
 
 // ---- registered buffers
 
-std::string Communicator::registerBuffer(void* data, size_t bytes) {
+std::string Communicator::registerBuffer(void* data, size_t bytes, std::shared_ptr<void> owner) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
   const OnDevice here(s.device);
   Registration made = cuda::registerBuffer(*s.group, *s.memory, data, bytes);
   if (!made.buffer) return made.refusal;
-  s.registered[reinterpret_cast<uintptr_t>(data)] = {std::move(made.buffer), bytes,
-                                                     s.registrations++};
+  s.registered[reinterpret_cast<uintptr_t>(data)] = {.buffer = std::move(made.buffer),
+                                                     .bytes = bytes,
+                                                     .number = s.registrations++,
+                                                     .owner = std::move(owner)};
   return "";
 }
 
-void Communicator::unregisterBuffer(void* data) {
+std::vector<std::shared_ptr<void>> Communicator::unregisterBuffers(const Unused& unused) {
   State& s = *state_;
   const std::lock_guard lock(s.calls);
+  std::map<uint64_t, uintptr_t> by_number;  // which is a buffer's name on all ranks
+  for (const auto& [at, one] : s.registered) by_number[one.number] = at;
+  std::vector<uintptr_t> agreed;
+  constexpr size_t kAtOnce = 64;
+  struct Votes {
+    struct {
+      uint64_t number;
+      bool unused;
+    } of[kAtOnce];
+  };
+  for (auto next = by_number.begin(); next != by_number.end();) {
+    std::vector<uintptr_t> asked;
+    Votes mine{};
+    for (; next != by_number.end() && asked.size() < kAtOnce; ++next) {
+      const State::Registered& one = s.registered.at(next->second);
+      mine.of[asked.size()] = {one.number, !one.is_captured && unused(one.owner)};
+      asked.push_back(next->second);
+    }
+    const std::vector<Votes> all = gatherEach(*s.group, mine);
+    for (size_t i = 0; i < asked.size(); ++i)
+      if (std::ranges::all_of(all, [&](const Votes& one) {
+            return one.of[i].unused && one.of[i].number == mine.of[i].number;
+          }))
+        agreed.push_back(asked[i]);
+  }
+  if (agreed.empty()) return {};
   s.watchdog->wait(kNever);
-  // No rank may still use it.
+  // No rank may still use them.
   s.group->run({Barrier{}});
-  s.registered.erase(reinterpret_cast<uintptr_t>(data));
-  // The user may free it after this: no rank may still map it.
+  std::vector<std::shared_ptr<void>> given_back;
+  for (const uintptr_t at : agreed) {
+    given_back.push_back(std::move(s.registered.at(at).owner));
+    s.registered.erase(at);
+  }
+  // Their owners may free them after this: no rank may still map them.
   s.group->run({Barrier{}});
+  return given_back;
 }
 
 }  // namespace ringreduce::cuda

@@ -12,8 +12,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/dtype.h"
@@ -57,6 +59,9 @@ struct GpuAllReduce {
   std::optional<Choice> algorithm = std::nullopt;  // for this call; the same on all ranks
   Label label = {};
   uint64_t borders = 0;  // of the tensors in `input` (bordersOf), the same on all ranks
+  // All ranks' tensors lie in buffers that were registered together, at the same places, if
+  // registering succeeded: then they are used where they are.
+  bool registered = false;
 };
 
 // Throws Error(kArgument) for calls that no communicator can perform.
@@ -113,13 +118,18 @@ class GpuCommunicator {
   // Whether it calls NCCL, which must not happen within the caller's own group of NCCL calls.
   virtual bool callsNccl() const { return false; }
 
-  // Whether all-reduces of registered buffers are faster than those of others.
-  virtual bool gainsByRegistering() const { return false; }
+  // Whether averages of registered buffers are faster than those of others; the same on all ranks.
+  virtual bool gainsByRegistering(DType, size_t /*bytes*/) const { return false; }
   // Collective: lets peers map a buffer.  Returns "", or why it cannot be done, the same on all
-  // ranks; calls on the buffer then work as on other memory.  The memory must stay until it is
-  // unregistered.
-  virtual std::string registerBuffer(void* data, size_t bytes) = 0;
-  virtual void unregisterBuffer(void* data) = 0;  // collective
+  // ranks; calls on the buffer then work as on other memory.  `owner` holds the memory: it is kept
+  // until the buffer is given back, and for ever if work in streams may touch it when the group
+  // ends.
+  virtual std::string registerBuffer(void* data, size_t bytes,
+                                     std::shared_ptr<void> owner = nullptr) = 0;
+  // Collective: gives back the buffers for whose owners `unused` holds on all ranks, once no work
+  // in streams can use them.  Those that a CUDA graph uses stay.
+  using Unused = std::function<bool(const std::shared_ptr<void>& owner)>;
+  virtual std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) = 0;
 
   // Throws the group's error if there is one.
   virtual void check() = 0;

@@ -53,8 +53,9 @@ Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device,
     });
     setting.ranks_on_device = std::max(setting.ranks_on_device, static_cast<int>(same));
     setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
-    // Their kernels need a multiprocessor each to run at once.
-    if (same > 1 && (!one.runs_together || same > one.multiprocessors)) setting.run_at_once = false;
+    // A kernel has a block at least, and a multiprocessor takes two.
+    if (same > 1 && (!one.runs_together || same > 2 * one.multiprocessors))
+      setting.run_at_once = false;
     if (!one.may_spin && all.size() > 1) setting.run_at_once = false;
     if (&one == &all[static_cast<size_t>(rank)]) ranks_on_my_device = static_cast<int>(same);
   }
@@ -63,7 +64,7 @@ Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device,
 
 // Loads all kernels now.  CUDA would load a kernel at its first launch, and wait for the GPU to be
 // idle: for ever, behind a kernel that waits for a peer.
-void loadKernels() {
+void loadKernels(int ranks) {
   const auto load = [](const void* kernel) {
     cudaFuncAttributes attributes;
     cuda::check(cudaFuncGetAttributes(&attributes, kernel), "load a kernel");
@@ -74,6 +75,10 @@ void loadKernels() {
     load(kernels.direct);
     load(kernels.copy_in);
     load(kernels.ring_step);
+    if (const int place = fixedSizeOf(ranks); place >= 0)
+      for (const void* kernel : {kernels.fixed[place].one_shot, kernels.fixed[place].two_shot,
+                                 kernels.fixed[place].zero_copy})
+        if (kernel) load(kernel);
   }
   load(deliverKernel());
   for (int unit = 0; unit < kUnits; ++unit) {
@@ -94,7 +99,7 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
       throw Error(Failure::kArgument, "a GPU communicator has at most " +
                                           std::to_string(kMostRanks) + " ranks, not " +
                                           std::to_string(group->size()));
-    loadKernels();
+    loadKernels(group->size());
     setText(mine.uuid, facts.uuid);
     mine.multiprocessors = facts.multiprocessors;
     mine.runs_together = options.together || facts.mps;
@@ -105,6 +110,17 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
   const std::vector<Introduction> all = gatherEach(*group, mine);
   options.algorithm = all[0].algorithm;
   setting = settingOf(all, ranks_on_device, group->rank());
+  struct {
+    bool all_linked = false;
+  } links;
+  agreeOnStatus(*group, [&] {
+    links.all_linked = std::ranges::all_of(all, [&](const Introduction& other) {
+      return facts.uuid == other.uuid || areLinked(device, findDevice(other.uuid));
+    });
+  });
+  const auto links_of_all = gatherEach(*group, links);
+  setting.linked =
+      std::ranges::all_of(links_of_all, [](const auto& one) { return one.all_linked; });
 
   pages = std::make_unique<MappedPages>(*group, device, sizeof(HostState));
   tuning = tune(setting);
@@ -121,7 +137,6 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
     local = allocate(device, kBytes);
     Stream stream(device);
     stream.zero(local->data(), kBytes);
-    DeviceComm comm{};
     comm.rank = group->rank();
     comm.size = group->size();
     comm.layout = tuning.layout(setting.ranks);
@@ -180,8 +195,11 @@ MemoryAccess Communicator::access() const {
 int Communicator::ranksOnDevice() const {
   return state_->ranks_on_device;
 }
-bool Communicator::gainsByRegistering() const {
-  return state_->staging && (!kernelsRunAtOnce() || state_->options.algorithm == Choice::kDirect);
+bool Communicator::gainsByRegistering(DType dtype, size_t bytes) const {
+  const State& s = *state_;
+  const Choice wanted = s.options.algorithm;
+  if (!kernelsRunAtOnce() || wanted == Choice::kDirect) return s.staging != nullptr;
+  return s.setting.linked && s.isZeroCopy(dtype, ReduceOp::kAvg, bytes, wanted);
 }
 bool Communicator::kernelsRunAtOnce() const {
   return state_->setting.run_at_once;
@@ -223,6 +241,18 @@ Choice Communicator::State::choose(size_t bytes, Choice choice) const {
             "are on a GPU that ends long kernels (one with a display, or under WSL): leave the "
             "choice to auto, which takes the direct schedule");
   return choice;
+}
+
+bool Communicator::State::isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const {
+  const bool by_size = wanted == Choice::kAuto && bytes >= tuning.zero_copy_least;
+  return (by_size || wanted == Choice::kTwoShot) && fixedOf(dtype, op);
+}
+
+const FixedKernels* Communicator::State::fixedOf(DType dtype, ReduceOp op) const {
+  const int place = fixedSizeOf(group->size());
+  if (place < 0 || (op != ReduceOp::kSum && op != ReduceOp::kAvg)) return nullptr;
+  const FixedKernels& fixed = kernelsOf(dtype).fixed[place];
+  return fixed.one_shot ? &fixed : nullptr;
 }
 
 Choice Communicator::State::choose(const GpuAllReduce& call) const {
@@ -319,13 +349,23 @@ void Communicator::State::validate(const GpuBroadcast& call) const {
 
 // ---- launching
 
-Communicator::State::Shape Communicator::State::shapeOf(const GpuAllReduce& call,
-                                                        Choice choice) const {
+PartShape Communicator::State::shapeOf(const GpuAllReduce& call, Choice choice) const {
   const DeviceAlgorithm algorithm = kernelOf(choice);
   const size_t stored = sizeOf(call.dtype);
   const size_t value = isHalf(call.dtype) ? sizeof(float) : stored;
   const size_t slice = sliceOf(tuning, algorithm, call.count, group->size(), stored, value);
-  return {algorithm, slice, channelsOf(tuning, algorithm, call.count, group->size(), slice)};
+  return {slice, channelsOf(tuning, algorithm, call.count, group->size(), slice)};
+}
+
+void Communicator::State::launchRank(const RankCall& call, const void* kernel, const void* fixed,
+                                     int channels, cudaStream_t stream,
+                                     const PeerTensors& tensors) const {
+  if (fixed) {
+    const FixedLaunch arguments{.comm = comm, .call = call, .tensors = tensors};
+    return launch(fixed, channels, &arguments, false, stream);
+  }
+  const RanksLaunch arguments{.ranks = 1, .calls = {call}};
+  launch(kernel, channels, &arguments, false, stream);
 }
 
 RankCall Communicator::State::movingCall(const void* input, void* output, size_t count,
@@ -389,15 +429,32 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
     });
   const Choice choice = s.choose(call);
   if (choice == Choice::kDirect) return s.direct(call, stream);
-  s.dispatch(s.told(call, static_cast<uint64_t>(choice)), stream, [&](uint64_t number) {
-    if (call.count == 0) return;
-    const State::Shape shape = s.shapeOf(call, choice);
-    RanksLaunch arguments{.ranks = 1, .calls = {}};
-    arguments.calls[0] = s.rankCall(call, number);
-    arguments.calls[0].slice = shape.slice;
-    launch(kernelsOf(call.dtype).all_reduce[static_cast<size_t>(shape.algorithm)], shape.channels,
-           &arguments, false, stream);
-  });
+  const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
+  std::optional<State::Places> places;
+  if (s.isZeroCopy(call.dtype, call.op, call.count * sizeOf(call.dtype),
+                   call.algorithm.value_or(s.options.algorithm)))
+    places = s.placesOf(call, stream);
+  const auto where = static_cast<uint64_t>(choice);
+  s.dispatch(
+      s.told(call, places ? mixed(where, places->hash) : where), stream, [&](uint64_t number) {
+        if (call.count == 0) return;
+        const PartShape shape =
+            places ? zeroCopyShapeOf(s.tuning, call.count, size()) : s.shapeOf(call, choice);
+        RankCall of_rank = s.rankCall(call, number);
+        of_rank.slice = shape.slice;
+        if (places) {
+          PeerTensors tensors{};
+          std::copy(places->in.begin(), places->in.end(), tensors.input);
+          std::copy(places->out.begin(), places->out.end(), tensors.output);
+          return s.launchRank(of_rank, nullptr, fixed->zero_copy, shape.channels, stream, tensors);
+        }
+        const DeviceAlgorithm algorithm = kernelOf(choice);
+        const void* of_size = nullptr;
+        if (fixed && algorithm == DeviceAlgorithm::kOneShot) of_size = fixed->one_shot;
+        if (fixed && algorithm == DeviceAlgorithm::kTwoShot) of_size = fixed->two_shot;
+        s.launchRank(of_rank, kernelsOf(call.dtype).all_reduce[static_cast<size_t>(algorithm)],
+                     of_size, shape.channels, stream);
+      });
 }
 
 void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
@@ -414,7 +471,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
   const Choice choice = first.choose(calls[0]);
   if (choice == Choice::kDirect)
     throw Error(Failure::kArgument, "the direct schedule takes a stream for each rank");
-  const State::Shape shape = first.shapeOf(calls[0], choice);
+  const PartShape shape = first.shapeOf(calls[0], choice);
   std::vector<std::unique_lock<std::mutex>> locks;
   for (size_t i = 0; i < ranks.size(); ++i) {
     State& s = *ranks[i]->state_;
@@ -442,7 +499,7 @@ void Communicator::allReduceTogether(std::span<Communicator* const> ranks,
     }
     for (Communicator* rank : ranks) rank->state_->order.follow(stream);
     if (calls[0].count > 0)
-      launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(shape.algorithm)],
+      launch(kernelsOf(calls[0].dtype).all_reduce[static_cast<size_t>(kernelOf(choice))],
              shape.channels * arguments.ranks, &arguments, true, stream);
     for (; finished < ranks.size(); ++finished)
       ranks[finished]->state_->finish(*begun[finished].end, stream);
@@ -462,13 +519,12 @@ bool Communicator::performs(Kind kind) const {
 
 // ---- putting them into streams
 
-void Communicator::State::push(RankCall call, const void* kernel, size_t bytes,
+void Communicator::State::push(RankCall call, const void* kernel, const void* fixed, size_t bytes,
                                cudaStream_t stream) {
   const bool two_hops = call.root != kEverybody && call.scatter;
   const PartShape shape = partShapeOf(tuning, call.count, group->size(), bytes, two_hops);
   call.slice = shape.slice;
-  const RanksLaunch arguments{.ranks = 1, .calls = {call}};
-  launch(kernel, shape.channels, &arguments, false, stream);
+  launchRank(call, kernel, fixed, shape.channels, stream);
 }
 
 template <class Call, class Alone, class Push>
@@ -496,7 +552,9 @@ void Communicator::reduceScatter(const GpuReduceScatter& call, CUstream_st* stre
     RankCall of_rank = s.rankCall(call, number);
     of_rank.scatter = true;
     constexpr auto kKernel = static_cast<size_t>(DeviceAlgorithm::kTwoShot);
-    s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], sizeOf(call.dtype), stream);
+    const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
+    s.push(of_rank, kernelsOf(call.dtype).all_reduce[kKernel], fixed ? fixed->two_shot : nullptr,
+           sizeOf(call.dtype), stream);
   });
 }
 
@@ -506,7 +564,7 @@ void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
     const int unit = unitOf(sizeOf(call.dtype));
     const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
     s.push(s.movingCall(call.input, call.output, units, call.timeout, number), gatherKernel(unit),
-           unitBytes(unit), stream);
+           nullptr, unitBytes(unit), stream);
   });
 }
 
@@ -520,7 +578,7 @@ void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
         s.movingCall(call.data, call.data, bytes / unitBytes(unit), call.timeout, number);
     of_rank.root = call.root;
     of_rank.scatter = takesTwoHops(s.tuning, bytes, size());
-    s.push(of_rank, gatherKernel(unit), unitBytes(unit), stream);
+    s.push(of_rank, gatherKernel(unit), nullptr, unitBytes(unit), stream);
   });
 }
 

@@ -57,10 +57,10 @@ class Communicator final : public GpuCommunicator {
   static void allReduceTogether(std::span<Communicator* const> ranks,
                                 std::span<const GpuAllReduce> calls, CUstream_st* stream);
 
-  // For the direct schedule, which then needs no copies.
-  bool gainsByRegistering() const override;
-  std::string registerBuffer(void* data, size_t bytes) override;
-  void unregisterBuffer(void* data) override;
+  bool gainsByRegistering(DType dtype, size_t bytes) const override;
+  std::string registerBuffer(void* data, size_t bytes,
+                             std::shared_ptr<void> owner = nullptr) override;
+  std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;
 
   void check() override;
   bool wait(Nanos longest = kNever) override;

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,11 +50,6 @@ struct Communicator::State {
   Told told(const GpuBroadcast& call) const {
     return told(call, {.kind = Kind::kBroadcast, .root = call.root});
   }
-  struct Shape {
-    DeviceAlgorithm algorithm;
-    size_t slice;
-    int channels;
-  };
   void validate(const GpuReduceScatter& call) const;
   void validate(const GpuAllGather& call) const;
   void validate(const GpuBroadcast& call) const;
@@ -64,7 +60,15 @@ struct Communicator::State {
   bool partsAreDirect() const {
     return !setting.run_at_once || options.algorithm == Choice::kDirect;
   }
-  Shape shapeOf(const GpuAllReduce& call, Choice choice) const;
+  // The registered buffers of a call, which all ranks must use at the same places.
+  struct Places {
+    std::vector<std::byte*> in, out;  // where the message begins, by rank
+    uint64_t hash = 0;
+  };
+  std::optional<Places> placesOf(const GpuAllReduce& call, cudaStream_t stream);
+  // Whether such calls on registered buffers go without slots.
+  bool isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const;
+  PartShape shapeOf(const GpuAllReduce& call, Choice choice) const;
   Arithmetic arithmeticOf(DType dtype, ReduceOp op, double factor) const;
   // A kernel's arguments, without a slice.  The second is of calls that only move data, and the
   // first of those that add.
@@ -93,16 +97,21 @@ struct Communicator::State {
   // for its peers.  `alone`: its work in a group of one rank, which is done directly if it is null.
   template <class Call, class Alone, class Push>
   void perform(const Call& call, cudaStream_t stream, Alone alone, Push push);
-  void push(RankCall call, const void* kernel, size_t bytes, cudaStream_t stream);
+  void push(RankCall call, const void* kernel, const void* fixed, size_t bytes,
+            cudaStream_t stream);
+  // The kernels of a call for this very number of ranks; null if there are none.
+  const FixedKernels* fixedOf(DType dtype, ReduceOp op) const;
+  // Launches this rank's kernel of a call that waits for its peers: `fixed`, or `kernel` if it is
+  // null.
+  void launchRank(const RankCall& call, const void* kernel, const void* fixed, int channels,
+                  cudaStream_t stream, const PeerTensors& tensors = {}) const;
 
   // --- the direct schedule (direct_stream.cc)
-  struct Buffers;
   struct Turn;
   void direct(const GpuAllReduce& call, cudaStream_t stream);
   void direct(const GpuReduceScatter& call, cudaStream_t stream);
   void direct(const GpuAllGather& call, cudaStream_t stream);
   void direct(const GpuBroadcast& call, cudaStream_t stream);
-  Buffers buffersOf(const GpuAllReduce& call) const;
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
   DeliverCall deliverCall(void* output, size_t bytes) const;
   StagedAt stagedAt() const;
@@ -131,12 +140,15 @@ struct Communicator::State {
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;
+  DeviceComm comm{};
   MemoryPtr local;  // a DeviceComm and a Local
   // Buffers that peers map, by their address here, in the order in which they were registered.
   struct Registered {
     std::unique_ptr<PeerBuffer> buffer;
     size_t bytes;
     uint64_t number;
+    std::shared_ptr<void> owner;
+    bool is_captured = false;  // a CUDA graph may use it at any time
   };
   std::map<uintptr_t, Registered> registered;
   uint64_t registrations = 0, schedules = 0;

@@ -20,24 +20,34 @@ RINGREDUCE_DEVICE void readFactor(RankCall& call) {
     if (call.factor) call.arithmetic.factor = *static_cast<const typename E::Value*>(call.factor);
 }
 
-template <DeviceAlgorithm algorithm, class E, class Rules, class Block>
-RINGREDUCE_DEVICE void allReduceBlock(Block& block, const RankCall& call, int channel,
-                                      int channels) {
-  Guard<Block> guard(block, call, channel);
+// P: the number of ranks, if it is known when the kernel is compiled; else 0.
+template <DeviceAlgorithm algorithm, class E, class Rules, int P = 0, class Block>
+RINGREDUCE_DEVICE void allReduceBlock(Block& block, const DeviceComm& comm, const RankCall& call,
+                                      int channel, int channels) {
+  Guard<Block> guard(block, comm, call, channel);
   if constexpr (algorithm == DeviceAlgorithm::kOneShot) {
-    oneShot<E, Rules>(block, guard, call, channel, channels);
+    oneShot<E, Rules, P>(block, guard, comm, call, channel, channels);
   } else if constexpr (algorithm == DeviceAlgorithm::kTwoShot) {
-    TwoShot<E, Rules, Block>(block, guard, call, channel, channels).run();
+    TwoShot<E, Rules, Block, P>(block, guard, comm, call, channel, channels).run();
   } else {
     ring<E, Rules>(block, guard, call, channel, channels);
   }
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }
 
+// All-reduce of tensors that all ranks reach.
+template <class E, class Rules, int P, class Block>
+RINGREDUCE_DEVICE void zeroCopyBlock(Block& block, const DeviceComm& comm, const RankCall& call,
+                                     const PeerTensors& tensors, int channel, int channels) {
+  Guard<Block> guard(block, comm, call, channel);
+  zeroCopy<E, Rules, P>(block, guard, comm, call, tensors, channel);
+  guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
+}
+
 // All-gather and broadcast of elements of `unit` bytes.
 template <size_t unit, class Rules, class Block>
 RINGREDUCE_DEVICE void gatherBlock(Block& block, const RankCall& call, int channel, int channels) {
-  Guard<Block> guard(block, call, channel);
+  Guard<Block> guard(block, *call.comm, call, channel);
   if (call.scatter)
     TwoHopBroadcast<Raw<unit>, Rules, Block>(block, guard, call, channel, channels).run();
   else

@@ -1,16 +1,18 @@
 // The numbers of the GPU layer, and the cost model behind them: blocks, threads, slots, window, and
 // the choice of the algorithm.
 //
-// Model.  H is the cost of a hop (until a peer has seen a flag), B the bytes a second that a rank
-// can send to all its peers together, S the message, P the ranks.
+// Model.  K is the time of a kernel besides, H the cost of a hop (until a peer has seen a flag), B
+// the bytes a second that a rank can send to all its peers together, S the message, P the ranks.
+// To each, K is added:
 //
 //     one-shot   H + (P-1) S / B                  every byte goes to every rank
 //     two-shot   2 H + 2 (P-1)/P S / B            every byte goes twice, two hops for any P
 //     ring       2 (P-1) H + 2 (P-1)/P S / B      every byte goes as often, to one neighbour only
+//     zero copy  2 H + 2 (P-1)/P S / B            as two-shot, but without copies to and from slots
 //
 // So one-shot beats two-shot while S < H B P / ((P-1) (P-2)), and always for two ranks while S is
-// less than the gain of two-shot's pipelining.  With H = 3 us and B = 300 GB/s, an NVLink switch of
-// the H100's generation, that is 1.8 MB for 3 ranks, 600 kB for 4 and 170 kB for 8; the push slots
+// less than the gain of two-shot's pipelining.  With H = 3 us and B = 260 GB/s, an NVLink switch of
+// the H100's generation, that is 1.2 MB for 3 ranks, 520 kB for 4 and 150 kB for 8; the push slots
 // set a limit too.  Two-shot needs a wire between every two ranks.  A ring needs P wires, and its
 // slices are longer, which matters for large messages over PCIe and host memory.
 //
@@ -23,7 +25,10 @@
 // costs about a microsecond and B is the memory's: bytes as each algorithm's header counts them.
 // Where they cannot, only the direct schedule works (direct_schedule.h).
 //
-// H and B are published figures.  This code was not measured yet (docs/gpu.md).
+// K, H and B fit what others measured on H100s with an NVLink switch.  One-shot of 6 ranks takes 13
+// us for 0.5 MiB and 70 us for 4 MiB (vLLM's pull request 24111): K + H = 5 us, B = 320 GB/s.
+// Two-shot of 8 ranks takes 37 us for 4 MiB and 468 us for 64 MiB (its 42324): K + 2 H = 8 us, B =
+// 255 GB/s.  So K = 2 us.  This code was not measured yet (docs/gpu.md).
 #pragma once
 
 #include <algorithm>
@@ -37,10 +42,10 @@
 
 namespace ringreduce::cuda {
 
-// Threads of a block.  16 warps with four packs of 16 bytes each in flight make 32 KiB a
-// multiprocessor, somewhat more than memory of 4.8 TB/s and 700 ns over 132 of them asks for
-// (26 KiB); more threads would have fewer than the 128 registers that these loops take.
-inline constexpr int kThreads = 512;
+// Threads of a block.  8 warps with eight packs of 16 bytes each in flight make 32 KiB a block,
+// somewhat more than memory of 4.8 TB/s and 700 ns over 132 multiprocessors asks for (26 KiB). With
+// the 128 registers that these loops take (with 64 they spill), two blocks fit a multiprocessor.
+inline constexpr int kThreads = 256;
 
 // Ranks that one launch can run, for several ranks in one process.
 inline constexpr int kMostRanksOfLaunch = 16;
@@ -54,17 +59,19 @@ struct Setting {
   // MPS, and no GPU ends kernels that run for long.
   bool run_at_once = true;
   bool all_to_all = true;  // peers reach each other's memory (not by way of the host's)
+  bool linked = true;      // and do so by NVLink, or in the same GPU
 };
 
 struct Tuning {
-  int channels;          // blocks a rank
-  size_t slot_bytes;     // ring
-  uint64_t depth;        // ring slots a channel
-  size_t window;         // ring slices under way
-  size_t part_bytes;     // push slots
-  size_t one_shot_most;  // bytes of a message that still takes one-shot
-  size_t two_shot_most;  // and two-shot
-  size_t shared_lead;    // direct schedule: from here on every rank leads a part
+  int channels;            // blocks a rank
+  size_t slot_bytes;       // ring
+  uint64_t depth;          // ring slots a channel
+  size_t window;           // ring slices under way
+  size_t part_bytes;       // push slots
+  size_t one_shot_most;    // bytes of a message that still takes one-shot
+  size_t two_shot_most;    // and two-shot
+  size_t zero_copy_least;  // of registered buffers, which go without slots from here on
+  size_t shared_lead;      // direct schedule: from here on every rank leads a part
 
   constexpr DeviceLayout layout(int ranks) const {
     return {.ranks = ranks,
@@ -77,40 +84,47 @@ struct Tuning {
 
 // Memory that peers write to, a rank: this much for ring slots and this much for push slots.
 inline constexpr size_t kRingBudget = size_t{16} << 20;
-inline constexpr size_t kPushBudget = size_t{16} << 20;
+inline constexpr size_t kPushBudget = size_t{64} << 20;
 
 // Staging memory of a rank that takes the direct schedule.  Longer messages go in pieces of this.
 inline constexpr size_t kStagingBytes = size_t{32} << 20;
 
 // Blocks of a kernel that only moves bytes and waits for no other rank: it may fill a GPU.
 constexpr int blocksToMove(size_t bytes, int multiprocessors) {
-  constexpr size_t kEach = size_t{kThreads} * 4 * sizeof(Pack);
+  constexpr size_t kEach = size_t{kThreads} * 8 * sizeof(Pack);
   return static_cast<int>(
-      std::clamp<size_t>(ceilDiv(bytes, kEach), 1, static_cast<size_t>(multiprocessors)));
+      std::clamp<size_t>(ceilDiv(bytes, kEach), 1, 2 * static_cast<size_t>(multiprocessors)));
 }
 
 constexpr Tuning tune(const Setting& s) {
   const auto ranks = static_cast<size_t>(s.ranks);
-  // 32 blocks saturate NVLink, and leave the rest of the GPU to other work.  Ranks that share a GPU
-  // share its multiprocessors, one block on each.
-  const int share = std::max(1, s.multiprocessors / std::max(1, s.ranks_on_device));
-  const int channels = std::min(kMostChannels, s.ranks_on_device > 1 ? share : std::min(32, share));
+  // 32 blocks saturate NVLink.  A kernel waits for its peers, so all its blocks must fit beside
+  // those of other groups: two fit a multiprocessor (kernels.cuh), so eight groups with a quarter
+  // of them do.  Ranks that share a GPU share half of its multiprocessors.
+  const int share = s.ranks_on_device > 1 ? s.multiprocessors / (2 * s.ranks_on_device)
+                                          : std::min(32, s.multiprocessors / 4);
+  const int channels = std::clamp(share, 1, kMostChannels);
   const auto c = static_cast<size_t>(channels);
   constexpr uint64_t kDepth = 4;
-  // Powers of two within the budget; slots beyond 256 KiB only delay the next hop.
+  // Powers of two within the budget; slots beyond 256 KiB only delay the next hop.  A part of 32
+  // KiB gives each thread of a block eight packs, so that it has eight in flight.
   const size_t slot = std::bit_floor(kRingBudget / (c * kDepth));
   const size_t part = std::bit_floor(kPushBudget / (c * 2 * kPushSets * ranks));
   const size_t slot_bytes = std::clamp<size_t>(slot, 4 << 10, 256 << 10);
   const size_t part_bytes = std::clamp<size_t>(part, 1 << 10, 64 << 10);
-  const size_t even = s.ranks <= 2 ? 1 << 20 : 1800000 * ranks / ((ranks - 1) * (ranks - 2)) / 3;
+  constexpr size_t kHopBytes = 780'000;  // H B
+  const size_t even = s.ranks <= 2 ? 1 << 20 : kHopBytes * ranks / ((ranks - 1) * (ranks - 2));
+  // More steps than two, and a ring's or two-shot's pipeline is the better one.
+  const size_t one_shot_most = std::min(even, 2 * c * part_bytes);
   return {.channels = channels,
           .slot_bytes = slot_bytes,
           .depth = kDepth,
           .window = 1,
           .part_bytes = part_bytes,
-          // More steps than two, and a ring's or two-shot's pipeline is the better one.
-          .one_shot_most = std::min(even, 2 * c * part_bytes),
+          .one_shot_most = one_shot_most,
           .two_shot_most = s.all_to_all ? size_t{64} << 20 : size_t{1} << 20,
+          // Below, one-shot or a copy in the caches costs less than a read over a link.
+          .zero_copy_least = std::max(one_shot_most, size_t{256} << 10),
           .shared_lead = size_t{1} << 20};
 }
 
@@ -143,12 +157,19 @@ constexpr int channelsOf(const Tuning& t, DeviceAlgorithm algorithm, size_t coun
   return static_cast<int>(std::clamp<size_t>(of, 1, static_cast<size_t>(t.channels)));
 }
 
-// The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`
-// elements of so many bytes.  They are pushed as one-shot pushes a message.
+// The elements of a block's piece of a chunk, and the blocks, where nothing goes through slots.
 struct PartShape {
   size_t slice;
   int channels;
 };
+constexpr PartShape zeroCopyShapeOf(const Tuning& t, size_t count, int ranks) {
+  const size_t chunk = Cut{count, ranks}.chunkSize();
+  const size_t slice = roundUp(ceilDiv(chunk, static_cast<size_t>(t.channels)), kChunkElements);
+  return {slice, static_cast<int>(ceilDiv(chunk, slice))};
+}
+
+// The pushes of a call other than all-reduce, with parts (a broadcast: a message) of `count`
+// elements of so many bytes.  They are pushed as one-shot pushes a message.
 constexpr PartShape partShapeOf(const Tuning& t, size_t count, int ranks, size_t bytes,
                                 bool two_hops = false) {
   const auto as = two_hops ? DeviceAlgorithm::kTwoShot : DeviceAlgorithm::kOneShot;
@@ -177,8 +198,8 @@ constexpr bool sound(const Setting& s) {
   return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
          t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
          t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
-         t.layout(s.ranks).bytes() <= size_t{40} << 20 &&
-         t.channels * (s.ranks_on_device > 1 ? s.ranks_on_device : 1) <= s.multiprocessors;
+         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
+         t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
 }
 static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
 static_assert(sound({.ranks = 2, .ranks_on_device = 2}) &&

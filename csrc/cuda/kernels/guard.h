@@ -6,6 +6,9 @@
 // whole output with bytes 0xff, a NaN in every floating-point type (-1, and true, in the others).
 // A CUDA wait() never blocks, so an optimizer would otherwise step with garbage.
 //
+// In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that have
+// not given up yet may still write to the others, or read what was filled.
+//
 // The cause holds for all later kernels: each checks it when it starts.
 #pragma once
 
@@ -41,9 +44,9 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint6
 template <class Block>
 class Guard {
  public:
-  RINGREDUCE_DEVICE Guard(Block& block, const RankCall& call, int channel)
-      : block_(block), call_(call), channel_(channel), started_(block.nanoseconds()) {
-    failed_ = block.any(peekWord(call.comm->local->cause) != 0);
+  RINGREDUCE_DEVICE Guard(Block& block, const DeviceComm& comm, const RankCall& call, int channel)
+      : block_(block), comm_(comm), call_(call), channel_(channel), started_(block.nanoseconds()) {
+    failed_ = block.any(peekWord(comm.local->cause) != 0);
   }
 
   // All threads agree on this.
@@ -64,7 +67,7 @@ class Guard {
 
   // The end of a block's work; `blocks` share the rank's output of `bytes`.
   RINGREDUCE_DEVICE void leave(int blocks, void* output, size_t bytes) {
-    leaveKernel(block_, *call_.comm->local, blocks, nullptr, output, bytes);
+    leaveKernel(block_, *comm_.local, blocks, nullptr, output, bytes);
   }
 
  private:
@@ -84,16 +87,16 @@ class Guard {
   }
 
   RINGREDUCE_DEVICE Cause ending() {
-    if (peekWord(call_.comm->local->cause) != 0) return Cause::kAborted;
+    if (peekWord(comm_.local->cause) != 0) return Cause::kAborted;
     // Signed: the clocks of a GPU's parts may be a little apart.
     const auto passed = static_cast<int64_t>(block_.nanoseconds() - started_);
     if (passed > static_cast<int64_t>(call_.timeout)) return Cause::kTimeout;
-    return observeWord(*call_.comm->abort) != 0 ? Cause::kAborted : Cause::kNone;
+    return observeWord(*comm_.abort) != 0 ? Cause::kAborted : Cause::kNone;
   }
 
   RINGREDUCE_DEVICE void report(Cause cause, int peer, uint64_t step) {
-    if (!claimWord(call_.comm->local->cause, static_cast<uint32_t>(cause))) return;
-    Trouble& trouble = *call_.comm->trouble;
+    if (!claimWord(comm_.local->cause, static_cast<uint32_t>(cause))) return;
+    Trouble& trouble = *comm_.trouble;
     trouble.operation = call_.operation;
     trouble.step = step;
     trouble.peer = peer;
@@ -102,6 +105,7 @@ class Guard {
   }
 
   Block& block_;
+  const DeviceComm& comm_;
   const RankCall& call_;
   const int channel_;
   const uint64_t started_;

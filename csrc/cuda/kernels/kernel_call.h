@@ -47,7 +47,7 @@ struct DeviceComm {
 };
 
 struct RankCall {
-  const DeviceComm* comm;
+  const DeviceComm* comm;  // in device memory
   const void* input;
   void* output;  // may be the input, or lie in it, or it in this
   size_t count;  // elements; of one rank's part where there are parts
@@ -59,6 +59,15 @@ struct RankCall {
   size_t window;       // ring: slices under way
   bool scatter;        // two-shot: only its first half; broadcast: in two hops (push_gather.h)
   int root;            // the rank that sends, or kEverybody
+};
+
+// Kernels of 2, 4 and 8 ranks are compiled for that number.
+inline constexpr int kMostFixedRanks = 8;
+
+// The tensors of all ranks, as mapped here, for algorithms that work where they are.
+struct PeerTensors {
+  const std::byte* input[kMostFixedRanks];
+  std::byte* output[kMostFixedRanks];
 };
 
 }  // namespace ringreduce::cuda

@@ -16,8 +16,40 @@ struct RanksLaunch {
   RankCall calls[kMostRanksOfLaunch];
 };
 
+// One rank of 2, 4 or 8, with its communicator.  The compiler knows that no store changes an
+// argument, so it loads the addresses of peers once, from the constant memory of arguments.
+struct FixedLaunch {
+  DeviceComm comm;
+  RankCall call;
+  PeerTensors tensors;  // zero copy
+};
+
+// Sizes that kernels are compiled for: 2, 4 and 8 ranks, by the logarithm less 1.
+inline constexpr int kFixedSizes = 3;
+constexpr int fixedRanks(int size) {
+  return 2 << size;
+}
+static_assert(fixedRanks(kFixedSizes - 1) == kMostFixedRanks);
+// The place of such a size; -1 if there is none.
+constexpr int fixedSizeOf(int ranks) {
+  return ranks == 2 ? 0 : ranks == 4 ? 1 : ranks == 8 ? 2 : -1;
+}
+
+// The dtypes of gradients.  Others have the kernels of any number of ranks only.
+constexpr bool hasFixedKernels(DType dtype) {
+  return dtype == DType::kFloat32 || isHalf(dtype);
+}
+
+// For SUM, and AVG over all ranks, of such dtypes: each takes a FixedLaunch.
+struct FixedKernels {
+  const void* one_shot;
+  const void* two_shot;  // reduce-scatter too
+  const void* zero_copy;
+};
+
 struct Kernels {
   const void* all_reduce[kDeviceAlgorithms];  // by DeviceAlgorithm; takes a RanksLaunch
+  FixedKernels fixed[kFixedSizes];            // null for other dtypes
   const void* direct;                         // takes a DirectCall
   const void* copy_in;                        // takes a CopyCall
   const void* ring_step;                      // takes a RingStepCall

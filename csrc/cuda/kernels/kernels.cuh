@@ -7,8 +7,10 @@ namespace ringreduce::cuda {
 
 using Block = DeviceBlock<kThreads>;
 
-// One block a multiprocessor is enough (gpu_tuning.h), and leaves each thread 128 registers.
-#define RINGREDUCE_KERNEL __global__ void __launch_bounds__(kThreads, 1)
+// Two blocks fit a multiprocessor, so that several kernels that wait for their peers are on a GPU
+// at once, beside the kernels of a backward pass (gpu_tuning.h).  That leaves a thread 128
+// registers.
+#define RINGREDUCE_KERNEL __global__ void __launch_bounds__(kThreads, 2)
 
 template <DeviceAlgorithm algorithm, DType dtype>
 RINGREDUCE_KERNEL allReduceKernel(const __grid_constant__ RanksLaunch launch) {
@@ -24,7 +26,22 @@ RINGREDUCE_KERNEL allReduceKernel(const __grid_constant__ RanksLaunch launch) {
   }
   __syncthreads();
   Block block;
-  allReduceBlock<algorithm, E, DeviceRules>(block, call, channel, blocks);
+  allReduceBlock<algorithm, E, DeviceRules>(block, *call.comm, call, channel, blocks);
+}
+
+template <DeviceAlgorithm algorithm, DType dtype, int ranks>
+RINGREDUCE_KERNEL fixedKernel(const __grid_constant__ FixedLaunch launch) {
+  Block block;
+  allReduceBlock<algorithm, Element<dtype>, DeviceRules, ranks>(
+      block, launch.comm, launch.call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <DType dtype, int ranks>
+RINGREDUCE_KERNEL zeroCopyKernel(const __grid_constant__ FixedLaunch launch) {
+  Block block;
+  zeroCopyBlock<Element<dtype>, DeviceRules, ranks>(block, launch.comm, launch.call, launch.tensors,
+                                                    static_cast<int>(blockIdx.x),
+                                                    static_cast<int>(gridDim.x));
 }
 
 template <DType dtype>
@@ -53,14 +70,27 @@ const void* pointerTo(Kernel* kernel) {
 }
 #endif
 
+template <DType dtype, int ranks>
+FixedKernels fixedKernels() {
+  if constexpr (hasFixedKernels(dtype))
+    return {pointerTo(fixedKernel<DeviceAlgorithm::kOneShot, dtype, ranks>),
+            pointerTo(fixedKernel<DeviceAlgorithm::kTwoShot, dtype, ranks>),
+            pointerTo(zeroCopyKernel<dtype, ranks>)};
+  else
+    return {};
+}
+
 template <DType dtype>
 const Kernels& compiled() {
-  static const Kernels kernels{{pointerTo(allReduceKernel<DeviceAlgorithm::kOneShot, dtype>),
-                                pointerTo(allReduceKernel<DeviceAlgorithm::kTwoShot, dtype>),
-                                pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
-                               pointerTo(directKernel<dtype>),
-                               pointerTo(copyInKernel<dtype>),
-                               pointerTo(ringStepKernel<dtype>)};
+  static const Kernels kernels{
+      {pointerTo(allReduceKernel<DeviceAlgorithm::kOneShot, dtype>),
+       pointerTo(allReduceKernel<DeviceAlgorithm::kTwoShot, dtype>),
+       pointerTo(allReduceKernel<DeviceAlgorithm::kRing, dtype>)},
+      {fixedKernels<dtype, fixedRanks(0)>(), fixedKernels<dtype, fixedRanks(1)>(),
+       fixedKernels<dtype, fixedRanks(2)>()},
+      pointerTo(directKernel<dtype>),
+      pointerTo(copyInKernel<dtype>),
+      pointerTo(ringStepKernel<dtype>)};
   return kernels;
 }
 

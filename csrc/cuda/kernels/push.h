@@ -33,7 +33,8 @@
 
 namespace ringreduce::cuda {
 
-template <class Rules, class Block>
+// P: the number of ranks, if it is known when the kernel is compiled; else 0.
+template <class Rules, class Block, int P = 0>
 class PushExchange {
  public:
   using Of = DeviceLayout::Of;
@@ -43,6 +44,8 @@ class PushExchange {
       : block_(block), guard_(guard), comm_(comm), channel_(channel) {
     static_assert(Rules::kSets <= kPushSets);
   }
+
+  RINGREDUCE_DEVICE int size() const { return P > 0 ? P : comm_.size; }
 
   // The first step of this operation.
   RINGREDUCE_DEVICE uint64_t first(Of what) const { return counter(what); }
@@ -58,13 +61,13 @@ class PushExchange {
   RINGREDUCE_DEVICE void post(Of what, uint64_t step) const {
     block_.sync();
     if (guard_.failed()) return;
-    for (int p = block_.thread(); p < comm_.size; p += block_.threads())
+    for (int p = block_.thread(); p < size(); p += block_.threads())
       if (p != comm_.rank) flag(p, what, comm_.rank).template publish<Rules>(step + 1);
   }
 
   RINGREDUCE_DEVICE bool await(Of what, uint64_t step) const {
     return guard_.until(
-        comm_.size - 1,
+        size() - 1,
         [&](int i) {
           return slotIsFilled(step, flag(comm_.rank, what, peer(i)).template observe<Rules>());
         },
@@ -77,7 +80,10 @@ class PushExchange {
   }
 
   // The peers in an order of each rank's own, so that not all write to the same one at a time.
-  RINGREDUCE_DEVICE int peer(int i) const { return (comm_.rank + 1 + i) % comm_.size; }
+  RINGREDUCE_DEVICE int peer(int i) const {
+    const int p = comm_.rank + 1 + i;
+    return p < size() ? p : p - size();
+  }
 
  private:
   RINGREDUCE_DEVICE static uint64_t set(uint64_t step) { return slotOf(step, Rules::kSets); }
@@ -97,22 +103,55 @@ class PushExchange {
 
 // The addends of one canonical chunk, first to last, as sources of a Pass: this rank's lie in its
 // input, the others' where they pushed them.
-template <class Rules, class Block>
+template <class Rules, class Block, int P = 0>
 struct PushedAddends {
-  const PushExchange<Rules, Block>& exchange;
+  const PushExchange<Rules, Block, P>& exchange;
   uint64_t step;
   size_t offset;          // bytes into each push slot
   const std::byte* mine;  // this rank's
-  int rank, size, chunk;
-  int own = (rank - chunk - 1 + 2 * size) % size;
+  int rank, chunk;
+  int own = rank > chunk ? rank - chunk - 1 : rank - chunk - 1 + exchange.size();
 
-  static constexpr int kCount = 0;  // known at run time only
-  RINGREDUCE_DEVICE int count() const { return size; }
+  static constexpr int kCount = P;
+  RINGREDUCE_DEVICE int count() const { return exchange.size(); }
   RINGREDUCE_DEVICE const std::byte* operator()(int k) const {
     if (k == own) return mine;
-    const int r = kthToAdd(chunk, k, size);
+    const int r = kthToAdd(chunk, k, exchange.size());
     return exchange.incoming(DeviceLayout::Of::kParts, step, r) + offset;
   }
 };
+
+// Calls visit(chunk, begin, size) for each part of a span that lies in one chunk, as forEachPiece
+// does.  Spans must come in rising order: then no division is needed.
+class RisingChunks {
+ public:
+  RINGREDUCE_DEVICE explicit RisingChunks(size_t chunk_size)
+      : size_(chunk_size), end_(chunk_size) {}
+
+  template <class Visit>
+  RINGREDUCE_DEVICE void visit(Span span, Visit visit) {
+    for (size_t at = span.begin; at < span.end();) {
+      for (; at >= end_; ++chunk_) end_ += size_;
+      const size_t end = span.end() < end_ ? span.end() : end_;
+      visit(chunk_, at, end - at);
+      at = end;
+    }
+  }
+
+ private:
+  const size_t size_;
+  size_t end_;
+  int chunk_ = 0;
+};
+
+// How the elements of a call are combined; with a number of ranks that is known when the kernel is
+// compiled, only SUM and AVG over these ranks (kernels.cuh).
+template <int P>
+RINGREDUCE_DEVICE auto arithmeticOf(const RankCall& call) {
+  if constexpr (P > 0)
+    return PlainSum{call.arithmetic.divide, 1.0f / static_cast<float>(P)};
+  else
+    return call.arithmetic;
+}
 
 }  // namespace ringreduce::cuda

@@ -17,47 +17,50 @@ namespace ringreduce::cuda {
 //
 // Bytes through device memory, all ranks on one GPU: (2P + 1) S a rank.
 
-template <class E, class Rules, class Block>
-RINGREDUCE_DEVICE void oneShot(Block& block, Guard<Block>& guard, const RankCall& call, int channel,
-                               int channels) {
+// The peers' slots of a step.
+template <class Rules, class Block, int P>
+struct ToPeers {
+  const PushExchange<Rules, Block, P>& exchange;
+  uint64_t step;
+  static constexpr int kCount = P > 0 ? P - 1 : 0;
+  RINGREDUCE_DEVICE int count() const { return exchange.size() - 1; }
+  RINGREDUCE_DEVICE std::byte* operator()(int i) const {
+    return exchange.outgoing(DeviceLayout::Of::kParts, step, exchange.peer(i));
+  }
+};
+
+template <class E, class Rules, int P, class Block>
+RINGREDUCE_DEVICE void oneShot(Block& block, Guard<Block>& guard, const DeviceComm& comm,
+                               const RankCall& call, int channel, int channels) {
   using Stored = AsStored<E>;
-  using Exchange = PushExchange<Rules, Block>;
+  using Exchange = PushExchange<Rules, Block, P>;
   constexpr auto kParts = DeviceLayout::Of::kParts;
   constexpr size_t kWidth = sizeof(typename E::Stored);
-  const DeviceComm& comm = *call.comm;
-  const Cut cut{call.count, comm.size};
   const auto* input = static_cast<const std::byte*>(call.input);
   auto* output = static_cast<std::byte*>(call.output);
   Exchange exchange(block, guard, comm, channel);
-
-  struct ToPeers {
-    const Exchange& exchange;
-    uint64_t step;
-    int peers;
-    RINGREDUCE_DEVICE int count() const { return peers; }
-    RINGREDUCE_DEVICE std::byte* operator()(int i) const {
-      return exchange.outgoing(kParts, step, exchange.peer(i));
-    }
-  };
+  const auto arithmetic = arithmeticOf<P>(call);
 
   const size_t slices = slicesOf(channel, channels, ceilDiv(call.count, call.slice));
   if (slices == 0 || guard.failed()) return;  // else a barrier comes before the counter is saved
+  RisingChunks chunks(Cut{call.count, exchange.size()}.chunkSize());
   uint64_t step = exchange.first(kParts);
   for (size_t j = 0; j < slices; ++j, ++step) {
     const size_t i = j * static_cast<size_t>(channels) + static_cast<size_t>(channel);
     const Span slice = piece(call.count, call.slice, i);
     const std::byte* mine = input + slice.begin * kWidth;
+    // By packs of a sum: the eight of a copy, to seven peers, would take too many registers.
     Pass<E, Stored, Stored, Stored>::run(block, slice.size, ConstSpans<1>{{mine}, 0},
-                                         ToPeers{exchange, step, comm.size - 1}, call.arithmetic,
+                                         ToPeers<Rules, Block, P>{exchange, step}, arithmetic,
                                          false);
     exchange.post(kParts, step);
     if (!exchange.await(kParts, step)) break;
-    cut.forEachChunk(slice, [&](int chunk, size_t begin, size_t size) {
+    chunks.visit(slice, [&](int chunk, size_t begin, size_t size) {
       const size_t offset = (begin - slice.begin) * kWidth;
-      const PushedAddends<Rules, Block> addends{exchange,  step,      offset, mine + offset,
-                                                comm.rank, comm.size, chunk};
-      Pass<E, Stored, Stored, Stored>::run(
-          block, size, addends, Spans<1>{{output + begin * kWidth}}, call.arithmetic, true);
+      const PushedAddends<Rules, Block, P> addends{exchange,      step,      offset,
+                                                   mine + offset, comm.rank, chunk};
+      Pass<E, Stored, Stored, Stored>::run(block, size, addends,
+                                           Spans<1>{{output + begin * kWidth}}, arithmetic, true);
     });
   }
   exchange.save(kParts, step);
@@ -78,21 +81,21 @@ RINGREDUCE_DEVICE void oneShot(Block& block, Guard<Block>& guard, const RankCall
 // elements each, and a rank keeps its sums.  Part r is one chunk, added in the order r+1, ..., r as
 // on a CPU.  It moves (3P - 1) / P S, where S is the size of all parts.
 
-template <class E, class Rules, class Block>
+template <class E, class Rules, class Block, int P = 0>
 class TwoShot {
  public:
-  RINGREDUCE_DEVICE TwoShot(Block& block, Guard<Block>& guard, const RankCall& call, int channel,
-                            int channels)
+  RINGREDUCE_DEVICE TwoShot(Block& block, Guard<Block>& guard, const DeviceComm& comm,
+                            const RankCall& call, int channel, int channels)
       : block_(block),
         guard_(guard),
         call_(call),
-        comm_(*call.comm),
+        comm_(comm),
         channel_(static_cast<size_t>(channel)),
         channels_(static_cast<size_t>(channels)),
-        slice_(call.scatter ? call.slice : call.slice * static_cast<size_t>(comm_.size)),
-        chunk_(call.scatter ? call.count : Cut{call.count, comm_.size}.chunkSize()),
-        slices_(slicesOf(channel, channels, ceilDiv(call.count, slice_))),
         exchange_(block, guard, comm_, channel),
+        slice_(call.scatter ? call.slice : call.slice * static_cast<size_t>(exchange_.size())),
+        slices_(slicesOf(channel, channels, ceilDiv(call.count, slice_))),
+        chunks_(call.scatter ? call.count : Cut{call.count, exchange_.size()}.chunkSize()),
         parts_(exchange_.first(kParts)),
         results_(exchange_.first(kResults)) {}
 
@@ -111,7 +114,7 @@ class TwoShot {
 
  private:
   using Stored = AsStored<E>;
-  using Exchange = PushExchange<Rules, Block>;
+  using Exchange = PushExchange<Rules, Block, P>;
   static constexpr auto kParts = DeviceLayout::Of::kParts;
   static constexpr auto kResults = DeviceLayout::Of::kResults;
   static constexpr size_t kWidth = sizeof(typename E::Stored);
@@ -119,12 +122,16 @@ class TwoShot {
   // Pushes slice j's inputs to the ranks that add them.
   RINGREDUCE_DEVICE void give(size_t j) {
     if (guard_.failed()) return;
-    for (int i = 0; i + 1 < comm_.size; ++i) {
+    for (int i = 0; i + 1 < exchange_.size(); ++i) {
       const int peer = exchange_.peer(i);
       const Span theirs = part(j, peer);
-      Pass<E, Stored, Stored, Stored>::run(
-          block_, theirs.size, ConstSpans<1>{{input(theirs.begin)}, 0},
-          Spans<1>{{exchange_.outgoing(kParts, parts_ + j, peer)}}, call_.arithmetic, false);
+      const Spans<1> there{{exchange_.outgoing(kParts, parts_ + j, peer)}};
+      if constexpr (P > 0)
+        copyElements<E>(block_, theirs.size, input(theirs.begin), there);
+      else
+        Pass<E, Stored, Stored, Stored>::run(block_, theirs.size,
+                                             ConstSpans<1>{{input(theirs.begin)}, 0}, there,
+                                             call_.arithmetic, false);
     }
     exchange_.post(kParts, parts_ + j);
   }
@@ -135,8 +142,9 @@ class TwoShot {
     uint64_t step;
     size_t offset;
     std::byte* mine;
-    int size;
-    RINGREDUCE_DEVICE int count() const { return size; }
+    int sinks;
+    static constexpr int kCount = P;
+    RINGREDUCE_DEVICE int count() const { return sinks; }
     RINGREDUCE_DEVICE std::byte* operator()(int i) const {
       if (i == 0) return mine;
       return exchange.outgoing(kResults, step, exchange.peer(i - 1)) + offset;
@@ -148,13 +156,14 @@ class TwoShot {
     const Span mine = part(j, comm_.rank);
     // The output of a reduce-scatter is this rank's part alone.
     const size_t first = call_.scatter ? static_cast<size_t>(comm_.rank) * call_.count : 0;
-    forEachPiece(mine, chunk_, [&](int chunk, size_t begin, size_t size) {
+    chunks_.visit(mine, [&](int chunk, size_t begin, size_t size) {
       const size_t offset = (begin - mine.begin) * kWidth;
-      const PushedAddends<Rules, Block> addends{exchange_,  parts_ + j, offset, input(begin),
-                                                comm_.rank, comm_.size, chunk};
+      const PushedAddends<Rules, Block, P> addends{exchange_,    parts_ + j, offset,
+                                                   input(begin), comm_.rank, chunk};
       const ToAll all{exchange_, results_ + j, offset, output(begin - first),
-                      call_.scatter ? 1 : comm_.size};
-      Pass<E, Stored, Stored, Stored>::run(block_, size, addends, all, call_.arithmetic, true);
+                      call_.scatter ? 1 : exchange_.size()};
+      Pass<E, Stored, Stored, Stored>::run(block_, size, addends, all, arithmeticOf<P>(call_),
+                                           true);
     });
     if (!call_.scatter) exchange_.post(kResults, results_ + j);
     return true;
@@ -162,7 +171,7 @@ class TwoShot {
 
   RINGREDUCE_DEVICE bool collect(size_t j) {
     if (!exchange_.await(kResults, results_ + j)) return false;
-    for (int i = 0; i + 1 < comm_.size; ++i) {
+    for (int i = 0; i + 1 < exchange_.size(); ++i) {
       const int peer = exchange_.peer(i);
       const Span theirs = part(j, peer);
       copyElements<E>(block_, theirs.size, exchange_.incoming(kResults, results_ + j, peer),
@@ -175,7 +184,10 @@ class TwoShot {
   RINGREDUCE_DEVICE Span part(size_t j, int p) const {
     const Span slice = piece(call_.count, slice_, j * channels_ + channel_);
     if (call_.scatter) return {static_cast<size_t>(p) * call_.count + slice.begin, slice.size};
-    Span span = Cut{slice.size, comm_.size}.chunk(p);
+    // A division for the last slice only.
+    const size_t each =
+        slice.size == slice_ ? call_.slice : Cut{slice.size, exchange_.size()}.chunkSize();
+    Span span = piece(slice.size, each, static_cast<size_t>(p));
     span.begin += slice.begin;
     return span;
   }
@@ -190,9 +202,72 @@ class TwoShot {
   Guard<Block>& guard_;
   const RankCall& call_;
   const DeviceComm& comm_;
-  const size_t channel_, channels_, slice_, chunk_, slices_;
+  const size_t channel_, channels_;
   const Exchange exchange_;
+  const size_t slice_, slices_;
+  RisingChunks chunks_;
   const uint64_t parts_, results_;
 };
+
+// ---- two-shot without slots
+//
+// If every rank reaches the tensors of all others where they are, a rank reads all ranks' addends
+// of its chunk, adds them, and writes the sums to all outputs.  Flags go round before, since inputs
+// must be there, and after: two hops for any size, and no copies.  In place is safe: nobody else
+// reads or writes a rank's chunk, and the thread that reads an element writes it.
+//
+// Bytes: a rank reads P times and writes P times S / P, of each all but one over its links; so
+// 2 (P - 1) / P S cross them.  Through device memory, all ranks on one GPU: 2 S a rank.
+
+// The addends of the chunk that this rank owns, first to last, and the places of their sums.
+template <int P>
+struct PeerInputs {
+  const PeerTensors& tensors;
+  size_t offset;  // bytes
+  int rank;
+  static constexpr int own = P - 1;
+  static constexpr int kCount = P;
+  RINGREDUCE_DEVICE int count() const { return P; }
+  RINGREDUCE_DEVICE const std::byte* operator()(int k) const {
+    return tensors.input[kthToAdd(rank, k, P)] + offset;
+  }
+};
+template <int P>
+struct PeerOutputs {
+  const PeerTensors& tensors;
+  size_t offset;
+  int rank;
+  static constexpr int kCount = P;
+  RINGREDUCE_DEVICE int count() const { return P; }
+  // From this rank on, so that not all write to the same one at a time.
+  RINGREDUCE_DEVICE std::byte* operator()(int i) const {
+    return tensors.output[rank + i < P ? rank + i : rank + i - P] + offset;
+  }
+};
+
+template <class E, class Rules, int P, class Block>
+RINGREDUCE_DEVICE void zeroCopy(Block& block, Guard<Block>& guard, const DeviceComm& comm,
+                                const RankCall& call, const PeerTensors& tensors, int channel) {
+  using Stored = AsStored<E>;
+  constexpr auto kParts = DeviceLayout::Of::kParts;
+  constexpr auto kResults = DeviceLayout::Of::kResults;
+  constexpr size_t kWidth = sizeof(typename E::Stored);
+  if (guard.failed()) return;
+  const PushExchange<Rules, Block, P> exchange(block, guard, comm, channel);
+  const uint64_t parts = exchange.first(kParts), results = exchange.first(kResults);
+
+  exchange.post(kParts, parts);
+  if (!exchange.await(kParts, parts)) return;
+  exchange.save(kParts, parts + 1);
+  const Span chunk = Cut{call.count, P}.chunk(comm.rank);
+  const Span mine = piece(chunk.size, call.slice, static_cast<size_t>(channel));
+  const size_t offset = (chunk.begin + mine.begin) * kWidth;
+  Pass<E, Stored, Stored, Stored>::run(block, mine.size, PeerInputs<P>{tensors, offset, comm.rank},
+                                       PeerOutputs<P>{tensors, offset, comm.rank},
+                                       arithmeticOf<P>(call), true);
+  exchange.post(kResults, results);
+  if (!exchange.await(kResults, results)) return;
+  exchange.save(kResults, results + 1);
+}
 
 }  // namespace ringreduce::cuda

@@ -53,6 +53,7 @@ class Gather {
     uint64_t step;
     std::byte* mine;
     int peers, sinks;
+    static constexpr int kCount = 0;
     RINGREDUCE_DEVICE int count() const { return sinks; }
     RINGREDUCE_DEVICE std::byte* operator()(int i) const {
       return i == peers ? mine : exchange.outgoing(kResults, step, exchange.peer(i));
@@ -171,6 +172,7 @@ class TwoHopBroadcast {
     uint64_t step;
     std::byte* mine;
     int rank, size, root;
+    static constexpr int kCount = 0;
     RINGREDUCE_DEVICE int count() const { return size - 1; }
     RINGREDUCE_DEVICE std::byte* operator()(int i) const {
       const int after_root = (rank - root + size) % size;

@@ -3,13 +3,16 @@
 //     sinks[i] = finish(source 0 [i] (op) source 1 [i] (op) ...)
 //
 // A thread reads several packs of 16 bytes before it uses the first, to hide the memory's latency;
-// threads of a block read neighbouring packs.  Where a pointer is not aligned to 16 bytes, elements
-// go one by one (threads still take neighbouring ones, so the memory moves the same bytes); where
-// all are off by the same amount, only the first few do, and always the last few.
+// threads of a block read neighbouring packs.  If the number of sources is known when it is
+// compiled, the thread reads packs of all of them before it adds the first two.  Where a pointer is
+// not aligned to 16 bytes, elements go one by one (threads still take neighbouring ones, so the
+// memory moves the same bytes); where all are off by the same amount, only the first few do, and
+// always the last few.
 //
 // Bytes moved: (sources + sinks) * n elements, each of its size on its wire.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -25,6 +28,13 @@ struct Arithmetic {
   bool scale;   // PREMUL_SUM: this rank's own addends by `factor`, first
   int world_size;
   double factor;
+};
+
+// SUM, or AVG over a number of ranks that is a power of two, of floating-point elements: then a
+// product with 1 / ranks has the bits of the division, and takes one instruction.
+struct PlainSum {
+  bool divide;
+  float inverse;
 };
 
 // ---- how elements lie in memory
@@ -60,7 +70,8 @@ struct Raw {
 // ---- where they lie
 
 // A few pointers to the same elements.  Algorithms pass others of the same form that compute
-// pointers from a rank's number, since an array indexed at run time would lie in local memory.
+// pointers from a rank's number, since an array indexed at run time would lie in local memory.  If
+// their number is known at run time only, kCount is 0; sinks may be fewer than it says.
 template <int n>
 struct Spans {
   std::byte* at[n];
@@ -108,20 +119,38 @@ RINGREDUCE_DEVICE void write(Block& block, std::byte* to, size_t element, const 
   }
 }
 
+// acc[i] = acc[i] (op) in[i].
+template <class E, int n>
+RINGREDUCE_DEVICE void combine(const Arithmetic& a, typename E::Value (&acc)[n],
+                               const typename E::Value (&in)[n]) {
+  combine<E>(a.combine, acc, in);
+}
+template <class E, int n>
+RINGREDUCE_DEVICE void combine(const PlainSum&, typename E::Value (&acc)[n],
+                               const typename E::Value (&in)[n]) {
+  RINGREDUCE_UNROLL for (int i = 0; i < n; ++i) acc[i] = E::add(acc[i], in[i]);
+}
+
 // The first source is encoded as First, the others as Rest, the sinks as Out.
 template <class E, class First, class Rest, class Out>
 struct Pass {
   using Value = typename E::Value;
   static constexpr int kPer = sizeof(Pack) / sizeof(typename E::Stored);  // elements of a pack
-  // A pack of small elements takes four times the registers once widened, or twice, so fewer of
-  // those are in flight.
-  static constexpr int kPacks = !E::kComputes || sizeof(typename E::Stored) >= 4
-                                    ? 4
-                                    : static_cast<int>(sizeof(typename E::Stored));
+  // Packs of each source that a thread has in flight: eight of all sources together.  A pack of
+  // small elements takes four times the registers once widened, or twice, so fewer of those are in
+  // flight.
+  template <class Sources>
+  static constexpr int packsOf() {
+    if (!E::kComputes) return 8;
+    constexpr int kWidth = sizeof(typename E::Stored);
+    constexpr int kMost = kWidth >= 4 ? 4 : kWidth;
+    return Sources::kCount < 2 ? kMost : std::max(1, std::min(kMost, 8 / Sources::kCount));
+  }
 
-  template <class Block, class Sources, class Sinks>
+  template <class Block, class Sources, class Sinks, class A>
   RINGREDUCE_DEVICE static void run(Block& block, size_t n, const Sources& sources,
-                                    const Sinks& sinks, const Arithmetic& a, bool last) {
+                                    const Sinks& sinks, const A& a, bool last) {
+    constexpr int kPacks = packsOf<Sources>();
     const auto whole = [&](size_t size, size_t of) { return size / of * of; };
     const size_t threads = static_cast<size_t>(block.threads());
     const size_t head = headOf(n, sources, sinks);
@@ -166,53 +195,93 @@ struct Pass {
 
   // Elements [from, to): each thread takes `per` neighbouring ones at `packs` places.  With several
   // places that must come out even; with one, some threads may get one turn less.
-  template <int per, int packs, class Block, class Sources, class Sinks>
+  template <int per, int packs, class Block, class Sources, class Sinks, class A>
   RINGREDUCE_DEVICE static void sweep(Block& block, size_t from, size_t to, const Sources& sources,
-                                      const Sinks& sinks, const Arithmetic& a, bool last) {
+                                      const Sinks& sinks, const A& a, bool last) {
     const size_t stride = static_cast<size_t>(block.threads()) * per;
     for (size_t i = from + static_cast<size_t>(block.thread()) * per; i < to; i += stride * packs) {
       Value acc[packs][per];
-      take<First, packs, per>(block, sources(0), i, stride, [&](int u, const Value(&in)[per]) {
+      Loaded<First, packs, per> first;
+      first.load(block, sources(0), i, stride);
+      const auto begin = [&](int u, const Value(&in)[per]) {
         RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) acc[u][v] = in[v];
         if (sources.own == 0) scaled(acc[u], a);
-      });
-      if constexpr (Sources::kCount != 1) {
-        for (int k = 1; k < sources.count(); ++k)
-          take<Rest, packs, per>(block, sources(k), i, stride, [&](int u, Value(&in)[per]) {
+      };
+      if constexpr (Sources::kCount == 1) {
+        first.each(begin);
+      } else {
+        const auto add = [&](const Loaded<Rest, packs, per>& other, int k) {
+          other.each([&](int u, Value(&in)[per]) {
             if (sources.own == k) scaled(in, a);
-            combine<E>(a.combine, acc[u], in);
+            combine<E>(a, acc[u], in);
           });
-        if (last && a.divide) {
-          const Divider<E> divided(a.world_size);
-          RINGREDUCE_UNROLL
-          for (int u = 0; u < packs; ++u) RINGREDUCE_UNROLL
-          for (int v = 0; v < per; ++v) acc[u][v] = divided(acc[u][v]);
+        };
+        if constexpr (Sources::kCount == 0) {
+          first.each(begin);
+          for (int k = 1; k < sources.count(); ++k) {
+            Loaded<Rest, packs, per> other;
+            other.load(block, sources(k), i, stride);
+            add(other, k);
+          }
+        } else {
+          constexpr int kOthers = Sources::kCount - 1;
+          Loaded<Rest, packs, per> others[kOthers];
+          RINGREDUCE_UNROLL for (int k = 0; k < kOthers; ++k) others[k].load(block, sources(k + 1),
+                                                                             i, stride);
+          first.each(begin);
+          RINGREDUCE_UNROLL for (int k = 0; k < kOthers; ++k) add(others[k], k + 1);
         }
+        if (last && a.divide) divide(acc, a);
       }
       typename Out::Memory out[packs][per];
       RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
           RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) out[u][v] = Out::encode(acc[u][v]);
-      for (int s = 0; s < sinks.count(); ++s)
+      const auto to_sink = [&](int s) {
         RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
             write(block, sinks(s), i + static_cast<size_t>(u) * stride, out[u]);
+      };
+      if constexpr (Sinks::kCount > 0) {
+        RINGREDUCE_UNROLL for (int s = 0; s < Sinks::kCount; ++s) if (s < sinks.count()) to_sink(s);
+      } else {
+        for (int s = 0; s < sinks.count(); ++s) to_sink(s);
+      }
     }
   }
 
-  // Loads a source's packs, all of them before the first is widened and used: until then a value
-  // takes no more registers than bytes of memory.
-  template <class As, int packs, int per, class Block, class Use>
-  RINGREDUCE_DEVICE static void take(Block& block, const std::byte* from, size_t i, size_t stride,
-                                     Use use) {
+  // A source's packs, as loaded: until they are widened and used, a value takes no more registers
+  // than bytes of memory.
+  template <class As, int packs, int per>
+  struct Loaded {
     typename As::Memory raw[packs][per];
-    RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
-        read(block, from, i + static_cast<size_t>(u) * stride, raw[u]);
-    RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u) {
-      Value values[per];
-      RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) values[v] = As::decode(raw[u][v]);
-      use(u, values);
+    template <class Block>
+    RINGREDUCE_DEVICE void load(Block& block, const std::byte* from, size_t i, size_t stride) {
+      RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
+          read(block, from, i + static_cast<size_t>(u) * stride, raw[u]);
     }
+    template <class Use>
+    RINGREDUCE_DEVICE void each(Use use) const {
+      RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u) {
+        Value values[per];
+        RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) values[v] = As::decode(raw[u][v]);
+        use(u, values);
+      }
+    }
+  };
+
+  template <int packs, int per>
+  RINGREDUCE_DEVICE static void divide(Value (&acc)[packs][per], const Arithmetic& a) {
+    const Divider<E> divided(a.world_size);
+    RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
+        RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) acc[u][v] = divided(acc[u][v]);
+  }
+  template <int packs, int per>
+  RINGREDUCE_DEVICE static void divide(Value (&acc)[packs][per], const PlainSum& a) {
+    RINGREDUCE_UNROLL for (int u = 0; u < packs; ++u)
+        RINGREDUCE_UNROLL for (int v = 0; v < per; ++v) acc[u][v] *= a.inverse;
   }
 
+  template <int per>
+  RINGREDUCE_DEVICE static void scaled(Value (&)[per], const PlainSum&) {}
   template <int per>
   RINGREDUCE_DEVICE static void scaled(Value (&values)[per], const Arithmetic& a) {
     if constexpr (E::kFloating)
@@ -226,8 +295,8 @@ template <class E, class Block, class Sinks>
 RINGREDUCE_DEVICE void copyElements(Block& block, size_t n, const std::byte* from,
                                     const Sinks& sinks) {
   using R = Raw<sizeof(typename E::Stored)>;
-  Pass<R, AsStored<R>, AsStored<R>, AsStored<R>>::run(block, n, ConstSpans<1>{{from}}, sinks, {},
-                                                      false);
+  Pass<R, AsStored<R>, AsStored<R>, AsStored<R>>::run(block, n, ConstSpans<1>{{from}}, sinks,
+                                                      Arithmetic{}, false);
 }
 
 }  // namespace ringreduce::cuda

@@ -49,6 +49,7 @@ struct MappedAddends {
 struct MappedOutputs {
   const DirectCall& call;
   size_t offset;
+  static constexpr int kCount = 0;
   RINGREDUCE_DEVICE int count() const { return call.sinks; }
   RINGREDUCE_DEVICE std::byte* operator()(int r) const { return call.outputs[r] + offset; }
 };

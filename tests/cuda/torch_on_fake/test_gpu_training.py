@@ -21,6 +21,15 @@ def test_ddp_is_one_process_with_all_shards(machine: Machine, way: str) -> None:
         assert found["apart"] < ROUNDINGS and found["kinds"] == 1
 
 
+def test_buckets_that_ddp_has_dropped_take_no_memory(machine: Machine) -> None:
+    for left in machine.run(jobs.memory_beside_buckets, 2):
+        assert left < 4 << 20  # a bucket
+
+
+def test_ranks_that_run_out_of_inputs(machine: Machine) -> None:
+    assert machine.run(jobs.train_uneven, 2) == [1, 1]
+
+
 def test_the_hook_beside_gloo(machine: Machine) -> None:
     for found in machine.run(jobs.train, 2, "hook", "mlp", backend="gloo"):
         assert found["apart"] < ROUNDINGS and found["kinds"] == 1
