@@ -253,6 +253,7 @@ class Calls {
            .slice = call.zero_copy ? zeroCopySlice(call) : call.slice,
            .window = call.window,
            .scatter = call.kind == Kind::kReduceScatter || call.two_hops,
+           .poison = poisonOf(numbers.dtype),
            .root = call.kind == Kind::kBroadcast ? call.root : kEverybody});
       if (r < kMostFixedRanks) {
         entry.places.input[r] = reinterpret_cast<std::byte*>(tensors.input());
@@ -292,6 +293,7 @@ class Calls {
                         std::to_string(trouble.peer) + " in call " +
                         std::to_string(trouble.operation) + ": " +
                         calls_[trouble.operation - 1].call.text());
+      CHECK_EQ(ranks_.comm(r).local->found_inf, 0.f);
     }
     for (Entry& entry : calls_)
       for (Tensors& tensors : entry.tensors) tensors.verify();

@@ -106,12 +106,12 @@ DeviceLayout layoutOf(const Shape& shape, uint64_t depth) {
 }
 
 // What is needed of numbers here: one dtype whose wire is its own, and one that is widened.
-const Case& numbersOf(int P, bool half) {
+// Integers are only moved.
+const Case& numbersOf(int P, DType dtype = DType::kFloat32) {
   static std::mutex mutex;
-  static std::map<std::pair<int, bool>, Case> cases;
+  static std::map<std::pair<int, DType>, Case> cases;
   const std::lock_guard lock(mutex);
-  const auto kind = half ? DType::kFloat16 : DType::kFloat32;
-  return cases.try_emplace({P, half}, P, kind, half ? ReduceOp::kAvg : ReduceOp::kSum)
+  return cases.try_emplace({P, dtype}, P, dtype, isHalf(dtype) ? ReduceOp::kAvg : ReduceOp::kSum)
       .first->second;
 }
 
@@ -172,7 +172,7 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
     const size_t parts = whole ? 1 : static_cast<size_t>(shape.ranks);
     Call call{.kind = how.kind,
               .algorithm = how.algorithm,
-              .numbers = &numbersOf(shape.ranks, half),
+              .numbers = &numbersOf(shape.ranks, half ? DType::kFloat16 : DType::kFloat32),
               .count = random() % 4 == 0 ? random() % 256 : random() % (oracle::kMost / parts),
               .blocks = 1 + static_cast<int>(random() % static_cast<unsigned>(shape.blocks)),
               .window = 1 + random() % (depth - 1),
@@ -210,7 +210,7 @@ void rings() {
   Calls calls(ranks, kLong);
   for (int i = 0; i < 20; ++i)
     calls.add({.algorithm = DeviceAlgorithm::kRing,
-               .numbers = &numbersOf(kShape.ranks, false),
+               .numbers = &numbersOf(kShape.ranks),
                .count = oracle::kMost});
   host::run(kShape, calls.count(), [&](host::Block& block, int r, int c, size_t kernel) {
     using E = Element<DType::kFloat32>;
@@ -231,10 +231,11 @@ class Absence {
 
   Absence(const How& how, uint64_t timeout, int blocks_that_come)
       : ranks_(layoutOf(kShape, 2), kWraps), calls_(ranks_, timeout), come_(blocks_that_come) {
+    const bool moves = how.kind == Kind::kAllGather || how.kind == Kind::kBroadcast;
     for (int i = 0; i < 2; ++i)
       calls_.add({.kind = how.kind,
                   .algorithm = how.algorithm,
-                  .numbers = &numbersOf(kShape.ranks, false),
+                  .numbers = &numbersOf(kShape.ranks, i && moves ? DType::kInt32 : DType::kFloat32),
                   .count = oracle::kMost /
                            (how.kind == Kind::kAllReduce || how.two_hops ? 1 : kShape.ranks),
                   .blocks = kShape.blocks,
@@ -261,12 +262,14 @@ class Absence {
       if (r == kAbsent) continue;
       CHECK_EQ(ranks_.trouble(r).cause, static_cast<uint64_t>(cause));
       CHECK_EQ(ranks_.trouble(r).operation, 1u);
+      CHECK_EQ(ranks_.comm(r).local->found_inf, 1.f);
       for (size_t kernel = 0; kernel < calls_.count(); ++kernel) {
         // A broadcast's root has all that it needs.
         const Call& call = calls_.call(kernel);
         const Bytes output = calls_.tensors(kernel, r).result();
         const bool gives = call.kind == Kind::kBroadcast && call.root == r;
-        CHECK(output == (gives ? call.wanted(r) : Bytes(output.size(), 0xff)));
+        const unsigned char poison = call.numbers->dtype == DType::kInt32 ? 0 : 0xff;
+        CHECK(output == (gives ? call.wanted(r) : Bytes(output.size(), poison)));
         CHECK(calls_.tensors(kernel, r).intactAround());
       }
     }

@@ -276,6 +276,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                                 : call.slice,
         .window = call.window,
         .scatter = scatters || call.two_hops,
+        .poison = poisonOf(E::kDType),
         .root = call.kind == Kind::kBroadcast ? call.root : kEverybody,
     };
     PeerTensors tensors{};

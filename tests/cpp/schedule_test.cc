@@ -172,7 +172,8 @@ class Streams {
                                .delivered = &own.delivered,
                                .local = &local_[at(r)],
                                .output = output,
-                               .output_bytes = keeps ? 0 : size};
+                               .output_bytes = keeps ? 0 : size,
+                               .poison = poisonOf(m.call.numbers->dtype)};
         inBlocks(r, [&](host::Block& block, int channel) {
           deliver(block, call, channel, kKernel.blocks);
         });
@@ -456,29 +457,36 @@ TEST(who_gives_up_poisons_outputs_and_waits_no_more) {
 }
 
 // The call's output comes in two pieces, the second by two blocks, and the group gives up between
-// these: nothing of the output may look right.
+// these: nothing of the output may look right, and an optimizer must know.
 TEST(what_is_given_up_in_the_middle_is_poisoned_as_a_whole) {
-  constexpr size_t kPiece = 4096;
-  std::vector<std::byte> staging(kPiece), output(3 * kPiece);
-  uint64_t abort = 0, delivered = 0;
-  Local local{};
-  const DeliverCall call{.from = staging.data(),
-                         .to = output.data() + kPiece,
-                         .bytes = kPiece,
-                         .abort = &abort,
-                         .delivered = &delivered,
-                         .local = &local,
-                         .output = output.data(),
-                         .output_bytes = 2 * kPiece};
-  host::Team team(1);
-  host::Block block(team, 0);
-  deliver(block, call, 0, 2);
-  publishWord(abort, 1);
-  deliver(block, call, 1, 2);
-  for (size_t i = 0; i < output.size(); ++i)
-    CHECK_EQ(static_cast<int>(output[i]), i < 2 * kPiece ? 0xff : 0);
-  CHECK_EQ(delivered, 1u);
-  CHECK_EQ(local.blocks_done, 0u);
+  for (DType dtype : {DType::kBFloat16, DType::kComplex64, DType::kInt64, DType::kBool}) {
+    constexpr size_t kPiece = 4096;
+    constexpr std::byte kBefore{0x5a};
+    std::vector<std::byte> staging(kPiece, kBefore), output(3 * kPiece, kBefore);
+    uint64_t abort = 0, delivered = 0;
+    Local local{};
+    const DeliverCall call{.from = staging.data(),
+                           .to = output.data() + kPiece,
+                           .bytes = kPiece,
+                           .abort = &abort,
+                           .delivered = &delivered,
+                           .local = &local,
+                           .output = output.data(),
+                           .output_bytes = 2 * kPiece,
+                           .poison = poisonOf(dtype)};
+    host::Team team(1);
+    host::Block block(team, 0);
+    deliver(block, call, 0, 2);
+    publishWord(abort, 1);
+    CHECK_EQ(local.found_inf, 0.f);
+    deliver(block, call, 1, 2);
+    const bool is_integer = dtype == DType::kInt64 || dtype == DType::kBool;
+    for (size_t i = 0; i < output.size(); ++i)
+      CHECK_EQ(static_cast<int>(output[i]), i >= 2 * kPiece ? 0x5a : is_integer ? 0 : 0xff);
+    CHECK_EQ(local.found_inf, 1.f);
+    CHECK_EQ(delivered, 1u);
+    CHECK_EQ(local.blocks_done, 0u);
+  }
 }
 
 int main(int argc, char** argv) {

@@ -143,11 +143,11 @@ class Rank {
         return direct<E>(block, lead, 0, 1);
       }
       case Do::kDeliver:
-        deliver(
-            block,
-            {mine, reinterpret_cast<std::byte*>(data), count * sizeof(float), &own().abort,
-             &own().delivered, &local_, reinterpret_cast<std::byte*>(data), count * sizeof(float)},
-            0, 1);
+        deliver(block,
+                {mine, reinterpret_cast<std::byte*>(data), count * sizeof(float), &own().abort,
+                 &own().delivered, &local_, reinterpret_cast<std::byte*>(data),
+                 count * sizeof(float), poisonOf(DType::kFloat32)},
+                0, 1);
         return set(own().busy, 0);
     }
   }

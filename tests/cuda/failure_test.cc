@@ -199,10 +199,13 @@ TEST(a_replayed_graph_keeps_its_deadline) {
         gpu::must(cudaGraphLaunch(ready[r], ranks.stream(r)), "replay a graph");
       for (int r = 0; r < 2; ++r) gpu::finish(ranks.stream(r), "a graph");
       CHECK(data.isAll(0, 2) && data.isAll(1, 2));
+      const float* flag = &ranks.comm(0).local()->found_inf;
+      CHECK_EQ(gpu::fromGpu<float>(flag, 1)[0], 0.f);
       // And once more, one of them alone.
       gpu::must(cudaGraphLaunch(ready[0], ranks.stream(0)), "replay a graph");
       expectError(ranks, Failure::kTimeout, "rank 1");
       CHECK(data.isPoisoned(0));
+      CHECK_EQ(gpu::fromGpu<float>(flag, 1)[0], 1.f);
       for (cudaGraphExec_t graph : ready) gpu::must(cudaGraphExecDestroy(graph), "free a graph");
     });
 }

@@ -88,6 +88,7 @@ class HostCommunicator final : public GpuCommunicator {
  public:
   explicit HostCommunicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
   std::atomic<int> calls{0};
+  std::atomic<bool> gives_up{false};  // found by check()
 
   bool performs(Kind) const override { return true; }
   void allReduce(const GpuAllReduce& c, CUstream_st*) override {
@@ -121,7 +122,11 @@ class HostCommunicator final : public GpuCommunicator {
   void broadcast(const GpuBroadcast&, CUstream_st*) override {}
   std::string registerBuffer(void*, size_t, std::shared_ptr<void>) override { return ""; }
   std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused&) override { return {}; }
-  void check() override { group_->checkHealth(); }
+  std::shared_ptr<Local> local() const override { return local_; }
+  void check() override {
+    if (gives_up) group_->fail(Failure::kTimeout, 0, "a kernel gave up");
+    group_->checkHealth();
+  }
   bool wait(Nanos) override { return true; }
   void abort(const std::string& why) override { group_->abort(why); }
   size_t bytes() const override { return 1000; }
@@ -131,6 +136,7 @@ class HostCommunicator final : public GpuCommunicator {
     return static_cast<std::byte*>(base) + static_cast<size_t>(r) * count * sizeOf(dtype);
   }
   const std::shared_ptr<Group> group_;
+  const std::shared_ptr<Local> local_ = std::make_shared<Local>();
 };
 
 // ---- ranks
@@ -404,6 +410,32 @@ TEST(an_abort_ends_all_ranks_wherever_they_wait) {
       CHECK(failureOf([&] { rank.communicator.check(); }, "aborted group 'test': enough") ==
             Failure::kAborted);
     });
+}
+
+TEST(a_kernel_that_gives_up_inside_a_host_poisons_the_whole_output) {
+  onHosts("ab", [](Rank& rank) {
+    Local& local = *rank.communicator.local();
+    std::vector<float> data(1000, 1);
+    sum(rank, data);
+    CHECK(data[999] == 2 && local.found_inf == 0);
+    local.cause = static_cast<uint32_t>(Cause::kTimeout);
+    sum(rank, data);
+    CHECK(isPoisoned(data) && local.found_inf == 1);
+    std::vector<int64_t> integers(1000, 1);
+    rank.communicator.allReduce({.input = integers.data(),
+                                 .output = integers.data(),
+                                 .count = integers.size(),
+                                 .dtype = DType::kInt64,
+                                 .op = ReduceOp::kSum},
+                                stream());
+    CHECK(rank.communicator.wait(20 * kSecond));
+    CHECK(integers == std::vector<int64_t>(1000, 0));
+    if (rank.rank == 0) {  // the group hears of it by the one that waits
+      rank.inside.gives_up = true;
+      CHECK(failureOf([&] { rank.communicator.wait(20 * kSecond); }, "a kernel gave up") ==
+            Failure::kTimeout);
+    }
+  });
 }
 
 TEST(a_gpu_that_fails_in_a_call_ends_it_for_all) {

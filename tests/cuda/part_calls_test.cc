@@ -107,7 +107,8 @@ class Data {
   }
   bool isPoisoned(int r) const {
     const Bytes got = output(r);
-    return std::all_of(got.begin(), got.end(), [](unsigned char b) { return b == 0xff; });
+    const unsigned char poison = isFloating(dtype_) ? 0xff : 0;
+    return std::all_of(got.begin(), got.end(), [&](unsigned char b) { return b == poison; });
   }
   int root() const { return root_; }
 
@@ -287,7 +288,7 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
   for (bool kernels : {true, false})
     for (Kind kind : kKinds) {
       const Ranks ranks = ranksOf(3, kernels);
-      const Data data(kind, 3, 20000, DType::kFloat32, false);
+      const Data data(kind, 3, 20000, kernels ? DType::kFloat32 : DType::kInt32, false);
       // Of a broadcast by the direct schedule only the root is missed.
       const int absent = kind == Kind::kBroadcast ? data.root() : 1;
       for (int r = 0; r < 3; ++r)
@@ -301,6 +302,8 @@ TEST(a_rank_that_does_not_come_is_named_and_outputs_are_poisoned) {
         CHECK(failure == Failure::kTimeout);
         gpu::finish(ranks.stream(r), "a stream after an error");
         if (r != absent) CHECK(data.isPoisoned(r));
+        const float* flag = &ranks.comm(r).local()->found_inf;
+        CHECK_EQ(gpu::fromGpu<float>(flag, 1)[0], r == absent ? 0.f : 1.f);
       }
       CHECK(ranks::failureOf([&] { ranks.comm(0).check(); }, "rank " + std::to_string(absent)) ==
             Failure::kTimeout);

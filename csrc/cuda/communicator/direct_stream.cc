@@ -71,7 +71,7 @@ void Communicator::State::put(const std::vector<ScheduleStep>& steps, const Turn
 }
 
 // The end of a call whose output is in place.
-DeliverCall Communicator::State::deliverCall(void* output, size_t bytes) const {
+DeliverCall Communicator::State::deliverCall(void* output, size_t bytes, DType dtype) const {
   HostState& own = *stateOnDevice(group->rank());
   auto* at = static_cast<std::byte*>(output);
   return {.from = nullptr,
@@ -81,7 +81,8 @@ DeliverCall Communicator::State::deliverCall(void* output, size_t bytes) const {
           .delivered = &own.delivered,
           .local = localOnDevice(),
           .output = at,
-          .output_bytes = bytes};
+          .output_bytes = bytes,
+          .poison = poisonOf(dtype)};
 }
 
 void Communicator::State::carry(const CarryCall& call, DType dtype, cudaStream_t stream) {
@@ -152,7 +153,7 @@ void Communicator::State::direct(const GpuAllReduce& call, cudaStream_t stream) 
       launch(kernelsOf(call.dtype).direct,
              blocksToMove(elements.size * width, facts.multiprocessors), &adds, false, stream);
     };
-    DeliverCall deliver = deliverCall(call.output, call.count * width);
+    DeliverCall deliver = deliverCall(call.output, call.count * width, call.dtype);
     if (staged) {
       deliver.from = buffers.out[mine];
       deliver.to += first * width;
@@ -212,10 +213,11 @@ void Communicator::State::direct(const GpuReduceScatter& call, cudaStream_t stre
       launch(kernelsOf(call.dtype).direct, blocksToMove(piece.size * width, facts.multiprocessors),
              &adds, false, stream);
     };
-    State::put(
-        ownSchedule(staged.rank, staged.size, kEverybody),
-        {.stage = stage_all, .lead = lead, .deliver = deliverCall(call.output, call.count * width)},
-        stream);
+    State::put(ownSchedule(staged.rank, staged.size, kEverybody),
+               {.stage = stage_all,
+                .lead = lead,
+                .deliver = deliverCall(call.output, call.count * width, call.dtype)},
+               stream);
   };
   dispatch(told(call), stream, [&](uint64_t) {
     const size_t each = staging->bytes() / static_cast<size_t>(staged.size) / width;
@@ -231,15 +233,16 @@ void Communicator::State::direct(const GpuAllGather& call, cudaStream_t stream) 
   };
   const auto put = [&](Span piece) {
     const auto* from = static_cast<const std::byte*>(call.input) + piece.begin;
-    State::put(ownSchedule(staged.rank, staged.size, kEverybody),
-               {.stage =
-                    [&] {
-                      carry(carryOne(staged, from, staged.base[staged.rank], piece.size),
-                            call.dtype, stream);
-                    },
-                .lead = [&](Span) { gather(piece); },
-                .deliver = deliverCall(call.output, static_cast<size_t>(staged.size) * part)},
-               stream);
+    State::put(
+        ownSchedule(staged.rank, staged.size, kEverybody),
+        {.stage =
+             [&] {
+               carry(carryOne(staged, from, staged.base[staged.rank], piece.size), call.dtype,
+                     stream);
+             },
+         .lead = [&](Span) { gather(piece); },
+         .deliver = deliverCall(call.output, static_cast<size_t>(staged.size) * part, call.dtype)},
+        stream);
   };
   dispatch(told(call), stream, [&](uint64_t) {
     if (staged.size == 1) return gather({0, part});
@@ -259,7 +262,7 @@ void Communicator::State::direct(const GpuBroadcast& call, cudaStream_t stream) 
         {.stage = [&] { carry(carryOne(staged, data, roots, piece.size), call.dtype, stream); },
          .lead =
              [&](Span) { carry(carryOne(staged, roots, data, piece.size), call.dtype, stream); },
-         .deliver = deliverCall(call.data, staged.rank == call.root ? 0 : all)},
+         .deliver = deliverCall(call.data, staged.rank == call.root ? 0 : all, call.dtype)},
         stream);
   };
   dispatch(told(call), stream,

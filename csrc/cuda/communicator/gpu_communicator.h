@@ -3,8 +3,8 @@
 // A call puts work into a stream and returns.  All ranks make the same calls in the same order;
 // calls in several streams of one rank run one after the other, but the user orders replays of CUDA
 // graphs. wait, check and the next call raise a later failure, one of the group's four errors.  The
-// outputs of failed operations are full of NaN (bytes 0xff), unless ranks disagreed and had run
-// them before that was found.  After an error make a new group.
+// outputs of failed operations are full of NaN, or 0 if they are integers, unless ranks disagreed
+// and had run them before that was found.  After an error make a new group.
 //
 // Communicator implements it for the ranks of one host, InterNodeCommunicator for several hosts.
 #pragma once
@@ -131,9 +131,13 @@ class GpuCommunicator {
   using Unused = std::function<bool(const std::shared_ptr<void>& owner)>;
   virtual std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) = 0;
 
+  // What its kernels know of a failure, in device memory, which is kept as long as this is.  A call
+  // that fails sets found_inf before the output can be used, in streams and in replayed graphs.
+  virtual std::shared_ptr<Local> local() const = 0;
   // Throws the group's error if there is one.
   virtual void check() = 0;
   // Waits until everything put into streams so far is done; false if `longest` goes by first.
+  // Throws the group's error if there is one then.
   virtual bool wait(Nanos longest = kNever) = 0;
   // Ends the group for all ranks: waits of kernels and streams end, outputs are poisoned.
   virtual void abort(const std::string& why) = 0;

@@ -209,6 +209,9 @@ size_t Communicator::bytes() const {
          state_->local->bytes();
 }
 
+std::shared_ptr<Local> Communicator::local() const {
+  return {state_->local, state_->localOnDevice()};
+}
 void Communicator::check() {
   state_->watchdog->check();
 }
@@ -368,7 +371,7 @@ void Communicator::State::launchRank(const RankCall& call, const void* kernel, c
   launch(kernel, channels, &arguments, false, stream);
 }
 
-RankCall Communicator::State::movingCall(const void* input, void* output, size_t count,
+RankCall Communicator::State::movingCall(const void* input, void* output, size_t count, DType dtype,
                                          Nanos timeout, uint64_t number) const {
   return {.comm = commOnDevice(),
           .input = input,
@@ -381,12 +384,14 @@ RankCall Communicator::State::movingCall(const void* input, void* output, size_t
           .slice = 0,
           .window = tuning.window,
           .scatter = false,
+          .poison = poisonOf(dtype),
           .root = kEverybody};
 }
 
 template <class Call>
 RankCall Communicator::State::rankCall(const Call& call, uint64_t number) const {
-  RankCall of_rank = movingCall(call.input, call.output, call.count, call.timeout, number);
+  RankCall of_rank =
+      movingCall(call.input, call.output, call.count, call.dtype, call.timeout, number);
   of_rank.arithmetic = arithmeticOf(call.dtype, call.op, call.factor);
   if (call.op == ReduceOp::kPremulSum) of_rank.factor = call.factor_on_device;
   return of_rank;
@@ -563,8 +568,8 @@ void Communicator::allGather(const GpuAllGather& call, CUstream_st* stream) {
   s.perform(call, stream, nullptr, [&](uint64_t number) {
     const int unit = unitOf(sizeOf(call.dtype));
     const size_t units = call.count * sizeOf(call.dtype) / unitBytes(unit);
-    s.push(s.movingCall(call.input, call.output, units, call.timeout, number), gatherKernel(unit),
-           nullptr, unitBytes(unit), stream);
+    s.push(s.movingCall(call.input, call.output, units, call.dtype, call.timeout, number),
+           gatherKernel(unit), nullptr, unitBytes(unit), stream);
   });
 }
 
@@ -574,8 +579,8 @@ void Communicator::broadcast(const GpuBroadcast& call, CUstream_st* stream) {
   s.perform(call, stream, alone, [&](uint64_t number) {
     const size_t bytes = call.count * sizeOf(call.dtype);
     const int unit = unitOf(sizeOf(call.dtype));
-    RankCall of_rank =
-        s.movingCall(call.data, call.data, bytes / unitBytes(unit), call.timeout, number);
+    RankCall of_rank = s.movingCall(call.data, call.data, bytes / unitBytes(unit), call.dtype,
+                                    call.timeout, number);
     of_rank.root = call.root;
     of_rank.scatter = takesTwoHops(s.tuning, bytes, size());
     s.push(of_rank, gatherKernel(unit), nullptr, unitBytes(unit), stream);

@@ -62,6 +62,7 @@ class Communicator final : public GpuCommunicator {
                              std::shared_ptr<void> owner = nullptr) override;
   std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;
 
+  std::shared_ptr<Local> local() const override;
   void check() override;
   bool wait(Nanos longest = kNever) override;
   void abort(const std::string& why) override;

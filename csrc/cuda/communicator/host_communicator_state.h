@@ -74,7 +74,7 @@ struct Communicator::State {
   // first of those that add.
   template <class Call>
   RankCall rankCall(const Call& call, uint64_t number) const;
-  RankCall movingCall(const void* input, void* output, size_t count, Nanos timeout,
+  RankCall movingCall(const void* input, void* output, size_t count, DType dtype, Nanos timeout,
                       uint64_t number) const;
   Nanos timeoutOf(Nanos wanted) const { return wanted > 0 ? wanted : group->timeout(); }
   // A call that was announced and left to the watchdog, which has to know of it before it is in the
@@ -113,7 +113,7 @@ struct Communicator::State {
   void direct(const GpuAllGather& call, cudaStream_t stream);
   void direct(const GpuBroadcast& call, cudaStream_t stream);
   void put(const std::vector<ScheduleStep>& steps, const Turn& turn, cudaStream_t stream);
-  DeliverCall deliverCall(void* output, size_t bytes) const;
+  DeliverCall deliverCall(void* output, size_t bytes, DType dtype) const;
   StagedAt stagedAt() const;
   // Copies this rank's inputs to memory that peers read, and scales them for PREMUL_SUM.
   template <class Call>

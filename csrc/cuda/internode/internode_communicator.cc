@@ -72,8 +72,7 @@ struct InterNodeCommunicator::State {
   const int rail;
 
   std::shared_ptr<Segment> segment;
-  MemoryPtr signals;   // a Signals in it
-  MemoryPtr counters;  // a Local
+  MemoryPtr signals;  // a Signals in it
   std::unique_ptr<NcclRing> ring;
 
   std::mutex calls;  // one at a time puts work into streams
@@ -98,8 +97,6 @@ InterNodeCommunicator::State::State(std::shared_ptr<Group> all, const Hosts& of,
   const OnDevice here_now(device);
   segment = Segment::create(4096);
   signals = registerSegment(device, segment);
-  counters = allocate(device, sizeof(Local));
-  Stream(device).zero(counters->data(), sizeof(Local));
   join();
   RemoteRanks::Hooks hooks{.transport_error = [this] { return ncclError(); },
                            .check_host = [this] { checkHost(); },
@@ -164,7 +161,7 @@ bool InterNodeCommunicator::hierarchical() const {
   return state_->hierarchical;
 }
 size_t InterNodeCommunicator::bytes() const {
-  return state_->local->bytes() + state_->ring->bytes() + state_->counters->bytes();
+  return state_->local->bytes() + state_->ring->bytes();
 }
 
 // ---- for the watchdog
@@ -233,11 +230,23 @@ void InterNodeCommunicator::State::endWaits(const std::string& why) {
   ring->abort();
 }
 
+std::shared_ptr<Local> InterNodeCommunicator::local() const {
+  return state_->local->local();
+}
 void InterNodeCommunicator::check() {
   state_->watchdog->check();
 }
 bool InterNodeCommunicator::wait(Nanos longest) {
-  return state_->watchdog->wait(longest);
+  State& s = *state_;
+  if (!s.watchdog->wait(longest)) return false;
+  try {
+    s.local->check();  // a kernel may have given up that the group has not heard of
+  } catch (const Error& error) {
+    const std::lock_guard lock(s.calls);
+    s.awaitVerdict(error);
+    s.group->fail(error.kind(), s.hosts.rank(), causeOf(error.what()));
+  }
+  return true;
 }
 void InterNodeCommunicator::abort(const std::string& why) {
   state_->watchdog->abort(why);
@@ -429,7 +438,8 @@ void InterNodeCommunicator::State::sumInParts(const GpuAllReduce& call, cudaStre
   sumWhole(rest, stream);
 }
 
-// Puts in the last kernel of a call, which poisons the output if the group has failed.
+// Puts in the last kernel of a call, which poisons the output if the group has failed, or a kernel
+// of this host has given up.
 void InterNodeCommunicator::State::deliver(const GpuAllReduce& call, cudaStream_t stream) {
   auto* output = static_cast<std::byte*>(call.output);
   const DeliverCall arguments{.from = nullptr,
@@ -437,9 +447,10 @@ void InterNodeCommunicator::State::deliver(const GpuAllReduce& call, cudaStream_
                               .bytes = 0,
                               .abort = &onDevice()->abort,
                               .delivered = &onDevice()->delivered,
-                              .local = reinterpret_cast<Local*>(counters->data()),
+                              .local = local->local().get(),
                               .output = output,
-                              .output_bytes = call.count * sizeOf(call.dtype)};
+                              .output_bytes = call.count * sizeOf(call.dtype),
+                              .poison = poisonOf(call.dtype)};
   launch(deliverKernel(), 1, &arguments, false, stream);
 }
 

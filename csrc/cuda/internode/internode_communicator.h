@@ -54,6 +54,7 @@ class InterNodeCommunicator final : public GpuCommunicator {
   std::string registerBuffer(void* data, size_t bytes, std::shared_ptr<void> owner) override;
   std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused& unused) override;
 
+  std::shared_ptr<Local> local() const override;
   void check() override;
   bool wait(Nanos longest = kNever) override;
   void abort(const std::string& why) override;

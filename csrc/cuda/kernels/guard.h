@@ -2,9 +2,10 @@
 //
 // Every wait polls its flag and, less often, the kernel's deadline, the abort word that the host
 // sets, and the rank's cause of failure, set by the first of its blocks to give up.  After that
-// nothing waits or moves any more: the block runs to its end, and the rank's last block fills the
-// whole output with bytes 0xff, a NaN in every floating-point type (-1, and true, in the others).
-// A CUDA wait() never blocks, so an optimizer would otherwise step with garbage.
+// nothing waits or moves any more: the block runs to its end, and the rank's last block sets the
+// flag that a fused optimizer looks at (Local::found_inf) and fills the whole output with NaN, or
+// zeros if it is of integers.  A CUDA wait() never blocks, so an optimizer would otherwise step
+// with garbage.
 //
 // In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that have
 // not given up yet may still write to the others, or read what was filled.
@@ -20,11 +21,38 @@ namespace ringreduce::cuda {
 // Polls of a flag between two checks of the clock and the words, which go to the host's memory.
 inline constexpr unsigned kLooksPerCheck = 256;
 
+// The byte that fills the output of a failed call.
+//
+// Floating-point and complex elements become NaN, which no program takes for a result.  Integers
+// and truth values have no such value.  They become 0, since a program may use them as indices
+// before it learns of the failure.  An index out of range fails an assertion on the GPU, which ends
+// the process's use of it.  -1 is out of range, and so may be what a call left half done.  0 is an
+// index of every table that has an element.
+constexpr unsigned char poisonOf(DType dtype) {
+  switch (dtype) {
+    case DType::kInt8:
+    case DType::kUInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kBool:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+      return 0;
+    case DType::kFloat8E4M3FNUZ:  // their only NaN
+    case DType::kFloat8E5M2FNUZ:
+      return 0x80;
+    default:  // float4_e2m1fn_x2 alone has no NaN
+      return 0xff;
+  }
+}
+
 // The end of a block's work.  The last of the kernel's `blocks` looks whether the rank has given
 // up, or has been told to by a word of the host's, and then fills the whole output.
 template <class Block>
 RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint64_t* abort,
-                                   void* output, size_t bytes) {
+                                   void* output, size_t bytes, unsigned char poison) {
   block.sync();
   bool last = false;
   if (block.thread() == 0) last = countWord(local.blocks_done) + 1 == static_cast<uint32_t>(blocks);
@@ -35,10 +63,11 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint6
     if (abort) poisoned |= observeWord(*abort) != 0;
   }
   if (!block.any(poisoned)) return;
+  if (block.thread() == 0) block.store(&local.found_inf, 1.0f);
   auto* at = static_cast<unsigned char*>(output);
   for (size_t i = static_cast<size_t>(block.thread()); i < bytes;
        i += static_cast<size_t>(block.threads()))
-    block.store(at + i, static_cast<unsigned char>(0xff));
+    block.store(at + i, poison);
 }
 
 template <class Block>
@@ -67,7 +96,7 @@ class Guard {
 
   // The end of a block's work; `blocks` share the rank's output of `bytes`.
   RINGREDUCE_DEVICE void leave(int blocks, void* output, size_t bytes) {
-    leaveKernel(block_, *comm_.local, blocks, nullptr, output, bytes);
+    leaveKernel(block_, *comm_.local, blocks, nullptr, output, bytes, call_.poison);
   }
 
  private:

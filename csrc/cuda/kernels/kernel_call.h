@@ -34,6 +34,7 @@ struct alignas(kLine) Counters {
 struct Local {
   alignas(kLine) uint32_t cause;        // a Cause: not kNone from the first failure on
   alignas(kLine) uint32_t blocks_done;  // of the kernel that runs
+  float found_inf;                      // 0; 1 from the first failed call on, for optimizers
   Counters counters[kMostChannels];
 };
 
@@ -52,13 +53,14 @@ struct RankCall {
   void* output;  // may be the input, or lie in it, or it in this
   size_t count;  // elements; of one rank's part where there are parts
   Arithmetic arithmetic;
-  const void* factor;  // in device memory, of the dtype's Value type: replaces arithmetic.factor
-  uint64_t timeout;    // nanoseconds from the kernel's start
-  uint64_t operation;  // its number in the group, for messages
-  size_t slice;        // elements (gpu_tuning.h): of a ring slice, or of a part pushed
-  size_t window;       // ring: slices under way
-  bool scatter;        // two-shot: only its first half; broadcast: in two hops (push_gather.h)
-  int root;            // the rank that sends, or kEverybody
+  const void* factor;    // in device memory, of the dtype's Value type: replaces arithmetic.factor
+  uint64_t timeout;      // nanoseconds from the kernel's start
+  uint64_t operation;    // its number in the group, for messages
+  size_t slice;          // elements (gpu_tuning.h): of a ring slice, or of a part pushed
+  size_t window;         // ring: slices under way
+  bool scatter;          // two-shot: only its first half; broadcast: in two hops (push_gather.h)
+  unsigned char poison;  // fills the output of a failed call (guard.h)
+  int root;              // the rank that sends, or kEverybody
 };
 
 // Kernels of 2, 4 and 8 ranks are compiled for that number.

@@ -116,8 +116,7 @@ RINGREDUCE_DEVICE void carry(Block& block, const CarryCall& call, int channel, i
 }
 
 // The end of the schedule at each rank: copies the leaders' sums to the output, if they are not
-// there. If the group has given up, it fills the whole output of the call with bytes 0xff, earlier
-// pieces too.
+// there. If the group has given up, it poisons the whole output of the call, earlier pieces too.
 struct DeliverCall {
   const std::byte* from;  // null: it is in place
   std::byte* to;
@@ -127,6 +126,7 @@ struct DeliverCall {
   Local* local;
   std::byte* output;  // of the whole call
   size_t output_bytes;
+  unsigned char poison;  // guard.h
 };
 
 template <class Block>
@@ -142,7 +142,8 @@ RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channe
     copyElements<Raw<1>>(block, mine.size, call.from + mine.begin,
                          Spans<1>{{call.to + mine.begin}});
   }
-  leaveKernel(block, *call.local, channels, call.abort, call.output, call.output_bytes);
+  leaveKernel(block, *call.local, channels, call.abort, call.output, call.output_bytes,
+              call.poison);
 }
 
 // ---- arguments where each rank leads for itself: a piece of a reduce-scatter, an all-gather or a
