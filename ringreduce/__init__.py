@@ -4,6 +4,7 @@ dist.init_process_group("ringreduce")        # as a backend, no import needed
 ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
 ringreduce.average_gradients(model)          # in a loop without DDP
 ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
+ringreduce.commit()                          # before a step that no lost rank may spoil
 """
 
 import importlib.metadata
@@ -19,6 +20,7 @@ from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
 from ringreduce.memory import empty, share_
+from ringreduce.step import commit, found_inf
 
 __all__ = [
     "Aborted",
@@ -30,7 +32,9 @@ __all__ = [
     "PeerLost",
     "Timeout",
     "average_gradients",
+    "commit",
     "empty",
+    "found_inf",
     "gpu_bytes",
     "hooks",
     "init",

@@ -238,13 +238,17 @@ def _outlives_its_group(dist_backend_opts: Any) -> bool:
     return dist_backend_opts.group_size > 1 and not others
 
 
-def backend_of(group: dist.ProcessGroup) -> Backend | None:
+def backend_of(group: dist.ProcessGroup, *devices: str) -> Backend | None:
     """The group's ringreduce backend, or None if it has none.
 
     One backend object takes tensors of both kinds, so it does not matter for which of them torch
     knows it: CPU tensors, if possible.
+
+    Args:
+        group: of whatever backend.
+        devices: "cpu", "cuda": only for tensors there.  None given: for either.
     """
-    for device in ("cpu", "cuda"):
+    for device in devices or ("cpu", "cuda"):
         try:
             backend = group._get_backend(torch.device(device))
         except RuntimeError:  # a group that has no backend for such tensors at all
@@ -301,6 +305,38 @@ def _companion_of(group: dist.ProcessGroup) -> _Companion | None:
     return next((c for c in _companions if c.beside() is group), None)
 
 
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise RuntimeError("call torch.distributed.init_process_group first")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"this rank needs to be in the group, which is {group!r} here")
+    return group
+
+
+def existing_group(group: dist.ProcessGroup | None, call: str) -> dist.ProcessGroup:
+    """The group itself if it is ringreduce's, else the one that `ringreduce_group` has made.
+
+    Args:
+        group: None for the default group.
+        call: what is called with it, for errors.
+
+    Raises:
+        RuntimeError: there is no default group.
+        TypeError: not a group, one that this rank is not in, or one without a group of ringreduce.
+    """
+    group = _own_group(group)
+    if backend_of(group) is not None:
+        return group
+    companion = _companion_of(group)
+    if companion is None:
+        raise TypeError(
+            f"{call} takes a group of ringreduce, or one beside which a hook of ringreduce "
+            f"averages gradients, and this one is of {dist.get_backend(group)}"
+        )
+    return companion.group
+
+
 def ringreduce_group(
     group: dist.ProcessGroup | None, again: bool = True, call: bool = False
 ) -> dist.ProcessGroup:
@@ -321,11 +357,7 @@ def ringreduce_group(
         TypeError: not a group, or one that this rank is not in.
         Timeout, PeerLost, Error: as `create`.
     """
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise RuntimeError("call torch.distributed.init_process_group first")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"this rank needs to be in the group, which is {group!r} here")
+    group = _own_group(group)
     if backend_of(group) is not None:
         return group
     companion = _companion_of(group)

@@ -109,6 +109,11 @@ def arrive_late(me: Rank, late: int, by: float, call: str) -> None:
     me.tell(time.monotonic())
     if call == "async":
         dist.all_reduce(torch.ones(1024), async_op=True).wait()
+    elif call == "commit":
+        import ringreduce
+
+        dist.all_reduce(torch.ones(1024), async_op=True)
+        ringreduce.commit()
     elif call == "barrier":
         dist.barrier()
     else:
@@ -121,6 +126,7 @@ def arrive_late(me: Rank, late: int, by: float, call: str) -> None:
         (4, 2, "all_reduce"),
         (3, 1, "async"),
         (3, 0, "barrier"),
+        (2, 1, "commit"),
     ],
 )
 def test_a_rank_that_never_arrives(
@@ -129,7 +135,7 @@ def test_a_rank_that_never_arrives(
     deadline = 2.0  # making the group must not take longer, on a busy machine either
     job = pool.start(arrive_late, world(size, timeout=deadline), late, 3.0, call, remade=True)
     outcomes = job.outcomes()
-    name = "all_reduce" if call == "async" else call
+    name = "barrier" if call == "barrier" else "all_reduce"
     for raised in expect_all(outcomes, {late}, "Timeout", {late}, says=rf"{name} #1\b"):
         waited = raised.when - job.heard(raised.rank)
         assert deadline - 0.1 <= waited <= deadline + 8.0, f"{waited} s on rank {raised.rank}"
@@ -228,6 +234,11 @@ def wait_for_ever(me: Rank, call: str) -> None:
     elif call == "many":
         works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(10)]
         works[-1].wait()
+    elif call == "commit":
+        import ringreduce
+
+        dist.all_reduce(torch.ones(8), async_op=True)
+        ringreduce.commit()
     else:
         dist.all_reduce(torch.ones(8))
 
@@ -276,7 +287,7 @@ def test_ctrl_c_ends_a_wait_inside_torch(pool: Pool, world: MakeWorld, call: str
     press_ctrl_c(pool, world, job)
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "barrier", "wait", "many"])
+@pytest.mark.parametrize("call", ["all_reduce", "barrier", "wait", "many", "commit"])
 def test_ctrl_c_ends_a_wait(pool: Pool, world: MakeWorld, call: str) -> None:
     job = pool.start(wait_for_ever, world(2), call)
     press_ctrl_c(pool, world, job)

@@ -769,6 +769,39 @@ void Backend::waitForPendingWorks() {
   translated([&] { group()->drain(); });
 }
 
+void Backend::commit() {
+  const std::shared_ptr<Group> group = this->group();
+  const uint64_t observed_group = observer_->groups();
+  const GpuPtr gpu = gpuIfAny();
+  translated([&] {
+    try {
+      if (gpu)
+        gpu->commit(*group, group->timeout());
+      else
+        group->drain();
+      group->checkHealth();
+    } catch (const Error&) {
+      if (group->failed()) observer_->noteFailure(observed_group);
+      throw;
+    } catch (...) {  // Ctrl-C: the other ranks wait for what this one does not finish
+      group->abort("interrupted while it committed");
+      throw;
+    }
+  });
+}
+
+at::Tensor Backend::foundInf(c10::Device device) {
+  if (device.is_cpu()) {
+    const at::Tensor flag = observer_->foundInf();
+    if (hasFailed()) flag.fill_(1);
+    return flag;
+  }
+  const GpuPtr gpu = device.is_cuda() ? gpuIfAny() : nullptr;
+  TORCH_CHECK_VALUE(gpu, "ringreduce.found_inf: this group has no calls on ", device,
+                    hasCuda() ? "" : "; this ringreduce was built for CPUs only");
+  return translated([&] { return gpu->foundInf(device); });
+}
+
 uint64_t Backend::getSequenceNumberForGroup() {
   return observer_->calls;
 }
@@ -829,7 +862,7 @@ c10d::ErrorType Backend::getError() {
 
 void Backend::abort() {
   if (keeps_store_) keepStore(store_, nanosOf(options_->timeout));  // torch may destroy it next
-  observer_->runAbortHooks(observer_->groups());
+  observer_->noteFailure(observer_->groups());
   endReconfigure("abort() was called");
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (const auto gpu = gpuIfAny()) gpu->abort();

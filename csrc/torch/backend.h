@@ -192,6 +192,12 @@ class Backend final : public c10d::Backend {
   void unregisterCompletionHook(int64_t id) override { observer_->completion_hooks.remove(id); }
 #endif
   void waitForPendingWorks() override;
+  // Returns once all collectives so far have ended on this rank, as have messages in a GPU's
+  // current stream.  Throws the group's error if there is one then.
+  void commit();
+  // A flag for optimizers on this device: 0, and 1 from a failure of the group on.  On a GPU it is
+  // set before a failed call's output can be used.
+  at::Tensor foundInf(c10::Device device);
   void enableCollectivesTiming() override { observer_->timing = true; }
   c10d::ErrorType getError() override;
   // Overrides a method that torch has since 2.12.

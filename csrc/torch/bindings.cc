@@ -500,6 +500,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("has_raised", &Backend::hasRaised, no_gil);
   property("has_failed", &Backend::hasFailed);
   property("check", &Backend::check, no_gil);
+  property("commit", &Backend::commit, no_gil);
+  m.def(
+      "found_inf",
+      [](const BackendPtr& backend, c10::Device device) {
+        return asRingreduce(*backend).foundInf(device);
+      },
+      no_gil, "backend"_a, "device"_a);
   property("is_idle", &Backend::isIdle, no_gil);
   property("store", &Backend::store);
   property("goes_on", &Backend::goesOn);

@@ -106,8 +106,19 @@ namespace {
 
 // How often a wait for a GPU looks for signals and for the group's failure.
 constexpr Nanos kLook = 5 * kMillisecond;
-// For the watchdog: of a call that is late at the same time, it knows which rank to blame.
-constexpr Nanos kWatchdogsTurn = 2 * kSecond;
+// The end of a wait for a GPU.  The watchdog comes first: of a call that is late at the same time,
+// it knows which rank to blame.
+Nanos withWatchdogsTurn(Nanos timeout) {
+  constexpr Nanos kTurn = 2 * kSecond;
+  return deadlineIn(timeout > kNever - kTurn ? kNever : timeout + kTurn);
+}
+
+Error stillBusy(const Group& group, const char* failed, c10::Device device, Nanos timeout) {
+  return {Failure::kTimeout,
+          "rank " + group.options().shown(group.rank()) + " " + failed + ": " + device.str() +
+              " was still busy with earlier work after " + seconds(timeout) +
+              "; look for the kernel that does not end, or set a longer timeout"};
+}
 
 c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
@@ -238,7 +249,7 @@ class StreamWork final : public c10d::Work {
     try {
       translated([&] { communicator->check(); });
     } catch (...) {
-      observer_->runAbortHooks(observed_group_);
+      observer_->noteFailure(observed_group_);
       throw;
     }
   }
@@ -425,13 +436,13 @@ void GpuBackend::abort() {
   if (nccl_ && *nccl_) (*nccl_)->abort();
 }
 
+GpuBackend::Contexts GpuBackend::contexts() const {
+  const std::lock_guard lock(mutex_);
+  return contexts_;
+}
+
 void GpuBackend::check() const {
-  std::vector<std::shared_ptr<cuda::GpuCommunicator>> communicators;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& [index, context] : contexts_) communicators.push_back(context->communicator);
-  }
-  for (const auto& communicator : communicators) communicator->check();
+  for (const auto& [index, context] : contexts()) context->communicator->check();
 }
 
 void GpuBackend::shutdown() {
@@ -453,38 +464,58 @@ void GpuBackend::shutdown() {
   (*nccl)->shutdown();
 }
 
-void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos timeout) {
+std::vector<c10::Device> GpuBackend::devices() const {
+  const std::lock_guard lock(mutex_);
+  std::set<c10::DeviceIndex> used = others_on_;
+  for (const auto& [index, context] : contexts_) used.insert(index);
+  std::vector<c10::Device> all;
+  for (const c10::DeviceIndex index : used) all.emplace_back(c10::kCUDA, index);
+  return all;
+}
+
+void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos timeout,
+                       const char* failed) {
   if (forkGeneration() != generation_) return;  // a child cannot use the parent's GPUs
-  std::vector<c10::Stream> streams;
-  if (only) {
-    streams.push_back(guardOf(*only).getStream(*only));
-  } else {
-    const std::lock_guard lock(mutex_);
-    std::set<c10::DeviceIndex> used = others_on_;
-    for (const auto& [index, context] : contexts_) used.insert(index);
-    for (const c10::DeviceIndex index : used) {
-      const c10::Device device(c10::kCUDA, index);
-      streams.push_back(guardOf(device).getStream(device));
-    }
-  }
-  const Nanos deadline =
-      deadlineIn(timeout > kNever - kWatchdogsTurn ? kNever : timeout + kWatchdogsTurn);
-  for (const c10::Stream& stream : streams) {
-    if (isCapturing(stream.device())) continue;
+  const Nanos deadline = withWatchdogsTurn(timeout);
+  for (const c10::Device& device : only ? std::vector{*only} : devices()) {
+    const c10::Stream stream = guardOf(device).getStream(device);
+    if (isCapturing(device)) continue;
     for (Nanos look = now() + kLook; !isDrained(stream);) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       if (now() < look) continue;
       look = now() + kLook;
-      group.interrupt("while a barrier waited for a GPU");
+      group.interrupt("while it waited for a GPU");
       group.checkHealth();
-      if (now() >= deadline)
-        throw Error(Failure::kTimeout,
-                    "rank " + group.options().shown(group.rank()) +
-                        " did not enter a barrier: " + stream.device().str() +
-                        " was still busy with earlier work after " + seconds(timeout) +
-                        "; look for the kernel that does not end, or set a longer timeout");
+      if (now() >= deadline) throw stillBusy(group, failed, device, timeout);
     }
   }
+}
+
+void GpuBackend::commit(Group& group, Nanos timeout) {
+  if (forkGeneration() != generation_) return;
+  constexpr auto kFailed = "did not commit";
+  for (const c10::Device& device : devices())
+    if (isCapturing(device))
+      throw Error(Failure::kArgument,
+                  "ringreduce.commit waits for " + device.str() +
+                      ", which a stream that is captured into a CUDA graph cannot do; give a fused "
+                      "optimizer the flag ringreduce.found_inf(), which works in graphs, or call "
+                      "commit outside of the capture");
+  group.drain();  // what goes through the host's memory ends with a copy in a stream
+  const Nanos deadline = withWatchdogsTurn(timeout);
+  drain(group, std::nullopt, timeout, kFailed);
+  for (const auto& [index, context] : contexts())
+    if (!context->communicator->wait(std::max<Nanos>(deadline - now(), 0)))
+      throw stillBusy(group, kFailed, c10::Device(c10::kCUDA, index), timeout);
+}
+
+at::Tensor GpuBackend::foundInf(c10::Device device) {
+  const std::shared_ptr<cuda::Local> local = contextOf(device)->communicator->local();
+  return at::for_blob(&local->found_inf, {})
+      .deleter([local](void*) {})
+      .options(at::TensorOptions(at::kFloat).device(device))
+      .target_device(device)
+      .make_tensor();
 }
 
 size_t GpuBackend::bytes() const {

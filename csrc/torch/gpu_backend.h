@@ -100,8 +100,16 @@ class GpuBackend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
   // Waits for the current stream of GPU `only`, or those of all GPUs that the group has used,
-  // unless they are captured.  Throws Error if the group fails or `timeout` is over meanwhile.
-  void drain(Group& group, std::optional<c10::Device> only, Nanos timeout);
+  // unless they are captured.  Throws Error if the group fails or `timeout` is over meanwhile; it
+  // `failed` then, as its text says: "did not enter a barrier".
+  void drain(Group& group, std::optional<c10::Device> only, Nanos timeout, const char* failed);
+  // Waits until the group's queue is empty, then as `drain`, and then for all calls of
+  // communicators, in whatever stream they are.  Throws the group's error if there is one by then,
+  // and Error(kArgument) if a current stream is captured.
+  void commit(Group& group, Nanos timeout);
+  // The flag of the device's communicator (GpuCommunicator::local), which it makes if there is
+  // none.
+  at::Tensor foundInf(c10::Device device);
   // Throws Error if an operation has failed.  Its stream must have finished it.
   void check() const;
 
@@ -121,6 +129,9 @@ class GpuBackend final : public c10d::Backend {
   // Puts an operation into the current stream, which is `stream`.
   using Put = std::function<void(cuda::GpuCommunicator&, const c10::Stream&)>;
 
+  std::vector<c10::Device> devices() const;  // that the group has used
+  using Contexts = std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>>;
+  Contexts contexts() const;
   // The caller keeps it alive, even if the group shuts down meanwhile.
   std::shared_ptr<DeviceContext> contextOf(c10::Device device);
   bool performs(c10::Device device, Kind kind) {
@@ -143,7 +154,7 @@ class GpuBackend final : public c10d::Backend {
   // ranks runs Python's signal handlers meanwhile, and these may end the group.
   std::mutex buckets_mutex_;  // of DeviceContext::buckets, and held while one is registered
   mutable std::recursive_mutex mutex_;
-  std::map<c10::DeviceIndex, std::shared_ptr<DeviceContext>> contexts_;
+  Contexts contexts_;
   std::map<c10::DeviceIndex, HostTrip::Streams> trips_;
   std::optional<BackendPtr> nccl_;        // null: it cannot start
   std::set<c10::DeviceIndex> others_on_;  // GPUs of calls that the other backends took

@@ -72,7 +72,7 @@ class InnerWork final : public c10d::Work {
 void FailedGroup::check() const {
   const auto group = group_.lock();
   if (!group || !group->failed()) return;
-  observer_->runAbortHooks(observed_group_);
+  observer_->noteFailure(observed_group_);
   translated([&] { group->checkHealth(); });
 }
 

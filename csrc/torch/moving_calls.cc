@@ -394,7 +394,7 @@ Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
     if (const GpuPtr gpu = gpuIfAny())
       gpu->drain(*group,
                  options.device && options.device->is_cuda() ? options.device : std::nullopt,
-                 timeout > 0 ? timeout : group->timeout());
+                 timeout > 0 ? timeout : group->timeout(), "did not enter a barrier");
     return start(*group,
                  {.type = c10d::OpType::BARRIER,
                   .title = "ringreduce:barrier",

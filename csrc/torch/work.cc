@@ -98,11 +98,13 @@ void Observer::setAbortHook(int64_t id, std::function<void()> hook) {
     abort_hooks_.erase(id);
 }
 
-void Observer::runAbortHooks(uint64_t group) {
+void Observer::noteFailure(uint64_t group) {
   decltype(abort_hooks_) hooks;
   {
     const std::lock_guard lock(mutex_);
     if (group != groups_ || std::exchange(aborted_, true)) return;
+    if (found_inf_.defined())
+      std::atomic_ref(*found_inf_.mutable_data_ptr<float>()).store(1, std::memory_order_release);
     hooks = abort_hooks_;
   }
   for (const auto& [id, hook] : hooks) {
@@ -114,10 +116,18 @@ void Observer::runAbortHooks(uint64_t group) {
   }
 }
 
+at::Tensor Observer::foundInf() {
+  const std::lock_guard lock(mutex_);
+  if (!found_inf_.defined())
+    found_inf_ = at::full({}, aborted_ ? 1.0 : 0.0, at::TensorOptions(at::kFloat).device(at::kCPU));
+  return found_inf_;
+}
+
 void Observer::enterGroup() {
   const std::lock_guard lock(mutex_);
   ++groups_;
   aborted_ = false;
+  found_inf_ = at::Tensor();
   calls = 0;
 }
 
@@ -172,7 +182,7 @@ void Work::run(Group& group, Job job) {
   try {
     if (group.tryRunHere(job.operations)) return;
   } catch (...) {
-    if (group.failed()) observer.runAbortHooks(observed_group);
+    if (group.failed()) observer.noteFailure(observed_group);
     rethrowToPython("", observer.severalThreads());
   }
   start(group, std::move(job), /*blocking=*/true);
@@ -234,7 +244,7 @@ void Work::complete(std::exception_ptr error) {
 
 void Work::tellOfFailure() const {
   if (const auto group = group_.lock(); group && group->failed())
-    observer_->runAbortHooks(observed_group_);
+    observer_->noteFailure(observed_group_);
 }
 
 bool Work::hasCompletedFuture() {
@@ -292,6 +302,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
 
 bool Work::isCompleted() {
   if (handle_ && !handle_->isDone()) return false;
+  if (handle_ && handle_->error()) tellOfFailure();  // its completion may come later
   releaseMemory();
   return true;
 }

@@ -65,9 +65,11 @@ class Observer {
 
   // Hooks to call before the group is aborted or when its failure is first known.
   void setAbortHook(int64_t id, std::function<void()> hook);  // null: removes it
-  // Calls them once a group, not for one that was left.  An exception from a hook is logged and
-  // dropped.
-  void runAbortHooks(uint64_t group);
+  // Sets the group's flag and calls the hooks, once a group, not for one that was left.  An
+  // exception from a hook is logged and dropped.
+  void noteFailure(uint64_t group);
+  // The group's flag for optimizers on the CPU: 0, and 1 once its failure was noted.
+  at::Tensor foundInf();
 
   // The backend's groups so far: a reconfigure makes another one.
   uint64_t groups() const { return groups_; }
@@ -76,9 +78,10 @@ class Observer {
  private:
   std::atomic<std::thread::id> first_thread_{};
   std::atomic<bool> several_threads_{false};
-  std::mutex mutex_;  // of the next three
+  std::mutex mutex_;  // of the next four
   std::map<int64_t, std::function<void()>> abort_hooks_;
   bool aborted_ = false;
+  at::Tensor found_inf_;  // undefined: nobody has asked for it
   std::atomic<uint64_t> groups_{0};
 };
 

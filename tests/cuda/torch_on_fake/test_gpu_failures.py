@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from blame import expect, expect_all
 from conftest import Machine
 from gpu_jobs import Gate, use_gpu
-from pool import Died, Rank
+from pool import Died, Done, Rank
 
 import ringreduce
 
@@ -106,20 +108,174 @@ def test_streams_may_be_held_back(machine: Machine) -> None:
     call.results()
 
 
-def stuck(me: Rank) -> None:
-    """A stream that stands still when a barrier has to wait for it."""
+def stuck(me: Rank, call: str) -> None:
+    """A stream that stands still when a call has to wait for it."""
     x = torch.ones(8, device=use_gpu(me))
     dist.all_reduce(x)
     gate = Gate()
-    with pytest.raises(dist.DistBackendError, match="did not enter a barrier: cuda:"):
-        dist.barrier()
+    failed = "did not commit" if call == "commit" else "did not enter a barrier"
+    with pytest.raises(ringreduce.Timeout, match=f"{failed}: cuda:"):
+        ringreduce.commit() if call == "commit" else dist.barrier()
     gate.open()
     dist.all_reduce(x)  # the group goes on
     assert x.tolist() == [4.0] * 8
 
 
-def test_a_barrier_does_not_wait_for_a_gpu_without_end(machine: Machine) -> None:
-    machine.start(stuck, 2, timeout=1, fresh=True).results(30)
+@pytest.mark.parametrize("call", ["barrier", "commit"])
+def test_nothing_waits_for_a_gpu_without_end(machine: Machine, call: str) -> None:
+    machine.start(stuck, 2, call, timeout=1, fresh=True).results(30)
+
+
+def committed(me: Rank, mixed: bool) -> None:
+    """Of another stream than the current one, without a wait for the Work."""
+    x = torch.ones(50_000, device=use_gpu(me))
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        me.hear(60)
+    work = dist.all_reduce(x, async_op=True)
+    if me.rank == 0:
+        me.tell("in its stream")
+    ringreduce.commit()
+    assert work is not None and work.is_completed()
+    assert ringreduce.found_inf().device == x.device and float(ringreduce.found_inf()) == 0
+    if mixed:
+        with pytest.raises(ValueError, match="calls of this group on cpu tensors are not"):
+            ringreduce.found_inf(device="cpu")
+    else:
+        assert float(ringreduce.found_inf(device="cpu")) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x)
+        with pytest.raises(ValueError, match=r"ringreduce\.found_inf\(\), which works in graphs"):
+            ringreduce.commit()
+
+
+@pytest.mark.parametrize("backend", ["ringreduce", "cpu:gloo,cuda:ringreduce"])
+def test_a_commit_waits_for_all_calls(machine: Machine, backend: str) -> None:
+    call = machine.start(committed, 2, "gloo" in backend, backend=backend, fresh=True)
+    assert call.heard(0) == "in its stream"
+    time.sleep(0.3)  # a commit that waits for nothing has returned by then
+    call.tell(1)
+    call.results(60)
+
+
+def optimizer_of(parameter: torch.nn.Parameter, kind: str) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
+    return torch.optim.AdamW([parameter], lr=0.1, fused=True)
+
+
+def lost_step(me: Rank, way: str, kind: str) -> str:
+    """A step of training, and one in which a rank is lost.  What the latter did to parameters."""
+    device = use_gpu(me)
+    parameter = torch.nn.Parameter(torch.ones(3000, device=device))
+    parameter.grad = torch.ones(3000, device=device)
+    optimizer = optimizer_of(parameter, kind)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
+    scaler.scale(torch.zeros((), device=device))
+    dist.all_reduce(parameter.grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(parameter.grad)
+    flag: Any = ringreduce.found_inf()
+    assert flag.shape == () and flag.dtype == torch.float32 and float(flag) == 0
+
+    def step() -> None:
+        if "scaler" in way:
+            scaler.unscale_(optimizer)
+            for found in scaler._found_inf_per_device(optimizer).values():
+                if way == "scaler with found_inf":
+                    torch.maximum(found, flag, out=found)
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if "found_inf" in way:
+            vars(optimizer)["found_inf"] = flag
+        optimizer.step()
+
+    step()
+    assert not bool((parameter == 1).any())
+    before = [parameter.detach().cpu()]
+    before += [v.cpu() for v in optimizer.state[parameter].values() if v is not None]
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        me.tell("ready")
+        me.hear(60)
+    if way == "found_inf in a graph":
+        graph.replay()
+    else:
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        assert work is not None
+        work.wait()  # does not wait on the host
+    me.tell("in its stream")
+    if way == "commit":
+        with pytest.raises(ringreduce.PeerLost):
+            ringreduce.commit()
+    else:
+        step()
+    after = [parameter.detach().cpu()]
+    after += [v.cpu() for v in optimizer.state[parameter].values() if v is not None]
+    assert bool(parameter.grad.isnan().all()) and float(flag) == 1
+    with pytest.raises(ringreduce.PeerLost):
+        ringreduce.commit()
+    if all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        return "intact"
+    return "lost" if bool(after[0].isnan().all()) else "changed"
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "becomes"),
+    [
+        ("nothing", "AdamW", "lost"),
+        ("commit", "AdamW", "intact"),
+        ("found_inf", "AdamW", "intact"),
+        ("found_inf", "SGD", "intact"),
+        ("found_inf in a graph", "AdamW", "intact"),
+        ("scaler", "AdamW", "intact"),
+        ("scaler with found_inf", "AdamW", "intact"),
+    ],
+)
+def test_parameters_after_a_lost_step(machine: Machine, way: str, kind: str, becomes: str) -> None:
+    call = machine.start(lost_step, 2, way, kind, fresh=True)
+    assert call.heard(1) == "ready" and call.heard(0) == "in its stream"
+    call.signal(1, signal.SIGKILL)
+    found, died = call.outcomes(60)
+    assert isinstance(found, Done) and isinstance(died, Died), found
+    assert found.value == becomes
+
+
+def lost_integers(me: Rank) -> None:
+    """Indices of a failed call are none that a lookup would fail for."""
+    device = use_gpu(me)
+    make = partial(torch.full, device=device)
+    dist.all_reduce(make((4,), 1.0))
+    sums, copies = make((5000,), 7), make((3000,), True)
+    addends, sum_of_part = make((5000,), 7, dtype=torch.int32), make((2500,), 7, dtype=torch.int32)
+    part, gathered = make((1500,), 7, dtype=torch.int16), make((3000,), 7, dtype=torch.int16)
+    complex_part, complex_numbers = make((300,), 1j), make((600,), 1j)
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        me.tell("ready")
+        me.hear(60)
+    dist.all_reduce(sums)
+    dist.reduce_scatter_tensor(sum_of_part, addends)
+    dist.all_gather_into_tensor(gathered, part)
+    dist.broadcast(copies, 1)
+    dist.all_gather_into_tensor(complex_numbers, complex_part)
+    me.tell("in its stream")
+    for each in (sums, sum_of_part, gathered, copies):
+        assert not bool(each.any()), each.dtype
+    assert bool(complex_numbers.real.isnan().all()) and bool(complex_numbers.imag.isnan().all())
+    assert float(ringreduce.found_inf()) == 1
+
+
+def test_integers_of_a_failed_call_are_zero(machine: Machine) -> None:
+    call = machine.start(lost_integers, 2, fresh=True)
+    assert call.heard(1) == "ready" and call.heard(0) == "in its stream"
+    call.signal(1, signal.SIGKILL)
+    found = call.outcomes(60)[0]
+    assert isinstance(found, Done), found
 
 
 def going_on(me: Rank, name: str) -> None:
