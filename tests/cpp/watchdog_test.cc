@@ -77,6 +77,33 @@ TEST(all_ranks_get_the_sums) {
         named());
 }
 
+// While nobody waits on the host, the ends of short operations are collected some at a time.
+TEST(operations_that_nobody_waits_for_are_asked_for_seldom) {
+  constexpr int kOperations = 500;
+  constexpr Nanos kEach = 400 * kMicrosecond;
+  ranks::inGroup(
+      2,
+      [](Group& group) {
+        Rank rank(group);
+        std::atomic<int> refused = 0;
+        const Nanos start = now();
+        for (int i = 1; i <= kOperations; ++i) {
+          rank.watchdog().announce({.count = 1});
+          rank.watchdog().track(kLong, [&refused, end = start + i * kEach] {
+            if (now() >= end) return true;
+            ++refused;
+            return false;
+          });
+        }
+        std::this_thread::sleep_for(std::chrono::nanoseconds(start + kOperations * kEach - now()));
+        // A pause of 2 ms after each, and shorter ones at first.
+        CHECK(refused <= (now() - start) / (2 * kMillisecond) + 10);
+        CHECK(rank.watchdog().wait(kLong));
+        CHECK(rank.watchdog().settle(kLong));
+      },
+      named());
+}
+
 // Settling is what makes it safe to free memory that peers write to.
 TEST(settling_waits_for_the_slowest_rank) {
   std::atomic<bool> slow_is_done = false;

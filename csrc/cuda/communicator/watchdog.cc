@@ -20,7 +20,8 @@ std::string textOf(OpSignature what) {
   return describe(what);
 }
 
-// Between two rounds: short at first, so that the end of a short operation is seen soon.
+// Between two rounds.  Short at first if a user's thread waits, so that it sees the end of a short
+// operation soon.
 constexpr Nanos kShortRound = 50 * kMicrosecond, kLongRound = 2 * kMillisecond;
 constexpr Nanos kIdleRound = 50 * kMillisecond;  // while awake with nothing under way
 // Probes and the search for ended processes cost system calls.
@@ -72,9 +73,11 @@ uint64_t Watchdog::announce(OpSignature what) {
 }
 
 void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun) {
+  bool was_idle = false;
   {
     const std::lock_guard lock(mutex_);
-    if (under_way_.empty()) head_since_ = now();
+    was_idle = under_way_.empty();
+    if (was_idle) head_since_ = now();
     under_way_.push_back({.what = latest_,
                           .timeout = timeout,
                           .begun = std::move(begun),
@@ -82,7 +85,7 @@ void Watchdog::track(Nanos timeout, Reached finished, Label label, Reached begun
                           .label = std::move(label)});
     ranks_->advance(finished_, under_way_);
   }
-  changed_.notify_all();
+  if (was_idle) changed_.notify_all();
 }
 
 void Watchdog::stayAwake() {
@@ -101,10 +104,17 @@ void Watchdog::check() {
 
 // Returns false once the deadline has passed.
 bool Watchdog::pauseUntil(Lock& lock, Nanos deadline) {
-  const Nanos left = deadline - now();
+  const Nanos time = now(), left = deadline - time;
   if (left <= 0) return false;
+  if (!isAwaited()) changed_.notify_all();
+  awaited_at_ = time;
   changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongRound, left)));
   return true;
+}
+
+// A thread that waits notes it in every round.
+bool Watchdog::isAwaited() const {
+  return now() - awaited_at_ < 2 * kLongRound;
 }
 
 bool Watchdog::wait(Nanos longest) {
@@ -190,7 +200,6 @@ void Watchdog::collect() {
   Nanos pause = kShortRound;
   while (!stopping_) {
     if (under_way_.empty()) {
-      pause = kShortRound;
       changed_.wait(lock, [&] { return stopping_ || !under_way_.empty(); });
       continue;
     }
@@ -224,11 +233,15 @@ void Watchdog::collect() {
       head_since_ = now();
       lost_since_ = next_report_ = 0;
       ranks_->advance(finished_, under_way_);
+      if (!isAwaited()) continue;
       pause = kShortRound;
       changed_.notify_all();
     } else {
-      changed_.wait_for(lock, std::chrono::nanoseconds(pause), [&] { return stopping_; });
-      pause = std::min(pause * 2, kLongRound);
+      const bool was_awaited = isAwaited();
+      const auto isAwaitedNow = [&] { return !was_awaited && isAwaited(); };
+      changed_.wait_for(lock, std::chrono::nanoseconds(pause),
+                        [&] { return stopping_ || isAwaitedNow(); });
+      pause = isAwaitedNow() ? kShortRound : std::min(pause * 2, kLongRound);
     }
   }
 }

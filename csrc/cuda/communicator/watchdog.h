@@ -1,10 +1,11 @@
 // The watchdog of a rank's GPU operations: deadlines, lost ranks, mismatches.
 //
 // A host that has put work into a stream goes on, so two threads look after that work.  They sleep
-// while there is none.  One asks CUDA whether operations are done.  The other checks deadlines,
-// lost ranks and mismatches every few milliseconds, fails the group with an error that names the
-// rank, and then ends everything that still waits.  It makes no call that could wait for the GPU,
-// except to end a group that has failed.
+// while there is none.  One asks CUDA whether operations are done: often while a user's thread
+// waits for them, else every few milliseconds.  The other checks deadlines, lost ranks and
+// mismatches every few milliseconds, fails the group with an error that names the rank, and then
+// ends everything that still waits.  It makes no call that could wait for the GPU, except to end a
+// group that has failed; for that, each communicator has its own two.
 //
 // The group knows which ranks are alive, and keeps the one error of all ranks (group/group.h).
 // WatchedRanks knows the progress of the other ranks.  It has one implementation for ranks that
@@ -142,6 +143,7 @@ class Watchdog {
   void release();
   bool hasToAbort() const { return !aborted_ && group_.failed(); }
   bool pauseUntil(Lock& lock, Nanos deadline);
+  bool isAwaited() const;
   WatchedRanks::Blame laggards(const OpSignature& what, int waited_for) const;
   std::string labelOf(uint64_t number) const;
 
@@ -153,6 +155,7 @@ class Watchdog {
   OpSignature latest_;
   uint64_t announced_ = 0, finished_ = 0, history_ = 0;
   Nanos head_since_ = 0;  // when the oldest operation became the oldest
+  Nanos awaited_at_ = 0;  // when a user's thread last waited
   Nanos next_report_ = 0, next_roll_call_ = 0, next_probe_ = 0, lost_since_ = 0;
   bool awake_ = false, aborted_ = false, stopping_ = false;
   std::thread watching_, collecting_;
