@@ -57,10 +57,10 @@ def _notice_joins() -> None:
     def telling(self: DistributedDataParallel, **kwargs: Any) -> Any:
         if tell := _tell_uneven.get(self):
             tell()
-        return join_hook(self, **kwargs)
+        return join_hook(self, **kwargs)  # type: ignore[no-untyped-call]
 
     telling._tells_ringreduce = True  # type: ignore[attr-defined]
-    DistributedDataParallel.join_hook = telling
+    DistributedDataParallel.join_hook = telling  # type: ignore[method-assign]
 
 
 def attach(ddp_model: DistributedDataParallel, state: CompressionState | None) -> None:

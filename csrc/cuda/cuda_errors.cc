@@ -33,17 +33,6 @@ constexpr Ruin kRuins[] = {
     {810, "the MPS server ended this process's use of the GPU (another client's fault, as a rule)"},
     {911, "a device outside of CUDA, for which the GPU waited, reported an error"},
 };
-static_assert(cudaErrorECCUncorrectable == 214 && cudaErrorNvlinkUncorrectable == 220 &&
-              cudaErrorIllegalAddress == 700 && cudaErrorLaunchTimeout == 702 &&
-              cudaErrorAssert == 710 && cudaErrorHardwareStackError == 714 &&
-              cudaErrorIllegalInstruction == 715 && cudaErrorMisalignedAddress == 716 &&
-              cudaErrorInvalidAddressSpace == 717 && cudaErrorInvalidPc == 718 &&
-              cudaErrorLaunchFailure == 719 && cudaErrorMpsClientTerminated == 810 &&
-              cudaErrorExternalDevice == 911);
-static_assert(static_cast<int>(CUDA_ERROR_ILLEGAL_ADDRESS) == cudaErrorIllegalAddress &&
-              static_cast<int>(CUDA_ERROR_MPS_CLIENT_TERMINATED) == cudaErrorMpsClientTerminated &&
-              static_cast<int>(CUDA_ERROR_OUT_OF_MEMORY) == cudaErrorMemoryAllocation &&
-              static_cast<int>(CUDA_ERROR_DEINITIALIZED) == cudaErrorCudartUnloading);
 
 // Advice for errors that come from a machine and its settings.
 const char* adviceFor(int code) {

@@ -21,6 +21,37 @@ using oracle::Case;
 
 namespace {
 
+// Where the parts of a rank's device memory lie.
+namespace layout_check {
+constexpr DeviceLayout kSome{
+    .ranks = 3, .channels = 2, .slot_bytes = 256, .depth = 4, .part_bytes = 128};
+static_assert(kSome.emptiedFlag(0) == kSome.filledFlag(0) + sizeof(Flag));
+static_assert(kSome.pushedFlag(0, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
+              kSome.filledFlag(1));
+static_assert(kSome.pushedFlag(1, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
+              kSome.ringBegin());
+static_assert(kSome.ringSlot(1, 3) + 256 == kSome.pushBegin());
+static_assert(kSome.pushSlot(0, DeviceLayout::Of::kParts, 3, 2) + 128 ==
+              kSome.pushSlot(0, DeviceLayout::Of::kResults, 0, 0));
+static_assert(kSome.pushSlot(1, DeviceLayout::Of::kResults, 3, 2) + 128 == kSome.bytes());
+}  // namespace layout_check
+
+// That every setting gets numbers which the protocol and a GPU allow.
+namespace tuning_check {
+constexpr bool sound(const Setting& s) {
+  const Tuning t = tune(s);
+  return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
+         t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
+         t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
+         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
+         t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
+}
+static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
+static_assert(sound({.ranks = 2, .ranks_on_device = 2}) &&
+              sound({.ranks = 4, .ranks_on_device = 4}));
+static_assert(sound({.ranks = 8, .multiprocessors = 28, .all_to_all = false}));
+}  // namespace tuning_check
+
 // Of the call kinds: float32, and what reduce_n.h moves in another way.  Each dtype compiles for
 // seconds; tests/cuda/torch_on_fake adds all dtypes, with the kernels that are installed.
 constexpr DType kTested[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kInt8,

@@ -11,6 +11,19 @@ using namespace ringreduce;
 using namespace ringreduce::cuda;
 using ranks::failureOf;
 
+// The numbers that cuda_errors.cc and docs/gpu.md have.
+static_assert(cudaErrorECCUncorrectable == 214 && cudaErrorNvlinkUncorrectable == 220 &&
+              cudaErrorIllegalAddress == 700 && cudaErrorLaunchTimeout == 702 &&
+              cudaErrorAssert == 710 && cudaErrorHardwareStackError == 714 &&
+              cudaErrorIllegalInstruction == 715 && cudaErrorMisalignedAddress == 716 &&
+              cudaErrorInvalidAddressSpace == 717 && cudaErrorInvalidPc == 718 &&
+              cudaErrorLaunchFailure == 719 && cudaErrorMpsClientTerminated == 810 &&
+              cudaErrorExternalDevice == 911);
+static_assert(static_cast<int>(CUDA_ERROR_ILLEGAL_ADDRESS) == cudaErrorIllegalAddress &&
+              static_cast<int>(CUDA_ERROR_MPS_CLIENT_TERMINATED) == cudaErrorMpsClientTerminated &&
+              static_cast<int>(CUDA_ERROR_OUT_OF_MEMORY) == cudaErrorMemoryAllocation &&
+              static_cast<int>(CUDA_ERROR_DEINITIALIZED) == cudaErrorCudartUnloading);
+
 namespace {
 
 bool says(const std::string& text, const std::string& words) {

@@ -63,18 +63,4 @@ struct DeviceLayout {
   }
 };
 
-namespace layout_check {
-inline constexpr DeviceLayout kSome{
-    .ranks = 3, .channels = 2, .slot_bytes = 256, .depth = 4, .part_bytes = 128};
-static_assert(kSome.emptiedFlag(0) == kSome.filledFlag(0) + sizeof(Flag));
-static_assert(kSome.pushedFlag(0, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
-              kSome.filledFlag(1));
-static_assert(kSome.pushedFlag(1, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
-              kSome.ringBegin());
-static_assert(kSome.ringSlot(1, 3) + 256 == kSome.pushBegin());
-static_assert(kSome.pushSlot(0, DeviceLayout::Of::kParts, 3, 2) + 128 ==
-              kSome.pushSlot(0, DeviceLayout::Of::kResults, 0, 0));
-static_assert(kSome.pushSlot(1, DeviceLayout::Of::kResults, 3, 2) + 128 == kSome.bytes());
-}  // namespace layout_check
-
 }  // namespace ringreduce::cuda

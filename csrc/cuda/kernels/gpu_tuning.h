@@ -192,19 +192,4 @@ constexpr size_t unitBytes(int unit) {
   return size_t{1} << unit;
 }
 
-namespace tuning_check {
-constexpr bool sound(const Setting& s) {
-  const Tuning t = tune(s);
-  return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
-         t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
-         t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
-         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
-         t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
-}
-static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
-static_assert(sound({.ranks = 2, .ranks_on_device = 2}) &&
-              sound({.ranks = 4, .ranks_on_device = 4}));
-static_assert(sound({.ranks = 8, .multiprocessors = 28, .all_to_all = false}));
-}  // namespace tuning_check
-
 }  // namespace ringreduce::cuda

@@ -7,8 +7,8 @@
 // zeros if it is of integers.  A CUDA wait() never blocks, so an optimizer would otherwise step
 // with garbage.
 //
-// In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that have
-// not given up yet may still write to the others, or read what was filled.
+// In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that
+// have not given up yet may still write to the others, or read what was filled.
 //
 // The cause holds for all later kernels: each checks it when it starts.
 #pragma once
@@ -64,10 +64,20 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint6
   }
   if (!block.any(poisoned)) return;
   if (block.thread() == 0) block.store(&local.found_inf, 1.0f);
-  auto* at = static_cast<unsigned char*>(output);
-  for (size_t i = static_cast<size_t>(block.thread()); i < bytes;
-       i += static_cast<size_t>(block.threads()))
-    block.store(at + i, poison);
+  // By whole elements of 2 and 4 bytes: peers may read a registered buffer meanwhile.
+  const auto fill = [&](auto value) {
+    auto* at = static_cast<decltype(value)*>(output);
+    for (size_t i = static_cast<size_t>(block.thread()); i < bytes / sizeof value;
+         i += static_cast<size_t>(block.threads()))
+      block.store(at + i, value);
+  };
+  const size_t odd = reinterpret_cast<uintptr_t>(output) | bytes;
+  if (odd % 4 == 0)
+    fill(0x01010101u * poison);
+  else if (odd % 2 == 0)
+    fill(static_cast<uint16_t>(0x0101u * poison));
+  else
+    fill(poison);
 }
 
 template <class Block>
