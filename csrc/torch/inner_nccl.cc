@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -15,7 +16,8 @@
 namespace ringreduce {
 namespace {
 
-constexpr std::chrono::milliseconds kRound{20};
+// Between two looks: at first, and twice as long each time, up to this.
+constexpr std::chrono::milliseconds kRound{20}, kLongRound{640};
 // A lost rank's part of the calls under way may be done, and its end still on its way here.
 constexpr Nanos kGrace = 200 * kMillisecond;
 // NCCL may notice a lost rank before the group does.
@@ -88,7 +90,8 @@ InnerNccl::InnerNccl(BackendPtr nccl, const std::shared_ptr<Group>& group,
                      std::shared_ptr<Observer> observer)
     : c10d::Backend(nccl->getRank(), nccl->getSize()),
       nccl_(std::move(nccl)),
-      failed_(group, std::move(observer)) {
+      failed_(group, std::move(observer)),
+      pause_(kRound) {
   try {
     watching_ = std::thread([this] { watch(); });
   } catch (const std::system_error& error) {
@@ -109,7 +112,11 @@ InnerNccl::WorkPtr InnerNccl::wrapped(WorkPtr work) const {
 void InnerNccl::watch() {
   Nanos lost_since = 0;
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kRound, [&] { return stopping_; })) {
+  for (;;) {
+    const auto pause = lost_since != 0 ? kRound : pause_;
+    pause_ = std::min(2 * pause, kLongRound);
+    changed_.wait_for(lock, pause, [&] { return stopping_ || pause_ < pause; });
+    if (stopping_) return;
     lock.unlock();
     const auto group = failed_.group();
     if (!group) return;
@@ -133,6 +140,12 @@ void InnerNccl::watch() {
     if (group->failed()) return abortOnce();
     lock.lock();
   }
+}
+
+// When a call begins.  A pause that is as short already goes on.
+void InnerNccl::lookOften() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(pause_, kRound) > 2 * kRound) changed_.notify_all();
 }
 
 void InnerNccl::abortOnce() {

@@ -2,10 +2,13 @@
 //
 // It ends with the group: NCCL does not notice that a rank of this host is lost, and never lets go
 // of a GPU by itself.  So a thread looks after the ranks as long as this exists, fails the group if
-// one is lost, and aborts NCCL when the group has failed.  Calls and Works then raise the group's
-// error, which names the rank.  Outputs of calls that were under way are undefined.
+// one is lost, and aborts NCCL when the group has failed.  It looks less and less often after the
+// last call has begun; whether that is still under way, only CUDA knows, which may not answer.
+// Calls and Works then raise the group's error, which names the rank.  Outputs of calls that were
+// under way are undefined.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -117,9 +120,11 @@ class InnerNccl final : public c10d::Backend {
   WorkPtr wrapped(WorkPtr work) const;
   template <class F>
   WorkPtr start(F&& call) {
+    lookOften();
     return wrapped(failed_.explain(call));
   }
   void watch();
+  void lookOften();
   void stopWatching();
   void abortOnce();
 
@@ -128,6 +133,7 @@ class InnerNccl final : public c10d::Backend {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;
+  std::chrono::milliseconds pause_;  // after the present one
   std::once_flag aborted_;
   std::thread watching_;
 };

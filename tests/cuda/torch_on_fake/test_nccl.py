@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,34 @@ def test_the_inner_nccl_where_ranks_share_a_gpu(machine: Machine) -> None:
     newer = {"FAKE_NCCL_VERSION": "23003", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     env = {**newer, "RINGREDUCE_CUDA_OTHER": "auto", "FAKE_GPUS": "1"}
     machine.start(every_call, 2, fresh=True, **env).results()
+
+
+def sleeps_of_watchers() -> dict[str, int]:
+    """How often the threads that watch this process's GPU calls have gone to sleep."""
+    sleeps: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name in ("ringreduce-gpu", "ringreduce-nccl"):
+            status = (task / "status").read_text()
+            sleeps[name] += int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+    return sleeps
+
+
+def stand_idle(me: Rank) -> dict[str, int]:
+    x = torch.ones(30, device=use_gpu(me))
+    dist.all_reduce(x)
+    dist.all_to_all_single(torch.empty_like(x), x)
+    torch.cuda.synchronize()
+    time.sleep(2.5)
+    before = sleeps_of_watchers()
+    time.sleep(2)
+    return {name: n - before[name] for name, n in sleeps_of_watchers().items()}
+
+
+def test_an_idle_group_hardly_wakes(machine: Machine) -> None:
+    for woken in machine.run(stand_idle, 2, RINGREDUCE_CUDA_OTHER="nccl"):
+        assert woken["ringreduce-gpu"] == 0
+        assert woken["ringreduce-nccl"] <= 5
 
 
 def different_roots(me: Rank) -> None:
