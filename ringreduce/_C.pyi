@@ -23,10 +23,12 @@ def create_backend(
     *,
     gpu_facts: str,  # JSON, for the store
     make_inner: Callable[[Store, int, int], Any],  # of store, rank and world size
+    count_ranks: Callable[[int], int],  # of world size
     of_ranks: int = 0,  # of how many these are some; 0: they are all
     connect: str = "now",  # "reconfigure", "join"
     making: Making | None = None,
 ) -> Any: ...
+def store_of(backend: Any) -> Store: ...  # the group's
 def check(backend: Any) -> None: ...  # the group's Error, if it has failed
 def commit(backend: Any) -> None: ...
 def found_inf(backend: Any, device: torch.device) -> Tensor: ...

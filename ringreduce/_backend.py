@@ -206,6 +206,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
         connect=connect,
         make_inner=functools.partial(_gpu.make_inner, dist_backend_opts.timeout),
+        count_ranks=count_ranks_on_gpu,
         keeps_store=keeps_store,
         launcher=launcher,
         job=job,
@@ -216,6 +217,19 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
     return backend
+
+
+def count_ranks_on_gpu(size: int) -> int:
+    """How many ranks of the job, at least, share this rank's GPU.
+
+    1 if a group of `size` ranks is all of the job, which then counts by itself; and if the default
+    group is another backend's, whose ranks have told nothing of their GPUs.
+    """
+    world = dist.group.WORLD
+    backend = None if world is None else backend_of(world)
+    if backend is None or size >= backend.size():
+        return 1
+    return _gpu.ranks_on_gpu(extension().store_of(backend), backend.rank(), backend.size())
 
 
 def _outlives_its_group(dist_backend_opts: Any) -> bool:

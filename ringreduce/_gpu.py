@@ -3,7 +3,8 @@
 torch's NCCL backend, where it can start; else None, and they go through the host's memory.  All
 ranks must come to the same answer, and a send may be the first call of two of them, when the others
 are far away: so each rank leaves what it knows of its GPUs in the group's store when the group is
-made, and the answer is a function of what all have left there.
+made, and the answer is a function of what all have left there.  So is the number of ranks that
+share a GPU, some of which may be outside a group.
 """
 
 import contextlib
@@ -106,10 +107,10 @@ class _Nvml:
 def _visible_gpus(count: int) -> list[str]:
     """Names the GPUs that CUDA shows this process; in all processes a GPU has the same name.
 
-    Their numbers tell nothing: each process may have another GPU as its number 0.  Parts
-    of a GPU (MIG) have its name, since NCCL takes them for one GPU.  CUDA_VISIBLE_DEVICES is read
-    in NVML's order, by PCI address.  CUDA's order differs on hosts with different GPUs.  That
-    matters only if some ranks name GPUs by number and others by UUID.
+    Their numbers tell nothing: each process may have another GPU as its number 0.  A part of a GPU
+    (MIG) has the GPU's name, "#" and its own.  CUDA_VISIBLE_DEVICES is read in NVML's order, by PCI
+    address.  CUDA's order differs on hosts with different GPUs.  That matters only if some ranks
+    name GPUs by number and others by UUID.
 
     Args:
         count: of these GPUs.
@@ -124,7 +125,7 @@ def _visible_gpus(count: int) -> list[str]:
             if gpu.isdecimal():
                 names.append(all_gpus[int(gpu)])
             elif gpu.startswith("MIG-"):
-                names.append(nvml.whole(gpu))
+                names.append(f"{nvml.whole(gpu)}#{gpu}")
             else:  # the beginning of a UUID is enough for CUDA
                 names.append(next(uuid for uuid in all_gpus if uuid.startswith(gpu)))
         return names
@@ -173,16 +174,60 @@ def why_not_nccl(ranks: list[dict[str, Any]]) -> str:
         here = [r for r in ranks if r["host"] == host]
         if all(r["shares"] for r in here):
             continue
-        # Ranks that see no other GPU share it; else those of a host share all that they see.
-        only = Counter(r["gpus"][0] for r in here if len(r["gpus"]) == 1)
-        gpus = {gpu for r in here for gpu in r["gpus"]}
-        for ranks_there, gpus_there in [(len(here), len(gpus)), *((n, 1) for n in only.values())]:
-            if ranks_there > gpus_there:
+        # Parts of a GPU are one GPU to NCCL.
+        for ranks_there, gpus in _shares([[g.partition("#")[0] for g in r["gpus"]] for r in here]):
+            if ranks_there > len(gpus):
                 return (
-                    f"{ranks_there} ranks of one host share {gpus_there} GPUs, which NCCL takes "
+                    f"{ranks_there} ranks of one host share {len(gpus)} GPUs, which NCCL takes "
                     f"since {'.'.join(map(str, SHARING_NCCL))} and with {SHARING_SWITCH}=1"
                 )
     return ""
+
+
+def _shares(seen: list[list[str]]) -> list[tuple[int, set[str]]]:
+    """Numbers of ranks of one host, and the GPUs that so many share.
+
+    Ranks that see no other GPU share it; else those of a host share all that they see.
+
+    Args:
+        seen: the GPUs that each rank sees.
+    """
+    only = Counter(gpus[0] for gpus in seen if len(gpus) == 1)
+    every = {gpu for gpus in seen for gpu in gpus}
+    return [(len(seen), every), *((number, {gpu}) for gpu, number in only.items())]
+
+
+def _key(rank: int) -> str:
+    return f"ringreduce/gpus/{rank}"
+
+
+def _told(store: Store, size: int) -> list[dict[str, Any]]:
+    """What `facts` said on each rank of a group."""
+    return [json.loads(store.get(_key(r))) for r in range(size)]
+
+
+def ranks_on_gpu(store: Store, rank: int, size: int) -> int:
+    """How many ranks of a group, at least, are on the busiest of the GPUs that `rank` may use.
+
+    Args:
+        store: the group's, where every rank has left its `facts`.
+        rank: in the group.
+        size: the group's world size.
+
+    Returns:
+        1 if a rank's facts are not there.
+    """
+    try:
+        if not store.check([_key(r) for r in range(size)]):
+            return 1
+        told = _told(store, size)
+    except dist.DistError as error:
+        # The group can do without; one rank that raised here would leave the others waiting.
+        _log.warning("rank %d does not know which ranks share its GPU: %s", rank, error)
+        return 1
+    mine = {*told[rank]["gpus"]}
+    near = [r["gpus"] for r in told if r["host"] == told[rank]["host"] and mine & {*r["gpus"]}]
+    return max((-(-number // len(gpus)) for number, gpus in _shares(near) if gpus), default=1)
 
 
 def make_inner(timeout: datetime.timedelta, store: Store, rank: int, size: int) -> Any:
@@ -194,7 +239,7 @@ def make_inner(timeout: datetime.timedelta, store: Store, rank: int, size: int) 
         rank: in the group.
         size: the group's world size.
     """
-    told = [json.loads(store.get(f"ringreduce/gpus/{r}")) for r in range(size)]
+    told = _told(store, size)
     if why_not := why_not_nccl(told):
         if rank == 0 and told[0]["other"] == "auto":
             _log.warning(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ringreduce import _gpu, errors
-from ringreduce._backend import Backend, Options, extension
+from ringreduce._backend import Backend, Options, count_ranks_on_gpu, extension
 
 try:
     from torchft.process_group import ProcessGroupWrapper
@@ -159,6 +159,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
                 global_ranks=[],
                 gpu_facts=_gpu.facts() if extension().cuda_build() else "",
                 make_inner=functools.partial(_gpu.make_inner, self._timeout),
+                count_ranks=count_ranks_on_gpu,
                 making=making,
                 **dataclasses.asdict(self._options),
             )

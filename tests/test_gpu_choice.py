@@ -71,6 +71,27 @@ def test_the_answer_comes_from_what_all_have_left_in_the_store(
     assert "go through host memory, which is slow: 2 ranks of one host share 1" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [
+        (told(*[{}] * 8), [1] * 8),
+        (told(*[{}] * 9), [2] * 9),
+        (told(ONE, ONE, OTHER), [2, 2, 1]),
+        # Ranks without a GPU do not count, nor those of other hosts.
+        (told(*[{}] * 8, {"gpus": []}), [1] * 9),
+        (told(ONE, ONE, {**ONE, "host": "b"}), [2, 2, 1]),
+        # Parts of a GPU run kernels of their own.
+        (told({"gpus": ["GPU-1#MIG-1"]}, {"gpus": ["GPU-1#MIG-2"]}), [1, 1]),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_counted(ranks: list[dict[str, Any]], counts: list[int]) -> None:
+    store, size = dist.HashStore(), len(ranks)
+    for rank, facts in enumerate(ranks):
+        assert _gpu.ranks_on_gpu(store, rank, size) == 1  # not all have told
+        store.set(f"ringreduce/gpus/{rank}", json.dumps(facts))
+    assert [_gpu.ranks_on_gpu(store, rank, size) for rank in range(size)] == counts
+
+
 class FakeNvml:
     """The calls of NVML that are made, on a machine with these GPUs, some in parts or forbidden."""
 

@@ -417,8 +417,9 @@ std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device d
                     "' has order='rank', in which GPUs do not add; make the group of CUDA tensors "
                     "with order='ring'");
   const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
-  return several_hosts ? makeInterNodeCommunicator(group, device)
-                       : makeHostCommunicator(group, device);
+  const int ranks_on_device = gpus_.count_ranks(size_);
+  return several_hosts ? makeInterNodeCommunicator(group, device, ranks_on_device)
+                       : makeHostCommunicator(group, device, ranks_on_device);
 }
 
 Backend::GpuPtr Backend::gpuIfAny() const {

@@ -38,11 +38,13 @@ class Backend final : public c10d::Backend {
   // null: they go through the host's memory.
   using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
-  // The facts of its GPUs that a rank gives the others, and the backend that it makes from all
-  // facts.
+  // The facts of its GPUs that a rank gives the others, and what it makes of all facts.
   struct Gpus {
     std::string facts;  // in the store, behind "ringreduce/gpus/" and the rank
     MakeInner make_inner;
+    // How many ranks of the job, at least, share this rank's GPU; 1 if a group of `size` ranks is
+    // all of the job, or the others have told nothing.
+    std::function<int(int size)> count_ranks;
   };
 
   // The shared options of a group of that size, which rank 0 hands to the others.
@@ -164,7 +166,7 @@ class Backend final : public c10d::Backend {
   // Whether a broadcast whose root is lost takes the data of the lowest live rank instead: for data
   // of which each rank has a copy that will do, like what DDP broadcasts in a forward.
   void setRootsMove(bool move) { roots_move_ = move; }
-  const StorePtr& store() const { return store_; }
+  StorePtr store() const { return group_store_; }  // where its ranks leave the facts of their GPUs
   double timeoutSeconds() const { return std::chrono::duration<double>(options_->timeout).count(); }
   bool isConnected() const;
   // Whether it goes on after losses; a newcomer's does.

@@ -148,16 +148,22 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
                          std::optional<double> stall_seconds,
                          const std::optional<std::string>& order, const std::string& gpu_facts,
-                         const py::object& make_inner, int of_ranks, const std::string& connect,
-                         const std::shared_ptr<Making>& making, bool keeps_store,
-                         const std::string& launcher, const std::string& job,
+                         const py::object& make_inner, const py::object& count_ranks, int of_ranks,
+                         const std::string& connect, const std::shared_ptr<Making>& making,
+                         bool keeps_store, const std::string& launcher, const std::string& job,
                          const std::string& program) {
-  const auto call = shared(make_inner);
+  const auto make = shared(make_inner), count = shared(count_ranks);
   Backend::Gpus gpus{.facts = gpu_facts,
-                     .make_inner = [call](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
-                       const py::gil_scoped_acquire gil;
-                       return (*call)(at, r, n).cast<BackendPtr>();
-                     }};
+                     .make_inner =
+                         [make](const c10::intrusive_ptr<c10d::Store>& at, int r, int n) {
+                           const py::gil_scoped_acquire gil;
+                           return (*make)(at, r, n).cast<BackendPtr>();
+                         },
+                     .count_ranks =
+                         [count](int n) {
+                           const py::gil_scoped_acquire gil;
+                           return (*count)(n).cast<int>();
+                         }};
   watchInterrupts();
   const py::gil_scoped_release no_gil;  // ranks that are threads of one process join one another
   try {
@@ -474,8 +480,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a, "of_ranks"_a = 0, "connect"_a = "now", "making"_a = py::none(),
-        "keeps_store"_a = false, "launcher"_a = "", "job"_a = "", "program"_a = "");
+        "make_inner"_a, "count_ranks"_a, "of_ranks"_a = 0, "connect"_a = "now",
+        "making"_a = py::none(), "keeps_store"_a = false, "launcher"_a = "", "job"_a = "",
+        "program"_a = "");
+  m.def(
+      "store_of", [](const BackendPtr& backend) { return asRingreduce(*backend).store(); },
+      "backend"_a);
   m.def("prefix_in_tcp_store", &prefixInTcpStore, "store"_a);
   m.def("begin_on_store", &beginOnStore, py::call_guard<py::gil_scoped_release>(), "store"_a);
   m.def(

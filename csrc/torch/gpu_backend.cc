@@ -40,16 +40,18 @@ namespace ringreduce {
 #ifdef RINGREDUCE_CUDA
 
 std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
-                                                            c10::Device device) {
-  return cuda::Communicator::create(group, device.index(),
-                                    cuda::CommunicatorOptions::fromEnvironment());
+                                                            c10::Device device,
+                                                            int ranks_on_device) {
+  auto options = cuda::CommunicatorOptions::fromEnvironment();
+  options.ranks_on_device = ranks_on_device;
+  return cuda::Communicator::create(group, device.index(), options);
 }
 
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
-    const std::shared_ptr<Group>& group, c10::Device device) {
-  return cuda::InterNodeCommunicator::create(group, *group->hosts(), group->local(),
-                                             makeHostCommunicator(group->local(), device),
-                                             device.index());
+    const std::shared_ptr<Group>& group, c10::Device device, int ranks_on_device) {
+  return cuda::InterNodeCommunicator::create(
+      group, *group->hosts(), group->local(),
+      makeHostCommunicator(group->local(), device, ranks_on_device), device.index());
 }
 
 CUstream_st* handleOf(const c10::Stream& stream) {
@@ -79,12 +81,12 @@ namespace {
 }  // namespace
 
 std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>&,
-                                                            c10::Device) {
+                                                            c10::Device, int) {
   withoutCuda();
 }
 
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(const std::shared_ptr<Group>&,
-                                                                 c10::Device) {
+                                                                 c10::Device, int) {
   withoutCuda();
 }
 

@@ -28,13 +28,14 @@ namespace ringreduce {
 // The five functions that need CUDA to be built.  All else knows streams and events by torch's
 // interface for any device.
 
-// Collective over the group: the communicator of its ranks' GPUs, `device` this rank's.  Throws
-// Error.
+// Collective over the group: the communicator of its ranks' GPUs, `device` this rank's, on which
+// there are so many ranks, if more than the group's own.  Throws Error.
 std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_ptr<Group>& group,
-                                                            c10::Device device);
+                                                            c10::Device device,
+                                                            int ranks_on_device);
 // The same over several hosts.
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
-    const std::shared_ptr<Group>& group, c10::Device device);
+    const std::shared_ptr<Group>& group, c10::Device device, int ranks_on_device);
 // As the communicator takes it.
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.

@@ -41,23 +41,25 @@ struct Introduction {
   int multiprocessors = 0;
   bool runs_together = false;  // its kernels may share a GPU with those of other ranks
   bool may_spin = true;        // its kernels may wait for those of other ranks
+  int ranks_on_device = 1;     // some of them may be of other groups
   Choice algorithm = Choice::kAuto;
 };
 
-Setting settingOf(const std::vector<Introduction>& all, int& ranks_on_my_device, int rank) {
+Setting settingOf(const std::vector<Introduction>& all) {
   Setting setting{.ranks = static_cast<int>(all.size())};
   setting.multiprocessors = all[0].multiprocessors;
+  if (all.size() == 1) return setting;
   for (const Introduction& one : all) {
-    const auto same = std::count_if(all.begin(), all.end(), [&](const Introduction& other) {
+    const auto in_group = std::count_if(all.begin(), all.end(), [&](const Introduction& other) {
       return std::strcmp(one.uuid, other.uuid) == 0;
     });
-    setting.ranks_on_device = std::max(setting.ranks_on_device, static_cast<int>(same));
+    const int same = std::max(static_cast<int>(in_group), one.ranks_on_device);
+    setting.ranks_on_device = std::max(setting.ranks_on_device, same);
     setting.multiprocessors = std::min(setting.multiprocessors, one.multiprocessors);
     // A kernel has a block at least, and a multiprocessor takes two.
     if (same > 1 && (!one.runs_together || same > 2 * one.multiprocessors))
       setting.run_at_once = false;
-    if (!one.may_spin && all.size() > 1) setting.run_at_once = false;
-    if (&one == &all[static_cast<size_t>(rank)]) ranks_on_my_device = static_cast<int>(same);
+    if (!one.may_spin) setting.run_at_once = false;
   }
   return setting;
 }
@@ -105,11 +107,12 @@ Communicator::State::State(std::shared_ptr<Group> of, int on, const Communicator
     mine.runs_together = options.together || facts.mps;
     // A kernel that waits for a late rank would be ended there, and CUDA be ruined (error 702).
     mine.may_spin = !facts.ends_long_kernels;
+    mine.ranks_on_device = options.ranks_on_device;
     mine.algorithm = options.algorithm;
   });
   const std::vector<Introduction> all = gatherEach(*group, mine);
   options.algorithm = all[0].algorithm;
-  setting = settingOf(all, ranks_on_device, group->rank());
+  setting = settingOf(all);
   struct {
     bool all_linked = false;
   } links;
@@ -192,9 +195,6 @@ const Device& Communicator::device() const {
 MemoryAccess Communicator::access() const {
   return state_->memory->access();
 }
-int Communicator::ranksOnDevice() const {
-  return state_->ranks_on_device;
-}
 bool Communicator::gainsByRegistering(DType dtype, size_t bytes) const {
   const State& s = *state_;
   const Choice wanted = s.options.algorithm;
@@ -240,9 +240,10 @@ Choice Communicator::State::choose(size_t bytes, Choice choice) const {
         Failure::kArgument,
         std::string(kChoiceNames[static_cast<size_t>(choice)]) +
             " needs kernels of all ranks on their GPUs at once, for as long as a rank is late, and "
-            "ranks of this group are processes that share a GPU in turns (start NVIDIA's MPS), or "
-            "are on a GPU that ends long kernels (one with a display, or under WSL): leave the "
-            "choice to auto, which takes the direct schedule");
+            "ranks of this group are processes that share a GPU in turns (start NVIDIA's MPS), "
+            "with each other or with ranks of other groups, or are on a GPU that ends long kernels "
+            "(one with a display, or under WSL): leave the choice to auto, which takes the direct "
+            "schedule");
   return choice;
 }
 

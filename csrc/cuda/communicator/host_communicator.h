@@ -30,6 +30,8 @@ struct CommunicatorOptions {
   std::optional<MemoryAccess> access;  // to peers' memory; unset: the best possible
   // Kernels of ranks that share a GPU run at once: all in one process, by allReduceTogether.
   bool together = false;
+  // Ranks on this rank's GPU, if there are more than those of the group.
+  int ranks_on_device = 1;
 
   static CommunicatorOptions fromEnvironment();  // throws Error(kArgument)
 };
@@ -71,7 +73,6 @@ class Communicator final : public GpuCommunicator {
   const Tuning& tuning() const;
   const Device& device() const;
   MemoryAccess access() const;    // to peers' memory
-  int ranksOnDevice() const;      // of this group, on this rank's GPU
   bool kernelsRunAtOnce() const;  // if not, the direct schedule is taken
   // The algorithm of a call of so many bytes: never kAuto.
   Choice chosen(size_t count, DType dtype) const;

@@ -136,7 +136,6 @@ struct Communicator::State {
   Device facts;
   Setting setting;
   Tuning tuning{};
-  int ranks_on_device = 1;
 
   std::unique_ptr<MappedPages> pages;  // a HostState for each rank
   std::unique_ptr<PeerMemory> memory, staging;

@@ -89,6 +89,29 @@ def test_a_rank_may_use_several_gpus(machine: Machine) -> None:
     machine.run(two_gpus, 2)
 
 
+def in_pairs(me: Rank) -> float | str:
+    """Two groups of two ranks, each with the same GPUs; what a kernel that waits did or said."""
+    torch.cuda.set_device(me.rank % 2)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][me.rank // 2]
+    x = torch.ones(1000, device="cuda")
+    try:
+        dist.all_reduce(x, group=group)
+    except ValueError as error:
+        return str(error)
+    return float(x.sum())
+
+
+def test_ranks_of_other_groups_share_gpus_too(machine: Machine) -> None:
+    env = {"RINGREDUCE_CUDA_ALGORITHM": "oneshot"}
+    if machine.name != "four GPUs":
+        env["FAKE_GPUS"] = "2"
+    for said in machine.start(in_pairs, 4, fresh=True, **env).results():
+        if machine.name == "one GPU":
+            assert "share a GPU in turns" in str(said)
+        else:
+            assert said == 2000
+
+
 SCRIPT = """
     import os
     import torch
