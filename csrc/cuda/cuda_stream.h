@@ -11,6 +11,7 @@
 #include "base/fd.h"
 #include "base/op_signature.h"
 #include "cuda/cuda_errors.h"
+#include "cuda/gpu_device.h"
 #include "cuda/kernels/gpu_tuning.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -54,22 +55,6 @@ inline std::optional<CaptureId> captureOf(cudaStream_t stream) {
   if (status == cudaStreamCaptureStatusNone) return std::nullopt;
   return capture;
 }
-
-// Lets this thread query events while another thread captures a stream in the mode `global`, the
-// usual one.  CUDA would otherwise refuse the query and end the capture.
-class BesideCaptures {
- public:
-  BesideCaptures() { exchange(); }
-  ~BesideCaptures() { exchange(); }
-  BesideCaptures(const BesideCaptures&) = delete;
-  BesideCaptures& operator=(const BesideCaptures&) = delete;
-
- private:
-  void exchange() {
-    checkQuietly(cudaThreadExchangeStreamCaptureMode(&mode_), "go on beside a capture", kNoDevice);
-  }
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 // Tells when a stream has come to a point.
 class Event {

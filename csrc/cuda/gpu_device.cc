@@ -88,6 +88,12 @@ CUcontext contextOf(int ordinal) {
   return (*known)[ordinal] = context;
 }
 
+// Returns the mode before.  Where CUDA cannot be used, the calls that follow say so.
+cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) (void)cudaGetLastError();
+  return mode;
+}
+
 }  // namespace
 
 std::string Device::shown() const {
@@ -143,6 +149,12 @@ bool areLinked(int device, int peer) {
   check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer),
         "ask how GPUs are linked", device);
   return atomics != 0;
+}
+
+BesideCaptures::BesideCaptures() : mode_(exchange(cudaStreamCaptureModeRelaxed)) {}
+
+BesideCaptures::~BesideCaptures() {
+  exchange(static_cast<cudaStreamCaptureMode>(mode_));
 }
 
 OnDevice::OnDevice(int ordinal) : ordinal_(ordinal) {

@@ -41,9 +41,22 @@ int findDevice(const std::string& uuid);
 // Whether two GPUs of this process have NVLink between them.  False for -1.
 bool areLinked(int device, int peer);
 
-// Makes a GPU the calling thread's for a scope, by the driver's stack of contexts.  cudaSetDevice
-// could not be undone: setting the former device again may create a context of hundreds of
-// megabytes on it.
+// Lets this thread allocate, register, ask and wait while another thread captures a stream in the
+// mode `global`, the usual one.  CUDA would otherwise refuse these calls and end the capture.
+class BesideCaptures {
+ public:
+  BesideCaptures();
+  ~BesideCaptures();
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  const int mode_;  // a cudaStreamCaptureMode: the one before
+};
+
+// Makes a GPU the calling thread's for a scope, beside captures, by the driver's stack of contexts.
+// cudaSetDevice could not be undone: setting the former device again may create a context of
+// hundreds of megabytes on it.
 class OnDevice {
  public:
   explicit OnDevice(int ordinal);  // throws CudaError
@@ -52,6 +65,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  const BesideCaptures beside_;
   const int ordinal_;
 };
 

@@ -366,7 +366,7 @@ c10::intrusive_ptr<GpuBackend> Backend::makeGpuBackend(int rank, int size) {
         made->setTimeout(options_->timeout);  // of this group, as it is by now
         return GpuBackend::BackendPtr(c10::make_intrusive<InnerNccl>(made, group(), observer_));
       },
-      makeStagedBackend(*this));
+      makeStagedBackend(*this, [this](const std::string& why) { group()->abort(why); }));
 }
 
 Backend::~Backend() {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/util/Exception.h>
 
 #include <exception>
 #include <string>
@@ -36,6 +37,19 @@ auto translated(F&& call) {
     return call();
   } catch (const Error&) {
     rethrowToPython();
+  }
+}
+
+// Runs `call`.  If a GPU has failed, which torch notices there, `abort` is told: the other ranks
+// are not to wait for this one.
+template <class F, class Abort>
+auto orAbort(F&& call, Abort&& abort) {
+  try {
+    return call();
+  } catch (const c10::AcceleratorError& error) {
+    const std::string text = error.what_without_backtrace();
+    abort("its GPU failed: " + text.substr(0, text.find('\n')));
+    throw;
   }
 }
 

@@ -63,9 +63,8 @@ bool isCapturing(c10::Device device) {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-bool isDrained(const c10::Stream& stream) {
-  const cuda::BesideCaptures beside;
-  return stream.query();
+std::shared_ptr<void> besideCaptures() {
+  return std::make_shared<cuda::BesideCaptures>();
 }
 
 #else
@@ -98,8 +97,8 @@ bool isCapturing(c10::Device) {
   withoutCuda();
 }
 
-bool isDrained(const c10::Stream&) {
-  withoutCuda();
+std::shared_ptr<void> besideCaptures() {
+  return nullptr;
 }
 
 #endif
@@ -124,6 +123,17 @@ Error stillBusy(const Group& group, const char* failed, c10::Device device, Nano
 
 c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
+}
+
+// Whether it has come to its end, or a stream to all that is in it.  Other threads may capture
+// meanwhile.
+bool isReached(const c10::Event& event) {
+  const auto beside = besideCaptures();
+  return event.query();
+}
+bool isDrained(const c10::Stream& stream) {
+  const auto beside = besideCaptures();
+  return stream.query();
 }
 
 // torch's handle on an operation that was put into a stream: the contract of ProcessGroupNCCL.
@@ -189,8 +199,8 @@ class StreamWork final : public c10d::Work {
     future_->setError(std::move(error));
   }
 
-  bool isCompleted() override { return exception() != nullptr || end_.query(); }
-  bool isSuccess() const override { return exception() == nullptr && end_.query(); }
+  bool isCompleted() override { return exception() != nullptr || isReached(end_); }
+  bool isSuccess() const override { return exception() == nullptr && isReached(end_); }
   std::exception_ptr exception() const override {
     try {
       raise();
@@ -204,7 +214,7 @@ class StreamWork final : public c10d::Work {
     const Nanos limit = translated([&] { return timeoutOf(timeout); });
     synchronize();
     if (limit == 0 || limit == kNever) return true;
-    for (const Nanos end = now() + limit; !end_.query();) {
+    for (const Nanos end = now() + limit; !isReached(end_);) {
       raise();
       if (now() > end)
         translated([&] {
@@ -240,7 +250,7 @@ class StreamWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
   float getDuration() const override {  // in ms, of its stream's time, once it is over
     TORCH_CHECK(timed_, "call _enable_collectives_timing() on the group before the operation");
-    TORCH_CHECK(end_.query(), "the operation is not over yet");
+    TORCH_CHECK(isReached(end_), "the operation is not over yet");
     return static_cast<float>(begin_.elapsedTime(end_));
   }
 
@@ -264,6 +274,11 @@ class StreamWork final : public c10d::Work {
       tensors.swap(kept_);
     }
     if (ordered || forkGeneration() != generation_) return;
+    try {
+      isCapturing(stream_.device());
+    } catch (const c10::AcceleratorError&) {
+      return;  // the GPU has failed: torch would ask it when it frees them, and end the process
+    }
     const auto guard = guardOf(stream_.device());
     for (const at::Tensor& tensor : tensors)
       if (tensor.defined() && tensor.has_storage())
@@ -336,7 +351,7 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   // Before it is known whether all of it can be put there: of several calls some may be.
   const auto work = c10::make_intrusive<StreamWork>(
       rank_, operations_++, job, context->communicator, stream, caller, async ? used : Tensors());
-  try {
+  const auto start = [&] {
     if (async) {
       c10::Event ready(device.type());
       ready.record(caller);
@@ -345,6 +360,9 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
     const c10::StreamGuard in(stream);
     put(*context->communicator, stream);
     work->enqueued();
+  };
+  try {
+    orAbort(start, [&](const std::string& why) { context->communicator->abort(why); });
   } catch (...) {
     work->failed(std::current_exception());
     throw;
@@ -388,6 +406,7 @@ std::shared_ptr<HostTrip> GpuBackend::toHost(const at::Tensor& tensor) {
     throw Error(Failure::kArgument,
                 "ringreduce: what goes through the host's memory, as compressed gradients do, "
                 "cannot be captured into a CUDA graph");
+  const auto beside = besideCaptures();
   const c10::DeviceGuard on(device);
   const HostTrip::Streams streams = [&] {
     const std::lock_guard lock(mutex_);
@@ -482,7 +501,11 @@ void GpuBackend::drain(Group& group, std::optional<c10::Device> only, Nanos time
   for (const c10::Device& device : only ? std::vector{*only} : devices()) {
     const c10::Stream stream = guardOf(device).getStream(device);
     if (isCapturing(device)) continue;
-    for (Nanos look = now() + kLook; !isDrained(stream);) {
+    const auto is_drained = [&] {
+      return orAbort([&] { return isDrained(stream); },
+                     [&](const std::string& why) { group.abort(why); });
+    };
+    for (Nanos look = now() + kLook; !is_drained();) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       if (now() < look) continue;
       look = now() + kLook;

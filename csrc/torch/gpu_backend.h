@@ -25,8 +25,8 @@
 
 namespace ringreduce {
 
-// The five functions that need CUDA to be built.  All else knows streams and events by torch's
-// interface for any device.
+// These functions, and besideCaptures, need CUDA to be built.  All else knows streams and events by
+// torch's interface for any device.
 
 // Collective over the group: the communicator of its ranks' GPUs, `device` this rank's, on which
 // there are so many ranks, if more than the group's own.  Throws Error.
@@ -40,8 +40,6 @@ std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
 CUstream_st* handleOf(const c10::Stream& stream);
 // Whether the device's current stream is captured into a CUDA graph.
 bool isCapturing(c10::Device device);
-// Whether a stream has run all that is in it.  Other threads may capture meanwhile.
-bool isDrained(const c10::Stream& stream);
 
 class GpuBackend final : public c10d::Backend {
  public:

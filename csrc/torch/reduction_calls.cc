@@ -436,18 +436,15 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 // worker; a GPU may take long or hang, so this wait checks for failure and Ctrl-C itself.
 void await(const HostTrip& trip, Group& group) {
   const Nanos began = now();
-  try {
-    while (!trip.hasArrived()) {
-      group.checkHealth();
-      if (group.options().interrupted && group.options().interrupted(began))
-        group.abort("interrupted while it waited for gradients to be computed on a GPU");
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {  // CUDA's: the other ranks are not to wait for this one
-    group.abort(std::string("its GPU failed: ") + error.what());
-    throw;
+  const auto has_arrived = [&] {
+    return orAbort([&] { return trip.hasArrived(); },
+                   [&](const std::string& why) { group.abort(why); });
+  };
+  while (!has_arrived()) {
+    group.checkHealth();
+    if (group.options().interrupted && group.options().interrupted(began))
+      group.abort("interrupted while it waited for gradients to be computed on a GPU");
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 

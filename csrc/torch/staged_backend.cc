@@ -116,6 +116,7 @@ class StagedWork final : public c10d::Work {
     if (!inner_->isCompleted()) return false;
     if (!inner_->isSuccess()) return true;
     deliver();
+    const auto beside = besideCaptures();
     return !has_streams_ || delivered_->query();
   }
   bool isSuccess() const override { return inner_->isSuccess(); }
@@ -168,6 +169,7 @@ class StagedWork final : public c10d::Work {
     const std::lock_guard lock(deliver_mutex_);
     if (std::exchange(is_delivered_, true)) return;
     if (!has_streams_) return copies_.giveBack();
+    const auto beside = besideCaptures();
     const c10::DeviceGuard on(copies_.device());
     const c10::Stream stream = current();
     called_->block(stream);  // earlier work of the caller may use the results' memory
@@ -190,8 +192,8 @@ class StagedBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  explicit StagedBackend(c10d::Backend& cpu)
-      : c10d::Backend(cpu.getRank(), cpu.getSize()), cpu_(cpu) {}
+  StagedBackend(c10d::Backend& cpu, std::function<void(const std::string&)> abort)
+      : c10d::Backend(cpu.getRank(), cpu.getSize()), cpu_(cpu), abort_(std::move(abort)) {}
 
   const std::string getBackendName() const override { return "ringreduce"; }
 
@@ -300,8 +302,9 @@ class StagedBackend final : public c10d::Backend {
   template <class Call>
   WorkPtr run(c10d::OpType type, const char* name, Call&& call) {
     return translated([&] {
+      const auto beside = besideCaptures();
       Copies copies(name);
-      WorkPtr inner = call(copies);
+      WorkPtr inner = orAbort([&] { return call(copies); }, abort_);
       WorkPtr work = c10::make_intrusive<StagedWork>(rank_, type, std::move(inner), copies);
       const std::lock_guard lock(mutex_);
       if (coalescing_) works_.push_back(work);
@@ -331,6 +334,7 @@ class StagedBackend final : public c10d::Backend {
   }
 
   c10d::Backend& cpu_;
+  const std::function<void(const std::string&)> abort_;
   std::mutex mutex_;  // of the next two
   bool coalescing_ = false;
   std::vector<WorkPtr> works_;
@@ -338,8 +342,9 @@ class StagedBackend final : public c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> makeStagedBackend(c10d::Backend& cpu) {
-  return c10::make_intrusive<StagedBackend>(cpu);
+c10::intrusive_ptr<c10d::Backend> makeStagedBackend(c10d::Backend& cpu,
+                                                    std::function<void(const std::string&)> abort) {
+  return c10::make_intrusive<StagedBackend>(cpu, std::move(abort));
 }
 
 namespace {
@@ -381,6 +386,7 @@ HostTrip::HostTrip(at::Tensor tensor, const Streams& streams)
 }
 
 void HostTrip::giveBack() const {
+  const auto beside = besideCaptures();
   copyIn(streams_.to_gpu, tensor_, host_, tensor_);
 }
 

@@ -10,12 +10,19 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
+#include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace ringreduce {
 
-// `cpu` must live as long as this is called.
-c10::intrusive_ptr<c10d::Backend> makeStagedBackend(c10d::Backend& cpu);
+// While it is kept, the calling thread can copy and wait although another captures a CUDA graph.
+std::shared_ptr<void> besideCaptures();
+
+// `cpu` must live as long as this is called.  `abort` ends the group, and says why.
+c10::intrusive_ptr<c10d::Backend> makeStagedBackend(c10d::Backend& cpu,
+                                                    std::function<void(const std::string&)> abort);
 
 // A GPU's tensor on its way to the host's memory, to be reduced there, and back.
 //
@@ -35,7 +42,10 @@ class HostTrip {
 
   // Valid once it has arrived.
   const at::Tensor& host() const { return host_; }
-  bool hasArrived() const { return arrived_.query(); }
+  bool hasArrived() const {
+    const auto beside = besideCaptures();
+    return arrived_.query();
+  }
 
   // Starts to copy it back over the tensor.  Once, after it has arrived.
   void giveBack() const;

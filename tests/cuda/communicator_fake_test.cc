@@ -60,8 +60,16 @@ void run(int size, bool apart, const OfRank& body) {
     comm.reset();
     CHECK(now() - begin < 4 * kSecond);
   });
-  CHECK_EQ(fake::leftovers(), "");
+  if (!fake::hasRuins()) CHECK_EQ(fake::leftovers(), "");  // nothing can be given back there
 }
+
+// Ends a test that ruins a GPU.
+struct Healed {
+  ~Healed() {
+    fake::heal();
+    fake::forgetLeftovers();
+  }
+};
 
 }  // namespace
 
@@ -94,6 +102,44 @@ TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {
       CHECK(ranks::failureOf([&] { comm.check(); }, words) == Failure::kAborted);
       CHECK(ranks::failureOf([&] { comm.wait(kSecond); }, words) == Failure::kAborted);
     });
+}
+
+TEST(a_gpu_that_is_ruined_ends_the_group_for_all_and_nothing_waits_for_it) {
+  for (bool amid : {true, false}) {  // a call, or before it
+    const Healed healed;
+    run(2, true, [&](cuda::Communicator& comm, Group& group, const GpuAllReduce& call) {
+      fake::gpu_is_busy = true;
+      if (amid) comm.allReduce(call, stream(1));
+      group.run({Barrier{}});
+      if (group.rank() == 1) {
+        fake::ruin(1, cudaErrorIllegalAddress);
+        const auto failure = ranks::failureOf([&] {
+          while (!group.failed()) comm.allReduce(call, stream(1));
+          comm.check();
+        });
+        CHECK(failure == Failure::kAborted);
+      }
+      const Nanos deadline = deadlineIn(20 * kSecond);
+      while (!group.failed() && now() < deadline) std::this_thread::yield();
+      fake::gpu_is_busy = false;
+      for (const char* words :
+           {"rank 1 (pid", "cudaErrorIllegalAddress", "end it and start it again"}) {
+        CHECK(ranks::failureOf([&] { comm.check(); }, words) == Failure::kAborted);
+        CHECK(ranks::failureOf([&] { comm.wait(kSecond); }, words) == Failure::kAborted);
+      }
+    });
+  }
+}
+
+TEST(a_communicator_is_made_and_ended_beside_captures_of_other_threads) {
+  fake::someone_captures = true;
+  for (bool apart : {true, false})
+    run(2, apart, [&](cuda::Communicator& comm, Group&, const GpuAllReduce& call) {
+      if (apart) comm.allReduce(call, stream(1));
+      CHECK(comm.wait(20 * kSecond));
+    });
+  fake::someone_captures = false;
+  CHECK_EQ(fake::captures_ended.load(), 0);
 }
 
 TEST(every_call_of_cuda_that_fails_in_an_all_reduce_is_raised_at_once) {

@@ -6,8 +6,9 @@
 // descriptor or an IPC handle of it works between processes.  It refuses what CUDA refuses (a
 // handle opened by its own process, memory registered twice, memory that no access was given to)
 // and stops the program at what CUDA leaves undefined (memory freed while another process has it
-// open).  It knows nothing of kernels, streams are done at once, and what it shows about real
-// drivers is nothing: tests/cuda/peer_memory_test.cc asks those.
+// open).  The host cannot touch GPU memory, except while a kernel or a copy runs.  It knows nothing
+// of kernels, streams are done at once, and what it shows about real drivers is nothing:
+// tests/cuda/peer_memory_test.cc asks those.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,11 +28,12 @@ struct Machine {
   bool apart[kMostGpus][kMostGpus] = {};              // no peer access from one to the other
   bool loses_data = false;  // a GPU maps another's memory, but sees other memory there
   bool mps = false;         // FAKE_MPS
-  int multiprocessors = 4;
+  int multiprocessors = 4;  // FAKE_MULTIPROCESSORS
   bool ends_long_kernels = false;
   bool bar1_is_full = false;  // there is no room to map memory of another process or GPU
   bool copies_hang = false;   // a copy never ends
   bool peers_hang = false;    // nor does one from another GPU's memory, or what follows it
+  bool hides_memory = true;   // from the host
 };
 Machine& machine();
 
@@ -40,11 +42,15 @@ Machine& machine();
 void see(const std::vector<int>& gpus);
 
 // Makes the calling thread's n-th call from now fail with `error` (1: the next).  Calls that give
-// something back are not counted and never fail, except after an error that ruins a process: then
-// all calls of the thread fail.
-void failAt(int n, cudaError_t error);
+// something back are not counted and never fail.  If it is cudaErrorIllegalAddress, the GPU is
+// ruined then.
+void failAt(int n, cudaError_t error, int ordinal = 0);
 // Whether it has.
 bool hasFailed();
+// From now on every call on the GPU fails with `error` in all threads of this process, as after a
+// kernel that has failed.
+void ruin(int ordinal, cudaError_t error);
+bool hasRuins();
 void heal();  // forgets all that
 
 // Memory that this process has not given back: "" or "1 ranges, 2 handles".

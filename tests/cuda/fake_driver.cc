@@ -23,18 +23,18 @@ CUresult getErrorString(CUresult, const char** text) {
   return CUDA_SUCCESS;
 }
 CUresult deviceGet(CUdevice* device, int ordinal) {
-  if (const auto e = fate()) return asDriver(e);
+  if (const auto e = fate(kNoGpu)) return asDriver(e);
   *device = ordinal;
   return CUDA_SUCCESS;
 }
 CUresult deviceGetUuid(CUuuid* uuid, CUdevice device) {
-  if (const auto e = fate()) return asDriver(e);
+  if (const auto e = fate(kNoGpu)) return asDriver(e);
   std::memset(uuid, 0xab, sizeof *uuid);
   uuid->bytes[15] = static_cast<char>(gpuOf(device));
   return CUDA_SUCCESS;
 }
 CUresult deviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
-  if (const auto e = fate()) return asDriver(e);
+  if (const auto e = fate(kNoGpu)) return asDriver(e);
   switch (which) {
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
@@ -58,12 +58,11 @@ CUresult deviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
   }
 }
 CUresult devicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  if (const auto e = fate()) return asDriver(e);
+  if (const auto e = fate(device)) return asDriver(e);
   *context = reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device) + 1);
   return CUDA_SUCCESS;
 }
 CUresult ctxPushCurrent(CUcontext context) {
-  if (const auto e = fateOfReturn()) return asDriver(e);
   contexts.push_back(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1);
   return CUDA_SUCCESS;
 }
@@ -81,6 +80,7 @@ CUresult memGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
 }
 CUresult memCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
                    const CUmemAllocationProp* properties, unsigned long long) {
+  if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fate()) return asDriver(e);
   if (bytes % kGranularity) return CUDA_ERROR_INVALID_VALUE;
   World& w = world();
@@ -128,6 +128,7 @@ CUresult memAddressFree(CUdeviceptr place, size_t bytes) {
 }
 CUresult memMap(CUdeviceptr place, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
                 unsigned long long) {
+  if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fate()) return asDriver(e);
   World& w = world();
   const std::lock_guard lock(w.mutex);
@@ -138,11 +139,12 @@ CUresult memMap(CUdeviceptr place, size_t bytes, size_t offset, CUmemGenericAllo
   if (w.find(at)) return CUDA_ERROR_ALREADY_MAPPED;
   const int fd = dup(found->second.fd);
   const int gpu = withTail(fd, [](Tail& tail) { return tail.gpu; });
-  show(fd, bytes, gpuOf(currentOrdinal()), PROT_NONE, at);
+  show(fd, bytes, gpuOf(currentOrdinal()), at);
   w.ranges[at] = {Range::Kind::kVirtual, bytes, gpu, fd};
   return CUDA_SUCCESS;
 }
 CUresult memSetAccess(CUdeviceptr place, size_t bytes, const CUmemAccessDesc* access, size_t n) {
+  if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fate()) return asDriver(e);
   World& w = world();
   const std::lock_guard lock(w.mutex);
@@ -155,11 +157,12 @@ CUresult memSetAccess(CUdeviceptr place, size_t bytes, const CUmemAccessDesc* ac
         return CUDA_ERROR_OUT_OF_MEMORY;
       range.access.insert(access[i].location.id);
     }
-    mprotect(base, range.bytes, PROT_READ | PROT_WRITE);
+    w.reveal(base, range);
   }
   return CUDA_SUCCESS;
 }
 CUresult memUnmap(CUdeviceptr place, size_t bytes) {
+  if (const auto e = besideCaptures()) return asDriver(e);
   if (const auto e = fateOfReturn()) return asDriver(e);
   World& w = world();
   const std::lock_guard lock(w.mutex);

@@ -28,6 +28,11 @@ namespace fake {
 void* anotherDriverFunction(const std::string&) {
   return nullptr;
 }
+cudaError_t besideCaptures() {
+  if (!someone_captures || mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  ++captures_ended;
+  return cudaErrorStreamCaptureUnsupported;
+}
 void finish(int) {}
 CUresult streamWaitValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
   return CUDA_ERROR_NOT_SUPPORTED;
@@ -48,7 +53,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
   if (const auto e = fate()) return said(e);
+  if (const auto e = checkLaunch(*config)) return said(e);
   ++launches;
+  const Working working;
   if (run_kernel) run_kernel(kernel, arguments, static_cast<int>(config->gridDim.x));
   return cudaSuccess;
 }
@@ -85,11 +92,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) {
   return said(cudaErrorIllegalState, "an external record outside of a capture");
 }
 cudaError_t cudaEventQuery(cudaEvent_t) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
-  if (someone_captures && mode != cudaStreamCaptureModeRelaxed) {
-    ++captures_ended;
-    return said(cudaErrorStreamCaptureUnsupported);
-  }
   return gpu_is_busy ? said(cudaErrorNotReady) : cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
@@ -114,6 +118,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   return machine().copies_hang ? said(cudaErrorNotReady) : cudaSuccess;
 }
@@ -131,6 +136,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
       machine().copies_hang = true;
     }
   }
+  const Working working;
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -141,6 +147,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t st
     if (!world().mayTouch(ordinalOf(stream), data, bytes))
       undefined("cleared memory that the GPU has no access to");
   }
+  const Working working;
   std::memset(data, value, bytes);
   return cudaSuccess;
 }

@@ -6,8 +6,8 @@
 
 namespace fake {
 
-// Somebody captures a stream in the mode `global`: questions about events end that, unless the
-// asking thread has said that it knows (cudaThreadExchangeStreamCaptureMode).
+// Somebody captures a stream in the mode `global`: calls that are not safe then end that, unless
+// their thread has said that it knows (cudaThreadExchangeStreamCaptureMode).
 inline std::atomic<bool> someone_captures = false;
 inline std::atomic<int> captures_ended = 0;
 

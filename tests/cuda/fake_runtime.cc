@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "fake_world.h"
 
@@ -14,9 +16,10 @@ using namespace fake;
 namespace {
 
 constexpr size_t kMemory = size_t{1} << 40;
+constexpr uintptr_t kPage = 4096;
 
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local std::string last_words = "as the fake says";
+thread_local std::string last_words;
 
 // A handle of legacy IPC; any process of the same user finds the memory with it.
 struct OperationHandle {
@@ -58,20 +61,29 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorMemoryAllocation";
     case cudaErrorIllegalAddress:
       return "cudaErrorIllegalAddress";
+    case cudaErrorLaunchFailure:
+      return "cudaErrorLaunchFailure";
+    case cudaErrorNotSupported:
+      return "cudaErrorNotSupported";
     case cudaErrorInsufficientDriver:
       return "cudaErrorInsufficientDriver";
     default:
       return "cudaErrorOfTheFake";
   }
 }
-const char* cudaGetErrorString(cudaError_t) {
-  return last_words.c_str();
+const char* cudaGetErrorString(cudaError_t error) {
+  if (!last_words.empty()) return last_words.c_str();
+  return error == cudaErrorIllegalAddress ? "an illegal memory access was encountered"
+                                          : "as the fake says";
 }
 cudaError_t cudaGetLastError() {
-  return std::exchange(last_error, cudaSuccess);
+  const cudaError_t last = cudaPeekAtLastError();
+  last_error = cudaSuccess;
+  return last;
 }
 cudaError_t cudaPeekAtLastError() {
-  return last_error;
+  const auto ruined = ruinOf(currentOrdinal());
+  return ruined ? ruined : last_error;
 }
 
 // ---- devices
@@ -81,7 +93,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* n) {
-  if (const auto e = fate()) return said(e);
+  if (const auto e = fate(kNoGpu)) return said(e);
   *n = count();
   return *n > 0 ? cudaSuccess : said(cudaErrorNoDevice);
 }
@@ -90,7 +102,7 @@ cudaError_t cudaGetDevice(int* ordinal) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
-  if (const auto e = fate()) return said(e);
+  if (const auto e = fate(kNoGpu)) return said(e);
   *properties = {};
   std::strcpy(properties->name, "Fake");
   properties->major = 9;
@@ -111,6 +123,7 @@ cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr which, int o
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   if (!reaches(gpuOf(currentOrdinal()), gpuOf(peer))) return said(cudaErrorPeerAccessUnsupported);
   if (machine().bar1_is_full) return said(cudaErrorMemoryAllocation);
@@ -148,17 +161,20 @@ cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
 }
 
 cudaError_t cudaMalloc(void** data, size_t bytes) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   bytes = (bytes + 4095) / 4096 * 4096;  // whole pages
   const int ordinal = currentOrdinal(), gpu = gpuOf(ordinal);
   const int fd = newMemory(gpu, bytes, 0);
-  char* at = show(fd, bytes, gpu, PROT_READ | PROT_WRITE);
+  char* at = show(fd, bytes, gpu);
   const std::lock_guard lock(world().mutex);
-  world().ranges[at] = {Range::Kind::kPlain, bytes, gpu, fd, {ordinal}};
+  const Range& range = world().ranges[at] = {Range::Kind::kPlain, bytes, gpu, fd, {ordinal}};
+  world().reveal(at, range);
   *data = at;
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* data) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fateOfReturn()) return said(e);
   if (!data) return cudaSuccess;
   finishWorkOn(data);
@@ -174,6 +190,7 @@ cudaError_t cudaFree(void* data) {
   return cudaSuccess;
 }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   if (!machine().ipc) return said(cudaErrorNotSupported);
   const std::lock_guard lock(world().mutex);
@@ -190,6 +207,7 @@ static bool areSame(int fd, int other) {
          a.st_ino == b.st_ino;
 }
 cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigned) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   OperationHandle ticket{};
   std::memcpy(&ticket, &handle, sizeof ticket);
@@ -221,13 +239,16 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
   }
   withTail(fd, [](Tail& tail) { return replaceOpener(tail, 0, getpid()); });
   const size_t bytes = bytesIn(fd);
-  char* at = show(fd, bytes, gpuOf(currentOrdinal()), PROT_READ | PROT_WRITE);
+  char* at = show(fd, bytes, gpuOf(currentOrdinal()));
   const std::lock_guard lock(world().mutex);
-  world().ranges[at] = {Range::Kind::kOpened, bytes, gpu, fd, {currentOrdinal()}};
+  const Range& range =
+      world().ranges[at] = {Range::Kind::kOpened, bytes, gpu, fd, {currentOrdinal()}};
+  world().reveal(at, range);
   *data = at;
   return cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void* data) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fateOfReturn()) return said(e);
   finishWorkOn(data);
   const std::lock_guard lock(world().mutex);
@@ -245,14 +266,27 @@ cudaError_t cudaIpcCloseMemHandle(void* data) {
 // ---- host memory
 
 cudaError_t cudaHostRegister(void* data, size_t bytes, unsigned) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fate()) return said(e);
   if (!machine().registers) return said(cudaErrorNotSupported);
+  if (!data || bytes == 0) return said(cudaErrorInvalidValue);
+  // Whole pages are pinned, so ranges may not share one.
+  const auto begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes + kPage - 1) / kPage * kPage;
   const std::lock_guard lock(world().mutex);
-  if (!world().registered.emplace(static_cast<char*>(data), bytes).second)
-    return said(cudaErrorHostMemoryAlreadyRegistered);
+  for (const auto& [base, size] : world().registered) {
+    const auto other = reinterpret_cast<uintptr_t>(base);
+    if (other / kPage * kPage < end && begin < other + size)
+      return said(cudaErrorHostMemoryAlreadyRegistered);
+  }
+  std::vector<unsigned char> there((end - begin) / kPage);
+  if (mincore(reinterpret_cast<void*>(begin), end - begin, there.data()) != 0)
+    return said(cudaErrorInvalidValue);  // it is not mapped
+  world().registered[static_cast<char*>(data)] = bytes;
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* data) {
+  if (const auto e = besideCaptures()) return said(e);
   if (const auto e = fateOfReturn()) return said(e);
   const std::lock_guard lock(world().mutex);
   if (world().registered.erase(static_cast<char*>(data)) == 0)

@@ -5,8 +5,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <climits>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 
 namespace fake {
@@ -17,9 +20,11 @@ constexpr size_t kTail = 4096;
 struct Luck {
   int calls_left = -1;
   cudaError_t error = cudaSuccess;
-  bool failed = false, ruined = false;
+  int ordinal = 0;
+  bool failed = false;
 };
 thread_local Luck luck;
+std::atomic<cudaError_t> ruins[kMostGpus];  // by ordinal
 
 std::vector<int> visible;  // of this process
 bool sees_all = true;
@@ -30,7 +35,10 @@ Machine& machine() {
   static Machine m = [] {
     Machine made;
     if (const char* gpus = std::getenv("FAKE_GPUS")) made.gpus = std::atoi(gpus);
+    if (const char* many = std::getenv("FAKE_MULTIPROCESSORS"))
+      made.multiprocessors = std::atoi(many);
     made.mps = std::getenv("FAKE_MPS") != nullptr;
+    made.registers = std::getenv("FAKE_REGISTERS_NOTHING") == nullptr;
     return made;
   }();
   return m;
@@ -43,30 +51,51 @@ void undefined(const char* what) {
 
 // ---- which call fails
 
-void failAt(int n, cudaError_t error) {
-  luck = {.calls_left = n, .error = error};
+void failAt(int n, cudaError_t error, int ordinal) {
+  luck = {.calls_left = n, .error = error, .ordinal = ordinal};
 }
 
 bool hasFailed() {
   return luck.failed;
 }
 
-void heal() {
-  luck = {};
+void ruin(int ordinal, cudaError_t error) {
+  ruins[ordinal] = error;
 }
 
-cudaError_t fate() {
+void heal() {
+  luck = {};
+  for (auto& ruined : ruins) ruined = cudaSuccess;
+}
+
+bool hasRuins() {
+  for (const auto& ruined : ruins)
+    if (ruined != cudaSuccess) return true;
+  return false;
+}
+
+cudaError_t ruinOf(int ordinal) {
+  return ordinal == kNoGpu ? cudaSuccess : ruins[ordinal].load();
+}
+
+cudaError_t fate(int ordinal) {
   if (!machine().has_driver) return cudaErrorInsufficientDriver;
-  if (luck.ruined) return luck.error;
+  if (const auto ruined = ruinOf(ordinal)) return ruined;
   if (luck.calls_left < 0 || --luck.calls_left > 0) return cudaSuccess;
   luck.calls_left = -1;
   luck.failed = true;
-  luck.ruined = luck.error == cudaErrorIllegalAddress;
+  if (luck.error == cudaErrorIllegalAddress) ruin(luck.ordinal, luck.error);
   return luck.error;
 }
+cudaError_t fate() {
+  return fate(currentOrdinal());
+}
 
+cudaError_t fateOfReturn(int ordinal) {
+  return ruinOf(ordinal);
+}
 cudaError_t fateOfReturn() {
-  return luck.ruined ? luck.error : cudaSuccess;
+  return fateOfReturn(currentOrdinal());
 }
 
 // ---- GPUs
@@ -131,13 +160,90 @@ int newMemory(int gpu, size_t bytes, unsigned exportable) {
   return fd;
 }
 
-char* show(int fd, size_t bytes, int gpu, int protection, void* place) {
+char* show(int fd, size_t bytes, int gpu, void* place) {
   const bool lost =
       machine().loses_data && withTail(fd, [&](const Tail& tail) { return tail.gpu != gpu; });
   const int flags = (lost ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED) | (place ? MAP_FIXED : 0);
-  void* at = mmap(place, bytes, protection, flags, lost ? -1 : fd, 0);
+  void* at = mmap(place, bytes, PROT_NONE, flags, lost ? -1 : fd, 0);
   if (at == MAP_FAILED) undefined("cannot map memory");
   return static_cast<char*>(at);
+}
+
+// ---- launches
+
+cudaError_t checkLaunch(const cudaLaunchConfig_t& config) {
+  constexpr unsigned kMostThreads = 1024, kMostInZ = 64, kMostInYZ = 65535, kMostInX = INT_MAX;
+  const dim3 &grid = config.gridDim, &block = config.blockDim;
+  if (size_t{block.x} * block.y * block.z > kMostThreads || block.z > kMostInZ ||
+      grid.x > kMostInX || grid.y > kMostInYZ || grid.z > kMostInYZ ||
+      size_t{grid.x} * grid.y * grid.z * block.x * block.y * block.z == 0)
+    return cudaErrorInvalidConfiguration;
+  if (config.dynamicSmemBytes > 48 << 10) return cudaErrorInvalidValue;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    // A block of this project's kernels fills a multiprocessor.
+    if (attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative &&
+        size_t{grid.x} * grid.y * grid.z > static_cast<size_t>(machine().multiprocessors))
+      return cudaErrorCooperativeLaunchTooLarge;
+  }
+  return cudaSuccess;
+}
+
+// ---- who may touch it
+
+namespace {
+
+struct sigaction signal_before;
+
+// Says what happened, if it was GPU memory, and leaves the rest to whoever is there for it.
+void onFault(int, siginfo_t* fault, void*) {
+  if (world().find(fault->si_addr)) {
+    constexpr char kText[] = "fake CUDA: the host touched GPU memory\n";
+    (void)!write(STDERR_FILENO, kText, sizeof kText - 1);
+  }
+  sigaction(SIGSEGV, &signal_before, nullptr);  // it faults again on return
+}
+
+void watchFaults() {
+  static const bool watched = [] {
+    struct sigaction action{};
+    action.sa_sigaction = onFault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    return sigaction(SIGSEGV, &action, &signal_before) == 0;
+  }();
+  (void)watched;
+}
+
+void protect(char* base, const Range& range, int protection) {
+  if (range.isMapped() && mprotect(base, range.bytes, protection) != 0)
+    undefined("cannot protect memory");
+}
+
+}  // namespace
+
+void World::reveal(char* base, const Range& range) const {
+  watchFaults();
+  if (!hidden || !machine().hides_memory) protect(base, range, PROT_READ | PROT_WRITE);
+}
+
+Working::Working() {
+  World& w = world();
+  const std::lock_guard lock(w.mutex);
+  ++w.working;
+  if (!w.hidden || !machine().hides_memory) return;
+  w.hidden = false;
+  for (const auto& [base, range] : w.ranges) protect(base, range, PROT_READ | PROT_WRITE);
+}
+Working::~Working() {
+  constexpr std::chrono::milliseconds kPause(20);
+  World& w = world();
+  const std::lock_guard lock(w.mutex);
+  if (--w.working > 0 || !machine().hides_memory) return;
+  const auto time = World::Clock::now();
+  if (time - w.hidden_at < kPause) return;
+  w.hidden = true;
+  w.hidden_at = time;
+  for (const auto& [base, range] : w.ranges) protect(base, range, PROT_NONE);
 }
 
 World& world() {

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
@@ -19,13 +20,19 @@ namespace fake {
 // Stops the program after a call whose effect CUDA leaves undefined.
 [[noreturn]] void undefined(const char* what);
 
-// The fate of a call, as far as `failAt` has a say, and that of one that gives something back.
-cudaError_t fate();
+// The fate of a call on a GPU, as far as `failAt` and `ruin` have a say, and that of one that gives
+// something back.
+inline constexpr int kNoGpu = -1;  // asks for facts
+cudaError_t fate(int ordinal);
+cudaError_t fateOfReturn(int ordinal);
+cudaError_t fate();  // on the current one
 cudaError_t fateOfReturn();
+// What has ruined it, or success.
+cudaError_t ruinOf(int ordinal);
 
 // Keeps it as the calling thread's last error, as the runtime does, and returns it.  `words`: what
-// cudaGetErrorString says of it.
-cudaError_t said(cudaError_t error, const std::string& words = "as the fake says");
+// cudaGetErrorString says of it; "": something.
+cudaError_t said(cudaError_t error, const std::string& words = "");
 
 inline CUresult asDriver(cudaError_t error) {
   return static_cast<CUresult>(error);
@@ -65,8 +72,8 @@ bool isOpen(const Tail& tail);
 // A new memfd, full of rubbish as GPU memory is.
 int newMemory(int gpu, size_t bytes, unsigned exportable);
 size_t bytesIn(int fd);
-// Maps it as `gpu` would, at `place` if that is not null.
-char* show(int fd, size_t bytes, int gpu, int protection, void* place = nullptr);
+// Maps it as `gpu` would, at `place` if that is not null.  Nobody can touch it before `reveal`.
+char* show(int fd, size_t bytes, int gpu, void* place = nullptr);
 
 struct Physical {
   int fd, references;
@@ -80,9 +87,15 @@ struct Range {
   int fd;
   std::set<int> access = {};  // ordinals
   int times = 1;              // opened
+  bool isMapped() const { return kind != Kind::kVirtual || !access.empty(); }
 };
 
+// Whether a GPU takes a grid of such a shape.
+cudaError_t checkLaunch(const cudaLaunchConfig_t& config);
+
 struct World {
+  using Clock = std::chrono::steady_clock;
+
   std::mutex mutex;  // of all below
   std::map<char*, Range> ranges;
   std::map<char*, size_t> reservations, registered;
@@ -90,19 +103,38 @@ struct World {
   std::set<std::pair<int, int>> peers;  // ordinals: the first may touch the second's plain memory
   CUmemGenericAllocationHandle next_handle = 1;
   int streams = 0;
+  int working = 0;     // kernels and copies that run
+  bool hidden = true;  // nobody can touch GPU memory
+  Clock::time_point hidden_at = {};
 
   // The range that contains it, or null.
   Range* find(const void* pointer, char** base = nullptr);
   // Whether copies on `ordinal` may touch these bytes; those of the host they always may.
   bool mayTouch(int ordinal, const void* pointer, size_t bytes);
+  // Lets a new range be touched, if one may now.
+  void reveal(char* base, const Range& range) const;
 };
 World& world();
+
+// A kernel or a copy runs.  Only meanwhile can this process touch GPU memory; if it was hidden less
+// than 20 ms before, until the next one ends, since each change costs time for each page.
+class Working {
+ public:
+  Working();
+  ~Working();
+  Working(const Working&) = delete;
+  Working& operator=(const Working&) = delete;
+};
 
 void* driverFunction(const std::string& name);  // null if there is none
 
 // ---- in fake_launch.cc, or in torch_on_fake
 
 void* anotherDriverFunction(const std::string& name);  // that is not in gpu_device.h, or null
+
+// CUDA's answer to calls that are not safe beside a capture, which they end: that of
+// cudaThreadExchangeStreamCaptureMode's documentation.
+cudaError_t besideCaptures();
 
 // Waits for what this process has put into the streams of a GPU, as CUDA does before it gives
 // memory back.

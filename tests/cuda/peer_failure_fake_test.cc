@@ -7,6 +7,7 @@
 #include "cuda/memory/device_memory.h"
 #include "cuda/memory/peer_memory.h"
 #include "fake_cuda.h"
+#include "fake_launch.h"
 #include "peers.h"
 
 using namespace peers;
@@ -58,7 +59,7 @@ int failEachCall(int P, int victim, cudaError_t error, const Make& make,
     run(As::kThreads, P, [&](Group& group, int device) {
       Fate& fate = fates[static_cast<size_t>(group.rank())];
       const auto arm = [&] {
-        if (group.rank() == victim) fake::failAt(n, error);
+        if (group.rank() == victim) fake::failAt(n, error, device);
       };
       try {
         fate.detail = make(group, device, arm);
@@ -146,6 +147,28 @@ TEST(without_room_to_map_the_memory_of_other_gpus_host_memory_is_taken) {
                 "not by ipc: rank 0 cannot open another rank's memory"});
   expectAccess(As::kThreads, MemoryAccess::kHost,
                {"not by pointer: rank 0 cannot get access to the memory of GPU 1"});
+}
+
+TEST(memory_is_shared_beside_captures_of_other_threads) {
+  fake::someone_captures = true;
+  for (As as : {As::kProcesses, As::kThreads})
+    for (MemoryAccess access : {MemoryAccess::kPointer, MemoryAccess::kDescriptor,
+                                MemoryAccess::kLegacyIpc, MemoryAccess::kHost}) {
+      if (as == As::kProcesses && access == MemoryAccess::kPointer) continue;
+      run(as, 2, [&](Group& group, int device) {
+        {
+          const MappedPages pages(group, device, 1000);
+          const PeerMemory memory(group, device, 1000, access);
+          const MemoryPtr buffer = allocate(device, 1 << 20);
+          Registration made = registerBuffer(group, memory, buffer->data(), 1000);
+          CHECK_EQ(!made.buffer, access == MemoryAccess::kHost);
+          made.buffer.reset();
+          group.run({Barrier{}});  // no rank frees what another maps
+        }
+        CHECK_EQ(fake::captures_ended.load(), 0);
+      });
+    }
+  fake::someone_captures = false;
 }
 
 TEST(a_buffer_that_there_is_no_room_to_map_is_copied_and_no_error) {

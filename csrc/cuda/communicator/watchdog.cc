@@ -246,9 +246,11 @@ void Watchdog::collect() {
   }
 }
 
-// After a failure of the GPU, which then finishes nothing more.
+// After a failure of the GPU, which then finishes nothing more, and touches no memory.
 void Watchdog::giveUp(const std::string& why) {
   under_way_.clear();
+  finished_ = announced_;
+  ranks_->advance(finished_, under_way_);
   changed_.notify_all();
   try {
     group_.fail(Failure::kAborted, group_.rank(), group_.who(group_.rank()) + " gave up: " + why);

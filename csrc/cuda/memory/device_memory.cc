@@ -190,7 +190,7 @@ class Registered final : public DeviceMemory {
     const std::lock_guard lock(all.mutex);
     if (!all.counts.contains(host))
       check(cudaHostRegister(host, bytes_, cudaHostRegisterMapped | cudaHostRegisterPortable),
-            "register " + mebibytes(bytes_) + " of host memory", device);
+            "register " + mebibytes(bytes_) + " of host memory (cudaHostRegister)", device);
     ++all.counts[host];
     void* data = nullptr;
     const cudaError_t result = cudaHostGetDevicePointer(&data, host, 0);

@@ -57,7 +57,7 @@ class Replay {
       if (!node.event) continue;
       const std::lock_guard lock(node.event->mutex);
       if (node.records) {
-        auto mark = node.event->mark = std::make_shared<Mark>();
+        auto mark = node.event->mark = std::make_shared<Mark>(node.event->ordinal);
         steps_.back().task = [mark] { mark->reach(); };
       } else if (node.event->mark) {
         steps_.back().task = [mark = node.event->mark] { mark->wait(); };
@@ -123,7 +123,6 @@ std::mutex& captures() {
   return *mutex;
 }
 
-// cudaThreadExchangeStreamCaptureMode's documentation has these rules.
 cudaError_t besideCaptures() {
   const std::lock_guard lock(captures());
   if (mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -137,6 +136,26 @@ cudaError_t besideCaptures() {
     return cudaErrorStreamCaptureUnsupported;
   }
   return cudaSuccess;
+}
+
+// Work in the default stream would follow that in streams which are not cudaStreamNonBlocking.
+cudaError_t useOf(CUstream_st& stream) {
+  if (stream.capture) return stream.capture->broken;
+  cudaError_t error = cudaSuccess;
+  for (const auto& capture : underWay())
+    for (const CUstream_st* other : capture->streams)
+      if (stream.legacy && other->ordinal == stream.ordinal &&
+          !(other->flags & cudaStreamNonBlocking)) {
+        capture->broken = cudaErrorStreamCaptureInvalidated;
+        error = cudaErrorStreamCaptureImplicit;
+      }
+  return error;
+}
+
+cudaError_t questionOf(CUstream_st& stream) {
+  if (!stream.capture) return useOf(stream);
+  stream.capture->broken = cudaErrorStreamCaptureInvalidated;
+  return cudaErrorStreamCaptureUnsupported;
 }
 
 void capture(CUstream_st& stream, Node node) {
@@ -166,6 +185,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   if (graph || nodes || edges || count)
     return said(cudaErrorNotSupported, "the fake shows no graphs while they are captured");
   CUstream_st& stream = streamOf(handle);
+  if (const auto e = fate(stream.ordinal)) return said(e);
   const std::lock_guard lock(captures());
   *status = cudaStreamCaptureStatusNone;
   if (!stream.capture) return cudaSuccess;
@@ -179,6 +199,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode of) {
   CUstream_st& stream = streamOf(handle);
+  if (const auto e = fate(stream.ordinal)) return said(e);
   const std::lock_guard lock(captures());
   if (handle != &stream || stream.capture) return said(cudaErrorStreamCaptureUnsupported);
   stream.capture = std::make_shared<Capture>(
@@ -194,6 +215,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   *graph = nullptr;
   if (!capture) return said(cudaErrorIllegalState, "the stream is not being captured");
   if (capture->origin != &stream) return said(cudaErrorStreamCaptureUnmatched);
+  if (capture->mode != cudaStreamCaptureModeRelaxed &&
+      capture->thread != std::this_thread::get_id())
+    return said(cudaErrorStreamCaptureWrongThread);
   cudaError_t error = capture->broken;
   if (!error && !isBehindAll(stream)) error = cudaErrorStreamCaptureUnjoined;
   for (CUstream_st* joined : capture->streams) {
@@ -207,9 +231,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
   CUstream_st& stream = streamOf(handle);
+  if (const auto e = fate(stream.ordinal)) return said(e);
   MarkPtr mark;
   {
     const std::lock_guard capturing(captures());
+    if (const auto e = useOf(stream)) return said(e);
     if (flags == cudaEventWaitExternal) {
       if (!stream.capture)
         return said(cudaErrorIllegalState, "an external wait outside of a capture");
@@ -235,8 +261,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
       return said(cudaErrorStreamCaptureIsolation, "the event is of no captured stream");
     }
   }
-  put(stream, [mark] { mark->wait(); });
-  return cudaSuccess;
+  return said(put(stream, [mark] { mark->wait(); }));
 }
 
 // ---- graphs
@@ -248,14 +273,15 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t*
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                           unsigned long long) {
+  if (const auto e = fate()) return said(e);
   *made = new CUgraphExec_st{graph->nodes};
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   if (isCapturing(streamOf(stream)))
     return said(cudaErrorNotSupported, "the fake's graphs have no graphs in them");
-  put(streamOf(stream), [replay = std::make_shared<Replay>(graph->nodes)] { replay->run(); });
-  return cudaSuccess;
+  return said(
+      put(streamOf(stream), [replay = std::make_shared<Replay>(graph->nodes)] { replay->run(); }));
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;

@@ -49,25 +49,26 @@ Where find(const void* pointer, size_t bytes, int ordinal) {
 }
 
 // CUDA reads unpinned memory before the call returns, and has written it by then.
-void copy(void* to, const void* from, size_t bytes, CUstream_st& stream) {
-  if (bytes == 0) return;
+cudaError_t copy(void* to, const void* from, size_t bytes, CUstream_st& stream) {
+  if (bytes == 0) return cudaSuccess;
   const Where source = find(from, bytes, stream.ordinal);
   const Where target = find(to, bytes, stream.ordinal);
   if (source == Where::kElsewhere && !isCapturing(stream)) {
     const auto* begin = static_cast<const char*>(from);
-    put(stream, [to, kept = std::vector<char>(begin, begin + bytes)] {
+    const auto e = putWork(stream, [to, kept = std::vector<char>(begin, begin + bytes)] {
       std::memcpy(to, kept.data(), kept.size());
     });
-  } else {
-    put(stream, [=] { std::memmove(to, from, bytes); });
+    if (e) return e;
+  } else if (const auto e = putWork(stream, [=] { std::memmove(to, from, bytes); })) {
+    return e;
   }
-  if (target == Where::kElsewhere && !isCapturing(stream)) finish(stream);
+  return target == Where::kElsewhere && !isCapturing(stream) ? finish(stream) : cudaSuccess;
 }
 
-void set(void* data, int value, size_t bytes, CUstream_st& stream) {
-  if (bytes == 0) return;
+cudaError_t set(void* data, int value, size_t bytes, CUstream_st& stream) {
+  if (bytes == 0) return cudaSuccess;
   find(data, bytes, stream.ordinal);
-  put(stream, [=] { std::memset(data, value, bytes); });
+  return putWork(stream, [=] { std::memset(data, value, bytes); });
 }
 
 }  // namespace
@@ -76,9 +77,7 @@ extern "C" {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
-  if (const auto e = fate()) return said(e);
-  copy(to, from, bytes, streamOf(stream));
-  return cudaSuccess;
+  return said(copy(to, from, bytes, streamOf(stream)));
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
                                 cudaStream_t stream) {
@@ -87,20 +86,19 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t byt
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
                               size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
   for (size_t row = 0; row < height; ++row)
-    copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch,
-         width, streamOf(stream));
+    if (const auto e =
+            copy(static_cast<char*>(to) + row * to_pitch,
+                 static_cast<const char*>(from) + row * from_pitch, width, streamOf(stream)))
+      return said(e);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   if (const auto e = besideCaptures()) return said(e);
-  copy(to, from, bytes, streamOf(nullptr));
-  finish(streamOf(nullptr));
-  return cudaSuccess;
+  if (const auto e = copy(to, from, bytes, streamOf(nullptr))) return said(e);
+  return said(finish(streamOf(nullptr)));
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
-  if (const auto e = fate()) return said(e);
-  set(data, value, bytes, streamOf(stream));
-  return cudaSuccess;
+  return said(set(data, value, bytes, streamOf(stream)));
 }
 cudaError_t cudaMemset(void* data, int value, size_t bytes) {
   return cudaMemsetAsync(data, value, bytes, nullptr);
@@ -108,6 +106,7 @@ cudaError_t cudaMemset(void* data, int value, size_t bytes) {
 
 cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned) {
   if (const auto e = besideCaptures()) return said(e);
+  if (const auto e = fate()) return said(e);
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return said(cudaErrorMemoryAllocation);
   const std::lock_guard lock(world().mutex);
@@ -116,6 +115,8 @@ cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* data) {
+  if (const auto e = besideCaptures()) return said(e);
+  if (const auto e = fateOfReturn()) return said(e);
   finish(gpuOf(currentOrdinal()));
   const std::lock_guard lock(world().mutex);
   const auto found = pinned().find(static_cast<char*>(data));

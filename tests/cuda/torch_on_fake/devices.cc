@@ -82,8 +82,7 @@ CUresult cuGetErrorString(CUresult, const char** text) {
 }
 CUresult cuMemsetD32Async(CUdeviceptr data, unsigned value, size_t words, CUstream stream) {
   auto* begin = reinterpret_cast<unsigned*>(data);
-  put(streamOf(stream), [=] { std::fill_n(begin, words, value); });
-  return CUDA_SUCCESS;
+  return asDriver(putWork(streamOf(stream), [=] { std::fill_n(begin, words, value); }));
 }
 
 }  // extern "C"

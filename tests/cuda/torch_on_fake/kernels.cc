@@ -5,8 +5,10 @@
 #include <cxxabi.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -47,8 +49,52 @@ std::string nameOf(const void* kernel) {
   return "a kernel that was not registered";
 }
 
-cudaError_t launch(const void* kernel, int blocks, void** arguments, cudaStream_t stream) {
+thread_local int running_on = kNoGpu;  // of a block's thread
+
+// The multiprocessors of a GPU.  A block takes one for itself, and waits while none is free. Blocks
+// are served in the order of the kernels' starts.  Other processes on the GPU are not seen.
+class Multiprocessors {
+ public:
+  void run(int blocks, const std::function<void(int block)>& run_block) {
+    std::vector<std::thread> threads;
+    std::unique_lock lock(mutex_);
+    const uint64_t first = next_;
+    next_ += static_cast<uint64_t>(blocks);
+    for (int block = 0; block < blocks; ++block) {
+      changed_.wait(lock, [&] {
+        return served_ == first + static_cast<uint64_t>(block) &&
+               taken_ < machine().multiprocessors;
+      });
+      ++served_, ++taken_;
+      changed_.notify_all();
+      threads.emplace_back([&, block] {
+        run_block(block);
+        const std::lock_guard done(mutex_);
+        --taken_;
+        changed_.notify_all();
+      });
+    }
+    lock.unlock();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t next_ = 0, served_ = 0;
+  int taken_ = 0;
+};
+
+Multiprocessors& multiprocessorsOf(int ordinal) {
+  static auto* all = new Multiprocessors[kMostGpus];
+  return all[ordinal];
+}
+
+cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void** arguments) {
   if (const auto e = fate()) return said(e);
+  if (const auto e = checkLaunch(config)) return said(e);
+  CUstream_st& stream = streamOf(config.stream);
+  const int ordinal = stream.ordinal, blocks = static_cast<int>(config.gridDim.x);
   Kernel found{};
   {
     const std::lock_guard lock(code().mutex);
@@ -58,24 +104,33 @@ cudaError_t launch(const void* kernel, int blocks, void** arguments, cudaStream_
     const std::string name = nameOf(kernel);
     if (name.find("spin_kernel") != std::string::npos) {  // torch.cuda._sleep: a cycle is 1 ns
       const std::chrono::nanoseconds time(*static_cast<int64_t*>(arguments[0]));
-      put(streamOf(stream), [time] { std::this_thread::sleep_for(time); });
-      return cudaSuccess;
+      return said(put(stream, [time, ordinal] {
+        multiprocessorsOf(ordinal).run(1, [&](int) { std::this_thread::sleep_for(time); });
+      }));
     }
     return said(cudaErrorNoKernelImageForDevice,
                 "a kernel of PyTorch's cannot run on the fake: " + name);
   }
   const auto* bytes = static_cast<const char*>(arguments[0]);
-  put(streamOf(stream), [=, argument = std::vector<char>(bytes, bytes + found.argument_bytes)] {
-    std::vector<std::thread> others;
-    for (int block = 1; block < blocks; ++block)
-      others.emplace_back([&, block] { found.block(kernel, argument.data(), block, blocks); });
-    found.block(kernel, argument.data(), 0, blocks);
-    for (std::thread& other : others) other.join();
-  });
+  const auto run = [=, argument = std::vector<char>(bytes, bytes + found.argument_bytes)] {
+    multiprocessorsOf(ordinal).run(blocks, [&](int block) {
+      running_on = ordinal;
+      found.block(kernel, argument.data(), block, blocks);
+    });
+  };
+  if (const auto e = putWork(stream, run)) return said(e);
   static const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
-  if (blocking && std::atoi(blocking) != 0 && !isCapturing(streamOf(stream)))
-    finish(streamOf(stream));
+  if (blocking && std::atoi(blocking) != 0 && !isCapturing(stream)) return said(finish(stream));
   return cudaSuccess;
+}
+
+cudaError_t launch(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                   cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  return launch(kernel, config, arguments);
 }
 
 // Between <<<>>> and the launch.
@@ -95,13 +150,20 @@ void fakeRegisterKernel(const void* kernel, size_t argument_bytes, FakeBlock blo
   code().kernels[kernel] = {argument_bytes, block};
 }
 
+void fakePause() {
+  do
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(20));  // there are more threads than cores
+  while (ruinOf(running_on));
+}
+
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
-  return launch(kernel, static_cast<int>(config->gridDim.x), arguments, config->stream);
+  return launch(kernel, *config, arguments);
 }
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3, void** arguments, size_t,
-                             cudaStream_t stream) {
-  return launch(kernel, static_cast<int>(grid.x), arguments, stream);
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
+                             size_t shared, cudaStream_t stream) {
+  return launch(kernel, grid, block, arguments, shared, stream);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   if (const auto e = fate()) return said(e);
@@ -142,9 +204,9 @@ cudaError_t __cudaGetKernel(cudaKernel_t* handle, const void* kernel) {
   *handle = static_cast<cudaKernel_t>(const_cast<void*>(kernel));
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3, void** arguments, size_t,
-                               cudaStream_t stream) {
-  return launch(kernel, static_cast<int>(grid.x), arguments, stream);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               size_t shared, cudaStream_t stream) {
+  return launch(kernel, grid, block, arguments, shared, stream);
 }
 
 }  // extern "C"

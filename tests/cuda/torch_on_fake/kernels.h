@@ -8,3 +8,12 @@ using FakeBlock = void (*)(const void* kernel, const void* argument, int block, 
 
 // A kernel that takes one argument of so many bytes.  Blocks of a grid run at the same time.
 extern "C" void fakeRegisterKernel(const void* kernel, size_t argument_bytes, FakeBlock block);
+// Between two looks of a block at a word that somebody sets.  Returns no more on a ruined GPU.
+extern "C" void fakePause();
+
+// The rest returns a cudaError_t.
+// As cudaLaunchHostFunc, but the function may touch GPU memory.
+extern "C" int fakeLaunchWork(struct CUstream_st* stream, void (*function)(void*), void* data);
+// Launches a kernel that fails with an error which ruins the GPU; which that is.
+extern "C" int fakeFault(struct CUstream_st* stream, int error);
+extern "C" int fakeRuinOf(int ordinal);

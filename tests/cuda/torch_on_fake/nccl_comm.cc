@@ -2,10 +2,13 @@
 #include "nccl_comm.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <utility>
+
+#include "kernels.h"
 
 namespace fake::nccl {
 namespace {
@@ -240,7 +243,8 @@ void launch(ncclComm& comm, std::vector<Call> calls, const std::vector<cudaStrea
   for (size_t i = 1; i < streams.size(); ++i) follow(first, streams[i]);
   const std::lock_guard lock(comm.mutex);
   if (once && comm.last != first) must(cudaStreamWaitEvent(first, comm.tail, 0));
-  must(cudaLaunchHostFunc(first, run, new Launch{&comm, std::move(calls), once}));
+  must(static_cast<cudaError_t>(
+      fakeLaunchWork(first, run, new Launch{&comm, std::move(calls), once})));
   if (once) {
     ++comm.pending;
     comm.last = first;
@@ -343,7 +347,8 @@ void leave(ncclComm* comm, bool abort) {
     punish(rankOf(*comm) + ": a communicator is given back twice");
   if (comm->wire) {
     if (abort) comm->wire->end();
-    comm->changed.wait(lock, [&] { return comm->pending == 0; });
+    while (comm->pending > 0 && !fakeRuinOf(comm->device))
+      comm->changed.wait_for(lock, std::chrono::milliseconds(10));
     comm->wire->end();
     comm->wire = nullptr;
     cudaEventDestroy(comm->tail);

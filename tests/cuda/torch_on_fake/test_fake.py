@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
+import fake_rules
 import oracle
 import pytest
 import torch
@@ -98,3 +100,14 @@ def test_a_kernel_of_torchs_is_refused_by_its_name() -> None:
     assert done.returncode != 0
     assert "a kernel of PyTorch's cannot run on the fake: " in done.stderr
     assert "at::native::" in done.stderr
+
+
+@pytest.mark.parametrize("rule", fake_rules.RULES)
+def test_it_keeps_a_rule_of_cudas(rule: str) -> None:
+    run = [sys.executable, fake_rules.__file__, rule]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    if rule == "the_host_cannot_touch_gpu_memory":
+        assert done.returncode == -signal.SIGSEGV and done.stdout == "so far\n", done
+        assert "fake CUDA: the host touched GPU memory" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr

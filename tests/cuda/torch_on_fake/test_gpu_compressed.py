@@ -173,6 +173,38 @@ def test_averages_are_used_behind_their_copy(machine: Machine) -> None:
     call.results()
 
 
+def beside_a_capture(me: Rank) -> None:
+    """The gradients are on their way while the thread that gave them captures something else."""
+    device = use_gpu(me)
+    probe = Probe(device)
+    x, y = torch.zeros(8, device=device), torch.ones(8, device=device)
+    graph = torch.cuda.CUDAGraph()
+
+    def around(compress: Any, buffer: torch.Tensor) -> Any:
+        gate = Gate()
+        future = compress()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            x.copy_(y)
+            gate.open()
+            deadline = time.monotonic() + 30
+            while not future.done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert future.done()
+            graph.capture_end()
+        return future
+
+    probe.around = around
+    probe.step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.cpu().tolist() == [1.0] * 8
+
+
+def test_gradients_leave_captures_alone(machine: Machine) -> None:
+    machine.start(beside_a_capture, 2, fresh=True).results(60)
+
+
 def captured(me: Rank) -> str:
     """What the hook says in a capture; the same step goes on without one."""
     probe = Probe(use_gpu(me))

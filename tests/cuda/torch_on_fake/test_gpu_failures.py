@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import time
 from functools import partial
 from typing import Any
 
+import fake_rules
 import pytest
 import torch
 import torch.distributed as dist
-from blame import expect, expect_all
+from blame import blamed, expect, expect_all
 from conftest import Machine
 from gpu_jobs import Gate, use_gpu
 from pool import Died, Done, Rank
@@ -307,6 +309,22 @@ def test_groups_that_go_on_take_no_cuda_tensors(machine: Machine, other: str) ->
     call.results(60)
 
 
+def without_registering(me: Rank) -> str:
+    x = torch.ones(8, device=use_gpu(me))
+    with pytest.raises(RuntimeError) as refused:
+        dist.all_reduce(x)
+    dist.reduce(x, 0)  # by way of the host's memory, it goes on
+    assert me.rank != 0 or x.tolist() == [2.0] * 8
+    return str(refused.value)
+
+
+def test_a_machine_that_registers_no_host_memory_is_told(machine: Machine) -> None:
+    env = {"FAKE_REGISTERS_NOTHING": "1", "RINGREDUCE_CUDA_OTHER": "host"}
+    for said in machine.start(without_registering, 2, fresh=True, **env).results(60):
+        assert "of host memory (cudaHostRegister)" in said and "does not allow it" in said
+        assert 'use nccl for CUDA tensors ("cpu:ringreduce,cuda:nccl")' in said
+
+
 def again(me: Rank, names: list[str]) -> None:
     """Groups after groups, with and without a device of their own, and parts of them."""
     device = use_gpu(me)
@@ -349,3 +367,45 @@ def after_an_error(me: Rank, name: str) -> None:
 
 def test_a_process_goes_on_after_an_error(machine: Machine) -> None:
     machine.start(after_an_error, 2, machine.pool.name(), fresh=True).results(60)
+
+
+def ruined(me: Rank, style: str) -> tuple[list[str], float]:
+    """One rank's GPU is ruined.  Returns what is said, twice, and how long the end takes."""
+    x = torch.ones(50_000, device=use_gpu(me))
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if me.rank == 1:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        fake_rules.runtime.fakeFault(stream, fake_rules.ILLEGAL_ADDRESS)
+        while style == "noticed" and not fake_rules.runtime.fakeRuinOf(x.device.index):
+            time.sleep(0.001)
+    said = []
+    for _ in range(2):
+        try:
+            for _ in range(10**9):
+                if style == "staged":
+                    dist.reduce(x, 0)
+                elif style == "barrier":
+                    dist.barrier()
+                else:
+                    work = dist.all_reduce(x, async_op=style != "blocking")
+                    if work is not None:
+                        work.wait()
+                if me.rank != 1:  # there torch would say it first
+                    torch.cuda.synchronize()
+        except RuntimeError as error:
+            said.append(str(error))
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    return said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("style", ["blocking", "async", "noticed", "staged", "barrier"])
+def test_a_ruined_gpu_is_named_and_nothing_waits_for_it(machine: Machine, style: str) -> None:
+    results = machine.start(ruined, 3, style, fresh=True).results(40)
+    for rank, (said, took) in enumerate(results):
+        assert took < 8, results
+        if rank != 1:
+            assert blamed(said[0]) == blamed(said[1]) == {1}, results
+            # On the fake, torch's copies are Python's, whose errors the library does not know.
+            assert style == "staged" or "illegal memory access" in said[0], results

@@ -223,6 +223,51 @@ def test_a_barrier_leaves_captures_of_other_threads_alone(machine: Machine) -> N
     machine.run(drained_beside_a_capture, 2)
 
 
+def beside_a_capture(me: Rank, what: str) -> None:
+    """What a thread does while another captures, in the mode in which CUDA minds most."""
+    device = use_gpu(me) if what == "set-up" else ready(me)
+    x, y = torch.zeros(8, device=device), torch.ones(8, device=device)
+    z = torch.ones(8, device=device)
+    torch.cuda.synchronize()
+    errors = []
+
+    def work() -> None:
+        try:
+            use_gpu(me)
+            if what in ("set-up", "call"):
+                works = [dist.all_reduce(z, async_op=True), dist.broadcast(z, 0, async_op=True)]
+                assert works[0] is not None and works[1] is not None
+                while not (works[0].is_completed() and works[1].is_completed()):
+                    time.sleep(0.001)
+            elif what == "staged":
+                reduced = dist.reduce(z, 0, async_op=True)
+                assert reduced is not None
+                reduced.wait()
+                while not reduced.is_completed():
+                    time.sleep(0.001)
+            else:
+                dist.destroy_process_group()
+        except Exception as error:
+            errors.append(error)
+
+    graph, thread = torch.cuda.CUDAGraph(), threading.Thread(target=work)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        x.copy_(y)
+        thread.start()
+        thread.join(30)
+        graph.capture_end()
+    assert not errors and not thread.is_alive()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.cpu().tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("what", ["set-up", "call", "staged", "end"])
+def test_a_group_leaves_captures_of_other_threads_alone(machine: Machine, what: str) -> None:
+    machine.start(beside_a_capture, 2, what, fresh=True).results(60)
+
+
 def several_streams(me: Rank) -> None:
     device = ready(me)
     streams = [torch.cuda.Stream() for _ in range(4)]
