@@ -144,10 +144,10 @@ int findDevice(const std::string& uuid) {
 }
 
 bool areLinked(int device, int peer) {
-  if (peer < 0) return false;
   int atomics = 0;  // PCIe has none between GPUs
-  check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer),
-        "ask how GPUs are linked", device);
+  if (peer >= 0)
+    check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer),
+          "ask how GPUs are linked", device);
   return atomics != 0;
 }
 

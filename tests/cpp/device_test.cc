@@ -21,6 +21,9 @@ using oracle::Case;
 
 namespace {
 
+static_assert(fixedRanks(kFixedSizes - 1) == kMostFixedRanks);
+static_assert(slicesOf(0, 4, 5) == 2 && slicesOf(1, 4, 5) == 1 && slicesOf(3, 4, 3) == 0);
+
 // Where the parts of a rank's device memory lie.
 namespace layout_check {
 constexpr DeviceLayout kSome{

@@ -28,6 +28,9 @@ using Steps = std::vector<RingStep>;
 
 namespace {
 
+static_assert(ringSlice(size_t{1} << 28, 2, 4) * 4 == cuda::kRingBytes);
+static_assert(ringSlice(1 << 20, 2, 4) == (1 << 18) && ringSlice(100, 2, 4) == 128);
+
 FakeNccl& freshNccl() {
   static void* const handle = dlopen(RINGREDUCE_FAKE_NCCL, RTLD_NOW | RTLD_LOCAL);
   if (!handle) throw std::runtime_error(dlerror());

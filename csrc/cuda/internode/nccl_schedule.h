@@ -92,8 +92,6 @@ constexpr size_t ringSlice(size_t count, int size, size_t widest) {
   const size_t slices = roundUp(ceilDiv(chunk, most), kRingWindow);
   return roundUp(ceilDiv(chunk, slices), kChunkElements);
 }
-static_assert(ringSlice(size_t{1} << 28, 2, 4) * 4 == kRingBytes);
-static_assert(ringSlice(1 << 20, 2, 4) == (1 << 18) && ringSlice(100, 2, 4) == 128);
 
 std::vector<RingStep> ringSteps(const RingPlan& plan);
 

@@ -29,7 +29,6 @@ inline constexpr int kFixedSizes = 3;
 constexpr int fixedRanks(int size) {
   return 2 << size;
 }
-static_assert(fixedRanks(kFixedSizes - 1) == kMostFixedRanks);
 // The place of such a size; -1 if there is none.
 constexpr int fixedSizeOf(int ranks) {
   return ranks == 2 ? 0 : ranks == 4 ? 1 : ranks == 8 ? 2 : -1;

@@ -157,7 +157,6 @@ constexpr size_t slicesOf(int channel, int channels, size_t slices) {
   const auto c = static_cast<size_t>(channel), n = static_cast<size_t>(channels);
   return slices <= c ? 0 : ceilDiv(slices - c, n);
 }
-static_assert(slicesOf(0, 4, 5) == 2 && slicesOf(1, 4, 5) == 1 && slicesOf(3, 4, 3) == 0);
 
 template <class E, class Rules, class Block,
           template <class, class, class> class Primitives = DevicePrimitives>
