@@ -33,7 +33,7 @@ struct Machine {
   bool bar1_is_full = false;  // there is no room to map memory of another process or GPU
   bool copies_hang = false;   // a copy never ends
   bool peers_hang = false;    // nor does one from another GPU's memory, or what follows it
-  bool hides_memory = true;   // from the host
+  bool hides_memory = true;   // FAKE_HIDES_MEMORY: from the host
 };
 Machine& machine();
 

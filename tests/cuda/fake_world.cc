@@ -38,6 +38,8 @@ Machine& machine() {
     if (const char* many = std::getenv("FAKE_MULTIPROCESSORS"))
       made.multiprocessors = std::atoi(many);
     made.mps = std::getenv("FAKE_MPS") != nullptr;
+    if (const char* hides = std::getenv("FAKE_HIDES_MEMORY"))
+      made.hides_memory = std::atoi(hides) != 0;
     made.registers = std::getenv("FAKE_REGISTERS_NOTHING") == nullptr;
     return made;
   }();

@@ -317,11 +317,11 @@ def blocks_wait_for_a_multiprocessor() -> None:
     kernel = Kernel(block)
     for _ in range(3):  # of 2 blocks each, on 4 multiprocessors
         check(kernel.launch(2, stream=make("cudaStreamCreateWithFlags", 1)))
-    last = make("cudaStreamCreateWithFlags", 1)
-    check(Kernel(other.append).launch(1, stream=last))
     deadline = time.monotonic() + 20
     while running[0] < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
+    last = make("cudaStreamCreateWithFlags", 1)
+    check(Kernel(other.append).launch(1, stream=last))
     time.sleep(0.2)
     assert running[0] == 4
     assert runtime.cudaStreamQuery(last) == NOT_READY and not other

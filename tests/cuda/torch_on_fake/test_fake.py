@@ -105,7 +105,8 @@ def test_a_kernel_of_torchs_is_refused_by_its_name() -> None:
 @pytest.mark.parametrize("rule", fake_rules.RULES)
 def test_it_keeps_a_rule_of_cudas(rule: str) -> None:
     run = [sys.executable, fake_rules.__file__, rule]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "FAKE_HIDES_MEMORY": "1"}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
     if rule == "the_host_cannot_touch_gpu_memory":
         assert done.returncode == -signal.SIGSEGV and done.stdout == "so far\n", done
         assert "fake CUDA: the host touched GPU memory" in done.stderr
