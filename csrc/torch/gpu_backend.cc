@@ -169,8 +169,8 @@ class StreamWork final : public c10d::Work {
     if (timed_) begin_.record(stream_);
   }
 
-  // If nobody has waited for the operation, torch's allocator is told its stream, and keeps the
-  // tensors' memory until the operation has run.
+  // A Work that was dropped before a wait leaves its tensors to torch's allocator, which keeps
+  // their memory until the operation's stream has come past it.
   ~StreamWork() override {
     try {
       releaseTensors(/*ordered=*/false);
@@ -373,9 +373,10 @@ GpuBackend::WorkPtr GpuBackend::enqueue(Job job, c10::Device device, bool async,
   return work;
 }
 
-// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none.  The
-// communicator keeps its memory, since peers map it, until another bucket is registered and nobody
-// else holds it on any rank: DDP makes other buckets after its first step.
+// DDP makes new buckets on all ranks at once, so a bucket is new to all ranks or to none, except in
+// torch's Join, where the hook does not call this.  Peers map the bucket's memory, so the
+// communicator keeps it.  DDP replaces its buckets after the first step: each new bucket gives back
+// those that only the communicator holds, on all ranks.
 void GpuBackend::registerBucket(const at::Tensor& bucket) {
   const std::shared_ptr<DeviceContext> context = contextOf(bucket.device());
   cuda::GpuCommunicator& communicator = *context->communicator;

@@ -81,7 +81,7 @@ class Observer {
   std::mutex mutex_;  // of the next four
   std::map<int64_t, std::function<void()>> abort_hooks_;
   bool aborted_ = false;
-  at::Tensor found_inf_;  // undefined: nobody has asked for it
+  at::Tensor found_inf_;  // undefined until the flag is asked for
   std::atomic<uint64_t> groups_{0};
 };
 

@@ -12,9 +12,14 @@
 
 // In place of the kernels, which nvcc compiles.
 namespace ringreduce::cuda {
-const Kernels& kernelsOf(DType) {
+const Kernels& kernelsOf(DType dtype) {
   static const Kernels none{};
-  return none;
+  static const Kernels with_fixed = [] {
+    Kernels kernels{};
+    for (FixedKernels& fixed : kernels.fixed) fixed = {&none, &none, &none};
+    return kernels;
+  }();
+  return hasFixedKernels(dtype) ? with_fixed : none;
 }
 const void* deliverKernel() {
   return nullptr;
@@ -83,6 +88,26 @@ TEST(kernels_that_a_gpu_would_end_do_not_wait_for_peers) {
       group.run({Barrier{}});
     });
   }
+}
+
+// Without this, buckets would silently go by slots again.
+TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
+  fake::machine().gpus = 3;
+  for (int size : {2, 3})
+    for (bool linked : {true, false}) {
+      fake::machine().apart[0][1] = fake::machine().apart[1][0] = !linked;
+      peers::run(As::kThreads, size, [&](Group& group, int) {
+        const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+        const bool can = linked && fixedSizeOf(size) >= 0;
+        const size_t least = comm->tuning().zero_copy_least;
+        CHECK_EQ(comm->gainsByRegistering(DType::kFloat32, least), can);
+        CHECK_EQ(comm->gainsByRegistering(DType::kBFloat16, least), can);
+        CHECK(!comm->gainsByRegistering(DType::kFloat32, least - 1));
+        CHECK(!comm->gainsByRegistering(DType::kFloat64, least));
+        group.run({Barrier{}});
+      });
+    }
+  fake::machine().apart[0][1] = fake::machine().apart[1][0] = false;
 }
 
 TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {

@@ -211,13 +211,13 @@ class TwoShot {
 
 // ---- two-shot without slots
 //
-// If every rank reaches the tensors of all others where they are, a rank reads all ranks' addends
-// of its chunk, adds them, and writes the sums to all outputs.  Flags go round before, since inputs
-// must be there, and after: two hops for any size, and no copies.  In place is safe: nobody else
-// reads or writes a rank's chunk, and the thread that reads an element writes it.
+// For tensors that every rank can reach where they are.  Each rank reads all ranks' addends of its
+// own chunk, adds them, and writes the sums to all outputs.  Flags are exchanged twice: before the
+// reads, so that all inputs are complete, and after the writes.  Two hops for any size, no copies.
+// In place is safe: one rank reads and writes a chunk, and one thread each element of it.
 //
-// Bytes: a rank reads P times and writes P times S / P, of each all but one over its links; so
-// 2 (P - 1) / P S cross them.  Through device memory, all ranks on one GPU: 2 S a rank.
+// Bytes: a rank reads S / P from each tensor and writes S / P to each.  All but its own cross its
+// links: 2 (P - 1) / P S.  Through device memory, all ranks on one GPU: 2 S a rank.
 
 // The addends of the chunk that this rank owns, first to last, and the places of their sums.
 template <int P>
