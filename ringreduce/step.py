@@ -94,15 +94,15 @@ def found_inf(
     if device is None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = "cuda" if uses_cuda and backend_of(found, "cuda") is not None else "cpu"
-    device = torch.device(device)
-    backend = backend_of(found, device.type) if device.type in ("cpu", "cuda") else None
+    where = torch.device(device)
+    backend = backend_of(found, where.type) if where.type in ("cpu", "cuda") else None
     if backend is None:
         raise ValueError(
-            f"ringreduce.found_inf: the calls of this group on {device.type} tensors are not "
+            f"ringreduce.found_inf: the calls of this group on {where.type} tensors are not "
             "ringreduce's"
         )
-    if device == torch.device("cuda"):  # without a number
-        device = torch.device("cuda", torch.cuda.current_device())
+    if where == torch.device("cuda"):  # without a number
+        where = torch.device("cuda", torch.cuda.current_device())
     with noting_errors(found):
-        flag: torch.Tensor = extension().found_inf(backend, device)
+        flag: torch.Tensor = extension().found_inf(backend, where)
     return flag
