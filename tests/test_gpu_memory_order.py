@@ -1,6 +1,6 @@
-"""The four ways in which threads of GPUs communicate, under the memory model of PTX.
+"""The five ways in which threads of GPUs communicate, under the memory model of PTX.
 
-csrc/cuda/kernels communicates between threads in four shapes, which stand below in the code's
+csrc/cuda/kernels communicates between threads in five shapes, which stand below in the code's
 instructions.  For each the solver (cuda/ptx_model.py) must find no execution with a wrong outcome,
 and one for each mutant.  Litmus tests with known verdicts come first: they check the model.
 
@@ -517,8 +517,31 @@ def counters() -> Shape:
     )
 
 
+# Shape 5, LL (ll.h): a word carries its call's number.  Calls are kernels.  One thread of each
+# moves words, which stand for their data too, and one exchanges the flags that tell that earlier
+# kernels have ended.  It goes wrong if a word is written over while it is still waited for.
+def ll(sets: int, waits: bool = True) -> Shape:
+    kernels = []
+    wrong, given = [], []
+    for me, peer in (("a", "b"), ("b", "a")):
+        for n in range(1, sets + 2):
+            found, come = f"{me}_found{n}", f"{me}_come{n}"
+            words = [f"st.relaxed.sys [at_{peer}_word{n % sets}], {n}"]
+            words += [f"ld.relaxed.sys {found}, [at_{me}_word{n % sets}]"]
+            flags = [f"st.release.sys [to_{peer}], {n}"]
+            flags += [f"ld.acquire.sys {come}, [to_{me}]"] if waits else []
+            begin, end = [f"task.begin {me}{n - 1}"], [f"task.end {me}{n}"]
+            kernels += block(me, f"k{n}", *(begin + work + end for work in (words, flags)))
+            wrong.append(f"{found} > {n}")
+            given += [f"{found} >= {n}", *([f"{come} >= {n}"] if waits else [])]
+    return Shape(kernels, wrong, given)
+
+
+LL_SETS = 2  # kLLSets
+
 SHAPES = {
     "a message": message(),
+    "LL": ll(LL_SETS),
     **{
         f"push, {algorithm}, {sets} sets": push(algorithm, sets)
         for algorithm, enough in ENOUGH.items()
@@ -597,6 +620,10 @@ MUTANTS = {
             "one set too few": push(algorithm, enough - 1),
         }.items()
     },
+    **{f"LL, {what}": edit(ll(LL_SETS), *change) for what, change in FLAGS.items()},
+    "LL, one set too few": ll(LL_SETS - 1),
+    "LL, no wait for the flags of earlier calls": ll(LL_SETS, waits=False),
+    "LL, kernels of a rank at once": drop(ll(LL_SETS), "task"),
     **{f"pipe, {what}": edit(FIRST_PIPE, *change) for what, change in FLAGS.items()},
     **{
         f"pipe, no barrier at {where}": drop(FIRST_PIPE, f"sync {where}")

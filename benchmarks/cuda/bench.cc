@@ -16,14 +16,17 @@ Choice choiceOf(Path path) {
       return Choice::kTwoShot;
     case Path::kOneShot:
       return Choice::kOneShot;
+    case Path::kLL:
+      return Choice::kLL;
     default:
       return Choice::kDirect;
   }
 }
 
-bool exists(Path path, DType dtype, ReduceOp op) {
-  return path != Path::kZeroCopy || (ringreduce::cuda::hasFixedKernels(dtype) &&
-                                     (op == ReduceOp::kSum || op == ReduceOp::kAvg));
+bool exists(Path path, DType dtype, ReduceOp op, size_t bytes) {
+  if (path == Path::kLL && bytes > ringreduce::cuda::kLLMost) return false;
+  return !isFixed(path) || (ringreduce::cuda::hasFixedKernels(dtype) &&
+                            (op == ReduceOp::kSum || op == ReduceOp::kAvg));
 }
 
 Times copyTimes(size_t bytes, int rounds) {
@@ -125,7 +128,7 @@ Bench::Bench(int ranks, size_t most_bytes)
 }
 
 std::string Bench::whyNot(Path path) const {
-  if (path == Path::kZeroCopy && ringreduce::cuda::fixedSizeOf(size()) < 0)
+  if (isFixed(path) && ringreduce::cuda::fixedSizeOf(size()) < 0)
     return "there is no such kernel for " + std::to_string(size()) + " ranks";
   if (takesRegistered(path)) return why_not_registered_;
   return isDirect(path) ? "" : why_not_together_;
@@ -158,7 +161,7 @@ void Bench::issue(Path path, const Job& job, bool apart) const {
   const one_process::Run run = runOf(job);
   if (takesRegistered(path))
     registered_->apart(run, choiceOf(path), &staged_);
-  else if (apart || isDirect(path))
+  else if (apart || isDirect(path) || isFixed(path))
     staged_.apart(run, choiceOf(path));
   else
     staged_.together(run, choiceOf(path));
@@ -191,12 +194,11 @@ Found Bench::runOnce(const Job& job, const std::function<void(const Job&)>& put,
 std::unique_ptr<Nccl> Nccl::make(const Settings& settings, const Bench& bench) {
   try {
     const auto library = ringreduce::cuda::NcclLibrary::load(settings.nccl);
-    ringreduce::cuda::NcclOptions options;
-    // More than two ranks' kernels are on the GPU at once only if they are bounded.
-    if (bench.size() > 2)
-      options.max_blocks = bench.ranks().comm(0).device().multiprocessors / bench.size();
+    const int most_blocks =
+        bench.size() > 2 ? bench.ranks().comm(0).device().multiprocessors / bench.size() : 0;
     auto nccl = std::make_unique<Nccl>();
-    nccl->comms_ = ringreduce::cuda::NcclCommunicator::makeAll(library, bench.size(), options);
+    nccl->reduce_.emplace(*library);
+    nccl->comms_ = nccl::makeAll(library, bench.size(), most_blocks);
     // Kernels that wait for each other for ever would end the whole run: try it, and let go.
     Job job;
     job.what = {.ranks = bench.size(),
@@ -225,8 +227,8 @@ void Nccl::issue(const Bench& bench, const Job& job) const {
   ringreduce::cuda::NcclGroup group(comms_[0]->library());
   for (int r = 0; r < bench.size(); ++r) {
     const RankData& data = bench.data(r);
-    comms_[static_cast<size_t>(r)]->allReduce(data.input(job), data.output(job), job.what.count,
-                                              job.what.dtype, job.what.op, bench.ranks().stream(r));
+    (*reduce_)(*comms_[static_cast<size_t>(r)], data.input(job), data.output(job), job.what.count,
+               job.what.dtype, job.what.op, bench.ranks().stream(r));
   }
   group.end();
 }

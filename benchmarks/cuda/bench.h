@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "../../tests/cuda/one_process.h"
-#include "cuda/internode/nccl.h"
 #include "floors.h"
+#include "nccl_all_reduce.h"
 #include "rank_data.h"
 #include "report.h"
 #include "settings.h"
@@ -37,7 +37,7 @@ int runBytes(const Settings& settings);
 
 Choice choiceOf(Path path);
 // Whether there are such kernels; false for the zero copy of some dtypes and operations.
-bool exists(Path path, DType dtype, ReduceOp op);
+bool exists(Path path, DType dtype, ReduceOp op, size_t bytes);
 // Of device-to-device copies, read and written: bytes a second.
 Times copyTimes(size_t bytes, int rounds);
 double copyBandwidth();
@@ -100,7 +100,8 @@ class Nccl {
   void issue(const Bench& bench, const Job& job) const;
 
  private:
-  std::vector<std::unique_ptr<ringreduce::cuda::NcclCommunicator>> comms_;
+  nccl::Communicators comms_;
+  std::optional<nccl::AllReduce> reduce_;
 };
 
 // One of those that are compared.

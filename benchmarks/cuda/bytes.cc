@@ -56,7 +56,7 @@ int runBytes(const Settings& settings) {
     uint32_t seed = 0;
     for (DType dtype : settings.dtypes)
       for (Path path : settings.paths) {
-        if (path == Path::kDirectStaged || path == Path::kZeroCopy) continue;
+        if (path == Path::kDirectStaged || isFixed(path)) continue;
         // The direct kernel by itself needs no registered buffers.
         const std::string why = isDirect(path) ? "" : bench.whyNot(path);
         if (!why.empty()) {

@@ -39,10 +39,10 @@ class Check {
     size_t wrong = 0;
     std::vector<Path> paths;
     for (Path path : settings_.paths) {
-      // A sanitizer may run one kernel at a time, and this path is never one grid.
+      // A sanitizer may run one kernel at a time, and these paths are never one grid.
       const bool is_none = ringreduce::cuda::fixedSizeOf(bench_.size()) < 0;
-      if (path == Path::kZeroCopy && (settings_.reduced || is_none)) {
-        std::printf("# %d ranks, without zerocopy: %s\n", bench_.size(),
+      if (isFixed(path) && (settings_.reduced || is_none)) {
+        std::printf("# %d ranks, without %s: %s\n", bench_.size(), name(path),
                     is_none ? "there is no such kernel" : "its kernels are not one grid");
         continue;
       }
@@ -56,14 +56,14 @@ class Check {
       for (ReduceOp op : settings_.ops) {
         if (!isSupported(dtype, op)) continue;
         for (Path path : paths) {
-          if (!exists(path, dtype, op)) continue;
+          if (!exists(path, dtype, op, 0)) continue;
           Tally& tally = tallies_[path];
           if (!tally.ops.empty()) tally.ops += ",";
           tally.ops += name(op);
         }
         for (size_t bytes : sizes)
           for (Path path : paths)
-            if (exists(path, dtype, op)) both(path, dtype, op, bytes);
+            if (exists(path, dtype, op, bytes)) both(path, dtype, op, bytes);
       }
       for (const auto& [path, tally] : tallies_) {
         report(path, dtype, tally);
@@ -110,8 +110,8 @@ class Check {
     if (on_device) bench_.setFactor(dtype, job.what.factor);
     bench_.useFactorOnDevice(on_device);
     // A sanitizer may run one kernel at a time, so there it is one grid always.
-    const bool apart = !isDirect(path) && path != Path::kZeroCopy && in_place &&
-                       !settings_.reduced && count * sizeOf(dtype) <= 1 << 20;
+    const bool apart = !isDirect(path) && !isFixed(path) && in_place && !settings_.reduced &&
+                       count * sizeOf(dtype) <= 1 << 20;
     const Found found = bench_.runOnce(job, [&](const Job& j) { bench_.issue(path, j, apart); });
     Tally& tally = tallies_[path];
     ++tally.cases;

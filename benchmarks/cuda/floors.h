@@ -16,9 +16,9 @@
 namespace perf {
 
 // What is compared: the algorithms, and the two ways to run the direct schedule and two-shot.
-enum class Path { kDirect, kDirectStaged, kRing, kTwoShot, kOneShot, kZeroCopy };
-inline constexpr std::array kPathNames{"direct",  "direct-staged", "ring",
-                                       "twoshot", "oneshot",       "zerocopy"};
+enum class Path { kDirect, kDirectStaged, kRing, kTwoShot, kOneShot, kZeroCopy, kLL };
+inline constexpr std::array kPathNames{"direct",  "direct-staged", "ring", "twoshot",
+                                       "oneshot", "zerocopy",      "ll"};
 inline constexpr int kPaths = static_cast<int>(kPathNames.size());
 
 constexpr const char* name(Path path) {
@@ -34,6 +34,10 @@ constexpr bool isDirect(Path path) {
 }
 constexpr bool takesRegistered(Path path) {
   return path == Path::kDirect || path == Path::kZeroCopy;
+}
+// Whether there are kernels for some dtypes and numbers of ranks only, in a launch a rank.
+constexpr bool isFixed(Path path) {
+  return path == Path::kZeroCopy || path == Path::kLL;
 }
 
 // `wire`: how many times as wide as the message the partial sums of a ring travel.
@@ -51,6 +55,8 @@ constexpr size_t bytesMoved(Path path, int ranks, size_t bytes, size_t wire = 1)
       return (2 * p + 4 * (p - 1)) * bytes / p;
     case Path::kOneShot:
       return (2 * p + 1) * bytes;
+    case Path::kLL:  // a flag beside each four bytes
+      return (4 * p - 1) * bytes;
   }
   return 0;
 }

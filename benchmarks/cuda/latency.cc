@@ -80,11 +80,11 @@ class Latency {
                 .seed = ++seed_};
     std::vector<Contender> contenders;
     for (Path path : settings_.paths) {
-      if (!exists(path, dtype, op)) continue;
+      if (!exists(path, dtype, op, bytes)) continue;
       const auto put = [this, path](const Job& j) { bench_.issue(path, j, true); };
       add(contenders, job, name(path), path, bench_.whyNot(path), put);
     }
-    if (nccl_ && ringreduce::cuda::NcclCommunicator::supports(dtype, op))
+    if (nccl_ && nccl::supports(dtype, op))
       add(contenders, job, "nccl", std::nullopt, "",
           [this](const Job& j) { nccl_->issue(bench_, j); });
     size_t wrong = 0;

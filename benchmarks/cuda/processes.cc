@@ -103,7 +103,7 @@ class Rank {
         if (takesRegistered(path)) {
           const bool fits = path == Path::kDirect || (!turns && cuda::fixedSizeOf(size_) >= 0);
           if (registered && fits) addRegistered(path, registered, way);
-        } else if (isDirect(path) == turns) {
+        } else if (isDirect(path) == turns && (!isFixed(path) || cuda::fixedSizeOf(size_) >= 0)) {
           add(name(path) + ending, path, staged, way);
         }
       }
@@ -118,7 +118,7 @@ class Rank {
     expected_.make(job.what, stream_.get());
     size_t wrong = 0;
     for (Contender& one : contenders_) {
-      if (!takesPart(one, dtype, op)) continue;
+      if (!takesPart(one, dtype, op, bytes)) continue;
       if (!one.path) {
         // Its order of addition is its own, so it gets addends whose sums need no rounding.
         job.what.draw = Texture::kExact;
@@ -144,7 +144,7 @@ class Rank {
     }
     std::vector<Contender> racers;
     for (const Contender& one : contenders_)
-      if (takesPart(one, dtype, op)) racers.push_back(one);
+      if (takesPart(one, dtype, op, bytes)) racers.push_back(one);
     compete(racers, job, settings_.rounds);
     if (rank_ != 0) return wrong;
     if (gpus_ == size_)
@@ -204,6 +204,7 @@ class Rank {
     if (sum(!why.empty()) == 0) {
       control_->run({Broadcast{id.data(), id.size(), DType::kUInt8, 0}});
       try {
+        nccl_reduce_.emplace(*library);
         nccl_ = std::make_unique<cuda::NcclCommunicator>(library, id, rank_, size_);
       } catch (const Error& error) {
         why = error.what();
@@ -218,14 +219,14 @@ class Rank {
     Contender one;
     one.name = "nccl";
     one.put = [this](const Job& job) {
-      nccl_->allReduce(data_.input(job), data_.output(job), job.what.count, job.what.dtype,
-                       job.what.op, stream_.get());
+      (*nccl_reduce_)(*nccl_, data_.input(job), data_.output(job), job.what.count, job.what.dtype,
+                      job.what.op, stream_.get());
     };
     contenders_.push_back(std::move(one));
   }
 
-  static bool takesPart(const Contender& one, DType dtype, ReduceOp op) {
-    return one.path ? exists(*one.path, dtype, op) : cuda::NcclCommunicator::supports(dtype, op);
+  static bool takesPart(const Contender& one, DType dtype, ReduceOp op, size_t bytes) {
+    return one.path ? exists(*one.path, dtype, op, bytes) : nccl::supports(dtype, op);
   }
 
   void addRegistered(Path path, const std::shared_ptr<Communicator>& comm, const std::string& way) {
@@ -297,6 +298,7 @@ class Rank {
   std::vector<Contender> contenders_;
   std::vector<std::shared_ptr<Communicator>> comms_;
   std::unique_ptr<cuda::NcclCommunicator> nccl_;
+  std::optional<nccl::AllReduce> nccl_reduce_;
   std::optional<std::string> why_not_registered_;  // once tried; "" if they were
   double hop_us_ = 0, bandwidth_ = 1;
   uint32_t seed_ = 0;

@@ -184,7 +184,7 @@ inline std::string helpText() {
          "  --minbytes, --maxbytes, --stepfactor\n"
          "  --dtypes float32,... or all\n"
          "  --ops SUM,...        or all\n"
-         "  --algorithms direct,direct-staged,ring,twoshot,oneshot,zerocopy   or all\n"
+         "  --algorithms direct,direct-staged,ring,twoshot,oneshot,zerocopy,ll   or all\n"
          "  --way descriptor,ipc processes: how they map each other's memory; also host and auto\n"
          "  --rounds N           rounds measured; their median counts\n"
          "  --nccl PATH          the NCCL to compare with (else RINGREDUCE_NCCL, else the "
@@ -215,10 +215,10 @@ inline void fillIn(Settings& s) {
     s.dtypes = dtypesNamed(small ? "float32,bfloat16,int8" : check ? "all" : "float32");
   if (s.ops.empty()) s.ops = opsNamed(small ? "SUM,AVG" : "SUM");
   if (s.paths.empty())
-    s.paths =
-        pathsNamed(check                    ? "all"
-                   : s.mode == Mode::kBytes ? "direct,ring,twoshot,oneshot"
-                                            : "direct,direct-staged,ring,twoshot,oneshot,zerocopy");
+    s.paths = pathsNamed(check ? "all"
+                         : s.mode == Mode::kBytes
+                             ? "direct,ring,twoshot,oneshot"
+                             : "direct,direct-staged,ring,twoshot,oneshot,zerocopy,ll");
   if (s.ways.empty()) s.ways = {"descriptor", "ipc"};
 }
 

@@ -34,10 +34,10 @@ class Single {
                 .seed = ++seed_};
     std::vector<Contender> contenders;
     for (Path path : paths_)
-      if (exists(path, dtype, op))
+      if (exists(path, dtype, op, bytes))
         contenders.push_back(
             contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
-    if (nccl_ && ringreduce::cuda::NcclCommunicator::supports(dtype, op))
+    if (nccl_ && nccl::supports(dtype, op))
       contenders.push_back(
           contender("nccl", std::nullopt, [this](const Job& j) { nccl_->issue(bench_, j); }));
     size_t wrong = 0;

@@ -168,10 +168,10 @@ const Row kRows[] = {
                                                    " bytes, and may have " +
                                                    std::to_string(C::kMostHostId) + "; shorten it");
      }},
-    {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring",
+    {"RINGREDUCE_CUDA_ALGORITHM", "auto", "auto, direct, oneshot, twoshot, ring, ll",
      "the algorithm of all-reduce on GPUs", kRank0,
      [](C& c, Given& g) {
-       c.cuda_algorithm = g.gpuWord({"auto", "direct", "oneshot", "twoshot", "ring"});
+       c.cuda_algorithm = g.gpuWord({"auto", "direct", "oneshot", "twoshot", "ring", "ll"});
      }},
     {"RINGREDUCE_CUDA_WAY", "the best there is", "pointer, descriptor, ipc, host",
      "how GPUs reach each other's memory", kSame,

@@ -40,8 +40,9 @@ struct Call {
   bool device_factor = false;
   int root = 0;
   bool two_hops = false;  // a broadcast in two hops
-  // By a kernel of this very number of ranks; and without slots, an all-reduce by two-shot.
-  bool fixed = false, zero_copy = false;
+  // By a kernel of this very number of ranks; and without slots, an all-reduce by two-shot, or by
+  // LL, one by one-shot.
+  bool fixed = false, zero_copy = false, ll = false;
 
   bool canBeFixed() const {
     return fixedSizeOf(numbers->P) >= 0 && !moves() && hasFixedKernels(numbers->dtype) &&
@@ -65,6 +66,7 @@ struct Call {
            ", " + numbers->text(count) + ", " + std::to_string(blocks) + " blocks, slices of " +
            std::to_string(slice) + (in_place ? ", in place" : "") +
            (zero_copy ? ", zero copy"
+            : ll      ? ", LL"
             : fixed   ? ", fixed"
                       : "") +
            ", place " + std::to_string(static_cast<int>(place));
@@ -196,6 +198,8 @@ void runKernel(B& block, const Call& call, RankCall rank_call, const PeerTensors
     if constexpr (compiled.two_shot && P > 0)
       if (call.zero_copy)
         return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, channel, call.blocks);
+    if constexpr (compiled.one_shot && P > 0)
+      if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, channel, call.blocks);
     if constexpr (compiled.one_shot)
       if (call.algorithm == kOneShot)
         allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, channel, call.blocks);
@@ -250,7 +254,7 @@ class Calls {
                                                         : &lying.narrow,
            .timeout = timeout_,
            .operation = calls_.size(),
-           .slice = call.zero_copy ? zeroCopySlice(call) : call.slice,
+           .slice = call.zero_copy || call.ll ? onlySlice(call) : call.slice,
            .window = call.window,
            .scatter = call.kind == Kind::kReduceScatter || call.two_hops,
            .poison = poisonOf(numbers.dtype),
@@ -262,9 +266,10 @@ class Calls {
     }
   }
 
-  static size_t zeroCopySlice(const Call& call) {
-    const size_t chunk = Cut{call.count, call.numbers->P}.chunkSize();
-    return roundUp(ceilDiv(chunk, static_cast<size_t>(call.blocks)), kChunkElements);
+  // Where each block has one slice: of a chunk, or by LL of the message.
+  static size_t onlySlice(const Call& call) {
+    const size_t all = call.ll ? call.count : Cut{call.count, call.numbers->P}.chunkSize();
+    return roundUp(ceilDiv(all, static_cast<size_t>(call.blocks)), kChunkElements);
   }
   size_t count() const { return calls_.size(); }
   const Call& call(size_t kernel) const { return calls_[kernel].call; }

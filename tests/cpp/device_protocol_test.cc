@@ -33,6 +33,18 @@ struct WeakPublish : Delayed {
 struct WeakObserve : Delayed {
   static constexpr auto kObserve = std::memory_order_relaxed;
 };
+// Flags that may come before their data.
+struct TornWords : Delayed {
+  template <class Rules>
+  static void storeWords(uint64_t* to, uint64_t first, uint64_t second) {
+    for (const uint64_t word : {first, second}) {
+      auto* const halves = reinterpret_cast<uint32_t*>(to++);
+      std::atomic_ref(halves[1]).store(static_cast<uint32_t>(word >> 32));
+      Rules::delay();
+      std::atomic_ref(halves[0]).store(static_cast<uint32_t>(word));
+    }
+  }
+};
 struct EarlyReuse : Delayed {
   static constexpr uint64_t kEarlyReuse = 1;
 };
@@ -102,7 +114,10 @@ DeviceLayout layoutOf(const Shape& shape, uint64_t depth) {
           .channels = shape.blocks,
           .slot_bytes = 512,
           .depth = depth,
-          .part_bytes = 512};
+          .part_bytes = 512,
+          .ll_bytes =
+              2 * sizeof(float) *
+              roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(shape.blocks)), kChunkElements)};
 }
 
 // What is needed of numbers here: one dtype whose wire is its own, and one that is widened.
@@ -121,6 +136,7 @@ struct How {
   DeviceAlgorithm algorithm = DeviceAlgorithm::kTwoShot;
   bool two_hops = false;
   bool zero_copy = false;
+  bool ll = false;
 };
 constexpr How kOneShot{Kind::kAllReduce, DeviceAlgorithm::kOneShot};
 constexpr How kTwoShot{Kind::kAllReduce, DeviceAlgorithm::kTwoShot};
@@ -132,11 +148,13 @@ constexpr std::array kAll{kOneShot,   kTwoShot,   kRing,           kReduceScatte
                           kAllGather, kBroadcast, kTwoHopBroadcast};
 
 constexpr How kZeroCopy{Kind::kAllReduce, DeviceAlgorithm::kTwoShot, false, true};
+constexpr How kLL{Kind::kAllReduce, DeviceAlgorithm::kOneShot, false, false, true};
 
 // By kernels of a number of ranks, where there are any.  Zero copy's flags order kernels of
 // different ranks and what users do between them, which kernel_interleavings_test shows with its
 // mistakes.
-constexpr std::array kFixed{kOneShot, kTwoShot, kZeroCopy, kReduceScatter};
+constexpr std::array kFixed{kOneShot, kTwoShot, kZeroCopy, kReduceScatter, kLL};
+constexpr std::array kLLs{kLL};
 constexpr std::array kOneShots{kOneShot};
 constexpr std::array kTwoShots{kTwoShot};
 constexpr std::array kRings{kRing};
@@ -151,7 +169,7 @@ constexpr Compiled compiledFor(const std::array<How, n>& kinds) {
   for (const How& how : kinds) {
     const bool reduces = how.kind == Kind::kAllReduce || how.kind == Kind::kReduceScatter;
     compiled.moves |= !reduces;
-    compiled.fixed |= how.zero_copy;
+    compiled.fixed |= how.zero_copy || how.ll;
     compiled.one_shot |= reduces && how.algorithm == DeviceAlgorithm::kOneShot;
     compiled.two_shot |= reduces && how.algorithm == DeviceAlgorithm::kTwoShot;
     compiled.ring |= reduces && how.algorithm == DeviceAlgorithm::kRing;
@@ -181,8 +199,9 @@ void mixed(const Shape& shape, int count, uint64_t start = kWraps, uint64_t dept
               .place = static_cast<Place>(random() % 4),
               .root = static_cast<int>(random() % static_cast<unsigned>(shape.ranks)),
               .two_hops = how.two_hops,
-              .fixed = how.zero_copy,
-              .zero_copy = how.zero_copy};
+              .fixed = how.zero_copy || how.ll,
+              .zero_copy = how.zero_copy,
+              .ll = how.ll};
     call.fixed |= compiledFor(kinds).fixed && call.canBeFixed() && random() % 4 != 0;
     calls.add(call);
   }
@@ -227,11 +246,13 @@ void rings() {
 // without any wait.
 class Absence {
  public:
-  static constexpr Shape kShape{3, 2, 2};
   static constexpr int kAbsent = 1;
 
   Absence(const How& how, uint64_t timeout, int blocks_that_come)
-      : ranks_(layoutOf(kShape, 2), kWraps), calls_(ranks_, timeout), come_(blocks_that_come) {
+      : kShape{how.ll ? 4 : 3, 2, 2},
+        ranks_(layoutOf(kShape, 2), kWraps),
+        calls_(ranks_, timeout),
+        come_(blocks_that_come) {
     const bool moves = how.kind == Kind::kAllGather || how.kind == Kind::kBroadcast;
     for (int i = 0; i < 2; ++i)
       calls_.add({.kind = how.kind,
@@ -242,7 +263,9 @@ class Absence {
                   .blocks = kShape.blocks,
                   .in_place = i == 0,
                   .place = Place::kApart,
-                  .two_hops = how.two_hops});
+                  .two_hops = how.two_hops,
+                  .fixed = how.ll,
+                  .ll = how.ll});
   }
 
   template <class B = host::Block, const auto& kinds = kAll>
@@ -277,6 +300,8 @@ class Absence {
   }
   Trouble& trouble(int r) { return ranks_.trouble(r); }
 
+  const Shape kShape;
+
  private:
   Ranks ranks_;
   Calls calls_;
@@ -293,15 +318,18 @@ void halfAbsent(const How& how) {
   for (int r : {0, 2}) CHECK_EQ(absence.trouble(r).channel, 1);
 }
 
+template <const auto& kinds = kAll>
 void wholeAbsent(const How& how) {
   Absence absence(how, kGiveUp, 0);
-  absence.run();
+  absence.run<host::Block, kinds>();
   absence.expectPoisoned(Cause::kTimeout);
   const Trouble &zero = absence.trouble(0), &two = absence.trouble(2);
   for (const Trouble* t : {&zero, &two}) CHECK(t->channel >= 0 && t->channel < 2);
   CHECK_EQ(two.peer, 1);
   CHECK_EQ(two.step, kWraps);
-  if (how.algorithm == DeviceAlgorithm::kOneShot || how.algorithm == DeviceAlgorithm::kTwoShot) {
+  if (how.ll) CHECK_EQ(absence.trouble(3).peer, 1);
+  if (how.ll || how.algorithm == DeviceAlgorithm::kOneShot ||
+      how.algorithm == DeviceAlgorithm::kTwoShot) {
     CHECK_EQ(zero.peer, 1);
     CHECK_EQ(zero.step, kWraps);
   } else {
@@ -312,6 +340,7 @@ void wholeAbsent(const How& how) {
   }
 }
 
+template <const auto& kinds = kAll>
 void aborted(const How& how) {
   Absence absence(how, kLong, 0);
   std::thread host([&] {
@@ -319,7 +348,7 @@ void aborted(const How& how) {
     absence.abort();
   });
   try {
-    absence.run();
+    absence.run<host::Block, kinds>();
   } catch (...) {
     host.join();
     throw;
@@ -354,6 +383,7 @@ const mutants::Mutants kMutants{
     {"no_barrier_in_finish", [] { without<kRings>(Site::kFinish, {2, 1, 2}); }},
     {"no_barrier_in_post", [] { without<kPushes>(Site::kPost, {2, 1, 2}); }},
     {"no_barrier_in_until", [] { without<kAll>(Site::kUntil, {2, 1, 2}); }},
+    {"ll_words_that_are_torn", [] { mixed<TornWords, kLLs>({2, 1, 2}, 60); }},
     {"no_barrier_in_leave",
      [] {
        Barrierless::site = Site::kLeave;
@@ -393,15 +423,54 @@ TEST(a_single_lane_needs_no_barrier) {
 }
 
 TEST(who_waits_for_a_rank_that_never_comes_gives_up) {
-  everyWay(wholeAbsent);
+  everyWay(wholeAbsent<>);
+  wholeAbsent<kLLs>(kLL);
 }
 
 TEST(who_waits_for_a_block_that_never_comes_gives_up) {
   everyWay(halfAbsent<>);
+  halfAbsent<host::Block, kLLs>(kLL);
 }
 
 TEST(the_hosts_word_ends_waits) {
-  everyWay(aborted);
+  everyWay(aborted<>);
+  aborted<kLLs>(kLL);
+}
+
+// A number of LL's calls comes again after 2^32 of them.  The words that a long message of the old
+// number has left must not be taken for those of the new one.
+TEST(words_of_an_old_number_are_refreshed) {
+  constexpr Shape kShape{2, 1, 2};
+  Ranks ranks(layoutOf(kShape, 2));
+  const auto calls = [&](uint64_t first, const std::vector<size_t>& counts) {
+    for (int r = 0; r < kShape.ranks; ++r) ranks.comm(r).local->counters[0].ll = first;
+    Calls all(ranks, kLong);
+    for (const size_t count : counts)
+      all.add({.algorithm = DeviceAlgorithm::kOneShot,
+               .numbers = &numbersOf(kShape.ranks),
+               .count = count,
+               .fixed = true,
+               .ll = true});
+    host::run(kShape, all.count(), [&](host::Block& block, int r, int c, size_t kernel) {
+      all.at<Delayed, compiledFor(kLLs), DType::kFloat32>(block, r, c, kernel);
+    });
+    all.verify();
+  };
+  constexpr uint64_t kOld = kLLRefresh - 2, kLater = (uint64_t{1} << 32) - kLLRefresh;
+  calls(kOld, {oracle::kMost, oracle::kMost, 1, 1});
+  for (int r = 0; r < kShape.ranks; ++r) {
+    const DeviceComm& comm = ranks.comm(r);
+    for (uint64_t set = 0; set < kLLSets; ++set)
+      for (int p = 0; p < kShape.ranks; ++p) {
+        if (p == r) continue;
+        const auto* words =
+            reinterpret_cast<const uint64_t*>(comm.base[r] + comm.layout.llSlot(0, set, p));
+        for (size_t i = 0; i < comm.layout.ll_bytes / sizeof *words; ++i)
+          CHECK(words[i] >> 32 > kLLRefresh);
+      }
+  }
+  calls(kOld + kLLRefresh + kLater, {oracle::kMost, oracle::kMost, 7, oracle::kMost});
+  calls((uint64_t{1} << 33) - 2, {oracle::kMost, oracle::kMost, oracle::kMost, 9});  // flag 0, too
 }
 
 int main(int argc, char** argv) {

@@ -27,7 +27,7 @@ static_assert(slicesOf(0, 4, 5) == 2 && slicesOf(1, 4, 5) == 1 && slicesOf(3, 4,
 // Where the parts of a rank's device memory lie.
 namespace layout_check {
 constexpr DeviceLayout kSome{
-    .ranks = 3, .channels = 2, .slot_bytes = 256, .depth = 4, .part_bytes = 128};
+    .ranks = 3, .channels = 2, .slot_bytes = 256, .depth = 4, .part_bytes = 128, .ll_bytes = 384};
 static_assert(kSome.emptiedFlag(0) == kSome.filledFlag(0) + sizeof(Flag));
 static_assert(kSome.pushedFlag(0, DeviceLayout::Of::kResults, 2) + sizeof(Flag) ==
               kSome.filledFlag(1));
@@ -36,17 +36,24 @@ static_assert(kSome.pushedFlag(1, DeviceLayout::Of::kResults, 2) + sizeof(Flag) 
 static_assert(kSome.ringSlot(1, 3) + 256 == kSome.pushBegin());
 static_assert(kSome.pushSlot(0, DeviceLayout::Of::kParts, 3, 2) + 128 ==
               kSome.pushSlot(0, DeviceLayout::Of::kResults, 0, 0));
-static_assert(kSome.pushSlot(1, DeviceLayout::Of::kResults, 3, 2) + 128 == kSome.bytes());
+static_assert(kSome.pushSlot(1, DeviceLayout::Of::kResults, 3, 2) + 128 == kSome.llSlot(0, 0, 0));
+static_assert(kSome.llSlot(0, 1, 2) + 384 == kSome.llSlot(1, 0, 0));
+static_assert(kSome.llSlot(1, 1, 2) + 384 == kSome.bytes());
 }  // namespace layout_check
 
 // That every setting gets numbers which the protocol and a GPU allow.
 namespace tuning_check {
+// LL's slots hold a channel's share of every message, each 4 bytes beside a flag.
+constexpr bool llFits(const Tuning& t) {
+  return 2 * llShapeOf(t, kLLMost / 2).slice * 2 <= t.ll_bytes &&
+         2 * llShapeOf(t, kLLMost / 4).slice * 4 <= t.ll_bytes;
+}
 constexpr bool sound(const Setting& s) {
   const Tuning t = tune(s);
   return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
          t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
          t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
-         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
+         t.ll_bytes % kLine == 0 && llFits(t) && t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
          t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
 }
 static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
@@ -74,6 +81,9 @@ constexpr Tuning tuned(int blocks, uint64_t depth) {
           .part_bytes = 1024,
           .one_shot_most = 0,
           .two_shot_most = 0,
+          .ll_bytes =
+              2 * sizeof(float) * roundUp(ceilDiv(oracle::kMost, size_t(blocks)), kChunkElements),
+          .ll_most = 0,
           .zero_copy_least = 0,
           .shared_lead = 0};
 }
@@ -124,6 +134,8 @@ Call drawn(Kind kind, DeviceAlgorithm algorithm, const Case& numbers, const Tuni
   call.fixed = call.canBeFixed() && die(4) > 0;
   call.zero_copy = call.fixed && call.kind == Kind::kAllReduce &&
                    algorithm == DeviceAlgorithm::kTwoShot && die(2) == 0;
+  call.ll = call.fixed && call.kind == Kind::kAllReduce && algorithm == DeviceAlgorithm::kOneShot &&
+            die(2) == 0;
   call.device_factor = die(2) == 0;
   return call;
 }
@@ -330,20 +342,23 @@ TEST(kernels_move_the_bytes_that_their_headers_say) {
         const uint64_t S = count * numbers.width();
         if (count > oracle::kMost) continue;
         // By each kernel that there is.
-        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool zero_copy = false) {
+        const auto moves = [&](DeviceAlgorithm algorithm, uint64_t bytes, bool zero_copy = false,
+                               bool ll = false) {
           Call call{.algorithm = algorithm, .numbers = &numbers, .count = count, .blocks = blocks};
           for (bool fixed : {false, true}) {
-            if (fixed ? !call.canBeFixed() : zero_copy) continue;
+            if (fixed ? !call.canBeFixed() : zero_copy || ll) continue;
             Ranks ranks(tuned(blocks, 2).layout(P));
             Calls calls(ranks);
             call.fixed = fixed;
             call.zero_copy = zero_copy;
+            call.ll = ll;
             calls.add(call);
             for (uint64_t moved : runAll(calls, {P, blocks, 2})) CHECK_EQ(moved, bytes);
             calls.verify();
           }
         };
         moves(DeviceAlgorithm::kOneShot, (2 * p + 1) * S);
+        moves(DeviceAlgorithm::kOneShot, 3 * S, false, true);  // and words, which are not counted
         moves(DeviceAlgorithm::kTwoShot, 2 * S + 4 * (p - 1) * S / p);
         moves(DeviceAlgorithm::kTwoShot, 2 * S, true);
         const uint64_t around = (6 * p - 4) * S / p;

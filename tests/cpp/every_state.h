@@ -62,13 +62,13 @@ class Explorer {
       nodes_.emplace_back();
       for (const Step& step : program.lanes[l]) {
         Node& node = nodes_[l].emplace_back(Node{step.what, 0, 0});
-        if (step.what == Step::Do::kPublish)
+        if (step.what == Step::Do::kPublish || step.what == Step::Do::kPost)
           published[{step.at, step.n}] = {l, nodes_[l].size()};
         else if (step.what == Step::Do::kBarrier)
           node.at = step.at;
         else if (step.what == Step::Do::kAccess)
           node.at = accesses++, touched.push_back({pieces.of(step.reads), pieces.of(step.writes)});
-        else if (step.what != Step::Do::kWait)
+        else if (step.what != Step::Do::kWait && step.what != Step::Do::kFind)
           node.at = words.emplace(step.at, words.size()).first->second;
       }
       shift_.push_back(bits_);
@@ -79,10 +79,14 @@ class Explorer {
     if (bits_ > 63) throw std::runtime_error("the program is too large to explore");
     for (size_t l = 0; l < lanes_; ++l)
       for (size_t i = 0; i < nodes_[l].size(); ++i)
-        if (const Step& step = program.lanes[l][i]; step.what == Step::Do::kWait) {
+        if (const Step& step = program.lanes[l][i];
+            step.what == Step::Do::kWait || step.what == Step::Do::kFind) {
           const auto by = published.find({step.at, step.n});
           nodes_[l][i].at = by == published.end() ? 0 : by->second.first;
           nodes_[l][i].from = by == published.end() ? ~size_t{0} : by->second.second;
+          const auto over = published.upper_bound({step.at, step.n});
+          if (over != published.end() && over->first.first == step.at)
+            nodes_[l][i].until = over->second.second;
         }
     conflict_.assign(accesses, std::vector<bool>(accesses));
     for (size_t a = 0; a < accesses; ++a)
@@ -108,8 +112,9 @@ class Explorer {
  private:
   struct Node {
     Step::Do what;
-    size_t at;    // kAccess: its number; kWait: the lane that publishes; a group; a word's bit
-    size_t from;  // kWait: where that lane is once it has
+    size_t at;    // kAccess: its number; kWait, kFind: who publishes; a group; a word's bit
+    size_t from;  // kWait, kFind: where that lane is once it has
+    size_t until = ~size_t{0};  // kFind: where it is once it has written over that
   };
 
   void visit(uint64_t state) {
@@ -137,6 +142,12 @@ class Explorer {
           go(next);
           break;
         case Do::kPublish:
+        case Do::kPost:
+          go(next);
+          break;
+        case Do::kFind:  // what is written over may never be found
+          if (at[node.at] < node.from) continue;
+          found_.race |= at[node.at] >= node.until;
           go(next);
           break;
         case Do::kWait:

@@ -57,6 +57,11 @@ class Clocks {
     History history;
   };
 
+  struct Mail {  // a word with a number
+    uint64_t n = 0;
+    History history;
+  };
+
   // The lane's next step, if it can be taken.
   bool take(size_t l) {
     using Do = Step::Do;
@@ -117,6 +122,23 @@ class Clocks {
         word.up = false;
         break;
       }
+      case Do::kPost: {
+        Mail& mail = mails_[step.at];
+        if (mail.n != 0 && mail.history.writer != l)
+          return misused("a word with a number that two lanes write");
+        touch(l, mail.history, true, step.at);
+        mail.n = step.n;
+        ++clocks_[l][l];
+        break;
+      }
+      case Do::kFind: {
+        Mail& mail = mails_[step.at];
+        if (mail.n < step.n) return false;
+        if (mail.n > step.n) found_.races.insert(step.at);
+        mail.history.read.resize(lanes_);
+        mail.history.read[l] = clocks_[l][l];
+        break;
+      }
     }
     ++next_[l];
     return true;
@@ -160,6 +182,7 @@ class Clocks {
   std::map<size_t, History> data_;
   std::map<size_t, Flag> flags_;
   std::map<size_t, Word> words_;
+  std::map<size_t, Mail> mails_;
   Order found_;
 };
 

@@ -102,8 +102,10 @@ class Ranks {
     for (int r = 0; r < layout.ranks; ++r) {
       memory_.push_back(std::make_unique<Line[]>(layout.bytes() / sizeof(Line)));
       locals_.push_back(std::make_unique<Local>());
+      // Calls by LL begin short of a refresh.
       for (Counters& c : locals_.back()->counters)
-        c = {counters_start, counters_start, counters_start, counters_start};
+        c = {counters_start, counters_start, counters_start, counters_start,
+             counters_start ? kLLRefresh - 3 : 0};
       for (int channel = 0; channel < layout.channels; ++channel) {
         flagAt(r, layout.filledFlag(channel)) = counters_start;
         flagAt(r, layout.emptiedFlag(channel)) = counters_start;

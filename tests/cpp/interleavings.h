@@ -26,6 +26,10 @@
 //    was taken by the looking lane itself, a later one comes only after the take): no signal is
 //    lost, and a word is a counter in disguise.
 //
+//    Data may carry its own flag: `kPost` stores a word with the number n, and `kFind` waits for
+//    it. That hands over nothing but the word.  Each post must come after all looks at what the
+//    word had before, or one of them may never find its number.  No more is asked of it.
+//
 // 2. `explore` (every_state.h) visits every state that any merge can reach, one step at a time,
 // under sequential
 //    consistency, and looks into each: whether two lanes are both about to touch a byte, one of
@@ -54,10 +58,10 @@ struct Range {
 };
 
 struct Step {
-  enum class Do : uint8_t { kAccess, kPublish, kWait, kBarrier, kSet, kAwait, kTake };
+  enum class Do : uint8_t { kAccess, kPublish, kWait, kBarrier, kSet, kAwait, kTake, kPost, kFind };
   Do what;
   size_t at = 0;                         // the flag, word or group
-  uint64_t n = 0;                        // kPublish, kWait
+  uint64_t n = 0;                        // kPublish, kWait, kPost, kFind
   bool orders = true;                    // kPublish, kWait: a release, an acquire
   std::vector<Range> reads{}, writes{};  // kAccess
 };

@@ -206,6 +206,42 @@ TEST(every_state_of_small_zero_copies) {
   CHECK(order(record<Half>(eight, {one, two, here, two, here, one})).proven());
 }
 
+// LL's words carry their flags.  What has to be shown is that none is written over while a peer may
+// still wait for it, beside all other calls, which share the flags that tell so.
+TEST(all_executions_of_ll_are_in_order) {
+  for (const Shape& shape : {Shape{.ranks = 2, .lanes = 3, .slot_bytes = 512, .ll_bytes = 1024},
+                             Shape{.ranks = 2,
+                                   .channels = 2,
+                                   .slot_bytes = 512,
+                                   .start = ~uint64_t{0} - 2,
+                                   .ll_bytes = 1024},
+                             Shape{.ranks = 4, .lanes = 2, .slot_bytes = 512, .ll_bytes = 1024},
+                             Shape{.ranks = 8, .slot_bytes = 512, .ll_bytes = 512}}) {
+    Call ll = callOf(DeviceAlgorithm::kOneShot, shape, 1);
+    ll.ll = true;
+    Call shorter = ll, there = ll, one = callOf(DeviceAlgorithm::kOneShot, shape, 3);
+    shorter.count = 3;
+    there.in_place = false;
+    const Call two = callOf(DeviceAlgorithm::kTwoShot, shape, 2);
+    const auto proven = [&](const std::vector<Call>& calls) {
+      CHECK(order(record<Half>(shape, calls)).proven());
+    };
+    proven({ll, ll, there, ll, ll});
+    proven({ll, shorter, shorter, ll, shorter, ll});
+    proven({one, ll, two, ll, one, shorter, ll, two, two, there, ll});
+    const std::vector<Call> calls{ll, ll, ll};
+    CHECK(!order(record<Half>(shape, calls, {.ll_sets = 1})).races.empty());
+    CHECK(!order(record<Half>(shape, calls, kWeakPublish)).races.empty());
+    CHECK(!order(record<Half>(shape, calls, kWeakObserve)).races.empty());
+  }
+  const Shape small{.ranks = 2, .slot_bytes = 512, .ll_bytes = 512};
+  Call ll = callOf(DeviceAlgorithm::kOneShot, small, 1);
+  ll.ll = true;
+  ll.count = 3;
+  holds("LL", record<Half>(small, {ll, ll, ll, ll}));
+  races("LL with one set of slots", record<Half>(small, {ll, ll, ll}, {.ll_sets = 1}));
+}
+
 // More ranks, lanes, channels and calls than can be visited state by state.
 TEST(all_executions_of_mixed_kernels_are_in_order) {
   std::minstd_rand random(11);

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <string>
 
+#include "../../benchmarks/cuda/nccl_all_reduce.h"
 #include "base/error.h"
 #include "check.h"
 #include "fake_nccl.h"
@@ -98,15 +99,15 @@ TEST(ranks_share_a_gpu_from_2_30_on_and_if_asked) {
   nccl.version = 22809;
   const auto before = NcclLibrary::load(kFake);
   setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
-  CHECK(!before->ranksMayShareGpu());
-  CHECK(before->whyNoSharedGpu().find("2.30.0 or newer") != std::string::npos);
+  CHECK(!nccl::whyNoSharedGpu(*before).empty());
+  CHECK(nccl::whyNoSharedGpu(*before).find("2.30.0 or newer") != std::string::npos);
 
   nccl.version = 23000;
   const auto library = NcclLibrary::load(kFake);
-  CHECK(library->ranksMayShareGpu());
+  CHECK(nccl::whyNoSharedGpu(*library).empty());
   unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  CHECK(library->whyNoSharedGpu().find("NCCL_MULTI_RANK_GPU_ENABLE=1") != std::string::npos);
-  CHECK(failureOf([&] { NcclCommunicator::makeAll(library, 2); }).kind == Failure::kSetup);
+  CHECK(nccl::whyNoSharedGpu(*library).find("NCCL_MULTI_RANK_GPU_ENABLE=1") != std::string::npos);
+  CHECK(failureOf([&] { nccl::makeAll(library, 2); }).kind == Failure::kSetup);
   CHECK_EQ(nccl.made, 0);
 }
 
@@ -119,7 +120,7 @@ TEST(a_rank_joins_with_the_id_and_its_bounds) {
   CHECK(id == expected);
   std::reverse(id.begin(), id.end());
   {
-    const NcclCommunicator one(library, id, 2, 5, {.max_blocks = 6});
+    const NcclCommunicator one(library, id, 2, 5, 6);
     CHECK(std::equal(id.begin(), id.end(), nccl.id));
     CHECK_EQ(nccl.rank, 2);
     CHECK_EQ(nccl.size, 5);
@@ -144,12 +145,13 @@ TEST(all_ranks_of_one_thread_join_together) {
   setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
   const auto library = NcclLibrary::load(kFake);
   {
-    const auto all = NcclCommunicator::makeAll(library, 4);
+    const auto all = nccl::makeAll(library, 4);
     CHECK_EQ(all.size(), 4u);
     CHECK_EQ(nccl.groups, 1);
     CHECK_EQ(nccl.depth, 0);
     for (int rank = 0; rank < 4; ++rank) {
-      all[rank]->allReduce(nullptr, nullptr, 1, DType::kFloat32, ReduceOp::kSum, nullptr);
+      nccl::AllReduce(all[rank]->library())(*all[rank], nullptr, nullptr, 1, DType::kFloat32,
+                                            ReduceOp::kSum, nullptr);
       CHECK_EQ(nccl.rank, rank);
     }
   }
@@ -158,7 +160,7 @@ TEST(all_ranks_of_one_thread_join_together) {
 
   nccl.failing = "ncclCommInitRankConfig";
   nccl.result = 1;
-  CHECK_THROWS(Error, NcclCommunicator::makeAll(library, 2));
+  CHECK_THROWS(Error, nccl::makeAll(library, 2));
   CHECK_EQ(nccl.depth, 0);  // a group left open would swallow all later calls
 }
 
@@ -166,7 +168,7 @@ TEST(dtypes_and_ops_have_nccls_numbers) {
   FakeNccl& nccl = fresh();
   NcclCommunicator one = rankOne();
   const auto reduce = [&](DType dtype, ReduceOp op) {
-    one.allReduce(nullptr, nullptr, 77, dtype, op, nullptr);
+    nccl::AllReduce(one.library())(one, nullptr, nullptr, 77, dtype, op, nullptr);
     CHECK_EQ(nccl.count, 77u);
   };
   const std::pair<DType, int> dtypes[] = {
@@ -196,21 +198,22 @@ TEST(what_nccl_lacks_is_refused_before_it_is_called) {
                                                 {DType::kInt32, ReduceOp::kPremulSum},
                                                 {DType::kComplex64, ReduceOp::kSum}};
   for (const auto& [dtype, op] : lacking) {
-    CHECK(!NcclCommunicator::supports(dtype, op));
-    const Failed refused =
-        failureOf([&] { one.allReduce(nullptr, nullptr, 1, dtype, op, nullptr); });
+    CHECK(!nccl::supports(dtype, op));
+    const Failed refused = failureOf(
+        [&] { nccl::AllReduce(one.library())(one, nullptr, nullptr, 1, dtype, op, nullptr); });
     CHECK(refused.kind == Failure::kArgument);
-    CHECK(refused.says("rank 1 of 4") && refused.says(name(dtype)) && refused.says(name(op)));
+    CHECK(refused.says(name(dtype)) && refused.says(name(op)));
   }
   CHECK_EQ(nccl.dtype, -1);
-  CHECK(NcclCommunicator::supports(DType::kFloat16, ReduceOp::kPremulSum));
+  CHECK(nccl::supports(DType::kFloat16, ReduceOp::kPremulSum));
 }
 
 TEST(a_factor_becomes_an_operator_for_one_call) {
   FakeNccl& nccl = fresh();
   NcclCommunicator one = rankOne();
   const auto scalarOf = [&](DType dtype, double factor, auto like) {
-    one.allReduce(nullptr, nullptr, 1, dtype, ReduceOp::kPremulSum, nullptr, factor);
+    nccl::AllReduce(one.library())(one, nullptr, nullptr, 1, dtype, ReduceOp::kPremulSum, nullptr,
+                                   factor);
     CHECK_EQ(nccl.op, 5);
     CHECK_EQ(nccl.operators, 0);
     std::memcpy(&like, nccl.scalar, sizeof like);
@@ -223,8 +226,8 @@ TEST(a_factor_becomes_an_operator_for_one_call) {
 
   nccl.failing = "ncclAllReduce";
   nccl.result = 3;
-  CHECK_THROWS(Error, one.allReduce(nullptr, nullptr, 1, DType::kFloat32, ReduceOp::kPremulSum,
-                                    nullptr, 2.0));
+  CHECK_THROWS(Error, nccl::AllReduce(one.library())(one, nullptr, nullptr, 1, DType::kFloat32,
+                                                     ReduceOp::kPremulSum, nullptr, 2.0));
   CHECK_EQ(nccl.operators, 0);
 }
 
@@ -271,7 +274,10 @@ TEST(an_aborted_communicator_is_freed_once_and_says_so) {
     CHECK_EQ(nccl.aborted, 1);
     for (const auto& call : std::initializer_list<std::function<void()>>{
              [&] { one.check(); }, [&] { one.send(nullptr, 1, 0, nullptr); },
-             [&] { one.allReduce(nullptr, nullptr, 1, DType::kInt8, ReduceOp::kSum, nullptr); }})
+             [&] {
+               nccl::AllReduce(one.library())(one, nullptr, nullptr, 1, DType::kInt8,
+                                              ReduceOp::kSum, nullptr);
+             }})
       CHECK(failureOf(call).kind == Failure::kAborted);
   }
   CHECK_EQ(nccl.destroyed, 0);

@@ -78,6 +78,13 @@ class Tape {
     return start_ + steps_.back().n;
   }
 
+  void post(const uint64_t& word, uint64_t n) {
+    steps_.push_back({.what = Step::Do::kPost, .at = at(word), .n = n});
+  }
+  void find(const uint64_t& word, uint64_t n) {
+    steps_.push_back({.what = Step::Do::kFind, .at = at(word), .n = n});
+  }
+
   // Without what has no effect: waits for what has been so from the start, and barriers of one.
   std::vector<Step> steps(const Program& program) const {
     std::vector<Step> kept;
@@ -109,14 +116,15 @@ class Tape {
   std::vector<Step> steps_;
 };
 
-inline thread_local Tape* tape = nullptr;  // of the lane that runs
+inline thread_local Tape* tape = nullptr;        // of the lane that runs
+inline thread_local uint32_t flag_of_words = 0;  // of the call by LL that runs
 
 // What a mutant does: memory orders that it weakens, slots that it takes too early, sets of push
 // slots, and barriers that it forgets.  All of it is chosen at run time, so that the kernels are
 // compiled once for all mutants.
 struct Mutant {
   bool weak_publish = false, weak_observe = false;
-  uint64_t early_reuse = 0, sets = DeviceRules::kSets;
+  uint64_t early_reuse = 0, sets = DeviceRules::kSets, ll_sets = DeviceRules::kLLSets;
   bool forgets_sync = false, forgets_any = false;
 };
 inline thread_local Mutant mutant;  // of the program that is recorded
@@ -130,9 +138,15 @@ struct Sets {
   friend constexpr bool operator<=(Sets, uint64_t most) { return DeviceRules::kSets <= most; }
 };
 
+struct LLSets {
+  operator uint64_t() const { return mutant.ll_sets; }
+  friend constexpr bool operator<=(LLSets, uint64_t most) { return DeviceRules::kLLSets <= most; }
+};
+
 struct Rules : DeviceRules {
   static constexpr EarlyReuse kEarlyReuse{};
   static constexpr Sets kSets{};
+  static constexpr LLSets kLLSets{};
   template <class R>
   static void store(uint64_t& flag, uint64_t n) {
     tape->publish(flag, n, !mutant.weak_publish);
@@ -140,6 +154,17 @@ struct Rules : DeviceRules {
   template <class R>
   static uint64_t load(uint64_t& flag) {
     return tape->observe(flag, !mutant.weak_observe);
+  }
+  // The lane finds what it waits for; when, is for the checks to ask.
+  template <class R>
+  static void storeWords(uint64_t* to, uint64_t first, uint64_t second) {
+    tape->post(to[0], first >> 32);
+    tape->post(to[1], second >> 32);
+  }
+  template <class R>
+  static void loadWords(uint64_t* from, uint64_t& first, uint64_t& second) {
+    for (int i = 0; i < 2; ++i) tape->find(from[i], flag_of_words);
+    first = second = uint64_t{flag_of_words} << 32;
   }
 };
 
@@ -185,6 +210,7 @@ struct Shape {
   uint64_t depth = 2;
   size_t slot_bytes = 128;
   uint64_t start = 0;  // of all counters
+  size_t ll_bytes = 0;
 };
 
 struct Call {
@@ -200,12 +226,18 @@ struct Call {
   bool two_hops = false;   // a broadcast in two hops
   bool fixed = false;      // an all-reduce of 2, 4 or 8 ranks by kernels for that number
   bool zero_copy = false;  // the same, without slots
+  bool ll = false;         // or by LL
 
   size_t parts(int ranks) const {
     return kind == Kind::kReduceScatter || kind == Kind::kAllGather ? static_cast<size_t>(ranks)
                                                                     : 1;
   }
 };
+
+// Where each block has one piece of `n` elements.
+inline size_t pieceOf(size_t n, int blocks) {
+  return roundUp(ceilDiv(n, static_cast<size_t>(blocks)), kChunkElements);
+}
 
 // All ranks' programs for some calls in a row on the same memory.  Lanes are numbered by rank,
 // channel and lane.  Between two kernels of a rank its stream orders everything (a barrier of all
@@ -221,7 +253,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
                      .channels = shape.channels,
                      .slot_bytes = shape.slot_bytes,
                      .depth = shape.depth,
-                     .part_bytes = shape.slot_bytes},
+                     .part_bytes = shape.slot_bytes,
+                     .ll_bytes = shape.ll_bytes},
                     shape.start);
   Regions regions;
   for (int r = 0; r < shape.ranks; ++r) regions.add(ranks.comm(0).base[r], ranks.layout().bytes());
@@ -270,9 +303,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         .factor = nullptr,
         .timeout = ~uint64_t{0},
         .operation = 0,
-        .slice = call.zero_copy ? roundUp(ceilDiv(Cut{call.count, shape.ranks}.chunkSize(),
-                                                  size(call.channels)),
-                                          kChunkElements)
+        .slice = call.zero_copy ? pieceOf(Cut{call.count, shape.ranks}.chunkSize(), call.channels)
+                 : call.ll      ? pieceOf(call.count, call.channels)
                                 : call.slice,
         .window = call.window,
         .scatter = scatters || call.two_hops,
@@ -297,6 +329,8 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         if constexpr (P > 0)
           if (call.zero_copy)
             return zeroCopyBlock<E, Rules, P>(block, comm, rank_call, tensors, c, call.channels);
+        if constexpr (P > 0)
+          if (call.ll) return llBlock<E, Rules, P>(block, comm, rank_call, c, call.channels);
         if (call.algorithm == kOneShot)
           allReduceBlock<kOneShot, E, Rules, P>(block, comm, rank_call, c, call.channels);
         else if (call.algorithm == kTwoShot)
@@ -304,7 +338,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         else
           allReduceBlock<kRing, E, Rules>(block, comm, rank_call, c, call.channels);
       };
-      const int fixed = call.fixed || call.zero_copy ? shape.ranks : 0;
+      const int fixed = call.fixed || call.zero_copy || call.ll ? shape.ranks : 0;
       if (call.kind == Kind::kAllGather || call.kind == Kind::kBroadcast)
         gatherBlock<kWidth, Rules>(block, rank_call, c, call.channels);
       else if (!E::kFloating || fixed == 0)
@@ -327,6 +361,7 @@ Program record(const Shape& shape, const std::vector<Call>& calls, const Mutant&
         std::vector<bool> votes;
         for (int l = 0; l < shape.lanes; ++l) {
           counters = before;  // as every lane of the kernel finds them
+          flag_of_words = static_cast<uint32_t>(before.ll + 1);
           runLane(call, r, c, l, votes);
           if (l == 0) after = counters;
         }

@@ -12,11 +12,12 @@
 
 // In place of the kernels, which nvcc compiles.
 namespace ringreduce::cuda {
+constexpr char kLL = 0;  // of LL; the others need not be told apart
 const Kernels& kernelsOf(DType dtype) {
   static const Kernels none{};
   static const Kernels with_fixed = [] {
     Kernels kernels{};
-    for (FixedKernels& fixed : kernels.fixed) fixed = {&none, &none, &none};
+    for (FixedKernels& fixed : kernels.fixed) fixed = {&none, &none, &none, &kLL};
     return kernels;
   }();
   return hasFixedKernels(dtype) ? with_fixed : none;
@@ -108,6 +109,49 @@ TEST(large_buckets_of_gradients_go_without_copies_where_gpus_are_linked) {
       });
     }
   fake::machine().apart[0][1] = fake::machine().apart[1][0] = false;
+}
+
+TEST(small_messages_go_by_ll) {
+  static std::atomic<const void*> launched;
+  fake::run_kernel = [](const void* kernel, void**, int) { launched = kernel; };
+  alignas(16) static char memory[1024];
+  for (const int size : {2, 3}) {
+    fake::machine().gpus = size;
+    peers::run(As::kThreads, size, [&](Group& group, int) {
+      const auto comm = cuda::Communicator::create(group.shared_from_this(), group.rank(), {});
+      const auto goesByLL = [&](DType dtype, size_t bytes, ReduceOp op,
+                                cuda::Choice choice = cuda::Choice::kAuto) {
+        group.run({Barrier{}});
+        launched = memory;
+        group.run({Barrier{}});
+        comm->allReduce({.input = memory,
+                         .output = memory,
+                         .count = bytes / sizeOf(dtype),
+                         .dtype = dtype,
+                         .op = op,
+                         .algorithm = choice},
+                        stream(1));
+        CHECK(launched != memory);
+        return launched == &ringreduce::cuda::kLL;
+      };
+      using enum ReduceOp;
+      using enum cuda::Choice;
+      const bool can = fixedSizeOf(size) >= 0;
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+        CHECK_EQ(goesByLL(dtype, comm->tuning().ll_most, kSum), can);
+        CHECK_EQ(goesByLL(dtype, 4, kAvg), can);
+        CHECK(!goesByLL(dtype, comm->tuning().ll_most + 4, kSum));
+        CHECK_EQ(goesByLL(dtype, kLLMost, kSum, kLL), can);
+        CHECK(!goesByLL(dtype, kLLMost + 4, kSum, kLL));
+        CHECK(!goesByLL(dtype, 64, kSum, kOneShot));
+        CHECK(!goesByLL(dtype, 64, kSum, kTwoShot));
+      }
+      CHECK(!goesByLL(DType::kFloat64, 64, kSum));
+      CHECK(!goesByLL(DType::kFloat32, 64, kMax));
+      CHECK(comm->wait(20 * kSecond));
+    });
+  }
+  fake::run_kernel = nullptr;
 }
 
 TEST(a_call_that_cannot_be_launched_ends_the_group_for_all) {

@@ -73,7 +73,7 @@ def stages(plan: Plan) -> list[Stage]:
         program = tools.compute_sanitizer or "compute-sanitizer"
         return (program, "--tool", tool, "--error-exitcode", "1")
 
-    algorithms = "direct,ring,twoshot,oneshot,zerocopy"
+    algorithms = "direct,ring,twoshot,oneshot,zerocopy,ll"
     both = ("--ranks", "2,4")
 
     def measured(name: str, shows: str, limit: float, *steps: Step, **more: Any) -> Stage:

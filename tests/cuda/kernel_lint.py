@@ -41,6 +41,7 @@ FAMILIES = {
     "fixedKernelILNS0_15DeviceAlgorithmE0": "fixed-oneshot",
     "fixedKernelILNS0_15DeviceAlgorithmE1": "fixed-twoshot",
     "zeroCopyKernel": "zero-copy",
+    "llKernel": "ll",
     "directKernel": "direct",
     "copyInKernel": "copy-in",
     "ringStepKernel": "ring-step",
@@ -235,6 +236,8 @@ PTX_STRONG = {
     "atom.acq_rel.gpu.cas.b32",
     "atom.acq_rel.gpu.add.u32",
 }
+# LL's words, which carry their own flags.
+PTX_WORDS = {"st": "st.relaxed.sys.v2.u64", "ld": "ld.relaxed.sys.v2.u64"}
 
 
 def is_pack(step: Step, word: str) -> bool:
@@ -256,7 +259,8 @@ def lint_ptx(kernel: Kernel, limits: dict[str, int]) -> Problems:
         if ".nc" in step.opcode:
             yield f"loads without coherence: {step.opcode}"
         strong = re.search(ORDERS, step.opcode)
-        if strong and step.opcode not in PTX_STRONG:
+        words = PTX_WORDS.values() if kernel.family == "ll" else ()
+        if strong and step.opcode not in PTX_STRONG and step.opcode not in words:
             yield f"orders memory in another way than the protocol: {step.opcode}"
     yield from against_limits(kernel, limits)
     # A thread that claims the cause of a failure reports what it has stored itself.
@@ -295,7 +299,12 @@ def is_store(step: Step) -> bool:
 
 
 def is_flag(step: Step) -> bool:
-    return ".STRONG.SYS" in step.opcode
+    return ".STRONG.SYS" in step.opcode and bits(step) == 64
+
+
+def is_words(step: Step) -> bool:
+    """LL's: two of 64 bits."""
+    return ".STRONG.SYS" in step.opcode and bits(step) == 128
 
 
 def bits(step: Step) -> int:
@@ -314,6 +323,11 @@ def lint_sass(kernel: Kernel, limits: dict[str, int]) -> Problems:
             yield f"uses local memory: {step.opcode}"
         if re.match(r"LD.*\.CONSTANT", step.opcode):
             yield f"loads without coherence: {step.opcode}"
+        if ".STRONG.SYS" in step.opcode and (is_load(step) or is_store(step)):
+            if is_words(step) and kernel.family == "ll":
+                continue
+            if not is_flag(step):
+                yield f"accesses a flag that is not of 64 bits: {step.opcode}"
         if is_store(step) and ".STRONG" in step.opcode and not is_flag(step):
             yield f"stores a flag at a smaller scope than the system: {step.opcode}"
         if is_load(step) and re.search(r"\.64\.STRONG\.(?!SYS)", step.opcode):
@@ -359,6 +373,8 @@ def counts(kernel: Kernel) -> dict[str, int]:
             "flag_stores": opcodes.count("st.release.sys.u64"),
             "flag_loads": opcodes.count("ld.acquire.sys.u64"),
             "barriers": barriers,
+            "word_stores": opcodes.count(PTX_WORDS["st"]),
+            "word_loads": opcodes.count(PTX_WORDS["ld"]),
         }
     return {
         "registers": kernel.registers,
@@ -366,6 +382,8 @@ def counts(kernel: Kernel) -> dict[str, int]:
         "flag_stores": sum(is_store(s) and is_flag(s) for s in steps),
         "flag_loads": sum(is_load(s) and is_flag(s) for s in steps),
         "barriers": barriers,
+        "word_stores": sum(is_store(s) and is_words(s) for s in steps),
+        "word_loads": sum(is_load(s) and is_words(s) for s in steps),
     }
 
 
@@ -399,6 +417,7 @@ class Seed:
     by: str | None  # None: left out
     says: str
     nth: int = 0
+    family: str = "twoshot"
 
 
 SEEDED = [
@@ -466,6 +485,55 @@ SEEDED = [
     Seed("no CCTL.IVALL after a flag", "SASS", r"CCTL\.IVALL", None, "without CCTL"),
     Seed("a dropped barrier", "SASS", r"BAR\.", None, "barriers"),
     Seed("a dropped barrier after a call's arguments", "PTX", r"bar\.sync", None, "shared memory"),
+    Seed(
+        "LL's words in halves",
+        "PTX",
+        r"st\.relaxed",
+        "st.relaxed.sys.v4.u32",
+        "another way",
+        0,
+        "ll",
+    ),
+    Seed(
+        "LL's words at the GPU's scope",
+        "PTX",
+        r"ld\.relaxed\.sys",
+        "ld.relaxed.gpu.v2.u64",
+        "another way",
+        0,
+        "ll",
+    ),
+    Seed("a plain store of LL's words", "PTX", r"st\.relaxed", "st.v2.u64", "word stores", 0, "ll"),
+    Seed(
+        "a plain load of LL's words", "PTX", r"ld\.relaxed\.sys", "ld.v2.u64", "word loads", 0, "ll"
+    ),
+    Seed(
+        "a plain store of LL's words",
+        "SASS",
+        r"STG?\.E\.128\.STRONG",
+        "ST.E.128",
+        "word stores",
+        0,
+        "ll",
+    ),
+    Seed(
+        "a plain load of LL's words",
+        "SASS",
+        r"LDG?\.E\.128\.STRONG",
+        "LD.E.128",
+        "word loads",
+        0,
+        "ll",
+    ),
+    Seed(
+        "LL's words one by one",
+        "SASS",
+        r"STG?\.E\.128\.STRONG",
+        "ST.E.64.STRONG.SYS",
+        "without MEMBAR",
+        0,
+        "ll",
+    ),
 ]
 
 
@@ -489,7 +557,7 @@ def every_barrier(kernel: Kernel) -> Iterator[Seed]:
 
 
 def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
-    """Puts every mistake into two-shot of float32; returns what the rules did not notice.
+    """Puts every mistake into two-shot or LL of float32; returns what the rules did not notice.
 
     A compiler may make more flags or barriers than the limits ask for.  So the limits are here what
     the kernel has, and one less is a mistake.
@@ -497,12 +565,14 @@ def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
     missed = []
     tried = set()
     for kernel in kernels:
-        if (kernel.family, kernel.dtype) != ("twoshot", "float32"):
+        if kernel.family not in ("twoshot", "ll") or kernel.dtype != "float32":
             continue
-        tried.add((kernel.form, kernel.architecture))
+        if kernel.family == "twoshot":
+            tried.add((kernel.form, kernel.architecture))
         own = counts(kernel)
         barriers = every_barrier(kernel) if kernel.form == "PTX" else ()
-        for seed in (*(s for s in SEEDED if s.form == kernel.form), *barriers):
+        seeds = (s for s in SEEDED if (s.form, s.family) == (kernel.form, kernel.family))
+        for seed in (*seeds, *barriers):
             mutant = seeded(kernel, seed)
             found = lint(mutant, {kernel.family: own}) if mutant else []
             if not any(seed.says in one for one in found):
@@ -510,9 +580,12 @@ def try_seeds(kernels: list[Kernel], verbose: bool) -> list[str]:
             elif verbose:
                 print(f"{seed.what}: {kernel.text()} {found[0]}")
         tight = {kernel.family: own | {"registers": kernel.registers - 1, "metadata": 0}}
-        if (kernel.form, kernel.architecture) == ("SASS", MEASURED) and len(
-            lint(kernel, tight)
-        ) != 2:
+        measured = (kernel.family, kernel.form, kernel.architecture) == (
+            "twoshot",
+            "SASS",
+            MEASURED,
+        )
+        if measured and len(lint(kernel, tight)) != 2:
             missed.append(f"{kernel.text()}: smaller limits are not noticed")
     for form, architecture in sorted({(k.form, k.architecture) for k in kernels} - tried):
         missed.append(f"{form} for {architecture} has no two-shot kernel to put mistakes into")

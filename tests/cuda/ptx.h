@@ -129,6 +129,8 @@ struct Machine {
   std::mt19937_64 random;
   std::vector<Range> ranges;
   std::vector<std::unique_ptr<Block>> blocks;  // that run
+  // Relaxed stores that have not got out yet.
+  std::vector<std::pair<uint64_t*, uint64_t>> floating;
   uint64_t time = 0, progress = 0, epoch = 1;
   int threads = 512;
 
@@ -142,6 +144,12 @@ struct Machine {
     throw Error("line " + std::to_string(step.line) + ": outside of all memory: " + step.text);
   }
   void run(std::vector<Grid>& grids);
+  void letOneOut() {
+    std::swap(floating[random() % floating.size()], floating.back());
+    *floating.back().first = floating.back().second;
+    floating.pop_back();
+    progress = time;
+  }
 };
 
 class Warp {
@@ -306,6 +314,7 @@ inline void Block::leave(uint32_t lanes) {
     for (auto& warp : warps)
       for (auto& stores : warp->pending) keep(stores);
     letOut();
+    while (!machine->floating.empty()) machine->letOneOut();
     done = true;
   } else if (arrived != 0 && arrived + left == threads) {
     throw Error("threads end while others wait at the barrier of line " +
@@ -380,6 +389,7 @@ inline void Machine::run(std::vector<Grid>& grids) {
         if (warp->runs()) ready.push_back(warp.get());
     if (ready.empty()) throw Error("all threads wait at barriers");
     if (time - progress > 3'000'000) throw Error("nothing goes on: a flag is not seen");
+    while (!floating.empty() && random() % 8 != 0) letOneOut();
     // A few turns with the same list: warps that have come to a barrier are passed over.
     for (size_t turn = 0; turn < ready.size(); ++turn) {
       Warp& warp = *ready[random() % ready.size()];

@@ -298,6 +298,24 @@ inline void release(Warp& w, const Step& s) {
 inline void relaxedStore(Warp& w, const Step& s) {
   w.each([&](int l) { *wordAt<uint64_t>(w, s, l) = w.reg(s.from[1])[l]; });
 }
+// Words that carry their own flags: each gets out whole, at a time of its own.
+inline void relaxedWords(Warp& w, const Step& s) {
+  w.each([&](int l) {
+    uint64_t* const at = wordAt<uint64_t>(w, s, l);
+    w.block.machine->check(reinterpret_cast<uint64_t>(at), 16, s);
+    for (size_t i = 0; i < 2; ++i)
+      w.block.machine->floating.push_back({at + i, w.reg(s.from[i + 1])[l]});
+  });
+}
+inline void findWords(Warp& w, const Step& s) {
+  w.each([&](int l) {
+    uint64_t* const at = wordAt<uint64_t>(w, s, l);
+    w.block.machine->check(reinterpret_cast<uint64_t>(at), 16, s);
+    const uint64_t values[] = {at[0], at[1]};
+    for (size_t i = 0; i < 2; ++i) w.reg(s.to[i])[l] = values[i];
+  });
+  w.polled = true;
+}
 inline void exchange(Warp& w, const Step& s) {  // atom.cas
   w.each([&](int l) {
     uint32_t* word = wordAt<uint32_t>(w, s, l);
@@ -514,11 +532,11 @@ class Parser {
 
   void memory(Step& step, const std::string& opcode, const std::string& type,
               const std::vector<std::string>& operands) {
-    static const std::map<std::string, Run> strong{{"ld.acquire.sys.u64", acquire},
-                                                   {"ld.relaxed.sys.u64", relaxed},
-                                                   {"ld.relaxed.gpu.u32", relaxed},
-                                                   {"st.release.sys.u64", release},
-                                                   {"st.relaxed.sys.u64", relaxedStore}};
+    static const std::map<std::string, Run> strong{
+        {"ld.acquire.sys.u64", acquire},         {"ld.relaxed.sys.u64", relaxed},
+        {"ld.relaxed.gpu.u32", relaxed},         {"ld.relaxed.sys.v2.u64", findWords},
+        {"st.relaxed.sys.v2.u64", relaxedWords}, {"st.release.sys.u64", release},
+        {"st.relaxed.sys.u64", relaxedStore}};
     static const std::regex weak(R"((ld|st)(\.global|\.shared|\.param)?(\.v[24])?\.[bfus]\d+)");
     const bool loads = opcode[0] == 'l';
     step.bytes = std::stoi(type.substr(1)) / 8;

@@ -39,7 +39,7 @@ struct Which {
   DeviceAlgorithm algorithm;
   DType dtype;
   int ranks = 0;  // 0: any
-  bool zero_copy = false;
+  bool zero_copy = false, ll = false;
 
   std::string symbol() const {
     const auto number = [](auto value) { return std::to_string(static_cast<int>(value)); };
@@ -48,11 +48,14 @@ struct Which {
     const std::string of = "Li" + number(ranks) + "EEEvNS0_11FixedLaunchE";
     const std::string begin = "_ZN10ringreduce4cuda";
     if (zero_copy) return begin + "14zeroCopyKernelI" + type + of;
+    if (ll) return begin + "8llKernelI" + type + of;
     if (ranks > 0) return begin + "11fixedKernelI" + how + type + of;
     return begin + "15allReduceKernelI" + how + type + "EEvNS0_11RanksLaunchE";
   }
   std::string text() const {
-    return (zero_copy ? "zero copy" : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
+    return (zero_copy ? "zero copy"
+            : ll      ? "LL"
+                      : kDeviceAlgorithmNames[static_cast<int>(algorithm)]) +
            (ranks > 0 ? " of " + std::to_string(ranks) : "");
   }
 };
@@ -66,6 +69,7 @@ std::vector<Which> everyKernel() {
       const int ranks = fixedRanks(size);
       for (const auto algorithm : {kOne, kTwo}) all.push_back({algorithm, dtype, ranks});
       all.push_back({kTwo, dtype, ranks, true});
+      all.push_back({kOne, dtype, ranks, false, true});
     }
   }
   return all;
@@ -115,11 +119,14 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
   // Long slices fill the loops that take several packs, or several elements that are not aligned.
   const size_t slice = kChunkElements * (below(6) == 0 ? 32 : 1 + below(4));
 
-  const DeviceLayout layout{.ranks = numbers.P,
-                            .channels = blocks,
-                            .slot_bytes = 4096 * 8,
-                            .depth = 4,
-                            .part_bytes = 4096 * 8};
+  const DeviceLayout layout{
+      .ranks = numbers.P,
+      .channels = blocks,
+      .slot_bytes = 4096 * 8,
+      .depth = 4,
+      .part_bytes = 4096 * 8,
+      .ll_bytes = 2 * sizeof(float) *
+                  roundUp(ceilDiv(oracle::kMost, static_cast<size_t>(blocks)), kChunkElements)};
   // Counters that pass 2^64, too.
   host::Ranks ranks(layout, below(4) == 0 ? uint64_t{0} - below(3) : 0);
   Calls calls(ranks);
@@ -132,6 +139,7 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.fixed = which ? which->ranks > 0 : call.canBeFixed() && below(4) > 0;
     call.zero_copy =
         which ? which->zero_copy : call.fixed && call.algorithm == kTwo && below(2) == 0;
+    call.ll = which ? which->ll : call.fixed && call.algorithm == kOne && below(2) == 0;
     // Up to some slices of each channel; any tail.
     const size_t most =
         std::min<size_t>(oracle::kMost, slice * static_cast<size_t>(blocks * numbers.P) * 3);
@@ -145,7 +153,7 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     call.place = static_cast<Place>(below(4));
     call.device_factor = below(2) == 0;
     calls.add(call);
-    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.zero_copy});
+    kernels.push_back({call.algorithm, type, call.fixed ? numbers.P : 0, call.zero_copy, call.ll});
   }
 
   ptx::Machine machine(seed);
@@ -161,8 +169,9 @@ void runCase(Program& program, uint64_t seed, std::optional<Which> which = {},
     give(comm.abort, sizeof *comm.abort);
     give(comm.trouble, sizeof *comm.trouble);
   }
-  // One grid for all ranks, or one each.
-  const bool together = below(2) == 0;
+  // One grid for all ranks, or one each, in each rank's stream.
+  const bool together =
+      below(2) == 0 && std::ranges::all_of(kernels, [](const Which& k) { return k.ranks == 0; });
   std::vector<ptx::Grid> grids;
   for (size_t i = 0; i < count; ++i) {
     const ptx::Kernel& kernel = program.kernel(kernels[i]);
@@ -249,6 +258,24 @@ const Mutant kMutants[] = {
      kAdd,
      "ld.acquire.sys.u64",
      "ld.relaxed.sys.u64",
+     kAll},
+    {"words with their flags are plain stores",
+     {kOne, kF32, 2, false, true},
+     kAdd,
+     "st.relaxed.sys.v2.u64",
+     "st.v2.u64",
+     kAll},
+    {"flags of earlier calls are not stored",
+     {kOne, kF32, 4, false, true},
+     kAdd,
+     "st.release.sys.u64",
+     "",
+     kAll},
+    {"sums round towards zero",
+     {kOne, kF32, 4, false, true},
+     kAdd,
+     "add.rn.f32",
+     "add.rz.f32",
      kAll},
     // Zero copy's flags order kernels, which kernel_interleavings_test proves.
     {"flags are not stored", {kTwo, kF32, 2, true}, kAdd, "st.release.sys.u64", "", kAll},

@@ -79,7 +79,7 @@ void loadKernels(int ranks) {
     load(kernels.ring_step);
     if (const int place = fixedSizeOf(ranks); place >= 0)
       for (const void* kernel : {kernels.fixed[place].one_shot, kernels.fixed[place].two_shot,
-                                 kernels.fixed[place].zero_copy})
+                                 kernels.fixed[place].zero_copy, kernels.fixed[place].ll})
         if (kernel) load(kernel);
   }
   load(deliverKernel());
@@ -245,6 +245,11 @@ Choice Communicator::State::choose(size_t bytes, Choice choice) const {
             "(one with a display, or under WSL): leave the choice to auto, which takes the direct "
             "schedule");
   return choice;
+}
+
+bool goesByLL(const Tuning& tuning, size_t bytes, Choice wanted) {
+  return (wanted == Choice::kAuto && bytes <= tuning.ll_most) ||
+         (wanted == Choice::kLL && bytes <= kLLMost);
 }
 
 bool Communicator::State::isZeroCopy(DType dtype, ReduceOp op, size_t bytes, Choice wanted) const {
@@ -437,15 +442,18 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   if (choice == Choice::kDirect) return s.direct(call, stream);
   const FixedKernels* fixed = s.fixedOf(call.dtype, call.op);
   std::optional<State::Places> places;
-  if (s.isZeroCopy(call.dtype, call.op, call.count * sizeOf(call.dtype),
-                   call.algorithm.value_or(s.options.algorithm)))
+  const Choice wanted = call.algorithm.value_or(s.options.algorithm);
+  if (s.isZeroCopy(call.dtype, call.op, call.count * sizeOf(call.dtype), wanted))
     places = s.placesOf(call, stream);
   const auto where = static_cast<uint64_t>(choice);
   s.dispatch(
       s.told(call, places ? mixed(where, places->hash) : where), stream, [&](uint64_t number) {
         if (call.count == 0) return;
-        const PartShape shape =
-            places ? zeroCopyShapeOf(s.tuning, call.count, size()) : s.shapeOf(call, choice);
+        const DeviceAlgorithm algorithm = kernelOf(choice);
+        const bool is_ll = fixed && goesByLL(s.tuning, call.count * sizeOf(call.dtype), wanted);
+        const PartShape shape = places  ? zeroCopyShapeOf(s.tuning, call.count, size())
+                                : is_ll ? llShapeOf(s.tuning, call.count)
+                                        : s.shapeOf(call, choice);
         RankCall of_rank = s.rankCall(call, number);
         of_rank.slice = shape.slice;
         if (places) {
@@ -454,9 +462,9 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
           std::copy(places->out.begin(), places->out.end(), tensors.output);
           return s.launchRank(of_rank, nullptr, fixed->zero_copy, shape.channels, stream, tensors);
         }
-        const DeviceAlgorithm algorithm = kernelOf(choice);
         const void* of_size = nullptr;
-        if (fixed && algorithm == DeviceAlgorithm::kOneShot) of_size = fixed->one_shot;
+        if (fixed && algorithm == DeviceAlgorithm::kOneShot)
+          of_size = is_ll ? fixed->ll : fixed->one_shot;
         if (fixed && algorithm == DeviceAlgorithm::kTwoShot) of_size = fixed->two_shot;
         s.launchRank(of_rank, kernelsOf(call.dtype).all_reduce[static_cast<size_t>(algorithm)],
                      of_size, shape.channels, stream);

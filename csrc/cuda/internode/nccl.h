@@ -1,4 +1,4 @@
-// NCCL, loaded at run time: something to compare with, and a wire between hosts.
+// NCCL, loaded at run time: a wire between hosts.
 //
 // It is not linked to NCCL and does not include its header, so one build works with any NCCL, and
 // without.  It uses only the part of the interface that is the same from 2.18 to 2.32 (nccl.cc). It
@@ -10,9 +10,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <vector>
-
-#include "base/dtype.h"
 
 struct CUstream_st;  // a cudaStream_t points to one
 struct ncclComm;
@@ -35,27 +32,19 @@ class NcclLibrary {
   int version() const { return version_; }  // 23003 for 2.30.3
   std::string description() const;          // "NCCL 2.30.3 (/path/of/libnccl.so.2)"
 
-  // Whether it takes several ranks on one GPU, as this process's environment is now.  If it does
-  // not, a communicator of such ranks is refused by NCCL; `whyNoSharedGpu` says what to do.
-  bool ranksMayShareGpu() const { return whyNoSharedGpu().empty(); }
-  std::string whyNoSharedGpu() const;
-
   NcclId makeId() const;
+  // A function of its interface, by name.  Throws Error(kSetup) if it has none.
+  void* function(const char* symbol) const;
 
  private:
   friend class NcclCommunicator;
   friend class NcclGroup;
   NcclLibrary(void* handle, const std::string& name);
 
+  void* handle_;
   std::unique_ptr<NcclFunctions> functions_;
   std::string file_;
   int version_ = 0;
-};
-
-struct NcclOptions {
-  // Thread blocks that a rank may use at a time; 0 leaves it to NCCL.  More than two ranks on one
-  // GPU need a bound, or their kernels are not all resident and wait for each other for ever.
-  int max_blocks = 0;
 };
 
 // One rank's part in a communicator of NCCL, on the device that is current when it is made.  Errors
@@ -63,13 +52,11 @@ struct NcclOptions {
 // kTimeout or kAborted later.
 class NcclCommunicator {
  public:
-  // Returns when all ranks have called it, each in a thread of its own.
+  // Returns when all ranks have called it, each in a thread of its own.  In an NcclGroup it returns
+  // at once, and is made when that ends.  `most_blocks`: thread blocks that a rank may use at a
+  // time; 0 leaves it to NCCL.
   NcclCommunicator(std::shared_ptr<const NcclLibrary> library, const NcclId& id, int rank,
-                   int world_size, const NcclOptions& options = {});
-  // All ranks of a group in the calling thread, on one device.
-  static std::vector<std::unique_ptr<NcclCommunicator>> makeAll(
-      const std::shared_ptr<const NcclLibrary>& library, int world_size,
-      const NcclOptions& options = {});
+                   int world_size, int most_blocks = 0);
   // Waits for enqueued operations, unless it was aborted.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -79,15 +66,14 @@ class NcclCommunicator {
   int worldSize() const { return world_size_; }
   const NcclLibrary& library() const { return *library_; }
 
-  // NCCL cannot reduce every pair of dtype and op that ringreduce can.
-  static bool supports(DType dtype, ReduceOp op);
-
-  // They enqueue on `stream`.  The factor of PREMUL_SUM is rounded to the dtype before it is used,
-  // that of ringreduce's own all-reduce is not.
-  void allReduce(const void* input, void* output, size_t count, DType dtype, ReduceOp op,
-                 NcclStream stream, double factor = 1);
+  // They enqueue on `stream`.
   void send(const void* data, size_t bytes, int peer, NcclStream stream);
   void recv(void* data, size_t bytes, int peer, NcclStream stream);
+
+  // For other calls of NCCL: the communicator, and what their results mean.  Throw if it was
+  // aborted, or the result is none of success.
+  ncclComm* live() const;
+  void must(int result, const char* call) const;
 
   // Throws if an operation has failed since it was enqueued.
   void check() const;
@@ -96,15 +82,10 @@ class NcclCommunicator {
   void abort();
 
  private:
-  NcclCommunicator(std::shared_ptr<const NcclLibrary> library, int rank, int world_size);
-  void join(const NcclId& id, const NcclOptions& options);
-  ncclComm* live() const;
-  void must(int result, const char* call) const;
-
   std::shared_ptr<const NcclLibrary> library_;
   int rank_, world_size_;
-  ncclComm* joining_ = nullptr;  // NCCL writes it when a group of calls ends
-  std::atomic<ncclComm*> comm_{nullptr};
+  ncclComm* comm_ = nullptr;
+  std::atomic<bool> is_freed_ = false;
 };
 
 // The calls from its construction to `end` start together.  NCCL wants that of calls for several

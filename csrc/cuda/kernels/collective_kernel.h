@@ -2,6 +2,7 @@
 // on the host run it.
 #pragma once
 
+#include "cuda/kernels/ll.h"
 #include "cuda/kernels/push_all_reduce.h"
 #include "cuda/kernels/push_gather.h"
 #include "cuda/kernels/ring_kernel.h"
@@ -32,6 +33,15 @@ RINGREDUCE_DEVICE void allReduceBlock(Block& block, const DeviceComm& comm, cons
   } else {
     ring<E, Rules>(block, guard, call, channel, channels);
   }
+  guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
+}
+
+// All-reduce by LL.
+template <class E, class Rules, int P, class Block>
+RINGREDUCE_DEVICE void llBlock(Block& block, const DeviceComm& comm, const RankCall& call,
+                               int channel, int channels) {
+  Guard<Block> guard(block, comm, call, channel);
+  OneShotLL<E, Rules, Block, P>(block, guard, comm, call, channel).run();
   guard.leave(channels, call.output, call.count * sizeof(typename E::Stored));
 }
 

@@ -5,6 +5,7 @@
 //     ring     for each channel: `depth` slots, filled by the previous rank
 //     parts    for each channel, set and peer: a slot that this peer pushes addends into
 //     results  the same for finished values (two-shot, all-gather, broadcast)
+//     ll       for each channel, set and peer: a slot of words that carry their flags (ll.h)
 //
 // Everything is written by peers and read by the owner, and every line of flags has one writer.
 #pragma once
@@ -25,12 +26,14 @@ inline constexpr int kMostChannels = 128;
 // Sets of push slots: enough for two-shot's pipeline (push_all_reduce.h), and a divisor of 2^64
 // (pipe.h).
 inline constexpr uint64_t kPushSets = 4;
+inline constexpr uint64_t kLLSets = 2;  // ll.h
 
 struct DeviceLayout {
   int ranks = 0, channels = 0;
   size_t slot_bytes = 0;  // of a ring slot; a multiple of 128
   uint64_t depth = 0;     // ring slots a channel; a power of two
   size_t part_bytes = 0;  // of a push slot; a multiple of 128
+  size_t ll_bytes = 0;    // of an LL slot, with its flags; a multiple of 128
 
   enum class Of : uint8_t { kParts, kResults };
 
@@ -54,7 +57,12 @@ struct DeviceLayout {
     return pushBegin() + ((of_channel * kPushSets + set) * size(ranks) + size(peer)) * part_bytes;
   }
 
-  constexpr size_t bytes() const { return pushSlot(channels, Of::kParts, 0, 0); }
+  constexpr size_t llSlot(int channel, uint64_t set, int peer) const {
+    return pushSlot(channels, Of::kParts, 0, 0) +
+           ((size(channel) * kLLSets + set) * size(ranks) + size(peer)) * ll_bytes;
+  }
+
+  constexpr size_t bytes() const { return llSlot(channels, 0, 0); }
 
  private:
   static constexpr size_t size(int n) { return static_cast<size_t>(n); }

@@ -10,6 +10,9 @@
 //     ring       2 (P-1) H + 2 (P-1)/P S / B      every byte goes as often, to one neighbour only
 //     zero copy  2 H + 2 (P-1)/P S / B            as two-shot, but without copies to and from slots
 //
+// LL (ll.h) is one-shot with twice the bytes and a smaller H, since no flag waits until the data
+// have arrived: it costs (P-1) S / B more, and is for the smallest messages.
+//
 // So one-shot beats two-shot while S < H B P / ((P-1) (P-2)), and always for two ranks while S is
 // less than the gain of two-shot's pipelining.  With H = 3 us and B = 260 GB/s, an NVLink switch of
 // the H100's generation, that is 1.2 MB for 3 ranks, 520 kB for 4 and 150 kB for 8; the push slots
@@ -70,6 +73,8 @@ struct Tuning {
   size_t part_bytes;       // push slots
   size_t one_shot_most;    // bytes of a message that still takes one-shot
   size_t two_shot_most;    // and two-shot
+  size_t ll_bytes;         // LL slots
+  size_t ll_most;          // bytes of a message that goes by LL
   size_t zero_copy_least;  // of registered buffers, which go without slots from here on
   size_t shared_lead;      // direct schedule: from here on every rank leads a part
 
@@ -78,7 +83,8 @@ struct Tuning {
             .channels = channels,
             .slot_bytes = slot_bytes,
             .depth = depth,
-            .part_bytes = part_bytes};
+            .part_bytes = part_bytes,
+            .ll_bytes = ll_bytes};
   }
 };
 
@@ -88,6 +94,9 @@ inline constexpr size_t kPushBudget = size_t{64} << 20;
 
 // Staging memory of a rank that takes the direct schedule.  Longer messages go in pieces of this.
 inline constexpr size_t kStagingBytes = size_t{32} << 20;
+
+// The longest message that may go by LL.
+inline constexpr size_t kLLMost = size_t{64} << 10;
 
 // Blocks of a kernel that only moves bytes and waits for no other rank: it may fill a GPU.
 constexpr int blocksToMove(size_t bytes, int multiprocessors) {
@@ -114,6 +123,11 @@ constexpr Tuning tune(const Setting& s) {
   const size_t part_bytes = std::clamp<size_t>(part, 1 << 10, 64 << 10);
   constexpr size_t kHopBytes = 780'000;  // H B
   const size_t even = s.ranks <= 2 ? 1 << 20 : kHopBytes * ranks / ((ranks - 1) * (ranks - 2));
+  // Half of H is taken for what LL saves.  Without NVLink a byte costs ten times as much, and a
+  // look at a word that has not come may cross PCIe.
+  const size_t gain = ranks < 2 ? 0 : kHopBytes / 2 / ((s.linked ? 1 : 10) * (ranks - 1));
+  // A thread has one piece of 8 bytes.
+  const size_t ll_most = s.all_to_all ? std::min({kLLMost, gain, c * size_t{kThreads} * 8}) : 0;
   // More steps than two, and a ring's or two-shot's pipeline is the better one.
   const size_t one_shot_most = std::min(even, 2 * c * part_bytes);
   return {.channels = channels,
@@ -123,6 +137,9 @@ constexpr Tuning tune(const Setting& s) {
           .part_bytes = part_bytes,
           .one_shot_most = one_shot_most,
           .two_shot_most = s.all_to_all ? size_t{64} << 20 : size_t{1} << 20,
+          // A channel's share of the longest message, with a flag beside each four bytes.
+          .ll_bytes = 2 * roundUp(ceilDiv(kLLMost, c), kChunkElements * sizeof(float)),
+          .ll_most = ll_most,
           // Below, one-shot or a copy in the caches costs less than a read over a link.
           .zero_copy_least = std::max(one_shot_most, size_t{256} << 10),
           .shared_lead = size_t{1} << 20};
@@ -157,11 +174,17 @@ constexpr int channelsOf(const Tuning& t, DeviceAlgorithm algorithm, size_t coun
   return static_cast<int>(std::clamp<size_t>(of, 1, static_cast<size_t>(t.channels)));
 }
 
-// The elements of a block's piece of a chunk, and the blocks, where nothing goes through slots.
+// The elements of a block's piece, and the blocks, of a call in which each block has one piece.
 struct PartShape {
   size_t slice;
   int channels;
 };
+constexpr PartShape llShapeOf(const Tuning& t, size_t count) {
+  const size_t slice = roundUp(ceilDiv(count, static_cast<size_t>(t.channels)), kChunkElements);
+  return {slice, static_cast<int>(ceilDiv(count, slice))};
+}
+
+// The same of a chunk that goes without slots.
 constexpr PartShape zeroCopyShapeOf(const Tuning& t, size_t count, int ranks) {
   const size_t chunk = Cut{count, ranks}.chunkSize();
   const size_t slice = roundUp(ceilDiv(chunk, static_cast<size_t>(t.channels)), kChunkElements);

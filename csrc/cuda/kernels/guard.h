@@ -93,13 +93,13 @@ class Guard {
 
   // Returns once ready(i) holds for all i < n, each polled by one thread; false if the block has
   // given up.  A barrier in any case.  peer(i) and step(i) name the rank and the step that are
-  // waited for.
+  // waited for; they are asked only if the block gives up.
   template <class Ready, class Peer, class Step>
   RINGREDUCE_DEVICE bool until(int n, Ready ready, Peer peer, Step step) {
     bool gave_up = false;
     if (!failed_)
       for (int i = block_.thread(); i < n; i += block_.threads())
-        gave_up |= !poll([&] { return ready(i); }, peer(i), step(i));
+        gave_up |= !poll([&] { return ready(i); }, [&] { return peer(i); }, step(i));
     failed_ |= block_.any(gave_up);
     return !failed_;
   }
@@ -110,14 +110,14 @@ class Guard {
   }
 
  private:
-  template <class Ready>
-  RINGREDUCE_DEVICE bool poll(Ready ready, int peer, uint64_t step) {
+  template <class Ready, class Peer>
+  RINGREDUCE_DEVICE bool poll(Ready ready, Peer peer, uint64_t step) {
     for (unsigned looks = 1;; ++looks) {
       if (ready()) return true;
       if (looks % kLooksPerCheck == 0) {
         const Cause cause = ending();
         if (cause != Cause::kNone) {
-          report(cause, peer, step);
+          report(cause, peer(), step);
           return false;
         }
       }

@@ -28,6 +28,7 @@ struct alignas(kLine) Trouble {
 struct alignas(kLine) Counters {
   uint64_t sent, received;  // messages of the ring's pipes
   uint64_t parts, results;  // steps of the push exchange
+  uint64_t ll;              // calls by LL
 };
 
 // Used by this rank's own kernels only.

@@ -44,6 +44,7 @@ struct FixedKernels {
   const void* one_shot;
   const void* two_shot;  // reduce-scatter too
   const void* zero_copy;
+  const void* ll;  // one-shot of small messages
 };
 
 struct Kernels {

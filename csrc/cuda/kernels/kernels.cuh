@@ -37,6 +37,13 @@ RINGREDUCE_KERNEL fixedKernel(const __grid_constant__ FixedLaunch launch) {
 }
 
 template <DType dtype, int ranks>
+RINGREDUCE_KERNEL llKernel(const __grid_constant__ FixedLaunch launch) {
+  Block block;
+  llBlock<Element<dtype>, DeviceRules, ranks>(
+      block, launch.comm, launch.call, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <DType dtype, int ranks>
 RINGREDUCE_KERNEL zeroCopyKernel(const __grid_constant__ FixedLaunch launch) {
   Block block;
   zeroCopyBlock<Element<dtype>, DeviceRules, ranks>(block, launch.comm, launch.call, launch.tensors,
@@ -75,7 +82,7 @@ FixedKernels fixedKernels() {
   if constexpr (hasFixedKernels(dtype))
     return {pointerTo(fixedKernel<DeviceAlgorithm::kOneShot, dtype, ranks>),
             pointerTo(fixedKernel<DeviceAlgorithm::kTwoShot, dtype, ranks>),
-            pointerTo(zeroCopyKernel<dtype, ranks>)};
+            pointerTo(zeroCopyKernel<dtype, ranks>), pointerTo(llKernel<dtype, ranks>)};
   else
     return {};
 }

@@ -7,6 +7,9 @@
 // barrier all threads see the published data.  There are no separate fences, which ThreadSanitizer
 // does not model.
 //
+// LL's words (ll.h) order nothing: a word of 8 bytes has both the data and its flag.  That they may
+// be written again follows from flags of the kind above, which are published when a kernel starts.
+//
 // Words of one GPU (a rank's verdict, its count of finished blocks) are read and changed at the
 // device's scope.
 #pragma once
@@ -15,6 +18,7 @@
 #include <cstdint>
 
 #include "base/bytes.h"
+#include "cuda/kernels/device_layout.h"
 
 namespace ringreduce::cuda {
 
@@ -23,6 +27,7 @@ struct DeviceRules {
   static constexpr auto kObserve = std::memory_order_acquire;
   static constexpr uint64_t kEarlyReuse = 0;  // see transport/shm/flags.h
   static constexpr uint64_t kSets = 4;        // of push slots; a mutant has too few (push.h)
+  static constexpr uint64_t kLLSets = cuda::kLLSets;  // the same (ll.h)
   RINGREDUCE_DEVICE static void delay() {}
 
   template <class Rules>
@@ -41,6 +46,33 @@ struct DeviceRules {
     return n;
 #else
     return std::atomic_ref(flag).load(Rules::kObserve);
+#endif
+  }
+
+  // Two words that carry their own flags.  Each is stored and loaded whole, in no order with
+  // anything else (PTX: a vector is accessed as its elements are).
+  template <class Rules>
+  RINGREDUCE_DEVICE static void storeWords(uint64_t* to, uint64_t first, uint64_t second) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.relaxed.sys.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second)
+                 : "memory");
+#else
+    for (const uint64_t word : {first, second}) {
+      Rules::delay();
+      std::atomic_ref(*to++).store(word, std::memory_order_relaxed);
+    }
+#endif
+  }
+  template <class Rules>
+  RINGREDUCE_DEVICE static void loadWords(uint64_t* from, uint64_t& first, uint64_t& second) {
+#ifdef __CUDA_ARCH__
+    asm volatile("ld.relaxed.sys.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(first), "=l"(second)
+                 : "l"(from)
+                 : "memory");
+#else
+    first = std::atomic_ref(from[0]).load(std::memory_order_relaxed);
+    second = std::atomic_ref(from[1]).load(std::memory_order_relaxed);
 #endif
   }
 };

@@ -16,6 +16,8 @@
 //                has awaited results s-2: it may write over parts s-2, so three sets.  A peer that
 //                pushed parts s has read results s-3.  When a rank pushes results s it has awaited
 //                parts s: three sets.
+//     LL         post s, without data, at the kernel's start; await s
+//                It neither writes nor reads slots of the exchange (ll.h).
 //     others     push s+1; await s, read s
 //                (reduce-scatter, all-gather, broadcast; a rank without data pushes nothing, but
 //                posts.)  A peer that pushed s has read s-2.  When a rank pushes s+1
@@ -61,17 +63,25 @@ class PushExchange {
   RINGREDUCE_DEVICE void post(Of what, uint64_t step) const {
     block_.sync();
     if (guard_.failed()) return;
-    for (int p = block_.thread(); p < size(); p += block_.threads())
-      if (p != comm_.rank) flag(p, what, comm_.rank).template publish<Rules>(step + 1);
+    enter(what, step);
+  }
+  // The same at a kernel's start, for a step without data.  No barrier is needed there: the stream
+  // orders it behind all that the block's earlier kernels have read.
+  RINGREDUCE_DEVICE void enter(Of what, uint64_t step) const {
+    for (int i = firstFromTheEnd(); i < size() - 1; i += block_.threads())
+      flag(peer(i), what, comm_.rank).template publish<Rules>(step + 1);
+  }
+  // The first peer, by its place in this order, whose flag this thread exchanges.  The last threads
+  // come first: in small messages they have nothing else to do (ll.h).
+  RINGREDUCE_DEVICE int firstFromTheEnd() const { return block_.threads() - 1 - block_.thread(); }
+  RINGREDUCE_DEVICE bool hasCome(Of what, uint64_t step, int i) const {
+    return slotIsFilled(step, flag(comm_.rank, what, peer(i)).template observe<Rules>());
   }
 
   RINGREDUCE_DEVICE bool await(Of what, uint64_t step) const {
     return guard_.until(
-        size() - 1,
-        [&](int i) {
-          return slotIsFilled(step, flag(comm_.rank, what, peer(i)).template observe<Rules>());
-        },
-        [&](int i) { return peer(i); }, [&](int) { return step; });
+        size() - 1, [&](int i) { return hasCome(what, step, i); }, [&](int i) { return peer(i); },
+        [&](int) { return step; });
   }
 
   // For the next kernel; called once, by all threads.

@@ -31,7 +31,7 @@ def perf(gpus: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_every_algorithm_runs_on_all_gpus(tmp_path: Path, gpus: int) -> None:
-    algorithms = ("direct", "ring", "twoshot", "oneshot")
+    algorithms = ("direct", "ring", "twoshot", "oneshot", "ll")
     lines = perf(
         gpus,
         tmp_path / "lines",
