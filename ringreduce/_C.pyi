@@ -26,7 +26,7 @@ def create_backend(
     count_ranks: Callable[[int], int],  # of world size
     of_ranks: int = 0,  # of how many these are some; 0: they are all
     connect: str = "now",  # "reconfigure", "join"
-    making: Making | None = None,
+    cancel: Cancel | None = None,
 ) -> Any: ...
 def store_of(backend: Any) -> Store: ...  # the group's
 def check(backend: Any) -> None: ...  # the group's Error, if it has failed
@@ -59,8 +59,8 @@ def compressed_all_reduce(
 @type_check_only
 class _Bound(type): ...  # the metaclass of what pybind11 binds
 
-class Making(metaclass=_Bound):  # of a group
-    def __init__(self, who: str) -> None: ...
+class Cancel(metaclass=_Bound):  # of an attempt to make a group
+    def __init__(self, what: str) -> None: ...
     def end(self) -> None: ...  # from any thread
     def check(self) -> None: ...  # Aborted, if it was ended
 

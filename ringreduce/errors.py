@@ -4,7 +4,9 @@ All of them are `torch.distributed.DistBackendError`, so code that catches that 
 come from `dist.*`, `Work.wait()`, `Future.wait()` and DDP's backward alike; a Future made by
 `.then()` raises RuntimeError with the same text.
 
-A group that has raised one of them has failed on all ranks.  Destroy it and make a new one.
+A group that has raised one of them has failed on all ranks.  Destroy it and make a new one.  Only a
+group with `on_loss="continue"` may go on after PeerLost, where one operation needed data of a lost
+rank; its text then says "goes on without it".
 """
 
 from torch.distributed import DistBackendError

@@ -67,7 +67,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         super().__init__(timeout)
         self._options = dataclasses.replace(options, on_loss="error")
         self._lock = threading.Lock()  # of the next two
-        self._making: Any = None  # what can end a configure that is under way
+        self._cancel: Any = None  # what can end a configure that is under way
         self._backend: Backend = None
         self._error: Exception | None = None
 
@@ -80,10 +80,10 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         torchft itself calls it with `errored=False` at the start of each configure.
         """
         with self._lock:
-            making, backend = self._making, self._backend
-            self._making = making if errored else extension().Making(self._who())
-        if making is not None:
-            making.end()
+            cancel, backend = self._cancel, self._backend
+            self._cancel = cancel if errored else extension().Cancel(self._making_it())
+        if cancel is not None:
+            cancel.end()
         failure = None
         if backend is not None:
             # A rank may be the first that leaves a group whose work is done.
@@ -98,9 +98,9 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
     def shutdown(self) -> None:
         """Finishes what is queued, and leaves the group."""
         with self._lock:
-            making, backend = self._making, self._backend
-        if making is not None:
-            making.end()
+            cancel, backend = self._cancel, self._backend
+        if cancel is not None:
+            cancel.end()
         self._leave(backend)
         super().shutdown()
 
@@ -146,9 +146,12 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
     def _who(self) -> str:
         return f"rank {self._rank} (pid {os.getpid()}) of group '{self._name()}'"
 
+    def _making_it(self) -> str:
+        return f"{self._who()} gave up while the group was made"
+
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
         with self._lock:
-            making = self._making = self._making or extension().Making(self._who())
+            cancel = self._cancel = self._cancel or extension().Cancel(self._making_it())
         try:
             backend = extension().create_backend(
                 store=store,
@@ -160,15 +163,15 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
                 gpu_facts=_gpu.facts() if extension().cuda_build() else "",
                 make_inner=functools.partial(_gpu.make_inner, self._timeout),
                 count_ranks=count_ranks_on_gpu,
-                making=making,
+                cancel=cancel,
                 **dataclasses.asdict(self._options),
             )
             with self._lock:
-                self._making, self._backend = None, backend
-            making.check()  # later, abort() finds the backend
+                self._cancel, self._backend = None, backend
+            cancel.check()  # later, abort() finds the backend
         except errors.Error as error:
             self.abort()
-            self._making, self._error = None, error
+            self._cancel, self._error = None, error
             raise
         pg = dist.ProcessGroup(store, rank, world_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM

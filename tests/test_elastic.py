@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
+from ringreduce._backend import backend_of, extension
 from ringreduce.supervise import Ranks
 
 pytestmark = [
@@ -71,6 +73,7 @@ import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
+from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 names = ("GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -166,6 +169,7 @@ import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
+from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
@@ -217,6 +221,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce import elastic
+from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
@@ -386,6 +391,41 @@ def test_a_lost_store_costs_only_the_newcomers(pool: Pool, world: MakeWorld) -> 
     outcomes = call.outcomes()
     assert [o.value for o in outcomes if isinstance(o, Done)] == [2, 2], outcomes
     assert call.log(1).count("no new ranks can join, since the store is lost") == 1
+
+
+def admit_nobody(me: Rank, ending: str) -> tuple[str, float]:
+    """Rank 0 waits for a newcomer that never comes, until another thread ends that."""
+    backend: Any = backend_of(dist.group.WORLD)
+    errors: list[str] = []
+
+    def prepare() -> None:
+        try:
+            extension().prepare(backend, "a place of its own", [0, 1], 60.0)
+        except ringreduce.Aborted as error:
+            errors.append(str(error))
+
+    took = 0.0
+    if me.rank == 0:
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        getattr(backend, ending)()
+        thread.join(30)
+        took = time.monotonic() - begin
+        if ending == "shutdown":
+            prepare()  # a later one ends too
+    return " ".join(errors), took
+
+
+@pytest.mark.parametrize("ending", ["abort", "shutdown"])
+def test_another_thread_ends_a_join(pool: Pool, world: MakeWorld, ending: str) -> None:
+    call = pool.start(admit_nobody, world(2, ON_LOSS="continue"), ending, remade=True)
+    text, took = call.results()[0]
+    why = "abort() was called" if ending == "abort" else "its group was destroyed"
+    ended = f"gave up while newcomers joined: {why}"
+    assert text.startswith("rank 0") and text.count(ended) == (1 if ending == "abort" else 2), text
+    assert took < 10
 
 
 def accumulate(me: Rank, samples: int) -> list[list[int]]:

@@ -53,6 +53,15 @@ void OpSignature::setParts(const std::vector<size_t>& counts) {
   if (!even) parts = hash;
 }
 
+uint64_t OpSignature::historyAfter() const {
+  uint64_t hash = history;
+  for (const uint64_t word :
+       {count, uint64_t{static_cast<uint8_t>(kind)}, uint64_t{static_cast<uint8_t>(dtype)},
+        uint64_t{op}, static_cast<uint64_t>(root), parts})
+    hash = mixed(hash, word);
+  return hash;
+}
+
 std::string codecNames() {
   return listed(kCodecTable, [](const CodecInfo& codec) { return codec.name; });
 }

@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "base/dtype.h"
@@ -123,7 +125,8 @@ uint64_t codingBits(const Coding& coding, CodedSchedule schedule, uint64_t borde
 inline constexpr uint8_t kNoReduceOp = 0xff;
 inline constexpr int32_t kNoRoot = -1;
 
-// What ranks compare with each other before an operation.
+// What ranks compare with each other before an operation.  It is sent as it lies in memory, so it
+// has no padding.
 struct OpSignature {
   uint64_t sequence = 0;  // operations of this group before this one
   uint64_t count = 0;     // elements
@@ -131,6 +134,7 @@ struct OpSignature {
   Kind kind = Kind::kBarrier;
   DType dtype = DType::kUInt8;
   uint8_t op = kNoReduceOp;
+  uint8_t reserved = 0;
   int32_t root = kNoRoot;
   // Depends on the kind: 0, a hash of the parts' sizes or of a shape, bordersOf or codingBits.
   uint64_t parts = 0;
@@ -138,8 +142,22 @@ struct OpSignature {
   // The elements of all parts together, and a hash of their sizes if these differ.
   void setParts(const std::vector<size_t>& counts);
 
+  // `history` of the operation after this one.
+  //
+  // A rank that does not wait for another in an operation (the root of a broadcast) does not see
+  // the other's call.  So each signature has this hash of all before it, and a difference shows at
+  // the next operation at the latest.
+  uint64_t historyAfter() const;
+
+  // All of them, for code that goes through them.
+  template <class Self>
+  static constexpr auto fields(Self& a) {
+    return std::tie(a.sequence, a.count, a.history, a.kind, a.dtype, a.op, a.root, a.parts);
+  }
+
   bool operator==(const OpSignature&) const = default;
 };
+static_assert(std::has_unique_object_representations_v<OpSignature>);
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
 
 // The progress of a rank's operations in GPU streams, which its group does not run itself.

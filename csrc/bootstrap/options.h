@@ -1,11 +1,13 @@
 // The options of a group, with their defaults and sources; and the clock of making a group.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "algorithm/choose.h"
@@ -45,6 +47,25 @@ class Attempt {
   virtual void claim() = 0;
   // Called in every wait while the group is made.  Throws Error to end the attempt on all ranks.
   virtual void poll(Nanos waited) = 0;
+};
+
+// An attempt that another thread may end.
+class Cancel : public Attempt {
+ public:
+  // `what` it is, for the error: "rank 1 gave up while the group was made".
+  explicit Cancel(std::string what) : what_(std::move(what)) {}
+  void claim() override { check(); }
+  void poll(Nanos /*waited*/) override { check(); }
+  // From any thread, any number of times.  `why` is a literal.
+  void end(const char* why) { why_ = why; }
+  // Throws if it was ended.
+  void check() const {
+    if (const char* why = why_.load()) throw Error(Failure::kAborted, what_ + ": " + why);
+  }
+
+ private:
+  const std::string what_;
+  std::atomic<const char*> why_ = nullptr;
 };
 
 struct GroupOptions {

@@ -27,7 +27,7 @@ namespace {
 
 constexpr char kTableKey[] = "ringreduce/table";
 // How long rank 0 waits until all ranks have read the reason of a failure.
-constexpr Nanos kReasonTime = kSecond;
+constexpr Nanos kReadersTime = kSecond;
 // How long a rank that cannot take part waits for rank 0, to say so.
 constexpr Nanos kRefusalTime = 5 * kSecond;
 // Rank 0 knows which ranks are missing, so the others give it that much time to say so.
@@ -379,7 +379,7 @@ class Meeting {
                      return fieldOf(recordOf(one.first), "token") == one.second;
                    });
           },
-          kReasonTime);
+          kReadersTime);
     } catch (const std::exception& failure) {  // the first error matters more
       log(std::string("cannot tell the others why the group is not made: ") + failure.what());
     }

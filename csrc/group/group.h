@@ -9,7 +9,8 @@
 // new one.  In a forked child every call except destruction is refused.
 //
 // A group that survives losses (SharedOptions::min_ranks) does so in shared memory within an
-// operation (health/arbiter.h), and between hosts by whole operations (group/recovery.h).
+// operation (health/arbiter.h), and between hosts by whole operations (group/recovery.h).  It goes
+// on after an Error of kind kPeerLost if only that operation lacked data of a lost rank.
 #pragma once
 
 #include <atomic>

@@ -17,7 +17,7 @@ namespace ringreduce {
 namespace {
 
 // After an epoch could not be made: how long a rank looks for a lost one that explains it.
-constexpr Nanos kReasonTime = 2 * kSecond;
+constexpr Nanos kLossNewsTime = 2 * kSecond;
 // How often ranks that are all there try in vain.
 constexpr int kMostFruitless = 4;
 
@@ -240,7 +240,7 @@ bool Group::makeNextEpoch(const Recovery::Watch& watch, Nanos timeout, bool in_u
   } catch (const Error& error) {
     if (error.kind() == Failure::kAborted) throw;
     // The news of another loss may be on its way.
-    for (const Nanos until = deadlineIn(kReasonTime); firstLost() == members.end();) {
+    for (const Nanos until = deadlineIn(kLossNewsTime); firstLost() == members.end();) {
       watch.poll();
       if (now() >= until) {
         if (++fruitless == kMostFruitless) throw;

@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/bytes.h"
 #include "base/error.h"
 #include "base/op_signature.h"
 #include "base/text.h"
@@ -26,7 +25,7 @@ namespace ringreduce {
 namespace {
 
 // After a connection ended: how long a wait gives the control ring to say why.
-constexpr Nanos kReasonTime = 600 * kMillisecond;
+constexpr Nanos kNewsTime = 600 * kMillisecond;
 // The same for a connection for messages, which ends when its rank leaves or fails: that news has
 // to go round the ring.
 constexpr Nanos kExplainedTime = 2 * kSecond;
@@ -43,16 +42,6 @@ constexpr Nanos kAnswerTime = 2 * kSecond;
 constexpr uint64_t pack(const GroupFailure& failure) {
   return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
          static_cast<uint64_t>(failure.reporter);
-}
-
-// A rank that does not wait for another in an operation (the root of a broadcast) does not see the
-// other's call.  So each announcement carries this hash of all before it, and a
-// difference shows at the next operation at the latest.
-uint64_t extended(uint64_t history, const OpSignature& a) {
-  for (uint64_t word : {a.count, static_cast<uint64_t>(a.kind), static_cast<uint64_t>(a.dtype),
-                        static_cast<uint64_t>(a.op), static_cast<uint64_t>(a.root), a.parts})
-    history = mixed(history, word);
-  return history;
 }
 
 void sleepMillisecond() {
@@ -95,7 +84,7 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
   current_ = operation;
   current_.history = history_;
-  history_ = extended(history_, operation);
+  history_ = current_.historyAfter();
   inline_ = in_users_thread;
   in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
   check();
@@ -564,14 +553,14 @@ void Arbiter::askNowAndThen() {
 // The rank that this one waits for may be healthy and wait for a lost rank.
 void Arbiter::idle(Ready ready) {
   for (int r = 0; r < size_ && channel_; ++r) {
-    if (!known(r).isLost() || now() - peer(r).lost_since < kReasonTime || ready()) continue;
+    if (!known(r).isLost() || now() - peer(r).lost_since < kNewsTime || ready()) continue;
     broken(r, kProcessEnded);
   }
 }
 
 void Arbiter::broken(int rank, const std::string& how) {
   // The control ring is about to say more.
-  for (const Nanos until = deadlineIn(kReasonTime);
+  for (const Nanos until = deadlineIn(kNewsTime);
        !failed() && stateOf(rank).isHere() && now() < until;)
     sleepMillisecond();
   check();

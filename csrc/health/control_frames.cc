@@ -141,14 +141,7 @@ void fields(Io& io, Question& f) {
 }
 template <class Io>
 void fields(Io& io, OpSignature& a) {
-  io.number(a.sequence);
-  io.number(a.count);
-  io.number(a.history);
-  io.number(a.kind);
-  io.number(a.dtype);
-  io.number(a.op);
-  io.number(a.root);
-  io.number(a.parts);
+  std::apply([&](auto&... field) { (io.number(field), ...); }, OpSignature::fields(a));
   io.require(isSound(a, io.size()));
 }
 template <class Io>

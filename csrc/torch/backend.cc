@@ -35,6 +35,7 @@ namespace {
 constexpr Nanos kExitGrace = 3 * kSecond;
 // How long a rank that goes on in another group waits for the others of the old one.
 constexpr Nanos kLeaveTime = kSecond;
+constexpr char kDestroyed[] = "its group was destroyed";
 // A rank may give up making a group that others have already, and tell them, so long after its
 // timeout.
 constexpr Nanos kLaterNews = 3 * kSecond / 2;
@@ -126,12 +127,13 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
 // first.  Rank 0 claims it in the store with the list.  Each other rank looks at the claim while it
 // waits.  A rank that finds another list there with its own handle in it says so beside the claim,
 // where rank 0 looks: that attempt can never be complete.
-class MembershipChange final : public Attempt {
+class MembershipChange final : public Cancel {
  public:
   // `members`: the handles of all.  `refusal`: the error where the uuid is another list's.
   MembershipChange(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string members,
                    std::string own, int rank, std::string who, std::string refusal)
-      : store_(std::move(store)),
+      : Cancel(who + " gave up its reconfigure"),
+        store_(std::move(store)),
         adapted_(std::make_unique<TorchStore>(store_)),
         key_(std::move(key)),
         members_(std::move(members)),
@@ -156,13 +158,6 @@ class MembershipChange final : public Attempt {
     if (claimed_by && *claimed_by != members_) refuse();
     is_claimed_ = claimed_by.has_value();
   }
-  // Throws if it was ended.
-  void check() const {
-    if (const char* why = ended_.load())
-      throw Error(Failure::kAborted, who_ + " gave up its reconfigure: " + why);
-  }
-  // From any thread.  `why` is a literal.
-  void end(const char* why) { ended_ = why; }
   // It has returned or thrown.
   void finish() { is_finished_ = true; }
   bool isFinished() const { return is_finished_; }
@@ -193,7 +188,6 @@ class MembershipChange final : public Attempt {
   const std::string who_, refusal_;
   Nanos next_look_ = kFirstLook;
   bool is_claimed_ = false;  // by this list
-  std::atomic<const char*> ended_ = nullptr;
   std::atomic<bool> is_finished_ = false;
 };
 
@@ -672,12 +666,11 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
 
 #endif
 
-void Backend::endReconfigure(const char* why) {
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
+void Backend::endChange(const char* why) {
   const std::lock_guard lock(group_mutex_);
+  if (preparing_) preparing_->end(why);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
   if (change_) change_->end(why);
-#else
-  (void)why;
 #endif
 }
 
@@ -694,29 +687,42 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     made.members = members;
     made.timeout = timeout;
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
-    prepared_store_ = c10::make_intrusive<c10d::PrefixStore>(place, store_);
-    prepared_ = makeGroup(prepared_store_, rank_, size_, std::move(made));
+    const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
+                                                 made.name + "' gave up while newcomers joined");
+    {
+      const std::lock_guard lock(group_mutex_);
+      if (is_shut_down_) cancel->end(kDestroyed);
+      preparing_ = cancel;
+    }
+    made.attempt = cancel;
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
+    const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
     try {
-      prepared_->run({Barrier{}});  // a member may have failed to make it
+      group->run({Barrier{}});  // a member may have failed to make it
+      group->setTimeout(nanosOf(options_->timeout));
+      const std::lock_guard lock(group_mutex_);
+      cancel->check();
+      prepared_ = group;
+      prepared_store_ = store;
     } catch (const Error&) {
-      dropPrepared();
+      group->shutdown();
       throw;
     }
-    prepared_->setTimeout(nanosOf(options_->timeout));
   });
 }
 
 void Backend::enterPrepared() {
   std::shared_ptr<Group> old;
-  {
+  translated([&] {
     const std::lock_guard lock(group_mutex_);
+    preparing_->check();  // else it has a prepared group, which shutdown() would have dropped
     old = std::exchange(group_, std::exchange(prepared_, nullptr));
     last_failure_ = Failure::kNone;
     group_store_ = prepared_store_;
     is_connected_ = true;
     observer_->enterGroup();
     liveGroups().add(group_, gpu_);
-  }
+  });
   if (!old) return;
   // No abort: a survivor may still be in its last operation.  Messages may never be received.
   leave(*old, kLeaveTime);
@@ -733,7 +739,12 @@ bool Backend::goesOn() const {
 }
 
 void Backend::dropPrepared() {
-  if (const auto group = std::exchange(prepared_, nullptr)) group->shutdown();
+  std::shared_ptr<Group> group;
+  {
+    const std::lock_guard lock(group_mutex_);
+    group = std::exchange(prepared_, nullptr);
+  }
+  if (group) group->shutdown();
 }
 
 // ---- its state
@@ -864,14 +875,18 @@ c10d::ErrorType Backend::getError() {
 void Backend::abort() {
   if (keeps_store_) keepStore(store_, nanosOf(options_->timeout));  // torch may destroy it next
   observer_->noteFailure(observer_->groups());
-  endReconfigure("abort() was called");
+  endChange("abort() was called");
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (const auto gpu = gpuIfAny()) gpu->abort();
 }
 
 void Backend::shutdown() {
   if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
-  endReconfigure("its group was destroyed");
+  {
+    const std::lock_guard lock(group_mutex_);
+    is_shut_down_ = true;
+  }
+  endChange(kDestroyed);
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
   std::shared_ptr<Group> group = groupIfAny();

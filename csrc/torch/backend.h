@@ -253,8 +253,8 @@ class Backend final : public c10d::Backend {
 #endif
   WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
                             const c10d::BroadcastOptions& options);
-  // Ends a reconfigure() that waits in another thread, if there is one.
-  void endReconfigure(const char* why);
+  // Ends a reconfigure() or prepare() that waits in another thread, if there is one.
+  void endChange(const char* why);
   Job observed(Job job) const;  // by this backend
   // A call takes the group once, and is checked and run with it: another thread may reconfigure
   // this object meanwhile.
@@ -281,8 +281,10 @@ class Backend final : public c10d::Backend {
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
   bool is_connected_;                      // it has or had a group, or was destroyed
   const Connect connect_;
+  std::shared_ptr<Cancel> preparing_;  // the last prepare()
   std::shared_ptr<Group> prepared_;
   StorePtr prepared_store_;
+  bool is_shut_down_ = false;
   std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::mutex reconfigure_mutex_;                                // one reconfigure() at a time

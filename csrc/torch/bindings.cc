@@ -115,25 +115,6 @@ double stallSeconds(const std::string& rank) {
   }
 }
 
-// The making of a group, which another thread can end.
-class Making final : public Attempt {
- public:
-  explicit Making(std::string who) : who_(std::move(who)) {}
-  void claim() override { check(); }
-  void poll(Nanos /*waited*/) override { check(); }
-  void end() { ended_ = true; }
-  // Throws if it was ended.
-  void check() const {
-    if (ended_)
-      throw Error(Failure::kAborted,
-                  who_ + " gave up while the group was made: abort() was called");
-  }
-
- private:
-  const std::string who_;
-  std::atomic<bool> ended_ = false;
-};
-
 // Python has refused all others.
 AddOrder orderNamed(const std::string& name) {
   return name == "rank" ? AddOrder::kRank : AddOrder::kRing;
@@ -149,7 +130,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                          std::optional<double> stall_seconds,
                          const std::optional<std::string>& order, const std::string& gpu_facts,
                          const py::object& make_inner, const py::object& count_ranks, int of_ranks,
-                         const std::string& connect, const std::shared_ptr<Making>& making,
+                         const std::string& connect, const std::shared_ptr<Cancel>& cancel,
                          bool keeps_store, const std::string& launcher, const std::string& job,
                          const std::string& program) {
   const auto make = shared(make_inner), count = shared(count_ranks);
@@ -172,7 +153,7 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.global_ranks = global_ranks;
     options.timeout = nanosOf(timeout);
     options.of_ranks = of_ranks;
-    options.attempt = making;
+    options.attempt = cancel;
     options.interrupt = &checkSignals;
     options.interrupted = &interruptedSince;
     options.launcher = launcher;
@@ -471,17 +452,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The type of Backend.mem_allocator: torch's CPU builds have no class for allocators.
   py::class_<PageAllocator, std::shared_ptr<PageAllocator>>(m, "PageAllocator");
 
-  py::class_<Making, std::shared_ptr<Making>>(m, "Making")
-      .def(py::init<std::string>(), "who"_a)
-      .def("end", &Making::end)
-      .def("check", [](const Making& making) { translated([&] { making.check(); }); });
+  py::class_<Cancel, std::shared_ptr<Cancel>>(m, "Cancel")
+      .def(py::init<std::string>(), "what"_a)
+      .def("end", [](Cancel& cancel) { cancel.end("abort() was called"); })
+      .def("check", [](const Cancel& cancel) { translated([&] { cancel.check(); }); });
 
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
         "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
         "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
         "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
         "make_inner"_a, "count_ranks"_a, "of_ranks"_a = 0, "connect"_a = "now",
-        "making"_a = py::none(), "keeps_store"_a = false, "launcher"_a = "", "job"_a = "",
+        "cancel"_a = py::none(), "keeps_store"_a = false, "launcher"_a = "", "job"_a = "",
         "program"_a = "");
   m.def(
       "store_of", [](const BackendPtr& backend) { return asRingreduce(*backend).store(); },

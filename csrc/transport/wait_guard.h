@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -92,7 +91,7 @@ class WaitGuard {
   // Called by a wait over a transport after some time without any bytes moved.  Throws if `ready`
   // is still false and any rank, not only the awaited one, was lost some time ago: the awaited rank
   // may itself wait for the lost one.
-  virtual void idle(Ready) {}
+  virtual void idle(Ready ready) = 0;
 
   // Called at the first data of `rank` in an operation.  Throws if it announced another one.
   virtual void verify(int rank) = 0;
@@ -104,11 +103,11 @@ class WaitGuard {
 
   // Whether operations go on without `rank`, in a group that survives losses: it has ended or left
   // or is left out, and this rank knows it.  Its flags are final then.
-  virtual bool isAbsent(int) const { return false; }
+  virtual bool isAbsent(int rank) const = 0;
 
   // An operation needs data that an absent rank has not sent.  Throws the error of that operation;
   // the group can still be used.
-  [[noreturn]] virtual void endOperation(int) { throw std::logic_error("no rank is absent"); }
+  [[noreturn]] virtual void endOperation(int rank) = 0;
 
   // Called when no more bytes can be sent to `rank` or received from it.  Throws.
   [[noreturn]] virtual void broken(int rank, const std::string& how) = 0;
@@ -144,6 +143,8 @@ class RingPositionGuard : public WaitGuard {
     guard_.verify(rankAt(position), theirs);
   }
   PeerState stateOf(int position) const override { return guard_.stateOf(rankAt(position)); }
+  bool isAbsent(int position) const override { return guard_.isAbsent(rankAt(position)); }
+  void endOperation(int position) override { guard_.endOperation(rankAt(position)); }
   void broken(int position, const std::string& how) override {
     guard_.broken(rankAt(position), how);
   }

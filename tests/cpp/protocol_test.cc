@@ -53,9 +53,12 @@ struct Impatient : WaitGuard {
   void poll(int, Ready) override {
     if (now() - start > 20 * kSecond) throw std::runtime_error("the protocol has stalled");
   }
+  void idle(Ready) override {}
   void verify(int) override {}
   void verify(int, const OpSignature&) override {}
   PeerState stateOf(int) const override { return {}; }
+  bool isAbsent(int) const override { return false; }
+  [[noreturn]] void endOperation(int) override { throw std::runtime_error("no rank is absent"); }
   [[noreturn]] void broken(int, const std::string&) override {
     throw std::runtime_error("there is nothing that could break");
   }

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -197,7 +198,10 @@ class NoGuard final : public WaitGuard {
   void poll(int, Ready) override {}
   void verify(int) override {}
   void verify(int, const OpSignature&) override {}
+  void idle(Ready) override {}
   PeerState stateOf(int) const override { return {}; }
+  bool isAbsent(int) const override { return false; }
+  [[noreturn]] void endOperation(int) override { throw std::runtime_error("no rank is absent"); }
   [[noreturn]] void broken(int, const std::string& how) override {
     throw Error(Failure::kPeerLost, how);
   }

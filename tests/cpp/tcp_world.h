@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -77,6 +78,8 @@ class TestWatch final : public WaitGuard {
     if (hopeless && !ready()) throw Error(Failure::kPeerLost, "a third rank is lost");
   }
   PeerState stateOf(int) const override { return state; }
+  bool isAbsent(int) const override { return false; }
+  [[noreturn]] void endOperation(int) override { throw std::runtime_error("no rank is absent"); }
   void broken(int rank, const std::string& how) override {
     throw Error(Failure::kPeerLost, "rank " + std::to_string(rank) + ": " + how);
   }

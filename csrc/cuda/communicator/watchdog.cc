@@ -6,7 +6,6 @@
 #include <chrono>
 #include <system_error>
 
-#include "base/bytes.h"
 #include "base/error.h"
 #include "base/op_signature.h"
 #include "base/text.h"
@@ -63,10 +62,7 @@ uint64_t Watchdog::announce(OpSignature what) {
   const std::lock_guard lock(mutex_);
   what.sequence = announced_++;
   what.history = history_;
-  for (uint64_t word :
-       {what.count, static_cast<uint64_t>(what.kind), static_cast<uint64_t>(what.dtype),
-        static_cast<uint64_t>(what.op), static_cast<uint64_t>(what.root), what.parts})
-    history_ = mixed(history_, word);
+  history_ = what.historyAfter();
   latest_ = what;
   ranks_->announce(what);
   return what.sequence;

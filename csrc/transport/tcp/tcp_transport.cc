@@ -15,7 +15,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -509,17 +508,7 @@ void TcpTransport::accept(int from, net::Socket socket) {
 void TcpTransport::begin(const OpSignature& operation) {
   scratch_.reset();
   ++state_->operations;
-  // It is sent as it lies in memory, so the padding must be zero.
-  std::memset(static_cast<void*>(&state_->operation), 0, sizeof operation);
-  OpSignature& own = state_->operation;
-  own.sequence = operation.sequence;
-  own.count = operation.count;
-  own.history = operation.history;
-  own.kind = operation.kind;
-  own.dtype = operation.dtype;
-  own.op = operation.op;
-  own.root = operation.root;
-  own.parts = operation.parts;
+  state_->operation = operation;
 }
 
 void TcpTransport::advance() {
