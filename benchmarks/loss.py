@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-import json
 import multiprocessing as mp
 import os
 import random
@@ -44,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
+from ringreduce.bench.results import write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_gpt import BATCH, CONTEXT, GPT, held_out_loss, load_text, rate_factor, text_loss
@@ -370,7 +370,7 @@ def main() -> None:
     found = {"deaths": deaths, "cost": cost, "training": training}[args.what](args, store.port)
     if args.out:
         content = {"command": " ".join(sys.argv), "cores": os.cpu_count(), "times": found}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(args.out, content)
 
 
 if __name__ == "__main__":

@@ -286,7 +286,9 @@ def main() -> None:
         settings = {key: getattr(args, key) for key in ("nproc", "checkpoint_every", "width")}
         machine = {"cores": os.cpu_count(), "processor": platform.machine()}
         content = {"settings": settings, "machine": machine, "runs": found}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        from ringreduce.bench.results import write_json
+
+        write_json(args.out, content)
 
 
 if __name__ == "__main__":

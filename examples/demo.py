@@ -29,6 +29,8 @@ import _demo_report
 from _launch import Job, machine, run_demo
 from tqdm import tqdm
 
+from ringreduce.bench.results import write_json
+
 HERE = Path(__file__).resolve().parent
 RANKS = 2
 GPT_SECONDS = 600  # deadlines: a whole run of the GPT, and the whole comparison of the MLP
@@ -164,7 +166,7 @@ def compare(args: argparse.Namespace) -> bool:
         "gpt": gpt,
         "mlp": mlp,
     }
-    (args.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(args.out / "demo.json", results)
     _demo_report.plot(results, args.out / "demo.png")
     print(_demo_report.summary(results, args.out))
     return not any(run.get("differs") for part in (gpt, mlp) for run in part["runs"].values())

@@ -25,6 +25,8 @@ import _demo_report
 from _launch import Job, JobFailed, machine, run_demo
 from tqdm import tqdm
 
+from ringreduce.bench.results import write_json
+
 HERE = Path(__file__).resolve().parent
 SECONDS = 600  # deadline
 LOGGED = re.compile(r"rank .* is lost: .*|rank .* joined; .*")
@@ -152,7 +154,7 @@ def show(args: argparse.Namespace) -> bool:
         "equal_weights": len({end["weights_hash"] for end in ends}) == 1,
         **measure(steps, args.victim, times),
     }
-    (args.out / "survive.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(args.out / "survive.json", results)
     _demo_report.plot_survival(results, args.out / "survive.png")
     print(_demo_report.survival(results, args.out))
     told = [sum(word in line for line in logged) for word in (" is lost: ", " joined; ")]

@@ -256,7 +256,7 @@ class State:
                 "apart"
             )
         self._backend = backend
-        self._store = extension().store(backend)
+        self._store = extension().store_of(backend)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._join_seconds = join_seconds
         self._parts = [*parts, *(["sampler"] if sampler is not None else [])]

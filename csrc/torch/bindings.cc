@@ -499,7 +499,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       no_gil, "backend"_a, "device"_a);
   property("is_idle", &Backend::isIdle, no_gil);
-  property("store", &Backend::store);
   property("goes_on", &Backend::goesOn);
   property("timeout_seconds", &Backend::timeoutSeconds);
   property("is_connected", &Backend::isConnected);

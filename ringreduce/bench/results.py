@@ -49,6 +49,7 @@ The file of a suite has no rows of its own:
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -61,8 +62,11 @@ SCHEMA = 1
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write `document` for people and programs to read. Raises OSError."""
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    """Write `document`, a line for each innermost list or object. Raises OSError."""
+    text = json.dumps(document, indent=1)
+    innermost = r"[\[{]\n[^][{}]*\n *[\]}]"  # strings have no newlines
+    text = re.sub(innermost, lambda found: re.sub(r"\n *", " ", found[0]), text)
+    path.write_text(text + "\n")
 
 
 def percentile(values: list[float], fraction: float) -> float:
