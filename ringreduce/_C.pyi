@@ -72,7 +72,8 @@ def compressed_all_reduce(
     async_op: bool = True,
 ) -> Work: ...
 
-class PageAllocator(metaclass=_Bound): ...  # of Backend.mem_allocator
+class PageAllocator(metaclass=_Bound):  # of Backend.mem_allocator
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 @type_check_only
 class _Bound(type): ...  # the metaclass of what pybind11 binds
