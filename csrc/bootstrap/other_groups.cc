@@ -12,7 +12,8 @@
 namespace ringreduce {
 namespace {
 
-constexpr Nanos kPeriod = kSecond, kFresh = 3 * kPeriod;
+// A rank may time out some seconds before this one says why.
+constexpr Nanos kPeriod = kSecond, kFresh = 6 * kPeriod;
 constexpr size_t kMostAsked = 8;  // ranks a period
 
 }  // namespace
