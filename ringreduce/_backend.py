@@ -96,6 +96,7 @@ def extension() -> Any:
     kind: Any = torch._C._distributed_c10d.Backend
     if not hasattr(kind, "perform_nocolor_split"):
         kind.perform_nocolor_split = _perform_nocolor_split
+    errors.Error._facts_of = staticmethod(module.facts_of)
     module.set_error_types(
         errors.PeerLost, errors.Timeout, errors.Mismatch, errors.Aborted, errors.Error
     )

@@ -9,13 +9,38 @@ group with `on_loss="continue"` may go on after PeerLost, where one operation ne
 rank; its text then says "goes on without it".
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 from torch.distributed import DistBackendError
 
 __all__ = ["Aborted", "Error", "Mismatch", "PeerLost", "Timeout"]
 
 
 class Error(DistBackendError):
-    """A ringreduce group failed, or could not be made."""
+    """A ringreduce group failed, or could not be made.
+
+    Attributes:
+        rank: the rank held responsible, the first if the text names several; numbered as in the
+            text.  None if there is none, or the group was not made.
+        reporter: the rank that noticed it, or None.
+        group: the name of the group, "" if it was not made.
+        final: False if the group goes on, in one with `on_loss="continue"`.
+    """
+
+    rank: int | None
+    reporter: int | None
+    group: str
+    final: bool
+
+    _facts_of: Callable[[str], tuple[int | None, int | None, str, bool] | None] | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        facts = self._facts_of(str(args[0])) if self._facts_of and args else None
+        self.rank, self.reporter, self.group, self.final = facts or (None, None, "", True)
 
 
 class PeerLost(Error):

@@ -29,7 +29,9 @@ def expect(outcome: Outcome, kind: str, ranks: Iterable[int], says: str = "") ->
     assert outcome.isa(kind), f"rank {outcome.rank}: {outcome}\n{outcome.trace}"
     assert outcome.isa("Error") and outcome.isa("DistBackendError"), outcome.kinds
     assert any(k.startswith("ringreduce.") for k in outcome.kinds), outcome.kinds
-    assert blamed(outcome.message) == set(ranks), f"rank {outcome.rank}: {outcome.message}"
+    ranks = set(ranks)
+    assert blamed(outcome.message) == ranks, f"rank {outcome.rank}: {outcome.message}"
+    assert outcome.culprit in ranks, f"rank {outcome.rank}: {outcome.culprit}, {outcome.message}"
     assert re.search(says, outcome.message), f"no {says!r} in: {outcome.message}"
     return outcome
 

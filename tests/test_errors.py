@@ -32,8 +32,10 @@ def test_the_hierarchy() -> None:
         assert kind.__mro__[1] is ringreduce.Error
         assert kind.__module__.startswith("ringreduce") and kind.__name__ == name
         assert kind.__doc__, name
-        with pytest.raises(RuntimeError, match="text"):
+        with pytest.raises(RuntimeError, match="text") as caught:
             raise kind("text")
+        facts = (caught.value.rank, caught.value.reporter, caught.value.group, caught.value.final)
+        assert facts == (None, None, "", True), name  # nobody's but of an error of a group
     assert re.match(r"\d+\.\d+", ringreduce.__version__)
 
 

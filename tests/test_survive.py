@@ -209,6 +209,7 @@ def call_all(me: Rank, victim: int) -> dict[str, str]:
             found[name] = "done"
         except ringreduce.PeerLost as error:
             found[name] = str(error)
+            assert (error.rank, error.reporter, error.final) == (victim, me.rank, False), name
 
     is_root = me.rank == live[0]
     attempt("live broadcast", lambda: dist.broadcast(t, live[-1]))

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace ringreduce {
 
@@ -32,13 +33,24 @@ struct GroupFailure {
   bool operator==(const GroupFailure&) const = default;
 };
 
+// What an error is about, for programs; its text says more, for people.
+struct Facts {
+  int rank = -1;      // held responsible, the first if there are several; -1: none, or not known
+  int reporter = -1;  // the rank that noticed it
+  std::string group = "";
+  bool is_final = true;  // the group has failed, or was not made
+};
+
 class Error : public std::runtime_error {
  public:
-  Error(Failure kind, const std::string& what) : std::runtime_error(what), kind_(kind) {}
+  Error(Failure kind, const std::string& what, Facts facts = {})
+      : std::runtime_error(what), kind_(kind), facts_(std::move(facts)) {}
   Failure kind() const { return kind_; }
+  const Facts& facts() const { return facts_; }
 
  private:
   Failure kind_;
+  Facts facts_;
 };
 
 // An error of the operating system, with errno's text.

@@ -140,9 +140,17 @@ Operation Group::inEpoch(const Operation& operation) const {
 }
 
 Error Group::lacks(const Operation& operation, int rank) const {
-  return Error(Failure::kPeerLost, howAbsent(rank) + "; rank " + options_.shown(rank_) +
-                                       " needs its data in " + textOf(operation) + ". Group '" +
-                                       options_.name + "' goes on without it.");
+  return Error(Failure::kPeerLost,
+               howAbsent(rank) + "; rank " + options_.shown(rank_) + " needs its data in " +
+                   textOf(operation) + ". Group '" + options_.name + "' goes on without it.",
+               factsOfLost(rank));
+}
+
+Facts Group::factsOfLost(int rank) const {
+  return {.rank = options_.shownAs(rank),
+          .reporter = options_.shownAs(rank_),
+          .group = options_.name,
+          .is_final = false};
 }
 
 std::string Group::howAbsent(int rank) const {
@@ -244,7 +252,8 @@ std::shared_ptr<Delivery> Group::post(Message message) {
       throw Error(Failure::kPeerLost,
                   howAbsent(message.peer) +
                       "; nothing can be sent to it or received from it. Group '" + options_.name +
-                      "' goes on without it.");
+                      "' goes on without it.",
+                  factsOfLost(message.peer));
     message.peer = static_cast<int>(peer - members.begin());
   }
   return epoch->messenger->post(std::move(message), epoch);

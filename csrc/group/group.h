@@ -179,6 +179,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void execute(const Operation& operation, bool in_users_thread);
   Operation inEpoch(const Operation& operation) const;
   Error lacks(const Operation& operation, int rank) const;
+  // Of an operation that cannot go on without that rank, in a group that can.
+  Facts factsOfLost(int rank) const;
   std::string howAbsent(int rank) const;
   std::string textOf(const Operation& operation) const;
   void leave(void (*poll)());

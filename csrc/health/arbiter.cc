@@ -223,12 +223,13 @@ Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doi
   for (int r : ranks)
     if (const PeerState state = stateOf(r); state.isLost() && state.declared == Declared::kHere) {
       const std::string text = who(r) + " is lost: " + howLost(r) + waited;
-      if (min_ranks_ > 0) return Error(Failure::kPeerLost, text);
+      if (min_ranks_ > 0) return Error(Failure::kPeerLost, text, factsOf(r, rank_, false));
       fail(Failure::kPeerLost, r, text);
     }
   return Error(Failure::kPeerLost,
                (ranks.size() == 1 ? who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
-                   " left group '" + options_.name + "'" + waited);
+                   " left group '" + options_.name + "'" + waited,
+               factsOf(ranks[0], rank_, min_ranks_ == 0));
 }
 
 void Arbiter::abort(const std::string& why) {
@@ -243,7 +244,8 @@ void Arbiter::throwFailure() const {
     throw Error(Failure::kPeerLost,
                 who(rank_) + " was left out of group '" + options_.name + "': " + kDidNotAnswer +
                     " (was it stopped, or its container paused?), and the other ranks go on "
-                    "without it. Start it again.");
+                    "without it. Start it again.",
+                factsOf(rank_, rank_, true));
   const uint64_t word = failureWord().load(std::memory_order_acquire);
   const auto kind = static_cast<Failure>(word >> 48);
   const auto reporter = static_cast<int>(word & 0xffffff);
@@ -262,7 +264,14 @@ void Arbiter::throwFailure() const {
       goes_on
           ? ". Messages that were under way are lost; the group goes on with its next collective."
           : ". The group has failed: destroy it and make a new one.";
-  throw Error(kind, text);
+  throw Error(kind, text, factsOf(static_cast<int>(word >> 24 & 0xffffff), reporter, !goes_on));
+}
+
+Facts Arbiter::factsOf(int culprit, int reporter, bool is_final) const {
+  return {.rank = options_.shownAs(culprit),
+          .reporter = options_.shownAs(reporter),
+          .group = options_.name,
+          .is_final = is_final};
 }
 
 // ---- the state of ranks
@@ -531,9 +540,10 @@ bool Arbiter::evict(int waited_for, const std::vector<int>& late, Ready ready) {
 }
 
 void Arbiter::endOperation(int rank) {
-  throw Error(Failure::kPeerLost, howAbsent(rank) + "; rank " + options_.shown(rank_) +
-                                      " needs its data in " + textOf(current_) + ". Group '" +
-                                      options_.name + "' goes on without it.");
+  throw Error(Failure::kPeerLost,
+              howAbsent(rank) + "; rank " + options_.shown(rank_) + " needs its data in " +
+                  textOf(current_) + ". Group '" + options_.name + "' goes on without it.",
+              factsOf(rank, rank_, false));
 }
 
 // All ranks that wait need the progress of the others, and all receive the answers to one question.

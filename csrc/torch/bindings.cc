@@ -533,6 +533,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);
   m.def(
+      "facts_of",
+      [](const std::string& text) -> py::object {
+        const auto facts = factsOf(text);
+        if (!facts) return py::none();
+        const auto orNone = [](int rank) -> py::object {
+          return rank < 0 ? py::object(py::none()) : py::int_(rank);
+        };
+        return py::make_tuple(orNone(facts->rank), orNone(facts->reporter), facts->group,
+                              facts->is_final);
+      },
+      "text"_a);
+  m.def(
       "set_error_types",
       [](const py::object& peer_lost, const py::object& timeout, const py::object& mismatch,
          const py::object& aborted, const py::object& other) {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <optional>
 #include <utility>
 
 namespace ringreduce {
@@ -46,13 +47,31 @@ void onInterrupt(int signal, siginfo_t* info, void* context) {
 
 // ---- classes
 
+// The last error that this thread has told Python.
+thread_local struct {
+  std::string text;
+  Facts facts;
+} told;
+
+// torch passes on the class and the text alone.  It asks for the class right before it makes the
+// exception, in the same thread, so the exception can ask for the facts of its text (factsOf).
 struct PythonError final : torch::PyTorchError {
-  PythonError(Failure kind, const std::string& text) : PyTorchError(text), kind(kind) {}
-  PyObject* python_type() override { return typeOf(kind); }
+  PythonError(const Error& error, const std::string& text)
+      : PyTorchError(text), kind(error.kind()), facts(error.facts()) {}
+  PyObject* python_type() override {
+    told = {what(), facts};
+    return typeOf(kind);
+  }
   Failure kind;
+  Facts facts;
 };
 
 }  // namespace
+
+std::optional<Facts> factsOf(const std::string& text) {
+  if (told.text.empty() || told.text != text) return std::nullopt;
+  return told.facts;
+}
 
 void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, PyObject* aborted,
                    PyObject* other) {
@@ -73,7 +92,7 @@ std::exception_ptr toPython(std::exception_ptr error, const std::string& context
           " Several threads of this rank have called this group. If they call it at the same time, "
           "their calls have no common order on all ranks: give each thread a group of its own "
           "(dist.new_group()), as in async_save(process_group=...).";
-    return std::make_exception_ptr(PythonError(e.kind(), text));
+    return std::make_exception_ptr(PythonError(e, text));
   } catch (...) {
     return error;
   }

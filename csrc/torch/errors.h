@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "base/clock.h"
@@ -20,6 +21,9 @@ namespace ringreduce {
 // order.
 void setErrorTypes(PyObject* peer_lost, PyObject* timeout, PyObject* mismatch, PyObject* aborted,
                    PyObject* other);
+
+// Of the error that this thread told Python last, if it has this text.
+std::optional<Facts> factsOf(const std::string& text);
 
 // The error as one that Python understands, with `context` (a bucket, say) in parentheses behind
 // its text.  kArgument becomes ValueError; other exceptions stay as they are.  `several_threads` of
