@@ -360,7 +360,9 @@ class State:
             alive, _ = self._vote({})
             if alive[0] != 0:
                 raise PeerLost(
-                    "rank 0, which has the state to start from, is lost before restore()"
+                    "rank 0, which has the state to start from, is lost before restore()",
+                    rank=0,
+                    final=False,
                 )
             self._receive_from([0], self._packed(), is_new=True)
             # Rank 0 too, since ranks whose counts are set agree anew in the next step.
@@ -388,6 +390,8 @@ class State:
                 place, members = f"{_PLACE}{self._groups}", answer["members"]
                 extension().prepare(self._backend, place, members, self._join_seconds)
             except Error as error:
+                if extension().is_ended(self._backend):
+                    raise
                 _log.warning("rank %d asks again to join: %s", self._rank, error)
                 continue
             extension().enter_prepared(self._backend)
@@ -560,11 +564,15 @@ class State:
         except Exception as error:  # ours, the store's, or that of a part that cannot be sent
             _log.warning("rank %d cannot let ranks %s join: %s", self._rank, [*tokens], error)
             is_made.zero_()
-        dist.all_reduce(is_made, op=dist.ReduceOp.MIN)
-        if not is_made.item():
+        try:
+            dist.all_reduce(is_made, op=dist.ReduceOp.MIN)
+            if not is_made.item():
+                extension().drop_prepared(self._backend)
+                return alive, False
+            extension().enter_prepared(self._backend)
+        except BaseException:  # newcomers are not to wait for this rank
             extension().drop_prepared(self._backend)
-            return alive, False
-        extension().enter_prepared(self._backend)
+            raise
         together, _ = self._vote({})
         donors = [r for r in alive if r in together]
         self._receive_from(donors, packed, is_new=False)
@@ -669,7 +677,7 @@ class State:
             if is_new and donor != self._rank:
                 self._load(content)
             return
-        raise PeerLost(f"all ranks that had the state are lost: {error}") from error
+        raise PeerLost(f"all ranks that had the state are lost: {error}", final=False) from error
 
     def _receive(self, donor: int, is_new: bool) -> dict[str, Any]:
         """The donor's state for the new; others only take part."""

@@ -24,23 +24,26 @@ class Error(DistBackendError):
 
     Attributes:
         rank: the rank held responsible, the first if the text names several; numbered as in the
-            text.  None if there is none, or the group was not made.
+            text.  None if there is none, or it is not known.
         reporter: the rank that noticed it, or None.
-        group: the name of the group, "" if it was not made.
-        final: False if the group goes on, in one with `on_loss="continue"`.
+        group: the name of the group, or "".
+        final: whether the group has failed: False if it goes on, None if that is not known here.
     """
 
-    rank: int | None
-    reporter: int | None
-    group: str
-    final: bool
+    rank: int | None = None
+    reporter: int | None = None
+    group: str = ""
+    final: bool | None = None
 
-    _facts_of: Callable[[str], tuple[int | None, int | None, str, bool] | None] | None = None
+    _facts_of: Callable[[str], tuple[int | None, int | None, str, bool | None] | None] | None = None
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **facts: Any) -> None:
         super().__init__(*args)
-        facts = self._facts_of(str(args[0])) if self._facts_of and args else None
-        self.rank, self.reporter, self.group, self.final = facts or (None, None, "", True)
+        # torch makes the exceptions of C++ from the class and the text alone.
+        known = self._facts_of(str(args[0])) if self._facts_of and args else None
+        if known:
+            self.rank, self.reporter, self.group, self.final = known
+        self.__dict__.update(facts)
 
 
 class PeerLost(Error):

@@ -7,6 +7,7 @@ torchft makes the ranks of each quorum a group of their own.  If a rank is lost,
 the others raise at once, torchft discards the step, and the next quorum gets a new group.
 """
 
+import copy
 import dataclasses
 import functools
 import os
@@ -131,7 +132,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         if pg is not None:
             return pg
         if self._error is not None:
-            raise type(self._error)(str(self._error))
+            raise copy.copy(self._error)
         raise errors.Error(
             "this ProcessGroupRingReduce has no ranks: call configure() first, or the Manager's "
             "start_quorum()"

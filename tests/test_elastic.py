@@ -73,7 +73,6 @@ import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
-from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 names = ("GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -169,7 +168,6 @@ import torch
 import torch.distributed as dist
 import ringreduce
 from ringreduce import elastic
-from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
@@ -221,7 +219,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce import elastic
-from ringreduce._backend import backend_of, extension
 
 ringreduce.init()
 rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])

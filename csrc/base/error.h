@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -24,10 +25,12 @@ enum class Failure : uint8_t {
   kArgument,  // refused before anything was sent; the group stays usable
 };
 
+inline constexpr int kNobody = -1;  // in the place of a rank to blame
+
 // Why a group failed, as reported by the rank that found the cause first.
 struct GroupFailure {
   Failure kind = Failure::kNone;
-  int culprit = 0, reporter = 0;
+  int culprit = kNobody, reporter = 0;
   std::string text;
 
   bool operator==(const GroupFailure&) const = default;
@@ -35,10 +38,10 @@ struct GroupFailure {
 
 // What an error is about, for programs; its text says more, for people.
 struct Facts {
-  int rank = -1;      // held responsible, the first if there are several; -1: none, or not known
-  int reporter = -1;  // the rank that noticed it
+  int rank = kNobody;      // held responsible, the first if there are several
+  int reporter = kNobody;  // the rank that noticed it
   std::string group = "";
-  bool is_final = true;  // the group has failed, or was not made
+  std::optional<bool> is_final = std::nullopt;  // the group has failed; unset: not known here
 };
 
 class Error : public std::runtime_error {

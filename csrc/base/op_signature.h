@@ -149,7 +149,7 @@ struct OpSignature {
   // the next operation at the latest.
   uint64_t historyAfter() const;
 
-  // All of them, for code that goes through them.
+  // All but `reserved`, for code that goes through them.
   template <class Self>
   static constexpr auto fields(Self& a) {
     return std::tie(a.sequence, a.count, a.history, a.kind, a.dtype, a.op, a.root, a.parts);
@@ -173,7 +173,7 @@ struct StreamProgress {
 // checked before it is used, because texts name its kind, dtype and ranks.
 constexpr bool isSound(const OpSignature& a, int size) {
   return static_cast<size_t>(a.kind) < kKindTable.size() &&
-         static_cast<size_t>(a.dtype) < kDTypes.size() &&
+         static_cast<size_t>(a.dtype) < kDTypes.size() && a.reserved == 0 &&
          (a.op < kReduceOps || a.op == kNoReduceOp) &&
          (a.root == kNoRoot || (a.root >= 0 && a.root < size));
 }

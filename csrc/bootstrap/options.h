@@ -56,8 +56,11 @@ class Cancel : public Attempt {
   explicit Cancel(std::string what) : what_(std::move(what)) {}
   void claim() override { check(); }
   void poll(Nanos /*waited*/) override { check(); }
-  // From any thread, any number of times.  `why` is a literal.
-  void end(const char* why) { why_ = why; }
+  // From any thread.  The first reason counts; it is a literal.
+  void end(const char* why) {
+    const char* none = nullptr;
+    why_.compare_exchange_strong(none, why);
+  }
   // Throws if it was ended.
   void check() const {
     if (const char* why = why_.load()) throw Error(Failure::kAborted, what_ + ": " + why);

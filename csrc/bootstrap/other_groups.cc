@@ -54,8 +54,8 @@ std::string OtherGroups::textOf(const std::vector<int>& late) const {
   std::string text;
   for (const int r : late) {
     const auto found = others_.find(r);
-    // What was there at the first look may be old.  A rank that has ended its wait a moment ago did
-    // so at its own timeout as a rule.
+    // What was there at the first look may be old.  A rank that has ended its wait since did so at
+    // its own timeout as a rule.
     if (found == others_.end() || found->second.changes < 2) continue;
     if (now() - found->second.changed > kFresh) continue;
     const std::string group = fieldOf(decode(found->second.text), "group");

@@ -143,14 +143,14 @@ Error Group::lacks(const Operation& operation, int rank) const {
   return Error(Failure::kPeerLost,
                howAbsent(rank) + "; rank " + options_.shown(rank_) + " needs its data in " +
                    textOf(operation) + ". Group '" + options_.name + "' goes on without it.",
-               factsOfLost(rank));
+               facts(rank, false));
 }
 
-Facts Group::factsOfLost(int rank) const {
+Facts Group::facts(int rank, bool is_final) const {
   return {.rank = options_.shownAs(rank),
           .reporter = options_.shownAs(rank_),
           .group = options_.name,
-          .is_final = false};
+          .is_final = is_final};
 }
 
 std::string Group::howAbsent(int rank) const {
@@ -253,7 +253,7 @@ std::shared_ptr<Delivery> Group::post(Message message) {
                   howAbsent(message.peer) +
                       "; nothing can be sent to it or received from it. Group '" + options_.name +
                       "' goes on without it.",
-                  factsOfLost(message.peer));
+                  facts(message.peer, false));
     message.peer = static_cast<int>(peer - members.begin());
   }
   return epoch->messenger->post(std::move(message), epoch);
@@ -315,7 +315,8 @@ void Group::checkHealth() const {
   if (!failed()) return;
   const std::lock_guard lock(epoch_mutex_);
   if (ended_) throw Error(*ended_);
-  if (!aborted_.empty()) throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_);
+  if (!aborted_.empty())
+    throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_, facts(rank_, true));
   epoch_->arbiter->check();
 }
 

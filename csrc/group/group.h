@@ -179,8 +179,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void execute(const Operation& operation, bool in_users_thread);
   Operation inEpoch(const Operation& operation) const;
   Error lacks(const Operation& operation, int rank) const;
-  // Of an operation that cannot go on without that rank, in a group that can.
-  Facts factsOfLost(int rank) const;
+  Facts facts(int rank, bool is_final) const;
   std::string howAbsent(int rank) const;
   std::string textOf(const Operation& operation) const;
   void leave(void (*poll)());
@@ -203,7 +202,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void tell(const Error& error);
   std::string ownName() const;
   void noteLosses(const std::vector<int>& before, const std::string& operation);
-  void end(const Error& error);
+  Error end(const Error& error);
 
   const int rank_, size_;
   const GroupOptions options_;

@@ -131,9 +131,11 @@ bool Group::recover(const Error& loss, Standing& standing, const Operation& oper
   const auto poll = [&] {
     if (in_users_thread && options_.interrupt) options_.interrupt();
     if (!in_users_thread && options_.interrupted && options_.interrupted(began))
-      throw Error(Failure::kAborted, ownName() + " was interrupted while it recovered from a loss");
+      throw Error(Failure::kAborted, ownName() + " was interrupted while it recovered from a loss",
+                  facts(rank_, true));
     const std::lock_guard lock(epoch_mutex_);
-    if (!aborted_.empty()) throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_);
+    if (!aborted_.empty())
+      throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_, facts(rank_, true));
   };
   const std::string text = textOf(operation);
   const auto nameLate = [&](const std::vector<int>& late) {
@@ -165,15 +167,13 @@ bool Group::recover(const Error& loss, Standing& standing, const Operation& oper
         return standing.holds && is_done;
     }
   } catch (const StoreFailure& failure) {
-    const Error error(failure.kind(), std::string(loss.what()) + "; " + failure.what());
-    end(error);
-    throw error;
+    throw end({failure.kind(), std::string(loss.what()) + "; " + failure.what(), loss.facts()});
   } catch (const Error& error) {
     if (error.kind() == Failure::kAborted) tell(error);
-    end(error);
-    throw;
+    throw end(error);
   } catch (...) {  // Ctrl-C
-    const Error error(Failure::kAborted, ownName() + " was interrupted in a recovery from a loss");
+    const Error error(Failure::kAborted, ownName() + " was interrupted in a recovery from a loss",
+                      facts(rank_, true));
     tell(error);
     end(error);
     throw;
@@ -183,13 +183,17 @@ bool Group::recover(const Error& loss, Standing& standing, const Operation& oper
 Error Group::tooFew(const std::vector<int>& before) const {
   const std::vector<int>& left = recovery_->members();
   std::string text;
-  for (const int rank : before)
-    if (std::ranges::find(left, rank) == left.end())
-      text += (text.empty() ? "" : "; ") + howAbsent(rank);
-  return Error(Failure::kPeerLost, text + "; " + std::to_string(left.size()) +
-                                       (left.size() == 1 ? " rank is" : " ranks are") +
-                                       " left of group '" + options_.name + "', and min_ranks is " +
-                                       std::to_string(shared_.min_ranks));
+  int first = rank_;
+  for (const int rank : before) {
+    if (std::ranges::find(left, rank) != left.end()) continue;
+    if (text.empty()) first = rank;
+    text += (text.empty() ? "" : "; ") + howAbsent(rank);
+  }
+  return Error(Failure::kPeerLost,
+               text + "; " + std::to_string(left.size()) +
+                   (left.size() == 1 ? " rank is" : " ranks are") + " left of group '" +
+                   options_.name + "', and min_ranks is " + std::to_string(shared_.min_ranks),
+               facts(first, true));
 }
 
 // The first error matters more than one of the store.
@@ -341,13 +345,19 @@ void Group::noteLosses(const std::vector<int>& before, const std::string& operat
   }
 }
 
-// The other ranks go on without this one.
-void Group::end(const Error& error) {
+// The other ranks go on without this one.  Returns the error of this call and of all later ones.
+Error Group::end(const Error& error) {
+  Facts last = error.facts();
+  last.reporter = options_.shownAs(rank_);
+  last.group = options_.name;
+  last.is_final = true;
+  Error final(error.kind(), error.what(), last);
   {
     const std::lock_guard lock(epoch_mutex_);
-    ended_ = error;
+    ended_ = final;
   }
   for (const auto& one : epochs()) one->leave(nullptr, kSecond);
+  return final;
 }
 
 }  // namespace ringreduce

@@ -239,7 +239,8 @@ Plan Recovery::agree(Standing own, const Watch& watch, Nanos timeout) {
     }
     if (now() - began >= timeout + kTimeToGoOn + (proposes ? 0 : kGrace)) {
       if (!proposes) late = {*first};
-      const Error error(Failure::kTimeout, watch.nameLate(late) + " within " + seconds(timeout));
+      const Error error(Failure::kTimeout, watch.nameLate(late) + " within " + seconds(timeout),
+                        {.rank = options_.shownAs(late.front())});
       giveUp(error);
       return adopt(store_->get(plan_key).value_or(""));
     }
@@ -274,7 +275,8 @@ Plan Recovery::adopt(const std::string& text) {
                 "rank " + options_.shown(rank_) + " of group '" + options_.name +
                     "' was left out: " + options_.rankList(plan.members) +
                     " had no answer from it in time, and went on without it. Start its process "
-                    "again.");
+                    "again.",
+                {.rank = options_.shownAs(rank_)});
   members_ = plan.members;
   return plan;
 }

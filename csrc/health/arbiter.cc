@@ -40,7 +40,8 @@ constexpr Nanos kTimeToGoOn = 5 * kSecond;
 constexpr Nanos kAnswerTime = 2 * kSecond;
 
 constexpr uint64_t pack(const GroupFailure& failure) {
-  return static_cast<uint64_t>(failure.kind) << 48 | static_cast<uint64_t>(failure.culprit) << 24 |
+  return static_cast<uint64_t>(failure.kind) << 48 |
+         static_cast<uint64_t>(failure.culprit & kLargestRank) << 24 |
          static_cast<uint64_t>(failure.reporter);
 }
 
@@ -208,7 +209,7 @@ void Arbiter::failLost(int rank, const std::string& when, const std::string& how
 void Arbiter::failLate(int peer, const std::string& missing, const std::string& doing,
                        Nanos timeout) {
   // The other rank may itself wait for a third one in a collective.
-  const int culprit = peer < 0 ? 0 : heldUpBy(peer);
+  const int culprit = peer < 0 ? kNobody : heldUpBy(peer);
   std::string text = missing;
   if (peer >= 0 && culprit != peer)
     text = whereabouts({culprit}) + " holds up the others; late too: " + missing;
@@ -264,11 +265,11 @@ void Arbiter::throwFailure() const {
       goes_on
           ? ". Messages that were under way are lost; the group goes on with its next collective."
           : ". The group has failed: destroy it and make a new one.";
-  throw Error(kind, text, factsOf(static_cast<int>(word >> 24 & 0xffffff), reporter, !goes_on));
+  throw Error(kind, text, factsOf(culprit(), reporter, !goes_on));
 }
 
 Facts Arbiter::factsOf(int culprit, int reporter, bool is_final) const {
-  return {.rank = options_.shownAs(culprit),
+  return {.rank = culprit == kNobody ? kNobody : options_.shownAs(culprit),
           .reporter = options_.shownAs(reporter),
           .group = options_.name,
           .is_final = is_final};

@@ -90,6 +90,9 @@ class Pulse {
   std::thread* thread_ = nullptr;  // never deleted in a child, where there is no such thread
 };
 
+// Of the ranks in a failure word, which has 24 bits for each; as the culprit it is kNobody.
+inline constexpr int kLargestRank = 0xffffff;
+
 class Arbiter final : public WaitGuard, public net::Control::Listener {
  public:
   // `channel` is null if all ranks share the pages.  `min_ranks`: as in SharedOptions.
@@ -128,10 +131,12 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   bool failed() const override {
     return failureWord().load(std::memory_order_seq_cst) != 0 || isLeftOut();
   }
-  // Which rank is to blame for the failure, if there is one.
+  // Which rank is to blame for the failure, if there is one; or kNobody.
   int culprit() const {
     if (isLeftOut()) return rank_;
-    return static_cast<int>(failureWord().load(std::memory_order_acquire) >> 24 & 0xffffff);
+    const auto rank =
+        static_cast<int>(failureWord().load(std::memory_order_acquire) >> 24) & kLargestRank;
+    return rank == kLargestRank ? kNobody : rank;
   }
   int reporter() const {
     if (isLeftOut()) return rank_;

@@ -123,7 +123,7 @@ void fields(Io& io, Departed& f) {
 template <class Io>
 void fields(Io& io, GroupFailure& f) {
   io.choice(f.kind, Failure::kPeerLost, Failure::kArgument);
-  io.rank(f.culprit);
+  io.rankOrNone(f.culprit);
   io.rank(f.reporter);
   io.text(f.text);
 }

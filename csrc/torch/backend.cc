@@ -668,6 +668,7 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
 
 void Backend::endChange(const char* why) {
   const std::lock_guard lock(group_mutex_);
+  if (!end_reason_) end_reason_ = why;
   if (preparing_) preparing_->end(why);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   if (change_) change_->end(why);
@@ -691,7 +692,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
                                                  made.name + "' gave up while newcomers joined");
     {
       const std::lock_guard lock(group_mutex_);
-      if (is_shut_down_) cancel->end(kDestroyed);
+      if (end_reason_) cancel->end(end_reason_);
       preparing_ = cancel;
     }
     made.attempt = cancel;
@@ -699,13 +700,13 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
     try {
       group->run({Barrier{}});  // a member may have failed to make it
-      group->setTimeout(nanosOf(options_->timeout));
       const std::lock_guard lock(group_mutex_);
       cancel->check();
+      group->setTimeout(nanosOf(options_->timeout));
       prepared_ = group;
       prepared_store_ = store;
-    } catch (const Error&) {
-      group->shutdown();
+    } catch (...) {
+      leave(*group, kLeaveTime);
       throw;
     }
   });
@@ -715,7 +716,8 @@ void Backend::enterPrepared() {
   std::shared_ptr<Group> old;
   translated([&] {
     const std::lock_guard lock(group_mutex_);
-    preparing_->check();  // else it has a prepared group, which shutdown() would have dropped
+    if (preparing_) preparing_->check();
+    if (!prepared_) throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
     old = std::exchange(group_, std::exchange(prepared_, nullptr));
     last_failure_ = Failure::kNone;
     group_store_ = prepared_store_;
@@ -726,6 +728,11 @@ void Backend::enterPrepared() {
   if (!old) return;
   // No abort: a survivor may still be in its last operation.  Messages may never be received.
   leave(*old, kLeaveTime);
+}
+
+bool Backend::isEnded() const {
+  const std::lock_guard lock(group_mutex_);
+  return end_reason_ != nullptr;
 }
 
 bool Backend::isConnected() const {
@@ -744,7 +751,7 @@ void Backend::dropPrepared() {
     const std::lock_guard lock(group_mutex_);
     group = std::exchange(prepared_, nullptr);
   }
-  if (group) group->shutdown();
+  if (group) leave(*group, kLeaveTime);
 }
 
 // ---- its state
@@ -876,16 +883,13 @@ void Backend::abort() {
   if (keeps_store_) keepStore(store_, nanosOf(options_->timeout));  // torch may destroy it next
   observer_->noteFailure(observer_->groups());
   endChange("abort() was called");
+  dropPrepared();
   if (const auto group = groupIfAny()) translated([&] { group->abort("abort() was called"); });
   if (const auto gpu = gpuIfAny()) gpu->abort();
 }
 
 void Backend::shutdown() {
   if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
-  {
-    const std::lock_guard lock(group_mutex_);
-    is_shut_down_ = true;
-  }
   endChange(kDestroyed);
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();

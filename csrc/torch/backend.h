@@ -161,7 +161,7 @@ class Backend final : public c10d::Backend {
   void prepare(const std::string& place, const std::vector<int>& members, Nanos timeout);
   // Leaves this group for the prepared one.
   void enterPrepared();
-  // Gives the prepared group up, if there is one.
+  // Leaves the prepared group, if there is one.
   void dropPrepared();
   // Whether a broadcast whose root is lost takes the data of the lowest live rank instead: for data
   // of which each rank has a copy that will do, like what DDP broadcasts in a forward.
@@ -225,6 +225,8 @@ class Backend final : public c10d::Backend {
   void check() const;
   // Whether it can be left without an abort: nothing is under way.
   bool isIdle() const;
+  // Whether abort() or shutdown() was called.
+  bool isEnded() const;
   // Whether an operation has ended with an Error.
   bool hasRaised() const;
   size_t stagingBytes() const;
@@ -284,7 +286,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Cancel> preparing_;  // the last prepare()
   std::shared_ptr<Group> prepared_;
   StorePtr prepared_store_;
-  bool is_shut_down_ = false;
+  const char* end_reason_ = nullptr;  // once abort() or shutdown() was called
   std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::mutex reconfigure_mutex_;                                // one reconfigure() at a time

@@ -4,7 +4,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -502,6 +501,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("goes_on", &Backend::goesOn);
   property("timeout_seconds", &Backend::timeoutSeconds);
   property("is_connected", &Backend::isConnected);
+  property("is_ended", &Backend::isEnded);
   property("enter_prepared", &Backend::enterPrepared, no_gil);
   property("drop_prepared", &Backend::dropPrepared, no_gil);
   m.def(

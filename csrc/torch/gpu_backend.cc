@@ -221,7 +221,8 @@ class StreamWork final : public c10d::Work {
           throw Error(Failure::kTimeout,
                       "operation #" + std::to_string(operation_) + " on " + stream_.device().str() +
                           " was not done within the timeout of " + std::to_string(timeout.count()) +
-                          " ms that Work.wait was given; it goes on");
+                          " ms that Work.wait was given; it goes on",
+                      {.is_final = false});
         });
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }

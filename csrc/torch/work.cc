@@ -334,10 +334,11 @@ bool Work::wait(std::chrono::milliseconds timeout) {
                       : delivery_ ? group->await(*delivery_, longest)
                                   : group->await(*handle_, longest);
     if (!done)
-      throw Error(Failure::kTimeout, "operation #" + std::to_string(operation_) +
-                                         " was not done within the timeout of " +
-                                         std::to_string(timeout.count()) +
-                                         " ms that Work.wait was given; it goes on");
+      throw Error(Failure::kTimeout,
+                  "operation #" + std::to_string(operation_) +
+                      " was not done within the timeout of " + std::to_string(timeout.count()) +
+                      " ms that Work.wait was given; it goes on",
+                  {.group = group ? group->options().name : "", .is_final = false});
   });
   const std::exception_ptr error = handle_->error();
   complete(error);
