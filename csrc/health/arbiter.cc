@@ -206,10 +206,18 @@ void Arbiter::failLost(int rank, const std::string& when, const std::string& how
        who(rank) + (why.empty() ? " has left the group" : " is lost: " + why) + " " + when);
 }
 
+// Of the ranks that a receive from any rank waits for: a stopped one, or the first of all.
+int Arbiter::firstOfAny() {
+  const std::vector<int> others = otherRanks(rank_, size_);
+  if (others.empty()) return kNobody;
+  const std::vector<int> stopped = stoppedOf(others);
+  return stopped.empty() ? others.front() : stopped.front();
+}
+
 void Arbiter::failLate(int peer, const std::string& missing, const std::string& doing,
                        Nanos timeout) {
   // The other rank may itself wait for a third one in a collective.
-  const int culprit = peer < 0 ? kNobody : heldUpBy(peer);
+  const int culprit = peer < 0 ? firstOfAny() : heldUpBy(peer);
   std::string text = missing;
   if (peer >= 0 && culprit != peer)
     text = whereabouts({culprit}) + " holds up the others; late too: " + missing;

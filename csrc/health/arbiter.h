@@ -251,6 +251,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // the failure
   void decide(const GroupFailure& failure);
   [[noreturn]] void throwFailure() const;
+  int firstOfAny();
   Facts factsOf(int culprit, int reporter, bool is_final) const;
   void wakeAll();
   // the state of ranks

@@ -535,7 +535,12 @@ void Messenger::timedOut(const Delivery& delivery, Nanos timeout) {
   arbiter_.refreshProgress();
   pass();
   if (delivery.isDone()) return;
-  arbiter_.failLate(delivery.message.peer, missing(delivery), describe(delivery), timeout);
+  int peer = kAnySource;
+  {
+    const std::lock_guard lock(mutex_);
+    peer = delivery.matched ? peerOf(delivery) : delivery.message.peer;
+  }
+  arbiter_.failLate(peer, missing(delivery), describe(delivery), timeout);
 }
 
 // ---- texts
