@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce import _clock
 from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
 from ringreduce.compression import CompressionState
-from ringreduce.errors import Error, PeerLost, Timeout
+from ringreduce.errors import Aborted, Error, PeerLost, Timeout
 from ringreduce.hooks import attach, hooked_models
 
 __all__ = ["ElasticSampler", "State"]
@@ -380,9 +380,10 @@ class State:
         timeout = extension().timeout_seconds(self._backend)
         deadline = _clock.now() + timeout
         self._store.set(f"{_KINDS}{self._rank}", json.dumps(self._kinds()))
+        failed = ""
         while True:
             token = str(random.SystemRandom().randrange(1, 1 << 62))
-            answer = self._ask(token, deadline, timeout)
+            answer = self._ask(token, deadline, timeout, failed)
             if "refused" in answer:
                 raise ValueError(answer["refused"])
             self._groups, donors = answer["groups"], answer["donors"]
@@ -392,6 +393,7 @@ class State:
             except Error as error:
                 if extension().is_ended(self._backend):
                     raise
+                failed = f"; its last attempt to join failed: {error}"
                 _log.warning("rank %d asks again to join: %s", self._rank, error)
                 continue
             extension().enter_prepared(self._backend)
@@ -402,18 +404,22 @@ class State:
                 self._become(alive)
                 return
 
-    def _ask(self, token: str, deadline: float, timeout: float) -> dict[str, Any]:
+    def _ask(self, token: str, deadline: float, timeout: float, failed: str) -> dict[str, Any]:
         """Asks until an answer comes: the number of the group to join, its members, the donors.
 
-        Or why this rank cannot join.
+        Or why this rank cannot join.  `failed`: how it failed before, for the error.
         """
         asked = 0
         while not self._store.check([_ANSWERS + token]):
+            if extension().is_ended(self._backend):
+                raise Aborted(
+                    f"rank {self._rank} gave up its join: its group was aborted or destroyed"
+                )
             if _clock.now() > deadline:
                 raise Timeout(
                     f"rank {self._rank} asked the running group for {timeout:g} s to be let in; "
                     "no rank called commit(), another process has this rank, or the store is that "
-                    "of a job that has ended"
+                    f"of a job that has ended{failed}"
                 )
             asked += 1
             self._store.set(f"{_ASKS}{self._rank}", f"{token} {asked}")

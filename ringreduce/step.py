@@ -36,7 +36,8 @@ def commit(group: dist.ProcessGroup | None = None) -> None:
             None for the default group.
 
     Raises:
-        PeerLost, Timeout, Mismatch, Aborted: the group's error.
+        PeerLost, Timeout, Mismatch, Aborted: the group's error.  In a group that goes on after
+            losses, a call that needs data of a lost rank raises in its own `wait()` only.
         Timeout: a GPU was busy for longer than the group's timeout.
         TypeError: a group without ringreduce, or one that this rank is not in.
         ValueError: the current stream is captured into a CUDA graph; use `found_inf` there.
@@ -57,8 +58,9 @@ def found_inf(
 
     Fused Adam, AdamW, SGD and Adagrad skip their step while it is 1.  Kernels set it in the stream,
     together with the NaN in the output, so no step comes between; in replayed CUDA graphs too.  It
-    stays 1, since a group that has failed is over; ask for the flag of the new group.  Optimizers
-    that are not fused refuse the attribute: use `commit`.
+    stays 1, since a group that has failed is over; ask for the flag of the new group.  A group that
+    goes on keeps its flag when ranks join.  Optimizers that are not fused refuse the attribute: use
+    `commit`.
 
     `torch.amp.GradScaler` needs no flag to skip steps with NaN in a gradient, and sets and deletes
     the attribute itself.  To add the flag to what it has found, take the maximum: a fused optimizer

@@ -126,8 +126,8 @@ at::Tensor Observer::foundInf() {
 void Observer::enterGroup() {
   const std::lock_guard lock(mutex_);
   ++groups_;
-  aborted_ = false;
-  found_inf_ = at::Tensor();
+  // Else it is the same group with other ranks, and optimizers have its flag.
+  if (std::exchange(aborted_, false)) found_inf_ = at::Tensor();
   calls = 0;
 }
 

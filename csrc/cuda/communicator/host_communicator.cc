@@ -445,12 +445,12 @@ void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {
   const Choice wanted = call.algorithm.value_or(s.options.algorithm);
   if (s.isZeroCopy(call.dtype, call.op, call.count * sizeOf(call.dtype), wanted))
     places = s.placesOf(call, stream);
-  const auto where = static_cast<uint64_t>(choice);
+  const bool is_ll = fixed && goesByLL(s.tuning, call.count * sizeOf(call.dtype), wanted);
+  const auto where = static_cast<uint64_t>(is_ll ? Choice::kLL : choice);
   s.dispatch(
       s.told(call, places ? mixed(where, places->hash) : where), stream, [&](uint64_t number) {
         if (call.count == 0) return;
         const DeviceAlgorithm algorithm = kernelOf(choice);
-        const bool is_ll = fixed && goesByLL(s.tuning, call.count * sizeOf(call.dtype), wanted);
         const PartShape shape = places  ? zeroCopyShapeOf(s.tuning, call.count, size())
                                 : is_ll ? llShapeOf(s.tuning, call.count)
                                         : s.shapeOf(call, choice);
