@@ -116,6 +116,7 @@ class Raised:
     when: float  # time.monotonic() at which the job ended; one clock for all processes
     trace: str = field(repr=False)
     culprit: int | None = None  # `ringreduce.Error.rank`
+    group: str = ""  # `ringreduce.Error.group`; "" while a group is made
 
     def isa(self, name: str) -> bool:
         """Whether the exception's class, or a base of it, has this (unqualified) name."""
@@ -192,8 +193,8 @@ def exception_of(work: dist.Work) -> Exception | None:
 def describe(rank: int, error: BaseException) -> Raised:
     """The exception as something that another process, without its class, can look at."""
     kinds = tuple(f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__)
-    culprit = getattr(error, "rank", None)
-    return Raised(rank, kinds, str(error), time.monotonic(), traceback.format_exc(), culprit)
+    facts = getattr(error, "rank", None), getattr(error, "group", "")
+    return Raised(rank, kinds, str(error), time.monotonic(), traceback.format_exc(), *facts)
 
 
 def serve(conn: mpc.Connection, log: str, store_port: int) -> None:

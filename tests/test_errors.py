@@ -89,7 +89,7 @@ def test_asynchronous_errors_surface(pool: Pool, world: MakeWorld, way: str) -> 
         assert isinstance(outcome, Done), outcome
         assert len(outcome.value) == 5, "every operation must fail"
         for raised in outcome.value[4:] if way == "then" else outcome.value:
-            expect(raised, "PeerLost", {1})
+            assert expect(raised, "PeerLost", {1}).group
         for raised in outcome.value:  # `.then()` keeps the text, not the class
             assert raised.isa("RuntimeError")
             assert 1 in blamed(raised.message), raised.message

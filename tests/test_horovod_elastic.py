@@ -100,7 +100,7 @@ def expected(history: Sequence[tuple[int, int]]) -> tuple[float, float]:
     return weight.item(), rate
 
 
-def launch(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ringreduce.horovod.horovodrun", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=untouched(), check=False

@@ -121,13 +121,19 @@ void requireSame(Group& group, uint64_t own) {
   const uint64_t right = *std::max_element(
       all.begin(), all.end(), [&](uint64_t a, uint64_t b) { return frequency(a) < frequency(b); });
   std::string odd;
-  for (size_t r = 0; r < all.size(); ++r)
-    if (all[r] != right) odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
-  throw Error(Failure::kMismatch, "compressed gradients: " + odd +
-                                      " has another codec, error_feedback, schedule, stochastic, "
-                                      "seed, start_after, choice of exact parameters, number of "
-                                      "steps so far or model than the other ranks; give all ranks "
-                                      "the same");
+  Facts facts{.group = group.options().name};
+  for (size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == right) continue;
+    if (odd.empty()) facts.rank = group.options().shownAs(static_cast<int>(r));
+    odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
+  }
+  throw Error(Failure::kMismatch,
+              "compressed gradients: " + odd +
+                  " has another codec, error_feedback, schedule, stochastic, "
+                  "seed, start_after, choice of exact parameters, number of "
+                  "steps so far or model than the other ranks; give all ranks "
+                  "the same",
+              facts);
 }
 
 }  // namespace
