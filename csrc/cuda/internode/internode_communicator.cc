@@ -46,6 +46,7 @@ struct InterNodeCommunicator::State {
   [[noreturn]] void giveUp(const GpuAllReduce& call, const Error& why, CallEnd& end,
                            cudaStream_t stream);
   bool isEcho(const Error& why) const;
+  int culpritOf(const Error& why) const;
   void awaitVerdict(const Error& why);
   void deliver(const GpuAllReduce& call, cudaStream_t stream);
   std::string ncclError();
@@ -188,6 +189,13 @@ bool InterNodeCommunicator::State::isEcho(const Error& why) const {
   return why.kind() == Failure::kAborted && host_group->failed();
 }
 
+// The rank that an error of this host's group blames; kNobody if it names none of this group.
+int InterNodeCommunicator::State::culpritOf(const Error& why) const {
+  for (int r = 0; r < group->size(); ++r)
+    if (group->options().shownAs(r) == why.facts().rank) return r;
+  return kNobody;
+}
+
 void InterNodeCommunicator::State::checkHost() {
   try {
     local->check();
@@ -195,7 +203,7 @@ void InterNodeCommunicator::State::checkHost() {
   } catch (const Error& error) {
     if (echo_since == 0) echo_since = now();
     if (isEcho(error) && now() - echo_since < kVerdict) return;
-    group->fail(error.kind(), hosts.rank(), causeOf(error.what()));
+    group->fail(error.kind(), culpritOf(error), causeOf(error.what()));
   }
 }
 
@@ -244,7 +252,7 @@ bool InterNodeCommunicator::wait(Nanos longest) {
   } catch (const Error& error) {
     const std::lock_guard lock(s.calls);
     s.awaitVerdict(error);
-    s.group->fail(error.kind(), s.hosts.rank(), causeOf(error.what()));
+    s.group->fail(error.kind(), s.culpritOf(error), causeOf(error.what()));
   }
   return true;
 }
@@ -350,7 +358,7 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
   try {
     if (!host_group->failed() || isEcho(why)) awaitVerdict(why);
     // The error of this host's group names the rank to blame.
-    if (host_group->failed()) group->fail(why.kind(), hosts.rank(), causeOf(why.what()));
+    if (host_group->failed()) group->fail(why.kind(), culpritOf(why), causeOf(why.what()));
     group->fail(why.kind() == Failure::kPeerLost ? Failure::kPeerLost : Failure::kAborted,
                 hosts.rank(),
                 group->who(hosts.rank()) + " gave up: " + why.what() +

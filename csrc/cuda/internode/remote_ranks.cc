@@ -129,7 +129,7 @@ void RemoteRanks::probe() {
   if (broken_since_ == 0) broken_since_ = now();
   if (now() - broken_since_ < kHearsay + turn()) return;
   if (std::ranges::any_of(group_.states(), &PeerState::isLost)) return;  // is being reported
-  group_.fail(Failure::kPeerLost, group_.rank(), error);
+  group_.fail(Failure::kPeerLost, kNobody, error);  // it names this rank's neighbours
 }
 
 void RemoteRanks::abort(const std::string& why) {
