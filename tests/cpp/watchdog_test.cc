@@ -351,6 +351,10 @@ TEST(what_a_kernel_reports_is_raised) {
         for (const char* words : {"GPU reduce_scatter #0 (float16, 77 elements, MAX) timed out",
                                   "channel 3, step 42) (DDP bucket 2)"})
           CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, words) == Failure::kTimeout);
+        // By the watchdog's thread, after the group has failed.
+        for (const Nanos end = deadlineIn(kLong);
+             observeWord(rank.own().abort) == 0 && now() < end;)
+          std::this_thread::yield();
         CHECK(observeWord(rank.own().abort) == 1);
       },
       named());
