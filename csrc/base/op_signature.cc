@@ -54,12 +54,12 @@ void OpSignature::setParts(const std::vector<size_t>& counts) {
 }
 
 uint64_t OpSignature::historyAfter() const {
-  uint64_t hash = history;
-  for (const uint64_t word :
-       {count, uint64_t{static_cast<uint8_t>(kind)}, uint64_t{static_cast<uint8_t>(dtype)},
-        uint64_t{op}, static_cast<uint64_t>(root), parts})
-    hash = mixed(hash, word);
-  return hash;
+  // All fields but the sequence, so that none is forgotten.
+  const auto hashOf = [](uint64_t, uint64_t count_of, uint64_t hash, auto... rest) {
+    for (const uint64_t word : {count_of, static_cast<uint64_t>(rest)...}) hash = mixed(hash, word);
+    return hash;
+  };
+  return std::apply(hashOf, fields(*this));
 }
 
 std::string codecNames() {

@@ -351,7 +351,10 @@ Error Group::end(const Error& error) {
   last.reporter = options_.shownAs(rank_);
   last.group = options_.name;
   last.is_final = true;
-  Error final(error.kind(), error.what(), last);
+  std::string text = error.what();
+  if (text.ends_with(kGroupGoesOn))  // as an epoch that recovers says
+    text.replace(text.rfind(kGroupGoesOn), std::string::npos, kGroupHasFailed);
+  Error final(error.kind(), text, last);
   {
     const std::lock_guard lock(epoch_mutex_);
     ended_ = final;

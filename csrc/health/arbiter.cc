@@ -207,7 +207,7 @@ void Arbiter::failLost(int rank, const std::string& when, const std::string& how
 }
 
 // Of the ranks that a receive from any rank waits for: a stopped one, or the first of all.
-int Arbiter::firstOfAny() {
+int Arbiter::firstOfAny() const {
   const std::vector<int> others = otherRanks(rank_, size_);
   if (others.empty()) return kNobody;
   const std::vector<int> stopped = stoppedOf(others);
@@ -269,10 +269,7 @@ void Arbiter::throwFailure() const {
             "send/recv from rank " +
             options_.shown(0);
   const bool goes_on = channel_ && min_ranks_ > 0 && kind == Failure::kPeerLost;
-  text +=
-      goes_on
-          ? ". Messages that were under way are lost; the group goes on with its next collective."
-          : ". The group has failed: destroy it and make a new one.";
+  text += goes_on ? kGroupGoesOn : kGroupHasFailed;
   throw Error(kind, text, factsOf(culprit(), reporter, !goes_on));
 }
 

@@ -90,6 +90,11 @@ class Pulse {
   std::thread* thread_ = nullptr;  // never deleted in a child, where there is no such thread
 };
 
+// How the texts of failures end.
+inline constexpr char kGroupGoesOn[] =
+    ". Messages that were under way are lost; the group goes on with its next collective.";
+inline constexpr char kGroupHasFailed[] = ". The group has failed: destroy it and make a new one.";
+
 // Of the ranks in a failure word, which has 24 bits for each; as the culprit it is kNobody.
 inline constexpr int kLargestRank = 0xffffff;
 
@@ -251,7 +256,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // the failure
   void decide(const GroupFailure& failure);
   [[noreturn]] void throwFailure() const;
-  int firstOfAny();
+  int firstOfAny() const;
   Facts factsOf(int culprit, int reporter, bool is_final) const;
   void wakeAll();
   // the state of ranks

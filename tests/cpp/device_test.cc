@@ -53,7 +53,8 @@ constexpr bool sound(const Setting& s) {
   return std::has_single_bit(t.depth) && t.depth >= 2 * t.window && t.slot_bytes % kLine == 0 &&
          t.part_bytes % kLine == 0 && t.part_bytes >= kChunkElements * 8 &&
          t.slot_bytes >= kChunkElements * 8 && t.channels <= kMostChannels &&
-         t.ll_bytes % kLine == 0 && llFits(t) && t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
+         t.ll_bytes % kLine == 0 && llFits(t) && t.ll_most <= t.one_shot_most &&
+         t.layout(s.ranks).bytes() <= size_t{88} << 20 &&
          t.channels * s.ranks_on_device <= std::max(1, s.multiprocessors / 2);
 }
 static_assert(sound({.ranks = 2}) && sound({.ranks = 8}) && sound({.ranks = 16}));
