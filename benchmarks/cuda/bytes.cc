@@ -28,7 +28,7 @@ void directKernel(const Bench& bench, const Job& job, const gpu::Buffer& never) 
                      .scale = false,
                      .world_size = bench.size(),
                      .factor = 1};
-  call.abort = reinterpret_cast<uint64_t*>(never.get());
+  call.abort = reinterpret_cast<ringreduce::cuda::AbortFlag*>(never.get());
   void* arguments[] = {&call};
   gpu::must(
       cudaLaunchKernel(ringreduce::cuda::kernelsOf(job.what.dtype).direct,
@@ -41,7 +41,7 @@ void directKernel(const Bench& bench, const Job& job, const gpu::Buffer& never) 
 
 int runBytes(const Settings& settings) {
   size_t wrong = 0, measured = 0;
-  const gpu::Buffer never(sizeof(uint64_t));  // an abort word that nobody sets
+  const gpu::Buffer never(sizeof(ringreduce::cuda::AbortFlag));  // that nobody sets
   gpu::must(cudaMemset(never.get(), 0, never.bytes()), "clear memory");
   for (int ranks : settings.ranks) {
     const size_t bytes = settings.sizes.back();

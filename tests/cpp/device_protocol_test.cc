@@ -279,7 +279,7 @@ class Absence {
     CHECK(now() - begin < static_cast<Nanos>(2 * kLong));
   }
   void abort() {
-    for (int r = 0; r < kShape.ranks; ++r) publishWord(ranks_.abortWord(r), 1);
+    for (int r = 0; r < kShape.ranks; ++r) ranks_.abortFlag(r).set();
   }
   void expectPoisoned(Cause cause) {
     for (int r = 0; r < kShape.ranks; ++r) {

@@ -271,7 +271,7 @@ TEST(direct_gives_the_canonical_bits_with_the_fewest_bytes) {
     const Shape shape{P, blocks, 2};
     const size_t bytes = count * numbers.width();
     std::deque<Tensor> staged, outputs;
-    uint64_t nobody_gives_up = 0;
+    AbortFlag nobody_gives_up{};
     DirectCall call{.size = P,
                     .sinks = P,
                     .chunk = Cut{count, P}.chunkSize(),

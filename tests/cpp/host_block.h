@@ -116,7 +116,7 @@ class Ranks {
       }
     }
     troubles_ = std::make_unique<Trouble[]>(static_cast<size_t>(layout.ranks));
-    aborts_ = std::make_unique<Flag[]>(static_cast<size_t>(layout.ranks));
+    aborts_ = std::make_unique<AbortFlag[]>(static_cast<size_t>(layout.ranks));
     for (int r = 0; r < layout.ranks; ++r) {
       DeviceComm& c = comms_[static_cast<size_t>(r)];
       c.rank = r;
@@ -124,14 +124,14 @@ class Ranks {
       c.layout = layout;
       for (int p = 0; p < layout.ranks; ++p) c.base[p] = base(p);
       c.local = locals_[static_cast<size_t>(r)].get();
-      c.abort = &aborts_[static_cast<size_t>(r)].value;
+      c.abort = &aborts_[static_cast<size_t>(r)];
       c.trouble = &troubles_[static_cast<size_t>(r)];
     }
   }
 
   const DeviceComm& comm(int r) const { return comms_[static_cast<size_t>(r)]; }
   Trouble& trouble(int r) { return troubles_[static_cast<size_t>(r)]; }
-  uint64_t& abortWord(int r) { return aborts_[static_cast<size_t>(r)].value; }
+  AbortFlag& abortFlag(int r) { return aborts_[static_cast<size_t>(r)]; }
   const DeviceLayout& layout() const { return layout_; }
 
  private:
@@ -146,7 +146,7 @@ class Ranks {
   std::vector<std::unique_ptr<Local>> locals_;
   std::vector<DeviceComm> comms_;
   std::unique_ptr<Trouble[]> troubles_;
-  std::unique_ptr<Flag[]> aborts_;
+  std::unique_ptr<AbortFlag[]> aborts_;
 };
 
 struct Shape {

@@ -112,10 +112,10 @@ Nanos HostRanks::lossPatience(bool came) const {
 }
 
 // Ends the waits of this rank's kernels and streams.  It is repeated, since a queued write of a
-// peer may undo it.  All ranks get the abort word first: a released stream tells its peers that its
+// peer may undo it.  All ranks get the abort flag first: a released stream tells its peers that its
 // part is done, and their outputs must be poisoned even before their own watchdogs notice.
 void HostRanks::release() {
-  for (HostState* one : states_) publishWord(one->abort, 1);
+  for (HostState* one : states_) one->abort.set();
   for (HostState::Line& line : own().words) set(line.word, kReleased);
 }
 

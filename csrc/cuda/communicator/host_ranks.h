@@ -52,7 +52,7 @@ class Announced {
 struct HostState {
   // Set by any rank's host once the group has failed: the owner's kernels stop waiting and writing,
   // and its outputs are poisoned.
-  alignas(kLine) uint64_t abort;
+  AbortFlag abort;
 
   // The owner's stream sets it to 1 when a direct schedule begins and to 0 when it ends;
   // `delivered` counts the ends.  Replayed CUDA graphs do so too, so their deadlines are kept as

@@ -25,7 +25,7 @@ namespace ringreduce::cuda {
 
 // Flags between the host and kernels.
 struct Signals {
-  alignas(kLine) uint64_t abort;
+  AbortFlag abort;
   alignas(kLine) uint64_t delivered;
 };
 
@@ -54,10 +54,7 @@ struct InterNodeCommunicator::State {
   void endWaits(const std::string& why);
 
   // From now on the end of each call poisons its output.
-  void poison() {
-    auto& signals_here = *reinterpret_cast<Signals*>(segment->data());
-    std::atomic_ref(signals_here.abort).store(1, std::memory_order_release);
-  }
+  void poison() { reinterpret_cast<Signals*>(segment->data())->abort.set(); }
   Signals* onDevice() const { return reinterpret_cast<Signals*>(signals->data()); }
   Nanos timeoutOf(const GpuAllReduce& call) const {
     return call.timeout > 0 ? call.timeout : group->timeout();
@@ -96,7 +93,7 @@ InterNodeCommunicator::State::State(std::shared_ptr<Group> all, const Hosts& of,
       hierarchical(of.even() && of.localRanks().size() > 1),
       rail(hierarchical ? of.localRankOf(of.rank()) : 0) {
   const OnDevice here_now(device);
-  segment = Segment::create(4096);
+  segment = Segment::create(sizeof(Signals));
   signals = registerSegment(device, segment);
   join();
   RemoteRanks::Hooks hooks{.transport_error = [this] { return ncclError(); },

@@ -16,6 +16,7 @@
 #include "cuda/cuda_stream.h"
 #include "cuda/internode/nccl.h"
 #include "cuda/internode/nccl_schedule.h"
+#include "cuda/kernels/kernel_call.h"
 #include "cuda/kernels/reduce_n.h"
 #include "cuda/memory/device_memory.h"
 
@@ -28,7 +29,7 @@ struct RingSum {
   DType dtype;
   Arithmetic arithmetic;                   // world_size: the divisor of AVG
   const void* factor_on_device = nullptr;  // PREMUL_SUM: replaces the factor
-  uint64_t* abort;                         // in memory that kernels reach; not 0: given up
+  AbortFlag* abort;                        // in memory that kernels reach
 };
 
 class NcclRing {

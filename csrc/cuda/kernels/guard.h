@@ -1,6 +1,6 @@
 // How a thread block waits without ever hanging, and how it reports that it gave up.
 //
-// Every wait polls its flag and, less often, the kernel's deadline, the abort word that the host
+// Every wait polls its flag and, less often, the kernel's deadline, the abort flag that the host
 // sets, and the rank's cause of failure, set by the first of its blocks to give up.  After that
 // nothing waits or moves any more: the block runs to its end, and the rank's last block sets the
 // flag that a fused optimizer looks at (Local::found_inf) and fills the whole output with NaN, or
@@ -49,9 +49,9 @@ constexpr unsigned char poisonOf(DType dtype) {
 }
 
 // The end of a block's work.  The last of the kernel's `blocks` looks whether the rank has given
-// up, or has been told to by a word of the host's, and then fills the whole output.
+// up, or has been told to by the host, and then fills the whole output.
 template <class Block>
-RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint64_t* abort,
+RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, AbortFlag* abort,
                                    void* output, size_t bytes, unsigned char poison) {
   block.sync();
   bool last = false;
@@ -60,7 +60,7 @@ RINGREDUCE_DEVICE void leaveKernel(Block& block, Local& local, int blocks, uint6
   bool poisoned = peekWord(local.cause) != 0;
   if (block.thread() == 0) {
     local.blocks_done = 0;
-    if (abort) poisoned |= observeWord(*abort) != 0;
+    if (abort) poisoned |= abort->isSet(0);
   }
   if (!block.any(poisoned)) return;
   if (block.thread() == 0) block.store(&local.found_inf, 1.0f);
@@ -130,7 +130,7 @@ class Guard {
     // Signed: the clocks of a GPU's parts may be a little apart.
     const auto passed = static_cast<int64_t>(block_.nanoseconds() - started_);
     if (passed > static_cast<int64_t>(call_.timeout)) return Cause::kTimeout;
-    return observeWord(*comm_.abort) != 0 ? Cause::kAborted : Cause::kNone;
+    return comm_.abort->isSet(channel_) ? Cause::kAborted : Cause::kNone;
   }
 
   RINGREDUCE_DEVICE void report(Cause cause, int peer, uint64_t step) {

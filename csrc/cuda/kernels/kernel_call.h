@@ -1,17 +1,34 @@
 // The arguments of a kernel: the rank's communicator, in device memory, and one call.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.h"
 #include "cuda/kernels/device_layout.h"
+#include "cuda/kernels/ordering.h"
 #include "cuda/kernels/reduce_n.h"
 
 namespace ringreduce::cuda {
 
 // Why a rank's kernels gave up.
 enum class Cause : uint32_t { kNone, kTimeout, kAborted };
+
+// Set by hosts, in their memory, to end a rank's kernels: a copy for each block, as far as they go.
+// A GPU fetches a line of host memory for one block at a time, which took an H200 1.0 us each.
+struct AbortFlag {
+  static constexpr int kCopies = 256;
+  Flag copies[kCopies];
+
+  void set() {
+    if (std::atomic_ref(copies[kCopies - 1].value).load(std::memory_order_acquire) != 0) return;
+    for (Flag& copy : copies) std::atomic_ref(copy.value).store(1, std::memory_order_release);
+  }
+  RINGREDUCE_DEVICE bool isSet(int block) {
+    return observeWord(copies[block % kCopies].value) != 0;
+  }
+};
 
 // The failure of a rank's kernels, in memory that its host reads.  The first block to give up
 // writes it, `cause` last.
@@ -44,7 +61,7 @@ struct DeviceComm {
   DeviceLayout layout;
   std::byte* base[kMostRanks];  // each rank's memory (device_layout.h), as mapped here
   Local* local;
-  uint64_t* abort;   // not 0: give up.  Set by the host, in its memory
+  AbortFlag* abort;  // in the hosts' memory
   Trouble* trouble;  // in the host's memory
 };
 

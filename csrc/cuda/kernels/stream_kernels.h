@@ -30,7 +30,7 @@ struct DirectCall {
   const std::byte* inputs[kMostRanks];  // each rank's, mapped here
   std::byte* outputs[kMostRanks];       // may be the inputs
   Arithmetic arithmetic;                // scaled already: `scale` is not looked at
-  uint64_t* abort;                      // not 0: nothing is written any more
+  AbortFlag* abort;                     // once it is set, nothing is written any more
 };
 
 // All ranks' inputs for a chunk, first to last.
@@ -58,7 +58,7 @@ template <class E, class Block>
 RINGREDUCE_DEVICE void direct(Block& block, const DirectCall& call, int channel, int channels) {
   using Stored = AsStored<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored);
-  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && call.abort->isSet(channel))) return;
   const size_t each =
       roundUp(ceilDiv(call.elements, static_cast<size_t>(channels)), kChunkElements);
   Span mine = piece(call.elements, each, static_cast<size_t>(channel));
@@ -76,7 +76,7 @@ struct CopyCall {
   std::byte* to;
   size_t count;
   Arithmetic arithmetic;
-  uint64_t* abort;               // as DirectCall's
+  AbortFlag* abort;              // as DirectCall's
   const void* factor = nullptr;  // in device memory: replaces arithmetic.factor
 };
 
@@ -85,7 +85,7 @@ RINGREDUCE_DEVICE void copyIn(Block& block, const CopyCall& call, int channel, i
   using Stored = AsStored<E>;
   constexpr size_t kWidth = sizeof(typename E::Stored);
   // After an abort, a leader of the previous call may still be at work there.
-  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && call.abort->isSet(channel))) return;
   const size_t each = roundUp(ceilDiv(call.count, static_cast<size_t>(channels)), kChunkElements);
   const Span mine = piece(call.count, each, static_cast<size_t>(channel));
   Arithmetic arithmetic = call.arithmetic;
@@ -101,13 +101,13 @@ struct CarryCall {
   int places;
   const std::byte* from[kMostRanks];
   std::byte* to[kMostRanks];
-  size_t bytes;     // each, a multiple of the kernel's unit
-  uint64_t* abort;  // as DirectCall's
+  size_t bytes;      // each, a multiple of the kernel's unit
+  AbortFlag* abort;  // as DirectCall's
 };
 
 template <size_t unit, class Block>
 RINGREDUCE_DEVICE void carry(Block& block, const CarryCall& call, int channel, int channels) {
-  if (block.any(block.thread() == 0 && observeWord(*call.abort) != 0)) return;
+  if (block.any(block.thread() == 0 && call.abort->isSet(channel))) return;
   const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), kLine);
   const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
   for (int i = 0; i < call.places; ++i)
@@ -121,7 +121,7 @@ struct DeliverCall {
   const std::byte* from;  // null: it is in place
   std::byte* to;
   size_t bytes;
-  uint64_t* abort;
+  AbortFlag* abort;
   uint64_t* delivered;  // counts schedules that came to their end
   Local* local;
   std::byte* output;  // of the whole call
@@ -135,7 +135,7 @@ RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channe
   if (channel == 0 && block.thread() == 0)
     publishWord(*call.delivered, observeWord(*call.delivered) + 1);
   // After an abort a leader may still be writing there.
-  const bool poisoned = block.any(block.thread() == 0 && observeWord(*call.abort) != 0);
+  const bool poisoned = block.any(block.thread() == 0 && call.abort->isSet(channel));
   if (call.from && !poisoned) {
     const size_t each = roundUp(ceilDiv(call.bytes, static_cast<size_t>(channels)), sizeof(Pack));
     const Span mine = piece(call.bytes, each, static_cast<size_t>(channel));
@@ -153,7 +153,7 @@ RINGREDUCE_DEVICE void deliver(Block& block, const DeliverCall& call, int channe
 struct StagedAt {
   int rank, size;
   std::byte* base[kMostRanks];
-  uint64_t* abort;  // this rank's
+  AbortFlag* abort;  // this rank's
 };
 
 // Of a reduce-scatter of parts of `count` elements, the elements `piece` of every part are staged
