@@ -12,59 +12,6 @@ namespace {
 constexpr int kCalls = 32;   // all-reduces in a graph, one after the other
 constexpr int kReplays = 8;  // of each graph in a round
 
-// What `put` puts into the ranks' streams, as one graph for each stream.
-class Graphs {
- public:
-  Graphs(const Bench& bench, const std::function<void()>& put) : bench_(bench) {
-    const int size = bench.size();
-    std::string error;
-    int capturing = 0;
-    try {
-      for (; capturing < size; ++capturing)
-        gpu::must(cudaStreamBeginCapture(stream(capturing), cudaStreamCaptureModeThreadLocal),
-                  "begin to capture a stream");
-      put();
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    for (int r = 0; r < capturing; ++r) {
-      cudaGraph_t graph = nullptr;
-      const cudaError_t ended = cudaStreamEndCapture(stream(r), &graph);
-      if (error.empty() && ended != cudaSuccess) error = cudaGetErrorString(ended);
-      cudaGraphExec_t ready = nullptr;
-      if (error.empty()) {
-        cudaError_t made = cudaGraphInstantiate(&ready, graph, 0);
-        // Not left to the first launch, while another rank's kernel holds the GPU and waits.
-        if (made == cudaSuccess) made = cudaGraphUpload(ready, stream(r));
-        if (made != cudaSuccess) error = cudaGetErrorString(made);
-      }
-      if (ready) ready_.push_back(ready);
-      if (graph) (void)cudaGraphDestroy(graph);
-    }
-    if (error.empty()) return;
-    (void)cudaGetLastError();  // said already
-    clear();
-    throw std::runtime_error("cannot be captured as a CUDA graph: " + error);
-  }
-  ~Graphs() { clear(); }
-  Graphs(const Graphs&) = delete;
-  Graphs& operator=(const Graphs&) = delete;
-
-  void launch() const {
-    for (size_t r = 0; r < ready_.size(); ++r)
-      gpu::must(cudaGraphLaunch(ready_[r], stream(static_cast<int>(r))), "launch a CUDA graph");
-  }
-
- private:
-  cudaStream_t stream(int r) const { return bench_.ranks().stream(r); }
-  void clear() {
-    for (cudaGraphExec_t graph : ready_) (void)cudaGraphExecDestroy(graph);
-    ready_.clear();
-  }
-  const Bench& bench_;
-  std::vector<cudaGraphExec_t> ready_;
-};
-
 class Latency {
  public:
   Latency(const Settings& settings, int ranks, size_t most_bytes)
@@ -108,10 +55,10 @@ class Latency {
         // Twice as it is, once as a graph: replays must go on from what went before.
         one.result.wrong = check(one, job, put);
         one.put = [put](const Job& j) { put(j); };
-        auto graphs = std::make_shared<std::vector<std::unique_ptr<Graphs>>>();
+        auto graphs = std::make_shared<std::vector<std::unique_ptr<one_process::Graphs>>>();
         for (const bool in_place : {false, true}) {
           job.in_place = in_place;
-          graphs->push_back(std::make_unique<Graphs>(bench_, [&] {
+          graphs->push_back(std::make_unique<one_process::Graphs>(bench_.ranks(), [&] {
             for (int i = 0; i < kCalls; ++i) put(job);
           }));
         }
@@ -137,7 +84,7 @@ class Latency {
     return found.wrong;
   }
 
-  double time(const Graphs& graphs) {
+  double time(const one_process::Graphs& graphs) {
     begin_.record(bench_.stream());
     bench_.fork();
     for (int i = 0; i < kReplays; ++i) graphs.launch();

@@ -11,6 +11,7 @@
 
 using namespace ringreduce;
 using one_process::Choice;
+using one_process::Graphs;
 using one_process::Ranks;
 using one_process::Run;
 using ring_oracle::Case;
@@ -196,27 +197,14 @@ TEST(a_captured_graph_replays) {
     const Case what{
         .ranks = 2, .count = 3000, .dtype = DType::kFloat32, .op = ReduceOp::kSum, .seed = next()};
     const Data data(what, false);
-    std::vector<cudaGraphExec_t> graphs;
-    for (int r = 0; r < 2; ++r)
-      gpu::must(cudaStreamBeginCapture(ranks.stream(r), cudaStreamCaptureModeThreadLocal),
-                "capture");
-    for (int i = 0; i < 3; ++i) ranks.apart(data.run(), choice);
-    for (int r = 0; r < 2; ++r) {
-      cudaGraph_t graph = nullptr;
-      gpu::must(cudaStreamEndCapture(ranks.stream(r), &graph), "end a capture");
-      graphs.push_back(nullptr);
-      gpu::must(cudaGraphInstantiate(&graphs.back(), graph, 0), "make a graph");
-      gpu::must(cudaGraphUpload(graphs.back(), ranks.stream(r)), "upload a graph");
-      gpu::must(cudaGraphDestroy(graph), "give a graph back");
-    }
-    for (int i = 0; i < 5; ++i)
-      for (int r = 0; r < 2; ++r)
-        gpu::must(cudaGraphLaunch(graphs[static_cast<size_t>(r)], ranks.stream(r)), "replay");
+    const Graphs graphs(ranks, [&] {
+      for (int i = 0; i < 3; ++i) ranks.apart(data.run(), choice);
+    });
+    for (int i = 0; i < 5; ++i) graphs.launch();
     // Calls outside of the graph go on from there.
     ranks.apart(data.run(), choice);
     ranks.wait();
     data.expectRight("a graph");
-    for (cudaGraphExec_t graph : graphs) gpu::must(cudaGraphExecDestroy(graph), "free a graph");
   }
 }
 

@@ -61,7 +61,8 @@ def have_other_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def residuals(state: Any) -> list[torch.Tensor]:
-    return list(state.state_dict()["residuals"].values())
+    """A hook's residuals, in the host's memory."""
+    return [r.cpu() for r in state.state_dict()["residuals"].values()]
 
 
 def unlike_the_cpus(

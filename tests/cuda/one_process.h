@@ -4,7 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -141,6 +143,63 @@ class Ranks {
   std::vector<std::shared_ptr<Communicator>> comms_;
   std::vector<gpu::Stream> streams_;
   gpu::Mark mark_;
+};
+
+// What `put` puts into the ranks' streams, as one graph for each stream.
+class Graphs {
+ public:
+  // Throws std::runtime_error if it cannot be captured.
+  Graphs(const Ranks& ranks, const std::function<void()>& put) : ranks_(ranks) {
+    std::string error;
+    int capturing = 0;
+    try {
+      for (; capturing < ranks.size(); ++capturing)
+        gpu::must(cudaStreamBeginCapture(ranks.stream(capturing), cudaStreamCaptureModeThreadLocal),
+                  "begin to capture a stream");
+      put();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    const auto note = [&](cudaError_t result) {
+      if (error.empty() && result != cudaSuccess) error = cudaGetErrorString(result);
+    };
+    // A thread that captures may not make a graph: all captures end first.
+    std::vector<cudaGraph_t> captured;
+    for (int r = 0; r < capturing; ++r) {
+      captured.push_back(nullptr);
+      note(cudaStreamEndCapture(ranks.stream(r), &captured.back()));
+    }
+    for (int r = 0; r < capturing && error.empty(); ++r) {
+      ready_.push_back(nullptr);
+      note(cudaGraphInstantiate(&ready_.back(), captured[static_cast<size_t>(r)], 0));
+      // Not left to the first launch, while another rank's kernel holds the GPU and waits.
+      if (error.empty()) note(cudaGraphUpload(ready_.back(), ranks.stream(r)));
+    }
+    for (cudaGraph_t graph : captured)
+      if (graph) (void)cudaGraphDestroy(graph);
+    if (error.empty()) return;
+    (void)cudaGetLastError();  // said already
+    clear();
+    throw std::runtime_error("cannot be captured as a CUDA graph: " + error);
+  }
+  ~Graphs() { clear(); }
+  Graphs(const Graphs&) = delete;
+  Graphs& operator=(const Graphs&) = delete;
+
+  void launch() const {
+    for (size_t r = 0; r < ready_.size(); ++r)
+      gpu::must(cudaGraphLaunch(ready_[r], ranks_.stream(static_cast<int>(r))),
+                "launch a CUDA graph");
+  }
+
+ private:
+  void clear() {
+    for (cudaGraphExec_t graph : ready_)
+      if (graph) (void)cudaGraphExecDestroy(graph);
+    ready_.clear();
+  }
+  const Ranks& ranks_;
+  std::vector<cudaGraphExec_t> ready_;
 };
 
 }  // namespace one_process

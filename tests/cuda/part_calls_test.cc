@@ -250,26 +250,13 @@ TEST(a_captured_graph_replays) {
     std::vector<Data> data;
     data.reserve(3);
     for (Kind kind : kKinds) data.emplace_back(kind, 2, 3000, DType::kFloat32, false);
-    std::vector<cudaGraphExec_t> graphs(2);
-    for (int r = 0; r < 2; ++r)
-      gpu::must(cudaStreamBeginCapture(ranks.stream(r), cudaStreamCaptureModeThreadLocal),
-                "capture");
-    for (const Data& one : data) one.put(ranks);
-    for (int r = 0; r < 2; ++r) {
-      const auto i = static_cast<size_t>(r);
-      cudaGraph_t graph = nullptr;
-      gpu::must(cudaStreamEndCapture(ranks.stream(r), &graph), "end a capture");
-      gpu::must(cudaGraphInstantiate(&graphs[i], graph, 0), "make a graph");
-      gpu::must(cudaGraphUpload(graphs[i], ranks.stream(r)), "upload a graph");
-      gpu::must(cudaGraphDestroy(graph), "give a graph back");
-    }
-    for (int again = 0; again < 4; ++again)
-      for (int r = 0; r < 2; ++r)
-        gpu::must(cudaGraphLaunch(graphs[static_cast<size_t>(r)], ranks.stream(r)), "replay");
+    const one_process::Graphs graphs(ranks, [&] {
+      for (const Data& one : data) one.put(ranks);
+    });
+    for (int again = 0; again < 4; ++again) graphs.launch();
     for (const Data& one : data) one.put(ranks);
     ranks.wait();
     for (const Data& one : data) one.expectRight("a graph");
-    for (cudaGraphExec_t graph : graphs) gpu::must(cudaGraphExecDestroy(graph), "free a graph");
   }
 }
 

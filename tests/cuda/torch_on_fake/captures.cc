@@ -274,6 +274,7 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t*
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                           unsigned long long) {
   if (const auto e = fate()) return said(e);
+  if (const auto e = besideCaptures()) return said(e);
   *made = new CUgraphExec_st{graph->nodes};
   return cudaSuccess;
 }
