@@ -38,10 +38,15 @@ int run(const Settings& settings) {
   return kUsage;
 }
 
+// Whether ranks are processes.
+bool hasProcesses(Mode mode) {
+  return mode == Mode::kProcesses || mode == Mode::kKill;
+}
+
 // A process that has started CUDA must not be forked any more, so one that will be asks in a child.
 // The others do not: profilers and sanitizers want one process.
 std::string whyNoGpu(Mode mode) {
-  if (mode != Mode::kProcesses && mode != Mode::kKill) return gpu::whyNone();
+  if (!hasProcesses(mode)) return gpu::whyNone();
   return processes::run(1, [](int) {
     if (const std::string why = gpu::whyNone(); !why.empty()) throw std::runtime_error(why);
   })[0];
@@ -62,8 +67,9 @@ int main(int argc, char** argv) {
     return kOk;
   }
   // Read by CUDA and NCCL when they start.  Streams of ranks that wait for each other must not
-  // share a queue of the GPU's.
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  // share a queue of the GPU's.  Ranks that are processes have queues of their own, and MPS has too
+  // few for as many in each.
+  if (!hasProcesses(settings.mode)) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 0);
   try {
     if (const std::string why = whyNoGpu(settings.mode); !why.empty()) {

@@ -294,7 +294,7 @@ def test_the_order_of_the_stages() -> None:
     tools = gpu_machine.Tools(*[None] * 7)
     plan = gpu_stages.Plan(tools, "90", 1, gpus=8)
     names = [stage.name for stage in gpu_stages.stages(plan)]
-    wanted = ["build", "check", "gpus", "kill", "extension", "torch", "ddp", "floor", "memcheck"]
+    wanted = ["build", "check", "gpus", "kill", "extension", "torch", "floor", "ddp", "memcheck"]
     assert [name for name in names if name in wanted] == wanted
     commands = {s.name: s.steps[0].text() for s in gpu_stages.stages(plan)}
     assert "--ranks 2,4,8" in commands["gpus"] and "--maxbytes 256M" in commands["gpus"]

@@ -116,6 +116,7 @@ std::vector<void*> buffers(const std::vector<RankData>& data, bool inputs) {
 
 Bench::Bench(int ranks, size_t most_bytes)
     : staged_(ranks, inOneProcess(), groupOptions("staged")),
+      most_bytes_(most_bytes),
       expected_(most_bytes),
       factor_(sizeof(double)) {
   for (int r = 0; r < ranks; ++r) data_.emplace_back(r, most_bytes);
@@ -202,7 +203,7 @@ std::unique_ptr<Nccl> Nccl::make(const Settings& settings, const Bench& bench) {
     // Kernels that wait for each other for ever would end the whole run: try it, and let go.
     Job job;
     job.what = {.ranks = bench.size(),
-                .count = size_t{256} << 10,
+                .count = std::min(size_t{256} << 10, bench.mostBytes() / sizeof(float)),
                 .dtype = DType::kFloat32,
                 .op = ReduceOp::kSum};
     bench.fork();

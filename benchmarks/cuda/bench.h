@@ -59,6 +59,7 @@ class Bench {
   Bench(int ranks, size_t most_bytes);
 
   int size() const { return staged_.size(); }
+  size_t mostBytes() const { return most_bytes_; }
   const one_process::Ranks& ranks() const { return staged_; }
   const RankData& data(int r) const { return data_[static_cast<size_t>(r)]; }
   Expected& expected() { return expected_; }
@@ -87,6 +88,7 @@ class Bench {
   std::vector<RankData> data_;
   std::optional<one_process::Ranks> registered_;
   std::string why_not_registered_, why_not_together_;
+  const size_t most_bytes_;
   Expected expected_;
   gpu::Buffer factor_;
   bool factor_on_device_ = false;

@@ -28,7 +28,7 @@ struct ModeInfo {
 inline constexpr std::array kModes{
     ModeInfo{"check", "bit for bit what the CPU ring gives: every dtype, op and algorithm"},
     ModeInfo{"floor", "bandwidth of a copy, and what each algorithm can reach at most with it"},
-    ModeInfo{"single", "bandwidth of ranks of one process, in one cooperative grid"},
+    ModeInfo{"single", "bandwidth of ranks of one process, one launch a rank"},
     ModeInfo{"latency", "small messages inside CUDA graphs, one launch a rank"},
     ModeInfo{"processes",
              "ranks that are processes, on GPUs of their own as far as there are; first H, one "

@@ -1,5 +1,5 @@
-// single: bandwidth of ranks of one process.  Kernels of all ranks are one cooperative grid; the
-// direct schedule and NCCL have a stream for each rank.
+// single: bandwidth of ranks of one process.  Each rank has a stream and a launch, as in training
+// and as NCCL has.
 #include <cstdio>
 
 #include "bench.h"
@@ -35,8 +35,8 @@ class Single {
     std::vector<Contender> contenders;
     for (Path path : paths_)
       if (exists(path, dtype, op, bytes))
-        contenders.push_back(
-            contender(name(path), path, [this, path](const Job& j) { bench_.issue(path, j); }));
+        contenders.push_back(contender(
+            name(path), path, [this, path](const Job& j) { bench_.issue(path, j, true); }));
     if (nccl_ && nccl::supports(dtype, op))
       contenders.push_back(
           contender("nccl", std::nullopt, [this](const Job& j) { nccl_->issue(bench_, j); }));

@@ -1,7 +1,8 @@
 """What gpu_check.py runs on GPUs, in which order, and what to make of the measurements.
 
 First what every report has to say: that the bits are right on one GPU, that all GPUs together give
-them too, and that the end of a rank is noticed.  Then torch, then speed, then the slow tools.
+them too, and that the end of a rank is noticed.  Then torch, then speed, where torch's takes most
+time and comes last, then the slow tools.
 
 The stages call `ringreduce_cuda_perf MODE [options] --json FILE` (benchmarks/cuda_perf.cc), which
 appends a line of JSON for each measurement:
@@ -138,14 +139,14 @@ def stages(plan: Plan) -> list[Stage]:
         *first,
         *map(gpu_test, gpu_tests()),
         gpu_torch_stages.extension(plan),
-        *gpu_torch_stages.stages(plan),
+        gpu_torch_stages.tests(plan),
         measured(
             *("floor", "how fast a GPU copies", 20),
             run("floor"),
             figure=figures.copy_figure,
         ),
         measured(
-            *("single", "bandwidth, ranks of one process in one grid, beside NCCL", 60),
+            *("single", "bandwidth, ranks of one process, a launch a rank, beside NCCL", 60),
             run("single", *both, "--algorithms", algorithms, *sizes("1M", "1G"), nccl=True),
             figure=figures.bandwidth_figure,
         ),
@@ -174,6 +175,7 @@ def stages(plan: Plan) -> list[Stage]:
             skip="" if tools.mps_control else "there is no nvidia-cuda-mps-control",
             figure=figures.processes_figure,
         ),
+        *gpu_torch_stages.speed(plan),
         *(
             measured(
                 *(tool, f"compute-sanitizer's {tool} finds nothing in a reduced check", 45),

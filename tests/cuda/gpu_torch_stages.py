@@ -87,20 +87,23 @@ BENCH = {"collect": figures.bench_lines, "figure": figures.bench_figure}
 DDP = {"collect": figures.ddp_lines, "figure": figures.ddp_figure}
 
 
-def stages(plan: Plan) -> list[Stage]:
-    peers = ("--compare", "nccl,gloo,symm_mem", "--rounds", "3")
+def tests(plan: Plan) -> Stage:
     pytest = (
         *("-m", "pytest", str(HERE / "gpu_torch_test.py"), "-q", "-p", "no:cacheprovider"),
         *("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")),
         *("-o", "junit_family=xunit2", "--junitxml", "{folder}/junit.xml"),
     )
+    return measured(
+        *(plan, "torch", "calls, DDP, FSDP2, graphs, streams, a killed rank, by PyTorch", 300),
+        run(plan, *pytest),
+        collect=figures.junit,
+        figure=figures.tests_figure,
+    )
+
+
+def speed(plan: Plan) -> list[Stage]:
+    peers = ("--compare", "nccl,gloo,symm_mem", "--rounds", "3")
     return [
-        measured(
-            *(plan, "torch", "calls, DDP, FSDP2, graphs, streams, a killed rank, by PyTorch", 300),
-            run(plan, *pytest),
-            collect=figures.junit,
-            figure=figures.tests_figure,
-        ),
         measured(
             *(
                 plan,
