@@ -174,7 +174,7 @@ class Rank {
   const int rank_, size_;
   std::array<std::vector<std::byte>, kRingSlots> slots_;
   std::array<Event, kRingEvents> events_;
-  uint64_t abort_ = 0;
+  AbortFlag abort_{};
   thread_gpu::Stream wire_, adding_;
 };
 

@@ -88,9 +88,9 @@ class Streams {
     });
   }
 
-  // What a failure does: first every rank's abort word, only then the words that streams wait for.
+  // What a failure does: first every rank's abort flag, only then the words that streams wait for.
   // These again and again, since a stream that goes on sets them back.
-  void setAbort(int rank) { publishWord(states_[at(rank)]->abort, 1); }
+  void setAbort(int rank) { states_[at(rank)]->abort.set(); }
   void setAborts() {
     for (int r = 0; r < P_; ++r) setAbort(r);
   }
@@ -463,7 +463,8 @@ TEST(what_is_given_up_in_the_middle_is_poisoned_as_a_whole) {
     constexpr size_t kPiece = 4096;
     constexpr std::byte kBefore{0x5a};
     std::vector<std::byte> staging(kPiece, kBefore), output(3 * kPiece, kBefore);
-    uint64_t abort = 0, delivered = 0;
+    AbortFlag abort{};
+    uint64_t delivered = 0;
     Local local{};
     const DeliverCall call{.from = staging.data(),
                            .to = output.data() + kPiece,
@@ -477,7 +478,7 @@ TEST(what_is_given_up_in_the_middle_is_poisoned_as_a_whole) {
     host::Team team(1);
     host::Block block(team, 0);
     deliver(block, call, 0, 2);
-    publishWord(abort, 1);
+    abort.set();
     CHECK_EQ(local.found_inf, 0.f);
     deliver(block, call, 1, 2);
     const bool is_integer = dtype == DType::kInt64 || dtype == DType::kBool;

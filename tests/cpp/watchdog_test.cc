@@ -289,7 +289,7 @@ TEST(all_ranks_are_told_before_a_stream_goes_on) {
           rank.watchdog().abort("enough");
           // The others' watchdogs sleep, since nothing is under way: nobody else can have told
           // them.
-          for (int r = 0; r < group.size(); ++r) CHECK(observeWord(rank.state(r).abort) != 0);
+          for (int r = 0; r < group.size(); ++r) CHECK(rank.state(r).abort.isSet(r));
           for (HostState::Line& line : rank.own().words)
             CHECK_EQ(std::atomic_ref(line.word).load(), kReleased);
         }
@@ -352,10 +352,9 @@ TEST(what_a_kernel_reports_is_raised) {
                                   "channel 3, step 42) (DDP bucket 2)"})
           CHECK(ranks::failureOf([&] { rank.watchdog().check(); }, words) == Failure::kTimeout);
         // By the watchdog's thread, after the group has failed.
-        for (const Nanos end = deadlineIn(kLong);
-             observeWord(rank.own().abort) == 0 && now() < end;)
+        for (const Nanos end = deadlineIn(kLong); !rank.own().abort.isSet(0) && now() < end;)
           std::this_thread::yield();
-        CHECK(observeWord(rank.own().abort) == 1);
+        CHECK(rank.own().abort.isSet(0) && rank.own().abort.isSet(AbortFlag::kCopies - 1));
       },
       named());
 }
@@ -392,7 +391,7 @@ TEST(a_gpu_that_does_not_answer_keeps_no_wait_from_ending) {
               if (group.rank() == 0) {
                 rank.watchdog().announce({.count = 1});
                 rank.watchdog().track(kLong, [&] {
-                  while (observeWord(rank.own().abort) == 0) std::this_thread::yield();
+                  while (!rank.own().abort.isSet(0)) std::this_thread::yield();
                   return true;
                 });
               } else {

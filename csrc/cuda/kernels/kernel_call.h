@@ -21,6 +21,8 @@ struct AbortFlag {
   static constexpr int kCopies = 256;
   Flag copies[kCopies];
 
+  // In order: a block that sees its copy can see that of block 0, by which a kernel's last block
+  // decides.
   void set() {
     if (std::atomic_ref(copies[kCopies - 1].value).load(std::memory_order_acquire) != 0) return;
     for (Flag& copy : copies) std::atomic_ref(copy.value).store(1, std::memory_order_release);
