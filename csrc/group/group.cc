@@ -332,12 +332,12 @@ Failure Group::failure() const {
 
 std::vector<PeerState> Group::states() const {
   refuseInChild();
-  return epoch()->arbiter->states();
+  return epoch()->arbiter->peers().states();
 }
 
 bool Group::hasExited(int rank) const {
   refuseInChild();
-  return epoch()->arbiter->hasExited(rank);
+  return epoch()->arbiter->peers().hasExited(rank);
 }
 
 std::vector<int> Group::members() const {
@@ -347,7 +347,7 @@ std::vector<int> Group::members() const {
 std::vector<int> Group::liveRanks() const {
   refuseInChild();
   const std::shared_ptr<Epoch> epoch = this->epoch();
-  const std::vector<PeerState> all = epoch->arbiter->states();
+  const std::vector<PeerState> all = epoch->arbiter->peers().states();
   const std::vector<int> members = membersOf(*epoch);
   std::vector<int> live;
   for (int r = 0; r < epoch->size; ++r)
@@ -368,7 +368,7 @@ void Group::failLost(int rank, const std::string& when) {
 }
 
 std::vector<int> Group::stopped() const {
-  return epoch()->arbiter->stoppedOf(otherRanks(rank_, size_));
+  return epoch()->arbiter->peers().stoppedOf(otherRanks(rank_, size_));
 }
 
 void Group::interrupt(const std::string& doing) {

@@ -109,16 +109,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // Those of them that are not lost: all, if the group does not survive losses.
   std::vector<int> liveRanks() const;
   // Why a rank is lost: "its process ended".
-  std::string howLost(int rank) const { return epoch()->arbiter->howLost(rank); }
+  std::string howLost(int rank) const { return epoch()->arbiter->peers().howLost(rank); }
   // The same as `fail` for a lost rank: "rank 2 (pid 7 on host a) is lost: its process
   // ended <when>".
   [[noreturn]] void failLost(int rank, const std::string& when);
   // Other ranks whose processes are stopped (SIGSTOP, a debugger).
   std::vector<int> stopped() const;
   // "rank 2 (pid 7 on host a)", and the same with the last operation seen of each rank.
-  std::string who(int rank) const { return epoch()->arbiter->who(rank); }
+  std::string who(int rank) const { return epoch()->arbiter->peers().who(rank); }
   std::string whereabouts(const std::vector<int>& ranks) const {
-    return epoch()->arbiter->whereabouts(ranks);
+    return epoch()->arbiter->peers().whereabouts(ranks);
   }
   // Lets Ctrl-C end a wait in a user's thread: aborts the group as "interrupted <doing>" and throws
   // the interrupt's exception.
@@ -131,7 +131,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void publishStreams(const StreamProgress& own) { epoch()->arbiter->publishStreams(own); }
   // The latest progress of that rank, and its time (0: never).
   std::pair<StreamProgress, Nanos> streamsOf(int rank) const {
-    return epoch()->arbiter->streamsOf(rank);
+    return epoch()->arbiter->peers().streamsOf(rank);
   }
   // Asks all ranks for their progress, without waiting; see Control::askForProgress.  `at_once`:
   // also if they have just been asked, and ranks with nothing new do not answer again.

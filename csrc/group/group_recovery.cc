@@ -141,8 +141,8 @@ bool Group::recover(const Error& loss, Standing& standing, const Operation& oper
   const auto nameLate = [&](const std::vector<int>& late) {
     std::vector<int> positions;
     for (const int rank : late) positions.push_back(positionIn(*epoch_, rank));
-    return epoch_->arbiter->whereabouts(positions) + " did not come to " + text + " of group '" +
-           options_.name + "', which was to go on after a loss,";
+    return epoch_->arbiter->peers().whereabouts(positions) + " did not come to " + text +
+           " of group '" + options_.name + "', which was to go on after a loss,";
   };
   const Recovery::Watch watch{.look = [this](int rank) { return look(rank); },
                               .isCut = [this](int rank) { return isCut(rank); },
@@ -316,8 +316,8 @@ bool Group::isCut(int rank) const {
 bool Group::isStopped(int rank) const {
   return std::ranges::none_of(epochs(), [&](const auto& one) {
     const int position = positionIn(*one, rank);
-    return position >= 0 && one->arbiter->stoppedOf({position}).empty() &&
-           one->arbiter->answers(position);
+    return position >= 0 && one->arbiter->peers().stoppedOf({position}).empty() &&
+           one->arbiter->peers().answers(position);
   });
 }
 
@@ -331,7 +331,7 @@ void Group::noteLosses(const std::vector<int>& before, const std::string& operat
     for (const auto& one : epochs()) {
       const int position = positionIn(*one, rank);
       if (position < 0 || is_known) continue;
-      who = one->arbiter->howAbsent(position);
+      who = one->arbiter->peers().howAbsent(position);
       is_known = !one->arbiter->stateOf(position).isHere();
     }
     {

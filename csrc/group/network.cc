@@ -175,7 +175,7 @@ void Network::handOver(void (*poll)(), Nanos timeout) {
     if (now() >= limit)
       return log("rank " + options_.shown(rank_) + " left group '" + options_.name +
                  "' with messages that had not been sent after " + seconds(timeout) + ": " +
-                 arbiter.whereabouts(late) + " did not take them");
+                 arbiter.peers().whereabouts(late) + " did not take them");
     if (poll) poll();
     std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
   }

@@ -448,7 +448,7 @@ void Messenger::stop(void (*poll)(), Nanos timeout) {
 void Messenger::checkMismatch(const Transfer& transfer) {
   const Message& m = transfer.message;
   arbiter_.fail(Failure::kMismatch, transfer.source,
-                "ranks disagree on a message: " + arbiter_.who(transfer.source) + " sent " +
+                "ranks disagree on a message: " + arbiter_.peers().who(transfer.source) + " sent " +
                     std::to_string(transfer.sent_count) + " elements of " +
                     name(transfer.sent_dtype) + " with tag " + std::to_string(m.tag) +
                     ", where rank " + options_.shown(rank_) + " receives " +
@@ -457,7 +457,7 @@ void Messenger::checkMismatch(const Transfer& transfer) {
 
 // Ends messages to and from ranks that are gone.
 void Messenger::checkPeers() {
-  std::vector<PeerState> peers = arbiter_.states();
+  std::vector<PeerState> peers = arbiter_.peers().states();
   peers[static_cast<size_t>(rank_)] = {};  // this rank may be leaving itself
   if (std::ranges::all_of(peers, &PeerState::isHere)) return;
   // All that a gone rank has sent is in memory by now: take it first.
@@ -575,15 +575,15 @@ std::string Messenger::missing(const Transfer& transfer) {
     moved = transfer.moved;
   }
   if (matched != kAnySource)
-    return arbiter_.whereabouts({matched}) + " is not done with it (" + std::to_string(moved) +
-           " of " + std::to_string(m.bytes()) + " bytes)";
+    return arbiter_.peers().whereabouts({matched}) + " is not done with it (" +
+           std::to_string(moved) + " of " + std::to_string(m.bytes()) + " bytes)";
   if (m.direction == Message::Direction::kSend)
-    return arbiter_.whereabouts({m.peer}) + " did not receive it";
-  if (m.peer != kAnySource) return arbiter_.whereabouts({m.peer}) + " did not send it";
+    return arbiter_.peers().whereabouts({m.peer}) + " did not receive it";
+  if (m.peer != kAnySource) return arbiter_.peers().whereabouts({m.peer}) + " did not send it";
   if (size_ == 1) return "there is no other rank to send it";
   const std::vector<int> others = otherRanks(rank_, size_);
-  const std::vector<int> stopped = arbiter_.stoppedOf(others);
-  return arbiter_.whereabouts(stopped.empty() ? others : stopped) + " did not send it";
+  const std::vector<int> stopped = arbiter_.peers().stoppedOf(others);
+  return arbiter_.peers().whereabouts(stopped.empty() ? others : stopped) + " did not send it";
 }
 
 }  // namespace ringreduce

@@ -216,8 +216,8 @@ TEST(a_rank_is_gone_once_all_its_messages_have_arrived) {
     CHECK(arbiter.stateOf(r).isGone());
     one.others.later();
   }
-  CHECK_EQ(arbiter.howLost(3), std::string("no packet from its host came for 3 s"));
-  CHECK_EQ(arbiter.howLost(1), std::string("its process ended"));
+  CHECK_EQ(arbiter.peers().howLost(3), std::string("no packet from its host came for 3 s"));
+  CHECK_EQ(arbiter.peers().howLost(1), std::string("its process ended"));
   CHECK(!arbiter.failed());
 }
 
@@ -262,7 +262,7 @@ TEST(the_progress_of_a_rank_names_the_rank_that_it_waits_for) {
       CHECK_EQ(one.arbiter->ownProgress(kNoOperation).waits_for, -1);
     }
   one.see(1, 0, {}, 2);
-  CHECK(one.arbiter->whereabouts({1}) ==
+  CHECK(one.arbiter->peers().whereabouts({1}) ==
         "rank 1 (a process, no collective so far, waits for data from rank 2)");
 }
 
@@ -278,17 +278,17 @@ TEST(a_rank_that_is_lost_does_not_end_a_wait_that_is_over) {
 TEST(who_holds_up_another_is_found_along_the_chain) {
   One one(0, 4);
   Arbiter& arbiter = *one.arbiter;
-  CHECK_EQ(arbiter.heldUpBy(3), 3);
+  CHECK_EQ(arbiter.peers().heldUpBy(3), 3);
   // Rank 3 waits for rank 2, and that for rank 1, which says nothing.
   one.see(3, 1, barrier(0), 2);
   one.see(2, 1, barrier(0), 1);
-  CHECK_EQ(arbiter.heldUpBy(3), 1);
+  CHECK_EQ(arbiter.peers().heldUpBy(3), 1);
   // A chain that comes back here ends before.
   one.see(1, 1, barrier(0), 0);
-  CHECK_EQ(arbiter.heldUpBy(3), 1);
+  CHECK_EQ(arbiter.peers().heldUpBy(3), 1);
   // Nor is one without an end followed for ever.
   one.see(1, 1, barrier(0), 3);
-  CHECK(arbiter.heldUpBy(3) > 0);
+  CHECK(arbiter.peers().heldUpBy(3) > 0);
 }
 
 TEST(who_waits_for_a_late_one_is_not_blamed_with_it) {
