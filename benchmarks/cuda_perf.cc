@@ -68,7 +68,7 @@ int main(int argc, char** argv) {
   }
   // Read by CUDA and NCCL when they start.  Streams of ranks that wait for each other must not
   // share a queue of the GPU's.  Ranks that are processes have queues of their own, and MPS has too
-  // few for as many in each.
+  // few to give each process 32.
   if (!hasProcesses(settings.mode)) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 0);
   try {

@@ -35,8 +35,9 @@ class Single {
     std::vector<Contender> contenders;
     for (Path path : paths_)
       if (exists(path, dtype, op, bytes))
-        contenders.push_back(contender(
-            name(path), path, [this, path](const Job& j) { bench_.issue(path, j, true); }));
+        contenders.push_back(contender(name(path), path, [this, path](const Job& j) {
+          bench_.issue(path, j, /*apart=*/true);
+        }));
     if (nccl_ && nccl::supports(dtype, op))
       contenders.push_back(
           contender("nccl", std::nullopt, [this](const Job& j) { nccl_->issue(bench_, j); }));

@@ -1,7 +1,7 @@
 // Errors and log lines.
 //
 // A group that has failed stays failed: every later operation on it raises the same error.  The
-// text names ranks, hosts and the operation, and is made where these are known (health/arbiter.cc).
+// text names ranks, hosts and the operation, and is made where these are known (csrc/health).
 #pragma once
 
 #include <cerrno>

@@ -25,6 +25,8 @@ constexpr Nanos kNewsTime = 600 * kMillisecond;
 // The same for a connection for messages, which ends when its rank leaves or fails: that news has
 // to go round the ring.
 constexpr Nanos kExplainedTime = 2 * kSecond;
+// How long a rank waits for what the others say, before it blames one.
+constexpr Nanos kCensus = kAnswersWithin;
 // Between hosts: how long a rank that found a mismatch collects the calls of the others, and the
 // time between its questions, since a rank that has just arrived has more to tell.
 constexpr Nanos kRemoteCensus = kSecond, kCensusPeriod = 50 * kMillisecond;
@@ -121,7 +123,7 @@ void Arbiter::wakeAll() {
 }
 
 void Arbiter::check() const {
-  if (failed() || isLeftOut()) throwFailure();
+  if (failed()) throwFailure();
 }
 
 void Arbiter::fail(Failure kind, int culprit, const std::string& text) {
@@ -459,8 +461,8 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
     PeerTable::Census again = peers_.census(first, current_.sequence, other, sent, losses_allowed);
     if (again.parties.size() > 1 || found.parties.size() < 2) found = std::move(again);
   }
-  const Disagreement found_out = disagreementOf(peers_, std::move(found), other, sent);
-  fail(Failure::kMismatch, found_out.culprit, found_out.text);
+  const Disagreement blame = disagreementOf(peers_, std::move(found), other, sent);
+  fail(Failure::kMismatch, blame.culprit, blame.text);
 }
 
 // ---- ranks of other hosts

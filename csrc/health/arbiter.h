@@ -1,5 +1,5 @@
-// The arbiter of a group decides why the group has failed.  What it knows of the ranks is in a
-// PeerTable, who is late or differs in health/blame.h.
+// The arbiter of a group decides why the group has failed.  A PeerTable has what it knows of the
+// ranks; health/blame.h finds who is late or differs.
 //
 // Sources report to it:
 //
@@ -9,8 +9,8 @@
 //   connections      broken connections for messages (onDisconnect)
 //   waits            deadlines, Ctrl-C, mismatches (WaitGuard), errors of callers (fail)
 //
-// Between hosts a lost rank is reported by the rank that waits for its data, or
-// by a rank whose wait makes no progress (idle).  All other ranks receive that failure.
+// Between hosts a lost rank is reported by the rank that waits for its data, or by a rank whose
+// wait makes no progress (idle).  All other ranks receive that failure.
 //
 // The first cause wins, and all ranks raise its error (health/verdict.h).  A failure is final: the
 // group cannot be used any more.
@@ -129,9 +129,6 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   [[noreturn]] void endOperation(int rank) override;
 
  private:
-  // How long a rank that found a mismatch waits for the other ranks, to find the minority.
-  static constexpr Nanos kCensus = 300 * kMillisecond;
-
   // the failure
   void decide(const GroupFailure& failure);
   [[noreturn]] void throwFailure() const;

@@ -2,6 +2,8 @@
 #include "health/blame.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 
 #include "base/text.h"
 

@@ -27,7 +27,7 @@ struct Disagreement {
 };
 
 // The largest party is right; of equal ones, the first, which has the lowest rank.  `sent`: what
-// rank `other` sent, if all announced the same and its data were of another operation.
+// rank `other` sent, or null; it counts if all announced the same.
 Disagreement disagreementOf(const PeerTable& peers, PeerTable::Census found, int other,
                             const OpSignature* sent);
 

@@ -10,13 +10,6 @@
 #include "base/text.h"
 
 namespace ringreduce {
-namespace {
-
-// How long a process that runs takes at most to answer a question.
-constexpr Nanos kAnswersWithin = 300 * kMillisecond;
-
-}  // namespace
-
 std::vector<Seat> seatsOf(const Membership& membership) {
   std::vector<Seat> seats;
   for (const Member& member : membership.members)
@@ -100,7 +93,7 @@ bool PeerTable::isStopped(int rank) const {
 }
 
 bool PeerTable::answers(int rank) const {
-  if (!channel_) return true;
+  if (!areMirrors()) return true;
   const Nanos asked = now(), until = asked + kAnswersWithin;
   channel_->askForProgress(kNoOperation - 1);
   // Ranks do not repeat an answer at once.
@@ -211,15 +204,14 @@ AwaitedMessage PeerTable::awaitedMessageOf(int r) const {
       std::atomic_ref(page(r).awaited_message).load(std::memory_order_relaxed));
 }
 
-// The rank that it waits for, as far as known; else -1.
 int PeerTable::waitsFor(int r) const {
-  if (!channel_) return awaitedMessageOf(r).peer;
+  if (!areMirrors()) return awaitedMessageOf(r).peer;
   return now() - peer(r).last_progress > 3 * kSecond ? -1 : peer(r).waits_for.load();
 }
 
 int PeerTable::heldUpBy(int rank) const {
   // A stopped rank may have received by now what it waited for.
-  for (int steps = 0; channel_ && steps < size_ && !isStopped(rank); ++steps) {
+  for (int steps = 0; areMirrors() && steps < size_ && !isStopped(rank); ++steps) {
     const int next = waitsFor(rank);
     if (next < 0 || next == rank_) break;
     rank = next;

@@ -17,6 +17,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/op_signature.h"
 #include "bootstrap/membership.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
@@ -25,6 +26,9 @@
 #include "transport/wait_guard.h"
 
 namespace ringreduce {
+
+// How long a process that runs takes at most to answer a question.
+inline constexpr Nanos kAnswersWithin = 300 * kMillisecond;
 
 // A rank, as known from the start.
 struct Seat {
@@ -106,8 +110,8 @@ class PeerTable {
   bool hasAnnounced(int rank, uint64_t sequence) const {
     return page(rank).announced.observe() > sequence;
   }
-  // The latest operation in which `rank` is known to have made another call than this one, compared
-  // with those that this rank has made up to `sequence`.
+  // Compares one call of `rank` with this rank's: that of operation `sequence`, or between hosts
+  // the last one that is known of it.  Returns its number if they differ.
   std::optional<uint64_t> findDifference(int rank, uint64_t sequence) const;
   // The calls of all ranks in the first operation in which ranks are known to differ.
   struct Party {
@@ -120,7 +124,7 @@ class PeerTable {
     bool complete = true;  // the calls of all ranks, up to this one, are known
   };
   // From operation `first` to `last`.  `sent`: what rank `other` sent in the last, if it sent one.
-  // `losses_allowed`: a rank that is not here any more says nothing.
+  // `losses_allowed`: it is complete without the ranks that are gone.
   Census census(uint64_t first, uint64_t last, int other, const OpSignature* sent,
                 bool losses_allowed) const;
 
@@ -132,7 +136,8 @@ class PeerTable {
   void setAwaitedRank(int rank) { waits_for_.store(rank, std::memory_order_relaxed); }
   // The rank that `rank` waits for, as far as known; else -1.
   int waitsFor(int rank) const;
-  // The end of the chain in which one rank waits for another, as far as known.
+  // The rank that `rank` waits for, directly or through other waiting ranks, as far as known;
+  // itself if it waits for none.
   int heldUpBy(int rank) const;
 
   // The progress of this rank's GPU streams, which other ranks receive when they ask; and that of

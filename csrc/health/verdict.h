@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -34,7 +35,8 @@ class Verdict {
   int reporter() const { return static_cast<int>(value() & kLargestRank); }
   std::string text() const { return peers_.page(reporter()).record; }
 
-  // The first cause wins.  Returns whether this call has set the word, for all this rank knows.
+  // The first cause wins.  True if no thread of this rank had found one before; another rank may
+  // still have set the word first.
   bool decide(const GroupFailure& failure) {
     if (exists()) return false;
     // One thread of this rank at a time; the others find the word set.

@@ -1,8 +1,8 @@
 """What gpu_check.py runs on GPUs, in which order, and what to make of the measurements.
 
 First what every report has to say: that the bits are right on one GPU, that all GPUs together give
-them too, and that the end of a rank is noticed.  Then torch, then speed, where torch's takes most
-time and comes last, then the slow tools.
+them too, and that the end of a rank is noticed.  Then torch's tests, then speed (torch's last,
+since it takes most time), then the slow tools.
 
 The stages call `ringreduce_cuda_perf MODE [options] --json FILE` (benchmarks/cuda_perf.cc), which
 appends a line of JSON for each measurement:

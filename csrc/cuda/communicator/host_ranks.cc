@@ -112,9 +112,11 @@ Nanos HostRanks::lossPatience(bool came) const {
 }
 
 // Ends the waits of this rank's kernels and streams.  It is repeated, since a queued write of a
-// peer may undo it.  All ranks get the abort flag first: a released stream tells its peers that its
-// part is done, and their outputs must be poisoned even before their own watchdogs notice.
+// peer may undo it.  The copies of the abort flag by which outputs are poisoned come first, of all
+// ranks: a rank that skips its part, or whose stream is released, tells its peers that it is done,
+// and their outputs must be poisoned even before their own watchdogs notice.
 void HostRanks::release() {
+  for (HostState* one : states_) one->abort.setFirst();
   for (HostState* one : states_) one->abort.set();
   for (HostState::Line& line : own().words) set(line.word, kReleased);
 }

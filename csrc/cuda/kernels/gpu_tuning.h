@@ -25,14 +25,14 @@
 // one hop.
 //
 // Where ranks share one GPU, and all their kernels can run at once (one process, or MPS), a hop
-// costs 1.7 us and B is the memory's: bytes as each algorithm's header counts them.
-// Where they cannot, only the direct schedule works (direct_schedule.h).
+// costs 2 to 5 us (2 to 8 ranks) and B is the memory's: bytes as each algorithm's header counts
+// them. Where they cannot, only the direct schedule works (direct_schedule.h).
 //
 // K, H and B fit what others measured on H100s with an NVLink switch.  One-shot of 6 ranks takes 13
 // us for 0.5 MiB and 70 us for 4 MiB (vLLM's pull request 24111): K + H = 5 us, B = 320 GB/s.
 // Two-shot of 8 ranks takes 37 us for 4 MiB and 468 us for 64 MiB (its 42324): K + 2 H = 8 us, B =
-// 255 GB/s.  So K = 2 us.  This code was measured with ranks that share one H200, where the limits
-// that the model sets are right, but two-shot beats the ring at every size (docs/gpu.md).
+// 255 GB/s.  So K = 2 us.  This code was measured with ranks that share one H200: the limits are
+// near the right ones there, but two-shot beats the ring at every size (docs/gpu.md).
 #pragma once
 
 #include <algorithm>

@@ -15,14 +15,15 @@ namespace ringreduce::cuda {
 // Why a rank's kernels gave up.
 enum class Cause : uint32_t { kNone, kTimeout, kAborted };
 
-// Set by hosts, in their memory, to end a rank's kernels: a copy for each block, as far as they go.
-// A GPU fetches a line of host memory for one block at a time, which took an H200 1.0 us each.
+// Hosts set it, in their memory, to end a rank's kernels.  It has many copies, since a GPU fetches
+// a line of host memory for one block at a time: an H200 takes 1.0 us for each.
 struct AbortFlag {
   static constexpr int kCopies = 256;
   Flag copies[kCopies];
 
-  // In order: a block that sees its copy can see that of block 0, by which a kernel's last block
-  // decides.
+  // The copy by which a kernel's last block decides whether the output is poisoned.  It comes
+  // before the others, so a block that sees its copy can see this one.
+  void setFirst() { std::atomic_ref(copies[0].value).store(1, std::memory_order_release); }
   void set() {
     if (std::atomic_ref(copies[kCopies - 1].value).load(std::memory_order_acquire) != 0) return;
     for (Flag& copy : copies) std::atomic_ref(copy.value).store(1, std::memory_order_release);

@@ -2,7 +2,7 @@
 //
 // A waiter sets its page's wake word, looks at the flag once more, and sleeps.  A publisher stores
 // its flag and then looks at the wake word.  Both are sequentially consistent, so one of them sees
-// the other.  So are the accesses to the failure of the group (health/arbiter.h).  A sleep ends
+// the other.  So are the accesses to the failure of the group (health/verdict.h).  A sleep ends
 // after a few milliseconds in any case, to check for dead processes, deadlines and Ctrl-C.
 #pragma once
 

@@ -156,7 +156,8 @@ def a_ruined_gpu_answers_all_threads_with_the_same_error() -> None:
 
 
 def unsafe_calls() -> dict[str, Callable[[], int]]:
-    event, nothing = make("cudaEventCreate"), Pointer(8)
+    event, nothing, graph = make("cudaEventCreate"), Pointer(8), Pointer()
+    check(runtime.cudaStreamEndCapture(Capture(RELAXED).stream, ctypes.byref(graph)))
     calls: dict[str, tuple[Any, ...]] = {
         "cudaMalloc": (ctypes.byref(Pointer()), 100),
         "cudaHostAlloc": (ctypes.byref(Pointer()), 100, 0),
@@ -171,6 +172,7 @@ def unsafe_calls() -> dict[str, Callable[[], int]]:
         "cudaStreamQuery": (None,),
         "cudaEventQuery": (event,),
         "cudaEventSynchronize": (event,),
+        "cudaGraphInstantiateWithFlags": (ctypes.byref(Pointer()), graph, ctypes.c_ulonglong(0)),
     }
     return {name: partial(getattr(runtime, name), *args) for name, args in calls.items()}
 
