@@ -20,6 +20,7 @@ holds only the store, for ranks that something else starts, or for supervisors w
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -28,13 +29,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce import _clock
 from ringreduce._backend import SUPERVISOR
+from ringreduce._processes import end, exit_at, how_ended, torchrun_variables, uninterrupted
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -82,12 +84,11 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _say(text: str) -> None:
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+def say(program: str, text: str) -> None:
+    print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
-def how_ended(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+_say = partial(say, "supervise")
 
 
 class _Nodes:
@@ -163,16 +164,29 @@ class Ranks:
 
     Args:
         command: of each.
-        arguments: with node_rank, nnodes, nproc and master_addr, as of this program.
+        count: how many there are.
         port: of the store.
+        address: of the store.
+        host: number of this host.
+        hosts: how many there are.
+        variables: more of their environment.
+        name: of the program that reports; "" for no reports.
     """
 
-    name = "supervise"  # of the program that reports
-
-    def __init__(self, command: list[str], arguments: argparse.Namespace, port: int) -> None:
-        self.command, self.arguments, self.port = command, arguments, port
-        first = arguments.node_rank * arguments.nproc
-        self.all = range(first, first + arguments.nproc)
+    def __init__(
+        self,
+        command: list[str],
+        count: int,
+        port: int,
+        address: str = "127.0.0.1",
+        host: int = 0,
+        hosts: int = 1,
+        variables: Mapping[str, str] | None = None,
+        name: str = "supervise",
+    ) -> None:
+        self.command, self.name, self._variables = command, name, variables or {}
+        self._place = (count * hosts, port, address, hosts)
+        self.all = range(host * count, (host + 1) * count)
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.waiting: set[int] = set()  # those of them that were started again and are not yet in
         self.was_made = False  # whether there has been a group
@@ -183,40 +197,28 @@ class Ranks:
         fcntl.fcntl(self.told, fcntl.F_SETFL, os.O_APPEND)
 
     def say(self, text: str) -> None:
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        if self.name:
+            say(self.name, text)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        given = self.arguments
+    def _environment(self, rank: int) -> dict[str, str]:
         descriptor = self.told.fileno()
         file = os.fstat(descriptor)
-        world_size = str(given.nnodes * given.nproc)
         return {
             "RINGREDUCE_ON_LOSS": "continue",
             # As torchrun does: else each rank computes on all cores.
-            **({"OMP_NUM_THREADS": "1"} if given.nproc > 1 else {}),
+            **({"OMP_NUM_THREADS": "1"} if len(self.all) > 1 else {}),
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank - self.all.start),
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": str(given.nproc),
-            "GROUP_RANK": str(given.node_rank),
-            "GROUP_WORLD_SIZE": str(given.nnodes),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": world_size,
-            "MASTER_ADDR": given.master_addr,
-            "MASTER_PORT": str(self.port),
-            # torch then takes the store at that port, and rank 0 starts none.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            **torchrun_variables(rank, *self._place),
+            **self._variables,
             SUPERVISOR: f"{os.getpid()}:{descriptor}:{file.st_dev}:{file.st_ino}",
         }
 
     def start(self, rank: int) -> None:
         self._listen()  # what the last process of this rank has said
-        self.running[rank] = subprocess.Popen(
-            self.command, env=self.environment(rank), pass_fds=[self.told.fileno()]
-        )
+        with uninterrupted():
+            self.running[rank] = subprocess.Popen(
+                self.command, env=self._environment(rank), pass_fds=[self.told.fileno()]
+            )
         self.say(f"rank {rank} is process {self.running[rank].pid}")
 
     def start_again(self, rank: int) -> None:
@@ -240,28 +242,35 @@ class Ranks:
         self.waiting -= codes.keys()
         return codes
 
+    def run(self) -> Iterator[dict[int, int]]:
+        """Starts all, and yields what `ended` returns, again and again until none runs."""
+        for rank in self.all:
+            self.start(rank)
+        while self.running:
+            time.sleep(_POLL_SECONDS)
+            yield self.ended()
+
     def end(self) -> None:
-        for process in self.running.values():
-            process.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for process in self.running.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self.running.values(), _GRACE_SECONDS)
         self.running = {}
 
+    def end_waiting(self) -> None:
+        """Ends those that wait for others, of which none is left."""
+        if self.running:
+            self.say(f"all other ranks have ended, so ranks {sorted(self.running)} cannot join")
+            self.end()
 
-def _supervise(ranks: Ranks, nodes: _Nodes) -> int:
+    def close(self) -> None:
+        self.end()
+        self.told.close()
+
+
+def _supervise(ranks: Ranks, nodes: _Nodes, restarts: int) -> int:
     """The exit status: 0 if a rank ended well and none failed without another start."""
-    finished, failed, restarts = 0, 0, ranks.arguments.restarts
-    for rank in ranks.all:
-        ranks.start(rank)
+    finished, failed = 0, 0
     could_join = _clock.now()
-    while ranks.running:
-        time.sleep(_POLL_SECONDS)
-        for rank, code in ranks.ended().items():
+    for codes in ranks.run():
+        for rank, code in codes.items():
             if code == 0:
                 finished += 1
                 continue
@@ -282,26 +291,8 @@ def _supervise(ranks: Ranks, nodes: _Nodes) -> int:
         if not ranks.was_made or nodes.own[0] > 0 or nodes.have_members():
             could_join = _clock.now()
         elif nodes.count == 1 or _clock.now() - could_join > _SETTLE_SECONDS:
-            if ranks.running:
-                _say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
-            ranks.end()
+            ranks.end_waiting()
     return 0 if finished and not failed else 1
-
-
-def run_and_end(ranks: Ranks, work: Callable[[], int]) -> int:
-    """What `work` returns; ends the ranks after it, also at Ctrl-C and SIGTERM."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    try:
-        return work()
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        ranks.end()
 
 
 def main() -> int:
@@ -321,14 +312,12 @@ def main() -> int:
         return 0
     nodes = _Nodes(store, arguments.node_rank, arguments.nnodes, holds_store)
     command = [sys.executable, arguments.script, *arguments.arguments]
-    ranks = Ranks(command, arguments, store.port)
-
-    def work() -> int:
-        status = _supervise(ranks, nodes)
+    place = (arguments.master_addr, arguments.node_rank, arguments.nnodes)
+    exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with contextlib.closing(Ranks(command, arguments.nproc, store.port, *place)) as ranks:
+        status = _supervise(ranks, nodes, arguments.restarts)
         nodes.leave()
-        return status
-
-    return run_and_end(ranks, work)
+    return status
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Done, Pool, Raised, Rank
+from processes import alive
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
@@ -331,8 +331,7 @@ _backend.tell_supervisor(os.environ["RANK"])
 def test_supervise_hears_from_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TELLS)
-    place = argparse.Namespace(node_rank=0, nnodes=1, nproc=2, master_addr="")
-    ranks = Ranks([sys.executable, str(script)], place, 0)
+    ranks = Ranks([sys.executable, str(script)], 2, 0)
     for rank in ranks.all:
         ranks.start_again(rank)
     for process in ranks.running.values():
@@ -340,6 +339,19 @@ def test_supervise_hears_from_all_ranks(tmp_path: Path) -> None:
     ranks.start(0)  # hears first what the last processes have said
     ranks.end()
     assert ranks.was_made and not ranks.waiting
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_supervise_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(240)")
+    command = [sys.executable, "-m", "ringreduce.supervise", "--nproc", "2", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        ranks = [int(supervisor.stdout.readline()) for _ in range(2)]
+        supervisor.send_signal(number)
+        assert supervisor.wait(60) == 128 + number
+    assert not any(map(alive, ranks))
 
 
 @pytest.mark.parametrize(

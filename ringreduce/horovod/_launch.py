@@ -1,12 +1,11 @@
 """`ringreduce.horovod.run`: runs a function in several processes, and returns what it returned."""
 
-import argparse
+import contextlib
 import os
 import pickle
 import socket
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,15 +13,15 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ringreduce import supervise
 from ringreduce._launchers import is_loopback
+from ringreduce._processes import how_ended
+from ringreduce.supervise import Ranks
 
 try:  # which also takes lambdas and functions of __main__
     import cloudpickle as pickler  # type: ignore[import-untyped,import-not-found,unused-ignore]
 except ImportError:
     pickler = pickle
 
-_POLL_SECONDS = 0.02
 _OUTPUT = Path(__file__).with_name("_output.py")
 
 
@@ -30,26 +29,6 @@ def dumps(value: Any) -> bytes:
     """A pickle of the value."""
     data: bytes = pickler.dumps(value)
     return data
-
-
-class _Workers(supervise.Ranks):
-    """The processes."""
-
-    name = "ringreduce.horovod.run"
-
-    def __init__(
-        self, command: list[str], count: int, port: int, more: dict[str, str], verbose: bool
-    ) -> None:
-        self._more, self._verbose = more, verbose
-        place = argparse.Namespace(node_rank=0, nnodes=1, nproc=count, master_addr="127.0.0.1")
-        super().__init__(command, place, port)
-
-    def say(self, text: str) -> None:
-        if self._verbose:
-            super().say(text)
-
-    def environment(self, rank: int) -> dict[str, str]:
-        return {**super().environment(rank), "RINGREDUCE_ON_LOSS": "error", **self._more}
 
 
 def is_here(host: str) -> bool:
@@ -139,16 +118,16 @@ def run(
     if num_proc < 1:
         raise ValueError(f"num_proc must be at least 1, not {num_proc}")
     interfaces = [*(network_interfaces or ()), *([network_interface] if network_interface else ())]
-    more = {"RINGREDUCE_IF": ",".join(interfaces)} if interfaces else {}
+    more = {"RINGREDUCE_ON_LOSS": "error"}
+    if interfaces:
+        more["RINGREDUCE_IF"] = ",".join(interfaces)
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [executable or sys.executable, "-m", "ringreduce.horovod._worker"]
     if output_filename:
         command = [command[0], str(_OUTPUT), os.path.abspath(output_filename), *command]
-    workers = _Workers(command, num_proc, store.port, more, bool(verbose))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        workers.command.append(name)
         with (folder / "call").open("wb") as file:
             pickle.dump(sys.path, file)
             try:
@@ -158,20 +137,15 @@ def run(
                 raise ValueError(
                     f"func or its arguments cannot be pickled: {error}{hint}"
                 ) from error
-        try:
-            return _results(workers, folder, num_proc)
-        finally:
-            workers.end()
-            workers.told.close()
+        program = "ringreduce.horovod.run" if verbose else ""
+        workers = Ranks([*command, name], num_proc, store.port, variables=more, name=program)
+        with contextlib.closing(workers):
+            return _results(workers, folder)
 
 
-def _results(workers: _Workers, folder: Path, count: int) -> list[Any]:
+def _results(workers: Ranks, folder: Path) -> list[Any]:
     """Starts the processes, and waits for them."""
-    for rank in workers.all:
-        workers.start(rank)
-    while workers.running:
-        time.sleep(_POLL_SECONDS)
-        codes = workers.ended()
+    for codes in workers.run():
         if not any(codes.values()):
             continue
         # Another may have ended before, and its error be the cause.
@@ -181,7 +155,7 @@ def _results(workers: _Workers, folder: Path, count: int) -> list[Any]:
     outcomes = [_outcome(folder, rank) for rank in workers.all]
     if lost := [rank for rank in workers.all if "value" not in outcomes[rank]]:
         raise RuntimeError(f"ranks {lost} ended without a result")
-    return [outcome["value"] for outcome in outcomes[:count]]
+    return [outcome["value"] for outcome in outcomes]
 
 
 def _outcome(folder: Path, rank: int) -> dict[str, Any]:
@@ -199,7 +173,7 @@ def _why(outcomes: Mapping[int, dict[str, Any]], failed: Mapping[int, int]) -> s
     """
     for rank, code in failed.items():
         if "error" not in outcomes[rank]:  # others may have failed, but only for its loss
-            return f"rank {rank} of {len(outcomes)} ended with {supervise.how_ended(code)}"
+            return f"rank {rank} of {len(outcomes)} ended with {how_ended(code)}"
     told = {rank: outcome for rank, outcome in outcomes.items() if "error" in outcome}
     first = min(told, key=lambda rank: told[rank]["when"])
     return f"rank {first} of {len(outcomes)} failed:\n{told[first]['error']}"

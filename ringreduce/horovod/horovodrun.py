@@ -12,25 +12,28 @@ without effect.  Those without which a job would not be what was asked for are r
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import shlex
 import shutil
+import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ringreduce import supervise
+from ringreduce._processes import exit_at, how_ended, is_open_mpi
 from ringreduce.horovod._launch import is_here
+from ringreduce.supervise import Ranks, say
 
 __all__ = ["main"]
 
+_say = partial(say, "horovodrun")
+
 _OUTPUT = Path(__file__).with_name("_output.py")
-_POLL_SECONDS = 0.02
 _DEFAULT_RESTARTS = 3
 
 # Options without effect here, and how many values they take.
@@ -337,7 +340,6 @@ def _mpirun_command(
     given: argparse.Namespace, mpirun: str, environment: Mapping[str, str]
 ) -> list[str]:
     hosts = ",".join(f"{host}:{slots}" for host, slots in given.places)
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     more = shlex.split(given.mpi_args or "")
     own = variables(given)
     first = given.places[0][0]
@@ -345,7 +347,7 @@ def _mpirun_command(
         own["MASTER_ADDR"] = socket.gethostname() if is_here(first) else first
     ssh = [f"-p {given.ssh_port}"] if given.ssh_port else []
     ssh += [f"-i {given.ssh_identity_file}"] if given.ssh_identity_file else []
-    if "Open MPI" not in version.stdout + version.stderr:  # MPICH's, Intel MPI's
+    if not is_open_mpi(mpirun):
         if ssh:
             given.fail("--ssh-port and --ssh-identity-file are for Open MPI; use ~/.ssh/config")
         set_ = [word for name, value in own.items() for word in ("-genv", name, value)]
@@ -398,23 +400,6 @@ def _how_by_hand(given: argparse.Namespace) -> str:
 # ---- elastic runs
 
 
-class _ElasticRanks(supervise.Ranks):
-    """Ranks of which a lost one is started again."""
-
-    name = "horovodrun"
-
-    def __init__(self, given: argparse.Namespace, port: int) -> None:
-        self._variables = variables(given)
-        place = argparse.Namespace(
-            node_rank=0, nnodes=1, nproc=given.num_proc, master_addr="127.0.0.1"
-        )
-        super().__init__(_command(given), place, port)
-
-    def environment(self, rank: int) -> dict[str, str]:
-        # A group without a lost rank is for ringreduce.elastic.
-        return {**super().environment(rank), **self._variables, "RINGREDUCE_ON_LOSS": "error"}
-
-
 def _run_elastic(given: argparse.Namespace) -> int:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -424,24 +409,24 @@ def _run_elastic(given: argparse.Namespace) -> int:
         )
     _refuse_mpirun_options(given)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = _ElasticRanks(given, store.port)
-    least = given.min_np or given.num_proc
-    return supervise.run_and_end(ranks, lambda: _watch(ranks, least, given.reset_limit))
+    # A group without a lost rank is for ringreduce.elastic.
+    own = {**variables(given), "RINGREDUCE_ON_LOSS": "error"}
+    ranks = Ranks(_command(given), given.num_proc, store.port, variables=own, name="horovodrun")
+    exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with contextlib.closing(ranks):
+        return _watch(ranks, given.min_np or given.num_proc, given.reset_limit)
 
 
-def _watch(ranks: supervise.Ranks, least: int, limit: int | None) -> int:
+def _watch(ranks: Ranks, least: int, limit: int | None) -> int:
     """The exit status: 0 if `least` ranks ended well.
 
     `limit`: of restarts, after which a lost rank ends the job.
     """
     finished, is_short, is_over = 0, False, False
     restarts = _DEFAULT_RESTARTS if limit is None else limit
-    for rank in ranks.all:
-        ranks.start(rank)
-    while ranks.running:
-        time.sleep(_POLL_SECONDS)
-        for rank, code in ranks.ended().items():
-            how = f"rank {rank} ended with {supervise.how_ended(code)}"
+    for codes in ranks.run():
+        for rank, code in codes.items():
+            how = f"rank {rank} ended with {how_ended(code)}"
             if code == 0:
                 finished += 1
             elif finished:
@@ -457,14 +442,12 @@ def _watch(ranks: supervise.Ranks, least: int, limit: int | None) -> int:
                 ranks.say(f"{how}; it is started again")
                 ranks.start_again(rank)
         if is_over:
-            ranks.end()
             return 1
         if ranks.running and is_short and not finished:
             ranks.say(f"{len(ranks.running)} ranks are left, and {least} are needed (--min-np)")
             ranks.end()
-        elif ranks.running and ranks.was_made and not ranks.running.keys() - ranks.waiting:
-            ranks.say(f"all other ranks have ended, so ranks {sorted(ranks.running)} cannot join")
-            ranks.end()
+        elif ranks.was_made and not ranks.running.keys() - ranks.waiting:
+            ranks.end_waiting()
     return 0 if finished >= least else 1
 
 
@@ -484,10 +467,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     os.execvpe(command[0], command, environment)
-
-
-def _say(text: str) -> None:
-    print(f"horovodrun: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
