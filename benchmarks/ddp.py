@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import _ddp_report
 from _ddp_models import STUDIED, WORKLOADS
 from _ddp_report import ModelResult, Run, WayResult
 
+from ringreduce._processes import exit_at
 from ringreduce.bench.channel import Message
 from ringreduce.bench.contenders import equipped
 from ringreduce.bench.launch import Controller
@@ -263,13 +263,9 @@ def _setting(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
-def _on_terminate(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, _on_terminate)
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     try:
         return run(options)
     except BenchError as error:

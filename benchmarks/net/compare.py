@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 if __name__ == "__main__":
@@ -41,6 +40,7 @@ from _cases import CASES, GLOO, Case  # noqa: E402
 from _coded import coded_lines, count_bytes  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
+from ringreduce._processes import exit_at  # noqa: E402
 from ringreduce.bench.alternate import measure_row, sleepers_warning  # noqa: E402
 from ringreduce.bench.launch import Controller, ThisMachine  # noqa: E402
 from ringreduce.bench.machine import describe_machine  # noqa: E402
@@ -286,13 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def on_terminate(number: int, frame: FrameType | None) -> None:
-    """End as Ctrl-C does: all that was started is ended first."""
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, on_terminate)
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 if __name__ == "__main__":
@@ -43,6 +42,7 @@ from _ddp_report import STOCK, ModelResult, Run  # noqa: E402
 from compare import HostsNetwork  # noqa: E402
 from hosts import Hosts, HostsError, why_not  # noqa: E402
 
+from ringreduce._processes import exit_at  # noqa: E402
 from ringreduce.bench.launch import Controller  # noqa: E402
 from ringreduce.bench.machine import describe_machine  # noqa: E402
 from ringreduce.bench.results import write_json  # noqa: E402
@@ -171,10 +171,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def on_terminate(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     reason = why_not()
@@ -189,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, on_terminate)
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -20,15 +20,9 @@ from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ringreduce._processes import last_lines, uninterrupted
 from ringreduce.bench.channel import Message, receive, send
-from ringreduce.bench.processes import (
-    Place,
-    Process,
-    start_mpirun,
-    start_rank,
-    tail,
-    uninterrupted,
-)
+from ringreduce.bench.processes import Place, Process, start_mpirun, start_rank
 from ringreduce.bench.settings import BenchError, Contender, Settings, Unsupported
 
 GRACE_SECONDS = 1.0  # how long the other ranks may still report after one has failed
@@ -221,7 +215,7 @@ class Controller:
             if process.key == key and process.rank == rank:
                 how = f"{DEATH} ({process.how_it_ended()})"
         logs = (self.place.log(key, rank), self.place.log(key, None))
-        output = "\n".join(filter(None, map(tail, logs)))
+        output = "\n".join(line for log in logs for line in last_lines(log))
         return f"{how}; its output ends with:\n{output}" if output else how
 
     def _missing(self) -> dict[str, list[int]]:
@@ -292,8 +286,8 @@ class Controller:
         ranks = self.sets[key]
         where = rank if rank is not None else 0
         if ranks.contender.kind == "mpi":
-            lines = tail(self.place.log(key, None)).strip().splitlines()
-            self.skip(key, "mpirun failed: " + (lines[0] if lines else "without a message"))
+            lines = filter(None, map(str.strip, last_lines(self.place.log(key, None))))
+            self.skip(key, "mpirun failed: " + next(lines, "without a message"))
         elif ranks.contender.optional:
             self.skip(key, f"rank {where}: {self.obituary(key, where).splitlines()[0]}")
         else:

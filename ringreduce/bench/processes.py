@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from ringreduce._processes import end, how_ended, is_open_mpi
 from ringreduce.bench.settings import Contender, Unsupported
 
 # What torchrun tells its own ranks must not reach ours, whose groups are others.
@@ -23,28 +19,6 @@ LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-TAIL_LINES = 20
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C until the block is over.  For the main thread; in others nothing to do.
-
-    A KeyboardInterrupt between the start of a process and the moment when its starter knows of it
-    would leave that process behind.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    late: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: late.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if late:
-            before(*late[0])
 
 
 @dataclass(frozen=True)
@@ -77,33 +51,17 @@ class Process:
     log: Path
 
     def how_it_ended(self) -> str:
-        """ "exit status 3", "killed by SIGKILL"; waits a moment for it to end."""
+        """ "exit status 3", "signal SIGKILL"; waits a moment for it to end."""
         try:
-            code = self.popen.wait(1.0)
+            return how_ended(self.popen.wait(1.0))
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit status {code}"
 
     def kill(self) -> None:
         """End the process and all that it has started, and wait for its end."""
-        if self.rank is None and self.popen.poll() is None:
-            # mpirun ends its ranks if it is asked to. If it does not, the signal that they
-            # get at their parent's death does.
-            self.popen.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(3.0)
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
-
-
-def tail(log: Path) -> str:
-    """The last lines of a rank's output."""
-    if not log.exists():
-        return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        # mpirun ends its ranks if it is asked to. If it does not, the signal that they get at
+        # their parent's death does.
+        end([self.popen], grace=3.0 if self.rank is None else 0.0)
 
 
 def start_rank(contender: Contender, rank: int, place: Place) -> Process:
@@ -118,14 +76,15 @@ def start_mpirun(contender: Contender, place: Place) -> Process:
     reason = why_no_mpi()
     if reason:
         raise Unsupported(reason)
-    mpirun = find_mpirun()
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    command = [mpirun, "-n", str(place.world)]
-    if "Open MPI" in version.stdout or "Open MPI" in version.stderr:
-        command += ["--oversubscribe", "--bind-to", "none"]
     spec = _spec(contender, None, place)
-    command += [sys.executable, *contender.program, json.dumps(spec)]
-    return _start(command, contender, None, place)
+    program = [sys.executable, *contender.program, json.dumps(spec)]
+    return _start([*mpirun_command(find_mpirun(), place.world), *program], contender, None, place)
+
+
+def mpirun_command(mpirun: str, count: int) -> list[str]:
+    """mpirun with the options for `count` ranks on this host, whose program comes after them."""
+    more = ["--oversubscribe", "--bind-to", "none"] if is_open_mpi(mpirun) else []
+    return [mpirun, "-n", str(count), *more]
 
 
 def find_mpirun() -> str:

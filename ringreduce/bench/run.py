@@ -9,10 +9,10 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ringreduce._processes import exit_at
 from ringreduce.bench import elastic
 from ringreduce.bench.alternate import measure_row, sleepers_warning
 from ringreduce.bench.collective import item_size
@@ -46,7 +46,7 @@ def run(
     several, the roofline is left out, what ringreduce refuses is passed over, and the JSON file
     is written after each of them. Raises BenchError.
     """
-    signal.signal(signal.SIGTERM, _on_terminate)
+    exit_at(signal.SIGTERM, signal.SIGHUP)
     first, alone = plan[0], len(plan) == 1
     placing = place(first.device, first.world)
     contenders = contenders_of(first, placing, roofline=alone)
@@ -134,11 +134,6 @@ def save(write: Callable[[Path], None], path: Path) -> None:
         write(path)
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _on_terminate(number: int, frame: FrameType | None) -> None:
-    """End as Ctrl-C does: through the exit of the controller, which kills the ranks."""
-    raise KeyboardInterrupt
 
 
 def _library(controller: Controller) -> dict[str, object]:
