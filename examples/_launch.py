@@ -17,16 +17,22 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
-from ringreduce.bench.processes import uninterrupted
+from ringreduce._processes import (
+    end,
+    exit_at,
+    how_ended,
+    last_lines,
+    torchrun_variables,
+    uninterrupted,
+)
 
 GRACE_SECONDS = 3.0  # after one rank failed, for the others to say what they saw of it
-TAIL_LINES = 25
 
 
 class JobFailed(Exception):
@@ -91,21 +97,12 @@ class Job:
 
     def start(self, rank: int) -> None:
         """Starts a rank, or a process in the place of one that was killed, with the same log."""
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.nproc),
-            "LOCAL_WORLD_SIZE": str(self.nproc),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 makes none
-            "OMP_NUM_THREADS": "1",
-        }
+        variables = torchrun_variables(rank, self.nproc, self.store.port)
         to_terminal = self.terminal and rank == 0
         with self.logs[rank].open("ab") as log, uninterrupted():
             self.ranks[rank] = subprocess.Popen(
                 [sys.executable, *self.command],
-                env=environment,
+                env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE if self.conversation else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.conversation else log,
                 stderr=None if to_terminal else log,
@@ -114,8 +111,7 @@ class Job:
 
     def kill(self, rank: int) -> None:
         """Ends a rank with SIGKILL; that is no failure of the job."""
-        os.killpg(self.ranks[rank].pid, signal.SIGKILL)
-        self.ranks[rank].wait()
+        end([self.ranks[rank]])
         del self.ranks[rank]
 
     def ask(self, request: str) -> list[Any]:
@@ -150,7 +146,7 @@ class Job:
             first = {rank: p.returncode for rank, p in self.ranks.items() if p.returncode}
             while time.monotonic() < limit and any(p.poll() is None for p in ranks):
                 time.sleep(0.05)
-            how = ", ".join(f"rank {rank} {_describe(code)}" for rank, code in first.items())
+            how = ", ".join(f"rank {r} ended with {how_ended(code)}" for r, code in first.items())
             raise JobFailed(f"{self.name}: {how}{self._tails()}")
         if time.monotonic() > self.deadline:
             raise JobFailed(f"{self.name}: not done after {self.allowed:.0f} s{self._tails()}")
@@ -160,7 +156,7 @@ class Job:
         """The last lines that each rank wrote, for a message."""
         parts = []
         for rank, path in enumerate(self.logs):
-            lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            lines = last_lines(path)
             if self.terminal and rank == 0:
                 lines.append("(rank 0 wrote its errors to the terminal, above)")
             parts.append(f"--- {self.name}, rank {rank}, end of {path}:")
@@ -169,21 +165,17 @@ class Job:
 
     def _kill(self) -> None:
         """Ends what still runs, children of the ranks included, and collects every rank."""
+        end(self.ranks.values())
         for process in self.ranks.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):  # of a request that nobody read
                         pipe.close()
-        for process in self.ranks.values():
-            process.wait()
 
 
 def run_demo(demo: Callable[[], bool]) -> int:
     """The exit status of a demo: 0 if it returns True; Ctrl-C and SIGTERM end it with its ranks."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGHUP, _stop)
+    exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # In a terminal the ranks' bars may have its width; in a log, a line now and then is enough.
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "10")
@@ -192,13 +184,9 @@ def run_demo(demo: Callable[[], bool]) -> int:
     except JobFailed as failure:
         print(f"\nThe demo failed. {failure}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except SystemExit:
         print("\nStopped; all ranks were ended.", file=sys.stderr)
-        return 130
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+        raise
 
 
 def machine() -> dict[str, Any]:
@@ -209,9 +197,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"failed with exit status {code}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ringreduce.bench.processes import find_mpirun
+from ringreduce._processes import end
+from ringreduce.bench.processes import LAUNCHER_VARIABLES, find_mpirun, mpirun_command
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 
 
@@ -22,7 +21,7 @@ def untouched(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     kept = {
         name: value
         for name, value in env.items()
-        if name not in TORCHRUN and not name.startswith(PREFIXES)
+        if name not in LAUNCHER_VARIABLES and not name.startswith(PREFIXES)
     }
     return {**kept, "OMP_NUM_THREADS": "1"}
 
@@ -50,11 +49,7 @@ def mpirun(world_size: int, *arguments: str) -> list[str]:
     path = find_mpirun()
     if not path:
         pytest.skip("no mpirun on the PATH or beside Python (Debian: apt-get install openmpi-bin)")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    options = ["-n", str(world_size)]
-    if "Open MPI" in version.stdout + version.stderr:
-        options += ["--oversubscribe", "--bind-to", "none"]
-    return [path, *options, sys.executable, *arguments]
+    return [*mpirun_command(path, world_size), sys.executable, *arguments]
 
 
 def run(
@@ -75,11 +70,7 @@ def run(
     try:
         out, err = process.communicate(timeout=timeout)
     except BaseException:
-        process.terminate()  # torchrun and mpirun take their ranks along
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        end([process], grace=10.0)  # torchrun and mpirun take their ranks along
         process.communicate()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -29,6 +29,8 @@ from typing import Any
 import torch.distributed as dist
 from ranks import Died, Done, Hung, Outcome, Raised, Rank, World, describe, serve
 
+from ringreduce._processes import end, torchrun_variables
+
 __all__ = [
     "Call",
     "Died",
@@ -273,15 +275,8 @@ def run_ranks(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world_size):
-        own = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(server.port),
-            # The store lives here, not in rank 0, so that any rank may leave first.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1",
-        }
+        # The store lives here, not in rank 0, so that any rank may leave first.
+        own = {**torchrun_variables(rank, world_size, server.port), "OMP_NUM_THREADS": "1"}
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script)],
@@ -298,8 +293,5 @@ def run_ranks(
             out, err = process.communicate(timeout=max(0.1, until - time.monotonic()))
             done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        end(processes)
     return done

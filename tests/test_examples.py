@@ -4,7 +4,6 @@ Losses of both backends are compared bit for bit.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import launchers
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -28,26 +28,16 @@ GPT += ("--sync-pairs", "2", "--sample", "20")
 
 
 def run(command: list[str], seconds: float) -> None:
-    """Runs a command in a session of its own, so that a deadline ends its children with it."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun and the demo take their ranks along
-        process.wait(10)
-        raise
-    assert process.returncode == 0, output
+    done = launchers.run(command, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @cache
 def train(*example: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trains an example on two ranks under torchrun; what each rank recorded."""
     with TemporaryDirectory() as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         script = [str(EXAMPLES / example[0]), *example[1:], "--record", folder]
-        run([*torchrun, "--nproc-per-node", "2", *script], seconds=400)
+        run(launchers.torchrun(2, *script), seconds=400)
         first, second = (json.loads(Path(folder, f"rank{r}.json").read_text()) for r in (0, 1))
     return first, second
 
