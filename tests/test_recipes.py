@@ -22,7 +22,8 @@ SHIFT = {
     "collectives/collectives.h": {
         "// ---- all of them": "struct Shift {\n  static constexpr Kind kKind = Kind::kShift;\n"
         "  const void* input;\n  void* output;\n  size_t count;\n  DType dtype;\n};\n"
-        "void shift(Communicator&, const Shift&);\nvoid shift(Transport&, const Shift&);\n",
+        "void shift(Communicator&, const Shift&);\n"
+        "void shift(StreamCommunicator&, const Shift&);\n",
         "AllReduce, Reduce, ReduceScatter,": "Shift, ",
         "    void operator()(const AllReduce&": "void operator()(const Shift& s) { shift(w, s); }",
     },
@@ -30,7 +31,7 @@ SHIFT = {
         "": """#include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "transport/transport.h"
+#include "collectives/stream_communicator.h"
 namespace ringreduce {
 void shift(Communicator& c, const Shift& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);
@@ -40,12 +41,12 @@ void shift(Communicator& c, const Shift& s) {
   copyBytes(s.output, c.exchange.peek(c.previousRank(), step), bytes);
   c.exchange.release(step);
 }
-void shift(Transport& transport, const Shift& s) {
-  const int P = transport.size(), previous = (transport.rank() + P - 1) % P;
-  transport.expect(previous, s.output, s.count * sizeOf(s.dtype));
-  transport.send((transport.rank() + 1) % P, s.input, s.count * sizeOf(s.dtype));
-  transport.peek(previous);
-  transport.release(previous);
+void shift(StreamCommunicator& c, const Shift& s) {
+  const int previous = (c.rank + c.size - 1) % c.size;
+  c.transport.expect(previous, s.output, s.count * sizeOf(s.dtype));
+  c.transport.send((c.rank + 1) % c.size, s.input, s.count * sizeOf(s.dtype));
+  c.transport.peek(previous);
+  c.transport.release(previous);
 }
 }
 """

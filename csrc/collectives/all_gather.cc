@@ -89,8 +89,8 @@ void allGatherUnknown(Communicator& c, const AllGatherUnknown& a) {
 
 // ---- over streams
 
-void allGather(Transport& transport, const AllGather& a) {
-  const auto P = static_cast<size_t>(transport.size()), me = static_cast<size_t>(transport.rank());
+void allGather(StreamCommunicator& c, const AllGather& a) {
+  const auto P = static_cast<size_t>(c.size), me = static_cast<size_t>(c.rank);
   const size_t width = sizeOf(a.dtype);
   if (a.outputs[me] != a.input) copyBytes(a.outputs[me], a.input, a.counts[me] * width);
   if (P == 1) return;
@@ -99,25 +99,24 @@ void allGather(Transport& transport, const AllGather& a) {
     blocks.places.push_back(static_cast<std::byte*>(a.outputs[(me + x) % P]));
     blocks.bytes.push_back(a.counts[(me + x) % P] * width);
   }
-  const WireCost& cost = transport.options().cost;
+  const WireCost& cost = c.options.cost;
   const size_t total = std::accumulate(blocks.bytes.begin(), blocks.bytes.end(), size_t{0});
-  if (gathersByRing(total, transport.size(), cost))
-    gatherByRing(transport, blocks);
+  if (gathersByRing(total, c.size, cost))
+    gatherByRing(c, blocks);
   else
-    gatherByBruck(transport, blocks, bruckRadix(transport.size(), cost));
+    gatherByBruck(c.transport, blocks, bruckRadix(c.size, cost));
 }
 
-void allGatherUnknown(Transport& transport, const AllGatherUnknown& a) {
-  const auto P = static_cast<size_t>(transport.size()), me = static_cast<size_t>(transport.rank());
-  auto* counts = reinterpret_cast<uint64_t*>(transport.scratch(P * sizeof(uint64_t)));
+void allGatherUnknown(StreamCommunicator& c, const AllGatherUnknown& a) {
+  const auto P = static_cast<size_t>(c.size), me = static_cast<size_t>(c.rank);
+  auto* counts = reinterpret_cast<uint64_t*>(c.scratch(P * sizeof(uint64_t)));
   counts[me] = a.count;
   AllGather sizes{.input = counts + me, .dtype = DType::kUInt64};
   for (size_t r = 0; r < P; ++r) sizes.outputs.push_back(counts + r);
   sizes.counts.assign(P, 1);
-  allGather(transport, sizes);
+  allGather(c, sizes);
   const std::vector<size_t> all(counts, counts + P);
-  allGather(transport,
-            {.input = a.input, .outputs = a.place(all), .counts = all, .dtype = a.dtype});
+  allGather(c, {.input = a.input, .outputs = a.place(all), .counts = all, .dtype = a.dtype});
 }
 
 }  // namespace ringreduce

@@ -71,38 +71,37 @@ std::vector<RingChunk> chunksOf(const AllReduce& a, int world_size) {
 
 // Every rank gathers all inputs and adds them.  The sum overwrites this rank's input, which the
 // transport may still be sending, so a copy of the input is sent.
-void bruck(Transport& transport, const AllReduce& a, int radix) {
-  const auto P = static_cast<size_t>(transport.size());
+void bruck(StreamCommunicator& c, const AllReduce& a, int radix) {
+  const auto P = static_cast<size_t>(c.size);
   const size_t width = sizeOf(a.dtype), bytes = a.count * width;
-  std::byte* const all = transport.scratch(P * bytes);
+  std::byte* const all = c.scratch(P * bytes);
   copyBytes(all, a.data, bytes);
   Blocks blocks{.own = all, .places = {}, .bytes = std::vector<size_t>(P, bytes)};
   for (size_t x = 0; x < P; ++x) blocks.places.push_back(all + x * bytes);
-  gatherByBruck(transport, blocks, radix);
+  gatherByBruck(c.transport, blocks, radix);
 
   const ReduceKernels& kernels = reduceKernels(a.dtype, a.op);
   std::vector<const void*> ordered(P);
-  Cut{a.count, transport.size()}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
-    for (int k = 0; k < transport.size(); ++k) {
-      const int r = transport.kthToAdd(chunk, k);
-      const auto x =
-          static_cast<size_t>((r - transport.rank() + transport.size()) % transport.size());
+  Cut{a.count, c.size}.forEachChunk({0, a.count}, [&](int chunk, size_t begin, size_t n) {
+    for (int k = 0; k < c.size; ++k) {
+      const int r = c.kthToAdd(chunk, k);
+      const auto x = static_cast<size_t>((r - c.rank + c.size) % c.size);
       ordered[static_cast<size_t>(k)] = all + x * bytes + begin * width;
     }
-    kernels.reduce(static_cast<std::byte*>(a.data) + begin * width, ordered.data(),
-                   transport.size(), n, transport.size());
+    kernels.reduce(static_cast<std::byte*>(a.data) + begin * width, ordered.data(), c.size, n,
+                   c.size);
   });
 }
 
 // Each rank adds its chunk of all inputs and sends the sum to all ranks, slice by slice.  Sums
 // arrive in memory whose inputs the transport may still be sending; stream_algorithms.h explains
 // why that is safe.
-void twoShot(Transport& transport, const AllReduce& a) {
-  const int P = transport.size(), me = transport.rank();
+void twoShot(StreamCommunicator& c, const AllReduce& a) {
+  const int P = c.size, me = c.rank;
   const size_t width = sizeOf(a.dtype);
   const std::vector<RingChunk> chunks = chunksOf(a, P);
   const RingChunk& mine = chunks[static_cast<size_t>(me)];
-  DirectSum sum(transport, a.dtype, a.op, mine.count, me);
+  DirectSum sum(c, a.dtype, a.op, mine.count, me);
   bool awaited = false;
   const auto forEachOther = [&](auto visit) {
     for (int k = 1; k < P; ++k) visit((me + k) % P, chunks[static_cast<size_t>((me + k) % P)]);
@@ -112,58 +111,57 @@ void twoShot(Transport& transport, const AllReduce& a) {
     if (awaited || !sum.expectsAll()) return;
     awaited = true;
     forEachOther([&](int r, const RingChunk& theirs) {
-      transport.expect(r, theirs.output, theirs.count * width);
+      c.transport.expect(r, theirs.output, theirs.count * width);
     });
   };
   sum.expect();
   await();
   forEachOther([&](int r, const RingChunk& theirs) {
-    transport.send(r, theirs.input, theirs.count * width);
+    c.transport.send(r, theirs.input, theirs.count * width);
   });
   sum.run(mine.input, mine.output, [&](Span s) {
     await();
     forEachOther([&](int r, const RingChunk&) {
-      transport.send(r, mine.output + s.begin * width, s.size * width);
+      c.transport.send(r, mine.output + s.begin * width, s.size * width);
     });
   });
   forEachOther([&](int r, const RingChunk&) {
-    transport.peek(r);
-    transport.release(r);
+    c.transport.peek(r);
+    c.transport.release(r);
   });
 }
 
 }  // namespace
 
-void allReduce(Transport& transport, const AllReduce& a) {
+void allReduce(StreamCommunicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
-  const int P = transport.size();
+  const int P = c.size;
   if (P == 1) return;  // the reduction of one value is the value
-  const WireCost& cost = transport.options().cost;
+  const WireCost& cost = c.options.cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
   switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                                transport.options().algorithm, cost, transport.options().order)) {
+                                c.options.algorithm, cost, c.options.order)) {
     case Algorithm::kBruck:
-      return bruck(transport, a, bruckRadix(P, cost));
+      return bruck(c, a, bruckRadix(P, cost));
     case Algorithm::kDirect:
-      return bruck(transport, a, P);
+      return bruck(c, a, P);
     case Algorithm::kTwoShot:
-      return twoShot(transport, a);
+      return twoShot(c, a);
     default:
-      return runStreamRing(transport, {chunksOf(a, P), a.dtype, a.op, Ending::kEverybody});
+      return runStreamRing(c, {chunksOf(a, P), a.dtype, a.op, Ending::kEverybody});
   }
 }
 
-void allReduceSums(Transport& transport, const SumsOfHosts& s) {
+void allReduceSums(StreamCommunicator& c, const SumsOfHosts& s) {
   const Cut cut{s.count, static_cast<int>(s.ranks.size())};
   const size_t wide = sizeOf(reduceKernels(s.dtype, s.op).partial), width = sizeOf(s.dtype);
   std::vector<RingChunk> chunks;
-  for (int c = 0; c < cut.world_size; ++c) {
-    const Span chunk = cut.chunk(c);
+  for (int owner = 0; owner < cut.world_size; ++owner) {
+    const Span chunk = cut.chunk(owner);
     std::byte* const sums = s.sums + chunk.begin * wide;
     chunks.push_back({sums, s.output + chunk.begin * width, chunk.size, sums});
   }
-  runStreamRing(transport,
-                RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size));
+  runStreamRing(c, RingCall::ofSums(std::move(chunks), s.dtype, s.op, s.ranks, s.world_size));
 }
 
 }  // namespace ringreduce

@@ -15,7 +15,7 @@
 #include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "transport/transport.h"
+#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
@@ -117,8 +117,8 @@ void allToAll(Communicator& c, const AllToAll& a) {
 
 // ---- over streams
 
-void allToAll(Transport& transport, const AllToAll& a) {
-  const int P = transport.size(), me = transport.rank();
+void allToAll(StreamCommunicator& c, const AllToAll& a) {
+  const int P = c.size, me = c.rank;
   const size_t width = sizeOf(a.dtype);
   const auto index = [](int r) { return static_cast<size_t>(r); };
   const auto forEachSource = [&](auto visit) {
@@ -126,17 +126,17 @@ void allToAll(Transport& transport, const AllToAll& a) {
   };
   // Before anything is sent: a rank that got its part would take this operation as done.
   if (a.send_counts[index(me)] != a.recv_counts[index(me)])
-    transport.guard().disagree(me, me, a.send_counts[index(me)], a.recv_counts[index(me)]);
+    c.watch.disagree(me, me, a.send_counts[index(me)], a.recv_counts[index(me)]);
   forEachSource([&](int r) {
-    if (!a.even) transport.expect(r, sizeof(uint64_t));
-    transport.expect(r, a.outputs[index(r)], a.recv_counts[index(r)] * width);
+    if (!a.even) c.transport.expect(r, sizeof(uint64_t));
+    c.transport.expect(r, a.outputs[index(r)], a.recv_counts[index(r)] * width);
   });
-  auto* counts = reinterpret_cast<uint64_t*>(transport.scratch(index(P) * sizeof(uint64_t)));
+  auto* counts = reinterpret_cast<uint64_t*>(c.scratch(index(P) * sizeof(uint64_t)));
   for (int k = 1; k < P; ++k) {
     const int r = (me + k) % P;
     counts[r] = a.send_counts[index(r)];
-    if (!a.even) transport.send(r, &counts[r], sizeof(uint64_t));
-    transport.send(r, a.inputs[index(r)], counts[r] * width);
+    if (!a.even) c.transport.send(r, &counts[r], sizeof(uint64_t));
+    c.transport.send(r, a.inputs[index(r)], counts[r] * width);
   }
   if (a.outputs[index(me)] != a.inputs[index(me)])
     copyBytes(a.outputs[index(me)], a.inputs[index(me)], a.send_counts[index(me)] * width);
@@ -144,14 +144,13 @@ void allToAll(Transport& transport, const AllToAll& a) {
   if (!a.even)
     forEachSource([&](int r) {
       uint64_t sent;
-      std::memcpy(&sent, transport.peek(r), sizeof sent);
-      transport.release(r);
-      if (sent != a.recv_counts[index(r)])
-        transport.guard().disagree(r, me, sent, a.recv_counts[index(r)]);
+      std::memcpy(&sent, c.transport.peek(r), sizeof sent);
+      c.transport.release(r);
+      if (sent != a.recv_counts[index(r)]) c.watch.disagree(r, me, sent, a.recv_counts[index(r)]);
     });
   forEachSource([&](int r) {
-    transport.peek(r);
-    transport.release(r);
+    c.transport.peek(r);
+    c.transport.release(r);
   });
 }
 

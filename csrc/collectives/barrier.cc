@@ -5,7 +5,7 @@
 // hops have arrived.  Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
 // synchronization" (1988).
 #include "collectives/collectives.h"
-#include "transport/transport.h"
+#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
@@ -19,15 +19,15 @@ void barrier(Communicator& c, const Barrier&) {
 
 // ---- over streams
 
-void barrier(Transport& transport, const Barrier&) {
+void barrier(StreamCommunicator& c, const Barrier&) {
   static constexpr std::byte kHere{1};
-  const int P = transport.size();
+  const int P = c.size;
   for (int distance = 1; distance < P; distance *= 2) {
-    const int from = (transport.rank() + P - distance) % P;
-    transport.expect(from, 1);
-    transport.send((transport.rank() + distance) % P, &kHere, 1);
-    transport.peek(from);
-    transport.release(from);
+    const int from = (c.rank + P - distance) % P;
+    c.transport.expect(from, 1);
+    c.transport.send((c.rank + distance) % P, &kHere, 1);
+    c.transport.peek(from);
+    c.transport.release(from);
   }
 }
 

@@ -102,14 +102,14 @@ void byChain(Transport& transport, int root, std::byte* data, size_t bytes) {
 
 }  // namespace
 
-void broadcast(Transport& transport, const Broadcast& b) {
-  if (transport.size() == 1) return;
+void broadcast(StreamCommunicator& c, const Broadcast& b) {
+  if (c.size == 1) return;
   const size_t bytes = b.count * sizeOf(b.dtype);
   auto* data = static_cast<std::byte*>(b.data);
-  if (broadcastsByChain(bytes, transport.size(), transport.options().cost))
-    byChain(transport, b.root, data, bytes);
+  if (broadcastsByChain(bytes, c.size, c.options.cost))
+    byChain(c.transport, b.root, data, bytes);
   else
-    byTree(transport, b.root, data, bytes);
+    byTree(c.transport, b.root, data, bytes);
 }
 
 }  // namespace ringreduce

@@ -2,7 +2,7 @@
 // says how it works.
 //
 // A call is a struct with a Kind (base/op_signature.h) and a function for each kind of wires:
-// shared memory (a Communicator) and streams of bytes (a Transport).
+// shared memory (a Communicator) and streams of bytes (a StreamCommunicator).
 // group/operation.cc checks and announces a call by its members: count, counts, dtype, op, root,
 // inputs, outputs.  A call that needs more has one of these members:
 //
@@ -28,7 +28,7 @@
 
 namespace ringreduce {
 
-class Transport;
+class StreamCommunicator;
 
 // Memory of this rank that the other ranks read or write, if all ranks have theirs in shared blocks
 // (transport/shm/shared_tensors.h); null if the call has no such way.
@@ -52,7 +52,7 @@ struct AllReduce {
   SharedData shared(int rank) const;
 };
 void allReduce(Communicator&, const AllReduce&);
-void allReduce(Transport&, const AllReduce&);
+void allReduce(StreamCommunicator&, const AllReduce&);
 
 // Sums or averages of float32 that travel in fewer bytes, and not exactly.  A group of one sends
 // nothing: its input is copied as it is.
@@ -77,7 +77,7 @@ struct CompressedAllReduce {
   void sign(OpSignature& signature) const;
 };
 void compressedAllReduce(Communicator&, const CompressedAllReduce&);
-void compressedAllReduce(Transport&, const CompressedAllReduce&);
+void compressedAllReduce(StreamCommunicator&, const CompressedAllReduce&);
 
 // The reduction arrives in `output` of `root`, which may be its input.  Other outputs stay as they
 // are.
@@ -94,7 +94,7 @@ struct Reduce {
   SharedData shared(int rank) const;
 };
 void reduce(Communicator&, const Reduce&);
-void reduce(Transport&, const Reduce&);
+void reduce(StreamCommunicator&, const Reduce&);
 
 // `output` receives the reduction of inputs[this rank] of all ranks, counts[this rank] elements. It
 // may be that input.
@@ -110,7 +110,7 @@ struct ReduceScatter {
   SharedData shared(int rank) const;
 };
 void reduceScatter(Communicator&, const ReduceScatter&);
-void reduceScatter(Transport&, const ReduceScatter&);
+void reduceScatter(StreamCommunicator&, const ReduceScatter&);
 // The same, but the output receives partial sums (kernels/reduce.h), not rounded and not divided,
 // to which more can be added.  `output` may be the input only if partial sums have the dtype.
 void reduceScatterSums(Communicator&, const ReduceScatter&);
@@ -126,7 +126,7 @@ struct Broadcast {
   SharedData shared(int rank) const;
 };
 void broadcast(Communicator&, const Broadcast&);
-void broadcast(Transport&, const Broadcast&);
+void broadcast(StreamCommunicator&, const Broadcast&);
 
 // outputs[r] receives rank r's input of counts[r] elements.  An output may be the input itself.
 struct AllGather {
@@ -139,7 +139,7 @@ struct AllGather {
   SharedData shared(int rank) const;
 };
 void allGather(Communicator&, const AllGather&);
-void allGather(Transport&, const AllGather&);
+void allGather(StreamCommunicator&, const AllGather&);
 
 // The same where a rank knows only its own count: once all are known, `place` returns where each
 // rank's elements go.
@@ -150,7 +150,7 @@ struct AllGatherUnknown {
   std::function<std::vector<void*>(const std::vector<size_t>& counts)> place;
 };
 void allGatherUnknown(Communicator&, const AllGatherUnknown&);
-void allGatherUnknown(Transport&, const AllGatherUnknown&);
+void allGatherUnknown(StreamCommunicator&, const AllGatherUnknown&);
 
 // An all-gather of the elements of sparse tensors.  Were they dense they would have `count`
 // elements; `shape` is a hash of their shape.
@@ -177,7 +177,7 @@ struct Gather {
   int root;
 };
 void gather(Communicator&, const Gather&);
-void gather(Transport&, const Gather&);
+void gather(StreamCommunicator&, const Gather&);
 
 // `output` receives inputs[this rank] of `root`: `count` elements.  The root's may be that input.
 struct Scatter {
@@ -189,7 +189,7 @@ struct Scatter {
   int root;
 };
 void scatter(Communicator&, const Scatter&);
-void scatter(Transport&, const Scatter&);
+void scatter(StreamCommunicator&, const Scatter&);
 
 // outputs[r] receives inputs[this rank] of rank r.
 struct AllToAll {
@@ -206,14 +206,14 @@ struct AllToAll {
   SharedData shared(int rank) const;
 };
 void allToAll(Communicator&, const AllToAll&);
-void allToAll(Transport&, const AllToAll&);
+void allToAll(StreamCommunicator&, const AllToAll&);
 
 // Returns when all ranks have called it.
 struct Barrier {
   static constexpr Kind kKind = Kind::kBarrier;
 };
 void barrier(Communicator&, const Barrier&);
-void barrier(Transport&, const Barrier&);
+void barrier(StreamCommunicator&, const Barrier&);
 
 // A barrier whose error names the absent ranks in the words of torch's monitored_barrier.
 struct MonitoredBarrier {
@@ -226,7 +226,7 @@ using CollectiveCall =
     std::variant<AllReduce, Reduce, ReduceScatter, Broadcast, AllGather, Gather, Scatter, AllToAll,
                  Barrier, SparseAllReduce, MonitoredBarrier, CompressedAllReduce>;
 
-// The function of each call.  `wires`: a Communicator or a Transport.
+// The function of each call.  `wires`: a Communicator or a StreamCommunicator.
 template <class Wires>
 void perform(Wires& wires, const CollectiveCall& call) {
   struct {
@@ -257,7 +257,7 @@ struct CompressedAmong {
   int world_size;
   size_t slice = 0, window = 0;  // elements, and slices in flight; 0: chosen for the message
 };
-void compressedAllReduce(Transport&, const CompressedAmong&);
+void compressedAllReduce(StreamCommunicator&, const CompressedAmong&);
 
 // Adds up partial sums of several hosts, as reduceScatterSums makes them, round the ring of
 // `ranks`, this rank among them.  The owner of a chunk adds its own sums last.
@@ -270,7 +270,7 @@ struct SumsOfHosts {
   std::vector<int> ranks;
   int world_size;  // addends of each element, for the average
 };
-void allReduceSums(Transport&, const SumsOfHosts&);
+void allReduceSums(StreamCommunicator&, const SumsOfHosts&);
 
 // ---- helpers for calls in shared tensors
 

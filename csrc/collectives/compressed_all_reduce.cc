@@ -328,17 +328,18 @@ size_t windowOf(Codec codec, size_t slice) {
 // The common part of both schedules.
 class CodedPass {
  public:
-  CodedPass(Transport& transport, const CompressedAmong& among)
-      : transport_(transport),
+  CodedPass(StreamCommunicator& c, const CompressedAmong& among)
+      : transport_(c.transport),
+        watch_(c.watch),
         ranks_(among.ranks),
         P_(static_cast<int>(ranks_.size())),
-        me_(static_cast<int>(std::ranges::find(ranks_, transport.rank()) - ranks_.begin())),
+        me_(static_cast<int>(std::ranges::find(ranks_, c.rank) - ranks_.begin())),
         codec_(among.call.coding.codec),
         slice_(among.slice ? among.slice : codedSlice(Cut{among.call.count, P_}.chunkSize())),
         message_(among.call, me_, P_, among.world_size, slice_),
         slices_(message_.slices()),
         window_(std::min(slices_, among.window ? among.window : windowOf(codec_, slice_))),
-        coded_(transport.scratch(codedBytes(codec_, among.call.count))) {}
+        coded_(c.scratch(codedBytes(codec_, among.call.count))) {}
 
  protected:
   int rankAt(int place) const { return ranks_[static_cast<size_t>(place)]; }
@@ -346,10 +347,11 @@ class CodedPass {
   void send(int place, Span s) { transport_.send(rankAt(place), at(s), message_.bytes(s)); }
   void expect(int place, Span s) { transport_.expect(rankAt(place), at(s), message_.bytes(s)); }
   void require(bool decoded, int place) {
-    if (!decoded) transport_.guard().broken(rankAt(place), undecodable(codec_));
+    if (!decoded) watch_.broken(rankAt(place), undecodable(codec_));
   }
 
   Transport& transport_;
+  WaitGuard& watch_;
   const std::vector<int> ranks_;
   const int P_, me_;
   const Codec codec_;
@@ -366,10 +368,10 @@ class CodedPass {
 // A step waits only for earlier steps of others, so no rank waits for ever.
 class ByOwners : CodedPass {
  public:
-  ByOwners(Transport& transport, const CompressedAmong& among)
-      : CodedPass(transport, among),
+  ByOwners(StreamCommunicator& c, const CompressedAmong& among)
+      : CodedPass(c, among),
         arriving_(codedBytes(codec_, std::min(slice_, Cut{among.call.count, P_}.chunkSize()))),
-        addends_(transport.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
+        addends_(c.scratch(static_cast<size_t>(P_ - 1) * window_ * arriving_)) {}
 
   void run() {
     for (size_t j = 0; j < window_; ++j) expectAddends(j);
@@ -511,23 +513,23 @@ class CodedRing : CodedPass {
 
 }  // namespace
 
-void compressedAllReduce(Transport& transport, const CompressedAmong& among) {
+void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
   const CompressedAllReduce& a = among.call;
   const int P = static_cast<int>(among.ranks.size());
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
-  const CodedSchedule schedule = chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P,
-                                             a.schedule, transport.options().cost);
+  const CodedSchedule schedule =
+      chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P, a.schedule, c.options.cost);
   if (schedule == CodedSchedule::kRing)
-    CodedRing(transport, among).run();
+    CodedRing(c, among).run();
   else
-    ByOwners(transport, among).run();
+    ByOwners(c, among).run();
 }
 
-void compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
-  if (transport.size() == 1) return copyUncoded(a);
-  std::vector<int> all(static_cast<size_t>(transport.size()));
+void compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& a) {
+  if (c.size == 1) return copyUncoded(a);
+  std::vector<int> all(static_cast<size_t>(c.size));
   std::iota(all.begin(), all.end(), 0);
-  compressedAllReduce(transport, CompressedAmong{a, std::move(all), transport.size()});
+  compressedAllReduce(c, CompressedAmong{a, std::move(all), c.size});
 }
 
 }  // namespace ringreduce

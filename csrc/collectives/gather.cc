@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "transport/transport.h"
+#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
@@ -41,17 +41,17 @@ void gather(Communicator& c, const Gather& g) {
 
 // ---- over streams
 
-void gather(Transport& transport, const Gather& g) {
+void gather(StreamCommunicator& c, const Gather& g) {
   const size_t bytes = g.count * sizeOf(g.dtype);
-  if (transport.rank() != g.root) return transport.send(g.root, g.input, bytes);
+  if (c.rank != g.root) return c.transport.send(g.root, g.input, bytes);
   const auto output = [&](int r) { return g.outputs[static_cast<size_t>(r)]; };
-  for (int r = 0; r < transport.size(); ++r)
-    if (r != g.root) transport.expect(r, output(r), bytes);
+  for (int r = 0; r < c.size; ++r)
+    if (r != g.root) c.transport.expect(r, output(r), bytes);
   if (output(g.root) != g.input) copyBytes(output(g.root), g.input, bytes);
-  for (int r = 0; r < transport.size(); ++r) {
+  for (int r = 0; r < c.size; ++r) {
     if (r == g.root) continue;
-    transport.peek(r);
-    transport.release(r);
+    c.transport.peek(r);
+    c.transport.release(r);
   }
 }
 

@@ -8,8 +8,8 @@
 #include "bootstrap/process.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
+#include "collectives/stream_communicator.h"
 #include "kernels/reduce.h"
-#include "transport/transport.h"
 #include "transport/wait_guard.h"
 
 namespace ringreduce {
@@ -111,8 +111,8 @@ size_t Hierarchy::stagingBytes() const {
   return neighbours_->memory().bytes();
 }
 
-bool Hierarchy::takes(const Transport& transport, const AllReduce& a) const {
-  const TransportOptions& options = transport.options();
+bool Hierarchy::takes(const StreamCommunicator& c, const AllReduce& a) const {
+  const StreamOptions& options = c.options;
   return options.order == AddOrder::kRing &&
          reducesByHosts(a.count * sizeOf(a.dtype),
                         a.count * sizeOf(reduceKernels(a.dtype, a.op).partial), hosts_.size(),
@@ -142,38 +142,38 @@ Hierarchy::InsideHost Hierarchy::parts(const void* input, void* output, size_t c
   return made;
 }
 
-void Hierarchy::allReduce(Transport& transport, const AllReduce& a) {
-  transport.begin(arbiter_.current());
+void Hierarchy::allReduce(StreamCommunicator& c, const AllReduce& a) {
+  c.begin(arbiter_.current());
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   const ReduceOp op = a.op == ReduceOp::kPremulSum ? ReduceOp::kSum : a.op;
   const DType partial = reduceKernels(a.dtype, op).partial;
   auto [inside, spread, part] = parts(a.data, a.data, a.count, a.dtype, op);
   auto* const mine = static_cast<std::byte*>(inside.output);
   const size_t count = part.size;
-  std::byte* const sums = partial == a.dtype ? mine : transport.scratch(count * sizeOf(partial));
+  std::byte* const sums = partial == a.dtype ? mine : c.scratch(count * sizeOf(partial));
   inside.output = sums;
 
   Communicator& host = neighbours_->begin();
   reduceScatterSums(host, inside);
-  allReduceSums(transport, {.sums = sums,
-                            .output = mine,
-                            .count = count,
-                            .dtype = a.dtype,
-                            .op = op,
-                            .ranks = ring_,
-                            .world_size = hosts_.size()});
-  transport.finish();  // nothing is sent while this rank waits inside its host
+  allReduceSums(c, {.sums = sums,
+                    .output = mine,
+                    .count = count,
+                    .dtype = a.dtype,
+                    .op = op,
+                    .ranks = ring_,
+                    .world_size = hosts_.size()});
+  c.transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 
-bool Hierarchy::takes(const Transport& transport, const CompressedAllReduce&) const {
+bool Hierarchy::takes(const StreamCommunicator& c, const CompressedAllReduce&) const {
   // Compression is for a slow wire: so each part is coded, and travels, once a host.
-  const Algorithm wanted = transport.options().algorithm;
+  const Algorithm wanted = c.options.algorithm;
   return wanted == Algorithm::kAuto || wanted == Algorithm::kHierarchical;
 }
 
-void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllReduce& a) {
-  transport.begin(arbiter_.current());
+void Hierarchy::compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& a) {
+  c.begin(arbiter_.current());
   const auto [inside, spread, part] =
       parts(a.input, a.output, a.count, DType::kFloat32, ReduceOp::kSum);
   if (a.error) {
@@ -191,8 +191,8 @@ void Hierarchy::compressedAllReduce(Transport& transport, const CompressedAllRed
       mixedSeed(a.coding.seed, static_cast<uint64_t>(hosts_.localRankOf(hosts_.rank())));
   between.error = a.error ? a.error + part.begin : nullptr;
   ringreduce::compressedAllReduce(
-      transport, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
-  transport.finish();  // nothing is sent while this rank waits inside its host
+      c, CompressedAmong{.call = between, .ranks = ring_, .world_size = hosts_.size()});
+  c.transport.finish();  // nothing is sent while this rank waits inside its host
   allGather(host, spread);
 }
 

@@ -36,8 +36,6 @@
 
 namespace ringreduce {
 
-class Transport;
-
 class Hierarchy {
  public:
   // Whether there are several hosts with the same number of ranks, several each, that may share
@@ -53,11 +51,11 @@ class Hierarchy {
 
   void setPatience(Patience patience);
   // Whether the hierarchy performs this call.  The same on all ranks.
-  bool takes(const Transport& transport, const AllReduce& call) const;
-  // Begins and finishes the transport's operation.
-  void allReduce(Transport& transport, const AllReduce& call);
-  bool takes(const Transport& transport, const CompressedAllReduce& call) const;
-  void compressedAllReduce(Transport& transport, const CompressedAllReduce& call);
+  bool takes(const StreamCommunicator& c, const AllReduce& call) const;
+  // Begins and finishes the operation over the streams.
+  void allReduce(StreamCommunicator& c, const AllReduce& call);
+  bool takes(const StreamCommunicator& c, const CompressedAllReduce& call) const;
+  void compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& call);
   size_t stagingBytes() const;
 
  private:

@@ -47,14 +47,14 @@ void reduce(Communicator& c, const Reduce& r) {
 
 // ---- over streams
 
-void reduce(Transport& transport, const Reduce& r) {
-  const int P = transport.size();
+void reduce(StreamCommunicator& c, const Reduce& r) {
+  const int P = c.size;
   const size_t width = sizeOf(r.dtype), bytes = r.count * width;
-  const bool root = transport.rank() == r.root;
+  const bool root = c.rank == r.root;
   const auto* input = static_cast<const std::byte*>(r.input);
   auto* output = root ? static_cast<std::byte*>(r.output) : nullptr;
   if (r.op == ReduceOp::kPremulSum) {  // the input is the caller's
-    std::byte* scaled = transport.scratch(bytes);
+    std::byte* scaled = c.scratch(bytes);
     scale(r.dtype, scaled, input, r.count, r.factor);
     input = scaled;
   }
@@ -63,19 +63,20 @@ void reduce(Transport& transport, const Reduce& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  const TransportOptions& options = transport.options();
+  const StreamOptions& options = c.options;
   if (options.order == AddOrder::kRing &&
       reducesByRing(bytes, r.count * partial, P, options.cost)) {
     const Cut cut{r.count, P};
     std::vector<RingChunk> chunks;
-    for (int c = 0; c < P; ++c) {
-      const size_t begin = cut.chunk(c).begin * width;
-      chunks.push_back({input + begin, root ? output + begin : nullptr, cut.chunk(c).size});
+    for (int owner = 0; owner < P; ++owner) {
+      const auto [first, count] = cut.chunk(owner);
+      const size_t begin = first * width;
+      chunks.push_back({input + begin, root ? output + begin : nullptr, count});
     }
-    return runStreamRing(transport, {std::move(chunks), r.dtype, r.op, Ending::kRoot, r.root});
+    return runStreamRing(c, {std::move(chunks), r.dtype, r.op, Ending::kRoot, r.root});
   }
-  if (!root) return transport.send(r.root, input, bytes);
-  DirectSum sum(transport, r.dtype, r.op, r.count, DirectSum::kByChunk);
+  if (!root) return c.transport.send(r.root, input, bytes);
+  DirectSum sum(c, r.dtype, r.op, r.count, DirectSum::kByChunk);
   sum.expect();
   sum.run(input, output, [](Span) {});
 }

@@ -116,8 +116,8 @@ void reduceScatterSums(Communicator& c, const ReduceScatter& r) {
 
 // ---- over streams
 
-void reduceScatter(Transport& transport, const ReduceScatter& r) {
-  const int P = transport.size(), me = transport.rank();
+void reduceScatter(StreamCommunicator& c, const ReduceScatter& r) {
+  const int P = c.size, me = c.rank;
   const size_t width = sizeOf(r.dtype);
   const size_t total = std::accumulate(r.counts.begin(), r.counts.end(), size_t{0});
   std::vector<RingChunk> parts;
@@ -126,7 +126,7 @@ void reduceScatter(Transport& transport, const ReduceScatter& r) {
   RingChunk& mine = parts[static_cast<size_t>(me)];
   mine.output = static_cast<std::byte*>(r.output);
   if (r.op == ReduceOp::kPremulSum) {  // the inputs are the caller's
-    std::byte* scaled = transport.scratch(total * width);
+    std::byte* scaled = c.scratch(total * width);
     for (RingChunk& part : parts) {
       scale(r.dtype, scaled, part.input, part.count, r.factor);
       part.input = scaled;
@@ -138,16 +138,16 @@ void reduceScatter(Transport& transport, const ReduceScatter& r) {
     return;
   }
   const size_t partial = sizeOf(reduceKernels(r.dtype, r.op).partial);
-  const TransportOptions& options = transport.options();
+  const StreamOptions& options = c.options;
   if (options.order == AddOrder::kRing &&
       scattersByRing(total * width, total * partial, P, options.cost))
-    return runStreamRing(transport, {std::move(parts), r.dtype, r.op, Ending::kOwner});
+    return runStreamRing(c, {std::move(parts), r.dtype, r.op, Ending::kOwner});
 
-  DirectSum sum(transport, r.dtype, r.op, mine.count, me);
+  DirectSum sum(c, r.dtype, r.op, mine.count, me);
   sum.expect();
   for (int k = 1; k < P; ++k) {
     const RingChunk& theirs = parts[static_cast<size_t>((me + k) % P)];
-    transport.send((me + k) % P, theirs.input, theirs.count * width);
+    c.transport.send((me + k) % P, theirs.input, theirs.count * width);
   }
   sum.run(mine.input, mine.output, [](Span) {});
 }

@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "collectives/collectives.h"
 #include "collectives/shared_memory.h"
-#include "transport/transport.h"
+#include "collectives/stream_communicator.h"
 
 namespace ringreduce {
 
@@ -43,18 +43,18 @@ void scatter(Communicator& c, const Scatter& s) {
 
 // ---- over streams
 
-void scatter(Transport& transport, const Scatter& s) {
+void scatter(StreamCommunicator& c, const Scatter& s) {
   const size_t bytes = s.count * sizeOf(s.dtype);
-  if (transport.rank() != s.root) {
-    transport.expect(s.root, s.output, bytes);
-    transport.peek(s.root);
-    transport.release(s.root);
+  if (c.rank != s.root) {
+    c.transport.expect(s.root, s.output, bytes);
+    c.transport.peek(s.root);
+    c.transport.release(s.root);
     return;
   }
   const auto input = [&](int r) { return s.inputs[static_cast<size_t>(r)]; };
-  for (int k = 1; k < transport.size(); ++k) {
-    const int r = (s.root + k) % transport.size();
-    transport.send(r, input(r), bytes);
+  for (int k = 1; k < c.size; ++k) {
+    const int r = (s.root + k) % c.size;
+    c.transport.send(r, input(r), bytes);
   }
   if (s.output != input(s.root)) copyBytes(s.output, input(s.root), bytes);
 }

@@ -61,9 +61,8 @@ void gatherByBruck(Transport& transport, const Blocks& blocks, int radix_) {
   }
 }
 
-void gatherByRing(Transport& transport, const Blocks& blocks) {
-  const int P = transport.size(), next = (transport.rank() + 1) % P,
-            previous = (transport.rank() + P - 1) % P;
+void gatherByRing(StreamCommunicator& c, const Blocks& blocks) {
+  const int P = c.size, next = (c.rank + 1) % P, previous = (c.rank + P - 1) % P;
   const auto forEachSlice = [&](size_t x, auto visit) {
     const size_t slice = sliceBytes(blocks.bytes[x]);
     for (size_t j = 0; j < slicesOf(blocks.bytes[x], slice); ++j)
@@ -81,7 +80,7 @@ void gatherByRing(Transport& transport, const Blocks& blocks) {
   // The block of the rank before this one comes first; the next rank's own is not forwarded.
   for (size_t x = blocks.bytes.size() - 1; x > 0; --x)
     forEachSlice(x, [&](Span s) {
-      transport.expect(previous, blocks.places[x] + s.begin, s.size);
+      c.transport.expect(previous, blocks.places[x] + s.begin, s.size);
       ++arrivals;
       if (x > 1) sends.push_back({blocks.places[x] + s.begin, s.size});
     });
@@ -89,14 +88,14 @@ void gatherByRing(Transport& transport, const Blocks& blocks) {
   size_t sent = 0;
   const auto sendUpTo = [&](size_t end) {
     for (; sent < std::min(end, sends.size()); ++sent)
-      transport.send(next, sends[sent].data, sends[sent].bytes);
+      c.transport.send(next, sends[sent].data, sends[sent].bytes);
   };
-  const size_t window = streamWindow(own, sliceBytes(blocks.bytes[0]), P, Transport::kWindow,
-                                     transport.options().cost);
+  const size_t window =
+      streamWindow(own, sliceBytes(blocks.bytes[0]), P, Transport::kWindow, c.options.cost);
   sendUpTo(window);
   for (size_t k = 0; k < arrivals; ++k) {
-    transport.peek(previous);
-    transport.release(previous);
+    c.transport.peek(previous);
+    c.transport.release(previous);
     sendUpTo(k + 1 + window);
   }
   sendUpTo(sends.size());

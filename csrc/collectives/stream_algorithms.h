@@ -9,6 +9,7 @@
 #include "algorithm/cut.h"
 #include "algorithm/ring.h"
 #include "base/dtype.h"
+#include "collectives/stream_communicator.h"
 #include "kernels/reduce.h"
 #include "transport/transport.h"
 
@@ -62,7 +63,7 @@ void gatherByBruck(Transport& transport, const Blocks& blocks, int radix);
 
 // Slice by slice round the ring: each rank forwards the blocks that it receives, except the last.
 // A rank sends no further ahead of what it receives than streamWindow().
-void gatherByRing(Transport& transport, const Blocks& blocks);
+void gatherByRing(StreamCommunicator& c, const Blocks& blocks);
 
 // ---- direct sum
 //
@@ -74,8 +75,8 @@ class DirectSum {
   // Of `count` elements.  `owned_by`: the rank whose order of addition applies, or kByChunk: each
   // chunk has its owner's order.
   static constexpr int kByChunk = -1;
-  DirectSum(Transport& transport, DType dtype, ReduceOp op, size_t count, int owned_by)
-      : transport_(transport),
+  DirectSum(StreamCommunicator& c, DType dtype, ReduceOp op, size_t count, int owned_by)
+      : c_(c),
         kernels_(reduceKernels(dtype, op)),
         width_(sizeOf(dtype)),
         count_(count),
@@ -93,27 +94,26 @@ class DirectSum {
   // Adds all slices; `output` may be `own`.  Calls visit(span) after each slice.
   template <class Visit>
   void run(const std::byte* own, std::byte* output, Visit visit) {
-    const auto P = static_cast<size_t>(transport_.size());
+    const auto P = static_cast<size_t>(c_.size);
     std::vector<const std::byte*> sources(P);
     std::vector<const void*> ordered(P);
     const auto add = [&](int owner, size_t begin, size_t n, size_t slice_begin) {
-      for (int k = 0; k < transport_.size(); ++k) {
-        const auto r = static_cast<size_t>(transport_.kthToAdd(owner, k));
+      for (int k = 0; k < c_.size; ++k) {
+        const auto r = static_cast<size_t>(c_.kthToAdd(owner, k));
         ordered[static_cast<size_t>(k)] = sources[r] + (begin - slice_begin) * width_;
       }
-      kernels_.reduce(output + begin * width_, ordered.data(), transport_.size(), n,
-                      transport_.size());
+      kernels_.reduce(output + begin * width_, ordered.data(), c_.size, n, c_.size);
     };
     for (size_t j = 0; j < slices_; ++j) {
       const Span s = piece(count_, slice_, j);
-      forEachOther([&](int r) { sources[static_cast<size_t>(r)] = transport_.peek(r); });
-      sources[static_cast<size_t>(transport_.rank())] = own + s.begin * width_;
+      forEachOther([&](int r) { sources[static_cast<size_t>(r)] = c_.transport.peek(r); });
+      sources[static_cast<size_t>(c_.rank)] = own + s.begin * width_;
       if (owned_by_ != kByChunk)
         add(owned_by_, s.begin, s.size, s.begin);
       else
-        Cut{count_, transport_.size()}.forEachChunk(
+        Cut{count_, c_.size}.forEachChunk(
             s, [&](int chunk, size_t begin, size_t n) { add(chunk, begin, n, s.begin); });
-      forEachOther([&](int r) { transport_.release(r); });
+      forEachOther([&](int r) { c_.transport.release(r); });
       if (expected_ < slices_) expectSlice(expected_++);
       visit(s);
     }
@@ -126,13 +126,13 @@ class DirectSum {
 
   template <class Visit>
   void forEachOther(Visit visit) {
-    for (int k = 1; k < transport_.size(); ++k) visit((transport_.rank() + k) % transport_.size());
+    for (int k = 1; k < c_.size; ++k) visit((c_.rank + k) % c_.size);
   }
   void expectSlice(size_t j) {
-    forEachOther([&](int r) { transport_.expect(r, piece(count_, slice_, j).size * width_); });
+    forEachOther([&](int r) { c_.transport.expect(r, piece(count_, slice_, j).size * width_); });
   }
 
-  Transport& transport_;
+  StreamCommunicator& c_;
   const ReduceKernels& kernels_;
   const size_t width_, count_, slice_, slices_;
   const int owned_by_;
@@ -373,14 +373,14 @@ constexpr size_t streamWindow(size_t slices, size_t slice_bytes, int ranks, size
                    ceilDiv(wanted, std::max<size_t>(1, slice_bytes))});
 }
 
-inline void runStreamRing(Transport& transport, const RingCall& call,
+inline void runStreamRing(StreamCommunicator& c, const RingCall& call,
                           size_t buffers = Transport::kWindow) {
-  RingShape shape = RingPass::shapeOf(transport, call);
+  RingShape shape = RingPass::shapeOf(c.transport, call);
   shape.window = streamWindow(call.slices, call.slice * sizeOf(call.kernels.partial),
-                              shape.world_size, buffers, transport.options().cost);
-  ExpectRing expect(transport, call);
+                              shape.world_size, buffers, c.options.cost);
+  ExpectRing expect(c.transport, call);
   runRing(expect, shape);
-  MoveRing move(transport, call);
+  MoveRing move(c.transport, call);
   runRing(move, shape);
 }
 

@@ -70,25 +70,21 @@ std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
   TcpOptions tcp{.shown = ranks,
                  .lost_after = links_->lostAfter(),
                  .leaves_bbr = links_->congestion().empty()};
-  WaitGuard* guard = &arbiter;
+  guard_ = &arbiter;
   links_->releaseDescriptors();
   if (!ranks.empty())
-    guard = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();
+    guard_ = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
   tcp.min_connections =
       std::max(net::initialConnections(static_cast<Nanos>(cost.roundTrip() * kSecond)),
                static_cast<int>(links_->mostPaths()));
   if (links_->connections() > 0) tcp.min_connections = tcp.max_connections = links_->connections();
   return std::make_unique<TcpTransport>(
-      positionOf(rank_), size_, *guard,
+      positionOf(rank_), size_, *guard_,
       [this](int to, int number, const std::function<void()>& poll) {
         const int rank = positions_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
         return links_->dial(rank, net::Purpose::kData, number, poll);
       },
-      TransportOptions{.algorithm = links_->sharedOptions().algorithm,
-                       .cost = cost,
-                       .order = links_->sharedOptions().order,
-                       .callers_ranks = positions_},
       tcp);
 }
 

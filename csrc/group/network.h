@@ -42,6 +42,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
   const HostRing& ring() const { return links_->ring(); }
   const WireCost& cost() const { return links_->cost(); }
+  // The arbiter, by the transport's numbers of ranks, once there is a transport.
+  WaitGuard& guard() const { return *guard_; }
 
   // Waits until the kernel has taken all messages to ranks that may still receive, up to `timeout`,
   // or until the group fails.  `poll`, if not null, is called now and then and may throw.
@@ -80,6 +82,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   const int rank_, size_;
   // The arbiter, for a transport that numbers ranks by their ring positions.
   std::unique_ptr<WaitGuard> position_guard_;
+  WaitGuard* guard_ = nullptr;
   std::vector<int> positions_;  // by rank; empty where that is its number
 
   std::unique_ptr<RankPage[]> pages_;

@@ -211,8 +211,8 @@ void run(Communicator& c, const Operation& operation) {
   perform(c, operation.call);
 }
 
-void run(Transport& transport, const Operation& operation) {
-  perform(transport, operation.call);
+void run(StreamCommunicator& c, const Operation& operation) {
+  perform(c, operation.call);
 }
 
 }  // namespace ringreduce

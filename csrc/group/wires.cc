@@ -2,12 +2,14 @@
 #include "group/wires.h"
 
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <variant>
 
 #include "bootstrap/topology.h"
 #include "collectives/hierarchy.h"
 #include "collectives/shared_memory.h"
+#include "collectives/stream_communicator.h"
 #include "transport/transport.h"
 #include "transport/wait_guard.h"
 
@@ -49,11 +51,13 @@ class SharedWires final : public Wires {
 // The wires of a group on several hosts.
 class StreamWires final : public Wires {
  public:
-  // `hierarchy` may be null.  `ranks`: the ranks in the transport's order; empty if that is the
-  // usual one.  `memory`: bytes of the mirrored pages, for stagingBytes().
-  StreamWires(std::unique_ptr<Transport> transport, std::unique_ptr<Hierarchy> hierarchy,
-              std::vector<int> ranks, size_t memory)
+  // `guard`: the transport's.  `hierarchy` may be null.  `ranks`: the ranks in the transport's
+  // order; empty if that is the usual one.  `memory`: bytes of the mirrored pages, for
+  // stagingBytes().
+  StreamWires(std::unique_ptr<Transport> transport, WaitGuard& guard, StreamOptions options,
+              std::unique_ptr<Hierarchy> hierarchy, std::vector<int> ranks, size_t memory)
       : transport_(std::move(transport)),
+        communicator_(std::in_place, *transport_, guard, std::move(options)),
         hierarchy_(std::move(hierarchy)),
         ranks_(std::move(ranks)),
         memory_(memory) {}
@@ -63,17 +67,18 @@ class StreamWires final : public Wires {
     if (hierarchy_) hierarchy_->setPatience(patience);
   }
   void run(const Operation& operation, const OpSignature& announced) override {
+    StreamCommunicator& c = *communicator_;
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
-    if (hierarchy_ && all_reduce && hierarchy_->takes(*transport_, *all_reduce))
-      return hierarchy_->allReduce(*transport_, *all_reduce);
+    if (hierarchy_ && all_reduce && hierarchy_->takes(c, *all_reduce))
+      return hierarchy_->allReduce(c, *all_reduce);
     const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
-    if (hierarchy_ && compressed && hierarchy_->takes(*transport_, *compressed))
-      return hierarchy_->compressedAllReduce(*transport_, *compressed);
-    transport_->begin(announced);
+    if (hierarchy_ && compressed && hierarchy_->takes(c, *compressed))
+      return hierarchy_->compressedAllReduce(c, *compressed);
+    c.begin(announced);
     if (ranks_.empty())
-      ringreduce::run(*transport_, operation);
+      ringreduce::run(c, operation);
     else
-      ringreduce::run(*transport_, inPlaces(operation, ranks_));
+      ringreduce::run(c, inPlaces(operation, ranks_));
     transport_->finish();
   }
   size_t stagingBytes() const override {
@@ -92,12 +97,14 @@ class StreamWires final : public Wires {
   // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);
+    communicator_.reset();
     transport_.reset();
   }
 
  private:
   mutable std::mutex closing_;  // questions about the transport come from any thread
   std::unique_ptr<Transport> transport_;
+  std::optional<StreamCommunicator> communicator_;  // over it
   const std::unique_ptr<Hierarchy> hierarchy_;
   const std::vector<int> ranks_;
   const size_t memory_;
@@ -115,8 +122,12 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
   auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
   std::unique_ptr<Transport> transport = network.start(arbiter);
   try {
-    return std::make_unique<StreamWires>(std::move(transport), std::move(hierarchy),
-                                         network.ring().ranks,
+    StreamOptions options{.algorithm = shared.algorithm,
+                          .cost = network.cost(),
+                          .order = shared.order,
+                          .callers_ranks = positionsOf(network.ring().ranks)};
+    return std::make_unique<StreamWires>(std::move(transport), network.guard(), std::move(options),
+                                         std::move(hierarchy), network.ring().ranks,
                                          static_cast<size_t>(hosts.size()) * sizeof(RankPage));
   } catch (...) {
     network.close();

@@ -23,13 +23,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "algorithm/choose.h"
-#include "algorithm/cut.h"
-#include "base/bytes.h"
 #include "base/clock.h"
 #include "base/op_signature.h"
 #include "transport/wait_guard.h"
@@ -38,72 +34,15 @@ namespace ringreduce {
 
 inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
 
-// The inputs of the choice of algorithms, and the order of addition.
-struct TransportOptions {
-  Algorithm algorithm = Algorithm::kAuto;
-  WireCost cost = {};
-  AddOrder order = AddOrder::kRing;
-  // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
-  std::vector<int> callers_ranks = {};
-};
-
-// Memory for one operation.  Blocks are kept for the next one, so that small calls allocate
-// nothing; large blocks are freed.
-class Scratch {
- public:
-  // Aligned for any element; not initialised.
-  std::byte* take(size_t bytes) {
-    while (current_ < blocks_.size()) {
-      Block& block = blocks_[current_];
-      if (bytes <= block.bytes - block.taken) {
-        std::byte* memory = block.memory.get() + block.taken;
-        block.taken += roundUp(bytes, kAlignment);
-        return memory;
-      }
-      ++current_;
-    }
-    const size_t size = roundUp(bytes < kSmallest ? kSmallest : bytes, kAlignment);
-    blocks_.push_back({std::make_unique_for_overwrite<std::byte[]>(size), size, 0});
-    return take(bytes);
-  }
-
-  // Makes all memory available again.
-  void reset() {
-    std::erase_if(blocks_, [](const Block& block) { return block.bytes > kLargestKept; });
-    for (Block& block : blocks_) block.taken = 0;
-    current_ = 0;
-  }
-
- private:
-  static constexpr size_t kAlignment = 64;
-  static constexpr size_t kSmallest = 64 << 10, kLargestKept = 4 << 20;
-
-  struct Block {
-    std::unique_ptr<std::byte[]> memory;
-    size_t bytes, taken;
-  };
-  std::vector<Block> blocks_;
-  size_t current_ = 0;  // the first that may have room
-};
-
 class Transport {
  public:
-  Transport(int rank, int size, WaitGuard& guard, TransportOptions options)
-      : rank_(rank), size_(size), guard_(guard), options_(options) {}
+  Transport(int rank, int size) : rank_(rank), size_(size) {}
   virtual ~Transport() = default;
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  WaitGuard& guard() const { return guard_; }
-  const TransportOptions& options() const { return options_; }
-  // The rank whose value is the k-th to be added in chunk c.
-  int kthToAdd(int c, int k) const {
-    const int r = ringreduce::kthToAdd(c, k, size_, options_.order);
-    if (options_.order == AddOrder::kRing || options_.callers_ranks.empty()) return r;
-    return options_.callers_ranks[static_cast<size_t>(r)];
-  }
 
   // Starts an operation.
   virtual void begin(const OpSignature& operation) = 0;
@@ -130,9 +69,6 @@ class Transport {
   // Ends the oldest expectation.
   virtual void release(int from) = 0;
 
-  // Memory until finish(), to send from or to receive into.
-  std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
-
   virtual void setPatience(Patience) {}
   // After the last operation: waits, at most `longest`, until the other ranks' systems have all
   // bytes, and closes this side.
@@ -145,13 +81,8 @@ class Transport {
   // For each rank that was sent to: how it is reached, in words.
   virtual std::vector<std::string> routes() const { return {}; }
 
- protected:
-  Scratch scratch_;  // begin() resets it
-
  private:
   const int rank_, size_;
-  WaitGuard& guard_;
-  const TransportOptions options_;
 };
 
 }  // namespace ringreduce

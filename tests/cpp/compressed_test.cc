@@ -21,7 +21,7 @@ constexpr int kMostRanks = 8;
 #endif
 
 void overStandIn(int P, const std::function<void(stream_cases::Caller&)>& body,
-                 const TransportOptions& options = {}) {
+                 const StreamOptions& options = {}) {
   stand_in::overStandIn(P, options,
                         [&](stream_cases::Caller& call, stand_in::Net&) { body(call); });
 }
@@ -70,12 +70,12 @@ TEST(many_slices_and_short_windows) {
       overStandIn(P, [&](stream_cases::Caller& call) {
         for (const Case& c : all)
           c.run(call.transport.rank(), [&](const CompressedAllReduce& a) {
-            call.perform([&](Transport& transport) {
-              compressedAllReduce(transport, CompressedAmong{.call = a,
-                                                             .ranks = everyRank(P),
-                                                             .world_size = P,
-                                                             .slice = kChunkElements,
-                                                             .window = window});
+            call.perform([&](StreamCommunicator& streams) {
+              compressedAllReduce(streams, CompressedAmong{.call = a,
+                                                           .ranks = everyRank(P),
+                                                           .world_size = P,
+                                                           .slice = kChunkElements,
+                                                           .window = window});
             });
           });
       });
@@ -88,15 +88,15 @@ TEST(some_of_the_ranks_in_any_order) {
   overStandIn(5, [&](stream_cases::Caller& call) {
     const auto place = std::ranges::find(some, call.transport.rank());
     for (const Case& c : all)
-      call.perform([&](Transport& transport) {
+      call.perform([&](StreamCommunicator& streams) {
         if (place == some.end()) return;
         const auto me = static_cast<int>(place - some.begin());
         Floats output(c.count), error(c.count);
-        compressedAllReduce(transport, CompressedAmong{.call = c.call(c.inputs[at(me)].data(),
-                                                                      output.data(), error.data()),
-                                                       .ranks = some,
-                                                       .world_size = 3});
-        transport.finish();
+        compressedAllReduce(streams, CompressedAmong{.call = c.call(c.inputs[at(me)].data(),
+                                                                    output.data(), error.data()),
+                                                     .ranks = some,
+                                                     .world_size = 3});
+        streams.transport.finish();
         c.expect(me, output, &error);
       });
   });
@@ -104,7 +104,7 @@ TEST(some_of_the_ranks_in_any_order) {
 
 TEST(messages_of_one_caller_go_one_way) {
   const int P = 3;
-  TransportOptions options;
+  StreamOptions options;
   options.cost.crowd = 1;
   options.cost.memory = 0;
   const Case owner(P, 1000, {Codec::kInt4}, ReduceOp::kSum, CodedSchedule::kOwner);

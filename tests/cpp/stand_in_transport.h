@@ -212,13 +212,11 @@ class NoGuard final : public WaitGuard {
 
 class StandIn final : public Transport {
  public:
-  StandIn(int rank, WaitGuard& guard, Net& net, const TransportOptions& options)
-      : Transport(rank, net.size(), guard, options), net_(net) {}
+  StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
   ~StandIn() override { net_.gone(rank()); }
 
   void begin(const OpSignature& operation) override {
     const std::lock_guard lock(net_.mutex);
-    scratch_.reset();
     operation_ = operation;
     for (int r = 0; r < size(); ++r) {
       net_.stream(rank(), r).sender_announced = false;
@@ -335,7 +333,7 @@ class StandIn final : public Transport {
 };
 
 // Runs body in a thread for each rank, each time with another seed; throws the first error.
-inline void overStandIn(int size, const TransportOptions& options,
+inline void overStandIn(int size, const StreamOptions& options,
                         const std::function<void(stream_cases::Caller&, Net&)>& body,
                         Hardness hardness = {}) {
   static uint32_t seed = 0;
@@ -343,18 +341,19 @@ inline void overStandIn(int size, const TransportOptions& options,
   Net net(size, hardness);
   ranks::inThreads(size, [&](int r) {
     NoGuard guard;
-    StandIn transport(r, guard, net, options);
-    stream_cases::Caller call(
-        transport, [&](const OpSignature& announced, const std::function<void(Transport&)>& run) {
-          try {
-            transport.begin(announced);
-            run(transport);
-            transport.finish();
-          } catch (...) {
-            net.giveUp();
-            throw;
-          }
-        });
+    StandIn transport(r, net);
+    StreamCommunicator c(transport, guard, options);
+    stream_cases::Caller call(c,
+                              [&](const OpSignature& announced, const std::function<void()>& run) {
+                                try {
+                                  c.begin(announced);
+                                  run();
+                                  transport.finish();
+                                } catch (...) {
+                                  net.giveUp();
+                                  throw;
+                                }
+                              });
     try {
       body(call, net);
     } catch (const std::exception&) {

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "collectives/collectives.h"
+#include "collectives/stream_communicator.h"
 #include "group/operation.h"
 #include "ring_oracle.h"
 #include "transport/transport.h"
@@ -36,50 +37,38 @@ inline size_t at(int i) {
 // operation as announced, runs what it is given, and finishes.
 class Caller {
  public:
-  using Operate = std::function<void(const OpSignature&, const std::function<void(Transport&)>&)>;
-  Caller(Transport& transport, Operate operate)
-      : transport(transport), operate_(std::move(operate)) {}
+  using Operate = std::function<void(const OpSignature&, const std::function<void()>& body)>;
+  Caller(StreamCommunicator& c, Operate operate)
+      : transport(c.transport), options(c.options), c_(c), operate_(std::move(operate)) {}
 
-  template <class Call>
-  void operator()(const Call& call) {
-    operate_(announce({call}, sequence_++), [&](Transport& m) { run(m, call); });
+  void operator()(const CollectiveCall& call) {
+    operate_(announce({call}, sequence_++), [&] { run(c_, {call}); });
   }
   // The same, announced as something else.
-  template <class Call>
-  void lying(const Call& call) {
+  void lying(const CollectiveCall& call) {
     OpSignature a = announce({call}, sequence_++);
     a.count += 1;
-    operate_(a, [&](Transport& m) { run(m, call); });
+    operate_(a, [&] { run(c_, {call}); });
   }
   // An operation that is no call.
-  void perform(const std::function<void(Transport&)>& body) {
-    operate_({.sequence = sequence_++}, body);
+  void perform(const std::function<void(StreamCommunicator&)>& body) {
+    operate_({.sequence = sequence_++}, [&] { body(c_); });
   }
 
   Transport& transport;
+  const StreamOptions& options;
 
  private:
-  static void run(Transport& m, const AllReduce& a) { allReduce(m, a); }
-  static void run(Transport& m, const Reduce& r) { reduce(m, r); }
-  static void run(Transport& m, const ReduceScatter& r) { reduceScatter(m, r); }
-  static void run(Transport& m, const Broadcast& b) { broadcast(m, b); }
-  static void run(Transport& m, const AllGather& a) { allGather(m, a); }
-  static void run(Transport& m, const SparseAllReduce& s) { allGatherUnknown(m, s.gather); }
-  static void run(Transport& m, const Gather& g) { gather(m, g); }
-  static void run(Transport& m, const Scatter& s) { scatter(m, s); }
-  static void run(Transport& m, const AllToAll& a) { allToAll(m, a); }
-  static void run(Transport& m, const Barrier& b) { barrier(m, b); }
-  static void run(Transport& m, const CompressedAllReduce& a) { compressedAllReduce(m, a); }
-
+  StreamCommunicator& c_;
   const Operate operate_;
   uint64_t sequence_ = 0;
 };
 
 using Over =
-    std::function<void(int size, const TransportOptions&, const std::function<void(Caller&)>&)>;
+    std::function<void(int size, const StreamOptions&, const std::function<void(Caller&)>&)>;
 
 // Settings under which each algorithm is taken for some size.
-inline std::vector<TransportOptions> everyChoice() {
+inline std::vector<StreamOptions> everyChoice() {
   const WireCost ring{.hop = 0, .message = 0, .byte = 1, .memory = 1, .crowd = 1};
   const WireCost one_hop{.hop = 1, .message = 0, .byte = 0, .memory = 0};
   const WireCost few_messages{.hop = 0, .message = 1, .byte = 0, .memory = 0};
@@ -94,9 +83,9 @@ inline std::vector<TransportOptions> everyChoice() {
 
 // Those that can add in the order of ranks.  The transport numbers these from the last to the first
 // where it does not number them as the caller.
-inline std::vector<TransportOptions> choicesByRank(int P) {
-  std::vector<TransportOptions> choices;
-  for (TransportOptions options : everyChoice()) {
+inline std::vector<StreamOptions> choicesByRank(int P) {
+  std::vector<StreamOptions> choices;
+  for (StreamOptions options : everyChoice()) {
     if (!addsByRank(options.algorithm)) continue;
     options.order = AddOrder::kRank;
     if (choices.size() % 2 == 1)
@@ -158,7 +147,7 @@ struct Reducing {
     }
   }
   // Of an all-reduce, and of a reduce-scatter.
-  const Bytes& wanted(const TransportOptions& options, bool scatters = false) const {
+  const Bytes& wanted(const StreamOptions& options, bool scatters = false) const {
     if (options.order == AddOrder::kRing) return scatters ? scattered : reduced;
     return options.callers_ranks.empty() ? ascending : descending;
   }
@@ -176,7 +165,7 @@ struct Reducing {
 
   void run(Caller& call) const {
     const int me = call.transport.rank();
-    const TransportOptions& options = call.transport.options();
+    const StreamOptions& options = call.options;
     Bytes data = addends[at(me)];
     call(AllReduce{data.data(), count, dtype, op, factor(me)});
     expect(data.data(), wanted(options).data(), count, "all_reduce");
@@ -248,7 +237,7 @@ inline std::vector<Reducing> reductions(int P, uint32_t seed, size_t most_bytes)
 
 inline void checkReductions(const Over& over, int most_ranks, size_t most_bytes) {
   for (int P = 1; P <= most_ranks; ++P) {
-    std::vector<TransportOptions> choices = everyChoice();
+    std::vector<StreamOptions> choices = everyChoice();
     std::ranges::copy(choicesByRank(P), std::back_inserter(choices));
     const std::vector<Reducing> cases = reductions(P, static_cast<uint32_t>(P), most_bytes);
     for (size_t i = 0; i < choices.size(); ++i)

@@ -15,20 +15,20 @@ using tcp_world::OneRank;
 
 namespace {
 
-void overTcp(int P, const TransportOptions& options, const std::function<void(Caller&)>& body) {
+void overTcp(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
   tcp_world::overTcp(
       P,
       [&](OneRank& one) {
-        Caller call(one.transport(),
-                    [&](const OpSignature& a, const std::function<void(Transport&)>& run) {
-                      one.operation(run, a.kind, a.count);
+        Caller call(one.communicator(),
+                    [&](const OpSignature& a, const std::function<void()>& run) {
+                      one.operation([&](Transport&) { run(); }, a.kind, a.count);
                     });
         body(call);
       },
       {}, 60 * kSecond, options);
 }
 
-void overStandIn(int P, const TransportOptions& options, const std::function<void(Caller&)>& body) {
+void overStandIn(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
   stand_in::overStandIn(P, options, [&](Caller& call, stand_in::Net&) { body(call); });
 }
 
@@ -36,7 +36,7 @@ void overStandIn(int P, const TransportOptions& options, const std::function<voi
 std::string complaint(const std::function<void(Transport&, stand_in::Net&)>& body) {
   try {
     stand_in::overStandIn(2, {}, [&](Caller& call, stand_in::Net& net) {
-      call.perform([&](Transport& transport) { body(transport, net); });
+      call.perform([&](StreamCommunicator& c) { body(c.transport, net); });
     });
   } catch (const std::runtime_error& error) {
     return error.what();
@@ -79,7 +79,7 @@ TEST(a_ring_of_more_slices_than_buffers) {
 }
 
 TEST(a_ring_runs_with_few_buffers) {
-  const auto few = [](int P, const TransportOptions& options, const auto& body) {
+  const auto few = [](int P, const StreamOptions& options, const auto& body) {
     stand_in::overStandIn(P, options, [&](Caller& call, stand_in::Net&) { body(call); },
                           {.buffers_out = 6, .buffers_in = 1});
   };

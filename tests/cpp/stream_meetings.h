@@ -31,7 +31,7 @@ inline void checkBarrier(const Over& over, int most_ranks) {
 }
 
 // Runs what must end in a mismatch; others may throw for other reasons in consequence.
-inline void checkMismatch(const Over& over, int P, const TransportOptions& options,
+inline void checkMismatch(const Over& over, int P, const StreamOptions& options,
                           const std::function<void(Caller&)>& body, const std::string& what) {
   std::atomic<int> found = 0;
   try {
@@ -54,7 +54,7 @@ inline void checkMismatch(const Over& over, int P, const TransportOptions& optio
 inline void checkMeetings(const Over& over, int most_ranks) {
   for (int P = 2; P <= most_ranks; ++P) {
     const auto disagree = [&]<class Call>(const Call& call) {
-      for (const TransportOptions& options : everyChoice())
+      for (const StreamOptions& options : everyChoice())
         checkMismatch(
             over, P, options,
             [&](Caller& caller) {
@@ -119,11 +119,11 @@ inline void checkWindow(const Over& over, int most_ranks, size_t buffers, size_t
             const size_t begin = cut.chunk(p).begin * c.width();
             chunks.push_back({from + begin, to + begin, cut.chunk(p).size});
           }
-          call.perform([&](Transport& transport) {
+          call.perform([&](StreamCommunicator& streams) {
             RingCall ring(chunks, dtype, c.op, ending, c.root);
             ring.slice = kSlice;
             ring.slices = slices;
-            runStreamRing(transport, ring, buffers);
+            runStreamRing(streams, ring, buffers);
           });
           const Span mine = cut.chunk(me);
           if (ending == Ending::kOwner)

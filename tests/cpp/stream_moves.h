@@ -135,7 +135,7 @@ inline void checkMoves(const Over& over, int most_ranks, size_t most_bytes) {
   constexpr DType kTypes[] = {DType::kUInt8, DType::kFloat32, DType::kComplex128,
                               DType::kFloat8E5M2, DType::kInt64};
   for (int P = 1; P <= most_ranks; ++P)
-    for (const TransportOptions& options : everyChoice())
+    for (const StreamOptions& options : everyChoice())
       over(P, options, [&](Caller& call) {
         std::minstd_rand random(static_cast<uint32_t>(P));
         const auto below = [&](size_t n) { return static_cast<size_t>(random()) % n; };

@@ -20,6 +20,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "check.h"
+#include "collectives/stream_communicator.h"
 #include "ranks.h"
 #include "transport/tcp/stream.h"
 #include "transport/tcp/tcp_transport.h"
@@ -102,11 +103,13 @@ class TestWatch final : public WaitGuard {
 class OneRank {
  public:
   OneRank(int rank, int size, const std::atomic<bool>& failed, net::Dial dial,
-          const TcpOptions& tcp, Nanos timeout, const TransportOptions& options = {})
+          const TcpOptions& tcp, Nanos timeout, const StreamOptions& options = {})
       : watch_(failed, deadlineIn(timeout)),
-        transport_(rank, size, watch_, std::move(dial), options, tcp) {}
+        transport_(rank, size, watch_, std::move(dial), tcp),
+        communicator_(transport_, watch_, options) {}
 
   TcpTransport& transport() { return transport_; }
+  StreamCommunicator& communicator() { return communicator_; }
   TestWatch& watch() { return watch_; }
   int rank() const { return transport_.rank(); }
   int size() const { return transport_.size(); }
@@ -122,7 +125,7 @@ class OneRank {
   // The same, announced as this.
   void announce(const OpSignature& own, const std::function<void(Transport&)>& body) {
     watch_.own = own;
-    transport_.begin(watch_.own);
+    communicator_.begin(watch_.own);
     body(transport_);
     transport_.finish();
     ++watch_.own.sequence;
@@ -131,11 +134,12 @@ class OneRank {
  private:
   TestWatch watch_;
   TcpTransport transport_;
+  StreamCommunicator communicator_;
 };
 
 // Runs body in a thread for each of `size` ranks; throws the first error.
 inline void overTcp(int size, const std::function<void(OneRank&)>& body, const TcpOptions& tcp = {},
-                    Nanos timeout = 60 * kSecond, const TransportOptions& options = {}) {
+                    Nanos timeout = 60 * kSecond, const StreamOptions& options = {}) {
   std::atomic<bool> failed = false;
   // After a failure connections may still be under way to ranks that are no more.
   std::mutex door;

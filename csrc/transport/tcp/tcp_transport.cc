@@ -487,9 +487,9 @@ void TcpTransport::State::backOff(Nanos idle) {
 // ---- the interface
 
 TcpTransport::TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
-                           const TransportOptions& options, const TcpOptions& tcp)
-    : Transport(rank, size, guard, options),
-      state_(std::make_unique<State>(rank, size, guard, std::move(dial), tcp)) {}
+                           const TcpOptions& options)
+    : Transport(rank, size),
+      state_(std::make_unique<State>(rank, size, guard, std::move(dial), options)) {}
 
 TcpTransport::~TcpTransport() = default;
 
@@ -506,7 +506,6 @@ void TcpTransport::accept(int from, net::Socket socket) {
 }
 
 void TcpTransport::begin(const OpSignature& operation) {
-  scratch_.reset();
   ++state_->operations;
   state_->operation = operation;
 }

@@ -35,8 +35,7 @@ struct TcpOptions {
 class TcpTransport final : public Transport {
  public:
   // `dial` makes connections of any number to a rank.
-  TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial,
-               const TransportOptions& options = {}, const TcpOptions& tcp = {});
+  TcpTransport(int rank, int size, WaitGuard& guard, net::Dial dial, const TcpOptions& options);
   ~TcpTransport() override;
 
   // Takes a connection that rank `from` has made, or closes it if that rank has kMaxConnections.

@@ -1,0 +1,101 @@
+// The streams that a collective runs over between hosts, and how it is to run over them.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "algorithm/choose.h"
+#include "algorithm/cut.h"
+#include "base/bytes.h"
+#include "base/op_signature.h"
+#include "transport/transport.h"
+#include "transport/wait_guard.h"
+
+namespace ringreduce {
+
+// The inputs of the choice of algorithms, and the order of addition.
+struct StreamOptions {
+  Algorithm algorithm = Algorithm::kAuto;
+  WireCost cost = {};
+  AddOrder order = AddOrder::kRing;
+  // The caller's ranks, first to last, as the transport numbers them; empty: it does as the caller.
+  std::vector<int> callers_ranks = {};
+};
+
+// Memory for one operation.  Blocks are kept for the next one, so that small calls allocate
+// nothing; large blocks are freed.
+class Scratch {
+ public:
+  // Aligned for any element; not initialised.
+  std::byte* take(size_t bytes) {
+    while (current_ < blocks_.size()) {
+      Block& block = blocks_[current_];
+      if (bytes <= block.bytes - block.taken) {
+        std::byte* memory = block.memory.get() + block.taken;
+        block.taken += roundUp(bytes, kAlignment);
+        return memory;
+      }
+      ++current_;
+    }
+    const size_t size = roundUp(bytes < kSmallest ? kSmallest : bytes, kAlignment);
+    blocks_.push_back({std::make_unique_for_overwrite<std::byte[]>(size), size, 0});
+    return take(bytes);
+  }
+
+  // Makes all memory available again.
+  void reset() {
+    std::erase_if(blocks_, [](const Block& block) { return block.bytes > kLargestKept; });
+    for (Block& block : blocks_) block.taken = 0;
+    current_ = 0;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kSmallest = 64 << 10, kLargestKept = 4 << 20;
+
+  struct Block {
+    std::unique_ptr<std::byte[]> memory;
+    size_t bytes, taken;
+  };
+  std::vector<Block> blocks_;
+  size_t current_ = 0;  // the first that may have room
+};
+
+// What Communicator (shared_memory.h) is in shared memory.  Helpers that only move bytes take its
+// Transport.
+class StreamCommunicator {
+ public:
+  // Both must live as long.  `guard` is the transport's.
+  StreamCommunicator(Transport& over, WaitGuard& guard, StreamOptions how)
+      : rank(over.rank()),
+        size(over.size()),
+        transport(over),
+        watch(guard),
+        options(std::move(how)) {}
+
+  const int rank, size;
+  Transport& transport;
+  WaitGuard& watch;
+  const StreamOptions options;
+
+  // Starts an operation; transport.finish() ends it.
+  void begin(const OpSignature& operation) {
+    scratch_.reset();
+    transport.begin(operation);
+  }
+  // Memory until finish(), to send from or to receive into.
+  std::byte* scratch(size_t bytes) { return scratch_.take(bytes); }
+  // The rank whose value is the k-th to be added in chunk c.
+  int kthToAdd(int c, int k) const {
+    const int r = ringreduce::kthToAdd(c, k, size, options.order);
+    if (options.order == AddOrder::kRing || options.callers_ranks.empty()) return r;
+    return options.callers_ranks[static_cast<size_t>(r)];
+  }
+
+ private:
+  Scratch scratch_;
+};
+
+}  // namespace ringreduce
