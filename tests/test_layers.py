@@ -1,7 +1,8 @@
 """The layers of csrc/: each may include itself and those before it, only the last one torch, and
 only the one for GPUs what comes with CUDA.  Shared memory and sockets do not know each other, nor
-do collectives and messages; collectives reach other hosts through transport/transport.h only.  A
-file name is unique, and files (a header with its source) do not include each other in a circle.
+do collectives and messages; collectives reach other hosts through transport/transport.h only, and
+one file knows which transport that is.  A file name is unique, and files (a header with its source)
+do not include each other in a circle.
 
 In ringreduce/, tensors are made with a device and a dtype, whatever the program's defaults are."""
 
@@ -87,6 +88,12 @@ def test_file_names_are_unique_and_includes_make_no_circle() -> None:
     names = sorted(Path(path).name for path in sources())
     assert [name for name in names if names.count(name) > 1] == []
     assert circle(sources()) == []
+
+
+def test_one_file_knows_which_transport_there_is() -> None:
+    named = re.compile(r"\bTcp(Fabric|Options|Transport)\b")
+    outside = [path for path, text in sources().items() if named.search(text)]
+    assert [path for path in outside if layer_of(path) != "transport/tcp"] == ["group/network.cc"]
 
 
 def test_a_circle_is_seen() -> None:

@@ -10,6 +10,8 @@
 #include "base/text.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/stream.h"
+#include "transport/tcp/tcp_fabric.h"
+#include "transport/tcp/tcp_transport.h"
 #include "transport/wait_guard.h"
 
 namespace ringreduce {
@@ -64,32 +66,31 @@ std::vector<Seat> Network::seats(const Hosts& hosts) {
   return seats;
 }
 
-std::unique_ptr<TcpTransport> Network::makeTransport(Arbiter& arbiter) {
-  const std::vector<int>& ranks = links_->ring().ranks;
-  const WireCost& cost = links_->cost();
-  TcpOptions tcp{.shown = ranks,
+// The one place that chooses between transports.
+std::unique_ptr<Fabric> Network::makeFabric() const {
+  TcpOptions tcp{.shown = links_->ring().ranks,
                  .lost_after = links_->lostAfter(),
                  .leaves_bbr = links_->congestion().empty()};
-  guard_ = &arbiter;
-  links_->releaseDescriptors();
-  if (!ranks.empty())
-    guard_ = (position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ranks)).get();
   // Each path is an interface's, and each gets its share.
   tcp.min_connections =
-      std::max(net::initialConnections(static_cast<Nanos>(cost.roundTrip() * kSecond)),
+      std::max(net::initialConnections(static_cast<Nanos>(cost().roundTrip() * kSecond)),
                static_cast<int>(links_->mostPaths()));
   if (links_->connections() > 0) tcp.min_connections = tcp.max_connections = links_->connections();
-  return std::make_unique<TcpTransport>(
-      positionOf(rank_), size_, *guard_,
+  return std::make_unique<TcpFabric>(
       [this](int to, int number, const std::function<void()>& poll) {
-        const int rank = positions_.empty() ? to : links_->ring().ranks[static_cast<size_t>(to)];
+        const int rank = positions_.empty() ? to : ring().ranks[static_cast<size_t>(to)];
         return links_->dial(rank, net::Purpose::kData, number, poll);
       },
       tcp);
 }
 
-std::unique_ptr<TcpTransport> Network::start(Arbiter& arbiter) {
-  std::unique_ptr<TcpTransport> transport = makeTransport(arbiter);
+std::unique_ptr<Transport> Network::start(Arbiter& arbiter) {
+  if (!positions_.empty())
+    position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ring().ranks);
+  guard_ = position_guard_ ? position_guard_.get() : &arbiter;
+  fabric_ = makeFabric();
+  links_->releaseDescriptors();
+  std::unique_ptr<Transport> transport = fabric_->make(positionOf(rank_), size_, *guard_);
   try {
     forwarder_ = net::MessageForwarder::start(
         reactor_, rank_, size_,
@@ -132,7 +133,7 @@ void Network::route(net::Socket socket, const net::PeerHello& caller) {
     case net::Purpose::kMessages:
       return forwarder_->accept(caller.from, std::move(socket));
     case net::Purpose::kData:
-      return transport_->accept(positionOf(caller.from), std::move(socket));
+      return fabric_->accept(positionOf(caller.from), std::move(socket));
     case net::Purpose::kSurvey:  // awaited elsewhere, or not needed any more
       return;
   }

@@ -21,7 +21,9 @@
 #include "health/control.h"
 #include "p2p/engine.h"
 #include "p2p/message_forwarder.h"
-#include "transport/tcp/tcp_transport.h"
+#include "transport/fabric.h"
+#include "transport/transport.h"
+#include "transport/wait_guard.h"
 
 namespace ringreduce {
 
@@ -36,7 +38,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // Starts to report news to `arbiter`.  The ranks of the transport are in the order of `ring`. The
   // transport must not outlive this object.  Call `leave` or `close` before the transport or the
   // arbiter is destroyed.
-  std::unique_ptr<TcpTransport> start(Arbiter& arbiter);
+  std::unique_ptr<Transport> start(Arbiter& arbiter);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }
@@ -75,7 +77,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   }
 
   void route(net::Socket socket, const net::PeerHello& caller);
-  std::unique_ptr<TcpTransport> makeTransport(Arbiter& arbiter);
+  std::unique_ptr<Fabric> makeFabric() const;
 
   const std::unique_ptr<HostLinks> links_;
   const GroupOptions& options_;
@@ -90,7 +92,8 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   std::unique_ptr<Box> own_box_;
 
   const std::shared_ptr<net::Reactor> reactor_;
-  TcpTransport* transport_ = nullptr;
+  std::unique_ptr<Fabric> fabric_;
+  Transport* transport_ = nullptr;
   std::atomic<Arbiter*> arbiter_ = nullptr;
   Nanos leave_by_ = 0;                       // once it leaves
   std::vector<net::Reactor::Timer> timers_;  // of callLater; in the reactor's thread

@@ -285,7 +285,7 @@ TEST(what_cannot_be_decoded_names_whom_it_came_from) {
         }
       };
       const auto failing = [&] {
-        tcp_world::overTcp(kRanks, [&](tcp_world::OneRank& one) {
+        tcp_world::overTcp(kRanks, [&](stream_world::OneRank& one) {
           Floats data(kRanks * kChunkElements, 1.F);
           CompressedAllReduce a = some(data);
           a.schedule = schedule;

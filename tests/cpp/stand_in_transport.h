@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -22,6 +23,7 @@
 #include "check.h"
 #include "ranks.h"
 #include "stream_cases.h"
+#include "stream_world.h"
 #include "transport/transport.h"
 
 namespace stand_in {
@@ -192,24 +194,6 @@ class Net {
   std::exception_ptr first_;
 };
 
-class NoGuard final : public WaitGuard {
- public:
-  bool failed() const override { return false; }
-  void poll(int, Ready) override {}
-  void verify(int) override {}
-  void verify(int, const OpSignature&) override {}
-  void idle(Ready) override {}
-  PeerState stateOf(int) const override { return {}; }
-  bool isAbsent(int) const override { return false; }
-  [[noreturn]] void endOperation(int) override { throw std::runtime_error("no rank is absent"); }
-  [[noreturn]] void broken(int, const std::string& how) override {
-    throw Error(Failure::kPeerLost, how);
-  }
-  [[noreturn]] void disagree(int, int, uint64_t, uint64_t) override {
-    throw Error(Failure::kMismatch, "ranks disagree");
-  }
-};
-
 class StandIn final : public Transport {
  public:
   StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
@@ -339,10 +323,11 @@ inline void overStandIn(int size, const StreamOptions& options,
   static uint32_t seed = 0;
   hardness.seed = ++seed;
   Net net(size, hardness);
+  const std::atomic<bool> failed = false;  // the net tells of failures
   ranks::inThreads(size, [&](int r) {
-    NoGuard guard;
+    stream_world::TestWatch watch(failed, kNever);
     StandIn transport(r, net);
-    StreamCommunicator c(transport, guard, options);
+    StreamCommunicator c(transport, watch, options);
     stream_cases::Caller call(c,
                               [&](const OpSignature& announced, const std::function<void()>& run) {
                                 try {

@@ -25,9 +25,10 @@ namespace {
 // Rank 0 of two, whose other is a socket of the test's.
 struct Alone {
   explicit Alone(const TcpOptions& options)
-      : me(
-            0, 2, failed, [this](int, int, const std::function<void()>&) { return dialled(); },
-            options, 20 * kSecond) {}
+      : me(0, 2, failed,
+           std::make_unique<TcpFabric>(
+               [this](int, int, const std::function<void()>&) { return dialled(); }, options),
+           20 * kSecond) {}
 
   Fd dialled() {
     TcpPair pair = tcpPair();
@@ -40,7 +41,7 @@ struct Alone {
   // A connection from the other.
   Fd heard() {
     TcpPair pair = tcpPair();
-    me.transport().accept(1, std::move(pair.accepted));
+    me.fabric().accept(1, std::move(pair.accepted));
     return std::move(pair.dialled);
   }
 
