@@ -1,31 +1,40 @@
-// The collectives over streams, over TCP and over the stand-in, which is as hard on them as the
-// contract allows, against what they must give: the bits that shared memory gives.
+// The collectives over streams, over TCP, over socket pairs, and over the stand-in, which is as
+// hard on them as the contract allows, against what they must give: the bits that shared memory
+// gives.
 #include "collectives/stream_algorithms.h"
 #include "ranks.h"
+#include "socketpair_transport.h"
 #include "stand_in_transport.h"
 #include "stream_cases.h"
 #include "stream_meetings.h"
 #include "stream_moves.h"
+#include "stream_world.h"
 #include "tcp_world.h"
 
 using namespace ringreduce;
 using stream_cases::Caller;
 using stream_cases::kMostRanks;
-using tcp_world::OneRank;
+using stream_world::OneRank;
 
 namespace {
 
+// What the group does around a call.
+std::function<void(OneRank&)> asCaller(const std::function<void(Caller&)>& body) {
+  return [&body](OneRank& one) {
+    Caller call(one.communicator(), [&](const OpSignature& a, const std::function<void()>& run) {
+      one.operation([&](Transport&) { run(); }, a.kind, a.count);
+    });
+    body(call);
+  };
+}
+
 void overTcp(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
-  tcp_world::overTcp(
-      P,
-      [&](OneRank& one) {
-        Caller call(one.communicator(),
-                    [&](const OpSignature& a, const std::function<void()>& run) {
-                      one.operation([&](Transport&) { run(); }, a.kind, a.count);
-                    });
-        body(call);
-      },
-      {}, 60 * kSecond, options);
+  tcp_world::overTcp(P, asCaller(body), {}, 60 * kSecond, options);
+}
+
+void overSocketpairs(int P, const StreamOptions& options,
+                     const std::function<void(Caller&)>& body) {
+  socketpairs::overSocketpairs(P, options, asCaller(body));
 }
 
 void overStandIn(int P, const StreamOptions& options, const std::function<void(Caller&)>& body) {
@@ -54,6 +63,10 @@ TEST(reductions_of_every_kind_over_the_stand_in) {
   stream_cases::checkReductions(overStandIn, kMostRanks, 60000);
 }
 
+TEST(reductions_of_every_kind_over_socket_pairs) {
+  stream_cases::checkReductions(overSocketpairs, 5, 60000);
+}
+
 TEST(moves_of_every_kind) {
   stream_cases::checkMoves(overTcp, kMostRanks, 50000);
 }
@@ -62,9 +75,14 @@ TEST(moves_of_every_kind_over_the_stand_in) {
   stream_cases::checkMoves(overStandIn, kMostRanks, 50000);
 }
 
+TEST(moves_of_every_kind_over_socket_pairs) {
+  stream_cases::checkMoves(overSocketpairs, 5, 50000);
+}
+
 TEST(a_barrier_is_one) {
   stream_cases::checkBarrier(overTcp, kMostRanks);
   stream_cases::checkBarrier(overStandIn, kMostRanks);
+  stream_cases::checkBarrier(overSocketpairs, 5);
 }
 
 TEST(ranks_that_disagree_find_out) {
@@ -72,10 +90,13 @@ TEST(ranks_that_disagree_find_out) {
   stream_cases::checkUnequalCounts(overTcp, 3);
   stream_cases::checkMeetings(overStandIn, 5);
   stream_cases::checkUnequalCounts(overStandIn, 4);
+  stream_cases::checkMeetings(overSocketpairs, 4);
+  stream_cases::checkUnequalCounts(overSocketpairs, 3);
 }
 
 TEST(a_ring_of_more_slices_than_buffers) {
   stream_cases::checkWindow(overTcp, 4, Transport::kWindow, 300);
+  stream_cases::checkWindow(overSocketpairs, 4, Transport::kWindow, 300);
 }
 
 TEST(a_ring_runs_with_few_buffers) {
