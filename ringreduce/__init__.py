@@ -19,7 +19,7 @@ from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
-from ringreduce.memory import empty, share_
+from ringreduce.memory import empty, share_, zeros
 from ringreduce.step import commit, found_inf
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "share_",
     "staging_bytes",
     "topology",
+    "zeros",
 ]
 
 _ringreduce_autoload.register()
@@ -56,7 +57,16 @@ def staging_bytes(group: dist.ProcessGroup | None = None) -> int:
     """Bytes of shared memory that this rank owns for a group: an upper bound of what it uses.
 
     Args:
-        group: a ringreduce group, or another that has one beside it; None for the default group.
+        group: a ringreduce group, or another, beside which one is made if there is none; None for
+            the default group.
+
+    Returns:
+        Bytes, on this rank.
+
+    Raises:
+        TypeError: not a group, or one that this rank is not in.
+        RuntimeError: there is no default group.
+        Timeout, PeerLost, Error: the group beside it could not be made.
     """
     size: int = extension().staging_bytes(backend_of(ringreduce_group(group, again=False)))
     return size
@@ -67,6 +77,12 @@ def gpu_bytes(group: dist.ProcessGroup | None = None) -> int:
 
     Args:
         group: as for `staging_bytes`.
+
+    Returns:
+        Bytes, on this rank.
+
+    Raises:
+        TypeError, RuntimeError, Timeout, PeerLost, Error: as for `staging_bytes`.
     """
     size: int = extension().gpu_bytes(backend_of(ringreduce_group(group, again=False)))
     return size
@@ -80,12 +96,22 @@ def live_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
 
     Args:
         group: as for `staging_bytes`.
+
+    Returns:
+        Their numbers, ascending.
+
+    Raises:
+        TypeError, RuntimeError, Timeout, PeerLost, Error: as for `staging_bytes`.
     """
     ranks: list[int] = extension().live_ranks(backend_of(ringreduce_group(group, again=False)))
     return ranks
 
 
 def instruction_set() -> str:
-    """The instruction set that the reduction kernels use on this machine, such as "x86-64-v4"."""
+    """The instruction set that the reduction kernels use on this machine.
+
+    Returns:
+        Its name, such as "x86-64-v4".
+    """
     name: str = extension().instruction_set()
     return name

@@ -221,19 +221,34 @@ class CompressionState:
         return text
 
     def exact_parameters(self) -> list[str]:
-        """The names of parameters whose gradients are never coded."""
+        """Which parameters' gradients are never coded.
+
+        Returns:
+            Their names in the model, without DDP's "module.".
+        """
         return [name for name, exact in zip(self._parameters, self._exact, strict=True) if exact]
 
     def residual_bytes(self) -> int:
-        """Bytes of memory that error feedback holds on this rank; 0 before the first coded step."""
+        """The memory that error feedback holds on this rank.
+
+        Returns:
+            Bytes; 0 before the first coded step.
+        """
         size: int = self._state.residual_bytes()
         return size
 
     def residual(self, name: str) -> torch.Tensor | None:
-        """A copy of what coding has lost of a parameter's gradient so far; None if there is none.
+        """What coding has lost of a parameter's gradient so far.
 
         Args:
             name: the parameter's name in the model, without DDP's "module.".
+
+        Returns:
+            A copy: a float32 tensor of the parameter's shape, on its device.  None if there is
+            none.
+
+        Raises:
+            KeyError: the model has no such parameter, or its gradients are not averaged.
         """
         names = list(self._parameters)
         if name not in names:
@@ -257,6 +272,12 @@ class CompressionState:
 
         Call it on all ranks before each backward if a GradScaler is used.  Residuals are in units
         of scaled gradients, so when the scale changes they are multiplied by as much.
+
+        Args:
+            scale: a finite number above 0.
+
+        Raises:
+            TypeError, ValueError: it is not.
         """
         scale = _loss_scale(scale)
         if scale != self._loss_scale:
@@ -268,6 +289,9 @@ class CompressionState:
 
         The average of gradients loses nothing by it, and one rank's `state_dict` then serves all
         ranks, however many there will be.
+
+        Raises:
+            PeerLost, Timeout, Mismatch, Aborted: see `ringreduce.errors`.
         """
         group = ringreduce_group(self.process_group, call=True)
         for number, (name, parameter) in enumerate(self._parameters.items()):
@@ -288,6 +312,10 @@ class CompressionState:
         With it, and with as many ranks and the same settings, training goes on bit for bit as it
         would have, whatever DDP's buckets are (but with stochastic rounding only if they are the
         same).  "auto" measures anew when it is loaded.
+
+        Returns:
+            version, steps (averaged backward passes), loss_scale, and residuals: float32 tensors,
+            as `residual` gives them, by the names of parameters.
         """
         residuals = {name: self.residual(name) for name in self._parameters}
         return {
@@ -303,6 +331,9 @@ class CompressionState:
         Residuals of parameters that are exact here are left out, all of them without
         error_feedback, and parameters without one start at 0.  All ranks must load a state of as
         many steps.
+
+        Args:
+            state_dict: of `state_dict`; its tensors may be on any device.
 
         Raises:
             ValueError: not such a state, or one of a model with other parameters; nothing has

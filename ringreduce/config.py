@@ -12,11 +12,13 @@ from ringreduce._backend import extension
 
 
 def variables() -> list[dict[str, str]]:
-    """A dictionary for each variable.
+    """All environment variables, with the values in force.
 
-    Its keys are name, default, values (which are allowed), meaning, holds (whose value holds),
-    reader ("core" or "Python"), value (in force now; the default if the variable is not set),
-    source ("environment" or "default") and error ("" if the value can be read).
+    Returns:
+        A dictionary for each variable.  Its keys are name, default, values (which are allowed),
+        meaning, holds (whose value holds), reader ("core" or "Python"), value (in force now; the
+        default if the variable is not set), source ("environment" or "default") and error ("" if
+        the value can be read).
     """
     rows = extension().config()
     for row in rows:
@@ -26,7 +28,11 @@ def variables() -> list[dict[str, str]]:
 
 
 def build_text() -> str:
-    """What this ringreduce was built with, as a line."""
+    """What this ringreduce was built with.
+
+    Returns:
+        A line, which begins with "# ".
+    """
     extension()
     from ringreduce import _build_info as built  # found once the extension is loaded
 
@@ -35,7 +41,14 @@ def build_text() -> str:
 
 
 def text_of(row: dict[str, str]) -> str:
-    """A variable as lines for people."""
+    """A variable for people.
+
+    Args:
+        row: of `variables`.
+
+    Returns:
+        A few lines.
+    """
     lines = [f"{row['name']} = {row['value']}  ({row['source']})"]
     if row["error"]:
         lines.append(f"    error: {row['error']}")
@@ -46,7 +59,14 @@ def text_of(row: dict[str, str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the build and the variables; returns the exit status."""
+    """Prints the build and the variables.
+
+    Args:
+        arguments: of the command line; None for those of the process.
+
+    Returns:
+        The exit status: 1 if a value cannot be read.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ringreduce.config",
         description="Print whether ringreduce was built for GPUs, and if not why; and all "

@@ -31,6 +31,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,9 @@ class ElasticSampler:
         batch_size: of a rank.
         shuffle: put each epoch in another order, the same on all ranks.
         seed: of these orders, the same on all ranks.
+
+    Raises:
+        ValueError: samples or batch_size below 1.
     """
 
     def __init__(
@@ -133,7 +137,11 @@ class ElasticSampler:
         self._rest, self._steps = self._order(), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and what is left of it, for checkpoints too."""
+        """The epoch and what is left of it, for checkpoints too.
+
+        Returns:
+            The settings, epoch, and rest: an int64 tensor of the samples that are left.
+        """
         taken = self._steps * len(self._ranks) * self.batch_size
         rest = torch.cat([*self._lost, self._rest[taken:]])
         return {
@@ -146,7 +154,14 @@ class ElasticSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, with any number of ranks."""
+        """Goes on where `state_dict` was taken, with any number of ranks.
+
+        Args:
+            state: of `state_dict`.
+
+        Raises:
+            ValueError: it is of a sampler with other samples, batch_size or shuffle.
+        """
         for name in _SAMPLER:
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -211,7 +226,8 @@ class State:
 
     Args:
         sampler: an `ElasticSampler`, or None.
-        join_seconds: how long the others wait in `commit` for a newcomer that ends meanwhile.
+        join_seconds: how long the others wait in `commit` for a newcomer that ends meanwhile:
+            seconds, or a timedelta.
         parts: what newcomers receive: objects with `state_dict` and `load_state_dict` (models,
             optimizers, schedulers, scalers), torch.Generators from which all ranks draw the same
             numbers, and values that can be pickled.  Their tensors lie in CPU memory.  Generators
@@ -233,7 +249,7 @@ class State:
         self,
         *,
         sampler: ElasticSampler | None = None,
-        join_seconds: float = 5.0,
+        join_seconds: float | timedelta = 5.0,
         **parts: Any,
     ) -> None:
         group = dist.group.WORLD
@@ -246,6 +262,8 @@ class State:
                 'after a loss: pg_options=ringreduce.Options(on_loss="continue") or '
                 "RINGREDUCE_ON_LOSS=continue"
             )
+        if isinstance(join_seconds, timedelta):
+            join_seconds = join_seconds.total_seconds()
         if not join_seconds > 0:
             raise ValueError(f"join_seconds must be above 0, not {join_seconds}")
         timeout = extension().timeout_seconds(backend)
@@ -331,11 +349,19 @@ class State:
         return list(self._ranks)
 
     def is_leader(self) -> bool:
-        """Whether this is the lowest of `live_ranks`: it writes checkpoints, for example."""
+        """Whether this rank is the one that writes checkpoints, for example.
+
+        Returns:
+            True on the lowest of `live_ranks`.
+        """
         return self._ranks[:1] == [self._rank]
 
     def on_change(self, callback: Callable[[list[int]], None]) -> None:
-        """Has `callback(live_ranks)` called by `restore` and each `commit` that changes them."""
+        """Has `callback(live_ranks)` called by `restore` and each `commit` that changes them.
+
+        Args:
+            callback: takes the ranks, ascending.
+        """
         self._callbacks.append(callback)
 
     # ---- the start
@@ -465,7 +491,11 @@ class State:
         Args:
             loader: draws from the sampler: `DataLoader(dataset, batch_sampler=state.sampler)`.
 
+        Returns:
+            An iterator over what the loader gives.
+
         Raises:
+            ValueError: the State has no sampler.
             RuntimeError: the loader does not draw from the sampler, or the last batch of the epoch
                 was not committed.
         """

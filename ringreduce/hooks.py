@@ -5,6 +5,7 @@ lock.  The hooks of this module are the same in Python, for `ddp_model.register_
 """
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, overload
@@ -23,12 +24,26 @@ from ringreduce._backend import (
 )
 from ringreduce.compression import CompressionState, Exact
 
-__all__ = ["CompressionState", "all_reduce_hook", "compressed", "register_comm_hook"]
+__all__ = ["CompressionState", "allreduce_hook", "compressed", "register_comm_hook"]
 
 # The models with our hook, and the states of those with a codec.
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, CompressionState | None] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def __getattr__(name: str) -> Any:
+    """An older name of `allreduce_hook`."""
+    if name != "all_reduce_hook":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _warn_of_old_name()
+    return allreduce_hook
+
+
+@functools.cache  # once in a process
+def _warn_of_old_name() -> None:
+    text = "ringreduce.hooks.all_reduce_hook is deprecated: use allreduce_hook"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def hooked_models() -> dict[DistributedDataParallel, CompressionState | None]:
@@ -110,8 +125,9 @@ def register_comm_hook(
         ddp_model: a DistributedDataParallel whose parameters, of any floating dtypes, are on the
             CPU or, where ringreduce was built with CUDA, on one GPU.  Gradients may be sparse, and
             then travel exactly.
-        codec: how gradients travel: None for exactly, or as `CompressionState` has it; or the
-            CompressionState of an earlier DDP of the same model, to go on with.
+        codec: how gradients travel: None for exactly, or as `CompressionState` has it; or a
+            CompressionState of the same model, as in `register_comm_hook(ddp_model, state)`: a new
+            one, or that of an earlier DDP to go on with.
         error_feedback, start_after, exact, schedule, stochastic, seed: as `CompressionState` has
             them; the same on all ranks.
 
@@ -138,7 +154,7 @@ def register_comm_hook(
         raise RuntimeError(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             '"python_reducer"), which ignores C++ hooks; use '
-            "ddp_model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook), or another "
+            "ddp_model.register_comm_hook(None, ringreduce.hooks.allreduce_hook), or another "
             "optimize_ddp"
         )
     if ddp_model.device_type != "cpu" and not (
@@ -201,11 +217,11 @@ def _average(
     return average
 
 
-def all_reduce_hook(
+def allreduce_hook(
     state: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP insists on this very annotation
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages one bucket: `ddp_model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)`.
+    """Averages one bucket: `ddp_model.register_comm_hook(None, ringreduce.hooks.allreduce_hook)`.
 
     Args:
         state: the group to average over; None for the default group.  If it is not ringreduce's, a

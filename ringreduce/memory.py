@@ -24,8 +24,12 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     what the parent writes later, and zeros after the parent has freed them.
 
     Args:
-        size: the shape, as for `torch.empty`; elements are zero.
+        size: the shape, as for `torch.empty`.
         dtype: None for torch's default.
+
+    Returns:
+        A contiguous tensor.  Its elements are zero for now, since the system hands out such memory;
+        code that needs zeros says `zeros`.
 
     Raises:
         ValueError: a negative size.
@@ -33,10 +37,26 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if any(n < 0 for n in torch.Size(shape)):
-        raise ValueError(f"ringreduce.empty: a tensor cannot have the shape {tuple(shape)}")
+        raise ValueError(f"a tensor of ringreduce cannot have the shape {tuple(shape)}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
     tensor: torch.Tensor = extension().shared_tensor(torch.Size(shape), dtype)
     return tensor
+
+
+def zeros(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor of zeros in memory as that of `empty`.
+
+    Args:
+        size: the shape, as for `torch.zeros`.
+        dtype: None for torch's default.
+
+    Returns:
+        A contiguous tensor.
+
+    Raises:
+        ValueError, Error: as for `empty`.
+    """
+    return empty(*size, dtype=dtype)
 
 
 @torch.no_grad()
@@ -47,7 +67,10 @@ def share_(tensor: torch.Tensor) -> torch.Tensor:
     anything views them, for example before DistributedDataParallel is made.
 
     Args:
-        tensor: dense, on the CPU; a Parameter too.  It becomes contiguous.
+        tensor: dense, on the CPU, of any shape and dtype; a Parameter too.  It becomes contiguous.
+
+    Returns:
+        The tensor that was given.
 
     Raises:
         ValueError: a tensor that is sparse, quantized or on another device.

@@ -85,6 +85,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def say(program: str, text: str) -> None:
+    """Writes a line of that program to stderr."""
     print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
@@ -197,6 +198,7 @@ class Ranks:
         fcntl.fcntl(self.told, fcntl.F_SETFL, os.O_APPEND)
 
     def say(self, text: str) -> None:
+        """Writes a line to stderr."""
         if self.name:
             say(self.name, text)
 
@@ -214,6 +216,7 @@ class Ranks:
         }
 
     def start(self, rank: int) -> None:
+        """Starts the process of that rank."""
         self._listen()  # what the last process of this rank has said
         with uninterrupted():
             self.running[rank] = subprocess.Popen(
@@ -222,6 +225,7 @@ class Ranks:
         self.say(f"rank {rank} is process {self.running[rank].pid}")
 
     def start_again(self, rank: int) -> None:
+        """Starts another process of that rank, which has to join the others."""
         self.start(rank)
         self.waiting.add(rank)
 
@@ -234,7 +238,11 @@ class Ranks:
         self.waiting -= {int(name) for name in names if name.isdecimal()}
 
     def ended(self) -> dict[int, int]:
-        """The exit statuses of the ranks that have ended since the last call."""
+        """Which ranks have ended since the last call.
+
+        Returns:
+            Their exit statuses by rank, negative for a signal.
+        """
         self._listen()
         codes = {r: code for r, p in self.running.items() if (code := p.poll()) is not None}
         for rank in codes:
@@ -251,6 +259,7 @@ class Ranks:
             yield self.ended()
 
     def end(self) -> None:
+        """Ends all processes: SIGTERM, and SIGKILL for those that are left after 5 s."""
         end(self.running.values(), _GRACE_SECONDS)
         self.running = {}
 
@@ -261,6 +270,7 @@ class Ranks:
             self.end()
 
     def close(self) -> None:
+        """Ends all processes, and hears nothing more of them."""
         self.end()
         self.told.close()
 
@@ -296,6 +306,11 @@ def _supervise(ranks: Ranks, nodes: _Nodes, restarts: int) -> int:
 
 
 def main() -> int:
+    """Starts the ranks that the command line asks for, and waits for them.
+
+    Returns:
+        The exit status: 0 if a rank ended well and none failed without another start.
+    """
     arguments = _arguments()
     if arguments.store_only:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])

@@ -36,6 +36,9 @@ def order(matrix: Sequence[Sequence[float]]) -> list[int]:
         matrix: matrix[a][b] is the rate from host a to host b, in any unit; the diagonal does not
             matter, and the two directions may differ.
 
+    Returns:
+        The numbers of the hosts in the order of the ring.
+
     Raises:
         ValueError: it is no square of numbers from 0 on.
     """
@@ -44,7 +47,15 @@ def order(matrix: Sequence[Sequence[float]]) -> list[int]:
 
 
 def slowest_link(matrix: Sequence[Sequence[float]], ring: Sequence[int]) -> float:
-    """The rate of a ring's slowest link; infinite where there is none."""
+    """The rate of a ring's slowest link.
+
+    Args:
+        matrix: as for `order`.
+        ring: the hosts in its order.
+
+    Returns:
+        The rate, in the unit of `matrix`; infinite for a ring of one host.
+    """
     links = zip(ring, [*ring[1:], *ring[:1]], strict=True)
     return min((matrix[a][b] for a, b in links if a != b), default=float("inf"))
 
@@ -104,7 +115,13 @@ def of(group: dist.ProcessGroup | None = None) -> Topology:
     """The topology of a group; the same on all its ranks, without asking the others.
 
     Args:
-        group: a ringreduce group, or another that has one beside it; None for the default group.
+        group: as for `ringreduce.staging_bytes`.
+
+    Returns:
+        The hosts and their ring.
+
+    Raises:
+        TypeError, RuntimeError, Timeout, PeerLost, Error: as for `ringreduce.staging_bytes`.
     """
     found = ringreduce_group(group, again=False)
     hosts, names, source, ring, ranks, matrix = extension().topology(backend_of(found))

@@ -73,12 +73,19 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         self._error: Exception | None = None
 
     def getBackendName(self) -> str:
+        """The name that torchft shows.
+
+        Returns:
+            "torchft-ringreduce".
+        """
         return "torchft-ringreduce"
 
     def abort(self, errored: bool = True) -> None:
         """Ends all that waits in the group, a configure too, on all of its ranks.
 
-        torchft itself calls it with `errored=False` at the start of each configure.
+        Args:
+            errored: torchft itself passes False, at the start of each configure: then a group whose
+                work is done is left without an error.
         """
         with self._lock:
             cancel, backend = self._cancel, self._backend
@@ -113,14 +120,22 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
         backend.shutdown()
 
     def errored(self) -> Exception | None:
-        """The error with which the group has failed, until the next configure."""
+        """Whether the group has failed.
+
+        Returns:
+            The error, until the next configure; None if there is none.
+        """
         backend = self._backend
         if self._error is None and backend is not None:
             self._error = _failure_of(backend)
         return self._error
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of operations that start from now on, and of the next groups."""
+        """Sets the timeout of operations that start from now on, and of the next groups.
+
+        Args:
+            timeout: as the constructor's.
+        """
         super().set_timeout(timeout)
         backend = self._backend
         if backend is not None:
@@ -128,6 +143,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
 
     @property
     def parent(self) -> dist.ProcessGroup:
+        """The group of this quorum; raises its error, or Error before the first configure."""
         pg: dist.ProcessGroup | None = self._pg
         if pg is not None:
             return pg

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +379,7 @@ def go_on_without_store(me: Rank) -> int:
         def check(self, keys: list[str]) -> bool:
             raise dist.DistNetworkError("connection refused")
 
-    state = elastic.State(step=0)
+    state = elastic.State(step=0, join_seconds=timedelta(seconds=5))
     state.restore()
     state._store = Lost()
     while state.step < 20 or len(state.live_ranks) == me.world_size:

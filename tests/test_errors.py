@@ -104,7 +104,7 @@ def backward_without_a_peer(me: Rank, way: str) -> None:
     if way == "hook":
         ringreduce.register_comm_hook(model)
     elif way == "python hook":
-        model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)
+        model.register_comm_hook(None, ringreduce.hooks.allreduce_hook)
     for step in range(4):
         loss = model(torch.ones(2, 200)).sum()
         if me.rank == 1 and step == 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -60,7 +61,7 @@ def attach(model: DDP, way: str) -> None:
     if way.startswith("hook"):
         ringreduce.register_comm_hook(model)
     elif way.startswith("python hook"):
-        model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)
+        model.register_comm_hook(None, ringreduce.hooks.allreduce_hook)
 
 
 def train(me: Rank, way: str, case: str, steps: int = 5) -> list[str]:
@@ -191,9 +192,18 @@ def hook_with_own_group(me: Rank) -> bool:
 
     group = dist.new_group(backend="ringreduce")
     model = DDP(nn.Linear(4, 2, bias=False))
-    model.register_comm_hook(group, ringreduce.hooks.all_reduce_hook)
+    model.register_comm_hook(group, ringreduce.hooks.allreduce_hook)
     model(torch.full((1, 4), float(me.rank))).sum().backward()
     return bool((model.module.weight.grad == 0.5).all())
+
+
+def test_the_old_name_of_the_hook_says_so_once() -> None:
+    from ringreduce import hooks
+
+    hooks._warn_of_old_name.cache_clear()
+    with pytest.warns(DeprecationWarning, match="use allreduce_hook") as said:
+        assert hooks.all_reduce_hook is hooks.allreduce_hook is hooks.all_reduce_hook
+    assert [Path(warning.filename).name for warning in said] == [Path(__file__).name]
 
 
 def test_python_hook_with_a_group(pool: Pool) -> None:
@@ -229,7 +239,7 @@ def aborted_and_again(me: Rank) -> list[str]:
     from ringreduce._backend import backend_of, ringreduce_group
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP insists on its own annotations
-        future = ringreduce.hooks.all_reduce_hook(state, bucket)
+        future = ringreduce.hooks.allreduce_hook(state, bucket)
         while not future.done():  # the next bucket comes when this one has failed
             time.sleep(0.001)
         return future

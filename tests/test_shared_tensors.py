@@ -230,7 +230,7 @@ def test_a_model_of_shared_parameters(pool: Pool, world: MakeWorld) -> None:
 
 
 def test_arguments() -> None:
-    t = ringreduce.empty(2, 3, dtype=torch.int16)
+    t = ringreduce.zeros(2, 3, dtype=torch.int16)
     assert t.shape == (2, 3) and t.dtype == torch.int16 and t.eq(0).all()
     assert ringreduce.empty().shape == () and ringreduce.empty(0).numel() == 0
     wide = torch.arange(6.0).view(2, 3).t()

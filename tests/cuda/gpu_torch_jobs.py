@@ -122,7 +122,7 @@ def attach(model: DDP, way: str) -> None:
     if way == "hook":
         ringreduce.register_comm_hook(model)
     elif way == "python hook":
-        model.register_comm_hook(None, ringreduce.hooks.all_reduce_hook)
+        model.register_comm_hook(None, ringreduce.hooks.allreduce_hook)
     elif way != "backend":
         ringreduce.register_comm_hook(model, codec=way)
 
