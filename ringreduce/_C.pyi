@@ -4,7 +4,33 @@ from typing import Any, type_check_only
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, ProcessGroup, Store, Work
+from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup, Store, Work
+
+class Options(Backend.Options):  # what ringreduce.Options hands to C++, and a group's
+    def __init__(
+        self,
+        algorithm: str | None = None,
+        slot_bytes: int | None = None,
+        slots: int | None = None,
+        on_loss: str | None = None,
+        min_ranks: int | None = None,
+        stall_seconds: float | None = None,
+        order: str | None = None,
+    ) -> None: ...
+    @property
+    def algorithm(self) -> str | None: ...
+    @property
+    def slot_bytes(self) -> int | None: ...
+    @property
+    def slots(self) -> int | None: ...
+    @property
+    def on_loss(self) -> str | None: ...
+    @property
+    def min_ranks(self) -> int | None: ...
+    @property
+    def stall_seconds(self) -> float | None: ...
+    @property
+    def order(self) -> str | None: ...
 
 def create_backend(
     store: Store,
@@ -13,13 +39,7 @@ def create_backend(
     timeout: float,  # seconds
     name: str,
     global_ranks: list[int],
-    algorithm: str | None = None,
-    slot_bytes: int | None = None,
-    slots: int | None = None,
-    on_loss: str | None = None,
-    min_ranks: int | None = None,
-    stall_seconds: float | None = None,
-    order: str | None = None,
+    options: Options,
     *,
     gpu_facts: str,  # JSON, for the store
     make_inner: Callable[[Store, int, int], Any],  # of store, rank and world size

@@ -12,7 +12,7 @@ import importlib.metadata
 import torch.distributed as dist
 
 import _ringreduce_autoload
-from ringreduce import _load, hooks, topology
+from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 _ringreduce_autoload.register()
-_load.load()  # an extension that is missing is reported here, not when the first group is made
 
 __version__ = importlib.metadata.version("ringreduce")
 

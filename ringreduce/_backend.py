@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from ringreduce import _gpu, errors
 from ringreduce._launchers import job_of
 from ringreduce._load import load
+
+load()  # an extension that is missing is reported here, not when the first group is made
+from ringreduce import _C  # noqa: E402
 
 # A backend object, of whatever kind; torch's stubs name it only in a private module.
 Backend = Any
@@ -38,12 +42,19 @@ SUPERVISOR = "_RR_SUPERVISOR"
 THREADS_GRACE = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@dataclasses.dataclass(eq=False)
+class Options(_C.Options):
     """Options of one group: `init_process_group("ringreduce", pg_options=Options(...))`.
 
-    What is None comes from the environment (RINGREDUCE_ALGORITHM, ...), else from the defaults.
-    All but `stall_seconds` are taken from rank 0.
+    A `Backend.Options` of torch, for new_group, split_group and DeviceMesh's backend_override too.
+    What is None comes from the environment (RINGREDUCE_ALGORITHM, ...), else from the defaults; in
+    split_group from the group that is split.  All but `stall_seconds` are taken from rank 0.  They
+    cannot be changed once they are made.
+
+    The timeout of the group is that of init_process_group or new_group, also if it was left out
+    there, as with NCCL: one that is set in the options (`_timeout`) is ignored, with a warning.
+    DeviceMesh passes `_timeout` on, 30 min if it was not set, and `ProcessGroup.split_group` takes
+    it if it is called without a timeout.
 
     Attributes:
         algorithm: of all-reduce: "auto", "direct", "twoshot", "ring", "bruck" or "hierarchical".
@@ -55,6 +66,10 @@ class Options:
         stall_seconds: a wait that lasts longer is logged, with who is waited for.
         order: "rank": sums add the ranks' values in the order 0, 1, 2, ..., so their bits do not
             depend on sizes of messages, algorithms or hosts.  "ring": see docs/design.md.
+
+    Raises:
+        ValueError: a value that cannot be; those that depend on the group are found with it.
+        TypeError: a value of another type.
     """
 
     algorithm: str | None = None
@@ -81,6 +96,28 @@ class Options:
             raise ValueError("min_ranks needs on_loss='continue'")
         if self.min_ranks is not None and self.min_ranks < 1:
             raise ValueError(f"min_ranks must be at least 1, not {self.min_ranks}")
+        super().__init__(**dataclasses.asdict(self))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Torch sets its own attributes, such as `_timeout`; C++ has a copy of ours."""
+        if name in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Options):
+            return NotImplemented
+        return self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(tuple(dataclasses.asdict(self).values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles, and for those of _C.Options, which is what a group has."""
+        own = tuple(getattr(self, field.name) for field in dataclasses.fields(Options))
+        known = vars(_C.Options.__base__).items()  # of torch, some only in newer ones
+        names = [name for name, value in known if getattr(value, "fset", None)]
+        return type(self), own, (None, {name: getattr(self, name) for name in names})
 
 
 def _perform_nocolor_split(backend: Backend, device: torch.device) -> None:
@@ -119,7 +156,7 @@ def _leave_at_exit(module: Any) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _when_to_connect(dist_backend_opts: Any, options: Options) -> str:
+def _when_to_connect(dist_backend_opts: Any, options: _C.Options) -> str:
     """When its group is made: "now", by "reconfigure" (torch 2.14), or to "join" one that runs."""
     if getattr(dist_backend_opts, "enable_reconfigure", False):
         return "reconfigure"
@@ -175,7 +212,10 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
 
     Args:
         dist_backend_opts: torch's DistributedBackendOptions: store, rank, size, timeout, name.
-        backend_options: what the caller gave as pg_options: None or `Options`.
+        backend_options: what the caller gave as pg_options: None, `Options`, or a backend's.
+
+    Returns:
+        The backend, for tensors on the CPU and, in a build with CUDA, on GPUs.
 
     Raises:
         TypeError: pg_options of another kind.
@@ -183,10 +223,17 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         Timeout, PeerLost, Error: not all ranks came, or they cannot work together; names them.
     """
     options = Options() if backend_options is None else backend_options
-    if not isinstance(options, Options):
+    if not isinstance(options, _C.Options):
         raise TypeError(
             "pg_options of a ringreduce group must be ringreduce.Options, "
             f"not {type(options).__name__}"
+        )
+    if options._timeout not in (_C.Options()._timeout, dist_backend_opts.timeout):
+        warnings.warn(
+            f"the timeout of ringreduce.Options, {options._timeout}, is ignored: that of "
+            f"init_process_group or new_group is in force, {dist_backend_opts.timeout}, which has "
+            "a default",
+            stacklevel=2,
         )
     _keep_usable_devices()
     ranks = list(dist_backend_opts.global_ranks_in_group)
@@ -203,6 +250,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         timeout=dist_backend_opts.timeout.total_seconds(),
         name=dist_backend_opts.group_id,
         global_ranks=ranks,
+        options=options,
         gpu_facts=_gpu.facts() if extension().cuda_build() else "",
         of_ranks=all_ranks if 0 < len(ranks) < all_ranks else 0,
         connect=connect,
@@ -212,7 +260,6 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         launcher=launcher,
         job=job,
         program=os.path.basename(sys.argv[0]) if of_default else "",
-        **dataclasses.asdict(options),
     )
     if connect == "now" and extension().goes_on(backend):
         note_member()

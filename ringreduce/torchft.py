@@ -48,7 +48,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
     Ranks in errors are those of the quorum; pid and host say which process it is.
 
     Args:
-        timeout: of an operation, and of making a group.
+        timeout: of an operation, and of making a group; that of `options` is ignored.
         options: of the groups.  `on_loss` can only be "error", since torchft divides by the number
             of ranks in the quorum; RINGREDUCE_ON_LOSS has no effect.
 
@@ -177,11 +177,11 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
                 timeout=self._timeout.total_seconds(),
                 name=self._name(),
                 global_ranks=[],
+                options=self._options,
                 gpu_facts=_gpu.facts() if extension().cuda_build() else "",
                 make_inner=functools.partial(_gpu.make_inner, self._timeout),
                 count_ranks=count_ranks_on_gpu,
                 cancel=cancel,
-                **dataclasses.asdict(self._options),
             )
             with self._lock:
                 self._cancel, self._backend = None, backend

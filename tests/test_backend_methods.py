@@ -6,6 +6,8 @@ the end.  What a Work tells is in test_work.py.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Raised, Rank, describe
 from torch import nn
+from torch._C._distributed_c10d import Backend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import ringreduce
 from ringreduce._backend import extension
 
 CPU = torch.device("cpu")
@@ -202,8 +206,6 @@ def memory(me: Rank) -> dict[str, int]:
     assert w.grad is not None and bool((w.grad == 4.0).all())
     with pytest.raises(ValueError):
         backend.allocate_tensor(-1, dtype=dtype, device=CPU)
-    import ringreduce
-
     stats: dict[str, int] = backend.memory_stats()
     assert stats["staging_bytes"] == ringreduce.staging_bytes()
     return stats
@@ -214,6 +216,67 @@ def test_memory(pool: Pool, world: MakeWorld) -> None:
     stats = pool.run(memory, world(2, 20.0))
     assert stats[0] == stats[1]
     assert stats[0]["staging_bytes"] > 0
+
+
+def options_in_force(me: Rank) -> None:
+    """The mesh of all ranks, then a part of it: what has come of their options."""
+    wanted = ringreduce.Options(on_loss="continue", slots=8)
+    wanted._timeout = timedelta(seconds=77)
+    mesh = dist.init_device_mesh(
+        "cpu", (3,), mesh_dim_names=("dp",), backend_override={"dp": ("ringreduce", wanted)}
+    )
+    group = mesh.get_group("dp")
+
+    def found(group: dist.ProcessGroup) -> tuple[bool, float, int]:
+        backend = group._get_backend(CPU)
+        slots = backend.options.slots if hasattr(backend, "options") else 0  # not in all torches
+        return extension().goes_on(backend), extension().timeout_seconds(backend), slots
+
+    told = hasattr(group._get_backend(CPU), "options")
+    assert found(group) == (True, 77.0, 8 * told)
+    assert wanted.group_name == "" and wanted.global_ranks_in_group == []
+    cases: list[tuple[Any, bool, int]] = [
+        (None, True, 8),
+        (ringreduce.Options(slots=5), True, 5),
+        (ringreduce.Options(on_loss="error"), False, 8),
+    ]
+    if told:  # as split_group does
+        cases.append((copy.deepcopy(group._get_backend(CPU).options), True, 8))
+    for number, (options, goes_on, slots) in enumerate(cases):
+        limit = timedelta(seconds=9)
+        part = group.split_group([0, 1], limit, opts=options, group_name=f"part {number}")
+        if part is not None:
+            assert found(part) == (goes_on, 9.0, slots * told), number
+            t = torch.ones(4)
+            part.allreduce([t]).wait()
+            assert t.tolist() == [2.0] * 4
+        dist.barrier()
+    with pytest.warns(UserWarning, match="0:01:17, is ignored"):
+        made = dist.new_group(pg_options=wanted)
+    assert found(made) == (True, 1800.0, 8 * told)
+
+
+@pytest.mark.ringreduce
+def test_options_of_meshes_and_parts(pool: Pool, world: MakeWorld) -> None:
+    pool.run(options_in_force, world(3, 20.0))
+
+
+def test_options_are_torchs_and_do_not_change() -> None:
+    options = ringreduce.Options(slots=8, stall_seconds=60.0)
+    assert isinstance(options, Backend.Options) and options.backend == "ringreduce"
+    options._timeout = timedelta(seconds=5)
+    options.global_ranks_in_group = [1, 2]
+    for other in (copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert type(other) is ringreduce.Options
+        assert other == options and hash(other) == hash(options) and repr(other) == repr(options)
+        other._timeout = timedelta(seconds=6)
+        assert other != options
+    assert dataclasses.replace(options, slots=3) == ringreduce.Options(slots=3, stall_seconds=60)
+    assert "slots=8" in repr(options)
+    with pytest.raises(AttributeError, match="slots"):
+        options.slots = 9
+    with pytest.raises(TypeError):
+        ringreduce.Options(slots="many")  # type: ignore[arg-type]
 
 
 def refused(me: Rank) -> list[Raised | str]:

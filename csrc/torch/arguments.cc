@@ -296,6 +296,18 @@ void Staged::giveBack() const {
 
 // ---- arguments
 
+AddOrder orderNamed(const std::string& name) {
+  return name == "rank" ? AddOrder::kRank : AddOrder::kRing;
+}
+
+Nanos nanosOf(double seconds) {
+  if (seconds < 0)
+    throw Error(Failure::kArgument,
+                c10::str("ringreduce: the timeout is ", seconds, " s; it cannot be negative"));
+  return seconds * kSecond < static_cast<double>(kNever) ? static_cast<Nanos>(seconds * kSecond)
+                                                         : kNever;
+}
+
 Nanos nanosOf(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     throw Error(Failure::kArgument, "ringreduce: the timeout is " +

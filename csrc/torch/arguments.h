@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
+#include "algorithm/cut.h"
 #include "base/clock.h"
 #include "base/dtype.h"
 
@@ -93,7 +94,11 @@ class Staged {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Refuses a negative timeout.
+// "rank" or "ring"; Python has refused all others.
+AddOrder orderNamed(const std::string& name);
+
+// These refuse a negative timeout.  More than the clock can count means never.
+Nanos nanosOf(double seconds);
 Nanos nanosOf(std::chrono::milliseconds timeout);
 // As Operation::timeout wants it: 0 for "the group's", which torch says by 0 or by kUnsetTimeout.
 Nanos timeoutOf(std::chrono::milliseconds timeout);

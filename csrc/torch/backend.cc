@@ -309,21 +309,46 @@ Backend& asRingreduce(c10d::Backend& backend) {
   return *ours;
 }
 
+c10::intrusive_ptr<c10d::Backend::Options> Settings::clone() const {
+  return c10::make_intrusive<Settings>(*this);
+}
+
+SharedOptions Settings::over(SharedOptions shared, int size) const {
+  if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
+  shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
+  shared.slots = slots.value_or(shared.slots);
+  if (on_loss) {
+    const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), size);
+    shared.min_ranks = *on_loss == "continue" ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
+  }
+  if (order) shared.order = orderNamed(*order);
+  return shared;
+}
+
+void Settings::take(const SharedOptions& shared) {
+  algorithm = kAlgorithmNames[static_cast<size_t>(shared.algorithm)];
+  slot_bytes = shared.slot_bytes;
+  slots = shared.slots;
+  on_loss = shared.min_ranks > 0 ? "continue" : "error";
+  min_ranks = shared.min_ranks > 0 ? std::optional(shared.min_ranks) : std::nullopt;
+  order = shared.order == AddOrder::kRank ? "rank" : "ring";
+}
+
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                 const GroupOptions& options, Gpus gpus, Connect connect,
+                 const GroupOptions& options, const Settings& settings, Gpus gpus, Connect connect,
                  ChooseShared choose_shared, bool keeps_store)
     : c10d::Backend(rank, size),
       store_(store),
       group_store_(store),
       group_options_(options),
-      options_(c10::make_intrusive<Options>(
-          "ringreduce", std::chrono::milliseconds(options.timeout / kMillisecond))),
+      options_(c10::make_intrusive<Settings>(settings)),
       gpus_(std::move(gpus)),
       choose_shared_(std::move(choose_shared)),
       keeps_store_(keeps_store),
       is_connected_(connect == Connect::kNow),
       connect_(connect),
       buffers_(std::make_shared<Buffers>()) {
+  options_->timeout = std::chrono::milliseconds(options.timeout / kMillisecond);
   options_->group_name = options.name;
   const auto& global = options.started_as.empty() ? options.global_ranks : options.started_as;
   options_->global_ranks_in_group.assign(global.begin(), global.end());
@@ -332,6 +357,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 #endif
   if (connect != Connect::kNow) return;
   group_ = translated([&] { return makeGroup(store, rank, size, options); });
+  options_->take(group_->sharedOptions());
   // Not of groups made of this one.
   group_options_.attempt = nullptr;
   group_options_.job = group_options_.program = "";
@@ -499,20 +525,27 @@ Backend::WorkPtr Backend::endCoalescing() {
 
 // ---- groups made of this one
 
-// Of `ranks` of this group, this one `rank` among them.
+// `options`: the caller's or null; what they leave out is as here.
 Backend::BackendPtr Backend::derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                     const std::vector<int>& ranks,
-                                     const OptionsPtr& options) const {
+                                     int size, GroupOptions made, const OptionsPtr& options) const {
+  if (options) made.timeout = translated([&] { return nanosOf(options->timeout); });
+  if (options && !options->group_name.empty()) made.name = options->group_name;
+  const auto* given = dynamic_cast<const Settings*>(options.get());
+  const Settings settings = given ? *given : Settings();
+  made.shared = settings.over(group()->sharedOptions(), size);
+  made.shared->min_ranks = std::min(made.shared->min_ranks, size);
+  if (settings.stall_seconds) made.stall = nanosOf(*settings.stall_seconds);
+  return c10::make_intrusive<Backend>(store, rank, size, made, settings, gpus_);
+}
+
+// Of some of this group.
+GroupOptions Backend::optionsOfPart(const std::vector<int>& ranks) const {
   GroupOptions made = group_options_.ofRanks(ranks);
-  made.timeout =
-      options ? translated([&] { return nanosOf(options->timeout); }) : group()->timeout();
-  made.name =
-      options && !options->group_name.empty() ? options->group_name : group_options_.name + "/part";
+  made.timeout = group()->timeout();
+  made.name += "/part";
   const int all = made.of_ranks > 0 ? made.of_ranks : getSize();
   made.of_ranks = static_cast<int>(ranks.size()) < all ? all : 0;
-  made.shared = group()->sharedOptions();
-  made.shared->min_ranks = std::min(made.shared->min_ranks, static_cast<int>(ranks.size()));
-  return c10::make_intrusive<Backend>(store, rank, static_cast<int>(ranks.size()), made, gpus_);
+  return made;
 }
 
 // A part of this group's store for some of its ranks.  A group can be made there again and again.
@@ -532,19 +565,15 @@ Backend::BackendPtr Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   if (self == ranks.end()) return nullptr;
   return derived(store ? store : meeting("split", ranks), static_cast<int>(self - ranks.begin()),
-                 ranks, options);
+                 static_cast<int>(ranks.size()), optionsOfPart(ranks), options);
 }
 
 Backend::BackendPtr Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                    const OptionsPtr& options, const int& rank, const int& size) {
   GroupOptions made = group_options_;
-  if (options) made.timeout = translated([&] { return nanosOf(options->timeout); });
-  if (options && !options->group_name.empty()) made.name = options->group_name;
-  made.shared = group()->sharedOptions();
-  made.shared->min_ranks = std::min(made.shared->min_ranks, size);
   made.global_ranks.clear();  // those of other groups are not known here
   made.started_as.clear();
-  return c10::make_intrusive<Backend>(store ? store : group_store_, rank, size, made, gpus_);
+  return derived(store ? store : group_store_, rank, size, made, options);
 }
 
 Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int flags,
@@ -556,7 +585,8 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   TORCH_CHECK_VALUE(self != ranks.end(), "ringreduce shrink: rank ", rank_, " excludes itself");
   if ((flags & kAbort) != 0 && !hasFailed()) abort();
-  return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()), ranks, options);
+  return derived(meeting("shrink", ranks), static_cast<int>(self - ranks.begin()),
+                 static_cast<int>(ranks.size()), optionsOfPart(ranks), options);
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE

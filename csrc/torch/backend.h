@@ -31,6 +31,27 @@ class Compression;
 class GpuBackend;
 class MembershipChange;
 
+// A caller's pg_options: ringreduce.Options.  What is not set comes from the environment, or from
+// the group that another is made of.
+struct Settings final : c10d::Backend::Options {
+  Settings() : c10d::Backend::Options("ringreduce") {}
+  // Overrides a method that torch has since 2.15.
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const;
+  // These with what is set here, of a group of that size.
+  SharedOptions over(SharedOptions shared, int size) const;
+  bool setsShared() const { return algorithm || slot_bytes || slots || on_loss || order; }
+  // Sets what is in force.
+  void take(const SharedOptions& shared);
+
+  std::optional<std::string> algorithm;
+  std::optional<size_t> slot_bytes;
+  std::optional<int> slots;
+  std::optional<std::string> on_loss;
+  std::optional<int> min_ranks;
+  std::optional<double> stall_seconds;
+  std::optional<std::string> order;
+};
+
 class Backend final : public c10d::Backend {
  public:
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -54,11 +75,12 @@ class Backend final : public c10d::Backend {
   // runs.
   enum class Connect { kNow, kByReconfigure, kByPrepare };
 
-  // `choose_shared`: for this group and for those that replace it; null: `options` or the
-  // environment decide.  `keeps_store`: its store outlives it, see store_keeper.h.
+  // `settings`: the caller's.  `choose_shared`: for this group and for those that replace it; null:
+  // `options` or the environment decide.  `keeps_store`: its store outlives it, see store_keeper.h.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-          const GroupOptions& options, Gpus gpus, Connect connect = Connect::kNow,
-          ChooseShared choose_shared = nullptr, bool keeps_store = false);
+          const GroupOptions& options, const Settings& settings, Gpus gpus,
+          Connect connect = Connect::kNow, ChooseShared choose_shared = nullptr,
+          bool keeps_store = false);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -267,13 +289,14 @@ class Backend final : public c10d::Backend {
                        Message message);
   WorkPtr collected(WorkPtr work);
   c10::intrusive_ptr<c10d::Store> meeting(const char* why, const std::vector<int>& ranks) const;
-  BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                     const std::vector<int>& ranks, const OptionsPtr& options) const;
+  BackendPtr derived(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                     GroupOptions made, const OptionsPtr& options) const;
+  GroupOptions optionsOfPart(const std::vector<int>& ranks) const;
 
   const StorePtr store_;
   StorePtr group_store_;  // the part of it for this group, and for groups made of it
   GroupOptions group_options_;
-  const OptionsPtr options_;
+  const c10::intrusive_ptr<Settings> options_;
   const std::shared_ptr<Observer> observer_ = std::make_shared<Observer>();
   const Gpus gpus_;  // handed on to groups made of this one
   const ChooseShared choose_shared_;

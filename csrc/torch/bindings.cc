@@ -95,15 +95,6 @@ class HookWork final : public c10d::Work {
 
 // ---- groups
 
-// Seconds as nanoseconds; more than the clock can count means never.
-Nanos nanosOf(double seconds) {
-  if (seconds < 0)
-    throw Error(Failure::kArgument,
-                c10::str("ringreduce: the timeout is ", seconds, " s; it cannot be negative"));
-  return seconds * kSecond < static_cast<double>(kNever) ? static_cast<Nanos>(seconds * kSecond)
-                                                         : kNever;
-}
-
 // Read before the other ranks can be told, so the error says whose it is.
 double stallSeconds(const std::string& rank) {
   try {
@@ -114,23 +105,45 @@ double stallSeconds(const std::string& rank) {
   }
 }
 
-// Python has refused all others.
-AddOrder orderNamed(const std::string& name) {
-  return name == "rank" ? AddOrder::kRank : AddOrder::kRing;
+void bindSettings(py::module_& m) {
+  py::class_<Settings, c10::intrusive_ptr<Settings>, c10d::Backend::Options>(m, "Options")
+      .def(py::init([](std::optional<std::string> algorithm, std::optional<size_t> slot_bytes,
+                       std::optional<int> slots, std::optional<std::string> on_loss,
+                       std::optional<int> min_ranks, std::optional<double> stall_seconds,
+                       std::optional<std::string> order) {
+             auto made = c10::make_intrusive<Settings>();
+             made->algorithm = std::move(algorithm);
+             made->slot_bytes = slot_bytes;
+             made->slots = slots;
+             made->on_loss = std::move(on_loss);
+             made->min_ranks = min_ranks;
+             made->stall_seconds = stall_seconds;
+             made->order = std::move(order);
+             return made;
+           }),
+           "algorithm"_a = py::none(), "slot_bytes"_a = py::none(), "slots"_a = py::none(),
+           "on_loss"_a = py::none(), "min_ranks"_a = py::none(), "stall_seconds"_a = py::none(),
+           "order"_a = py::none())
+      .def_readonly("algorithm", &Settings::algorithm)
+      .def_readonly("slot_bytes", &Settings::slot_bytes)
+      .def_readonly("slots", &Settings::slots)
+      .def_readonly("on_loss", &Settings::on_loss)
+      .def_readonly("min_ranks", &Settings::min_ranks)
+      .def_readonly("stall_seconds", &Settings::stall_seconds)
+      .def_readonly("order", &Settings::order)
+      // Copies, as split_group makes one of its group's.
+      .def("__reduce__", [](const py::object& self) {
+        return py::module_::import("ringreduce").attr("Options").attr("__reduce__")(self);
+      });
 }
 
-// Settings that are not given come from the environment.
 BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          double timeout, const std::string& name,
-                         const std::vector<int>& global_ranks,
-                         const std::optional<std::string>& algorithm,
-                         std::optional<size_t> slot_bytes, std::optional<int> slots,
-                         const std::optional<std::string>& on_loss, std::optional<int> min_ranks,
-                         std::optional<double> stall_seconds,
-                         const std::optional<std::string>& order, const std::string& gpu_facts,
-                         const py::object& make_inner, const py::object& count_ranks, int of_ranks,
-                         const std::string& connect, const std::shared_ptr<Cancel>& cancel,
-                         bool keeps_store, const std::string& launcher, const std::string& job,
+                         const std::vector<int>& global_ranks, const Settings& settings,
+                         const std::string& gpu_facts, const py::object& make_inner,
+                         const py::object& count_ranks, int of_ranks, const std::string& connect,
+                         const std::shared_ptr<Cancel>& cancel, bool keeps_store,
+                         const std::string& launcher, const std::string& job,
                          const std::string& program) {
   const auto make = shared(make_inner), count = shared(count_ranks);
   Backend::Gpus gpus{.facts = gpu_facts,
@@ -158,8 +171,8 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
     options.launcher = launcher;
     options.job = job;
     options.program = program;
-    if (stall_seconds)
-      options.stall = nanosOf(*stall_seconds);
+    if (settings.stall_seconds)
+      options.stall = nanosOf(*settings.stall_seconds);
     else if (connect != "now")
       options.stall = nanosOf(stallSeconds(options.shown(rank)));
     else
@@ -169,25 +182,15 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
         options.refusal = error;
       }
     Backend::ChooseShared choose_shared;
-    if (algorithm || slot_bytes || slots || on_loss || order)
-      choose_shared = [=](int ranks) {
-        SharedOptions shared = SharedOptions::fromEnvironment(ranks);
-        if (algorithm) shared.algorithm = algorithmNamed(*algorithm).value_or(kNoAlgorithm);
-        shared.slot_bytes = slot_bytes.value_or(shared.slot_bytes);
-        shared.slots = slots.value_or(shared.slots);
-        if (on_loss) {
-          const auto at_most = std::min<int64_t>(Config::read().min_ranks.orDefault(), ranks);
-          const bool goes_on = *on_loss == "continue";
-          shared.min_ranks = goes_on ? min_ranks.value_or(static_cast<int>(at_most)) : 0;
-        }
-        if (order) shared.order = orderNamed(*order);
-        return shared;
+    if (settings.setsShared())
+      choose_shared = [settings](int ranks) {
+        return settings.over(SharedOptions::fromEnvironment(ranks), ranks);
       };
     using Connect = Backend::Connect;
     static const std::map<std::string, Connect> kWays{{"now", Connect::kNow},
                                                       {"reconfigure", Connect::kByReconfigure},
                                                       {"join", Connect::kByPrepare}};
-    return c10::make_intrusive<Backend>(store, rank, size, options, std::move(gpus),
+    return c10::make_intrusive<Backend>(store, rank, size, options, settings, std::move(gpus),
                                         kWays.at(connect), std::move(choose_shared), keeps_store);
   } catch (const Error&) {
     rethrowToPython();
@@ -456,13 +459,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end", [](Cancel& cancel) { cancel.end("abort() was called"); })
       .def("check", [](const Cancel& cancel) { translated([&] { cancel.check(); }); });
 
+  bindSettings(m);
   m.def("create_backend", &createBackend, "store"_a, "rank"_a, "size"_a, "timeout"_a, "name"_a,
-        "global_ranks"_a, "algorithm"_a = py::none(), "slot_bytes"_a = py::none(),
-        "slots"_a = py::none(), "on_loss"_a = py::none(), "min_ranks"_a = py::none(),
-        "stall_seconds"_a = py::none(), "order"_a = py::none(), py::kw_only(), "gpu_facts"_a,
-        "make_inner"_a, "count_ranks"_a, "of_ranks"_a = 0, "connect"_a = "now",
-        "cancel"_a = py::none(), "keeps_store"_a = false, "launcher"_a = "", "job"_a = "",
-        "program"_a = "");
+        "global_ranks"_a, "options"_a, py::kw_only(), "gpu_facts"_a, "make_inner"_a,
+        "count_ranks"_a, "of_ranks"_a = 0, "connect"_a = "now", "cancel"_a = py::none(),
+        "keeps_store"_a = false, "launcher"_a = "", "job"_a = "", "program"_a = "");
   m.def(
       "store_of", [](const BackendPtr& backend) { return asRingreduce(*backend).store(); },
       "backend"_a);
