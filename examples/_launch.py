@@ -174,7 +174,8 @@ class Job:
 
 
 def run_demo(demo: Callable[[], bool]) -> int:
-    """The exit status of a demo: 0 if it returns True; Ctrl-C and SIGTERM end it with its ranks."""
+    """The exit status of a demo: 0 if it returns True; Ctrl-C, SIGTERM and SIGHUP end it and its
+    ranks."""
     exit_at(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # In a terminal the ranks' bars may have its width; in a log, a line now and then is enough.
     if not sys.stderr.isatty():

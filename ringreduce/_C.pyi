@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup, Store, Work
 
-class Options(Backend.Options):  # what ringreduce.Options hands to C++, and a group's
+class Options(Backend.Options, metaclass=_Bound):  # ringreduce.Options without Python
     def __init__(
         self,
         algorithm: str | None = None,

@@ -48,13 +48,15 @@ class Options(_C.Options):
 
     A `Backend.Options` of torch, for new_group, split_group and DeviceMesh's backend_override too.
     What is None comes from the environment (RINGREDUCE_ALGORITHM, ...), else from the defaults; in
-    split_group from the group that is split.  All but `stall_seconds` are taken from rank 0.  They
-    cannot be changed once they are made.
+    split_group from the group that is split, where `min_ranks` is at most the size of the part.
+    All but `stall_seconds` are taken from rank 0.  Only torch's own attributes can be changed
+    later.
 
-    The timeout of the group is that of init_process_group or new_group, also if it was left out
-    there, as with NCCL: one that is set in the options (`_timeout`) is ignored, with a warning.
-    DeviceMesh passes `_timeout` on, 30 min if it was not set, and `ProcessGroup.split_group` takes
-    it if it is called without a timeout.
+    The timeout of a group is the one given to init_process_group or new_group, or their default.
+    Another `_timeout` in the options is ignored, with a warning, as with NCCL.  DeviceMesh passes
+    `_timeout` on, 30 min if it was not set; shrink_group takes it, and `ProcessGroup.split_group`
+    if it is called without a timeout.  Before torch 2.15 split_group changes the options that it is
+    given: use new ones for each group.
 
     Attributes:
         algorithm: of all-reduce: "auto", "direct", "twoshot", "ring", "bruck" or "hierarchical".
@@ -100,7 +102,7 @@ class Options(_C.Options):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Torch sets its own attributes, such as `_timeout`; C++ has a copy of ours."""
-        if name in self.__dict__:
+        if name in self.__dict__ or not hasattr(type(self), name):
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
         super().__setattr__(name, value)
 
@@ -230,9 +232,9 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         )
     if options._timeout not in (_C.Options()._timeout, dist_backend_opts.timeout):
         warnings.warn(
-            f"the timeout of ringreduce.Options, {options._timeout}, is ignored: that of "
-            f"init_process_group or new_group is in force, {dist_backend_opts.timeout}, which has "
-            "a default",
+            f"ringreduce.Options has the timeout {options._timeout}, which is ignored.  The group "
+            f"has {dist_backend_opts.timeout}, from init_process_group or new_group or their "
+            "default",
             stacklevel=2,
         )
     _keep_usable_devices()

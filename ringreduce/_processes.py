@@ -1,4 +1,4 @@
-"""Processes of ranks that this one starts: what they are told, how they end, and who sees to it."""
+"""Starts and ends the processes of ranks."""
 
 import contextlib
 import os
@@ -19,15 +19,15 @@ _TAIL_LINES = 20
 def torchrun_variables(
     rank: int, world_size: int, port: int, address: str = "127.0.0.1", hosts: int = 1
 ) -> dict[str, str]:
-    """What torchrun tells a rank, of which each host has equally many.
+    """The variables that torchrun sets for a rank.  Each host has equally many ranks.
 
     Args:
-        rank, world_size: of it.
+        rank, world_size: the rank's number, and how many there are.
         port, address: of a store that is there already; rank 0 starts none.
-        hosts: how many.
+        hosts: the number of hosts.
 
     Returns:
-        The variables, with those that torch reads on top of what a launcher must set.
+        Their values by name.
     """
     per_host = world_size // hosts
     host, local_rank = divmod(rank, per_host)
@@ -71,7 +71,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def exit_at(*signals: signal.Signals) -> None:
-    """Has these signals raise SystemExit in the main thread, with the status that a shell names.
+    """Makes these signals raise SystemExit(128 + number) in the main thread.
 
     What was started can then be ended first; signals that come meanwhile are ignored.  So are those
     that were ignored before, as by nohup.
@@ -89,10 +89,10 @@ def exit_at(*signals: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl-C, SIGTERM and SIGHUP until the block is over, if they raise an exception.
+    """Puts off Ctrl-C, SIGTERM and SIGHUP until the block is over, if Python functions handle them.
 
     One between the start of a process and the moment when its starter knows of it would leave that
-    process behind.  For the main thread; in others nothing to do.
+    process behind.  Of several signals the first counts.  Does nothing outside of the main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = {n: h for n in _ENDING if is_main and callable(h := signal.getsignal(n))}
@@ -109,10 +109,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 def end(processes: Iterable[subprocess.Popen[Any]], grace: float = 0.0) -> None:
-    """Ends processes, and waits for their end, whatever Ctrl-C or SIGTERM come meanwhile.
+    """Ends processes, and waits for their end.  Signals that Python handles wait until it is done.
 
     Those that have not ended `grace` seconds after SIGTERM get SIGKILL; without a grace all get it
-    at once.  One that leads a process group (`start_new_session`) takes that along.
+    at once.  SIGKILL goes to the whole process group of one that leads it (`start_new_session`).
     """
     running = list(processes)
     with uninterrupted():
@@ -126,9 +126,10 @@ def end(processes: Iterable[subprocess.Popen[Any]], grace: float = 0.0) -> None:
         for process in running:
             if process.poll() is not None:
                 continue
-            if os.getpgid(process.pid) == process.pid:
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                if os.getpgid(process.pid) == process.pid:
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
         for process in running:
             process.wait()

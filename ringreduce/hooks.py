@@ -8,7 +8,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,14 @@ _states: weakref.WeakKeyDictionary[DistributedDataParallel, CompressionState | N
 )
 
 
-def __getattr__(name: str) -> Any:
-    """An older name of `allreduce_hook`."""
-    if name != "all_reduce_hook":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warn_of_old_name()
-    return allreduce_hook
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        """An older name of `allreduce_hook`."""
+        if name != "all_reduce_hook":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _warn_of_old_name()
+        return allreduce_hook
 
 
 @functools.cache  # once in a process

@@ -165,11 +165,11 @@ class Ranks:
 
     Args:
         command: of each.
-        count: how many there are.
+        count: the number of ranks on this host.
         port: of the store.
         address: of the store.
         host: number of this host.
-        hosts: how many there are.
+        hosts: the number of hosts.
         variables: more of their environment.
         name: of the program that reports; "" for no reports.
     """
@@ -251,7 +251,11 @@ class Ranks:
         return codes
 
     def run(self) -> Iterator[dict[int, int]]:
-        """Starts all, and yields what `ended` returns, again and again until none runs."""
+        """Starts all, and looks at them until none runs.
+
+        Returns:
+            What `ended` returns, at each look.
+        """
         for rank in self.all:
             self.start(rank)
         while self.running:

@@ -48,7 +48,8 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):
     Ranks in errors are those of the quorum; pid and host say which process it is.
 
     Args:
-        timeout: of an operation, and of making a group; that of `options` is ignored.
+        timeout: of an operation, and of making a group; the `_timeout` of
+            `options` is ignored.
         options: of the groups.  `on_loss` can only be "error", since torchft divides by the number
             of ranks in the quorum; RINGREDUCE_ON_LOSS has no effect.
 

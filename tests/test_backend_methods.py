@@ -251,7 +251,7 @@ def options_in_force(me: Rank) -> None:
             part.allreduce([t]).wait()
             assert t.tolist() == [2.0] * 4
         dist.barrier()
-    with pytest.warns(UserWarning, match="0:01:17, is ignored"):
+    with pytest.warns(UserWarning, match="0:01:17, which is ignored"):
         made = dist.new_group(pg_options=wanted)
     assert found(made) == (True, 1800.0, 8 * told)
 
@@ -275,6 +275,8 @@ def test_options_are_torchs_and_do_not_change() -> None:
     assert "slots=8" in repr(options)
     with pytest.raises(AttributeError, match="slots"):
         options.slots = 9
+    with pytest.raises(AttributeError, match="timeout"):  # that is `_timeout`
+        options.timeout = timedelta(seconds=5)  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         ringreduce.Options(slots="many")  # type: ignore[arg-type]
 

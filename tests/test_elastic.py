@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,11 +348,18 @@ def test_a_signal_to_supervise_ends_its_ranks(tmp_path: Path, number: signal.Sig
     script = tmp_path / "script.py"
     script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(240)")
     command = [sys.executable, "-m", "ringreduce.supervise", "--nproc", "2", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
-        assert supervisor.stdout is not None
-        ranks = [int(supervisor.stdout.readline()) for _ in range(2)]
-        supervisor.send_signal(number)
-        assert supervisor.wait(60) == 128 + number
+    # Under nohup it would ignore SIGHUP, as it should.
+    heed = partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=heed
+    ) as supervisor:
+        try:
+            assert supervisor.stdout is not None
+            ranks = [int(supervisor.stdout.readline()) for _ in range(2)]
+            supervisor.send_signal(number)
+            assert supervisor.wait(60) == 128 + number
+        finally:
+            supervisor.kill()
     assert not any(map(alive, ranks))
 
 

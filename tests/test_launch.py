@@ -25,6 +25,9 @@ from pool import Pool, Raised, Rank
 import ringreduce
 from ringreduce._launchers import first_host, identify, job_of, tasks_here
 
+# The variables that ringreduce.init leaves set.
+SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def by_hand(rank: int, size: int, **more: object) -> dict[str, str]:
     return {k: str(v) for k, v in {"RANK": rank, "WORLD_SIZE": size, **more}.items()}
@@ -212,7 +215,7 @@ def start(me: Rank, envs: list[dict[str, str]], options: dict[str, Any]) -> tupl
         assert (dist.get_rank(), dist.get_world_size()) == (launch.rank, launch.world_size)
         dist.barrier()
         dist.destroy_process_group()
-        left = {name: os.environ.get(name) for name in launchers.TORCHRUN}
+        left = {name: os.environ.get(name) for name in SET}
         return astuple(launch), left, float(t[0]), records
 
 

@@ -127,7 +127,7 @@ def test_every_public_name_is_documented() -> None:
         if not (callable(value) or isinstance(value, property)):
             continue
         text = inspect.getdoc(value) or ""
-        returns = getattr(value, "__annotations__", {}).get("return")
+        returns = getattr(value, "__annotations__", {}).get("return")  # not of a property
         if not text or (returns not in (None, "None") and "Returns" not in text):
             wrong.append(name)
     assert wrong == []

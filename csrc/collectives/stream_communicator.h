@@ -63,11 +63,11 @@ class Scratch {
   size_t current_ = 0;  // the first that may have room
 };
 
-// What Communicator (shared_memory.h) is in shared memory.  Helpers that only move bytes take its
+// The counterpart of Communicator (shared_memory.h).  Helpers that only move bytes take its
 // Transport.
 class StreamCommunicator {
  public:
-  // Both must live as long.  `guard` is the transport's.
+  // Both must outlive it.  `guard` is the transport's.
   StreamCommunicator(Transport& over, WaitGuard& guard, StreamOptions how)
       : rank(over.rank()),
         size(over.size()),

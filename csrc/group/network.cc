@@ -115,7 +115,7 @@ std::unique_ptr<Transport> Network::start(Arbiter& arbiter) {
       control_ = std::move(ring);
     }
     transport_ = transport.get();
-    // Only now: connections that are delivered need control_, forwarder_ and transport_.
+    // Only now: connections that are delivered need control_, forwarder_ and a transport.
     links_->deliverTo([this](net::Socket socket, const net::PeerHello& caller) {
       route(std::move(socket), caller);
     });

@@ -349,6 +349,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       connect_(connect),
       buffers_(std::make_shared<Buffers>()) {
   options_->timeout = std::chrono::milliseconds(options.timeout / kMillisecond);
+  options_->stall_seconds = static_cast<double>(options.stall) / kSecond;
   options_->group_name = options.name;
   const auto& global = options.started_as.empty() ? options.global_ranks : options.started_as;
   options_->global_ranks_in_group.assign(global.begin(), global.end());
@@ -685,6 +686,7 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
     leave(*group, kLeaveTime);
     throw;
   }
+  options_->take(group->sharedOptions());
   options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
                                          group_options_.started_as.end());
   liveGroups().add(group, gpu);
@@ -749,6 +751,7 @@ void Backend::enterPrepared() {
     if (preparing_) preparing_->check();
     if (!prepared_) throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
     old = std::exchange(group_, std::exchange(prepared_, nullptr));
+    options_->take(group_->sharedOptions());
     last_failure_ = Failure::kNone;
     group_store_ = prepared_store_;
     is_connected_ = true;

@@ -131,6 +131,10 @@ void bindSettings(py::module_& m) {
       .def_readonly("min_ranks", &Settings::min_ranks)
       .def_readonly("stall_seconds", &Settings::stall_seconds)
       .def_readonly("order", &Settings::order)
+      .def("__repr__",
+           [](const py::object& self) {
+             return py::module_::import("ringreduce").attr("Options").attr("__repr__")(self);
+           })
       // Copies, as split_group makes one of its group's.
       .def("__reduce__", [](const py::object& self) {
         return py::module_::import("ringreduce").attr("Options").attr("__reduce__")(self);

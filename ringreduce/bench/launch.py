@@ -152,12 +152,13 @@ class Controller:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self._processes:
-            process.kill()
-        for connection in self._starters.values():
-            connection.close()  # which tells the starter to kill its own
-        self._listener.close()
-        shutil.rmtree(self.place.folder, ignore_errors=True)
+        with uninterrupted():
+            for process in self._processes:
+                process.kill()
+            for connection in self._starters.values():
+                connection.close()  # which tells the starter to kill its own
+            self._listener.close()
+            shutil.rmtree(self.place.folder, ignore_errors=True)
 
     def start(self, contenders: Sequence[Contender]) -> None:
         """Start all contenders at once and wait until each of their groups is set up.

@@ -1,6 +1,6 @@
-// A second network, to show what a transport needs: a Unix socket pair between any two ranks, and
-// poll().  Each direction of a pair is one stream of plain bytes, so these arrive in order, and a
-// rank reads only what it has a place for.
+// The smallest transport, as an example of what one needs: a Unix socket pair between any two
+// ranks, and poll().  Each direction of a pair is one stream of plain bytes, so these arrive in
+// order, and a rank reads only what it has a place for.
 #pragma once
 
 #include <poll.h>
