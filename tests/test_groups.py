@@ -145,7 +145,7 @@ def in_another_order(me: Rank, alone: bool) -> list[str]:
         if alone and me.rank not in ranks:
             continue
         try:
-            dist.new_group(ranks, timeout=timedelta(seconds=4), use_local_synchronization=alone)
+            dist.new_group(ranks, timeout=timedelta(seconds=8), use_local_synchronization=alone)
         except (ringreduce.Error, ringreduce.Timeout) as error:
             errors.append(str(error))
             break
