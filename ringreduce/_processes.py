@@ -14,6 +14,7 @@ from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 20
+_POLL_SECONDS = 0.02
 
 
 def torchrun_variables(
@@ -108,11 +109,23 @@ def uninterrupted() -> Iterator[None]:
             before[signal.Signals(late[0][0])](*late[0])
 
 
+def _has_ended(process: subprocess.Popen[Any]) -> bool:
+    """Leaves it to be waited for, so that its number, which may be its group's, stays its own."""
+    if process.returncode is not None:
+        return True
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # SIGCHLD is ignored
+        return True
+    return found is not None
+
+
 def end(processes: Iterable[subprocess.Popen[Any]], grace: float = 0.0) -> None:
     """Ends processes, and waits for their end.  Signals that Python handles wait until it is done.
 
     Those that have not ended `grace` seconds after SIGTERM get SIGKILL; without a grace all get it
-    at once.  SIGKILL goes to the whole process group of one that leads it (`start_new_session`).
+    at once.  The whole process group of one that leads it (`start_new_session`) gets SIGKILL, also
+    if that one has ended, unless its end was seen before.
     """
     running = list(processes)
     with uninterrupted():
@@ -120,13 +133,12 @@ def end(processes: Iterable[subprocess.Popen[Any]], grace: float = 0.0) -> None:
             for process in running:
                 process.terminate()
             until = time.monotonic() + grace
-            for process in running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, until - time.monotonic()))
+            while not all(map(_has_ended, running)) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
         for process in running:
-            if process.poll() is not None:
+            if process.returncode is not None:  # its number may be another's by now
                 continue
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            with contextlib.suppress(ProcessLookupError):
                 if os.getpgid(process.pid) == process.pid:
                     os.killpg(process.pid, signal.SIGKILL)
                 else:
