@@ -10,7 +10,6 @@
 #include "base/text.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/stream.h"
-#include "transport/tcp/tcp_fabric.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/wait_guard.h"
 

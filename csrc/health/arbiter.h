@@ -1,5 +1,6 @@
-// The arbiter of a group decides why the group has failed.  A PeerTable has what it knows of the
-// ranks; health/blame.h finds who is late or differs.
+// The arbiter of a group decides why the group has failed.  It keeps the state of the ranks in a
+// PeerTable.  The functions of health/blame.h find the ranks that are late, and those that called
+// another operation.
 //
 // Sources report to it:
 //

@@ -1,4 +1,4 @@
-// Who is late, and who called something else.
+// Finds the ranks that are late, and the ranks that called another operation.
 #include "health/blame.h"
 
 #include <algorithm>

@@ -18,7 +18,6 @@
 #include "collectives/stream_communicator.h"
 #include "stream_world.h"
 #include "transport/tcp/stream.h"
-#include "transport/tcp/tcp_fabric.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace tcp_world {
