@@ -57,7 +57,7 @@ void agreeOnStatus(Group& group, F&& step) {
   for (int r = 0; r < group.size(); ++r)
     if (const StepStatus& status = all[static_cast<size_t>(r)]; status.kind != Failure::kNone)
       throw Error(
-          status.kind, group.who(r) + ": " + status.text,
+          status.kind, group.epoch()->peers().who(r) + ": " + status.text,
           {.rank = group.options().shownAs(r), .group = group.options().name, .is_final = false});
 }
 

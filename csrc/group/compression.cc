@@ -125,7 +125,7 @@ void requireSame(Group& group, uint64_t own) {
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r] == right) continue;
     if (odd.empty()) facts.rank = group.options().shownAs(static_cast<int>(r));
-    odd += (odd.empty() ? "" : ", ") + group.who(static_cast<int>(r));
+    odd += (odd.empty() ? "" : ", ") + group.epoch()->peers().who(static_cast<int>(r));
   }
   throw Error(Failure::kMismatch,
               "compressed gradients: " + odd +

@@ -72,6 +72,7 @@ Epoch::Epoch(int rank, Membership membership, const GroupOptions& options, Execu
     : rank(rank),
       size(static_cast<int>(membership.members.size())),
       options(options),
+      ranks(options.members, size),
       users_patience_(patienceOf(/*in_users_thread=*/true, membership.members.size())),
       workers_patience_(patienceOf(/*in_users_thread=*/false, membership.members.size())),
       shared(membership.options),
@@ -87,6 +88,7 @@ Epoch::Epoch(int rank, std::unique_ptr<Network> made, Hosts among, Membership lo
     : rank(rank),
       size(among.size()),
       options(options),
+      ranks(options.members, size),
       users_patience_(patienceOf(/*in_users_thread=*/true, among.localRanks().size())),
       workers_patience_(patienceOf(/*in_users_thread=*/false, among.localRanks().size())),
       shared(made->sharedOptions()),
@@ -123,6 +125,23 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread)
     arbiter->abort("interrupted in operation #" + std::to_string(sequence));
     throw;
   }
+}
+
+const HostRing* Epoch::ring() const {
+  return network ? &network->ring() : nullptr;
+}
+
+WireCost Epoch::wireCost() const {
+  return network ? network->cost() : WireCost{};
+}
+
+bool Epoch::usesTensorsInPlace() const {
+  return size > 1 && wires->usesTensorsInPlace();
+}
+
+void Epoch::askForStreams(bool at_once) {
+  // The answers need no earlier operations of the group's own.
+  network->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
 }
 
 // In this order: no message is received any more, then nothing at all.

@@ -2,7 +2,8 @@
 // share, their states, their operations and messages.
 //
 // Most groups have one epoch.  A group that goes on after losses between hosts takes a new one
-// after each loss (group/recovery.h).
+// after each loss (group/survivors.h).  An epoch numbers its ranks by their positions in it
+// (group/rank_map.h).
 #pragma once
 
 #include <atomic>
@@ -17,6 +18,7 @@
 #include "bootstrap/options.h"
 #include "bootstrap/store.h"
 #include "group/operation.h"
+#include "group/rank_map.h"
 #include "health/arbiter.h"
 #include "p2p/messenger.h"
 
@@ -51,8 +53,23 @@ class Epoch {
   // After a newer epoch has taken its place on all ranks: ends without waiting for them.
   void retire();
 
-  const int rank, size;
+  // Whether the group goes on in another epoch after a loss.
+  bool mayBeReplaced() const { return network && shared.min_ranks > 0; }
+  const PeerTable& peers() const { return arbiter->peers(); }
+  // The order of rings between hosts; null if all ranks share memory.
+  const HostRing* ring() const;
+  // The cost model of the wires between hosts.
+  WireCost wireCost() const;
+  // Whether collectives use tensors in place that all ranks have in shared blocks.
+  bool usesTensorsInPlace() const;
+  // Between hosts: asks all ranks for the progress of their GPU streams, without waiting; see
+  // Control::askForProgress.  `at_once`: also if they have just been asked, and ranks with
+  // nothing new do not answer again.
+  void askForStreams(bool at_once);
+
+  const int rank, size;  // positions, as are all ranks here
   const GroupOptions options;
+  const RankMap ranks;  // of the group
 
  private:
   Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, Membership local_members,

@@ -51,8 +51,9 @@ class FdExchange {
     } catch (const Error& error) {
       if (error.kind() != Failure::kSetup || group_.failed()) throw;
       // An error of this process (no descriptors left, for example): the others wait for it.
-      group_.fail(Failure::kSetup, group_.rank(),
-                  group_.who(group_.rank()) + ", " + doing() + ": " + error.what());
+      epoch_->arbiter->fail(
+          Failure::kSetup, group_.rank(),
+          epoch_->peers().who(group_.rank()) + ", " + doing() + ": " + error.what());
     }
     group_.run({Barrier{}});  // a rank that has all must learn if another has not
     std::vector<Fd> fds;
@@ -84,7 +85,7 @@ class FdExchange {
 
   void step() {
     // First: data of a rank that is gone by now are in its socket.
-    const std::vector<PeerState> states = group_.states();
+    const std::vector<PeerState> states = epoch_->peers().states();
     for (int r = 0; r < group_.rank(); ++r)
       if (Partner& p = partner(r); !p.received || !p.sent) exchangeWith(r, p);
     // A limited number: endless calls must not delay the clock below.
@@ -99,7 +100,7 @@ class FdExchange {
     if (late.empty()) return;
     group_.checkHealth();
     for (int r : late)
-      if (!states[static_cast<size_t>(r)].isHere()) group_.failLost(r, doing());
+      if (!states[static_cast<size_t>(r)].isHere()) epoch_->arbiter->failLost(r, doing());
     checkClock(late);
     group_.interrupt(doing());
     std::vector<int> wanted{listener_.get()};
@@ -112,13 +113,13 @@ class FdExchange {
   void checkClock(const std::vector<int>& late) {
     const Nanos waited = now() - started_;
     if (waited >= group_.timeout())
-      group_.fail(Failure::kTimeout, late.front(),
-                  group_.whereabouts(late) + " did not take part within " +
-                      seconds(group_.timeout()) + " " + doing());
+      epoch_->arbiter->fail(Failure::kTimeout, late.front(),
+                            epoch_->peers().whereabouts(late) + " did not take part within " +
+                                seconds(group_.timeout()) + " " + doing());
     if (now() < next_report_) return;
     next_report_ = now() + std::max<Nanos>(waited, kSecond);
-    log(group_.who(group_.rank()) + " has waited " + seconds(waited) + " for " +
-        group_.whereabouts(late) + " " + doing());
+    log(epoch_->peers().who(group_.rank()) + " has waited " + seconds(waited) + " for " +
+        epoch_->peers().whereabouts(late) + " " + doing());
   }
 
   // With a lower rank, which listens: one message each way.
@@ -188,6 +189,7 @@ class FdExchange {
   }
 
   Group& group_;
+  const std::shared_ptr<Epoch> epoch_ = group_.epoch();
   const int mine_;
   const std::string what_;
   const Nanos started_;

@@ -1,4 +1,4 @@
-// Runs operations and messages in the epoch of the group.  Recoveries are in group_recovery.cc.
+// Queues operations and runs them in the current epoch, as it posts messages.
 #include "group/group.h"
 
 #include <unistd.h>
@@ -10,8 +10,6 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/topology.h"
-#include "group/network.h"
 #include "group/wires.h"
 #include "kernels/reduce.h"
 
@@ -21,21 +19,13 @@ namespace {
 // In shared memory operations of up to so many bytes take less time than to wake a thread.
 constexpr size_t kQuickBytes = 64 << 10;
 
-std::vector<int> membersOf(const Epoch& epoch) {
-  std::vector<int> members = epoch.options.members;
-  for (int r = static_cast<int>(members.size()); r < epoch.size; ++r) members.push_back(r);
-  return members;
-}
-
 }  // namespace
 
 std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int world_size,
                                      const GroupOptions& options) {
-  std::vector<int> members = options.members;
-  if (members.empty())
-    for (int r = 0; r < world_size; ++r) members.push_back(r);
-  const auto self = std::ranges::find(members, rank);
-  if (self == members.end())
+  const RankMap ranks(options.members, world_size);
+  const auto position = ranks.positionOf(rank);
+  if (!position)
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
@@ -48,9 +38,8 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int
     local.reset(new Group(local_rank, size, of_host, std::move(of_local), std::move(epoch), nullptr,
                           nullptr));
   };
-  auto epoch = Epoch::create(*store, static_cast<int>(self - members.begin()),
-                             static_cast<int>(members.size()),
-                             options.ofMembers(members, world_size), *executor, make_local);
+  auto epoch = Epoch::create(*store, *position, static_cast<int>(ranks.ranks().size()),
+                             options.ofMembers(ranks.ranks(), world_size), *executor, make_local);
   GroupOptions made = options;
   made.attempt = nullptr;
   return std::shared_ptr<Group>(new Group(rank, world_size, made, std::move(executor),
@@ -66,37 +55,35 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       generation_(forkGeneration()),
       timeout_(options.timeout),
       shared_(epoch->shared),
+      in_memory_(!epoch->network),
       local_(std::move(local)),
       executor_(std::move(executor)),
-      epoch_(std::move(epoch)),
-      recovery_(epoch_->hosts && shared_.min_ranks > 0
-                    ? std::make_unique<Recovery>(
-                          store, "ringreduce/epochs/" + epoch_->hosts->nonce() + "/", rank_,
-                          membersOf(*epoch_), options_)
-                    : nullptr) {}
+      epochs_(std::make_unique<Epochs>(rank, size, options_, std::move(epoch))),
+      survivors_(epochs_->running().mayBeReplaced()
+                     ? std::make_unique<Survivors>(*epochs_, *executor_, store)
+                     : nullptr) {}
 
 Group::~Group() {
   if (forkGeneration() != generation_) {
     // The threads and locks of the parent do not exist here, and its memory is not ours to mark.
     (void)executor_.release();
     new std::shared_ptr<Group>(local_);
-    new std::shared_ptr<Epoch>(std::move(epoch_));
-    new std::vector<std::shared_ptr<Epoch>>(std::move(tried_));
-    (void)recovery_.release();
+    (void)epochs_.release();
+    (void)survivors_.release();
     return;
   }
   leave(nullptr);
 }
 
 std::shared_ptr<Epoch> Group::epoch() const {
-  const std::lock_guard lock(epoch_mutex_);
-  return epoch_;
+  refuseInChild();
+  return epochs_->current();
 }
 
 // No collective is called any more when the epoch ends.
 void Group::leave(void (*poll)()) {
   executor_->stop(poll);
-  epoch()->leave(poll, timeout_);
+  epochs_->current()->leave(poll, timeout_);
 }
 
 void Group::refuseInChild() const {
@@ -119,50 +106,18 @@ void Group::refuseInside() const {
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
-  ++sequence_;
+  const uint64_t sequence = sequence_++;
   try {
-    if (recovery_)
-      executeWhole(operation, timeout, in_users_thread);
-    else if (options_.members.empty())
-      epoch_->run(operation, timeout, in_users_thread);
+    if (survivors_)
+      survivors_->run(operation, sequence, timeout, std::max(timeout, timeout_.load()),
+                      in_users_thread);
     else
-      epoch_->run(inEpoch(operation), timeout, in_users_thread);
+      epochs_->run(operation, sequence, timeout, in_users_thread);
   } catch (const Error&) {
     raised_ = true;
     throw;
   }
   if (operation.after) operation.after();
-}
-
-// The call as the ranks of the epoch number themselves.
-Operation Group::inEpoch(const Operation& operation) const {
-  return toMembers(operation, epoch_->options, [&](int rank) { return lacks(operation, rank); });
-}
-
-Error Group::lacks(const Operation& operation, int rank) const {
-  return Error(Failure::kPeerLost,
-               howAbsent(rank) + "; rank " + options_.shown(rank_) + " needs its data in " +
-                   textOf(operation) + ". Group '" + options_.name + "' goes on without it.",
-               facts(rank, false));
-}
-
-Facts Group::facts(int rank, bool is_final) const {
-  return {.rank = options_.shownAs(rank),
-          .reporter = options_.shownAs(rank_),
-          .group = options_.name,
-          .is_final = is_final};
-}
-
-std::string Group::howAbsent(int rank) const {
-  const std::lock_guard lock(epoch_mutex_);
-  const auto known = absent_.find(rank);
-  return known != absent_.end() ? known->second : "rank " + options_.shown(rank) + " is lost";
-}
-
-std::string Group::textOf(const Operation& operation) const {
-  OpSignature signature = announce(operation, sequence_ - 1);
-  if (signature.root != kNoRoot) signature.root = options_.shownAs(signature.root);
-  return describe(signature);
 }
 
 // Validates all operations before the first one runs.
@@ -204,7 +159,7 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
   submitted_ += operations.size();
   size_t bytes = 0;
   for (const Operation& operation : operations) bytes += bytesOf(operation);
-  const bool quick = bytes <= kQuickBytes && !recovery_ && !epoch_->network;
+  const bool quick = in_memory_ && bytes <= kQuickBytes;
   return executor_->submit(
       [this, operations = std::move(operations)](bool in_users_thread) {
         for (const Operation& operation : operations) execute(operation, in_users_thread);
@@ -223,50 +178,20 @@ std::shared_ptr<OperationHandle> Group::submit(Operation operation,
   return submitAll(std::move(operations), std::move(completion));
 }
 
-// An epoch that ends finishes its messages.
-std::shared_ptr<Epoch> Group::epochOf(const Delivery& delivery) const {
-  const auto owner = std::static_pointer_cast<Epoch>(delivery.owner.lock());
-  return owner ? owner : epoch();
-}
-
 std::shared_ptr<Delivery> Group::post(Message message) {
   refuseInChild();
-  std::shared_ptr<Epoch> epoch;
-  {
-    const std::lock_guard lock(epoch_mutex_);
-    epoch = epoch_;
-    if (recovery_ && message.direction == Message::Direction::kSend) {
-      // A later message must not be taken for one that was lost.
-      if (sent_earlier_.contains(message.peer))
-        throw Error(Failure::kPeerLost,
-                    ownName() + " cannot send to rank " + options_.shown(message.peer) +
-                        ": messages that it sent before the loss of a rank may have been lost too. "
-                        "Send messages in a group that is made after the loss.");
-      sent_to_.insert(message.peer);
-    }
-  }
-  const std::vector<int>& members = epoch->options.members;
-  if (!members.empty() && message.peer >= 0 && message.peer < size_) {
-    const auto peer = std::ranges::find(members, message.peer);
-    if (peer == members.end())
-      throw Error(Failure::kPeerLost,
-                  howAbsent(message.peer) +
-                      "; nothing can be sent to it or received from it. Group '" + options_.name +
-                      "' goes on without it.",
-                  facts(message.peer, false));
-    message.peer = static_cast<int>(peer - members.begin());
-  }
-  return epoch->messenger->post(std::move(message), epoch);
+  return epochs_->post(std::move(message));
 }
 
 bool Group::await(Delivery& delivery, Nanos longest) {
   refuseInChild();
-  return delivery.isDone() || epochOf(delivery)->messenger->await(delivery, longest, timeout_);
+  return delivery.isDone() ||
+         epochs_->epochOf(delivery)->messenger->await(delivery, longest, timeout_);
 }
 
 void Group::expect(Delivery& delivery) {
   refuseInChild();
-  if (!delivery.isDone()) epochOf(delivery)->messenger->expect(delivery, timeout_);
+  if (!delivery.isDone()) epochs_->epochOf(delivery)->messenger->expect(delivery, timeout_);
 }
 
 bool Group::await(OperationHandle& handle, Nanos longest) {
@@ -295,80 +220,30 @@ void Group::drain() {
 }
 
 bool Group::isIdle() const {
-  return executor_->isIdle() && epoch()->messenger->isIdle();
+  return executor_->isIdle() && epochs_->current()->messenger->isIdle();
 }
 
 void Group::abort(const std::string& why) {
   refuseInChild();
-  {
-    const std::lock_guard lock(epoch_mutex_);
-    if (aborted_.empty()) aborted_ = why;
-    epoch_->arbiter->abort(why);
-    for (const auto& tried : tried_) tried->arbiter->abort(why);
-  }
+  epochs_->abort(why);
   if (local_) local_->abort(why);
 }
 
 void Group::checkHealth() const {
   refuseInChild();
-  if (!recovery_) return epoch_->arbiter->check();
-  if (!failed()) return;
-  const std::lock_guard lock(epoch_mutex_);
-  if (ended_) throw Error(*ended_);
-  if (!aborted_.empty())
-    throw Error(Failure::kAborted, ownName() + " aborted it: " + aborted_, facts(rank_, true));
-  epoch_->arbiter->check();
-}
-
-// A group that recovers has not failed while a recovery may mend it.
-Failure Group::failure() const {
-  const std::lock_guard lock(epoch_mutex_);
-  if (ended_) return ended_->kind();
-  const Failure failure = epoch_->arbiter->failure();
-  const bool may_recover = recovery_ && epoch_->network && failure == Failure::kPeerLost;
-  if (!may_recover) return failure;
-  return aborted_.empty() ? Failure::kNone : Failure::kAborted;
-}
-
-std::vector<PeerState> Group::states() const {
-  refuseInChild();
-  return epoch()->arbiter->peers().states();
-}
-
-bool Group::hasExited(int rank) const {
-  refuseInChild();
-  return epoch()->arbiter->peers().hasExited(rank);
-}
-
-std::vector<int> Group::members() const {
-  return membersOf(*epoch());
+  epochs_->check();
 }
 
 std::vector<int> Group::liveRanks() const {
-  refuseInChild();
   const std::shared_ptr<Epoch> epoch = this->epoch();
-  const std::vector<PeerState> all = epoch->arbiter->peers().states();
-  const std::vector<int> members = membersOf(*epoch);
+  if (shared_.min_ranks == 0) return epoch->ranks.ranks();
+  const std::vector<PeerState> states = epoch->peers().states();
   std::vector<int> live;
-  for (int r = 0; r < epoch->size; ++r)
-    if (shared_.min_ranks == 0 || r == epoch->rank ||
-        (!epoch->arbiter->isAbsent(r) && all[static_cast<size_t>(r)].isHere()))
-      live.push_back(members[static_cast<size_t>(r)]);
+  for (int position = 0; position < epoch->size; ++position)
+    if (position == epoch->rank ||
+        (!epoch->peers().isAbsent(position) && states[static_cast<size_t>(position)].isHere()))
+      live.push_back(epoch->ranks.rankAt(position));
   return live;
-}
-
-void Group::fail(Failure kind, int culprit, const std::string& text) {
-  refuseInChild();
-  epoch()->arbiter->fail(kind, culprit, text);
-}
-
-void Group::failLost(int rank, const std::string& when) {
-  refuseInChild();
-  epoch()->arbiter->failLost(rank, when);
-}
-
-std::vector<int> Group::stopped() const {
-  return epoch()->arbiter->peers().stoppedOf(otherRanks(rank_, size_));
 }
 
 void Group::interrupt(const std::string& doing) {
@@ -381,40 +256,8 @@ void Group::interrupt(const std::string& doing) {
   }
 }
 
-void Group::askForStreams(bool at_once) {
-  // The answers need no earlier operations of the group's own.
-  epoch()->network->askForProgress(at_once ? kNoOperation - 1 : kNoOperation);
-}
-
-std::shared_ptr<const Hosts> Group::hosts() const {
-  const std::shared_ptr<Epoch> epoch = this->epoch();
-  return {epoch, epoch->hosts.get()};
-}
-
-std::shared_ptr<const HostRing> Group::ring() const {
-  const std::shared_ptr<Epoch> epoch = this->epoch();
-  return {epoch, epoch->network ? &epoch->network->ring() : nullptr};
-}
-
-WireCost Group::wireCost() const {
-  const std::shared_ptr<Epoch> epoch = this->epoch();
-  return epoch->network ? epoch->network->cost() : WireCost{};
-}
-
-std::vector<std::string> Group::routes() const {
-  return epoch()->wires->routes();
-}
-
 size_t Group::stagingBytes() const {
-  return epoch()->wires->stagingBytes() + inputs_bytes_;
-}
-
-bool Group::usesTensorsInPlace() const {
-  return size_ > 1 && epoch()->wires->usesTensorsInPlace();
-}
-
-uint64_t Group::bytesSent() const {
-  return epoch()->wires->bytesSent();
+  return epochs_->current()->wires->stagingBytes() + (survivors_ ? survivors_->stagingBytes() : 0);
 }
 
 void Group::shutdown() {

@@ -178,12 +178,12 @@ Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   return placed;
 }
 
-Operation toMembers(const Operation& operation, const GroupOptions& group,
+Operation toMembers(const Operation& operation, const RankMap& map,
                     const std::function<Error(int rank)>& lacks) {
   Operation placed{
       .call = operation.call, .timeout = operation.timeout, .before = operation.before};
-  const std::vector<int>& members = group.members;
-  if (members.empty()) return placed;
+  if (map.isWhole()) return placed;
+  const std::vector<int>& members = map.ranks();
   std::visit(
       [&]<class Call>(Call& call) {
         constexpr bool takes_lists = HasInputs<Call> || HasOutputs<Call> || HasCounts<Call>;
@@ -194,9 +194,9 @@ Operation toMembers(const Operation& operation, const GroupOptions& group,
           throw lacks(firstMissing(members));
         }
         if constexpr (Rooted<Call>) {
-          const auto root = std::ranges::find(members, call.root);
-          if (root == members.end()) throw lacks(call.root);
-          call.root = static_cast<int>(root - members.begin());
+          const auto root = map.positionOf(call.root);
+          if (!root) throw lacks(call.root);
+          call.root = *root;
         }
       },
       placed.call);

@@ -10,6 +10,7 @@
 #include "base/op_signature.h"
 #include "bootstrap/options.h"
 #include "collectives/collectives.h"
+#include "group/rank_map.h"
 
 namespace ringreduce {
 
@@ -39,9 +40,9 @@ size_t bytesOf(const Operation& operation);
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks);
 
-// The same call, without its `after`, in a group of some of the caller's ranks
-// (GroupOptions::members).  For a call that needs another rank, throws what `lacks` returns.
-Operation toMembers(const Operation& operation, const GroupOptions& group,
+// The same call, without its `after`, in an epoch of some of the caller's ranks.  For a call that
+// needs another rank, throws what `lacks` returns.
+Operation toMembers(const Operation& operation, const RankMap& map,
                     const std::function<Error(int rank)>& lacks);
 
 // Whether the call can run once more from the inputs that it left, if `overwritten` is restored:

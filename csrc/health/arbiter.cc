@@ -50,8 +50,11 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
       options_(options),
       channel_(channel),
       min_ranks_(min_ranks),
-      peers_(rank, std::move(seats), options, channel, min_ranks > 0 && !channel && size_ > 1) {
-  if (min_ranks_ == 0 || channel_ || size_ == 1) return;
+      on_loss_(min_ranks == 0 ? OnLoss::kFails
+               : channel      ? OnLoss::kNeedsEpoch
+                              : OnLoss::kIsAbsent),
+      peers_(rank, std::move(seats), options, channel, on_loss_ == OnLoss::kIsAbsent && size_ > 1) {
+  if (on_loss_ != OnLoss::kIsAbsent || size_ == 1) return;
   try {
     pulse_ = std::make_unique<Pulse>(page(rank_));
   } catch (const Error&) {
@@ -157,14 +160,15 @@ Error Arbiter::errorOfGone(const std::vector<int>& ranks, const std::string& doi
     if (const PeerState state = peers_.stateOf(r);
         state.isLost() && state.declared == Declared::kHere) {
       const std::string text = peers_.who(r) + " is lost: " + peers_.howLost(r) + waited;
-      if (min_ranks_ > 0) return Error(Failure::kPeerLost, text, factsOf(r, rank_, false));
+      if (on_loss_ != OnLoss::kFails)
+        return Error(Failure::kPeerLost, text, factsOf(r, rank_, false));
       fail(Failure::kPeerLost, r, text);
     }
   return Error(
       Failure::kPeerLost,
       (ranks.size() == 1 ? peers_.who(ranks[0]) + " has" : options_.rankList(ranks) + " have") +
           " left group '" + options_.name + "'" + waited,
-      factsOf(ranks[0], rank_, min_ranks_ == 0));
+      factsOf(ranks[0], rank_, on_loss_ == OnLoss::kFails));
 }
 
 void Arbiter::abort(const std::string& why) {
@@ -194,7 +198,7 @@ void Arbiter::throwFailure() const {
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank " +
             options_.shown(0);
-  const bool goes_on = channel_ && min_ranks_ > 0 && kind == Failure::kPeerLost;
+  const bool goes_on = on_loss_ == OnLoss::kNeedsEpoch && kind == Failure::kPeerLost;
   text += goes_on ? kGroupGoesOn : kGroupHasFailed;
   throw Error(kind, text, factsOf(culprit(), reporter, !goes_on));
 }
@@ -234,13 +238,13 @@ void Arbiter::poll(int rank, Ready ready) {
     compareSignatures();
     if (ready()) return;
     const Laggards late = laggardsOf(peers_, current_, rank);
-    if (min_ranks_ > 0 && !channel_ && evict(rank, late.ranks, ready)) return;
+    if (on_loss_ == OnLoss::kIsAbsent && evict(rank, late.ranks, ready)) return;
     std::string text = late.text + ": " + peers_.textOf(current_) +
                        " timed out after a timeout of " + seconds(timeout_);
     if (current_.kind == Kind::kMonitoredBarrier)
       text = monitoredBarrierText(late.ranks) + ". " + text;
     // The others go on without a rank whose process does not run: see culprit().
-    if (min_ranks_ > 0 && channel_) {
+    if (on_loss_ == OnLoss::kNeedsEpoch) {
       for (const int r : late.ranks)
         if (peers_.isStopped(r) || isSilent(r)) fail(Failure::kPeerLost, r, text);
       if (!std::exchange(has_more_time_, true)) {  // it may have been stopped until now
@@ -278,7 +282,7 @@ void Arbiter::blameMissing(int rank, Ready ready) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || isAbsent(r) || all[static_cast<size_t>(r)].isHere()) continue;
     if ((peers_.hasAnnounced(r, current_.sequence) && r != rank) || ready()) continue;
-    if (min_ranks_ > 0)
+    if (on_loss_ == OnLoss::kIsAbsent)
       goOnWithout(r);
     else
       failLost(r, (peers_.hasAnnounced(r, current_.sequence) ? "during " : "before it came to ") +
@@ -448,7 +452,7 @@ void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
   const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
   const uint64_t first = std::min(
       about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));
-  const bool losses_allowed = channel_ || min_ranks_ > 0;
+  const bool losses_allowed = channel_ || on_loss_ == OnLoss::kIsAbsent;
   Nanos next_ask = 0;
   PeerTable::Census found = peers_.census(first, current_.sequence, other, sent, losses_allowed);
   while (!found.complete && !failed() && now() < until) {

@@ -46,6 +46,13 @@ inline constexpr char kGroupGoesOn[] =
     ". Messages that were under way are lost; the group goes on with its next collective.";
 inline constexpr char kGroupHasFailed[] = ". The group has failed: destroy it and make a new one.";
 
+// What a lost rank means for the group.
+enum class OnLoss : uint8_t {
+  kFails,       // the group fails
+  kIsAbsent,    // the ranks share memory: operations go on without it
+  kNeedsEpoch,  // between hosts: this epoch ends, and the group goes on in another one
+};
+
 class Arbiter final : public WaitGuard, public net::Control::Listener {
  public:
   // `channel` is null if all ranks share the pages.  `min_ranks`: as in SharedOptions.
@@ -155,6 +162,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   const GroupOptions& options_;
   PeerChannel* const channel_;
   const int min_ranks_;
+  const OnLoss on_loss_;
   PeerTable peers_;
   Verdict verdict_{peers_};
   Nanos next_question_ = 0;

@@ -20,6 +20,7 @@
 #include "base/bytes.h"
 #include "base/config.h"
 #include "base/error.h"
+#include "group/wires.h"
 #include "torch/arguments.h"
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
@@ -437,7 +438,8 @@ std::shared_ptr<cuda::GpuCommunicator> Backend::makeCommunicatorOn(c10::Device d
                 "group '" + group->options().name +
                     "' has order='rank', in which GPUs do not add; make the group of CUDA tensors "
                     "with order='ring'");
-  const bool several_hosts = group->hosts() && group->hosts()->count() > 1;
+  const auto epoch = group->epoch();
+  const bool several_hosts = epoch->hosts && epoch->hosts->count() > 1;
   const int ranks_on_device = gpus_.count_ranks(size_);
   return several_hosts ? makeInterNodeCommunicator(group, device, ranks_on_device)
                        : makeHostCommunicator(group, device, ranks_on_device);
@@ -887,7 +889,7 @@ size_t Backend::stagingBytes() const {
 
 std::vector<std::string> Backend::routes() const {
   const auto group = groupIfAny();
-  return group ? group->routes() : std::vector<std::string>();
+  return group ? group->epoch()->wires->routes() : std::vector<std::string>();
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
@@ -1028,7 +1030,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();
-  if (group && group->usesTensorsInPlace()) try {
+  if (group && group->epoch()->usesTensorsInPlace()) try {
       return sharedTensor({size}, options);
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
       log(std::string("a tensor is not shared: ") + error.what());

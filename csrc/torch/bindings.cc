@@ -210,14 +210,12 @@ c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::Gr
 // Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
 // the rates from host to host in Mbit/s.
 py::tuple topologyOf(const BackendPtr& backend) {
-  const std::shared_ptr<Group> held = asRingreduce(*backend).group();
-  const Group& group = *held;
+  const std::shared_ptr<Epoch> epoch = asRingreduce(*backend).group()->epoch();
   std::vector<std::vector<int>> hosts;
   std::vector<std::string> names;
-  const std::shared_ptr<const Hosts> known = group.hosts();
-  const std::vector<int> members = group.members();
+  const Hosts* known = epoch->hosts.get();
   const auto named = [&](std::vector<int> ranks) {
-    for (int& rank : ranks) rank = members[static_cast<size_t>(rank)];
+    for (int& rank : ranks) rank = epoch->ranks.rankAt(rank);
     return ranks;
   };
   for (int host = 0; known && host < known->count(); ++host) {
@@ -225,7 +223,7 @@ py::tuple topologyOf(const BackendPtr& backend) {
     names.push_back(known->machineOf(known->ranksOn(host).front()));
   }
   const HostRing none{.hosts = {}};
-  const std::shared_ptr<const HostRing> found = group.ring();
+  const HostRing* found = epoch->ring();
   const HostRing& ring = found ? *found : none;
   static constexpr const char* kSources[] = {"ranks", "given", "measured"};
   return py::make_tuple(hosts, names, kSources[static_cast<size_t>(ring.source)], ring.hosts,
@@ -525,7 +523,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "wire_cost",
       [](const BackendPtr& backend) {
-        return costTo(backend ? asRingreduce(*backend).group()->wireCost() : WireCost{});
+        return costTo(backend ? asRingreduce(*backend).group()->epoch()->wireCost() : WireCost{});
       },
       "backend"_a);
   m.def(

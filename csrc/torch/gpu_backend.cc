@@ -50,7 +50,7 @@ std::shared_ptr<cuda::GpuCommunicator> makeHostCommunicator(const std::shared_pt
 std::shared_ptr<cuda::GpuCommunicator> makeInterNodeCommunicator(
     const std::shared_ptr<Group>& group, c10::Device device, int ranks_on_device) {
   return cuda::InterNodeCommunicator::create(
-      group, *group->hosts(), group->local(),
+      group, *group->epoch()->hosts, group->local(),
       makeHostCommunicator(group->local(), device, ranks_on_device), device.index());
 }
 

@@ -121,7 +121,8 @@ void InnerNccl::watch() {
     const auto group = failed_.group();
     if (!group) return;
     if (!group->failed()) {
-      const std::vector<PeerState> states = group->states();
+      const std::shared_ptr<Epoch> epoch = group->epoch();
+      const std::vector<PeerState> states = epoch->peers().states();
       const auto lost = std::ranges::find_if(states, [](const PeerState& state) {
         return state.isLost() && state.declared == Declared::kHere;
       });
@@ -131,8 +132,8 @@ void InnerNccl::watch() {
         lost_since = now();
       else if (now() - lost_since >= kGrace)
         try {
-          group->failLost(static_cast<int>(lost - states.begin()),
-                          "while calls by NCCL may have been under way");
+          epoch->arbiter->failLost(static_cast<int>(lost - states.begin()),
+                                   "while calls by NCCL may have been under way");
         } catch (const Error&) {
           // Calls and Works raise it.
         }

@@ -6,6 +6,7 @@
 
 #include "collectives/collectives.h"
 #include "compressed_cases.h"
+#include "group/wires.h"
 #include "processes.h"
 #include "ranks.h"
 #include "tcp_world.h"
@@ -101,10 +102,10 @@ TEST(bytes_on_the_wire) {
   for (const int P : {2, 4})
     ranks::inGroup(P, [&](Group& group) {
       Floats data(kCount, 1.F);
-      uint64_t before = group.bytesSent();
+      uint64_t before = group.epoch()->wires->bytesSent();
       const auto sent = [&](const Operation& operation) {
         group.run(operation);
-        const uint64_t now = group.bytesSent();
+        const uint64_t now = group.epoch()->wires->bytesSent();
         return static_cast<double>(now - std::exchange(before, now));
       };
       const double exact = sent({AllReduce{data.data(), kCount, DType::kFloat32, ReduceOp::kAvg}});
@@ -157,10 +158,10 @@ TEST(between_hosts_only_what_leaves_them_is_coded) {
             group->run({a});
           }
           if (count >= 50'000) {
-            const uint64_t before = group->bytesSent();
+            const uint64_t before = group->epoch()->wires->bytesSent();
             Floats data(count);
             group->run({some(data)});
-            const auto sent = static_cast<double>(group->bytesSent() - before);
+            const auto sent = static_cast<double>(group->epoch()->wires->bytesSent() - before);
             CHECK(sent < 0.27 * static_cast<double>(count) * sizeof(float));
           }
         });

@@ -142,7 +142,7 @@ TEST(memory_of_a_rank_that_died_stays_readable) {
                        std::memset(pages.at(group.rank()), 'a' + group.rank(), pages.bytes());
                        group.run({Barrier{}});
                        if (group.rank() == 1) raise(SIGKILL);
-                       while (!group.states()[1].isLost()) sleepMs(1);
+                       while (!group.epoch()->peers().states()[1].isLost()) sleepMs(1);
                        for (int r = 0; r < 3; ++r)
                          for (size_t i = 0; i < pages.bytes(); ++i)
                            CHECK(pages.at(r)[i] == static_cast<std::byte>('a' + r));

@@ -29,14 +29,15 @@ TEST(a_process_that_ended_is_seen_and_lost) {
   processes::inGroup(
       3,
       [](Group& group) {
-        CHECK(group.states() == std::vector<PeerState>(3));
+        CHECK(group.epoch()->peers().states() == std::vector<PeerState>(3));
         group.run({Barrier{}});
         if (group.rank() == 2) raise(SIGKILL);
-        while (group.states()[2].isHere()) sleepMs(1);
-        CHECK(group.states()[2].observed == Observed::kEnded && group.states()[2].isGone());
+        while (group.epoch()->peers().states()[2].isHere()) sleepMs(1);
+        CHECK(group.epoch()->peers().states()[2].observed == Observed::kEnded &&
+              group.epoch()->peers().states()[2].isGone());
         if (group.rank() == 0) group.checkHealth();  // nobody has missed it yet
         while (group.rank() == 1 && !group.failed()) sleepMs(1);
-        CHECK(failureOf([&] { group.failLost(2, "in the midst of a test"); },
+        CHECK(failureOf([&] { group.epoch()->arbiter->failLost(2, "in the midst of a test"); },
                         "is lost: its process ended in the midst of a test, in group 'test'") ==
               Failure::kPeerLost);
         CHECK(failureOf([&] { group.checkHealth(); }, "rank 2 (pid") == Failure::kPeerLost);
@@ -47,11 +48,12 @@ TEST(a_process_that_ended_is_seen_and_lost) {
 TEST(a_rank_that_left_is_seen_and_lost) {
   ranks::inGroup(3, [](Group& group) {
     if (group.rank() == 1) return;
-    while (group.states()[1].isHere()) sleepMs(1);
-    CHECK(group.states()[1].declared != Declared::kHere && !group.states()[1].isLost());
+    while (group.epoch()->peers().states()[1].isHere()) sleepMs(1);
+    CHECK(group.epoch()->peers().states()[1].declared != Declared::kHere &&
+          !group.epoch()->peers().states()[1].isLost());
     if (group.rank() == 0) group.checkHealth();
     while (group.rank() == 2 && !group.failed()) sleepMs(1);
-    CHECK(failureOf([&] { group.failLost(1, "before it was due"); },
+    CHECK(failureOf([&] { group.epoch()->arbiter->failLost(1, "before it was due"); },
                     "has left the group before it was due") == Failure::kPeerLost);
   });
 }
@@ -78,14 +80,14 @@ TEST(a_failure_told_by_one_thread_ends_operations_and_waits_of_all_ranks) {
     } else {
       sleepMs(30);
       std::thread([&] {
-        CHECK(failureOf([&] { group.fail(Failure::kTimeout, 3, says("")); }, says("")) ==
-              Failure::kTimeout);
+        CHECK(failureOf([&] { group.epoch()->arbiter->fail(Failure::kTimeout, 3, says("")); },
+                        says("")) == Failure::kTimeout);
       }).join();
     }
     CHECK(group.failure() == Failure::kTimeout);
     // A failure is final.
-    CHECK(failureOf([&] { group.fail(Failure::kPeerLost, 0, "something else"); }, says("")) ==
-          Failure::kTimeout);
+    CHECK(failureOf([&] { group.epoch()->arbiter->fail(Failure::kPeerLost, 0, "something else"); },
+                    says("")) == Failure::kTimeout);
   });
 }
 
@@ -95,9 +97,11 @@ TEST(who_and_where_a_rank_is) {
       [](Group& group) {
         group.run({Barrier{}});
         const std::string pid = std::to_string(getpid());
-        CHECK(group.who(1).starts_with("rank 7 (pid " + pid + " on host "));
-        CHECK(group.whereabouts({1}).starts_with("rank 7 (pid " + pid + " on host "));
-        CHECK(group.whereabouts({1}).find(", last seen in barrier #") != std::string::npos);
+        CHECK(group.epoch()->peers().who(1).starts_with("rank 7 (pid " + pid + " on host "));
+        CHECK(group.epoch()->peers().whereabouts({1}).starts_with("rank 7 (pid " + pid +
+                                                                  " on host "));
+        CHECK(group.epoch()->peers().whereabouts({1}).find(", last seen in barrier #") !=
+              std::string::npos);
         CHECK_EQ(group.options().name, "test");
         group.run({Barrier{}});
       },
@@ -138,8 +142,9 @@ TEST(a_forked_child_is_refused) {
     if (child == 0) {
       const bool refused =
           failureOf([&] { group.checkHealth(); }, "was forked from rank 0") == Failure::kArgument &&
-          failureOf([&] { group.states(); }) == Failure::kArgument &&
-          failureOf([&] { group.fail(Failure::kTimeout, 0, ""); }) == Failure::kArgument;
+          failureOf([&] { group.epoch()->peers().states(); }) == Failure::kArgument &&
+          failureOf([&] { group.epoch()->arbiter->fail(Failure::kTimeout, 0, ""); }) ==
+              Failure::kArgument;
       _exit(refused ? 0 : 1);
     }
     int status = 0;

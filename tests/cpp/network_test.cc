@@ -159,7 +159,7 @@ TEST(messages_of_a_rank_that_died_since_are_received) {
   overSockets(2,
               [](Group& group) {
                 if (group.rank() == 1) sendManyAndDie(group);
-                while (!group.states()[1].isLost()) sleepMs(1);
+                while (!group.epoch()->peers().states()[1].isLost()) sleepMs(1);
                 for (int i = 0; i < kMany; ++i)
                   CHECK(messages::receive(group, 1, 0, kEagerBytes) == letter(0, 0, kEagerBytes));
                 CHECK(failureOf([&] { messages::receive(group, 1, 0, 1); },

@@ -33,7 +33,8 @@ struct Rank {
   RemoteRanks::Hooks hooks() {
     return {[this] { return broken ? "NCCL says so" : ""; },
             [this] {
-              if (host_failed) group.fail(Failure::kPeerLost, 0, "a neighbour died");
+              if (host_failed)
+                group.epoch()->arbiter->fail(Failure::kPeerLost, 0, "a neighbour died");
             },
             [this] { poisoned = true; },
             [this](const std::string&) {
@@ -106,7 +107,8 @@ TEST(operations_that_end_are_waited_for) {
       rank.done = false;
       rank.start(100);
       CHECK(!rank.watchdog.wait(i == 0 ? 1500 * kMillisecond : 0));
-      const StreamProgress other = rank.group.streamsOf(1 - rank.group.rank()).first;
+      const StreamProgress other =
+          rank.group.epoch()->peers().streamsOf(1 - rank.group.rank()).first;
       CHECK(i > 0 || (other.announced >= 1 && other.oldest.count == 100 && other.begun));
       rank.group.run({Barrier{}});
       rank.done = true;

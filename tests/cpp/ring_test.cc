@@ -151,9 +151,10 @@ TEST(all_algorithms_add_in_the_order_of_the_ring) {
     for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kBruck, Algorithm::kDirect,
                                       Algorithm::kTwoShot, Algorithm::kRing})
       inGroup(c.letters, c.ring, algorithm, [&](Group& group) {
-        CHECK(group.ring()->ranks == c.ranks);
+        CHECK(group.epoch()->ring()->ranks == c.ranks);
         for (const size_t n : {size_t{1}, size_t{1000}, size_t{200'000}})
-          if (algorithm != Algorithm::kAuto || group.hosts()->count() == group.size() || n < 2000)
+          if (algorithm != Algorithm::kAuto || group.epoch()->hosts->count() == group.size() ||
+              n < 2000)
             CHECK(reduced(group, n) == sumInOrder(c.ranks, n));
       });
 }
@@ -232,7 +233,7 @@ TEST(a_part_of_the_ranks_takes_its_part_of_the_order) {
       const GroupOptions options{
           .name = "test", .global_ranks = c.numbers, .timeout = 20 * kSecond, .of_ranks = c.all};
       const auto group = Group::create(store, r, 3, options);
-      CHECK(group->ring()->ranks == c.ranks);
+      CHECK(group->epoch()->ring()->ranks == c.ranks);
       group->run({Barrier{}});
     });
     for (const std::string& end : ends) CHECK_EQ(end, "");
@@ -243,9 +244,9 @@ TEST(rates_are_measured_and_all_ranks_have_the_same) {
   for (const char* letters : {"ab", "abc", "aabbcdd"}) {
     std::string seen;
     inGroup(letters, "measure", Algorithm::kAuto, [&](Group& group) {
-      const HostRing& ring = *group.ring();
+      const HostRing& ring = *group.epoch()->ring();
       CHECK(ring.source == HostRing::Source::kMeasured);
-      const size_t H = at(group.hosts()->count());
+      const size_t H = at(group.epoch()->hosts->count());
       CHECK_EQ(ring.mbit.size(), H);
       for (size_t a = 0; a < H; ++a)
         for (size_t b = 0; b < H; ++b) CHECK(a == b || ring.mbit[a][b] > 1);
@@ -268,7 +269,7 @@ TEST(rates_are_measured_and_all_ranks_have_the_same) {
 TEST(one_host_has_nothing_to_measure) {
   const ranks::Setting wire("RINGREDUCE_WIRE", "tcp");
   inGroup("aaa", "measure", Algorithm::kAuto, [](Group& group) {
-    CHECK(group.ring()->ranks.empty());
+    CHECK(group.epoch()->ring()->ranks.empty());
     expectMoves(group);
   });
 }

@@ -71,8 +71,8 @@ TEST(all_ranks_agree) {
       const ranks::Setting length("RINGREDUCE_ROUND_TRIP_MS", lengths[r % 3]);
       const ranks::Setting width("RINGREDUCE_BANDWIDTH_MBIT", widths[r % 3]);
       const auto group = Group::create(store, r, size, {.name = "test", .timeout = 20 * kSecond});
-      CHECK(near(group->wireCost().hop, 0.02 + WireCost::kSystem));
-      CHECK(near(group->wireCost().byte, 160e-9));
+      CHECK(near(group->epoch()->wireCost().hop, 0.02 + WireCost::kSystem));
+      CHECK(near(group->epoch()->wireCost().byte, 160e-9));
       group->run({Barrier{}});
     });
 }
@@ -80,7 +80,8 @@ TEST(all_ranks_agree) {
 TEST(what_is_seen_is_no_more_than_a_process_takes) {
   apart(3, [](int r, Store& store) {
     const auto group = Group::create(store, r, 3, {.name = "test", .timeout = 20 * kSecond});
-    CHECK(group->wireCost().hop >= WireCost::kSystem && group->wireCost().hop < 0.1);
+    CHECK(group->epoch()->wireCost().hop >= WireCost::kSystem &&
+          group->epoch()->wireCost().hop < 0.1);
     group->run({Barrier{}});
   });
 }

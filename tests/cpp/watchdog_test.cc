@@ -148,7 +148,8 @@ TEST(settling_ends_when_the_group_fails_at_the_end_of_an_operation) {
           } else {
             while (!is_tracked) std::this_thread::yield();
             std::this_thread::sleep_for(std::chrono::microseconds(3000 + 10 * round));
-            ranks::failureOf([&] { group.fail(Failure::kAborted, 1, "rank 1 gave up"); });
+            ranks::failureOf(
+                [&] { group.epoch()->arbiter->fail(Failure::kAborted, 1, "rank 1 gave up"); });
           }
           CHECK(rank.watchdog().settle(5 * kSecond));
         },

@@ -124,7 +124,7 @@ class HostCommunicator final : public GpuCommunicator {
   std::vector<std::shared_ptr<void>> unregisterBuffers(const Unused&) override { return {}; }
   std::shared_ptr<Local> local() const override { return local_; }
   void check() override {
-    if (gives_up) group_->fail(Failure::kTimeout, 0, "a kernel gave up");
+    if (gives_up) group_->epoch()->arbiter->fail(Failure::kTimeout, 0, "a kernel gave up");
     group_->checkHealth();
   }
   bool wait(Nanos) override { return true; }

@@ -128,7 +128,7 @@ TEST(what_a_killed_rank_owned_stays_readable_while_it_is_mapped) {
             PeerMemory memory(group, device, 1 << 20, access);
             everybodyReachesEverything(group, memory);
             if (group.rank() == 1) raise(SIGKILL);
-            while (!group.states()[1].isLost()) sleepMs(1);
+            while (!group.epoch()->peers().states()[1].isLost()) sleepMs(1);
             Stream stream(device);
             uint64_t word = 0;
             stream.copy(&word, memory.at(1) + memory.bytes() - 3 * sizeof word, sizeof word);
@@ -146,7 +146,7 @@ TEST(a_killed_rank_keeps_nobody_from_giving_back) {
             PeerMemory memory(group, device, 1 << 20, access);
             group.run({Barrier{}});
             if (group.rank() == 1) raise(SIGKILL);
-            while (!group.states()[1].isLost()) sleepMs(1);
+            while (!group.epoch()->peers().states()[1].isLost()) sleepMs(1);
             const Nanos start = now();
             memory.release(60 * kSecond);
             CHECK(now() - start < 30 * kSecond);

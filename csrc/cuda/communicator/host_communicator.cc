@@ -424,9 +424,9 @@ void Communicator::State::finishRest(CallEnd& end, cudaStream_t stream) {
 }
 
 void Communicator::State::giveUp(const Error& why, const Label& label) {
-  group->fail(
-      Failure::kAborted, group->rank(),
-      group->who(group->rank()) + " gave up: " + why.what() + (label ? " (" + label() + ")" : ""));
+  group->epoch()->arbiter->fail(Failure::kAborted, group->rank(),
+                                group->epoch()->peers().who(group->rank()) + " gave up: " +
+                                    why.what() + (label ? " (" + label() + ")" : ""));
 }
 
 void Communicator::allReduce(const GpuAllReduce& call, CUstream_st* stream) {

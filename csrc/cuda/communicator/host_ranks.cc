@@ -91,7 +91,7 @@ std::optional<WatchedRanks::Late> HostRanks::lateStream(const Operations& under_
 
 WatchedRanks::Blame HostRanks::blameForDelay(const OpSignature& what, int waited_for) const {
   const int r = waited_for >= 0 ? waited_for : missingWord(what);
-  return {r, group_.whereabouts({r}) +
+  return {r, epoch_->peers().whereabouts({r}) +
                  " came, but did not do its part (or could not, for want of another's)"};
 }
 

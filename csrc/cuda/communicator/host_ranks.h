@@ -110,6 +110,7 @@ class HostRanks final : public WatchedRanks {
   int missingWord(const OpSignature& what) const;
 
   const Group& group_;
+  const std::shared_ptr<Epoch> epoch_ = group_.epoch();
   const std::vector<HostState*> states_;
   std::vector<uint64_t> compared_;  // by rank: operations found equal
   // HostState::delivered and busy as last seen, and since when they have not changed.

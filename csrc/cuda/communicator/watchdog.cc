@@ -140,7 +140,7 @@ bool Watchdog::settle(Nanos longest) {
     const auto is_done = [&] {
       return ranks_->isDone(r, group_.failed() ? ranks_->announcedBy(r) : announced_);
     };
-    while (!is_done() && !group_.hasExited(r))
+    while (!is_done() && !epoch_->peers().hasExited(r))
       if (!pauseUntil(lock, deadline)) return false;
   }
   return true;
@@ -249,7 +249,8 @@ void Watchdog::giveUp(const std::string& why) {
   ranks_->advance(finished_, under_way_);
   changed_.notify_all();
   try {
-    group_.fail(Failure::kAborted, group_.rank(), group_.who(group_.rank()) + " gave up: " + why);
+    epoch_->arbiter->fail(Failure::kAborted, group_.rank(),
+                          epoch_->peers().who(group_.rank()) + " gave up: " + why);
   } catch (const Error&) {
     // As in look().
   }
@@ -291,12 +292,12 @@ void Watchdog::compare() {
   const auto& [rank, ours, theirs] = *found;
   const bool earlier = ours.history != theirs.history;
   const bool elsewhere = ours.kind == theirs.kind && ours.parts != theirs.parts;
-  group_.fail(
+  epoch_->arbiter->fail(
       Failure::kMismatch, rank,
       std::string("ranks disagree on ") + (earlier ? "an operation before " : "") +
-          "GPU operation #" + std::to_string(ours.sequence) + ": " + group_.who(group_.rank()) +
-          " calls " + textOf(ours) + labelOf(ours.sequence) + ", " + group_.who(rank) + " calls " +
-          textOf(theirs) +
+          "GPU operation #" + std::to_string(ours.sequence) + ": " +
+          epoch_->peers().who(group_.rank()) + " calls " + textOf(ours) + labelOf(ours.sequence) +
+          ", " + epoch_->peers().who(rank) + " calls " + textOf(theirs) +
           (elsewhere
                ? ", by another algorithm, in other registered memory or of tensors of other sizes"
                : ""));
@@ -306,9 +307,9 @@ void Watchdog::checkDeadlines() {
   const auto late = ranks_->findLate(under_way_);
   if (!late) return;
   const auto [culprit, text] = laggards(late->what, late->waited_for);
-  group_.fail(Failure::kTimeout, culprit,
-              text + ": GPU " + textOf(late->what) + " timed out after a timeout of " +
-                  seconds(late->timeout) + late->where + labelOf(late->what.sequence));
+  epoch_->arbiter->fail(Failure::kTimeout, culprit,
+                        text + ": GPU " + textOf(late->what) + " timed out after a timeout of " +
+                            seconds(late->timeout) + late->where + labelOf(late->what.sequence));
 }
 
 // The ranks for which an operation waits: those that have not announced it, or else a stopped one,
@@ -323,11 +324,13 @@ WatchedRanks::Blame Watchdog::laggards(const OpSignature& what, int waited_for) 
     least = announced;
     absent.push_back(r);
   }
-  if (!absent.empty()) return {absent.front(), group_.whereabouts(absent) + " did not arrive"};
+  if (!absent.empty())
+    return {absent.front(), epoch_->peers().whereabouts(absent) + " did not arrive"};
   // Before the rank that is waited for, since that one may itself wait for a stopped rank.
-  const std::vector<int> stopped = group_.stopped();
+  const std::vector<int> stopped =
+      epoch_->peers().stoppedOf(otherRanks(epoch_->rank, epoch_->size));
   if (!stopped.empty())
-    return {stopped.front(), group_.whereabouts(stopped) + " came, and then stood still"};
+    return {stopped.front(), epoch_->peers().whereabouts(stopped) + " came, and then stood still"};
   return ranks_->blameForDelay(what, waited_for);
 }
 
@@ -337,7 +340,7 @@ void Watchdog::checkPresence() {
   if (time < next_roll_call_) return;
   next_roll_call_ = time + kRollCall;
   if (under_way_.empty() && !awake_) return;
-  const std::vector<PeerState> states = group_.states();
+  const std::vector<PeerState> states = epoch_->peers().states();
   const auto gone = std::ranges::find_if_not(states, &PeerState::isHere);
   if (gone == states.end()) {
     lost_since_ = 0;
@@ -347,10 +350,10 @@ void Watchdog::checkPresence() {
     const bool came = idle || ranks_->mayHaveCome(r, under_way_.front().what.sequence);
     if (lost_since_ == 0) lost_since_ = time;
     if (time - lost_since_ >= ranks_->lossPatience(came)) {
-      if (idle) group_.failLost(r, "while CUDA graphs of the group were in use");
+      if (idle) epoch_->arbiter->failLost(r, "while CUDA graphs of the group were in use");
       const OpSignature& what = under_way_.front().what;
-      group_.failLost(r, (came ? "during GPU " : "before it came to GPU ") + textOf(what) +
-                             labelOf(what.sequence));
+      epoch_->arbiter->failLost(r, (came ? "during GPU " : "before it came to GPU ") +
+                                       textOf(what) + labelOf(what.sequence));
     }
   }
   if (!under_way_.empty()) reportStall(time);

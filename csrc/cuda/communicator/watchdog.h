@@ -148,6 +148,7 @@ class Watchdog {
   std::string labelOf(uint64_t number) const;
 
   Group& group_;
+  const std::shared_ptr<Epoch> epoch_ = group_.epoch();
   const std::unique_ptr<WatchedRanks> ranks_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // an operation was added or has ended, or the group has

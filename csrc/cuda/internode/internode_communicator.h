@@ -2,8 +2,8 @@
 //
 //     auto group = Group::create(store, rank, world_size, options);   // over several hosts
 //     auto local = Communicator::create(group->local(), device, ...);
-//     auto all = InterNodeCommunicator::create(group, *group->hosts(), group->local(), local,
-//     device);
+//     auto all = InterNodeCommunicator::create(group, *group->epoch()->hosts, group->local(),
+//     local, device);
 //
 // If all hosts hold the same number L > 1 of ranks, a message is summed inside each host first, so
 // that each rank has a part of it; then between the hosts, each rank's part by a ring of its own, a

@@ -35,7 +35,7 @@ Nanos RemoteRanks::askAfter() const {
 
 void RemoteRanks::announce(const OpSignature& what) {
   own_.announced = what.sequence + 1;
-  group_.publishStreams(own_);
+  epoch_->arbiter->publishStreams(own_);
 }
 
 void RemoteRanks::advance(uint64_t, const Operations& under_way) {
@@ -43,15 +43,15 @@ void RemoteRanks::advance(uint64_t, const Operations& under_way) {
   own_.oldest = under_way.empty() ? OpSignature{.sequence = kNoOperation} : under_way.front().what;
   own_.begun = !under_way.empty() && under_way.front().begun_at != 0;
   if (own_.oldest.sequence != before) next_question_ = now() + askAfter();
-  group_.publishStreams(own_);
+  epoch_->arbiter->publishStreams(own_);
 }
 
 bool RemoteRanks::isSilent(int rank) const {
-  return now() - group_.streamsOf(rank).second > kSilent;
+  return now() - epoch_->peers().streamsOf(rank).second > kSilent;
 }
 
 uint64_t RemoteRanks::announcedBy(int rank) const {
-  return isSilent(rank) ? ~uint64_t{0} : group_.streamsOf(rank).first.announced;
+  return isSilent(rank) ? ~uint64_t{0} : epoch_->peers().streamsOf(rank).first.announced;
 }
 
 std::optional<WatchedRanks::Difference> RemoteRanks::findDifference(const Operations& under_way) {
@@ -59,10 +59,10 @@ std::optional<WatchedRanks::Difference> RemoteRanks::findDifference(const Operat
   const Nanos time = now();
   if (time >= next_question_) {
     next_question_ = time + askAfter();
-    group_.askForStreams(/*at_once=*/false);
+    epoch_->askForStreams(/*at_once=*/false);
   }
   for (int r = 0; r < group_.size(); ++r) {
-    const OpSignature theirs = group_.streamsOf(r).first.oldest;
+    const OpSignature theirs = epoch_->peers().streamsOf(r).first.oldest;
     for (const StreamOperation& operation : under_way) {
       if (operation.what.sequence != theirs.sequence || operation.what == theirs) continue;
       if (differs_since_ == 0) differs_since_ = time;
@@ -82,11 +82,11 @@ std::optional<WatchedRanks::Late> RemoteRanks::findLate(const Operations& under_
   if (asked_for_ != head.what.sequence) {
     asked_for_ = head.what.sequence;
     asked_at_ = time;
-    group_.askForStreams(/*at_once=*/true);
+    epoch_->askForStreams(/*at_once=*/true);
   }
   if (time - asked_at_ < kAnswers + turn() || differs_since_ != 0) return std::nullopt;
   // A lost rank is about to be reported as such.
-  if (!std::ranges::all_of(group_.states(), &PeerState::isHere)) return std::nullopt;
+  if (!std::ranges::all_of(epoch_->peers().states(), &PeerState::isHere)) return std::nullopt;
   return Late{head.what, head.timeout};
 }
 
@@ -94,7 +94,7 @@ WatchedRanks::Blame RemoteRanks::blameForDelay(const OpSignature& what, int) con
   std::vector<int> silent, behind;
   for (int r = 0; r < group_.size(); ++r) {
     if (r == group_.rank()) continue;
-    const StreamProgress theirs = group_.streamsOf(r).first;
+    const StreamProgress theirs = epoch_->peers().streamsOf(r).first;
     const bool reached = theirs.oldest.sequence > what.sequence ||  // also if there is none
                          (theirs.oldest.sequence == what.sequence && theirs.begun);
     if (isSilent(r))
@@ -104,11 +104,11 @@ WatchedRanks::Blame RemoteRanks::blameForDelay(const OpSignature& what, int) con
   }
   const auto their = [](const std::vector<int>& ranks) { return ranks.size() > 1; };
   if (!silent.empty())
-    return {silent.front(), group_.whereabouts(silent) +
+    return {silent.front(), epoch_->peers().whereabouts(silent) +
                                 " did not answer, so it is not known how " + "far " +
                                 (their(silent) ? "they are" : "it is")};
   if (!behind.empty())
-    return {behind.front(), group_.whereabouts(behind) + " came, but with other work in " +
+    return {behind.front(), epoch_->peers().whereabouts(behind) + " came, but with other work in " +
                                 (their(behind) ? "their streams" : "its stream") + " before it"};
   return {(group_.rank() + group_.size() - 1) % group_.size(),
           "all ranks came, and something between their GPUs stands still: a network, or a GPU; "
@@ -128,8 +128,9 @@ void RemoteRanks::probe() {
   }
   if (broken_since_ == 0) broken_since_ = now();
   if (now() - broken_since_ < kHearsay + turn()) return;
-  if (std::ranges::any_of(group_.states(), &PeerState::isLost)) return;  // is being reported
-  group_.fail(Failure::kPeerLost, kNobody, error);  // it names this rank's neighbours
+  if (std::ranges::any_of(epoch_->peers().states(), &PeerState::isLost))
+    return;                                                   // is being reported
+  epoch_->arbiter->fail(Failure::kPeerLost, kNobody, error);  // it names this rank's neighbours
 }
 
 void RemoteRanks::abort(const std::string& why) {

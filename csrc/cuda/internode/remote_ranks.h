@@ -47,6 +47,7 @@ class RemoteRanks final : public WatchedRanks {
   Nanos askAfter() const;
 
   Group& group_;
+  const std::shared_ptr<Epoch> epoch_ = group_.epoch();
   const Hooks hooks_;
   StreamProgress own_;
   Nanos next_question_ = 0;

@@ -62,7 +62,7 @@ bool PeerPieces::awaitClosed(Nanos patience) const {
   const auto late = [&] {
     const auto g = group.lock();
     for (int r = 0; r < static_cast<int>(residents.size()); ++r)
-      if (!hasClosed(r) && !(g && g->hasExited(r))) return true;
+      if (!hasClosed(r) && !(g && g->epoch()->peers().hasExited(r))) return true;
     return false;
   };
   const Nanos deadline = deadlineIn(patience);

@@ -63,7 +63,7 @@ std::string obstacleIn(const Group& group, const std::vector<Report>& reports,
   for (int r = 0; r < group.size(); ++r)
     if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
         o.kind == Outcome::Kind::kBroken)
-      throw Error(Failure::kSetup, group.who(r) + " " + o.text + advice);
+      throw Error(Failure::kSetup, group.epoch()->peers().who(r) + " " + o.text + advice);
   for (int r = 0; r < group.size(); ++r)
     if (const Outcome& o = reports[static_cast<size_t>(r)].outcome;
         o.kind == Outcome::Kind::kCannot)

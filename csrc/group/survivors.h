@@ -1,0 +1,55 @@
+// Runs the operations of a group that goes on after losses between hosts: each until all ranks that
+// go on hold its result.  How they agree on the next epoch is in group/recovery.h.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "base/executor.h"
+#include "bootstrap/store.h"
+#include "group/epochs.h"
+#include "group/operation.h"
+#include "group/recovery.h"
+
+namespace ringreduce {
+
+class Survivors {
+ public:
+  // `store`: used after each loss.  The others outlive this object.
+  Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<Store>& store);
+
+  // Throws PeerLost if the operation lacks data of a lost rank; the group then goes on, unless the
+  // error says that it is final.  `patience`: how long the ranks that are not lost may take to come
+  // to the store.
+  void run(const Operation& operation, uint64_t sequence, Nanos timeout, Nanos patience,
+           bool in_users_thread);
+
+  size_t stagingBytes() const { return inputs_bytes_; }
+
+ private:
+  // The operation that runs.
+  struct Call {
+    const Operation& operation;
+    const uint64_t sequence;
+    const Nanos timeout, patience;
+    const bool in_users_thread;
+    Standing standing;
+  };
+  void attempt(Call& call);
+  bool recover(const Error& loss, Call& call);
+  bool makeNextEpoch(const Recovery::Watch& watch, const Call& call, int& fruitless);
+  void keepInputs(const Overwritten& inputs);
+  Error lostIn(const Call& call, const std::vector<int>& before) const;
+  Error tooFew(const std::vector<int>& before) const;
+  void tell(const Error& error);
+
+  Epochs& epochs_;
+  Executor& executor_;
+  const SharedOptions shared_;
+  Recovery recovery_;
+  std::unique_ptr<std::byte[]> inputs_;  // of the running operation
+  std::atomic<size_t> inputs_bytes_ = 0;
+};
+
+}  // namespace ringreduce
