@@ -1,23 +1,16 @@
 // The backend as a whole: its group's life, groups made of it, its state and its memory.  Its calls
-// are in reduction_calls.cc and moving_calls.cc.
+// are in reduction_calls.cc, moving_calls.cc and membership_calls.cc.
 #include "torch/backend.h"
 
 #include <Python.h>
-#include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <charconv>
-#include <cstring>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "base/bytes.h"
 #include "base/config.h"
 #include "base/error.h"
 #include "group/wires.h"
@@ -25,268 +18,14 @@
 #include "torch/errors.h"
 #include "torch/gpu_backend.h"
 #include "torch/inner_nccl.h"
+#include "torch/live_groups.h"
+#include "torch/page_memory.h"
 #include "torch/staged_backend.h"
 #include "torch/store_keeper.h"
-#include "transport/shm/shared_block.h"
+#include "torch/torch_store.h"
 
 namespace ringreduce {
 namespace {
-
-// How long the end of a process waits for reconfigures that it ends.
-constexpr Nanos kExitGrace = 3 * kSecond;
-// How long a rank that goes on in another group waits for the others of the old one.
-constexpr Nanos kLeaveTime = kSecond;
-constexpr char kDestroyed[] = "its group was destroyed";
-// A rank may give up making a group that others have already, and tell them, so long after its
-// timeout.
-constexpr Nanos kLaterNews = 3 * kSecond / 2;
-
-// torch's errors carry pages of frames.
-template <class F>
-auto fromStore(F&& call) {
-  try {
-    return call();
-  } catch (const c10::Error& error) {
-    throw Error(Failure::kSetup,
-                std::string("the store failed: ") + error.what_without_backtrace());
-  }
-}
-
-// compareSet, or null where the store has none, as a store of the user's may.
-std::optional<std::vector<uint8_t>> compareSet(c10d::Store& store, const std::string& key,
-                                               const std::vector<uint8_t>& expected,
-                                               const std::vector<uint8_t>& desired) {
-  try {
-    return store.compareSet(key, expected, desired);
-  } catch (const c10::NotImplementedError&) {
-    return std::nullopt;
-  } catch (const c10::Error& error) {  // of a store in Python
-    if (std::string(error.what_without_backtrace()).find("Not implemented") == std::string::npos)
-      throw;
-    return std::nullopt;
-  }
-}
-
-// torch's store, as the rendezvous wants it.
-class TorchStore final : public Store {
- public:
-  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
-  void set(const std::string& key, const std::string& value) override {
-    fromStore([&] { store_->set(key, value); });
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    // Not check and get: a key that is removed between the two would be waited for.  compareSet
-    // returns the present value, or the expected one if there is none.
-    static const std::vector<uint8_t> nothing{0};
-    return fromStore([&]() -> std::optional<std::string> {
-      const auto value = compareSet(*store_, key, nothing, nothing);
-      if (!value)
-        return store_->check({key}) ? std::optional(store_->get_to_str(key)) : std::nullopt;
-      if (*value == nothing) return std::nullopt;
-      return std::string(value->begin(), value->end());
-    });
-  }
-  void remove(const std::string& key) override {
-    fromStore([&] { store_->deleteKey(key); });
-  }
-  std::string setOnce(const std::string& key, const std::string& value) override {
-    return fromStore([&] {
-      const std::vector<uint8_t> desired(value.begin(), value.end());
-      const auto kept = compareSet(*store_, key, {}, desired);
-      if (!kept) return Store::setOnce(key, value);
-      return std::string(kept->begin(), kept->end());
-    });
-  }
-  Store* ofJob() override {
-    auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get());
-    if (!prefixed) return this;
-    if (!of_job_) of_job_ = std::make_unique<TorchStore>(prefixed->getUnderlyingNonPrefixStore());
-    return of_job_.get();
-  }
-
- private:
-  const c10::intrusive_ptr<c10d::Store> store_;
-  std::unique_ptr<Store> of_job_;
-};
-
-// Where a store is, if it is one of torch's that others reach by a network.
-std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
-  const c10d::Store* inner = store.get();
-  if (const auto* prefixed = dynamic_cast<const c10d::PrefixStore*>(inner))
-    inner = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingNonPrefixStore().get();
-  if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner)) return tcp->getHost();
-  return Config::read().master_addr;
-}
-
-}  // namespace
-
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-
-// A reconfigure under way: its claim of the uuid, and its end from another thread.
-//
-// A uuid is for one attempt of one list of members: a second one would meet the remains of the
-// first.  Rank 0 claims it in the store with the list.  Each other rank looks at the claim while it
-// waits.  A rank that finds another list there with its own handle in it says so beside the claim,
-// where rank 0 looks: that attempt can never be complete.
-class MembershipChange final : public Cancel {
- public:
-  // `members`: the handles of all.  `refusal`: the error where the uuid is another list's.
-  MembershipChange(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string members,
-                   std::string own, int rank, std::string who, std::string refusal)
-      : Cancel(who + " gave up its reconfigure"),
-        store_(std::move(store)),
-        adapted_(std::make_unique<TorchStore>(store_)),
-        key_(std::move(key)),
-        members_(std::move(members)),
-        own_(std::move(own)),
-        rank_(rank),
-        who_(std::move(who)),
-        refusal_(std::move(refusal)) {}
-
-  void claim() override {
-    if (!claims()) refuse();
-  }
-  void poll(Nanos waited) override {
-    check();
-    if (waited < next_look_ || (rank_ != 0 && is_claimed_)) return;
-    next_look_ = waited + kLookPeriod;
-    if (rank_ == 0) {
-      if (const auto other = adapted_->get(key_ + "/differs"))
-        throw Error(Failure::kSetup, refusal_ + " (" + *other + " gave other handles)");
-      return;
-    }
-    const auto claimed_by = adapted_->get(key_);
-    if (claimed_by && *claimed_by != members_) refuse();
-    is_claimed_ = claimed_by.has_value();
-  }
-  // It has returned or thrown.
-  void finish() { is_finished_ = true; }
-  bool isFinished() const { return is_finished_; }
-
- private:
-  static constexpr Nanos kFirstLook = 10 * kMillisecond, kLookPeriod = 30 * kMillisecond;
-
-  bool claims() {
-    return fromStore([&] {
-      const std::vector<uint8_t> members(members_.begin(), members_.end());
-      if (const auto claimed_by = compareSet(*store_, key_, {}, members))
-        return *claimed_by == members;
-      if (store_->add(key_ + "/claims", 1) > 1) return adapted_->get(key_) == members_;
-      store_->set(key_, members_);
-      return true;
-    });
-  }
-  [[noreturn]] void refuse() {
-    const std::string claimed_by = adapted_->get(key_).value_or("");
-    if (claimed_by.find(own_ + " ") != std::string::npos) adapted_->set(key_ + "/differs", who_);
-    throw Error(Failure::kSetup, refusal_);
-  }
-
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const std::unique_ptr<Store> adapted_;
-  const std::string key_, members_, own_;
-  const int rank_;
-  const std::string who_, refusal_;
-  Nanos next_look_ = kFirstLook;
-  bool is_claimed_ = false;  // by this list
-  std::atomic<bool> is_finished_ = false;
-};
-
-#endif
-
-namespace {
-
-// The groups that are alive, for shutdownAll.
-struct LiveGroups {
-  std::mutex mutex;
-  struct Entry {
-    std::weak_ptr<Group> group;
-    c10::weak_intrusive_ptr<GpuBackend> gpu;
-  };
-  std::vector<Entry> groups;
-  std::vector<std::weak_ptr<MembershipChange>> changes;  // under way
-
-  void add(const std::shared_ptr<Group>& group, const c10::intrusive_ptr<GpuBackend>& gpu) {
-    const std::lock_guard lock(mutex);
-    std::erase_if(groups, [](const Entry& e) { return e.group.expired(); });
-    groups.push_back({group, c10::weak_intrusive_ptr<GpuBackend>(gpu)});
-  }
-  void add(const std::shared_ptr<MembershipChange>& change) {
-    const std::lock_guard lock(mutex);
-    std::erase_if(changes, [](const auto& one) { return one.expired(); });
-    changes.push_back(change);
-  }
-};
-
-// Logs errors, those of the NCCL backend inside it too: at this point no caller can receive them.
-void leave(GpuBackend& gpu, bool abort = false) {
-  try {
-    if (abort) gpu.abort();
-    gpu.shutdown();
-  } catch (const std::exception& error) {
-    log("rank " + std::to_string(gpu.getRank()) + " leaves a group's GPUs: " + error.what());
-  }
-}
-
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-
-// A rank's handle for a reconfigure: "ringreduce-<token>-<generation>-<number>".
-struct Handle {
-  std::string text;
-  int number = 0;  // of the rank when its process made the group
-
-  // `place`: "handle 2 of the list", by rank; empty where there is no order.
-  Handle(const std::string& handle, const std::string& place) : text(handle) {
-    const auto digits = handle.rfind('-') + 1;
-    const char* end = handle.data() + handle.size();
-    const auto read = std::from_chars(handle.data() + digits, end, number);
-    if (!handle.starts_with("ringreduce-") || read.ec != std::errc() || read.ptr != end)
-      throw Error(Failure::kArgument,
-                  "'" + handle + "'" + place + " is no handle of a ringreduce group");
-  }
-};
-
-// By rank.  A list is in that order; a set is put into the order of the ranks' first numbers.
-std::vector<Handle> handlesOf(const c10d::ReconfigureOptions& options, const std::string& own) {
-  std::vector<Handle> handles;
-  const bool is_set = std::holds_alternative<std::unordered_set<std::string>>(options.handles);
-  const auto placeOf = [&](size_t rank) {
-    return is_set ? "" : ", given for rank " + std::to_string(rank) + ",";
-  };
-  std::visit(
-      [&](const auto& all) {
-        for (const auto& handle : all) handles.emplace_back(handle, placeOf(handles.size()));
-      },
-      options.handles);
-  const auto inOrder = [](const Handle& a, const Handle& b) {
-    return std::tie(a.number, a.text) < std::tie(b.number, b.text);
-  };
-  if (is_set) std::ranges::sort(handles, inOrder);
-  for (size_t r = 0; r < handles.size(); ++r) {
-    const auto first = std::ranges::find(handles, handles[r].text, &Handle::text);
-    if (const auto at = static_cast<size_t>(first - handles.begin()); at < r)
-      throw Error(Failure::kArgument, "'" + handles[r].text +
-                                          "' stands twice among the handles, for ranks " +
-                                          std::to_string(at) + " and " + std::to_string(r));
-  }
-  if (std::ranges::count(handles, own, &Handle::text) == 0)
-    throw Error(Failure::kArgument, "this rank's own handle, '" + own + "', is not among the " +
-                                        std::to_string(handles.size()) +
-                                        " given; collect all handles again after each reconfigure");
-  return handles;
-}
-
-#endif
-
-// Waits for no other rank for longer than `longest`.
-void leave(Group& old, Nanos longest) {
-  try {
-    old.setTimeout(longest);
-    old.shutdown();  // its works are told of its end
-  } catch (const Error& error) {
-    log("rank " + old.options().shown(old.rank()) + " leaves a group: " + error.what());
-  }
-}
 
 // Of CUDA tensors, which neither the communicators nor NCCL can go on with.
 void refuseIfItGoesOn(const Group& group) {
@@ -295,11 +34,6 @@ void refuseIfItGoesOn(const Group& group) {
                 "group '" + group.options().name +
                     "' has on_loss='continue', which CUDA tensors do not support; make their group "
                     "with on_loss='error'");
-}
-
-LiveGroups& liveGroups() {
-  static auto* all = new LiveGroups;  // never destroyed: used while the process exits
-  return *all;
 }
 
 }  // namespace
@@ -364,7 +98,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   group_options_.attempt = nullptr;
   group_options_.job = group_options_.program = "";
   gpu_ = makeGpuBackend(rank, size);
-  liveGroups().add(group_, gpu_);
+  addLive(group_, gpu_);
 }
 
 std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
@@ -592,178 +326,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
                  static_cast<int>(ranks.size()), optionsOfPart(ranks), options);
 }
 
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-
-// ---- membership
-
-c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
-  const std::lock_guard lock(group_mutex_);
-  return "ringreduce-" + token_ + "-" + std::to_string(observer_->groups()) + "-" +
-         std::to_string(group_options_.startedAs(rank_));
-}
-
-Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
-  return translated([&] {
-    const std::lock_guard lock(reconfigure_mutex_);
-    const std::string own = get_reconfigure_handle();
-    const std::vector<Handle> handles = handlesOf(options, own);
-    const auto self = std::ranges::find(handles, own, &Handle::text);
-    const int rank = static_cast<int>(self - handles.begin());
-    const int size = static_cast<int>(handles.size());
-
-    std::string members;
-    GroupOptions made = group_options_;
-    made.global_ranks.clear();
-    made.started_as.clear();
-    made.of_ranks = 0;
-    for (const Handle& handle : handles) {
-      made.started_as.push_back(handle.number);
-      members += handle.text + " ";
-    }
-    const std::string uuid = std::to_string(options.uuid);
-    const std::string who = "rank " + made.shown(rank) + " of group '" + made.name + "'";
-    const std::string refusal =
-        who + ": uuid " + uuid +
-        " of a reconfigure was already used, or another rank gave other handles with it; give each "
-        "reconfigure a new uuid, and all its ranks the same handles in the same order";
-    if (!used_uuids_.insert(options.uuid).second) throw Error(Failure::kSetup, refusal);
-    const std::string place = "ringreduce/reconfigure/" + uuid;
-    const auto store = c10::make_intrusive<c10d::PrefixStore>(
-        place + "/" + std::to_string(std::hash<std::string>()(members)), store_);
-
-    GroupOptions within = made;
-    within.timeout = nanosOf(options.timeout.value_or(options_->timeout));
-    const Nanos until = deadlineIn(within.timeout);
-    const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
-                                                           rank, who, refusal);
-    within.attempt = change;
-    const auto setChange = [&](const std::shared_ptr<MembershipChange>& now) {
-      const std::lock_guard group_lock(group_mutex_);
-      change_ = now;
-    };
-    setChange(change);
-    liveGroups().add(change);
-    try {
-      const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-      group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
-      enter(group, store, std::move(made));
-      group->setTimeout(nanosOf(options_->timeout));
-    } catch (...) {
-      setChange(nullptr);
-      change->finish();
-      throw;
-    }
-    change->finish();
-    return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
-  });
-}
-
-// Leaves the old group, if there is one, for the new one.  Throws if the new one has failed
-// already.  The old one then stays the current one; if it was busy, it has been aborted.
-void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
-                    GroupOptions options) {
-  // Ranks that are not in the new group may never join what is under way in the old one.  That ends
-  // on all ranks before any leaves the old group: otherwise its operations would report a rank that
-  // has left as lost.
-  const auto gpu = makeGpuBackend(group->rank(), group->size());
-  std::shared_ptr<Group> old = groupIfAny();
-  GpuPtr old_gpu;
-  try {
-    if (old && !old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-    group->run({.call = Barrier{}});
-    const std::lock_guard lock(group_mutex_);
-    change_->check();  // later, the new group is aborted or destroyed
-    change_ = nullptr;
-    old = std::exchange(group_, group);
-    old_gpu = std::exchange(gpu_, gpu);
-    last_failure_ = Failure::kNone;
-    group_store_ = store;
-    group_options_ = std::move(options);
-    rank_ = group->rank();
-    size_ = group->size();
-    is_connected_ = true;
-    observer_->enterGroup();
-  } catch (const Error& error) {
-    group->abort(error.what());
-    leave(*group, kLeaveTime);
-    throw;
-  }
-  options_->take(group->sharedOptions());
-  options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
-                                         group_options_.started_as.end());
-  liveGroups().add(group, gpu);
-  if (old_gpu) leave(*old_gpu, true);
-  if (!old) return;
-  if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
-  leave(*old, kLeaveTime);
-}
-
-#endif
-
-void Backend::endChange(const char* why) {
-  const std::lock_guard lock(group_mutex_);
-  if (!end_reason_) end_reason_ = why;
-  if (preparing_) preparing_->end(why);
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  if (change_) change_->end(why);
-#endif
-}
-
-// ---- newcomers
-
-void Backend::prepare(const std::string& place, const std::vector<int>& members, Nanos timeout) {
-  translated([&] {
-    const auto self = std::ranges::find(members, rank_);
-    TORCH_CHECK_VALUE(self != members.end() && std::ranges::is_sorted(members) &&
-                          members.front() >= 0 && members.back() < size_,
-                      "ringreduce: these ranks cannot be the members of a group of ", size_,
-                      ", seen from rank ", rank_);
-    GroupOptions made = group_options_;
-    made.members = members;
-    made.timeout = timeout;
-    if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
-    const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
-                                                 made.name + "' gave up while newcomers joined");
-    {
-      const std::lock_guard lock(group_mutex_);
-      if (end_reason_) cancel->end(end_reason_);
-      preparing_ = cancel;
-    }
-    made.attempt = cancel;
-    const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
-    const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
-    try {
-      group->run({Barrier{}});  // a member may have failed to make it
-      const std::lock_guard lock(group_mutex_);
-      cancel->check();
-      group->setTimeout(nanosOf(options_->timeout));
-      prepared_ = group;
-      prepared_store_ = store;
-    } catch (...) {
-      leave(*group, kLeaveTime);
-      throw;
-    }
-  });
-}
-
-void Backend::enterPrepared() {
-  std::shared_ptr<Group> old;
-  translated([&] {
-    const std::lock_guard lock(group_mutex_);
-    if (preparing_) preparing_->check();
-    if (!prepared_) throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
-    old = std::exchange(group_, std::exchange(prepared_, nullptr));
-    options_->take(group_->sharedOptions());
-    last_failure_ = Failure::kNone;
-    group_store_ = prepared_store_;
-    is_connected_ = true;
-    observer_->enterGroup();
-    liveGroups().add(group_, gpu_);
-  });
-  if (!old) return;
-  // No abort: a survivor may still be in its last operation.  Messages may never be received.
-  leave(*old, kLeaveTime);
-}
+// ---- its state
 
 bool Backend::isEnded() const {
   const std::lock_guard lock(group_mutex_);
@@ -779,17 +342,6 @@ bool Backend::goesOn() const {
   const auto group = groupIfAny();
   return group ? group->sharedOptions().min_ranks > 0 : connect_ == Connect::kByPrepare;
 }
-
-void Backend::dropPrepared() {
-  std::shared_ptr<Group> group;
-  {
-    const std::lock_guard lock(group_mutex_);
-    group = std::exchange(prepared_, nullptr);
-  }
-  if (group) leave(*group, kLeaveTime);
-}
-
-// ---- its state
 
 std::vector<int> Backend::liveRanks() const {
   return group()->liveRanks();
@@ -925,7 +477,7 @@ void Backend::abort() {
 
 void Backend::shutdown() {
   if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
-  endChange(kDestroyed);
+  endChange("its group was destroyed");
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
   std::shared_ptr<Group> group = groupIfAny();
@@ -939,87 +491,7 @@ void Backend::shutdown() {
   is_connected_ = true;  // errors then say that the group was destroyed
 }
 
-void Backend::shutdownAll() {
-  dropKeptStore();
-  decltype(LiveGroups::groups) groups;
-  decltype(LiveGroups::changes) changes;
-  {
-    const std::lock_guard lock(liveGroups().mutex);
-    groups.swap(liveGroups().groups);
-    changes.swap(liveGroups().changes);
-  }
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  for (const auto& entry : changes)
-    if (const auto change = entry.lock()) change->end("its process exits");
-  // They tell the other ranks.
-  for (const Nanos limit = deadlineIn(kExitGrace); now() < limit;) {
-    if (std::ranges::all_of(changes, [](const auto& entry) {
-          const auto change = entry.lock();
-          return !change || change->isFinished();
-        }))
-      break;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-#endif
-  for (const auto& entry : groups) {
-    if (const auto gpu = entry.gpu.lock()) leave(*gpu);
-    if (const auto group = entry.group.lock()) group->shutdown();
-  }
-}
-
 // ---- memory
-
-namespace {
-
-constexpr size_t kPage = 4 << 10, kHugePage = 2 << 20;
-
-struct Mapping {
-  void* data;
-  size_t bytes;
-};
-
-void unmap(void* context) {
-  auto* mapping = static_cast<Mapping*>(context);
-  munmap(mapping->data, mapping->bytes);
-  delete mapping;
-}
-
-}  // namespace
-
-c10::DataPtr PageAllocator::allocate(size_t bytes) {
-  if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
-  const bool huge = bytes >= kHugePage;
-  auto mapping =
-      std::make_unique<Mapping>(Mapping{nullptr, roundUp(bytes, huge ? kHugePage : kPage)});
-  mapping->data =
-      mmap(nullptr, mapping->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK_WITH(OutOfMemoryError, mapping->data != MAP_FAILED, "ringreduce cannot map ",
-                   mapping->bytes, " bytes of memory: ", std::strerror(errno));
-  if (huge) madvise(mapping->data, mapping->bytes, MADV_HUGEPAGE);  // a wish
-  void* data = mapping->data;
-  return {data, mapping.release(), &unmap, c10::DeviceType::CPU};
-}
-
-namespace {
-
-std::shared_ptr<PageAllocator> pageAllocator() {
-  static auto* allocator =
-      new std::shared_ptr<PageAllocator>(new PageAllocator);  // never destroyed
-  return *allocator;
-}
-
-size_t bytesOf(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return static_cast<size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-}
-
-at::Tensor tensorIn(c10::DataPtr memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytesOf(sizes, options),
-                             std::move(memory), nullptr, /*resizable=*/false);
-  const at::Tensor tensor = at::empty({0}, options);
-  return tensor.set_(storage, 0, sizes, c10::contiguous_strides(sizes));
-}
-
-}  // namespace
 
 std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
   return pageAllocator();
@@ -1035,17 +507,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
       log(std::string("a tensor is not shared: ") + error.what());
     }
-  return tensorIn(pageAllocator()->allocate(bytesOf({size}, options)), {size}, options);
-}
-
-at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const size_t bytes = bytesOf(sizes, options);
-  auto* block = new std::shared_ptr<SharedBlock>(SharedBlock::create(bytes));
-  c10::DataPtr memory(
-      (*block)->data(), block,
-      [](void* context) { delete static_cast<std::shared_ptr<SharedBlock>*>(context); },
-      c10::DeviceType::CPU);
-  return tensorIn(std::move(memory), sizes, options);
+  return pageTensor({size}, options);
 }
 
 }  // namespace ringreduce

@@ -238,10 +238,6 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
-  // Runs the queued operations of all living groups of this process, and leaves them: for a process
-  // that ends without having destroyed its groups.
-  static void shutdownAll();
-
   bool hasFailed() const { return failure() != Failure::kNone; }
   // Throws the group's error if it has failed.
   void check() const;
@@ -324,20 +320,6 @@ class Backend final : public c10d::Backend {
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
 };
-
-// Gives whole pages, huge ones where the system has them, so that a pass over a large bucket costs
-// few address translations.  The memory outlives every group.
-class PageAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override;
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    default_copy_data(to, from, bytes);
-  }
-};
-
-// A tensor in memory of its own that the other ranks of this host can map (shared_block.h), zeroed.
-// Throws Error(kSetup).
-at::Tensor sharedTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // The ringreduce backend behind a torch backend object; throws if it is another one.
 Backend& asRingreduce(c10d::Backend& backend);

@@ -23,6 +23,8 @@
 #include "torch/backend.h"
 #include "torch/comm_hook.h"
 #include "torch/errors.h"
+#include "torch/live_groups.h"
+#include "torch/page_memory.h"
 #include "torch/store_keeper.h"
 #include "transport/tcp/acceptor.h"
 #include "transport/tcp/address.h"
@@ -480,7 +482,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "set_roots_move",
       [](const BackendPtr& backend, bool move) { asRingreduce(*backend).setRootsMove(move); },
       "backend"_a, "move"_a);
-  m.def("shutdown_all", &Backend::shutdownAll, py::call_guard<py::gil_scoped_release>());
+  m.def("shutdown_all", &shutdownAll, py::call_guard<py::gil_scoped_release>());
   const auto property = [&](const char* name, auto method, auto... guard) {
     const auto get = [method](const BackendPtr& b) { return (asRingreduce(*b).*method)(); };
     m.def(name, get, guard..., "backend"_a);
