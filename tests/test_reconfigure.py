@@ -173,11 +173,17 @@ def refusals(me: Rank, prefix: str) -> list[Raised]:
     differing = member.handles("differing", [me.rank, 1 - me.rank])
     found.append(caught(me, lambda: member.reconfigure(5, differing)))
     member.join(4, [0, 1])  # nothing of that has harmed the group
+    dist.destroy_process_group()
+    options = dist.distributed_c10d.ReconfigureOptions()
+    options.uuid, options.handles = 6 + me.rank, [member.group.get_reconfigure_handle()]
+    found.append(caught(me, lambda: member.group.reconfigure(options)))
     return found
 
 
 def test_what_is_refused_harms_nothing(pool: Pool, world: MakeWorld) -> None:
     results = pool.start(refusals, world(0), pool.name(), ranks=2).results()
+    for error in [found.pop() for found in results]:
+        assert error.isa("Aborted") and "its group was destroyed" in error.message, error
     disagreed = [found.pop() for found in results]
     for error in disagreed:  # neither waits for its timeout
         assert "gave other handles" in error.message and not error.isa("Timeout"), disagreed

@@ -80,7 +80,6 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       gpus_(std::move(gpus)),
       choose_shared_(std::move(choose_shared)),
       keeps_store_(keeps_store),
-      is_connected_(connect == Connect::kNow),
       connect_(connect),
       buffers_(std::make_shared<Buffers>()) {
   options_->timeout = std::chrono::milliseconds(options.timeout / kMillisecond);
@@ -92,13 +91,11 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   options_->enable_reconfigure = connect == Connect::kByReconfigure;
 #endif
   if (connect != Connect::kNow) return;
-  group_ = translated([&] { return makeGroup(store, rank, size, options); });
-  options_->take(group_->sharedOptions());
+  const auto group = translated([&] { return makeGroup(store, rank, size, options); });
   // Not of groups made of this one.
   group_options_.attempt = nullptr;
   group_options_.job = group_options_.program = "";
-  gpu_ = makeGpuBackend(rank, size);
-  addLive(group_, gpu_);
+  replaceGroup(group, makeGpuBackend(rank, size), store);
 }
 
 std::shared_ptr<Group> Backend::makeGroup(const StorePtr& store, int rank, int size,
@@ -477,7 +474,7 @@ void Backend::abort() {
 
 void Backend::shutdown() {
   if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
-  endChange("its group was destroyed");
+  endChange(kDestroyed);
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
   std::shared_ptr<Group> group = groupIfAny();

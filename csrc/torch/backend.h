@@ -29,7 +29,6 @@ namespace ringreduce {
 class Buffers;
 class Compression;
 class GpuBackend;
-class MembershipChange;
 
 // A caller's pg_options: ringreduce.Options.  What is not set comes from the environment, or from
 // the group that another is made of.
@@ -243,7 +242,7 @@ class Backend final : public c10d::Backend {
   void check() const;
   // Whether it can be left without an abort: nothing is under way.
   bool isIdle() const;
-  // Whether abort() or shutdown() was called.
+  // Whether shutdown() was called, or abort() since the last reconfigure() began.
   bool isEnded() const;
   // Whether an operation has ended with an Error.
   bool hasRaised() const;
@@ -273,8 +272,14 @@ class Backend final : public c10d::Backend {
 #endif
   WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
                             const c10d::BroadcastOptions& options);
+  // Makes `change` the reconfigure() or prepare() that endChange() ends; at once if isEnded().
+  void beginChange(const std::shared_ptr<Cancel>& change);
   // Ends a reconfigure() or prepare() that waits in another thread, if there is one.
   void endChange(const char* why);
+  // Makes `group`, which was made in `store`, the current one.  Returns the one before, as it was;
+  // null if there was none.  With group_mutex_ held.
+  std::shared_ptr<Group> replaceGroup(std::shared_ptr<Group> group, const GpuPtr& gpu,
+                                      const StorePtr& store);
   Job observed(Job job) const;  // by this backend
   // A call takes the group once, and is checked and run with it: another thread may reconfigure
   // this object meanwhile.
@@ -300,16 +305,16 @@ class Backend final : public c10d::Backend {
   mutable std::mutex group_mutex_;  // of the group, its GPUs and the change of its members
   std::shared_ptr<Group> group_;
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
-  bool is_connected_;                      // it has or had a group, or was destroyed
+  bool is_connected_ = false;              // it has or had a group, or was destroyed
   const Connect connect_;
-  std::shared_ptr<Cancel> preparing_;  // the last prepare()
+  std::mutex change_mutex_;         // one reconfigure() or prepare() at a time
+  std::shared_ptr<Cancel> change_;  // the last of them
   std::shared_ptr<Group> prepared_;
   StorePtr prepared_store_;
-  const char* end_reason_ = nullptr;  // once abort() or shutdown() was called
+  static constexpr const char* kDestroyed = "its group was destroyed";
+  const char* end_reason_ = nullptr;  // see isEnded(); kDestroyed after shutdown()
   std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-  std::mutex reconfigure_mutex_;                                // one reconfigure() at a time
-  std::shared_ptr<MembershipChange> change_;                    // under way
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles
   std::set<int64_t> used_uuids_;
 #endif

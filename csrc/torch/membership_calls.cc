@@ -22,9 +22,41 @@
 
 namespace ringreduce {
 
+// ---- what all changes have in common
+
+void Backend::beginChange(const std::shared_ptr<Cancel>& change) {
+  const std::lock_guard lock(group_mutex_);
+  if (end_reason_) change->end(end_reason_);
+  change_ = change;
+}
+
+void Backend::endChange(const char* why) {
+  const std::lock_guard lock(group_mutex_);
+  if (end_reason_ != kDestroyed) end_reason_ = why;
+  if (change_) change_->end(why);
+}
+
+std::shared_ptr<Group> Backend::replaceGroup(std::shared_ptr<Group> group, const GpuPtr& gpu,
+                                             const StorePtr& store) {
+  options_->take(group->sharedOptions());
+  addLive(group, gpu);
+  gpu_ = gpu;
+  group_store_ = store;
+  last_failure_ = Failure::kNone;
+  is_connected_ = true;
+  observer_->enterGroup();
+  return std::exchange(group_, std::move(group));
+}
+
 // ---- reconfigure
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+namespace {
+
+// A rank may give up making a group that others have already, and tell them, so long after its
+// timeout.
+constexpr Nanos kLaterNews = 3 * kSecond / 2;
 
 // A reconfigure under way: its claim of the uuid, and its end from another thread.
 //
@@ -48,6 +80,7 @@ class MembershipChange final : public Cancel {
         refusal_(std::move(refusal)) {}
 
   void claim() override {
+    check();
     if (!claims()) refuse();
   }
   void poll(Nanos waited) override {
@@ -91,12 +124,6 @@ class MembershipChange final : public Cancel {
   Nanos next_look_ = kFirstLook;
   bool is_claimed_ = false;  // by this list
 };
-
-namespace {
-
-// A rank may give up making a group that others have already, and tell them, so long after its
-// timeout.
-constexpr Nanos kLaterNews = 3 * kSecond / 2;
 
 // A rank's handle for a reconfigure: "ringreduce-<token>-<generation>-<number>".
 struct Handle {
@@ -154,7 +181,11 @@ c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
 
 Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   return translated([&] {
-    const std::lock_guard lock(reconfigure_mutex_);
+    const std::lock_guard lock(change_mutex_);
+    {
+      const std::lock_guard group_lock(group_mutex_);
+      if (end_reason_ != kDestroyed) end_reason_ = nullptr;  // of the old group; a later one counts
+    }
     const std::string own = get_reconfigure_handle();
     const std::vector<Handle> handles = handlesOf(options, own);
     const auto self = std::ranges::find(handles, own, &Handle::text);
@@ -187,23 +218,14 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
                                                            rank, who, refusal);
     within.attempt = change;
-    const auto setChange = [&](const std::shared_ptr<MembershipChange>& now) {
-      const std::lock_guard group_lock(group_mutex_);
-      change_ = now;
-    };
-    setChange(change);
-    // Ends with this call, as `change` may not.
+    beginChange(change);
+    // Ends with this call, as `change` does not.
     const std::shared_ptr<Cancel> under_way(change.get(), [change](Cancel*) {});
     addLive(under_way);
-    try {
-      const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
-      group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
-      enter(group, store, std::move(made));
-      group->setTimeout(nanosOf(options_->timeout));
-    } catch (...) {
-      setChange(nullptr);
-      throw;
-    }
+    const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
+    group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
+    enter(group, store, std::move(made));
+    group->setTimeout(nanosOf(options_->timeout));
     return c10::make_intrusive<WorkList>(rank_, std::vector<WorkPtr>());
   });
 }
@@ -223,25 +245,18 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
     group->run({.call = Barrier{}});
     const std::lock_guard lock(group_mutex_);
     change_->check();  // later, the new group is aborted or destroyed
-    change_ = nullptr;
-    old = std::exchange(group_, group);
-    old_gpu = std::exchange(gpu_, gpu);
-    last_failure_ = Failure::kNone;
-    group_store_ = store;
+    old_gpu = gpu_;
+    old = replaceGroup(group, gpu, store);
     group_options_ = std::move(options);
     rank_ = group->rank();
     size_ = group->size();
-    is_connected_ = true;
-    observer_->enterGroup();
+    options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
+                                           group_options_.started_as.end());
   } catch (const Error& error) {
     group->abort(error.what());
     leave(*group);
     throw;
   }
-  options_->take(group->sharedOptions());
-  options_->global_ranks_in_group.assign(group_options_.started_as.begin(),
-                                         group_options_.started_as.end());
-  addLive(group, gpu);
   if (old_gpu) leave(*old_gpu, true);
   if (!old) return;
   if (!old->failed() && !old->isIdle()) old->abort("it was reconfigured");
@@ -250,19 +265,11 @@ void Backend::enter(const std::shared_ptr<Group>& group, const StorePtr& store,
 
 #endif
 
-void Backend::endChange(const char* why) {
-  const std::lock_guard lock(group_mutex_);
-  if (!end_reason_) end_reason_ = why;
-  if (preparing_) preparing_->end(why);
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  if (change_) change_->end(why);
-#endif
-}
-
 // ---- newcomers
 
 void Backend::prepare(const std::string& place, const std::vector<int>& members, Nanos timeout) {
   translated([&] {
+    const std::lock_guard change_lock(change_mutex_);
     const auto self = std::ranges::find(members, rank_);
     TORCH_CHECK_VALUE(self != members.end() && std::ranges::is_sorted(members) &&
                           members.front() >= 0 && members.back() < size_,
@@ -274,11 +281,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
     const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
                                                  made.name + "' gave up while newcomers joined");
-    {
-      const std::lock_guard lock(group_mutex_);
-      if (end_reason_) cancel->end(end_reason_);
-      preparing_ = cancel;
-    }
+    beginChange(cancel);
     made.attempt = cancel;
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
     const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
@@ -300,15 +303,9 @@ void Backend::enterPrepared() {
   std::shared_ptr<Group> old;
   translated([&] {
     const std::lock_guard lock(group_mutex_);
-    if (preparing_) preparing_->check();
+    if (change_) change_->check();
     if (!prepared_) throw Error(Failure::kSetup, "ringreduce: there is no prepared group to enter");
-    old = std::exchange(group_, std::exchange(prepared_, nullptr));
-    options_->take(group_->sharedOptions());
-    last_failure_ = Failure::kNone;
-    group_store_ = prepared_store_;
-    is_connected_ = true;
-    observer_->enterGroup();
-    addLive(group_, gpu_);
+    old = replaceGroup(std::exchange(prepared_, nullptr), gpu_, prepared_store_);
   });
   if (!old) return;
   // No abort: a survivor may still be in its last operation.  Messages may never be received.
