@@ -3,10 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
-#include <future>
-#include <optional>
-#include <system_error>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -24,70 +20,6 @@ constexpr Nanos kSilentGrace = kSecond;
 // longer than the rank that proposes the others wait.
 constexpr Nanos kTimeToGoOn = 5 * kSecond, kGrace = 3 * kSecond;
 constexpr Nanos kShortestNap = 100 * kMicrosecond, kLongestNap = 20 * kMillisecond;
-
-// How long the store may take for an answer.
-constexpr Nanos kAnswerTime = 10 * kSecond;
-
-// A store whose calls end in time: where the network is cut, one of torch's waits for minutes.
-class AnsweringStore final : public Store {
- public:
-  // `who`: "rank 1 of group 'x'".
-  AnsweringStore(std::shared_ptr<Store> store, std::string who)
-      : store_(std::move(store)), who_(std::move(who)) {}
-
-  void set(const std::string& key, const std::string& value) override {
-    inTime<bool>([key, value](Store& store) {
-      store.set(key, value);
-      return true;
-    });
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    return inTime<std::optional<std::string>>([key](Store& store) { return store.get(key); });
-  }
-  void remove(const std::string& key) override {
-    inTime<bool>([key](Store& store) {
-      store.remove(key);
-      return true;
-    });
-  }
-  std::string setOnce(const std::string& key, const std::string& value) override {
-    return inTime<std::string>([key, value](Store& store) { return store.setOnce(key, value); });
-  }
-
- private:
-  template <class Answer>
-  Answer inTime(std::function<Answer(Store&)> call) {
-    std::packaged_task<Answer()> task(
-        [store = store_, call = std::move(call)] { return call(*store); });
-    std::future<Answer> answer = task.get_future();
-    try {
-      std::thread(std::move(task)).detach();  // it may wait for the store for minutes
-    } catch (const std::system_error& error) {
-      throw StoreFailure(Failure::kPeerLost, who_ + " cannot go on after a loss: " +
-                                                 noThread("that asks the store", error));
-    }
-    const Nanos until = deadlineIn(kAnswerTime);
-    while (answer.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
-      if (now() < until) continue;
-      throw StoreFailure(Failure::kPeerLost,
-                         who_ + " cannot go on after a loss: the store has not answered for " +
-                             seconds(kAnswerTime) + "; was this host cut off from it?");
-    }
-    try {
-      return answer.get();
-    } catch (const Error& error) {
-      throw StoreFailure(
-          Failure::kPeerLost,
-          who_ +
-              " cannot go on after a loss between hosts: it needs a store that outlives every "
-              "rank, as `python -m ringreduce.supervise` holds one: " +
-              error.what());
-    }
-  }
-
-  const std::shared_ptr<Store> store_;
-  const std::string who_;
-};
 
 bool contains(const std::vector<int>& ranks, int rank) {
   return std::ranges::find(ranks, rank) != ranks.end();
@@ -170,7 +102,7 @@ Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended) 
 
 Recovery::Recovery(std::shared_ptr<Store> store, std::string place, int rank,
                    std::vector<int> members, const GroupOptions& options)
-    : store_(std::make_shared<AnsweringStore>(
+    : store_(std::make_unique<TimedStore>(
           store, "rank " + options.shown(rank) + " of group '" + options.name + "'")),
       place_(std::move(place)),
       rank_(rank),

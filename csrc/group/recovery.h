@@ -31,7 +31,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bootstrap/options.h"
-#include "bootstrap/store.h"
+#include "bootstrap/timed_store.h"
 
 namespace ringreduce {
 
@@ -54,11 +54,6 @@ struct Plan {
 
 // The plan of the ranks that came, of which `ended` are lost by now.
 Plan planOf(const std::map<int, Standing>& came, const std::vector<int>& ended);
-
-// The store cannot be used any more, so this rank cannot recover.
-struct StoreFailure final : Error {
-  using Error::Error;
-};
 
 class Recovery {
  public:
@@ -102,7 +97,7 @@ class Recovery {
   Plan adopt(const std::string& text);
   std::string key(const char* what) const;
 
-  const std::shared_ptr<Store> store_;
+  const std::unique_ptr<TimedStore> store_;
   const std::string place_;
   const int rank_;
   const GroupOptions& options_;

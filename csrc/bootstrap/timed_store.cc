@@ -1,0 +1,151 @@
+// The thread, and how a call waits for it.
+#include "bootstrap/timed_store.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <exception>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+
+namespace ringreduce {
+
+struct TimedStore::State {
+  explicit State(std::shared_ptr<Store> made) : store(std::move(made)) {}
+
+  const std::shared_ptr<Store> store;
+  std::thread thread;
+  std::mutex mutex;  // of the rest
+  std::condition_variable changed;
+  Call call = nullptr;  // not begun
+  bool is_done = false;
+  Answer answer;
+  std::exception_ptr error;
+  bool is_over = false;  // no more calls: this object ends, or one hangs
+
+  void run() {
+    pthread_setname_np(pthread_self(), "ringreduce-kv");
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return call || is_over; });
+      if (is_over) return;
+      const Call taken = std::exchange(call, nullptr);
+      lock.unlock();
+      Answer given;
+      std::exception_ptr thrown;
+      try {
+        given = taken(*store);
+      } catch (...) {
+        thrown = std::current_exception();
+      }
+      lock.lock();
+      answer = std::move(given);
+      error = std::move(thrown);
+      is_done = true;
+      changed.notify_all();
+    }
+  }
+};
+
+TimedStore::TimedStore(std::shared_ptr<Store> store, std::string who, Nanos longest)
+    : who_(std::move(who)), longest_(longest), state_(std::make_shared<State>(std::move(store))) {}
+
+TimedStore::~TimedStore() {
+  if (generation_ != forkGeneration()) {
+    new std::shared_ptr<State>(state_);  // its thread, which may wait in it, is not in a child
+    return;
+  }
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->is_over = true;
+  }
+  state_->changed.notify_all();
+  if (state_->thread.joinable()) state_->thread.join();
+}
+
+void TimedStore::set(const std::string& key, const std::string& value) {
+  ask([=](Store& store) -> Answer {
+    store.set(key, value);
+    return std::nullopt;
+  });
+}
+
+std::optional<std::string> TimedStore::get(const std::string& key) {
+  return ask([=](Store& store) { return store.get(key); });
+}
+
+void TimedStore::remove(const std::string& key) {
+  ask([=](Store& store) -> Answer {
+    store.remove(key);
+    return std::nullopt;
+  });
+}
+
+std::string TimedStore::setOnce(const std::string& key, const std::string& value) {
+  return *ask([=](Store& store) { return store.setOnce(key, value); });
+}
+
+TimedStore::Answer TimedStore::ask(Call call) {
+  if (generation_ != forkGeneration())
+    throw Error(Failure::kArgument,
+                "this process was forked from " + who_ + " and cannot use its store");
+  const std::lock_guard one_call(calls_mutex_);
+  State& s = *state_;
+  std::unique_lock lock(s.mutex);
+  const Nanos until = deadlineIn(longest_);
+  if (!s.is_over) {
+    if (!s.thread.joinable()) startThread();
+    s.call = std::move(call);
+    s.is_done = false;
+    s.changed.notify_all();
+  }
+  while (!s.is_over && !s.is_done) {
+    if (const Nanos left = until - now(); left > 0) {
+      // The clock would take a longer wait for a stop of the process.
+      constexpr Nanos kLook = ProcessClock::kLongestGap / 2;
+      s.changed.wait_for(lock, std::chrono::nanoseconds(std::min(left, kLook)));
+    } else {
+      s.is_over = true;
+      s.thread.detach();
+    }
+  }
+  if (s.is_over)
+    throw failure(": the store has not answered for " + seconds(longest_) +
+                  "; was this host cut off from it?");
+  if (const auto error = std::exchange(s.error, nullptr)) try {
+      std::rethrow_exception(error);
+    } catch (const Error& known) {
+      throw failure(
+          " between hosts: it needs a store that outlives every rank, as `python -m "
+          "ringreduce.supervise` holds one: " +
+          std::string(known.what()));
+    }
+  return std::move(s.answer);
+}
+
+void TimedStore::startThread() {
+  // Signals are for the threads of the user's program.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::optional<StoreFailure> failed;
+  try {
+    state_->thread = std::thread([state = state_] { state->run(); });
+  } catch (const std::system_error& error) {
+    failed = failure(": " + noThread("that asks the store", error));
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (failed) throw StoreFailure(*failed);
+}
+
+StoreFailure TimedStore::failure(const std::string& why) const {
+  return {Failure::kPeerLost, who_ + " cannot go on after a loss" + why};
+}
+
+}  // namespace ringreduce

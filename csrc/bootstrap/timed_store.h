@@ -1,0 +1,57 @@
+// A store whose calls end in time, for the ranks that go on after a loss between hosts: where the
+// network is cut, a call of torch's store may wait for minutes.
+//
+// One thread makes the calls; the first one starts it.  If a call hangs, the thread is left alone
+// with it and with the store, and every later call fails at once.  Else it ends with this object.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fd.h"
+#include "bootstrap/store.h"
+
+namespace ringreduce {
+
+// The store cannot be used any more, so this rank cannot recover.
+struct StoreFailure final : Error {
+  using Error::Error;
+};
+
+// Each call throws StoreFailure if the store does not answer, or throws Error.
+class TimedStore final : public Store {
+ public:
+  static constexpr Nanos kAnswerTime = 10 * kSecond;
+
+  // `who`: "rank 1 of group 'x'".  `longest`: how long the store may take for an answer.
+  TimedStore(std::shared_ptr<Store> store, std::string who, Nanos longest = kAnswerTime);
+  TimedStore(const TimedStore&) = delete;
+  ~TimedStore() override;
+
+  void set(const std::string& key, const std::string& value) override;
+  std::optional<std::string> get(const std::string& key) override;
+  void remove(const std::string& key) override;
+  std::string setOnce(const std::string& key, const std::string& value) override;
+
+ private:
+  using Answer = std::optional<std::string>;
+  using Call = std::function<Answer(Store&)>;
+  struct State;
+
+  Answer ask(Call call);
+  void startThread();
+  StoreFailure failure(const std::string& why) const;
+
+  const std::string who_;
+  const Nanos longest_;
+  const int generation_ = forkGeneration();
+  std::mutex calls_mutex_;              // one call at a time
+  const std::shared_ptr<State> state_;  // the thread's too
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,183 @@
+// A store whose calls end in time: answers and errors, a stopped process, a call that hangs, and
+// the end of the thread.
+#include "bootstrap/timed_store.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "processes.h"
+#include "ranks.h"
+
+using namespace ringreduce;
+using ranks::failureOf;
+
+namespace {
+
+// A store whose calls begin with `before`.
+class SlowStore final : public Store {
+ public:
+  explicit SlowStore(std::function<void()> before) : before_(std::move(before)) {}
+  void set(const std::string& key, const std::string& value) override {
+    before_();
+    store_.set(key, value);
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    before_();
+    return store_.get(key);
+  }
+  void remove(const std::string& key) override {
+    before_();
+    store_.remove(key);
+  }
+  std::string setOnce(const std::string& key, const std::string& value) override {
+    before_();
+    if (const auto known = store_.get(key)) return *known;
+    store_.set(key, value);
+    return value;
+  }
+
+ private:
+  const std::function<void()> before_;
+  ranks::MemoryStore store_;
+};
+
+std::unique_ptr<TimedStore> timed(std::function<void()> before,
+                                  Nanos longest = TimedStore::kAnswerTime) {
+  return std::make_unique<TimedStore>(std::make_shared<SlowStore>(std::move(before)), "rank 1",
+                                      longest);
+}
+
+int threads() {
+  int found = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+    found += name == "ringreduce-kv";
+  }
+  return found;
+}
+
+void await(const std::function<bool()>& condition) {
+  for (const Nanos limit = deadlineIn(60 * kSecond); !condition();) {
+    CHECK(now() < limit);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+TEST(a_stopped_process_does_not_take_its_stop_for_the_stores) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto store = timed(
+        [] {
+          for (const Nanos until = deadlineIn(kSecond); now() < until;)
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        },
+        3 * kSecond);
+    try {
+      _exit(store->get("a") ? 1 : 0);
+    } catch (const std::exception& error) {
+      log(error.what());
+      _exit(2);
+    }
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  CHECK_EQ(kill(child, SIGSTOP), 0);
+  std::this_thread::sleep_for(std::chrono::seconds(4));
+  CHECK_EQ(kill(child, SIGCONT), 0);
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+}
+
+TEST(one_thread_makes_all_calls_and_ends_with_the_store) {
+  std::atomic<std::thread::id> caller;
+  std::atomic<bool> is_other = false;
+  auto store = timed([&] {
+    const auto before = caller.exchange(std::this_thread::get_id());
+    if (before != std::thread::id() && before != caller.load()) is_other = true;
+  });
+  CHECK_EQ(threads(), 0);
+  store->set("a", "1");
+  CHECK_EQ(*store->get("a"), "1");
+  CHECK_EQ(store->setOnce("a", "2"), "1");
+  store->remove("a");
+  CHECK(!store->get("a"));
+  ranks::inThreads(4, [&](int r) {
+    const std::string key(1, static_cast<char>('b' + r));
+    for (int i = 0; i < 100; ++i) {
+      store->set(key, std::to_string(i));
+      CHECK_EQ(*store->get(key), std::to_string(i));
+    }
+  });
+  CHECK(!is_other && caller.load() != std::this_thread::get_id());
+  CHECK_EQ(threads(), 1);
+  store.reset();
+  CHECK_EQ(threads(), 0);
+}
+
+TEST(a_forked_child_can_neither_use_the_store_nor_hang_in_its_end) {
+  auto store = timed([] {});
+  store->set("a", "1");
+  const processes::Ends ends = processes::run(1, [&](int) {
+    CHECK(failureOf([&] { store->get("a"); }, "was forked from rank 1") == Failure::kArgument);
+    store.reset();
+  });
+  CHECK_EQ(ends[0], "");
+  CHECK_EQ(*store->get("a"), "1");
+}
+
+TEST(an_error_in_the_thread_is_that_of_the_call) {
+  std::function<void()> fails;
+  const auto store = timed([&] {
+    if (fails) fails();
+  });
+  fails = [] { throw Error(Failure::kSetup, "no server"); };
+  CHECK_THROWS(StoreFailure, store->get("a"));
+  CHECK(failureOf([&] { store->set("a", "1"); },
+                  "rank 1 cannot go on after a loss between hosts: it needs a store that outlives "
+                  "every rank, as `python -m ringreduce.supervise` holds one: no server") ==
+        Failure::kPeerLost);
+  fails = [] { throw std::runtime_error("another"); };
+  CHECK_THROWS(std::runtime_error, store->remove("a"));
+  fails = nullptr;
+  CHECK_EQ(store->setOnce("a", "2"), "2");
+}
+
+TEST(a_call_that_hangs_fails_in_time_and_later_ones_fail_at_once) {
+  std::atomic<bool> may_end = false;
+  auto slow = std::make_shared<SlowStore>([&] {
+    while (!may_end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  const std::weak_ptr<Store> held = slow;
+  auto store = std::make_unique<TimedStore>(std::move(slow), "rank 1", 2 * kSecond);
+  const auto fails = [&] {
+    CHECK(failureOf([&] { store->set("a", "1"); },
+                    "rank 1 cannot go on after a loss: the store has not answered for 2 s; was "
+                    "this host cut off from it?") == Failure::kPeerLost);
+  };
+  const Nanos begin = monotonicNow();
+  fails();
+  const Nanos first = monotonicNow();
+  CHECK(first - begin >= 2 * kSecond && first - begin < 5 * kSecond);
+  for (int i = 0; i < 3; ++i) fails();
+  CHECK(monotonicNow() - first < kSecond);
+  store.reset();
+  CHECK_EQ(threads(), 1);
+  CHECK(!held.expired());  // the call is still in it
+  may_end = true;
+  await([&] { return held.expired() && threads() == 0; });
+}
+
+}  // namespace
