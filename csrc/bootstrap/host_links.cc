@@ -7,16 +7,14 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "base/config.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "bootstrap/attempt.h"
 #include "bootstrap/membership.h"
-#include "bootstrap/options.h"
 #include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/survey.h"
@@ -25,11 +23,7 @@
 namespace ringreduce {
 namespace {
 
-// How long making a connection may take while no address of the other host answers.
-constexpr Nanos kDialTime = 30 * kSecond;
 constexpr size_t kMostPaths = 4;
-// How long the reason of a rank that gave up may take to be in the store.
-constexpr Nanos kReasonDelay = kSecond;
 // Descriptors that a transport needs besides its connections.
 constexpr int kTransportFds = 2;
 constexpr char kEndedConnection[] =
@@ -88,31 +82,35 @@ class JoinGuard {
         who_(who),
         rank_(rank),
         waits_for_(waits_for),
-        stopwatch_(options) {}
+        clock_(options, rank) {}
 
   void poll() {
-    stopwatch_.poll(options_.shownAs(rank_), [&] { return nameOf(waits_for_); });
-    if (now() >= next_look_) {
-      next_look_ = now() + kTick;
+    clock_.poll([&] { return nameOf(waits_for_); });
+    if (AttemptClock::due(next_look_)) {
       if (const auto text = store_.get(reason_key_)) throw RemoteFailure(*text);
-      const bool may_be_asked = stopwatch_.waited() >= kUnasked;
+      const bool may_be_asked = clock_.waited() >= AttemptClock::kUnasked;
       if (asked_since_ == 0 && may_be_asked && store_.get(questionKey())) asked_since_ = now();
       if (asked_since_ != 0) answer();
     }
-    if (!stopwatch_.over()) return;
-    if (asked_since_ == 0) {
+    if (!clock_.over()) return;
+    if (asked_since_ == 0) {  // others may ask at the same time, and set the same
       store_.set(questionKey(), "1");
       asked_since_ = now();
       answer();
     }
-    if (now() - asked_since_ >= kAnswerTime) giveUp();
+    if (now() - asked_since_ >= AttemptClock::kAnswerTime) giveUp();
   }
 
   // Stores the reason for the others, unless another rank stored one first; throws that one.
   void leaveReason(const Reason& reason, int culprit) {
     const std::string own = encode(reason, culprit);
     std::string stored = own;
-    attempt([&] { stored = storeReason(store_, reason_key_, own); });
+    try {
+      stored = storeReason(store_, reason_key_, own);
+    } catch (const std::exception& error) {  // the first error matters more
+      log(nameOf(rank_) + " cannot tell the others of group '" + options_.name +
+          "' why it gave up: " + error.what());
+    }
     if (stored != own) throw RemoteFailure(stored);
   }
 
@@ -126,10 +124,6 @@ class JoinGuard {
   int culprit() const { return culprit_; }
 
  private:
-  // Making a group takes less as a rule, and is not to ask the store for a question.
-  static constexpr Nanos kUnasked = kSecond / 2;
-  static constexpr Nanos kAnswerTime = kSecond;
-
   std::string questionKey() const { return prefix_ + "late"; }
   std::string answerKey(int rank) const { return prefix_ + "waits/" + std::to_string(rank); }
   const std::string& nameOf(int rank) const { return who_[static_cast<size_t>(rank)]; }
@@ -161,26 +155,12 @@ class JoinGuard {
     for (size_t steps = 0; steps < who_.size() && isRank(at) && at != rank_; ++steps) {
       const auto answer = store_.get(answerKey(at));
       if (!answer) return {at};
-      at = parseInt(*answer);
+      at = static_cast<int>(number({{"rank", *answer}}, "rank"));
     }
     std::vector<int> late;
     for (int r = 0; isRank(r); ++r)
       if (r != rank_ && !store_.get(answerKey(r))) late.push_back(r);
     return late;
-  }
-
-  static int parseInt(const std::string& text) {
-    return static_cast<int>(number({{"rank", text}}, "rank"));
-  }
-
-  template <class Call>
-  void attempt(Call call) {
-    try {
-      call();
-    } catch (const std::exception& error) {  // the first error matters more
-      log(nameOf(rank_) + " cannot tell the others of group '" + options_.name +
-          "' why it gave up: " + error.what());
-    }
   }
 
   Store& store_;
@@ -189,7 +169,7 @@ class JoinGuard {
   const std::vector<std::string>& who_;
   const int rank_;
   const int& waits_for_;
-  Stopwatch stopwatch_;
+  AttemptClock clock_;
   Nanos next_look_ = 0, asked_since_ = 0;
   int answered_ = -2;
   int culprit_ = 0;
@@ -199,7 +179,7 @@ std::string await(Store& store, const std::string& key, const HostLinks::Poll& p
   for (;;) {
     if (const auto text = store.get(key)) return *text;
     poll();
-    std::this_thread::sleep_for(std::chrono::nanoseconds(kStorePoll));
+    AttemptClock::sleep(kStorePoll);
   }
 }
 
@@ -275,13 +255,6 @@ void HostLinks::join(const Hosts& hosts, Store& store,
         {theirs.reason.kind, theirs.reason.text + ", learned by rank " + options_.shown(rank_)},
         theirs.culprit);
   };
-  const auto giveUp = [&](const Reason& reason) {
-    try {
-      guard.leaveReason(reason, guard.culprit());
-    } catch (const RemoteFailure& theirs) {
-      throw learned(theirs);
-    }
-  };
   try {
     poll();
     connect(hosts, poll);
@@ -305,7 +278,11 @@ void HostLinks::join(const Hosts& hosts, Store& store,
     const Reason reason{error.kind(), names_late ? std::string(error.what()) +
                                                        "; noticed by rank " + options_.shown(rank_)
                                                  : me + ": " + error.what()};
-    giveUp(reason);
+    try {
+      guard.leaveReason(reason, guard.culprit());
+    } catch (const RemoteFailure& theirs) {
+      throw learned(theirs);
+    }
     throw fail(reason, names_late ? guard.culprit() : rank_);
   } catch (...) {  // the store, or Ctrl-C
     const Reason reason = reasonOf(std::current_exception(), me);
@@ -371,7 +348,7 @@ net::Socket HostLinks::awaitEarly(int from, net::Purpose purpose, const Poll& po
     }
     checkNext(poll);
     poll();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    AttemptClock::sleep(kMillisecond);
   }
 }
 
@@ -433,9 +410,9 @@ void HostLinks::checkNext(const Poll& poll) const {
 
 // Waits until `poll` throws the reason that the rank left in the store.
 void HostLinks::gaveUp(int rank, const Poll& poll, const char* how) const {
-  for (const Nanos until = deadlineIn(kReasonDelay); now() < until;) {
+  for (const Nanos until = deadlineIn(AttemptClock::kReasonDelay); now() < until;) {
     poll();
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    AttemptClock::sleep(kStorePoll);
   }
   throw Error(Failure::kSetup, who(rank) + how);
 }
@@ -447,7 +424,7 @@ net::Socket HostLinks::dial(int to, net::Purpose purpose, int number, const Poll
       // A stopped rank is not lost.  The caller waits until the rank is known to be lost, or its
       // own deadline has passed.
       .timeout = kNever,
-      .deaf = kDialTime,
+      .deaf = AttemptClock::kDialTime,
       .congestion =
           purpose == net::Purpose::kData || purpose == net::Purpose::kSurvey ? congestion_ : "",
       .address = paths[static_cast<size_t>(number) % paths.size()],

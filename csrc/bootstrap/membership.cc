@@ -4,9 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
-#include <thread>
 #include <utility>
 
 #include "base/bytes.h"
@@ -155,7 +153,7 @@ std::vector<int> HostLeader::missing() const {
 void HostLeader::step(const Poll& poll, const char* what) {
   std::vector<int> wanted{listener_.get()};
   for (const Caller& caller : callers_) wanted.push_back(caller.socket.get());
-  waitReadable(wanted, std::clamp<Nanos>((now() - began_) / 4, kMillisecond, kTick));
+  waitReadable(wanted, clock_.pause(kMillisecond));
   acceptAll();
   for (size_t i = 0; i < callers_.size();)
     if (receiveFrom(callers_[i]))
@@ -338,7 +336,7 @@ class HostMember {
           throw LeaderClosed();
         case Received::kNothingYet:
           poll_();
-          waitReadable({socket_.get()}, kTick);
+          waitReadable({socket_.get()}, AttemptClock::kTick);
           continue;
         case Received::kMessage:
           break;
@@ -410,7 +408,7 @@ Membership shareMemory(const LocalRanks& ranks, const std::function<void(int lat
   }
   const auto wait = [&] { poll(0); };
   try {
-    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    for (;; AttemptClock::sleep(kMillisecond)) {
       wait();
       Fd socket = connectTo(ranks.socket);
       if (!socket) continue;  // the leader does not listen yet

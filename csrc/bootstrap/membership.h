@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "bootstrap/attempt.h"
 #include "bootstrap/options.h"
 #include "bootstrap/process.h"
 #include "bootstrap/store.h"
@@ -113,7 +114,7 @@ class HostLeader {
 
   const LocalRanks ranks_;
   const Check check_;
-  const Nanos began_ = now();
+  const AttemptClock clock_{ranks_.options, 0};  // for its pauses: `poll` ends the waits
   Membership table_;
   Fd listener_;
   std::vector<Caller> callers_;

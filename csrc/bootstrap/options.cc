@@ -136,18 +136,4 @@ SharedOptions SharedOptions::fromText(const std::string& text) {
   return options;
 }
 
-// ---- the clock of making a group
-
-Stopwatch::Stopwatch(const GroupOptions& options)
-    : options_(options),
-      started_(now()),
-      began_(monotonicNow()),
-      next_report_(deadlineIn(options.stall)) {}
-
-void Stopwatch::report(int rank, const std::string& missing) {
-  next_report_ = now() + std::max<Nanos>(waited(), kSecond);
-  log("rank " + std::to_string(rank) + ", making group '" + options_.name + "', has waited " +
-      seconds(waited()) + " for " + missing);
-}
-
 }  // namespace ringreduce

@@ -1,13 +1,11 @@
-// The options of a group, with their defaults and sources; and the clock of making a group.
+// The options of a group, with their defaults and sources.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "algorithm/choose.h"
@@ -37,39 +35,7 @@ struct SharedOptions {
   static SharedOptions fromText(const std::string& text);
 };
 
-// An attempt to make a group that can be ended from outside, in a part of the store that no other
-// attempt uses.
-class Attempt {
- public:
-  virtual ~Attempt() = default;
-  // Rank 0's: called once the other ranks can find it, before any of them learns that all are
-  // there.  Throws Error to end the attempt on all ranks.
-  virtual void claim() = 0;
-  // Called in every wait while the group is made.  Throws Error to end the attempt on all ranks.
-  virtual void poll(Nanos waited) = 0;
-};
-
-// An attempt that another thread may end.
-class Cancel : public Attempt {
- public:
-  // `what` it is, for the error: "rank 1 gave up while the group was made".
-  explicit Cancel(std::string what) : what_(std::move(what)) {}
-  void claim() override { check(); }
-  void poll(Nanos /*waited*/) override { check(); }
-  // From any thread.  The first reason counts; it is a literal.
-  void end(const char* why) {
-    const char* none = nullptr;
-    why_.compare_exchange_strong(none, why);
-  }
-  // Throws if it was ended.
-  void check() const {
-    if (const char* why = why_.load()) throw Error(Failure::kAborted, what_ + ": " + why);
-  }
-
- private:
-  const std::string what_;
-  std::atomic<const char*> why_ = nullptr;
-};
+class Attempt;  // bootstrap/attempt.h
 
 struct GroupOptions {
   std::string name;                    // for messages: "group 'default_pg'"
@@ -136,38 +102,5 @@ bool forcesSockets();
 
 // Processor cores that this process may run on.
 int coresAvailable();
-
-// ---- the clock of making a group
-
-// The period of polling for events that cannot wake a waiting process.
-inline constexpr Nanos kTick = 50 * kMillisecond;
-
-// How long making a group has taken, and may take.
-class Stopwatch {
- public:
-  explicit Stopwatch(const GroupOptions& options);
-
-  bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
-  Nanos waited() const { return now() - started_; }
-  // How long this process was stopped meanwhile, which does not count.
-  Nanos stopped() const { return monotonicNow() - began_ - waited(); }
-
-  // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a
-  // stall now and then.
-  // `missing` returns the text of the missing ranks.
-  template <class Missing>
-  void poll(int rank, Missing missing) {
-    if (options_.interrupt) options_.interrupt();
-    if (options_.attempt) options_.attempt->poll(waited());
-    if (now() >= next_report_) report(rank, missing());
-  }
-
- private:
-  void report(int rank, const std::string& missing);
-
-  const GroupOptions& options_;
-  const Nanos started_, began_;
-  Nanos next_report_;
-};
 
 }  // namespace ringreduce

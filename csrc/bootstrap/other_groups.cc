@@ -8,6 +8,8 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "bootstrap/attempt.h"
+#include "bootstrap/unix_socket.h"
 
 namespace ringreduce {
 namespace {
@@ -35,8 +37,7 @@ OtherGroups::~OtherGroups() {
 }
 
 void OtherGroups::look(const std::vector<int>& late) {
-  if (!store_ || now() < next_look_) return;
-  next_look_ = deadlineIn(kPeriod);
+  if (!store_ || !AttemptClock::due(next_look_, kPeriod)) return;
   try {
     store_->set(key(rank_), encode({{"look", std::to_string(++looks_)}, {"group", group_}}));
     for (const int r : std::span(late).first(std::min(late.size(), kMostAsked))) {

@@ -4,19 +4,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <ctime>
 #include <map>
 #include <mutex>
 #include <set>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/text.h"
-#include "bootstrap/options.h"
+#include "bootstrap/attempt.h"
 #include "bootstrap/other_groups.h"
 #include "bootstrap/process.h"
 #include "bootstrap/unix_socket.h"
@@ -26,19 +24,9 @@ namespace ringreduce {
 namespace {
 
 constexpr char kTableKey[] = "ringreduce/table";
-// How long rank 0 waits until all ranks have read the reason of a failure.
-constexpr Nanos kReadersTime = kSecond;
-// How long a rank that cannot take part waits for rank 0, to say so.
-constexpr Nanos kRefusalTime = 5 * kSecond;
-// Rank 0 knows which ranks are missing, so the others give it that much time to say so.
-constexpr Nanos kRank0Grace = 2 * kSecond;
-// The shortest time between two looks for notes of ranks, and the time after which a rank that gets
-// no connection to its host's leader writes one.
-constexpr Nanos kNotesPause = kSecond / 4, kUnreachable = kSecond;
+// The shortest time between two looks for notes of ranks.
+constexpr Nanos kNotesPause = kSecond / 4;
 constexpr size_t kMostName = 128;  // bytes of a job's or a program's name in a record
-// The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces it
-// within the first time, and for as long as the second one.
-constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
 // The shortest time between two looks into the store: for a table, times the number of ranks that
 // look, and at most the second one; for records of other hosts, the second one.
 constexpr Nanos kLeastPause = 25 * kMicrosecond, kRecordsPause = kMillisecond;
@@ -110,7 +98,7 @@ class Meeting {
         size_(size),
         options_(options),
         own_settings_(own_settings),
-        stopwatch_(options_),
+        clock_(options_, rank),
         mine_{{"version", kVersion},
               {"size", std::to_string(size)},
               {"token", net::randomGroup()},
@@ -222,8 +210,7 @@ class Meeting {
 
   // Of ranks that have not come.
   void readNotes() {
-    if (now() < next_notes_) return;
-    next_notes_ = now() + kNotesPause;
+    if (!AttemptClock::due(next_notes_, kNotesPause)) return;
     for (const int r : absentRanks()) {
       const std::string text = store_.get(noteKey(r)).value_or("");
       const Fields note = decode(text);
@@ -301,8 +288,7 @@ class Meeting {
     struct Elsewhere {};
     bool all_there = false;
     const auto each = [&](std::vector<int> missing, const char* what) {
-      if (!all_there && stopwatch_.waited() >= next_records_) {
-        next_records_ = stopwatch_.waited() + std::max(pause(), kRecordsPause);
+      if (!all_there && AttemptClock::due(next_records_, std::max(pause(), kRecordsPause))) {
         checkRecord();
         readRecords(missing);
         // A rank of this host with a record is about to connect.
@@ -369,7 +355,7 @@ class Meeting {
       // Those that are about to come put a record when they see it.
       const bool waits_for_all =
           reason.kind == Failure::kSetup || reason.kind == Failure::kArgument;
-      waitFor(
+      AttemptClock::await(
           [&] {
             std::vector<int> untold = otherRanks(rank_, size_);
             std::erase_if(untold, [&](int r) { return tokens.contains(r); });
@@ -379,7 +365,7 @@ class Meeting {
                      return fieldOf(recordOf(one.first), "token") == one.second;
                    });
           },
-          kReadersTime);
+          AttemptClock::kReadersTime);
     } catch (const std::exception& failure) {  // the first error matters more
       log(std::string("cannot tell the others why the group is not made: ") + failure.what());
     }
@@ -497,10 +483,12 @@ class Meeting {
   bool concerns(const Fields& failure) const {
     if (isOfOthers(failure)) return false;
     const Nanos age = (std::time(nullptr) - number(failure, "time")) * kSecond;
-    return age < kFailureLife && !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
+    return age < AttemptClock::kFailureLife &&
+           !failedAttempts().knows(fieldOf(failure, "attempt"), rank_);
   }
   bool isLateReason(const Fields& table) const {
-    return table.contains("failed") && now() - seen_since_ > kFailureGrace && concerns(table);
+    return table.contains("failed") && now() - seen_since_ > AttemptClock::kFailureGrace &&
+           concerns(table);
   }
 
   std::string beforeItCame() const { return " (before " + shown(rank_) + " came)"; }
@@ -565,7 +553,7 @@ class Meeting {
     const std::string nonce = fieldOf(table, "nonce");
     if (unreachable_ != nonce) unreachable_since_ = now();
     unreachable_ = nonce;
-    if (now() - unreachable_since_ < kUnreachable) return;
+    if (now() - unreachable_since_ < AttemptClock::kUnreachable) return;
     hint_ = whoIsThis() + " finds no process behind the socket of " + fieldOf(table, "who") +
             ", although both have the host id '" + fieldOf(table, "id").substr(0, kMostName) +
             "'; if they are two machines (clones of one?), give each a RINGREDUCE_HOSTID of its "
@@ -602,7 +590,7 @@ class Meeting {
       tellRank0({error.kind(), error.what()});
       return false;
     };
-    waitFor(is_known, std::min(options_.timeout, kRefusalTime));
+    AttemptClock::await(is_known, std::min(options_.timeout, AttemptClock::kRefusalTime));
     throw Error(error);
   }
 
@@ -671,8 +659,7 @@ class Meeting {
   void checkRecord() {
     if (rank_ == 0 && !is_put_) putRecord();
     if (rank_ == 0) readNotes();
-    if (!is_put_ || now() < next_look_) return;
-    next_look_ = now() + kTick;
+    if (!is_put_ || !AttemptClock::due(next_look_)) return;
     if (rank_ == 0) checkTable();
     const Fields own = recordOf(rank_);
     if (own.empty() || fieldOf(own, "token") == fieldOf(mine_, "token")) return;
@@ -697,28 +684,22 @@ class Meeting {
   void poll() {
     stepClock(lateRanks());
     checkRecord();
-    std::this_thread::sleep_for(std::chrono::nanoseconds(pause()));
+    AttemptClock::sleep(pause());
   }
 
-  // In proportion to the time that has been waited: few looks into the store are in vain, and no
-  // rank waits much longer than it must.
-  Nanos pause() const {
-    const Nanos least = std::min(size_ * kLeastPause, kRecordsPause);
-    return std::clamp<Nanos>(stopwatch_.waited() / 4, least, kTick);
-  }
+  Nanos pause() const { return clock_.pause(std::min(size_ * kLeastPause, kRecordsPause)); }
 
   // Throws at the deadline.  `late` did not do `what` yet.
   void stepClock(const std::vector<int>& late, const std::string& what = "join") {
     const std::string names = options_.rankList(late);
     other_groups_.look(late);
     try {
-      stopwatch_.poll(options_.shownAs(rank_),
-                      [&] { return names + " to " + what + other_groups_.textOf(late); });
+      clock_.poll([&] { return names + " to " + what + other_groups_.textOf(late); });
     } catch (const Error& error) {  // the attempt was ended
       if (rank_ == 0) throw;
       refuse(error);
     }
-    if (!stopwatch_.over(rank_ == 0 ? 0 : kRank0Grace)) return;
+    if (!clock_.over(rank_ == 0 ? 0 : AttemptClock::kRank0Grace)) return;
     const Error error(Failure::kTimeout, names + " of " + std::to_string(size_) + " did not " +
                                              what + " within " + seconds(options_.timeout) +
                                              ", making group '" + options_.name + "'; noticed by " +
@@ -744,9 +725,9 @@ class Meeting {
   // Why ranks may be missing.
   std::string hints() const {
     std::string text = hint_.empty() ? "" : "; " + hint_;
-    if (stopwatch_.stopped() > kSecond)
-      text += "; the process of " + shown(rank_) + " was stopped for " +
-              seconds(stopwatch_.stopped()) + " meanwhile, so the others may have given up";
+    if (clock_.stopped() > kSecond)
+      text += "; the process of " + shown(rank_) + " was stopped for " + seconds(clock_.stopped()) +
+              " meanwhile, so the others may have given up";
     for (const auto& [r, note] : notes_) text += "; " + fieldOf(note, "text");
     return text;
   }
@@ -797,25 +778,14 @@ class Meeting {
     return unconfirmed;
   }
 
-  // Waits for a condition; false if it is not met in time.
-  template <class Condition>
-  bool waitFor(Condition condition, Nanos longest) {
-    const Nanos limit = deadlineIn(longest);
-    for (Nanos nap = kMillisecond; now() < limit; nap = std::min(2 * nap, kTick)) {
-      if (condition()) return true;
-      std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
-    }
-    return condition();
-  }
-
   std::string shown(int r) const { return "rank " + options_.shown(r); }
 
   Store& store_;
   const int rank_, size_;
   const GroupOptions& options_;
   const OwnSettings& own_settings_;
-  Stopwatch stopwatch_;
-  Nanos next_look_ = 0, next_records_ = kRecordsPause;
+  AttemptClock clock_;
+  Nanos next_look_ = 0, next_records_ = now() + kRecordsPause;
   Fields mine_;
   OtherGroups other_groups_;
   std::optional<Error> refusal_;  // an error in this rank's own settings

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
 
 namespace ringreduce {

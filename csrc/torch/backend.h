@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
 #include "bootstrap/unix_socket.h"
 #include "cuda/communicator/gpu_communicator.h"

@@ -16,7 +16,7 @@
 
 #include "algorithm/choose.h"
 #include "base/config.h"
-#include "bootstrap/options.h"
+#include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
 #include "kernels/reduce.h"
 #include "torch/arguments.h"

@@ -11,7 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "bootstrap/options.h"
+#include "bootstrap/attempt.h"
 #include "group/group.h"
 #include "torch/gpu_backend.h"
 #include "torch/store_keeper.h"

@@ -1,0 +1,139 @@
+// An attempt to make a group: its end from outside, and its time.
+//
+// Every wait for another rank while a group is made goes by an AttemptClock, and times out by it.
+// Each rank has one until all ranks have met (bootstrap/rendezvous.h), and then one until ranks
+// that share no memory are connected (bootstrap/host_links.h).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "bootstrap/options.h"
+
+namespace ringreduce {
+
+// An attempt to make a group that can be ended from outside, in a part of the store that no other
+// attempt uses.
+class Attempt {
+ public:
+  virtual ~Attempt() = default;
+  // Rank 0's: called once the other ranks can find it, before any of them learns that all are
+  // there.  Throws Error to end the attempt on all ranks.
+  virtual void claim() = 0;
+  // Called in every wait while the group is made.  Throws Error to end the attempt on all ranks.
+  virtual void poll(Nanos waited) = 0;
+};
+
+// An attempt that another thread may end.
+class Cancel : public Attempt {
+ public:
+  // `what` it is, for the error: "rank 1 gave up while the group was made".
+  explicit Cancel(std::string what) : what_(std::move(what)) {}
+  void claim() override { check(); }
+  void poll(Nanos /*waited*/) override { check(); }
+  // From any thread.  The first reason counts; it is a literal.
+  void end(const char* why) {
+    const char* none = nullptr;
+    why_.compare_exchange_strong(none, why);
+  }
+  // Throws if it was ended.
+  void check() const {
+    if (const char* why = why_.load()) throw Error(Failure::kAborted, what_ + ": " + why);
+  }
+
+ private:
+  const std::string what_;
+  std::atomic<const char*> why_ = nullptr;
+};
+
+// How long a part of making a group has taken, and may take: the timeout of the options.
+class AttemptClock {
+ public:
+  // ---- once the timeout has passed: who says why
+
+  // Until all have met, rank 0 knows which ranks are missing: the others let it say so first.
+  static constexpr Nanos kRank0Grace = 2 * kSecond;
+  // It then waits until all have read its reason, since the store may end with its process.
+  static constexpr Nanos kReadersTime = kSecond;
+  // Later a rank knows only the one that it waits for.  The first whose time is over asks all
+  // through the store, and gives up after this time.
+  static constexpr Nanos kAnswerTime = kSecond;
+  // No rank looks for that question before this time: making a group takes less as a rule.
+  static constexpr Nanos kUnasked = kSecond / 2;
+
+  // ---- waits that end before the timeout
+
+  // A rank that cannot take part waits for rank 0, to say so.
+  static constexpr Nanos kRefusalTime = 5 * kSecond;
+  // A rank that gets no connection to its host's leader leaves a note.
+  static constexpr Nanos kUnreachable = kSecond;
+  // The reason of an earlier failure holds for a rank that comes later, if no new attempt replaces
+  // it within the first time, and for as long as the second one.
+  static constexpr Nanos kFailureGrace = 5 * kSecond, kFailureLife = 600 * kSecond;
+  // A rank of this host takes no message that was sent to it.
+  static constexpr Nanos kDeafTime = 10 * kSecond;
+  // No address of a rank on another host answers.  (One that answers has kHandshakeTime of
+  // transport/tcp/handshake.h.)
+  static constexpr Nanos kDialTime = 30 * kSecond;
+  // A neighbour has closed its connection: its reason may be on its way into the store.
+  static constexpr Nanos kReasonDelay = kSecond;
+
+  // ---- waiting
+
+  // The period of polling for events that cannot wake a waiting process.
+  static constexpr Nanos kTick = 50 * kMillisecond;
+
+  // `rank`: this one, for the log.
+  AttemptClock(const GroupOptions& options, int rank) : options_(options), rank_(rank) {}
+
+  Nanos waited() const { return now() - started_; }
+  // How long this process was stopped meanwhile, which does not count.
+  Nanos stopped() const { return monotonicNow() - began_ - waited(); }
+  bool over(Nanos grace = 0) const { return waited() - grace >= options_.timeout; }
+
+  // Called in every iteration of a waiting loop: lets Ctrl-C and the attempt end it, and logs a
+  // stall now and then.  `missing` returns the text of the missing ranks.
+  template <class Missing>
+  void poll(Missing missing) {
+    if (options_.interrupt) options_.interrupt();
+    if (options_.attempt) options_.attempt->poll(waited());
+    if (now() < next_report_) return;
+    next_report_ = now() + std::max(waited(), kSecond);
+    log("rank " + std::to_string(options_.shownAs(rank_)) + ", making group '" + options_.name +
+        "', has waited " + seconds(waited()) + " for " + missing());
+  }
+
+  // How long an iteration may sleep, in proportion to the time that has been waited: few looks are
+  // in vain, and no rank waits much longer than it must.
+  Nanos pause(Nanos least) const { return std::clamp<Nanos>(waited() / 4, least, kTick); }
+
+  static void sleep(Nanos time) { std::this_thread::sleep_for(std::chrono::nanoseconds(time)); }
+  // Whether it is time for what happens once a period.
+  static bool due(Nanos& next, Nanos period = kTick) {
+    if (now() < next) return false;
+    next = now() + period;
+    return true;
+  }
+  // Waits for a condition, for so long.
+  template <class Condition>
+  static void await(Condition condition, Nanos longest) {
+    const Nanos limit = deadlineIn(longest);
+    for (Nanos nap = kMillisecond; !condition() && now() < limit; nap = std::min(2 * nap, kTick))
+      sleep(nap);
+  }
+
+ private:
+  const GroupOptions& options_;
+  const int rank_;
+  const Nanos started_ = now(), began_ = monotonicNow();
+  Nanos next_report_ = deadlineIn(options_.stall, started_);
+};
+
+}  // namespace ringreduce
