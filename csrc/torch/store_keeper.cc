@@ -142,7 +142,7 @@ class StoreKeeper {
     try {
       thread_ = std::thread(
           [this, port, own = use.own, limit = deadlineIn(longest)] { watch(port, own, limit); });
-      pthread_setname_np(thread_.native_handle(), "ringreduce-store");
+      pthread_setname_np(thread_.native_handle(), "ringreduce-keep");
     } catch (const std::system_error& error) {  // the store is kept until the next group is made
       log(noThread("that ends an unused store", error));
     }
