@@ -1,18 +1,15 @@
 // The thread, and how a call waits for it.
 #include "bootstrap/timed_store.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <exception>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/text.h"
+#include "base/thread.h"
 
 namespace ringreduce {
 
@@ -30,7 +27,6 @@ struct TimedStore::State {
   bool is_over = false;  // no more calls: this object ends, or one hangs
 
   void run() {
-    pthread_setname_np(pthread_self(), "ringreduce-kv");
     std::unique_lock lock(mutex);
     for (;;) {
       changed.wait(lock, [this] { return call || is_over; });
@@ -57,10 +53,6 @@ TimedStore::TimedStore(std::shared_ptr<Store> store, std::string who, Nanos long
     : who_(std::move(who)), longest_(longest), state_(std::make_shared<State>(std::move(store))) {}
 
 TimedStore::~TimedStore() {
-  if (generation_ != forkGeneration()) {
-    new std::shared_ptr<State>(state_);  // its thread, which may wait in it, is not in a child
-    return;
-  }
   {
     const std::lock_guard lock(state_->mutex);
     state_->is_over = true;
@@ -92,15 +84,17 @@ std::string TimedStore::setOnce(const std::string& key, const std::string& value
 }
 
 TimedStore::Answer TimedStore::ask(Call call) {
-  if (generation_ != forkGeneration())
-    throw Error(Failure::kArgument,
-                "this process was forked from " + who_ + " and cannot use its store");
   const std::lock_guard one_call(calls_mutex_);
   State& s = *state_;
   std::unique_lock lock(s.mutex);
   const Nanos until = deadlineIn(longest_);
   if (!s.is_over) {
-    if (!s.thread.joinable()) startThread();
+    if (!s.thread.joinable()) try {
+        s.thread =
+            startThread("ringreduce-kv", "that asks the store", [state = state_] { state->run(); });
+      } catch (const Error& error) {
+        throw failure(std::string(": ") + error.what());
+      }
     s.call = std::move(call);
     s.is_done = false;
     s.changed.notify_all();
@@ -127,21 +121,6 @@ TimedStore::Answer TimedStore::ask(Call call) {
           std::string(known.what()));
     }
   return std::move(s.answer);
-}
-
-void TimedStore::startThread() {
-  // Signals are for the threads of the user's program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::optional<StoreFailure> failed;
-  try {
-    state_->thread = std::thread([state = state_] { state->run(); });
-  } catch (const std::system_error& error) {
-    failed = failure(": " + noThread("that asks the store", error));
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (failed) throw StoreFailure(*failed);
 }
 
 StoreFailure TimedStore::failure(const std::string& why) const {

@@ -13,7 +13,6 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/fd.h"
 #include "bootstrap/store.h"
 
 namespace ringreduce {
@@ -23,7 +22,8 @@ struct StoreFailure final : Error {
   using Error::Error;
 };
 
-// Each call throws StoreFailure if the store does not answer, or throws Error.
+// Each call throws StoreFailure if the store does not answer, or throws Error.  A forked child must
+// neither use nor destroy it.
 class TimedStore final : public Store {
  public:
   static constexpr Nanos kAnswerTime = 10 * kSecond;
@@ -44,12 +44,10 @@ class TimedStore final : public Store {
   struct State;
 
   Answer ask(Call call);
-  void startThread();
   StoreFailure failure(const std::string& why) const;
 
   const std::string who_;
   const Nanos longest_;
-  const int generation_ = forkGeneration();
   std::mutex calls_mutex_;              // one call at a time
   const std::shared_ptr<State> state_;  // the thread's too
 };

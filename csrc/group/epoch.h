@@ -54,7 +54,7 @@ class Epoch {
   void retire();
 
   // Whether the group goes on in another epoch after a loss.
-  bool mayBeReplaced() const { return network && shared.min_ranks > 0; }
+  bool mayBeReplaced() const { return arbiter->onLoss() == OnLoss::kNeedsEpoch; }
   const PeerTable& peers() const { return arbiter->peers(); }
   // The order of rings between hosts; null if all ranks share memory.
   const HostRing* ring() const;

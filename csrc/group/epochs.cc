@@ -79,7 +79,7 @@ Failure Epochs::failure() const {
 }
 
 void Epochs::check() const {
-  if (!may_be_replaced_) return current()->arbiter->check();
+  if (!may_be_replaced_) return current_->arbiter->check();  // it is never replaced
   if (failure() == Failure::kNone) return;
   checkAborted();
   const std::lock_guard lock(mutex_);

@@ -4,12 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
-#include "base/text.h"
 #include "group/wires.h"
 #include "kernels/reduce.h"
 
@@ -60,7 +58,7 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       executor_(std::move(executor)),
       epochs_(std::make_unique<Epochs>(rank, size, options_, std::move(epoch))),
       survivors_(epochs_->running().mayBeReplaced()
-                     ? std::make_unique<Survivors>(*epochs_, *executor_, store)
+                     ? std::make_unique<Survivors>(*epochs_, *executor_, store, timeout_)
                      : nullptr) {}
 
 Group::~Group() {
@@ -109,8 +107,7 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
   const uint64_t sequence = sequence_++;
   try {
     if (survivors_)
-      survivors_->run(operation, sequence, timeout, std::max(timeout, timeout_.load()),
-                      in_users_thread);
+      survivors_->run(operation, sequence, timeout, in_users_thread);
     else
       epochs_->run(operation, sequence, timeout, in_users_thread);
   } catch (const Error&) {

@@ -99,7 +99,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // The ranks that operations include and what connects them, for waits outside operations: on
   // sockets, on a GPU.  From any thread, whether or not an operation runs.  The epoch numbers ranks
-  // by their positions, which are their numbers here if the group does not survive losses.
+  // by their positions, which are their numbers here if the group does not survive losses.  A
+  // failure ends the group then; else only the epoch.  The group must outlive the epoch.
   std::shared_ptr<Epoch> epoch() const;
   // The ranks that operations include and that are not lost; all, if it does not survive losses.
   std::vector<int> liveRanks() const;

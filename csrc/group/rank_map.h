@@ -17,7 +17,7 @@ namespace ringreduce {
 
 class RankMap {
  public:
-  // `members`: GroupOptions::members; empty: all of `size` ranks.
+  // `members`: GroupOptions::members, ascending; empty: all of `size` ranks.
   RankMap(std::vector<int> members, int size) : ranks_(std::move(members)) {
     if (!ranks_.empty()) return;
     is_whole_ = true;
@@ -25,7 +25,7 @@ class RankMap {
     std::iota(ranks_.begin(), ranks_.end(), 0);
   }
 
-  // Whether it includes all ranks of the group: then a rank is its own position.
+  // Whether it was made without `members`: then a rank is its own position.
   bool isWhole() const { return is_whole_; }
   const std::vector<int>& ranks() const { return ranks_; }  // by position, ascending
   int rankAt(int position) const { return ranks_[static_cast<size_t>(position)]; }

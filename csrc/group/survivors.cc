@@ -53,17 +53,19 @@ class WatchedAttempt final : public Attempt {
 
 }  // namespace
 
-Survivors::Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<Store>& store)
+Survivors::Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<Store>& store,
+                     const std::atomic<Nanos>& patience)
     : epochs_(epochs),
       executor_(executor),
+      patience_(patience),
       shared_(epochs.running().shared),
       recovery_(store, "ringreduce/epochs/" + epochs.running().hosts->nonce() + "/", epochs.rank(),
                 epochs.running().ranks.ranks(), epochs.options()) {}
 
-void Survivors::run(const Operation& operation, uint64_t sequence, Nanos timeout, Nanos patience,
+void Survivors::run(const Operation& operation, uint64_t sequence, Nanos timeout,
                     bool in_users_thread) {
   epochs_.check();
-  Call call{operation, sequence, timeout, patience, in_users_thread, {.operation = sequence}};
+  Call call{operation, sequence, timeout, in_users_thread, {.operation = sequence}};
   const std::optional<Overwritten> overwritten = repeatable(operation, epochs_.rank());
   try {
     if (operation.before) operation.before();
@@ -105,8 +107,7 @@ void Survivors::attempt(Call& call) {
   const bool is_barrier = std::holds_alternative<Barrier>(call.operation.call) ||
                           std::holds_alternative<MonitoredBarrier>(call.operation.call);
   call.standing.holds = is_barrier;
-  Operation once = call.operation;
-  once.before = nullptr;
+  const Operation once{.call = call.operation.call, .timeout = call.operation.timeout};
   epochs_.run(once, call.sequence, call.timeout, call.in_users_thread);
   // In shared memory the survivors finish the operation itself.
   if (is_barrier || !epochs_.running().network) return;
@@ -119,7 +120,7 @@ void Survivors::attempt(Call& call) {
 bool Survivors::recover(const Error& loss, Call& call) {
   const GroupOptions& options = epochs_.options();
   const int rank = epochs_.rank();
-  const Nanos began = now();
+  const Nanos began = now(), patience = std::max(call.timeout, patience_.load());
   const auto poll = [&] {
     if (call.in_users_thread && options.interrupt) options.interrupt();
     if (!call.in_users_thread && options.interrupted && options.interrupted(began))
@@ -145,7 +146,7 @@ bool Survivors::recover(const Error& loss, Call& call) {
   try {
     for (int fruitless = 0;;) {
       const std::vector<int> before = recovery_.members();
-      const Plan plan = recovery_.agree(standing, watch, call.patience);
+      const Plan plan = recovery_.agree(standing, watch, patience);
       const bool is_done = plan.is_done || standing.operation < plan.operation;
       // From now on others may repeat it, or raise.
       if (!is_done) standing.holds = false;
@@ -156,7 +157,7 @@ bool Survivors::recover(const Error& loss, Call& call) {
         epochs_.end(error);  // of the next call
         return true;
       }
-      if (makeNextEpoch(watch, call, fruitless)) return standing.holds && is_done;
+      if (makeNextEpoch(watch, call, patience, fruitless)) return standing.holds && is_done;
     }
   } catch (const StoreFailure& failure) {
     throw epochs_.end(
@@ -213,7 +214,8 @@ void Survivors::tell(const Error& error) {
 
 // Makes the epoch of the plan's members; collective over them.  False if they have to meet again:
 // one of them was lost, or they could not reach each other, which counts in `fruitless`.
-bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, int& fruitless) {
+bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Nanos patience,
+                              int& fruitless) {
   const std::vector<int>& members = recovery_.members();
   const auto firstLost = [&] {
     return std::ranges::find_if(members,
@@ -221,7 +223,7 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, in
   };
   GroupOptions made = epochs_.options().ofMembers(members, epochs_.size());
   made.shared = shared_;
-  made.timeout = call.patience;
+  made.timeout = patience;
   if (!call.in_users_thread) made.interrupt = nullptr;
   made.attempt = std::make_shared<WatchedAttempt>([&] {
     watch.poll();
@@ -236,7 +238,7 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, in
         Epoch::create(store, position, static_cast<int>(members.size()), made, executor_, nullptr);
     epochs_.add(next);
     watch.poll();
-    next->run({.call = Barrier{}}, call.patience, call.in_users_thread);
+    next->run({.call = Barrier{}}, patience, call.in_users_thread);
     epochs_.enter(next);
     return true;
   } catch (const Error& error) {

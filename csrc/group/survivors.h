@@ -16,14 +16,14 @@ namespace ringreduce {
 
 class Survivors {
  public:
-  // `store`: used after each loss.  The others outlive this object.
-  Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<Store>& store);
+  // `store`: used after each loss.  `patience`: how long the ranks that are not lost may take to
+  // come to it, if the operation's own timeout is not longer.  The others outlive this object.
+  Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<Store>& store,
+            const std::atomic<Nanos>& patience);
 
   // Throws PeerLost if the operation lacks data of a lost rank; the group then goes on, unless the
-  // error says that it is final.  `patience`: how long the ranks that are not lost may take to come
-  // to the store.
-  void run(const Operation& operation, uint64_t sequence, Nanos timeout, Nanos patience,
-           bool in_users_thread);
+  // error says that it is final.
+  void run(const Operation& operation, uint64_t sequence, Nanos timeout, bool in_users_thread);
 
   size_t stagingBytes() const { return inputs_bytes_; }
 
@@ -32,13 +32,14 @@ class Survivors {
   struct Call {
     const Operation& operation;
     const uint64_t sequence;
-    const Nanos timeout, patience;
+    const Nanos timeout;
     const bool in_users_thread;
     Standing standing;
   };
   void attempt(Call& call);
   bool recover(const Error& loss, Call& call);
-  bool makeNextEpoch(const Recovery::Watch& watch, const Call& call, int& fruitless);
+  bool makeNextEpoch(const Recovery::Watch& watch, const Call& call, Nanos patience,
+                     int& fruitless);
   void keepInputs(const Overwritten& inputs);
   Error lostIn(const Call& call, const std::vector<int>& before) const;
   Error tooFew(const std::vector<int>& before) const;
@@ -46,6 +47,7 @@ class Survivors {
 
   Epochs& epochs_;
   Executor& executor_;
+  const std::atomic<Nanos>& patience_;
   const SharedOptions shared_;
   Recovery recovery_;
   std::unique_ptr<std::byte[]> inputs_;  // of the running operation

@@ -87,6 +87,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void abort(const std::string& why);
   // Throws if the group has failed.
   void check() const;
+  OnLoss onLoss() const { return on_loss_; }
   bool failed() const override { return verdict_.exists() || isLeftOut(); }
   // Which rank is to blame for the failure, if there is one; or kNobody.
   int culprit() const { return isLeftOut() ? rank_ : verdict_.culprit(); }

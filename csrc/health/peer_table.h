@@ -75,6 +75,7 @@ class PeerTable {
   // ---- the state of ranks
 
   // In shared memory, a rank that ended or left is always drained: all its writes are visible.
+  // Its data may have come since the last look, so look once more before it is reported as lost.
   PeerState stateOf(int rank) const;
   std::vector<PeerState> states() const;
   // The same without a look at the processes.

@@ -1,29 +1,16 @@
 // The thread, and how it sleeps until it is asked.
 #include "health/pulse.h"
 
-#include <pthread.h>
-
-#include <csignal>
-#include <system_error>
-
 #include "base/error.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "transport/shm/wait.h"
 
 namespace ringreduce {
 
 Pulse::Pulse(RankPage& page) : page_(page) {
-  // Signals are for the threads of the user's program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = new std::thread([this] { run(); });
-  } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw Error(Failure::kSetup, noThread("that on_loss='continue' needs", error));
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = new std::thread(
+      startThread("ringreduce-live", "that on_loss='continue' needs", [this] { run(); }));
 }
 
 Pulse::~Pulse() {
@@ -35,7 +22,6 @@ Pulse::~Pulse() {
 }
 
 void Pulse::run() {
-  pthread_setname_np(pthread_self(), "ringreduce-live");
   const std::atomic_ref asleep(page_.pulse_wake_word);
   const std::atomic_ref pulses(page_.pulses);
   for (;;) {

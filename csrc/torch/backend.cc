@@ -327,7 +327,7 @@ Backend::BackendPtr Backend::shrink(const std::vector<int64_t>& excluded, int fl
 
 bool Backend::isEnded() const {
   const std::lock_guard lock(group_mutex_);
-  return end_reason_ != nullptr;
+  return ends_ > 0;
 }
 
 bool Backend::isConnected() const {
@@ -438,7 +438,8 @@ size_t Backend::stagingBytes() const {
 
 std::vector<std::string> Backend::routes() const {
   const auto group = groupIfAny();
-  return group ? group->epoch()->wires->routes() : std::vector<std::string>();
+  if (!group) return {};
+  return translated([&] { return group->epoch()->wires->routes(); });
 }
 
 std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
@@ -474,7 +475,11 @@ void Backend::abort() {
 
 void Backend::shutdown() {
   if (keeps_store_.exchange(false)) keepStore(store_, nanosOf(options_->timeout));
-  endChange(kDestroyed);
+  {
+    const std::lock_guard lock(group_mutex_);
+    is_destroyed_ = true;
+  }
+  endChange("its group was destroyed");
   dropPrepared();
   if (const auto gpu = gpuIfAny()) gpu->shutdown();
   std::shared_ptr<Group> group = groupIfAny();
@@ -499,8 +504,8 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   if (options.device().is_cuda() && gpuIfAny()) return at::empty({size}, options);
   TORCH_CHECK_VALUE(options.device().is_cpu(), "ringreduce allocateTensor: on ", options.device());
   const std::shared_ptr<Group> group = groupIfAny();
-  if (group && group->epoch()->usesTensorsInPlace()) try {
-      return sharedTensor({size}, options);
+  if (group) try {
+      if (group->epoch()->usesTensorsInPlace()) return sharedTensor({size}, options);
     } catch (const Error& error) {  // too many descriptors, for example: the slots will do
       log(std::string("a tensor is not shared: ") + error.what());
     }

@@ -243,7 +243,7 @@ class Backend final : public c10d::Backend {
   void check() const;
   // Whether it can be left without an abort: nothing is under way.
   bool isIdle() const;
-  // Whether shutdown() was called, or abort() since the last reconfigure() began.
+  // Whether shutdown() was called, or abort() since the group was made.
   bool isEnded() const;
   // Whether an operation has ended with an Error.
   bool hasRaised() const;
@@ -273,12 +273,14 @@ class Backend final : public c10d::Backend {
 #endif
   WorkPtr broadcastOfCopies(Group& group, const at::Tensor& tensor,
                             const c10d::BroadcastOptions& options);
-  // Makes `change` the reconfigure() or prepare() that endChange() ends; at once if isEnded().
-  void beginChange(const std::shared_ptr<Cancel>& change);
-  // Ends a reconfigure() or prepare() that waits in another thread, if there is one.
+  // Makes `change` the reconfigure() or prepare() that endChange() ends; at once if it has ended
+  // more than `ends` of them.  The result lives as long as the call.
+  std::shared_ptr<Cancel> beginChange(const std::shared_ptr<Cancel>& change, int ends);
+  // Ends the change that is under way in another thread, and those that begin before the next
+  // group, except a reconfigure() that is called later than abort().
   void endChange(const char* why);
   // Makes `group`, which was made in `store`, the current one.  Returns the one before, as it was;
-  // null if there was none.  With group_mutex_ held.
+  // null if there was none.  With group_mutex_ held, or in the constructor.
   std::shared_ptr<Group> replaceGroup(std::shared_ptr<Group> group, const GpuPtr& gpu,
                                       const StorePtr& store);
   Job observed(Job job) const;  // by this backend
@@ -308,12 +310,13 @@ class Backend final : public c10d::Backend {
   Failure last_failure_ = Failure::kNone;  // of a group that is destroyed
   bool is_connected_ = false;              // it has or had a group, or was destroyed
   const Connect connect_;
-  std::mutex change_mutex_;         // one reconfigure() or prepare() at a time
+  std::mutex change_mutex_;         // one reconfigure() or prepare() at a time; others wait
   std::shared_ptr<Cancel> change_;  // the last of them
   std::shared_ptr<Group> prepared_;
   StorePtr prepared_store_;
-  static constexpr const char* kDestroyed = "its group was destroyed";
-  const char* end_reason_ = nullptr;  // see isEnded(); kDestroyed after shutdown()
+  int ends_ = 0;                      // calls of abort() and shutdown() since the group was made
+  const char* end_reason_ = nullptr;  // the last of them
+  bool is_destroyed_ = false;         // shutdown() was called
   std::atomic<bool> roots_move_{false};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   const std::string token_ = randomSecretText().substr(0, 16);  // of this backend, in its handles

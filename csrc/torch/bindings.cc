@@ -212,7 +212,8 @@ c10::intrusive_ptr<c10d::Work> averageBucket(const BackendPtr& backend, c10d::Gr
 // Ranks by host, the hosts' names, how their ring came about, the hosts and ranks in its order, and
 // the rates from host to host in Mbit/s.
 py::tuple topologyOf(const BackendPtr& backend) {
-  const std::shared_ptr<Epoch> epoch = asRingreduce(*backend).group()->epoch();
+  const std::shared_ptr<Group> group = asRingreduce(*backend).group();
+  const std::shared_ptr<Epoch> epoch = group->epoch();
   std::vector<std::vector<int>> hosts;
   std::vector<std::string> names;
   const Hosts* known = epoch->hosts.get();

@@ -8,7 +8,9 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/clock.h"
@@ -24,15 +26,19 @@ namespace ringreduce {
 
 // ---- what all changes have in common
 
-void Backend::beginChange(const std::shared_ptr<Cancel>& change) {
+std::shared_ptr<Cancel> Backend::beginChange(const std::shared_ptr<Cancel>& change, int ends) {
   const std::lock_guard lock(group_mutex_);
-  if (end_reason_) change->end(end_reason_);
+  if (is_destroyed_ || ends_ > ends) change->end(end_reason_);
   change_ = change;
+  const std::shared_ptr<Cancel> under_way(change.get(), [change](Cancel*) {});
+  addLive(under_way);
+  return under_way;
 }
 
 void Backend::endChange(const char* why) {
   const std::lock_guard lock(group_mutex_);
-  if (end_reason_ != kDestroyed) end_reason_ = why;
+  ++ends_;
+  end_reason_ = why;
   if (change_) change_->end(why);
 }
 
@@ -44,6 +50,7 @@ std::shared_ptr<Group> Backend::replaceGroup(std::shared_ptr<Group> group, const
   group_store_ = store;
   last_failure_ = Failure::kNone;
   is_connected_ = true;
+  ends_ = 0;
   observer_->enterGroup();
   return std::exchange(group_, std::move(group));
 }
@@ -80,7 +87,7 @@ class MembershipChange final : public Cancel {
         refusal_(std::move(refusal)) {}
 
   void claim() override {
-    check();
+    Cancel::claim();
     if (!claims()) refuse();
   }
   void poll(Nanos waited) override {
@@ -182,10 +189,10 @@ c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
 Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   return translated([&] {
     const std::lock_guard lock(change_mutex_);
-    {
+    const int ends = [&] {
       const std::lock_guard group_lock(group_mutex_);
-      if (end_reason_ != kDestroyed) end_reason_ = nullptr;  // of the old group; a later one counts
-    }
+      return ends_;  // those ended the old group
+    }();
     const std::string own = get_reconfigure_handle();
     const std::vector<Handle> handles = handlesOf(options, own);
     const auto self = std::ranges::find(handles, own, &Handle::text);
@@ -218,10 +225,7 @@ Backend::WorkPtr Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     const auto change = std::make_shared<MembershipChange>(store_, place + "/claim", members, own,
                                                            rank, who, refusal);
     within.attempt = change;
-    beginChange(change);
-    // Ends with this call, as `change` does not.
-    const std::shared_ptr<Cancel> under_way(change.get(), [change](Cancel*) {});
-    addLive(under_way);
+    const auto under_way = beginChange(change, ends);  // of a destroyed group: it tells the others
     const std::shared_ptr<Group> group = makeGroup(store, rank, size, std::move(within));
     group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
     enter(group, store, std::move(made));
@@ -281,7 +285,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
     const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
                                                  made.name + "' gave up while newcomers joined");
-    beginChange(cancel);
+    const auto under_way = beginChange(cancel, /*ends=*/0);
     made.attempt = cancel;
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
     const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));

@@ -159,7 +159,7 @@ TEST(where_no_thread_can_be_started_the_caller_is_told) {
   });
   CHECK(pthread_setattr_default_np(&usual) == 0);
   CHECK_EQ(calls, 1);
-  CHECK_EQ(why.find("no thread can be started"), 0u);
+  CHECK_EQ(why.find("ringreduce cannot start a thread that connects to it"), 0u);
   std::atomic<int> made{0};
   dialler.call(0, 0,
                [&](net::Socket socket, const net::ConnectFailure&) { made += socket ? 1 : 0; });

@@ -127,17 +127,6 @@ TEST(one_thread_makes_all_calls_and_ends_with_the_store) {
   CHECK_EQ(threads(), 0);
 }
 
-TEST(a_forked_child_can_neither_use_the_store_nor_hang_in_its_end) {
-  auto store = timed([] {});
-  store->set("a", "1");
-  const processes::Ends ends = processes::run(1, [&](int) {
-    CHECK(failureOf([&] { store->get("a"); }, "was forked from rank 1") == Failure::kArgument);
-    store.reset();
-  });
-  CHECK_EQ(ends[0], "");
-  CHECK_EQ(*store->get("a"), "1");
-}
-
 TEST(an_error_in_the_thread_is_that_of_the_call) {
   std::function<void()> fails;
   const auto store = timed([&] {

@@ -61,6 +61,7 @@ struct InterNodeCommunicator::State {
   }
 
   const std::shared_ptr<Group> group;  // over all hosts
+  const std::shared_ptr<Epoch> epoch = group->epoch();
   const Hosts hosts;
   const std::shared_ptr<Group> host_group;
   const std::shared_ptr<GpuCommunicator> local;
@@ -118,15 +119,15 @@ void InterNodeCommunicator::State::join() {
     constexpr char kDoing[] = "while NCCL connected the GPUs of several hosts";
     group->interrupt(kDoing);
     group->checkHealth();
-    const std::vector<PeerState> states = group->epoch()->peers().states();
+    const std::vector<PeerState> states = epoch->peers().states();
     for (int r = 0; r < group->size(); ++r)
-      if (!states[static_cast<size_t>(r)].isHere()) group->epoch()->arbiter->failLost(r, kDoing);
+      if (!states[static_cast<size_t>(r)].isHere()) epoch->arbiter->failLost(r, kDoing);
   };
   try {
     ring = NcclRing::join(library, id, rank, size, device, group->timeout(), meanwhile);
   } catch (const Error& error) {
     if (group->failed()) throw;
-    throw Error(error.kind(), group->epoch()->peers().who(group->rank()) + ": " + error.what());
+    throw Error(error.kind(), epoch->peers().who(group->rank()) + ": " + error.what());
   }
 }
 
@@ -149,7 +150,7 @@ InterNodeCommunicator::~InterNodeCommunicator() {
     return;
   }
   if (!s.watchdog->settle(kPatience)) {
-    log(s.group->epoch()->peers().who(s.group->rank()) + " leaves GPU memory of group '" +
+    log(s.epoch->peers().who(s.group->rank()) + " leaves GPU memory of group '" +
         s.group->options().name +
         "' to the end of the process: GPU operations that may touch it are still under way");
     state_.release()->watchdog.reset();
@@ -201,7 +202,7 @@ void InterNodeCommunicator::State::checkHost() {
   } catch (const Error& error) {
     if (echo_since == 0) echo_since = now();
     if (isEcho(error) && now() - echo_since < kVerdict) return;
-    group->epoch()->arbiter->fail(error.kind(), culpritOf(error), causeOf(error.what()));
+    epoch->arbiter->fail(error.kind(), culpritOf(error), causeOf(error.what()));
   }
 }
 
@@ -212,12 +213,12 @@ std::string InterNodeCommunicator::State::ncclError() {
   } catch (const Error& error) {
     const int size = hierarchical ? hosts.count() : hosts.size();
     const auto beside = [&](int step) {
-      if (!hierarchical) return group->epoch()->peers().who((hosts.rank() + step + size) % size);
+      if (!hierarchical) return epoch->peers().who((hosts.rank() + step + size) % size);
       const int host = (hosts.hostOf(hosts.rank()) + step + size) % size;
-      return group->epoch()->peers().who(hosts.ranksOn(host)[static_cast<size_t>(rail)]);
+      return epoch->peers().who(hosts.ranksOn(host)[static_cast<size_t>(rail)]);
     };
-    return "NCCL failed at " + group->epoch()->peers().who(hosts.rank()) + ", between " +
-           beside(-1) + " and " + beside(1) +
+    return "NCCL failed at " + epoch->peers().who(hosts.rank()) + ", between " + beside(-1) +
+           " and " + beside(1) +
            ", and does not say whether one of these is gone, another rank, or the network: " +
            error.what();
   }
@@ -250,7 +251,7 @@ bool InterNodeCommunicator::wait(Nanos longest) {
   } catch (const Error& error) {
     const std::lock_guard lock(s.calls);
     s.awaitVerdict(error);
-    s.group->epoch()->arbiter->fail(error.kind(), s.culpritOf(error), causeOf(error.what()));
+    s.epoch->arbiter->fail(error.kind(), s.culpritOf(error), causeOf(error.what()));
   }
   return true;
 }
@@ -356,12 +357,11 @@ void InterNodeCommunicator::State::giveUp(const GpuAllReduce& call, const Error&
   try {
     if (!host_group->failed() || isEcho(why)) awaitVerdict(why);
     // The error of this host's group names the rank to blame.
-    if (host_group->failed())
-      group->epoch()->arbiter->fail(why.kind(), culpritOf(why), causeOf(why.what()));
-    group->epoch()->arbiter->fail(
-        why.kind() == Failure::kPeerLost ? Failure::kPeerLost : Failure::kAborted, hosts.rank(),
-        group->epoch()->peers().who(hosts.rank()) + " gave up: " + why.what() +
-            (call.label ? " (" + call.label() + ")" : ""));
+    if (host_group->failed()) epoch->arbiter->fail(why.kind(), culpritOf(why), causeOf(why.what()));
+    epoch->arbiter->fail(why.kind() == Failure::kPeerLost ? Failure::kPeerLost : Failure::kAborted,
+                         hosts.rank(),
+                         epoch->peers().who(hosts.rank()) + " gave up: " + why.what() +
+                             (call.label ? " (" + call.label() + ")" : ""));
   } catch (const Error&) {
     poison();
     try {

@@ -128,9 +128,10 @@ void RemoteRanks::probe() {
   }
   if (broken_since_ == 0) broken_since_ = now();
   if (now() - broken_since_ < kHearsay + turn()) return;
-  if (std::ranges::any_of(epoch_->peers().states(), &PeerState::isLost))
-    return;                                                   // is being reported
-  epoch_->arbiter->fail(Failure::kPeerLost, kNobody, error);  // it names this rank's neighbours
+  // A lost rank is being reported.
+  if (std::ranges::any_of(epoch_->peers().states(), &PeerState::isLost)) return;
+  // The text names this rank's neighbours.
+  epoch_->arbiter->fail(Failure::kPeerLost, kNobody, error);
 }
 
 void RemoteRanks::abort(const std::string& why) {

@@ -4,19 +4,17 @@
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <fstream>
 #include <functional>
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include "base/error.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "transport/tcp/acceptor.h"
 
 namespace ringreduce::net {
@@ -42,18 +40,13 @@ void Connector::call(int to, int number, Taken taken) {
   calls_.push_back({.to = to, .number = number, .taken = std::move(taken)});
   if (alive_ >= kMostThreads) return;
   joinEnded();
-  // Signals are for the threads of the user's program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   ConnectFailure error;
   try {
-    threads_->emplace_back([this] { run(); });
+    threads_->push_back(startThread("ringreduce-dial", "that connects to it", [this] { run(); }));
     ++alive_;
-  } catch (const std::system_error& thrown) {
-    error = {std::string("no thread can be started to connect to it: ") + thrown.what(), true};
+  } catch (const Error& thrown) {
+    error = {thrown.what(), true};
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error.why.empty() || alive_ > 0) return;  // a running thread takes it
   const Call refused = std::move(calls_.back());
   calls_.pop_back();
@@ -108,7 +101,6 @@ Socket Connector::dial(Call& call) {
 }
 
 void Connector::run() {
-  pthread_setname_np(pthread_self(), "ringreduce-dial");
   std::unique_lock lock(mutex_);
   while (!stopping_ && !calls_.empty()) {
     Call call = std::move(calls_.front());

@@ -1,7 +1,6 @@
 // The loop: epoll, an eventfd that wakes it, and a sorted map of timers.
 #include "transport/tcp/reactor.h"
 
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -11,18 +10,17 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/thread.h"
 
 namespace ringreduce::net {
 namespace {
@@ -93,22 +91,11 @@ Loop::Loop()
 }
 
 void Loop::start(std::shared_ptr<Loop> self) {
-  // Signals are for the threads of the user's program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = new std::thread([self = std::move(self)] {
-      pthread_setname_np(pthread_self(), "ringreduce-net");
-      current_ = self.get();
-      self->loop();
-      current_ = nullptr;
-    });
-  } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw Error(Failure::kSetup, noThread("for sockets", error));
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = new std::thread(startThread("ringreduce-net", "for sockets", [self = std::move(self)] {
+    current_ = self.get();
+    self->loop();
+    current_ = nullptr;
+  }));
 }
 
 void Loop::leave() {
