@@ -1,4 +1,5 @@
-// Chooses the algorithm of an all-reduce, and holds the cost model behind the choice.
+// Chooses the algorithm of an all-reduce, and holds the cost model behind the choice.  Who asks:
+// collectives/all_reduce.cc, and before it group/wires.cc (Hierarchy::takes) between hosts.
 //
 // Inside a host every byte goes through the caches, so cost is counted in passes over the message:
 // bytes that one rank reads and writes, for a message of S bytes and P ranks.

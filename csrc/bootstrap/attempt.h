@@ -1,8 +1,9 @@
 // An attempt to make a group: its end from outside, and its time.
 //
-// Every wait for another rank while a group is made goes by an AttemptClock, and times out by it.
-// Each rank has one until all ranks have met (bootstrap/rendezvous.h), and then one until ranks
-// that share no memory are connected (bootstrap/host_links.h).
+// Every wait for another rank in bootstrap/ goes by an AttemptClock, and times out by it.  A
+// barrier that ends the making of a group is an operation, with an operation's timeout. Each rank
+// has one until all ranks have met (bootstrap/rendezvous.h), and then one until ranks that share no
+// memory are connected (bootstrap/host_links.h).
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Direct and two-shot.
+// Direct and two-shot.  What they do about lost ranks is in reduction.h.
 #include "collectives/reduction.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Compressed gradients for a DDP hook: which elements of its buckets are coded and which travel
-// exactly, in which steps, and which residuals error feedback keeps.
+// exactly, in which steps, and which residuals (kernels/message.h) error feedback keeps.
 //
 // A step ends before a bucket with a parameter that the step has already had.  The residuals that a
 // step makes come into force only after all its buckets have arrived and are finite: when the next

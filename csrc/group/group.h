@@ -47,6 +47,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Calls name ranks by these numbers, whichever of them are members.
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // Of an operation that has none of its own (Arbiter::begin and poll), and of a message
+  // (p2p/messenger.cc).  That of making a group is in bootstrap/attempt.h.
   Nanos timeout() const { return timeout_; }
   void setTimeout(Nanos timeout) { timeout_ = timeout; }
 

@@ -207,12 +207,4 @@ std::optional<Overwritten> repeatable(const Operation& operation, int rank) {
   return std::visit(Repeats{rank}, operation.call);
 }
 
-void run(Communicator& c, const Operation& operation) {
-  perform(c, operation.call);
-}
-
-void run(StreamCommunicator& c, const Operation& operation) {
-  perform(c, operation.call);
-}
-
 }  // namespace ringreduce

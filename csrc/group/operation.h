@@ -53,7 +53,4 @@ struct Overwritten {
 };
 std::optional<Overwritten> repeatable(const Operation& operation, int rank);
 
-void run(Communicator& c, const Operation& operation);
-void run(StreamCommunicator& c, const Operation& operation);
-
 }  // namespace ringreduce

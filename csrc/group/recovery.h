@@ -17,8 +17,7 @@
 //
 // If two ranks that came cannot reach each other, one of them stays out: the one that more ranks
 // cannot reach, so the larger side of a cut goes on; then the one that the other blames; then the
-// higher rank.  A side that cannot
-// reach the store raises.
+// higher rank.  A side that cannot reach the store raises.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,7 @@ class SharedWires final : public Wires {
   }
   void run(const Operation& operation, const OpSignature&) override {
     try {
-      ringreduce::run(memory_.communicator(), operation);
+      perform(memory_.communicator(), operation.call);
       if (SharedTensors* tensors = memory_.tensors()) tensors->finish();
     } catch (const Error& error) {
       // The group goes on without a lost rank, but this operation cannot.
@@ -76,9 +76,9 @@ class StreamWires final : public Wires {
       return hierarchy_->compressedAllReduce(c, *compressed);
     c.begin(announced);
     if (ranks_.empty())
-      ringreduce::run(c, operation);
+      perform(c, operation.call);
     else
-      ringreduce::run(c, inPlaces(operation, ranks_));
+      perform(c, inPlaces(operation, ranks_).call);
     transport_->finish();
   }
   size_t stagingBytes() const override {

@@ -447,8 +447,8 @@ void Arbiter::refreshProgress() const {
 // ---- mismatches
 
 void Arbiter::mismatch(int other, const OpSignature* sent, uint64_t about) {
-  // Ask for the others' calls, to tell the majority from the minority.  They may disagree about
-  // this operation, or about one in which this rank did not wait.
+  // Ask for the others' calls: the largest party is right (health/blame.h).  They may disagree
+  // about this operation, or about one in which this rank did not wait.
   const Nanos until = deadlineIn(channel_ ? kRemoteCensus : kCensus);
   const uint64_t first = std::min(
       about, current_.sequence - std::min(current_.sequence, kAnnouncements - kMaxSlots - 1));

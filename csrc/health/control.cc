@@ -324,7 +324,7 @@ namespace {
 // How long after the first cut a second one may become known, in addition to a heartbeat.
 constexpr Nanos kSettle = 200 * kMillisecond;
 
-std::string howEnded(Broken::How how) {
+std::string textOf(Broken::How how) {
   if (how == Broken::How::kEnded) return kProcessEnded;
   if (how == Broken::How::kSilent) return "it answers nobody any more";
   return "its control connection carried what no rank sends";
@@ -379,7 +379,7 @@ void ControlNode::onBroken(const Broken& broken, Connection* from) {
   ring_.remove(broken.rank);
   reportLost({broken.rank},
              broken.how == Broken::How::kEnded ? Observed::kEnded : Observed::kUnreachable,
-             howEnded(broken.how));
+             textOf(broken.how));
   closeGaps();
 }
 

@@ -6,7 +6,8 @@
 // connection carries a heartbeat every half second.  The reactor's thread always reads the
 // connections, so a rank that computes or is stopped in a debugger is never reported as lost.
 //
-//   A process ends.        The kernel closes its sockets.  Its neighbours report it to all.
+//   A process ends.        The kernel closes its sockets.  Its neighbours report it to all
+//                          (ControlNode::onDisconnect), whose arbiters learn it by onPeersLost().
 //   A host is lost.        Its kernel no longer acknowledges heartbeats.  TCP_USER_TIMEOUT
 //                          (RINGREDUCE_LOST_SECONDS, 3) then ends the connection.  The kernel of a
 //                          stopped process still acknowledges.

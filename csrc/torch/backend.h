@@ -91,7 +91,8 @@ class Backend final : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
-  // The same, blocking.  It makes no Work, unless torch's profiler or hooks observe it.
+  // The same for torch.ops.ringreduce (ops.cc), blocking.  It makes no Work, unless torch's
+  // profiler or hooks observe it.
   void runAllReduce(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;

@@ -23,6 +23,13 @@
 #include "torch/torch_store.h"
 
 namespace ringreduce {
+namespace {
+
+// A rank may give up making a group that others have already, and tell them, so long after its
+// timeout.
+constexpr Nanos kLaterNews = 3 * kSecond / 2;
+
+}  // namespace
 
 // ---- what all changes have in common
 
@@ -60,10 +67,6 @@ std::shared_ptr<Group> Backend::replaceGroup(std::shared_ptr<Group> group, const
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
 namespace {
-
-// A rank may give up making a group that others have already, and tell them, so long after its
-// timeout.
-constexpr Nanos kLaterNews = 3 * kSecond / 2;
 
 // A reconfigure under way: its claim of the uuid, and its end from another thread.
 //
@@ -282,6 +285,7 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     GroupOptions made = group_options_;
     made.members = members;
     made.timeout = timeout;
+    const Nanos until = deadlineIn(timeout);
     if (const auto group = groupIfAny()) made.shared = group->sharedOptions();
     const auto cancel = std::make_shared<Cancel>("rank " + made.shown(rank_) + " of group '" +
                                                  made.name + "' gave up while newcomers joined");
@@ -290,7 +294,8 @@ void Backend::prepare(const std::string& place, const std::vector<int>& members,
     const auto store = c10::make_intrusive<c10d::PrefixStore>(place, store_);
     const std::shared_ptr<Group> group = makeGroup(store, rank_, size_, std::move(made));
     try {
-      group->run({Barrier{}});  // a member may have failed to make it
+      group->setTimeout(std::max<Nanos>(until - now(), 0) + kLaterNews);
+      group->run({.call = Barrier{}});  // a member may have failed to make it
       const std::lock_guard lock(group_mutex_);
       cancel->check();
       group->setTimeout(nanosOf(options_->timeout));

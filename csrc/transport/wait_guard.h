@@ -83,7 +83,7 @@ class WaitGuard {
   // Whether the group has failed.  Cheap enough for a spin loop.
   virtual bool failed() const = 0;
 
-  // Called every few milliseconds by a wait for `rank`.  Throws if the group has failed, the
+  // Called every kLongestSleep or so by a wait for `rank`.  Throws if the group has failed, the
   // deadline has passed, or the rank is gone while `ready` is still false and the group does not
   // survive that.
   virtual void poll(int rank, Ready ready) = 0;

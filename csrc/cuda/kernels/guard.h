@@ -1,11 +1,11 @@
 // How a thread block waits without ever hanging, and how it reports that it gave up.
 //
 // Every wait polls its flag and, less often, the kernel's deadline, the abort flag that the host
-// sets, and the rank's cause of failure, set by the first of its blocks to give up.  After that
-// nothing waits or moves any more: the block runs to its end, and the rank's last block sets the
-// flag that a fused optimizer looks at (Local::found_inf) and fills the whole output with NaN, or
-// zeros if it is of integers.  A CUDA wait() never blocks, so an optimizer would otherwise step
-// with garbage.
+// sets (HostRanks::release), and the rank's cause of failure, set by the first of its blocks to
+// give up.  After that nothing waits or moves any more: the block runs to its end, and the rank's
+// last block sets the flag that a fused optimizer looks at (Local::found_inf) and fills the whole
+// output with NaN, or zeros if it is of integers.  A CUDA wait() never blocks, so an optimizer
+// would otherwise step with garbage.
 //
 // In registered buffers (push_all_reduce.h) that holds for the rank's own chunk only: peers that
 // have not given up yet may still write to the others, or read what was filled.

@@ -3,7 +3,8 @@
 // A waiter sets its page's wake word, looks at the flag once more, and sleeps.  A publisher stores
 // its flag and then looks at the wake word.  Both are sequentially consistent, so one of them sees
 // the other.  So are the accesses to the failure of the group (health/verdict.h).  A sleep ends
-// after a few milliseconds in any case, to check for dead processes, deadlines and Ctrl-C.
+// after kLongestSleep in any case, to check for dead processes, deadlines and Ctrl-C:
+// WaitGuard::poll, which is Arbiter::poll (health/arbiter.cc).
 #pragma once
 
 #include "base/clock.h"
