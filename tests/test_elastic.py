@@ -346,7 +346,8 @@ def test_supervise_hears_from_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_supervise_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(240)")
+    # In one write: the ranks share a pipe.
+    script.write_text("import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(240)")
     command = [sys.executable, "-m", "ringreduce.supervise", "--nproc", "2", str(script)]
     # Under nohup it would ignore SIGHUP, as it should.
     heed = partial(signal.signal, number, signal.SIG_DFL)
