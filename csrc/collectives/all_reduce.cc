@@ -41,7 +41,7 @@ void allReduce(Communicator& c, const AllReduce& a) {
   const auto where_they_lie = [&](const std::vector<std::byte*>& data) {
     reduceInPlace(c, data, a.count, a.dtype, a.op, Reducible::kEverybody);
   };
-  if (inPlace(c, where_they_lie)) return;
+  if (inPlace(c, where_they_lie)) return;  // all ranks' tensors lie in shared blocks
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   if (c.size == 1) return;  // the reduction of one value is the value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};

@@ -4,10 +4,11 @@
 // Both cut the message canonically (algorithm/cut.h) and add chunk c in the order c+1, ..., c, or
 // in that of ranks, with halves accumulated in float32 and rounded once.
 //
-// If a rank is lost in the middle (exchange.h), each element is reduced over the ranks that
-// contributed to it, and an average divides by their number.  A slice that the lost rank has posted
-// includes it; later slices do not.  In two-shot, all ranks add the part of a lost rank that it has
-// not shared, without the lost rank: its own addends of that part never were in a slot.
+// If a rank is lost in the middle, Exchange::find and shared return null for it, and each element
+// is reduced over the ranks that contributed to it, and an average divides by their number.  A
+// slice that the lost rank has posted includes it; later slices do not.  In two-shot, all ranks add
+// the part of a lost rank that it has not shared, without the lost rank: its own addends of that
+// part never were in a slot.
 #pragma once
 
 #include <cstddef>

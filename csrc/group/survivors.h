@@ -1,5 +1,7 @@
 // Runs the operations of a group that goes on after losses between hosts: each until all ranks that
-// go on hold its result.  How they agree on the next epoch is in group/recovery.h.
+// go on hold its result.  `run` keeps a copy of the input and attempts the operation, which a
+// barrier ends.  After a loss `recover` agrees on a plan with the others (group/recovery.h) and
+// makes the next epoch; unless the plan says that the operation is done, it is attempted again.
 #pragma once
 
 #include <atomic>

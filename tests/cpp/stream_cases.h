@@ -42,13 +42,13 @@ class Caller {
       : transport(c.transport), options(c.options), c_(c), operate_(std::move(operate)) {}
 
   void operator()(const CollectiveCall& call) {
-    operate_(announce({call}, sequence_++), [&] { run(c_, {call}); });
+    operate_(announce({call}, sequence_++), [&] { ringreduce::perform(c_, call); });
   }
   // The same, announced as something else.
   void lying(const CollectiveCall& call) {
     OpSignature a = announce({call}, sequence_++);
     a.count += 1;
-    operate_(a, [&] { run(c_, {call}); });
+    operate_(a, [&] { ringreduce::perform(c_, call); });
   }
   // An operation that is no call.
   void perform(const std::function<void(StreamCommunicator&)>& body) {
