@@ -212,11 +212,11 @@ class StagedBackend final : public c10d::Backend {
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return onOne(c10d::OpType::REDUCE, "reduce", &c10d::Backend::reduce, tensors,
-                 options.rootRank == rank_ ? Use::kBoth : Use::kRead, options);
+                 options.rootRank == cpu_.getRank() ? Use::kBoth : Use::kRead, options);
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return onOne(c10d::OpType::BROADCAST, "broadcast", &c10d::Backend::broadcast, tensors,
-                 options.rootRank == rank_ ? Use::kRead : Use::kWrite, options);
+                 options.rootRank == cpu_.getRank() ? Use::kRead : Use::kWrite, options);
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     return onOne(c10d::OpType::SEND, "send", &c10d::Backend::send, tensors, Use::kRead, peer, tag);
@@ -333,7 +333,7 @@ class StagedBackend final : public c10d::Backend {
     });
   }
 
-  c10d::Backend& cpu_;
+  c10d::Backend& cpu_;  // its rank may change by a reconfigure, after this object is made
   const std::function<void(const std::string&)> abort_;
   std::mutex mutex_;  // of the next two
   bool coalescing_ = false;
