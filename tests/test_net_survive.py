@@ -69,6 +69,7 @@ def test_the_side_that_reaches_the_store_goes_on(pool: Pool) -> None:
         assert others == [Done(r, ([3.0] * 20, [0, 1])) for r in (0, 1)], others
         assert isinstance(cut_off, Raised) and cut_off.isa("PeerLost"), cut_off
         assert "the store has not answered" in cut_off.message, cut_off.message
+        assert "The group has failed" in cut_off.message and "goes on" not in cut_off.message
         assert cut_off.when - began < 40
 
 

@@ -106,8 +106,11 @@ Error Epochs::end(const Error& error) {
   last.group = options_.name;
   last.is_final = true;
   std::string text = error.what();
-  if (text.ends_with(kGroupGoesOn))  // as an epoch that may be replaced says
-    text.replace(text.rfind(kGroupGoesOn), std::string::npos, kGroupHasFailed);
+  // As an epoch that may be replaced says of a loss, which this error may go on to explain.
+  if (const auto at = text.find(kGroupGoesOn); at != std::string::npos) {
+    text.erase(at, sizeof kGroupGoesOn - 1);
+    text += kGroupHasFailed;
+  }
   Error final(error.kind(), text, last);
   {
     const std::lock_guard lock(mutex_);

@@ -3,7 +3,6 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -16,7 +15,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -25,6 +23,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/thread.h"
 
 namespace ringreduce {
 namespace {
@@ -140,11 +139,11 @@ class StoreKeeper {
     store_ = store;
     stopping_ = false;
     try {
-      thread_ = std::thread(
+      thread_ = startThread(
+          "ringreduce-keep", "that ends an unused store",
           [this, port, own = use.own, limit = deadlineIn(longest)] { watch(port, own, limit); });
-      pthread_setname_np(thread_.native_handle(), "ringreduce-keep");
-    } catch (const std::system_error& error) {  // the store is kept until the next group is made
-      log(noThread("that ends an unused store", error));
+    } catch (const Error& error) {  // the store is kept until the next group is made
+      log(error.what());
     }
   }
 
