@@ -20,7 +20,9 @@ from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
 from ringreduce.memory import empty, share_, zeros
+from ringreduce.record import Record, records
 from ringreduce.step import commit, found_inf
+from ringreduce.straggler import straggler_detection
 
 __all__ = [
     "Aborted",
@@ -30,6 +32,7 @@ __all__ = [
     "Mismatch",
     "Options",
     "PeerLost",
+    "Record",
     "Timeout",
     "average_gradients",
     "commit",
@@ -40,9 +43,11 @@ __all__ = [
     "init",
     "instruction_set",
     "live_ranks",
+    "records",
     "register_comm_hook",
     "share_",
     "staging_bytes",
+    "straggler_detection",
     "topology",
     "zeros",
 ]

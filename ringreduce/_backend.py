@@ -263,10 +263,22 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
         job=job,
         program=os.path.basename(sys.argv[0]) if of_default else "",
     )
+    _count_steps()
     if connect == "now" and extension().goes_on(backend):
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
     return backend
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Lets torch's optimizers count the training steps that records name."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def count(*_: Any) -> None:
+        extension().count_training_step()
+
+    register_optimizer_step_post_hook(count)
 
 
 def count_ranks_on_gpu(size: int) -> int:

@@ -101,7 +101,10 @@ def test_stubs_match_the_extension(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-MODULES = "average compression config elastic errors hooks launch memory step supervise topology"
+MODULES = (
+    "average compression config elastic errors hooks launch memory record step straggler supervise "
+    "topology"
+)
 
 
 def test_every_public_name_is_documented() -> None:

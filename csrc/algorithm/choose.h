@@ -48,6 +48,11 @@ enum class Algorithm : uint8_t { kAuto, kDirect, kTwoShot, kRing, kBruck, kHiera
 inline constexpr auto kNoAlgorithm = static_cast<Algorithm>(0xff);  // no algorithm
 inline constexpr const char* kAlgorithmNames[] = {"auto", "direct", "twoshot",
                                                   "ring", "bruck",  "hierarchical"};
+// How an operation ran, for its record.
+struct Way {
+  Algorithm algorithm = kNoAlgorithm;  // of an all-reduce
+  bool in_place = false;               // in tensors that the ranks share
+};
 // Whether it can add in the order of ranks.
 constexpr bool addsByRank(Algorithm algorithm) {
   return algorithm != Algorithm::kRing && algorithm != Algorithm::kHierarchical;

@@ -76,6 +76,16 @@ inline Nanos now() {
   return process_clock.now(monotonicNow);
 }
 
+// The clock of a group, on which its ranks compare times: CLOCK_MONOTONIC of rank 0's host.  The
+// other hosts measure how far theirs is ahead of it (health/clock_offset.h).
+struct ClockOffset {
+  Nanos ahead = 0;       // CLOCK_MONOTONIC here minus the group's clock
+  Nanos error = kNever;  // `ahead` is off by this much at most; kNever: it is not known yet
+
+  bool isKnown() const { return error != kNever; }
+  bool operator==(const ClockOffset&) const = default;
+};
+
 // `after` nanoseconds from `start`; never, if that is beyond the clock's range.
 inline Nanos deadlineIn(Nanos after, Nanos start = now()) {
   return after > kNever - start ? kNever : start + after;

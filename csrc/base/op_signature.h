@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/dtype.h"
 
 namespace ringreduce {
@@ -159,6 +160,14 @@ struct OpSignature {
 };
 static_assert(std::has_unique_object_representations_v<OpSignature>);
 inline constexpr uint64_t kNoOperation = ~uint64_t{0};  // as a sequence: nothing was announced
+
+// What a rank tells the others of an operation before it runs it.  Two of them are equal if their
+// signatures are.
+struct Announcement : OpSignature {
+  // When this rank began it, by the group's clock (base/clock.h); 0: not known.
+  Nanos arrived = 0;
+};
+static_assert(sizeof(Announcement) == sizeof(OpSignature) + sizeof(Nanos));
 
 // The progress of a rank's operations in GPU streams, which its group does not run itself.
 struct StreamProgress {

@@ -45,7 +45,8 @@ void allReduce(Communicator& c, const AllReduce& a) {
   if (a.op == ReduceOp::kPremulSum) scale(a.dtype, a.data, a.data, a.count, a.factor);
   if (c.size == 1) return;  // the reduction of one value is the value
   const Reducible reducible{a.data, a.data, a.count, a.dtype, a.op};
-  switch (chooseAllReduce(a.count * sizeOf(a.dtype), c.size, c.algorithm)) {
+  c.way.algorithm = chooseAllReduce(a.count * sizeOf(a.dtype), c.size, c.algorithm);
+  switch (c.way.algorithm) {
     case Algorithm::kTwoShot:
       return Reduction(c, reducible).twoShot();
     case Algorithm::kRing:
@@ -139,8 +140,9 @@ void allReduce(StreamCommunicator& c, const AllReduce& a) {
   if (P == 1) return;  // the reduction of one value is the value
   const WireCost& cost = c.options.cost;
   const size_t partial = sizeOf(reduceKernels(a.dtype, a.op).partial);
-  switch (chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
-                                c.options.algorithm, cost, c.options.order)) {
+  c.way.algorithm = chooseStreamAllReduce(a.count * sizeOf(a.dtype), a.count * partial, P,
+                                          c.options.algorithm, cost, c.options.order);
+  switch (c.way.algorithm) {
     case Algorithm::kBruck:
       return bruck(c, a, bruckRadix(P, cost));
     case Algorithm::kDirect:

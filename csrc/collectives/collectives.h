@@ -288,6 +288,7 @@ bool inPlace(Communicator& c, Body body) {
   try {
     const std::vector<std::byte*>* const data = c.tensors->gather();
     if (!data) return false;
+    c.way.in_place = true;
     body(*data);
     barrier(c, Barrier{});
     auto never = [] { return false; };

@@ -31,6 +31,7 @@ struct Communicator {
   Algorithm algorithm;
   AddOrder order = AddOrder::kRing;
   SharedTensors* tensors = nullptr;  // null: tensors are not used in place
+  Way way = {};                      // of the last operation
 
   int previousRank() const { return (rank + size - 1) % size; }
 };

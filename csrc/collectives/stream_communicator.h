@@ -79,9 +79,10 @@ class StreamCommunicator {
   Transport& transport;
   WaitGuard& watch;
   const StreamOptions options;
+  Way way;  // of the last operation
 
   // Starts an operation; transport.finish() ends it.
-  void begin(const OpSignature& operation) {
+  void begin(const Announcement& operation) {
     scratch_.reset();
     transport.begin(operation);
   }

@@ -110,21 +110,39 @@ void Epoch::Closes::operator()(Network* network) const {
   network->close();
 }
 
-void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread) {
+void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread,
+                Recording* recording) {
   const uint64_t sequence = sequence_++;
   wires->setPatience(in_users_thread ? users_patience_ : workers_patience_);
   try {
     if (operation.before) operation.before();
     wires->prepare(operation, sequence);
-    arbiter->begin(announce(operation, sequence), timeout, in_users_thread);
+    const OpSignature signature = announce(operation, sequence);
+    if (recording) recording->describe(signature, ranks);
+    arbiter->begin(signature, timeout, in_users_thread);
+    if (recording) recording->begin(arbiter->started());
     wires->run(operation, arbiter->current());
     arbiter->end();
   } catch (const Error&) {
+    note(recording);
     throw;
   } catch (...) {  // Ctrl-C or another exception in the middle of the operation
     arbiter->abort("interrupted in operation #" + std::to_string(sequence));
+    note(recording);
     throw;
   }
+  note(recording);
+}
+
+void Epoch::note(Recording* recording) const {
+  if (!recording || recording->record.arrived == 0) return;  // it did not begin
+  OpRecord& record = recording->record;
+  const Way way = wires->way();
+  record.algorithm = way.algorithm;
+  record.in_place = way.in_place;
+  record.first_data = arbiter->firstData();
+  record.clock_error = arbiter->clock().error;
+  recording->recorder.setArrivals(record, arbiter->arrivals(), ranks);
 }
 
 const HostRing* Epoch::ring() const {

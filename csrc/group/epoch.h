@@ -19,6 +19,7 @@
 #include "bootstrap/store.h"
 #include "group/operation.h"
 #include "group/rank_map.h"
+#include "group/recorder.h"
 #include "health/arbiter.h"
 #include "p2p/messenger.h"
 
@@ -45,8 +46,8 @@ class Epoch {
   Epoch(const Epoch&) = delete;
   Epoch& operator=(const Epoch&) = delete;
 
-  // Runs the operation in this thread.  One at a time.
-  void run(const Operation& operation, Nanos timeout, bool in_users_thread);
+  // Runs the operation in this thread.  One at a time.  `recording`: null for a barrier of our own.
+  void run(const Operation& operation, Nanos timeout, bool in_users_thread, Recording* recording);
 
   // Sends posted messages and leaves the other ranks.
   void leave(void (*poll)(), Nanos timeout);
@@ -72,6 +73,8 @@ class Epoch {
   const RankMap ranks;  // of the group
 
  private:
+  void note(Recording* recording) const;
+
   Epoch(int rank, std::unique_ptr<Network> network, Hosts hosts, Membership local_members,
         const GroupOptions& options, Executor& executor);
 

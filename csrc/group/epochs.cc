@@ -27,12 +27,14 @@ std::vector<std::shared_ptr<Epoch>> Epochs::all() const {
   return all;
 }
 
-void Epochs::run(const Operation& operation, uint64_t sequence, Nanos timeout,
-                 bool in_users_thread) {
-  if (current_->ranks.isWhole()) return current_->run(operation, timeout, in_users_thread);
+void Epochs::run(const Operation& operation, Nanos timeout, bool in_users_thread,
+                 Recording& recording) {
+  if (current_->ranks.isWhole())
+    return current_->run(operation, timeout, in_users_thread, &recording);
+  const uint64_t sequence = recording.record.index;
   const Operation placed = toMembers(operation, current_->ranks,
                                      [&](int rank) { return lacks(operation, sequence, rank); });
-  current_->run(placed, timeout, in_users_thread);
+  current_->run(placed, timeout, in_users_thread, &recording);
 }
 
 std::shared_ptr<Delivery> Epochs::post(Message message) {

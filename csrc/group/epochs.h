@@ -36,8 +36,9 @@ class Epochs {
   // The same without a lock, for the thread that runs operations.
   Epoch& running() { return *current_; }
 
-  // Runs the operation, whose ranks are the group's, in the current epoch.
-  void run(const Operation& operation, uint64_t sequence, Nanos timeout, bool in_users_thread);
+  // Runs the operation, whose ranks are the group's, in the current epoch.  Its record has its
+  // index.
+  void run(const Operation& operation, Nanos timeout, bool in_users_thread, Recording& recording);
   // Posts a message to or from a rank of the group.
   std::shared_ptr<Delivery> post(Message message);
   // The epoch that the message was posted in: it finishes its messages after it was replaced.

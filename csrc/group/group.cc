@@ -104,17 +104,35 @@ void Group::refuseInside() const {
 
 void Group::execute(const Operation& operation, bool in_users_thread) {
   const Nanos timeout = operation.timeout > 0 ? operation.timeout : timeout_.load();
-  const uint64_t sequence = sequence_++;
+  Recording recording{recorder_, nextRecord(operation)};
   try {
     if (survivors_)
-      survivors_->run(operation, sequence, timeout, in_users_thread);
+      survivors_->run(operation, timeout, in_users_thread, recording);
     else
-      epochs_->run(operation, sequence, timeout, in_users_thread);
+      epochs_->run(operation, timeout, in_users_thread, recording);
   } catch (const Error&) {
     raised_ = true;
+    recording.end(OpRecord::State::kFailed);
+    throw;
+  } catch (...) {
+    recording.end(OpRecord::State::kFailed);
     throw;
   }
+  recording.end(OpRecord::State::kDone);
   if (operation.after) operation.after();
+}
+
+OpRecord Group::nextRecord(const Operation& operation) {
+  OpRecord record{.index = sequence_++, .bytes = bytesOf(operation), .posted = operation.posted};
+  record.step = operation.posted == 0 ? training_step.load() : operation.step;
+  if (const std::optional<Codec> codec = codecOf(operation))
+    record.codec = static_cast<uint8_t>(*codec);
+  if (std::exchange(step_, record.step) != record.step) bucket_ = 0;
+  record.bucket = bucket_;
+  if (std::holds_alternative<AllReduce>(operation.call) ||
+      std::holds_alternative<CompressedAllReduce>(operation.call))
+    ++bucket_;
+  return record;
 }
 
 // Validates all operations before the first one runs.
@@ -155,7 +173,12 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
   check(operations);
   submitted_ += operations.size();
   size_t bytes = 0;
-  for (const Operation& operation : operations) bytes += bytesOf(operation);
+  const Nanos posted = monotonicNow();
+  for (Operation& operation : operations) {
+    bytes += bytesOf(operation);
+    operation.posted = posted;
+    operation.step = training_step;
+  }
   const bool quick = in_memory_ && bytes <= kQuickBytes;
   return executor_->submit(
       [this, operations = std::move(operations)](bool in_users_thread) {

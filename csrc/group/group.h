@@ -24,6 +24,7 @@
 #include "group/epoch.h"
 #include "group/epochs.h"
 #include "group/operation.h"
+#include "group/recorder.h"
 #include "group/survivors.h"
 
 namespace ringreduce {
@@ -118,6 +119,8 @@ class Group : public std::enable_shared_from_this<Group> {
   const SharedOptions& sharedOptions() const { return shared_; }
   uint64_t operations() const { return submitted_; }  // the sequence number of the next one
   size_t stagingBytes() const;
+  // From any thread.
+  const Recorder& recorder() const { return recorder_; }
 
  private:
   Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Executor> executor,
@@ -127,6 +130,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void refuseInside() const;
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
+  OpRecord nextRecord(const Operation& operation);
   void leave(void (*poll)());
 
   const int rank_, size_;
@@ -138,7 +142,10 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Group> local_;
   std::atomic<bool> raised_{false};
   std::atomic<uint64_t> submitted_{0};
-  uint64_t sequence_ = 0;  // operations so far; guarded by the executor's token
+  // The next four are guarded by the executor's token.
+  uint64_t sequence_ = 0;  // operations so far
+  uint32_t step_ = 0, bucket_ = 0;
+  Recorder recorder_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Epochs> epochs_;
   std::unique_ptr<Survivors> survivors_;  // null if a loss between hosts fails the group

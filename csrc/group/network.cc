@@ -30,7 +30,7 @@ Network::Network(std::unique_ptr<HostLinks> links)
       reactor_(links_->reactor()) {
   if (!links_->ring().ranks.empty()) positions_ = positionsOf(links_->ring().ranks);
   for (int r = 0; r < size_; ++r)
-    for (OpSignature& announcement : pages_[static_cast<size_t>(r)].announcements)
+    for (Announcement& announcement : pages_[static_cast<size_t>(r)].announcements)
       announcement.sequence = kNoOperation;
 }
 
@@ -83,7 +83,7 @@ std::unique_ptr<Fabric> Network::makeFabric() const {
       tcp);
 }
 
-std::unique_ptr<Transport> Network::start(Arbiter& arbiter) {
+std::unique_ptr<Transport> Network::start(Arbiter& arbiter, const Hosts& hosts) {
   if (!positions_.empty())
     position_guard_ = std::make_unique<RingPositionGuard>(arbiter, ring().ranks);
   guard_ = position_guard_ ? position_guard_.get() : &arbiter;
@@ -100,6 +100,7 @@ std::unique_ptr<Transport> Network::start(Arbiter& arbiter) {
     carrier_ = forwarder_.get();
     net::Control::Options control;
     control.ring = links_->controlRing();
+    for (int r = 0; r < size_; ++r) control.hosts.push_back(hosts.hostOf(r));
     control.lost_after = links_->lostAfter();
     control.goes_on = links_->sharedOptions().min_ranks > 0;
     arbiter_ = &arbiter;

@@ -38,7 +38,7 @@ class Network final : public PeerChannel, private net::MessageForwarder::Listene
   // Starts to report news to `arbiter`.  The ranks of the transport are in the order of `ring`. The
   // transport must not outlive this object.  Call `leave` or `close` before the transport or the
   // arbiter is destroyed.
-  std::unique_ptr<Transport> start(Arbiter& arbiter);
+  std::unique_ptr<Transport> start(Arbiter& arbiter, const Hosts& hosts);
   // The channels for messages to and from each rank.
   std::vector<Engine::Wire> channels();
   const SharedOptions& sharedOptions() const { return links_->sharedOptions(); }

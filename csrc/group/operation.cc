@@ -164,6 +164,11 @@ size_t bytesOf(const Operation& operation) {
       operation.call);
 }
 
+std::optional<Codec> codecOf(const Operation& operation) {
+  const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
+  return compressed ? std::optional(compressed->coding.codec) : std::nullopt;
+}
+
 Operation inPlaces(const Operation& operation, const std::vector<int>& ranks) {
   Operation placed{.call = operation.call, .timeout = operation.timeout};
   std::visit(

@@ -22,6 +22,9 @@ struct Operation {
   std::function<void()> after = {};
   // Called in the same thread before it begins.
   std::function<void()> before = {};
+  // Of its record: when it was called, and in which training step.  0: now.
+  Nanos posted = 0;
+  uint32_t step = 0;
 };
 
 // Throws Error(kArgument) for a call that this rank cannot perform, before anything is sent.
@@ -35,6 +38,9 @@ SharedData sharedData(const Operation& operation, int rank);
 
 // The bytes of this rank's elements, about.
 size_t bytesOf(const Operation& operation);
+
+// The codec of a compressed all-reduce.
+std::optional<Codec> codecOf(const Operation& operation);
 
 // The same call over a transport that numbers the ranks by their positions in a ring
 // (transport/wait_guard.h). `operation` owns the buffers, so it must live as long as the result.

@@ -62,10 +62,11 @@ Survivors::Survivors(Epochs& epochs, Executor& executor, const std::shared_ptr<S
       recovery_(store, "ringreduce/epochs/" + epochs.running().hosts->nonce() + "/", epochs.rank(),
                 epochs.running().ranks.ranks(), epochs.options()) {}
 
-void Survivors::run(const Operation& operation, uint64_t sequence, Nanos timeout,
-                    bool in_users_thread) {
+void Survivors::run(const Operation& operation, Nanos timeout, bool in_users_thread,
+                    Recording& recording) {
+  const uint64_t sequence = recording.record.index;
   epochs_.check();
-  Call call{operation, sequence, timeout, in_users_thread, {.operation = sequence}};
+  Call call{operation, sequence, timeout, in_users_thread, recording, {.operation = sequence}};
   const std::optional<Overwritten> overwritten = repeatable(operation, epochs_.rank());
   try {
     if (operation.before) operation.before();
@@ -108,12 +109,12 @@ void Survivors::attempt(Call& call) {
                           std::holds_alternative<MonitoredBarrier>(call.operation.call);
   call.standing.holds = is_barrier;
   const Operation once{.call = call.operation.call, .timeout = call.operation.timeout};
-  epochs_.run(once, call.sequence, call.timeout, call.in_users_thread);
+  epochs_.run(once, call.timeout, call.in_users_thread, call.recording);
   // In shared memory the survivors finish the operation itself.
   if (is_barrier || !epochs_.running().network) return;
   call.standing.holds = true;
   call.standing.epoch = recovery_.epoch();
-  epochs_.running().run({.call = Barrier{}}, call.timeout, call.in_users_thread);
+  epochs_.running().run({.call = Barrier{}}, call.timeout, call.in_users_thread, nullptr);
 }
 
 // Goes on without the lost ranks, after the error `loss`.  Returns whether the operation is done.
@@ -238,7 +239,7 @@ bool Survivors::makeNextEpoch(const Recovery::Watch& watch, const Call& call, Na
         Epoch::create(store, position, static_cast<int>(members.size()), made, executor_, nullptr);
     epochs_.add(next);
     watch.poll();
-    next->run({.call = Barrier{}}, patience, call.in_users_thread);
+    next->run({.call = Barrier{}}, patience, call.in_users_thread, nullptr);
     epochs_.enter(next);
     return true;
   } catch (const Error& error) {

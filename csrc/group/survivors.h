@@ -25,7 +25,7 @@ class Survivors {
 
   // Throws PeerLost if the operation lacks data of a lost rank; the group then goes on, unless the
   // error says that it is final.
-  void run(const Operation& operation, uint64_t sequence, Nanos timeout, bool in_users_thread);
+  void run(const Operation& operation, Nanos timeout, bool in_users_thread, Recording& recording);
 
   size_t stagingBytes() const { return inputs_bytes_; }
 
@@ -36,6 +36,7 @@ class Survivors {
     const uint64_t sequence;
     const Nanos timeout;
     const bool in_users_thread;
+    Recording& recording;
     Standing standing;
   };
   void attempt(Call& call);

@@ -29,7 +29,8 @@ class SharedWires final : public Wires {
       tensors->offer(sequence, data, bytes);
     }
   }
-  void run(const Operation& operation, const OpSignature&) override {
+  void run(const Operation& operation, const Announcement&) override {
+    memory_.communicator().way = {};
     try {
       perform(memory_.communicator(), operation.call);
       if (SharedTensors* tensors = memory_.tensors()) tensors->finish();
@@ -40,6 +41,7 @@ class SharedWires final : public Wires {
       throw;
     }
   }
+  Way way() override { return memory_.communicator().way; }
   bool usesTensorsInPlace() const override { return memory_.tensors() != nullptr; }
   size_t stagingBytes() const override { return memory_.bytes(); }
 
@@ -66,14 +68,16 @@ class StreamWires final : public Wires {
     transport_->setPatience(patience);
     if (hierarchy_) hierarchy_->setPatience(patience);
   }
-  void run(const Operation& operation, const OpSignature& announced) override {
+  void run(const Operation& operation, const Announcement& announced) override {
     StreamCommunicator& c = *communicator_;
+    c.way = {.algorithm = Algorithm::kHierarchical};
     const auto* all_reduce = std::get_if<AllReduce>(&operation.call);
     if (hierarchy_ && all_reduce && hierarchy_->takes(c, *all_reduce))
       return hierarchy_->allReduce(c, *all_reduce);
     const auto* compressed = std::get_if<CompressedAllReduce>(&operation.call);
     if (hierarchy_ && compressed && hierarchy_->takes(c, *compressed))
       return hierarchy_->compressedAllReduce(c, *compressed);
+    c.way = {};
     c.begin(announced);
     if (ranks_.empty())
       perform(c, operation.call);
@@ -81,6 +85,7 @@ class StreamWires final : public Wires {
       perform(c, inPlaces(operation, ranks_).call);
     transport_->finish();
   }
+  Way way() override { return communicator_ ? communicator_->way : Way{}; }
   size_t stagingBytes() const override {
     const std::lock_guard lock(closing_);
     return (transport_ ? transport_->stagingBytes() : 0) + memory_ +
@@ -120,7 +125,7 @@ std::unique_ptr<Wires> wiresBetween(Network& network, const Hosts& hosts,
                                     const SharedOptions& shared, const Membership& neighbours,
                                     Arbiter& arbiter) {
   auto hierarchy = Hierarchy::create(hosts, shared, network.ring(), neighbours, arbiter);
-  std::unique_ptr<Transport> transport = network.start(arbiter);
+  std::unique_ptr<Transport> transport = network.start(arbiter, hosts);
   try {
     StreamOptions options{.algorithm = shared.algorithm,
                           .cost = network.cost(),

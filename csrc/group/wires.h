@@ -22,7 +22,9 @@ class Wires {
   virtual void prepare(const Operation&, uint64_t /*sequence*/) {}
   virtual void setPatience(Patience patience) = 0;
   // `announced`: as the arbiter has announced it.
-  virtual void run(const Operation& operation, const OpSignature& announced) = 0;
+  virtual void run(const Operation& operation, const Announcement& announced) = 0;
+  // How the last operation ran.
+  virtual Way way() = 0;
   virtual bool usesTensorsInPlace() const { return false; }
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }

@@ -53,7 +53,9 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
       on_loss_(min_ranks == 0 ? OnLoss::kFails
                : channel      ? OnLoss::kNeedsEpoch
                               : OnLoss::kIsAbsent),
-      peers_(rank, std::move(seats), options, channel, on_loss_ == OnLoss::kIsAbsent && size_ > 1) {
+      peers_(rank, std::move(seats), options, channel, on_loss_ == OnLoss::kIsAbsent && size_ > 1),
+      arrived_(static_cast<size_t>(size_)),
+      clock_error_(channel ? kNever : 0) {
   if (on_loss_ != OnLoss::kIsAbsent || size_ == 1) return;
   try {
     pulse_ = std::make_unique<Pulse>(page(rank_));
@@ -64,13 +66,17 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
 }
 
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
-  current_ = operation;
+  const Nanos arrived = monotonicNow();
+  std::ranges::fill(arrived_, 0);
+  arrived_[static_cast<size_t>(rank_)] = arrived;
+  first_data_ = 0;
+  current_ = {operation, clock().isKnown() ? arrived - ahead_ : 0};
   current_.history = history_;
   history_ = current_.historyAfter();
   inline_ = in_users_thread;
   in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
   check();
-  started_ = now();
+  started_ = process_clock.now([&] { return arrived; });
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout, started_);
   has_more_time_ = false;
@@ -410,12 +416,26 @@ void Arbiter::broken(int rank, const std::string& how) {
 }
 
 void Arbiter::verify(int rank) {
-  if (page(rank).announcements[current_.sequence % kAnnouncements] != current_) mismatch(rank);
+  const Announcement& theirs = page(rank).announcements[current_.sequence % kAnnouncements];
+  if (theirs != current_) mismatch(rank);
+  noteData(rank, theirs.arrived);
 }
 
-void Arbiter::verify(int rank, const OpSignature& theirs) {
+void Arbiter::verify(int rank, const Announcement& theirs) {
   peers_.record(rank, theirs.sequence, theirs);
   if (theirs != current_) mismatch(rank, &theirs);
+  noteData(rank, theirs.arrived);
+}
+
+void Arbiter::noteData(int rank, Nanos arrived) {
+  if (channel_ && first_data_ == 0) first_data_ = monotonicNow();
+  // Over a transport it may be any number.
+  if (arrived > 0 && arrived < kNever / 4) arrived_[static_cast<size_t>(rank)] = arrived + ahead_;
+}
+
+void Arbiter::onClock(const ClockOffset& offset) {
+  ahead_ = offset.ahead;
+  clock_error_ = offset.error;
 }
 
 void Arbiter::disagree(int sender, int receiver, uint64_t sent, uint64_t expected) {

@@ -63,7 +63,16 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   void begin(const OpSignature& operation, Nanos timeout, bool in_users_thread);
   // Throws if the others have left this rank out meanwhile: then its result may be wrong.
   void end();
-  const OpSignature& current() const { return current_; }  // the operation that runs
+  const Announcement& current() const { return current_; }  // the operation that runs
+
+  // ---- when ranks came to the operation that runs or ran last, in CLOCK_MONOTONIC of this host
+  Nanos started() const { return arrived_[static_cast<size_t>(rank_)]; }
+  // By rank; 0: not known.  A rank's time is known once its data, or an answer, has come.
+  const std::vector<Nanos>& arrivals() const { return arrived_; }
+  // Between hosts: when the first data of another rank were there; 0: none were.
+  Nanos firstData() const { return first_data_; }
+  // How far this host's clock is ahead of the group's.  From any thread.
+  ClockOffset clock() const { return {.ahead = ahead_, .error = clock_error_}; }
 
   // Marks this rank as leaving or gone.  Data that it posted stays readable.
   void depart(Declared how);
@@ -125,12 +134,13 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   }
   net::Progress ownProgress(uint64_t since) override { return peers_.ownProgress(since); }
   std::vector<int> stoppedOnHost() override { return peers_.stoppedOnHost(); }
+  void onClock(const ClockOffset& offset) override;
 
   // ---- WaitGuard
   void poll(int rank, Ready ready) override;
   void idle(Ready ready) override;
   void verify(int rank) override;
-  void verify(int rank, const OpSignature& theirs) override;
+  void verify(int rank, const Announcement& theirs) override;
   [[noreturn]] void broken(int rank, const std::string& how) override;
   [[noreturn]] void disagree(int sender, int receiver, uint64_t sent, uint64_t expected) override;
   PeerState stateOf(int rank) const override { return peers_.stateOf(rank); }
@@ -149,6 +159,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // A loss in a group that survives it.
   void goOnWithout(int rank);
   bool isLeftOut() const { return peers_.isLeftOut(); }
+  void noteData(int rank, Nanos arrived);
   bool evict(int waited_for, const std::vector<int>& late, Ready ready);
   bool isSilent(int rank) const;
   void askNowAndThen();
@@ -168,7 +179,10 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   Verdict verdict_{peers_};
   Nanos next_question_ = 0;
 
-  OpSignature current_;
+  Announcement current_;
+  std::vector<Nanos> arrived_;  // by rank; 0: not known
+  Nanos first_data_ = 0;
+  std::atomic<Nanos> ahead_{0}, clock_error_;
   uint64_t history_ = 0;
   bool inline_ = false, has_more_time_ = false;
   std::atomic<bool> in_monitored_barrier_{false};  // also read by waits for messages

@@ -21,6 +21,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "health/clock_offset.h"
 #include "health/control_frames.h"
 
 namespace ringreduce::net {
@@ -37,6 +38,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
         listener_(listener),
         ring_(size, options.ring),
         state_(size),
+        offset_(rank == 0 ? ClockOffset{.error = 0} : ClockOffset{}),
         connector_(std::move(dial), options.lost_after) {}
 
   void begin(Socket next, Socket previous);
@@ -51,10 +53,12 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
 
  private:
   struct Connection {
-    Connection(int p, Socket s, int size) : peer(p), socket(std::move(s)), in(size) {}
+    Connection(int p, Socket s, int size, bool shares_clock)
+        : peer(p), socket(std::move(s)), in(size), clock(shares_clock) {}
     const int peer;
     Socket socket;
     ControlReader in;
+    NeighbourClock clock;
     Outbox outbox;         // frames still to be sent
     std::string out;       // bytes still to be written
     bool proven = false;   // bytes have come over it, so its end is a failure
@@ -81,9 +85,11 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   void sendAll();
   void onDisconnect(const Link& link, int error, bool nonsense);
   void sendHeartbeats();
+  void addHeartbeat(Connection& link) const;
   bool isLinked(int rank) const;
   // received frames
   void take(const Link& link, const ControlFrame& frame);
+  void onHeartbeat(Connection& link, const Heartbeat& beat);
   void onBroken(const Broken& broken, Connection* from);
   void onAnswer(const Answer& answer, Connection* from);
   void answer(uint64_t since);
@@ -109,6 +115,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   ControlRing ring_;
   ControlState state_;
   std::vector<Link> links_;
+  ClockOffset offset_;
   bool over_ = false;
 
   Reactor::Timer heart_ = 0, settling_ = 0, again_ = 0;
@@ -170,7 +177,9 @@ void ControlNode::end() {
 
 void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
   setTimeouts(socket.get(), options_);
-  auto link = std::make_shared<Connection>(peer, std::move(socket), state_.size());
+  const auto host = [&](int r) { return options_.hosts[static_cast<size_t>(r)]; };
+  const bool shares_clock = !options_.hosts.empty() && host(peer) == host(me_);
+  auto link = std::make_shared<Connection>(peer, std::move(socket), state_.size(), shares_clock);
   link->proven = proven;
   link->dialled = dialled;
   link->outbox = state_.all();
@@ -188,7 +197,7 @@ void ControlNode::add(int peer, Socket socket, bool proven, bool dialled) {
   }
   links_.push_back(link);
   // At once, also without news: a connection counts as proven once bytes have come over it.
-  link->out += encode(Heartbeat{});
+  addHeartbeat(*link);
   send(*link);
   if (link->socket.holdsBytes()) receiveLater(link);
   closeGaps();
@@ -268,12 +277,17 @@ void ControlNode::sendHeartbeats() {
   for (const Link& link : std::vector<Link>(links_)) {
     if (link->out.empty() && link->unheard < kUnheard) {
       ++link->unheard;
-      link->out += encode(Heartbeat{});
+      addHeartbeat(*link);
     }
     send(*link);
   }
   heart_ = reactor_->at(now() + options_.heartbeat,
                         later([](ControlNode& ring) { ring.sendHeartbeats(); }));
+}
+
+void ControlNode::addHeartbeat(Connection& link) const {
+  link.out += encode(
+      Heartbeat{.sent = monotonicNow(), .difference = link.clock.difference(), .offset = offset_});
 }
 
 bool ControlNode::isFlushed() {
@@ -334,7 +348,9 @@ std::string textOf(Broken::How how) {
 
 void ControlNode::take(const Link& link, const ControlFrame& frame) {
   Connection* from = link.get();
-  if (const auto* departed = std::get_if<Departed>(&frame)) {
+  if (const auto* beat = std::get_if<Heartbeat>(&frame)) {
+    onHeartbeat(*from, *beat);
+  } else if (const auto* departed = std::get_if<Departed>(&frame)) {
     if (departed->rank == me_ || !state_.depart(departed->rank, departed->how)) return;
     if (departed->how == Declared::kGone) ring_.remove(departed->rank);
     forward({Outbox::Kind::kDeparture, departed->rank}, from);
@@ -359,6 +375,27 @@ void ControlNode::take(const Link& link, const ControlFrame& frame) {
     onAnswer(*answer, from);
   } else if (std::holds_alternative<Bridged>(frame)) {
     from->needed = false;
+  }
+}
+
+// A heartbeat that tells the neighbour what it does not know yet is sent at once.
+void ControlNode::onHeartbeat(Connection& link, const Heartbeat& beat) {
+  const Nanos time = monotonicNow();
+  link.clock.add(beat, time);
+  const bool was_known = offset_.isKnown();
+  if (me_ != 0) {
+    ClockOffset best;
+    for (const Link& one : links_)
+      if (const ClockOffset by = one->clock.offset(time); by.error < best.error) best = by;
+    if (best.isKnown()) offset_ = best;
+  }
+  if (offset_.isKnown()) listener_.onClock(offset_);
+  for (const Link& one : std::vector<Link>(links_)) {
+    const bool is_news = was_known != offset_.isKnown() ||
+                         (one.get() == &link && beat.sent != 0 && beat.difference == kNever);
+    if (!is_news || !one->out.empty()) continue;
+    addHeartbeat(*one);
+    send(*one);
   }
 }
 

@@ -66,12 +66,15 @@ class Control {
     // Other ranks of this host whose processes are stopped; called together with ownProgress(). All
     // ranks then see their last progress, marked as stopped.
     virtual std::vector<int> stoppedOnHost() { return {}; }
+    // How far this host's clock is ahead of the group's; called for each new measurement.
+    virtual void onClock(const ClockOffset& /*offset*/) {}
   };
 
   struct Options {
     Nanos heartbeat = 500 * kMillisecond;
     Nanos lost_after = 3 * kSecond;  // RINGREDUCE_LOST_SECONDS
     std::vector<int> ring = {};      // all ranks in the ring's order; empty: 0, 1, ...
+    std::vector<int> hosts = {};     // of each rank, whose clock its ranks share; empty: all differ
     bool goes_on = false;            // a loss does not end the ring: the others go on
   };
 

@@ -111,8 +111,21 @@ class Reader {
   bool wrong_ = false;
 };
 
+// Sums of a few such times do not overflow.
+constexpr bool isTime(Nanos time) {
+  return time >= -(kNever >> 3) && time <= kNever >> 3;
+}
+
 template <class Io>
-void fields(Io&, Heartbeat&) {}
+void fields(Io& io, Heartbeat& f) {
+  io.number(f.sent);
+  io.number(f.difference);
+  io.number(f.offset.ahead);
+  io.number(f.offset.error);
+  io.require(isTime(f.sent) && isTime(f.offset.ahead) &&
+             (isTime(f.difference) || f.difference == kNever) &&
+             ((isTime(f.offset.error) && f.offset.error >= 0) || !f.offset.isKnown()));
+}
 template <class Io>
 void fields(Io&, Bridged&) {}
 template <class Io>
@@ -145,6 +158,12 @@ void fields(Io& io, OpSignature& a) {
   io.require(isSound(a, io.size()));
 }
 template <class Io>
+void fields(Io& io, Announcement& a) {
+  fields(io, static_cast<OpSignature&>(a));
+  io.number(a.arrived);
+  io.require(isTime(a.arrived));
+}
+template <class Io>
 void fields(Io& io, Answer& f) {
   io.rank(f.rank);
   io.number(f.number);
@@ -153,7 +172,7 @@ void fields(Io& io, Answer& f) {
   fields(io, f.there.last);
   io.flag(f.there.stopped);
   io.resize(f.there.earlier, kAnnouncements);
-  for (OpSignature& earlier : f.there.earlier) fields(io, earlier);
+  for (Announcement& earlier : f.there.earlier) fields(io, earlier);
   StreamProgress& streams = f.there.streams;
   bool under_way = streams.oldest.sequence != kNoOperation;
   io.number(streams.announced);

@@ -21,6 +21,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/op_signature.h"
 #include "transport/wait_guard.h"
@@ -33,17 +34,21 @@ inline constexpr int kMostControlRanks = 16'000;  // a list of all of them fits 
 
 // The progress of a rank.
 struct Progress {
-  uint64_t announced = 0;                 // operations announced
-  OpSignature last;                       // the latest of them
-  std::vector<OpSignature> earlier = {};  // the ones before it, if they were asked for
-  int waits_for = -1;                     // the rank that it waits for in that operation, or -1
+  uint64_t announced = 0;                  // operations announced
+  Announcement last;                       // the latest of them
+  std::vector<Announcement> earlier = {};  // the ones before it, if they were asked for
+  int waits_for = -1;                      // the rank that it waits for in that operation, or -1
   bool stopped = false;  // the process is stopped (SIGSTOP, a debugger), as a rank of its host saw
   StreamProgress streams = {};  // of its GPU, if the group has GPUs
 
   bool operator==(const Progress&) const = default;
 };
 
+// For `sent` and `difference` see health/clock_offset.h.
 struct Heartbeat {
+  Nanos sent = 0;             // by the sender's CLOCK_MONOTONIC; 0: before there is a control ring
+  Nanos difference = kNever;  // of heartbeats to the sender; kNever: none came yet
+  ClockOffset offset = {};    // the sender's
   bool operator==(const Heartbeat&) const = default;
 };
 struct Departed {

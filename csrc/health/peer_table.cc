@@ -140,14 +140,24 @@ std::vector<int> PeerTable::live() const {
 
 // ---- operations
 
-void PeerTable::record(int rank, uint64_t sequence, const OpSignature& signature) {
+void PeerTable::record(int rank, uint64_t sequence, const Announcement& call) {
   const std::lock_guard lock(mutex_);
   RankPage& mirror = page(rank);
-  OpSignature& slot = mirror.announcements[sequence % kAnnouncements];
+  Announcement& slot = mirror.announcements[sequence % kAnnouncements];
   // A late message does not replace what came after it.
   if (slot.sequence != kNoOperation && slot.sequence > sequence) return;
-  slot = signature;
+  slot = call;
   if (mirror.announced.observe() <= sequence) mirror.announced.publish(sequence + 1);
+}
+
+std::vector<Nanos> PeerTable::arrivals(uint64_t sequence) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Nanos> arrived;
+  for (int r = 0; r < size_; ++r) {
+    const Announcement& call = page(r).announcements[sequence % kAnnouncements];
+    arrived.push_back(call.sequence == sequence ? call.arrived : 0);
+  }
+  return arrived;
 }
 
 std::optional<uint64_t> PeerTable::findDifference(int rank, uint64_t sequence) const {
@@ -290,7 +300,7 @@ void PeerTable::checkDrained(int rank) {
 }
 
 void PeerTable::recordProgress(int rank, const net::Progress& progress) {
-  for (const OpSignature& one : progress.earlier) record(rank, one.sequence, one);
+  for (const Announcement& one : progress.earlier) record(rank, one.sequence, one);
   if (progress.announced > 0) record(rank, progress.announced - 1, progress.last);
   const std::lock_guard lock(mutex_);
   Peer& one = peer(rank);

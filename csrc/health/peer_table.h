@@ -107,10 +107,13 @@ class PeerTable {
   // ---- operations
 
   // Stores the call of a rank in its mirror.
-  void record(int rank, uint64_t sequence, const OpSignature& signature);
+  void record(int rank, uint64_t sequence, const Announcement& call);
   bool hasAnnounced(int rank, uint64_t sequence) const {
     return page(rank).announced.observe() > sequence;
   }
+  // Between hosts: when each rank came to operation `sequence`, by the group's clock, as far as it
+  // has told; 0: not known.
+  std::vector<Nanos> arrivals(uint64_t sequence) const;
   // Compares one call of `rank` with this rank's: that of operation `sequence`, or between hosts
   // the last one that is known of it.  Returns its number if they differ.
   std::optional<uint64_t> findDifference(int rank, uint64_t sequence) const;

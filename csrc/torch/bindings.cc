@@ -18,6 +18,7 @@
 #include "base/config.h"
 #include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
+#include "group/network.h"
 #include "kernels/reduce.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
@@ -231,6 +232,50 @@ py::tuple topologyOf(const BackendPtr& backend) {
   static constexpr const char* kSources[] = {"ranks", "given", "measured"};
   return py::make_tuple(hosts, names, kSources[static_cast<size_t>(ring.source)], ring.hosts,
                         named(ring.ranks), ring.mbit);
+}
+
+// The records from index `since` on, as they lie in memory: ringreduce/record.py has their layout.
+py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
+  const std::vector<OpRecord> records = asRingreduce(*backend).group()->recorder().since(since);
+  return {reinterpret_cast<const char*>(records.data()), records.size() * sizeof(OpRecord)};
+}
+
+// The names of the numbers in records.
+py::dict recordNames() {
+  const auto names = [](const auto& table, auto name_of) {
+    py::list all;
+    for (const auto& entry : table) all.append(name_of(entry));
+    return all;
+  };
+  const auto field = [](const auto& entry) { return entry.name; };
+  const auto text = [](const char* entry) { return entry; };
+  return py::dict("kinds"_a = names(kKindTable, field), "dtypes"_a = names(kDTypes, field),
+                  "ops"_a = names(kReduceOpNames, text),
+                  "algorithms"_a = names(kAlgorithmNames, text),
+                  "codecs"_a = names(kCodecTable, field));
+}
+
+// How many nanoseconds this host's clock is ahead of the group's, and the bound of its error; -1:
+// it is not known yet.
+std::pair<Nanos, Nanos> clockOffset(const BackendPtr& backend) {
+  const ClockOffset offset = asRingreduce(*backend).group()->epoch()->arbiter->clock();
+  return {offset.ahead, offset.isKnown() ? offset.error : -1};
+}
+
+// When ranks came to the operation with this number in errors, as far as is known: ranks and times
+// of this host's clock.  Between hosts, `ask` asks the others, without waiting.
+std::vector<std::pair<int, Nanos>> arrivalsOf(const BackendPtr& backend, uint64_t sequence,
+                                              bool ask) {
+  const std::shared_ptr<Epoch> epoch = asRingreduce(*backend).group()->epoch();
+  std::vector<std::pair<int, Nanos>> known;
+  if (!epoch->network) return known;  // its record has them all
+  if (ask) epoch->network->askForProgress(sequence);
+  const Nanos ahead = epoch->arbiter->clock().ahead;
+  const std::vector<Nanos> arrived = epoch->peers().arrivals(sequence);
+  for (int p = 0; p < epoch->size; ++p)
+    if (const Nanos time = arrived[static_cast<size_t>(p)])
+      known.emplace_back(epoch->ranks.rankAt(p), time + ahead);
+  return known;
 }
 
 std::vector<int> bestRingOf(const Rates& rates) {
@@ -492,6 +537,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("staging_bytes", &Backend::stagingBytes);
   property("gpu_bytes", &Backend::gpuBytes, no_gil);
   property("routes", &Backend::routes);
+  m.def("records", &recordsOf, "backend"_a, "since"_a);
+  m.def("arrivals", &arrivalsOf, py::call_guard<py::gil_scoped_release>(), "backend"_a,
+        "sequence"_a, "ask"_a);
+  m.def("record_names", &recordNames);
+  m.def("clock_offset", &clockOffset, "backend"_a);
+  m.def("count_training_step", [] { return ++training_step; });
   property("live_ranks", &Backend::liveRanks, no_gil);
   property("has_raised", &Backend::hasRaised, no_gil);
   property("has_failed", &Backend::hasFailed);

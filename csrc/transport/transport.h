@@ -6,9 +6,9 @@
 //
 // Matching.  Sends and expectations match by order only: what one rank sends, the other must expect
 // in the same order.  The pieces may differ: one send may fill two expectations.  The first bytes
-// that two ranks exchange in an operation, in each direction, are its signature; the transport adds
-// it.  peek() compares it with its own before it returns.  Lengths may be 0: the signature is sent
-// and awaited all the same.
+// that two ranks exchange in an operation, in each direction, are its announcement; the transport
+// adds it.  peek() compares it with its own before it returns.  Lengths may be 0: it is sent and
+// awaited all the same.
 //
 // Memory.  Memory given to send() belongs to the transport until finish() returns, memory given to
 // expect() until release().  The transport may access it at any time until then, so the caller must
@@ -45,7 +45,7 @@ class Transport {
   int size() const { return size_; }
 
   // Starts an operation.
-  virtual void begin(const OpSignature& operation) = 0;
+  virtual void begin(const Announcement& operation) = 0;
   // Moves as many bytes as possible.  Call it during long computations.
   virtual void advance() = 0;
   // Waits until everything was sent.  Then all memory belongs to the caller again.

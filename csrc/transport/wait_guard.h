@@ -96,8 +96,8 @@ class WaitGuard {
   // Called at the first data of `rank` in an operation.  Throws if it announced another one.
   virtual void verify(int rank) = 0;
 
-  // The same over a transport, with the signature that it sent.
-  virtual void verify(int rank, const OpSignature& theirs) = 0;
+  // The same over a transport, with the announcement that it sent.
+  virtual void verify(int rank, const Announcement& theirs) = 0;
 
   virtual PeerState stateOf(int rank) const = 0;
 
@@ -139,7 +139,7 @@ class RingPositionGuard : public WaitGuard {
   void poll(int position, Ready ready) override { guard_.poll(rankAt(position), ready); }
   void idle(Ready ready) override { guard_.idle(ready); }
   void verify(int position) override { guard_.verify(rankAt(position)); }
-  void verify(int position, const OpSignature& theirs) override {
+  void verify(int position, const Announcement& theirs) override {
     guard_.verify(rankAt(position), theirs);
   }
   PeerState stateOf(int position) const override { return guard_.stateOf(rankAt(position)); }

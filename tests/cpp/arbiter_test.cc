@@ -39,14 +39,14 @@ struct One {
     std::vector<Seat> seats;
     for (int r = 0; r < size; ++r) {
       RankPage& page = pages[static_cast<size_t>(r)];
-      for (OpSignature& announcement : page.announcements) announcement.sequence = kNoOperation;
+      for (Announcement& announcement : page.announcements) announcement.sequence = kNoOperation;
       seats.push_back({.page = &page, .process = {}, .name = "a process", .pid = 0});
     }
     arbiter = std::make_unique<Arbiter>(rank, std::move(seats), options,
                                         min_ranks > 0 ? nullptr : &others, min_ranks);
   }
-  void see(int rank, uint64_t announced, const OpSignature& last, int waits_for,
-           const std::vector<OpSignature>& earlier = {}) const {
+  void see(int rank, uint64_t announced, const Announcement& last, int waits_for,
+           const std::vector<Announcement>& earlier = {}) const {
     arbiter->onProgress(rank, {announced, last, earlier, waits_for, false});
   }
   // Waits for a rank that does not come.
@@ -61,8 +61,8 @@ struct One {
   std::unique_ptr<Arbiter> arbiter;
 };
 
-OpSignature barrier(uint64_t sequence) {
-  return {.sequence = sequence};
+Announcement barrier(uint64_t sequence) {
+  return {{.sequence = sequence}};
 }
 
 }  // namespace
@@ -92,7 +92,7 @@ TEST(what_stands_there_of_an_earlier_operation_is_not_compared) {
 }
 
 TEST(another_operation_is_a_mismatch_however_it_is_heard) {
-  OpSignature other = barrier(3);
+  Announcement other = barrier(3);
   other.count = 7;
   for (const bool by_data : {false, true}) {
     One one(0, 2);
@@ -130,15 +130,15 @@ TEST(what_another_has_asked_is_not_asked_again) {
 TEST(who_called_what_is_asked_of_all) {
   // Rank 1 differs in operation #1, in which rank 2 needed nobody, and rank 0 still waits.
   One one(2, 3);
-  std::vector<OpSignature> calls;
+  std::vector<Announcement> calls;
   for (uint64_t sequence = 0; sequence < 3; ++sequence) {
-    OpSignature call = barrier(sequence);
+    Announcement call = barrier(sequence);
     call.count = sequence;
     one.arbiter->begin(call, kNever, false);
     one.arbiter->end();
     calls.push_back(one.arbiter->current());
   }
-  OpSignature others_call = calls[1];
+  Announcement others_call = calls[1];
   others_call.count = 100;
   one.others.answer = [&](uint64_t since) {
     CHECK_EQ(since, uint64_t{0});
@@ -161,8 +161,8 @@ TEST(a_rank_that_went_on_is_held_to_what_it_called) {
   // are of #1.
   One one(0, 3);
   one.arbiter->begin(barrier(0), kNever, false);
-  const OpSignature own = one.arbiter->current();
-  OpSignature theirs = own, next = barrier(1);
+  const Announcement own = one.arbiter->current();
+  Announcement theirs = own, next = barrier(1);
   theirs.count = 3;
   one.others.answer = [&](uint64_t) {
     one.see(1, 2, next, -1, {theirs});
@@ -179,8 +179,8 @@ TEST(a_rank_that_was_left_behind_is_held_to_what_it_called) {
   One one(0, 3);
   one.arbiter->begin(barrier(0), kNever, false);
   one.arbiter->end();
-  const OpSignature own = one.arbiter->current();
-  OpSignature theirs = own;
+  const Announcement own = one.arbiter->current();
+  Announcement theirs = own;
   theirs.root = 2;
   one.arbiter->begin(barrier(1), kNever, false);
   one.see(2, 2, one.arbiter->current(), 1);

@@ -21,7 +21,7 @@ TEST(everybody_is_asked_and_answers) {
   for (const int size : {1, 2, 5, 64}) {
     Ranks ranks(size);
     for (int r = 0; r < size; ++r) {
-      OpSignature last;
+      Announcement last;
       last.sequence = static_cast<uint64_t>(r) << 40;
       last.root = -1;
       ranks.at(r).locked([&] {
@@ -63,8 +63,8 @@ TEST(who_asks_for_more_is_told_however_soon_it_is_after_another_question) {
     for (int r = 0; r < 3; ++r)
       ranks.at(r).locked([&] {
         Progress& mine = ranks.at(r).mine;
-        mine = {.announced = announced, .last = {.sequence = announced - 1}};
-        for (uint64_t s = 0; s + 1 < announced; ++s) mine.earlier.push_back({.sequence = s});
+        mine = {.announced = announced, .last = {{.sequence = announced - 1}}};
+        for (uint64_t s = 0; s + 1 < announced; ++s) mine.earlier.push_back({{.sequence = s}});
         return 0;
       });
   };
@@ -98,7 +98,8 @@ TEST(an_answer_that_no_rank_gives_is_not_believed) {
     for (const bool in_stream : {false, true}) {
       net::Answer answer;
       answer.rank = 1;
-      (in_stream ? answer.there.streams.oldest : answer.there.last) = last;
+      (in_stream ? answer.there.streams.oldest : static_cast<OpSignature&>(answer.there.last)) =
+          last;
       answer.there.streams.begun = in_stream;
       const std::string bytes = net::encode(answer);
       net::ControlReader reader(4);

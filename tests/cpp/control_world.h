@@ -102,12 +102,16 @@ struct Heard : Control::Listener {
   Progress ownProgress(uint64_t since) override {
     const std::lock_guard lock(mutex);
     Progress here = mine;
-    std::erase_if(here.earlier, [&](const OpSignature& a) { return a.sequence < since; });
+    std::erase_if(here.earlier, [&](const Announcement& a) { return a.sequence < since; });
     return here;
   }
   std::vector<int> stoppedOnHost() override {
     const std::lock_guard lock(mutex);
     return stopped_here;
+  }
+  void onClock(const ClockOffset& offset) override {
+    const std::lock_guard lock(mutex);
+    clock = offset;
   }
 
   template <class F>
@@ -139,6 +143,7 @@ struct Heard : Control::Listener {
   std::set<int> seen_stopped;  // also if it answers, as no stopped rank does
   Progress mine;
   std::vector<int> stopped_here;
+  ClockOffset clock;
   bool twice = false;
 };
 

@@ -56,7 +56,7 @@ struct Impatient : WaitGuard {
   }
   void idle(Ready) override {}
   void verify(int) override {}
-  void verify(int, const OpSignature&) override {}
+  void verify(int, const Announcement&) override {}
   PeerState stateOf(int) const override { return {}; }
   bool isAbsent(int) const override { return false; }
   [[noreturn]] void endOperation(int) override { throw std::runtime_error("no rank is absent"); }

@@ -34,7 +34,7 @@ class SocketpairTransport final : public Transport {
 
   void accept(int from, net::Socket socket) { peer(from).socket = std::move(socket); }
 
-  void begin(const OpSignature& operation) override {
+  void begin(const Announcement& operation) override {
     operation_ = operation;
     for (Peer& p : peers_) p.announced = p.verified = false;
   }
@@ -98,7 +98,7 @@ class SocketpairTransport final : public Transport {
     std::vector<Buffer> filling;  // acquired and not posted
     size_t buffers = 0;           // of `out`
     bool announced = false, verified = false;
-    OpSignature theirs;
+    Announcement theirs;
   };
 
   Peer& peer(int r) { return peers_[static_cast<size_t>(r)]; }
@@ -171,7 +171,7 @@ class SocketpairTransport final : public Transport {
 
   WaitGuard& guard_;
   std::vector<Peer> peers_;  // by rank; this one's has no socket
-  OpSignature operation_ = {};
+  Announcement operation_ = {};
 };
 
 class SocketpairFabric final : public Fabric {

@@ -51,7 +51,7 @@ class Net {
     size_t sent = 0;
     bool buffer = false;
     bool announces = false;
-    OpSignature announcement = {};
+    Announcement announcement = {};
   };
   struct Place {
     std::byte* data;
@@ -63,7 +63,7 @@ class Net {
   struct Stream {
     std::deque<Outgoing> out;
     std::deque<Place> in;
-    std::deque<OpSignature> announced;  // that arrived
+    std::deque<Announcement> announced;  // that arrived
     bool sender_announced = false, receiver_expects = false;
   };
 
@@ -199,7 +199,7 @@ class StandIn final : public Transport {
   StandIn(int rank, Net& net) : Transport(rank, net.size()), net_(net) {}
   ~StandIn() override { net_.gone(rank()); }
 
-  void begin(const OpSignature& operation) override {
+  void begin(const Announcement& operation) override {
     const std::lock_guard lock(net_.mutex);
     operation_ = operation;
     for (int r = 0; r < size(); ++r) {
@@ -312,7 +312,7 @@ class StandIn final : public Transport {
   }
 
   Net& net_;
-  OpSignature operation_ = {};
+  Announcement operation_ = {};
   std::vector<std::unique_ptr<std::byte[]>> filling_;  // buffers acquired and not posted
 };
 
@@ -329,7 +329,7 @@ inline void overStandIn(int size, const StreamOptions& options,
     StandIn transport(r, net);
     StreamCommunicator c(transport, watch, options);
     stream_cases::Caller call(c,
-                              [&](const OpSignature& announced, const std::function<void()>& run) {
+                              [&](const Announcement& announced, const std::function<void()>& run) {
                                 try {
                                   c.begin(announced);
                                   run();

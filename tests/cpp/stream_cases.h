@@ -37,22 +37,22 @@ inline size_t at(int i) {
 // operation as announced, runs what it is given, and finishes.
 class Caller {
  public:
-  using Operate = std::function<void(const OpSignature&, const std::function<void()>& body)>;
+  using Operate = std::function<void(const Announcement&, const std::function<void()>& body)>;
   Caller(StreamCommunicator& c, Operate operate)
       : transport(c.transport), options(c.options), c_(c), operate_(std::move(operate)) {}
 
   void operator()(const CollectiveCall& call) {
-    operate_(announce({call}, sequence_++), [&] { ringreduce::perform(c_, call); });
+    operate_({announce({call}, sequence_++)}, [&] { ringreduce::perform(c_, call); });
   }
   // The same, announced as something else.
   void lying(const CollectiveCall& call) {
-    OpSignature a = announce({call}, sequence_++);
+    Announcement a{announce({call}, sequence_++)};
     a.count += 1;
     operate_(a, [&] { ringreduce::perform(c_, call); });
   }
   // An operation that is no call.
   void perform(const std::function<void(StreamCommunicator&)>& body) {
-    operate_({.sequence = sequence_++}, [&] { body(c_); });
+    operate_({{.sequence = sequence_++}}, [&] { body(c_); });
   }
 
   Transport& transport;

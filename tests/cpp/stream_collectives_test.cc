@@ -21,7 +21,7 @@ namespace {
 // What the group does around a call.
 std::function<void(OneRank&)> asCaller(const std::function<void(Caller&)>& body) {
   return [&body](OneRank& one) {
-    Caller call(one.communicator(), [&](const OpSignature& a, const std::function<void()>& run) {
+    Caller call(one.communicator(), [&](const Announcement& a, const std::function<void()>& run) {
       one.operation([&](Transport&) { run(); }, a.kind, a.count);
     });
     body(call);

@@ -36,7 +36,7 @@ class TestWatch final : public WaitGuard {
       throw Error(Failure::kTimeout, "rank " + std::to_string(rank) + " did not come");
   }
   void verify(int) override {}
-  void verify(int rank, const OpSignature& theirs) override {
+  void verify(int rank, const Announcement& theirs) override {
     if (theirs != own)
       throw Error(Failure::kMismatch, "rank " + std::to_string(rank) + " called another operation");
   }
@@ -55,7 +55,7 @@ class TestWatch final : public WaitGuard {
                                         " elements, which expects " + std::to_string(expected));
   }
 
-  OpSignature own;
+  Announcement own;
   std::atomic<PeerState> state = PeerState{};  // of all the others
   std::atomic<bool> hopeless = false;          // a wait in which nothing moves is to end
 
@@ -84,13 +84,13 @@ class OneRank {
   // Runs one operation, announced as `kind` of `count` elements.
   void operation(const std::function<void(Transport&)>& body, Kind kind = Kind::kAllReduce,
                  uint64_t count = 0) {
-    OpSignature own = watch_.own;
+    Announcement own = watch_.own;
     own.kind = kind;
     own.count = count;
     announce(own, body);
   }
   // The same, announced as this.
-  void announce(const OpSignature& own, const std::function<void(Transport&)>& body) {
+  void announce(const Announcement& own, const std::function<void(Transport&)>& body) {
     watch_.own = own;
     communicator_.begin(watch_.own);
     body(*transport_);

@@ -54,7 +54,7 @@ struct Alone {
 
 // What the other sends first: the same announcement.
 std::string operationAnd(size_t bytes) {
-  OpSignature announcement{};
+  Announcement announcement{};
   std::memset(static_cast<void*>(&announcement), 0, sizeof announcement);
   announcement.kind = Kind::kAllReduce;
   announcement.dtype = DType::kUInt8;

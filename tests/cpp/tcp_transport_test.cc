@@ -139,8 +139,8 @@ TEST(an_operation_that_no_rank_would_announce_is_not_believed) {
                   if (me.rank() == 0)
                     me.operation(body);
                   else
-                    me.announce({.kind = kind ? static_cast<Kind>(200) : Kind::kBroadcast,
-                                 .root = kind ? 0 : 2},
+                    me.announce({{.kind = kind ? static_cast<Kind>(200) : Kind::kBroadcast,
+                                  .root = kind ? 0 : 2}},
                                 body);
                 });
               },
@@ -169,7 +169,6 @@ TEST(who_does_not_send_is_named) {
 }
 
 namespace {
-
 // Sends raw bytes to a stream that expects `bytes`, and returns why it broke.
 std::string brokenBy(const std::vector<unsigned char>& raw, size_t bytes) {
   net::Pool pool;

@@ -48,8 +48,8 @@ void onHosts(const std::string& letters, const std::function<void(Rank&)>& body,
     const GroupOptions options{.name = "test", .timeout = timeout};
     const auto group = Group::create(store, r, size, options);
     const auto local = cuda::Communicator::create(group->local(), 0, {});
-    const auto communicator =
-        cuda::InterNodeCommunicator::create(group, *group->epoch()->hosts, group->local(), local, 0);
+    const auto communicator = cuda::InterNodeCommunicator::create(group, *group->epoch()->hosts,
+                                                                  group->local(), local, 0);
     const gpu::Stream stream;
     Rank rank{r, size, *communicator, stream.get()};
     body(rank);

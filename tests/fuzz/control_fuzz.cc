@@ -56,7 +56,7 @@ std::vector<int> ranksIn(const ControlFrame& frame) {
     ranks.push_back(f->rank);
     if (f->there.waits_for != -1) ranks.push_back(f->there.waits_for);
     if (f->there.last.root != kNoRoot) ranks.push_back(f->there.last.root);
-    for (const OpSignature& a : f->there.earlier)
+    for (const Announcement& a : f->there.earlier)
       if (a.root != kNoRoot) ranks.push_back(a.root);
     return ranks;
   }

@@ -54,7 +54,7 @@ struct RankPage {
   Flag outbound;  // ring link to the next rank: slots read; written by that rank
 
   Flag announced;  // operations announced
-  OpSignature announcements[kAnnouncements];
+  Announcement announcements[kAnnouncements];
   TensorOffer offers[kAnnouncements];  // of the same operations; written before `announced`
 
   alignas(kLine)

@@ -47,7 +47,7 @@ struct TcpTransport::State {
   struct In {
     explicit In(net::Pool& pool) : stream(pool) {}
     net::RecvStream stream;
-    OpSignature theirs;
+    Announcement theirs;
     uint64_t operation = 0;  // the last one in which something was expected
     bool verified = true;
     int expected = 0;  // expectations that were not released
@@ -116,7 +116,7 @@ struct TcpTransport::State {
   std::vector<std::unique_ptr<Out>> outs;  // by rank; null until something is sent
   std::vector<std::unique_ptr<In>> ins;
   std::vector<int> sending, receiving;  // ranks with bytes to move
-  OpSignature operation;
+  Announcement operation;
   uint64_t operations = 0;
   std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
   Nanos next_silence_look = 0;
@@ -505,7 +505,7 @@ void TcpTransport::accept(int from, net::Socket socket) {
   state_->wake();
 }
 
-void TcpTransport::begin(const OpSignature& operation) {
+void TcpTransport::begin(const Announcement& operation) {
   ++state_->operations;
   state_->operation = operation;
 }

@@ -44,7 +44,7 @@ class TcpTransport final : public Transport {
   // From any thread.
   void accept(int from, net::Socket socket);
 
-  void begin(const OpSignature& operation) override;
+  void begin(const Announcement& operation) override;
   void advance() override;
   void finish() override;
   void send(int to, const void* data, size_t bytes) override;

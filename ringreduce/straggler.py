@@ -1,0 +1,424 @@
+"""Names the rank that the others waited for, or the wire, and when.
+
+    with ringreduce.straggler_detection(group) as sd:
+        train()
+    print(sd.summary())
+
+A thread follows the records of the group (ringreduce/record.py).  It judges each operation by the
+arrival times of the ranks: a duration names nobody, since all ranks of an all-reduce wait for the
+last one.  Medians and deviations are those of this group on this machine:
+
+- A rank is named for one operation if it came after the median by more than all of: 1 ms, 3 MAD
+  above the median delay, 4 times the 99th percentile, 2 % of the step, twice the error of the
+  clocks; and if that is at least 80 % of what the operation took longer than usual.
+- If the host had no core left for its processes meanwhile (/proc/pressure/cpu), nobody is.
+- A rank is named for the whole run if it was the last one in most steps, and that cost time.
+- A wire is called slow if the data took much longer than usual once all ranks were there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ringreduce import errors
+from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
+from ringreduce.record import Record, read
+
+_POLL = 0.01  # seconds between two looks at the records
+_LOG_EVERY = 60.0  # seconds between two lines about a rank
+
+_WINDOW = 1024  # operations that the usual delay is taken from
+_FEWEST = 64  # before that nobody is named
+_LEAST_LATE = 1e6  # ns
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_PERCENTILE_TIMES = 4
+_STEP_SHARE = 0.02
+_EXPLAINS = 0.8
+_STARVED = 0.5  # of the delay, without a core
+
+_STEPS = 20  # a rank is named for the run from so many steps on,
+_LAST_IN = 0.8  # if it was the last one in this share of them,
+_COSTS = 0.005  # and the others waited for it for this share of the time
+
+
+class Late(NamedTuple):
+    """A rank that came late to an operation.
+
+    Attributes:
+        rank: its number in the group.
+        record: the operation, as this rank saw it.
+        late_ms: how long after the median of the ranks.
+        explains: the share of what the operation took longer than usual.
+    """
+
+    rank: int
+    record: Record
+    late_ms: float
+    explains: float
+
+    def __str__(self) -> str:
+        r = self.record
+        return (
+            f"rank {self.rank} came {self.late_ms:.1f} ms late to {r} "
+            f"(step {r.step}, bucket {r.bucket}); "
+            f"that is {self.explains:.0%} of what it took longer than usual"
+        )
+
+
+class SlowWire(NamedTuple):
+    """An operation whose data took much longer than usual.
+
+    Attributes:
+        record: the operation, as this rank saw it.
+        took_ms: from when the last rank was there until it ended.
+        usual_ms: the median of such operations.
+    """
+
+    record: Record
+    took_ms: float
+    usual_ms: float
+
+
+class _Usual:
+    """What is usual among the last values: their median, MAD and 99th percentile."""
+
+    def __init__(self, window: int) -> None:
+        self.values: deque[float] = deque(maxlen=window)
+        self.median = self.mad = self.high = 0.0
+        self._added = 0
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self._added += 1
+        # Sorting takes as long as some tens of operations.
+        if self._added % 64 == 0 or (self._added < 64 and self._added % 8 == 0):
+            ordered = sorted(self.values)
+            self.median = ordered[len(ordered) // 2]
+            self.mad = statistics.median(abs(value - self.median) for value in ordered)
+            self.high = ordered[int(len(ordered) * 0.99)]
+
+    def limit(self) -> float:
+        return max(
+            self.median + 3 * _MAD_TO_SIGMA * self.mad,
+            _PERCENTILE_TIMES * self.high,
+        )
+
+
+class _CpuPressure:
+    """For how long processes of this host waited for a core: the kernel's PSI."""
+
+    def __init__(self, path: str = "/proc/pressure/cpu") -> None:
+        self._path = path
+        self._samples: deque[tuple[int, int]] = deque(maxlen=1024)  # both in ns
+        self.sample()
+
+    def sample(self) -> None:
+        try:
+            with open(self._path) as file:
+                some = file.readline()
+        except OSError:  # a kernel without PSI: then nothing speaks for the late rank
+            return
+        self._samples.append((time.monotonic_ns(), int(some.rpartition("=")[2]) * 1000))
+
+    def waited(self, begin: int, end: int) -> float:
+        """Of that time on time.monotonic_ns(), how many ns processes waited, as far as known."""
+        if len(self._samples) < 2:
+            return 0.0
+        before = max((s for s in self._samples if s[0] <= begin), default=self._samples[0])
+        after = min((s for s in self._samples if s[0] >= end), default=self._samples[-1])
+        first, last = self._samples[0], self._samples[-1]
+        usual = (last[1] - first[1]) / max(1, last[0] - first[0])
+        waited = after[1] - before[1]
+        # A host that is never idle waits all the time.
+        return float(waited) if usual > _STARVED else waited - usual * (after[0] - before[0])
+
+
+class _Judge:
+    """Decides for one record after the other; without threads and groups."""
+
+    def __init__(self, size: int, pressure: _CpuPressure | None = None) -> None:
+        self._size = size
+        self.late: list[Late] = []
+        self.starved: list[Late] = []  # that would be named, had the host had a core for them
+        self.wires: list[SlowWire] = []
+        self.operations = 0
+        self.waited_ms: dict[int, float] = defaultdict(float)  # by the rank that came last
+        self.begin_ns = self.end_ns = 0
+        self._pressure = pressure
+        self._delay = _Usual(_WINDOW)
+        self._transfer: dict[tuple[str, int], _Usual] = {}
+        self._steps: deque[float] = deque(maxlen=32)  # ns
+        self._step, self._step_began = -1, 0
+        self._of_step: dict[int, float] = defaultdict(float)
+        self._last_in: Counter[int] = Counter()  # steps in which a rank was the last one
+        self._counted = 0  # steps
+
+    def feed(self, record: Record) -> tuple[list[Late], SlowWire | None]:
+        """Judges an operation that is done; returns what it adds."""
+        self.operations += 1
+        self.begin_ns = self.begin_ns or record.arrived_ns
+        self.end_ns = record.done_ns
+        self._follow_steps(record)
+        if record.known < 2 or record.state != "done":
+            return [], None
+        last, delay = record.late[0]
+        last_came = record.median_ns + delay
+        transfer = record.done_ns - max(last_came, record.arrived_ns)
+        usual = self._transfer.setdefault((record.kind, record.bytes), _Usual(256))
+        named = self._judge(record, record.done_ns - record.median_ns - usual.median)
+        wire = None
+        # Where not all arrivals are known, a late rank looks like a slow wire.
+        if len(usual.values) >= _FEWEST and not named and record.known == self._size:
+            limit = max(usual.limit(), usual.median + _LEAST_LATE)
+            if transfer > limit and not self._is_starved(
+                int(last_came), record.done_ns, transfer - usual.median
+            ):
+                wire = SlowWire(record, transfer / 1e6, usual.median / 1e6)
+                self.wires.append(wire)
+        usual.add(transfer)
+        self._delay.add(delay)
+        self.waited_ms[last] += delay / 1e6
+        self._of_step[last] += delay
+        return named, wire
+
+    def takes_long(self, record: Record) -> bool:
+        """Whether an operation took so long that it matters when all ranks came to it."""
+        usual = self._transfer.get((record.kind, record.bytes))
+        return record.duration_ms * 1e6 > _LEAST_LATE + (usual.median if usual else 0.0)
+
+    def _follow_steps(self, record: Record) -> None:
+        if record.step == self._step:
+            return
+        self._end_step()
+        if record.step == self._step + 1 and self._step_began:
+            self._steps.append(record.arrived_ns - self._step_began)
+        self._step, self._step_began = record.step, record.arrived_ns
+
+    def _judge(self, record: Record, longer: float) -> list[Late]:
+        if len(self._delay.values) < _FEWEST:
+            return []
+        limit = max(
+            _LEAST_LATE,
+            self._delay.limit(),
+            _STEP_SHARE * statistics.median(self._steps) if self._steps else 0.0,
+            2.0 * record.clock_error_ns,
+        )
+        if record.late[0][1] <= limit:
+            return []
+        found = [
+            Late(rank, record, delay / 1e6, min(1.0, delay / max(longer, 1.0)))
+            for rank, delay in record.late
+            if delay > limit and delay >= _EXPLAINS * longer
+        ]
+        if found and self._is_starved(
+            record.median_ns, int(record.median_ns + record.late[0][1]), record.late[0][1]
+        ):
+            self.starved += found
+            return []
+        self.late += found
+        return found
+
+    def _is_starved(self, begin: int, end: int, delay: float) -> bool:
+        return self._pressure is not None and (self._pressure.waited(begin, end) > _STARVED * delay)
+
+    def persistent(self) -> dict[int, tuple[float, float]]:
+        """Ranks that were late all along: the share of steps, and of the time, that each cost."""
+        self._end_step()
+        if self._counted < _STEPS:
+            return {}
+        span = max(1, self.end_ns - self.begin_ns) / 1e6
+        return {
+            rank: (count / self._counted, self.waited_ms[rank] / span)
+            for rank, count in self._last_in.items()
+            if count >= _LAST_IN * self._counted and self.waited_ms[rank] >= _COSTS * span
+        }
+
+    def _end_step(self) -> None:
+        if self._of_step:
+            self._counted += 1
+            self._last_in[max(self._of_step, key=self._of_step.__getitem__)] += 1
+            self._of_step.clear()
+
+
+class straggler_detection:
+    """Names ranks that come late to the collectives of a group, while its body runs.
+
+    Each rank that enters it judges for itself, from what it sees; it sends nothing, and adds
+    nothing to an operation.  On one host every rank sees all arrivals.  Between hosts it sees those
+    of the ranks that it receives from, and asks for the others' after an operation that took long.
+
+    Args:
+        group: a ringreduce group, or another, beside which one is made if there is none; None for
+            the default group.
+        log: whether to log a rank that is named, within the next step, and at most once a minute
+            for each rank.  The lowest rank that is not late itself logs.
+
+    Raises:
+        TypeError: not a group, or one that this rank is not in.
+        RuntimeError: there is no default group.
+        Timeout, PeerLost, Error: the group beside it could not be made.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, log: bool = True) -> None:
+        self._group = ringreduce_group(group, again=False)
+        self._backend: Backend = backend_of(self._group)
+        self._log = log
+        self._pressure = _CpuPressure()
+        self._judge = _Judge(self._group.size(), self._pressure)
+        self._next = 0
+        self._lost = 0
+        self._logged: dict[int, float] = {}
+        self._asked: list[
+            tuple[Record, int]
+        ] = []  # whose other arrivals are awaited, and how often
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> straggler_detection:
+        done = read(self._backend)
+        self._next = done[-1].index + 1 if done else 0
+        self._thread = threading.Thread(target=self._follow, name="ringreduce-late", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    @property
+    def late(self) -> list[Late]:
+        """Ranks that were named for an operation, in order."""
+        return list(self._judge.late)
+
+    @property
+    def wires(self) -> list[SlowWire]:
+        """Operations whose data took much longer than usual, in order."""
+        return list(self._judge.wires)
+
+    @property
+    def persistent(self) -> dict[int, tuple[float, float]]:
+        """Ranks that were the last in most steps: in which share, and which share of time it cost.
+
+        Returns:
+            By rank; empty if there are none, or fewer than 20 steps.
+        """
+        return self._judge.persistent()
+
+    def summary(self) -> str:
+        """Who was late, when, and what it cost.
+
+        Returns:
+            Plain text of a few lines.  It says so if nobody was late.
+        """
+        judge = self._judge
+        lines = [
+            f"{judge.operations} operations, {sum(judge.waited_ms.values()):.1f} ms of waiting for "
+            f"the last rank in {(judge.end_ns - judge.begin_ns) / 1e9:.1f} s"
+        ]
+        if self._lost:
+            lines.append(f"{self._lost} records were overwritten before they were read")
+        for rank, (steps, cost) in sorted(judge.persistent().items()):
+            lines.append(
+                f"rank {rank} was the last one in {steps:.0%} of the steps: "
+                f"the others waited {cost:.1%} of the time for it"
+            )
+        by_rank: dict[int, list[Late]] = defaultdict(list)
+        for late in judge.late:
+            by_rank[late.rank].append(late)
+        for rank, all_late in sorted(by_rank.items(), key=lambda item: -len(item[1])):
+            worst = max(all_late, key=lambda late: late.late_ms)
+            lines.append(f"rank {rank} was late {len(all_late)} times; at worst: {worst}")
+        if judge.wires:
+            slow = max(judge.wires, key=lambda wire: wire.took_ms)
+            lines.append(
+                f"the wire was slow in {len(judge.wires)} operations; at worst {slow.record} took "
+                f"{slow.took_ms:.1f} ms once all ranks were there, {slow.usual_ms:.1f} ms usually"
+            )
+        if judge.starved:
+            lines.append(
+                f"{len(judge.starved)} more delays are not counted: "
+                "processes of this host waited for a core meanwhile"
+            )
+        if len(lines) == 1:
+            lines.append("no rank was late, and no wire slow")
+        return "\n".join(lines)
+
+    # ---- the thread
+
+    def _follow(self) -> None:
+        while True:
+            stopping = self._stop.wait(_POLL)
+            self._pressure.sample()
+            try:
+                self._look()
+            except (errors.Error, RuntimeError):  # the group has been destroyed
+                return
+            if stopping:
+                return
+
+    def _look(self) -> None:
+        self._hear_answers()
+        for record in read(self._backend, self._next):
+            if record.state == "running":
+                break
+            self._lost += record.index - self._next
+            self._next = record.index + 1
+            if self._misses_arrivals(record):
+                extension().arrivals(self._backend, record.sequence, True)
+                self._asked.append((record, 0))
+            else:
+                self._take(record)
+
+    def _misses_arrivals(self, record: Record) -> bool:
+        missing = record.known < self._group.size() and record.state == "done"
+        return missing and self._judge.takes_long(record)
+
+    def _hear_answers(self) -> None:
+        asked, self._asked = self._asked, []
+        for record, times in asked:
+            known = extension().arrivals(self._backend, record.sequence, False)
+            if len(known) < self._group.size() and times < 20:
+                self._asked.append((record, times + 1))
+            else:
+                self._take(_with_arrivals(record, known))
+
+    def _take(self, record: Record) -> None:
+        named, _ = self._judge.feed(record)
+        if not self._log or not named:
+            return
+        late_ranks = {late.rank for late in named}
+        me = self._group.rank()
+        if me != min(set(range(self._group.size())) - late_ranks, default=me):
+            return
+        for late in named:
+            if time.monotonic() - self._logged.get(late.rank, -math.inf) < _LOG_EVERY:
+                continue
+            self._logged[late.rank] = time.monotonic()
+            line = f"[ringreduce] {late}, in group '{self._group.group_name}'\n"
+            sys.stderr.write(line)
+
+
+def _with_arrivals(record: Record, known: Iterable[tuple[int, int]]) -> Record:
+    """The record with arrivals that were heard of later."""
+    ordered = sorted((came, rank) for rank, came in known)
+    if len(ordered) < 2:
+        return record
+    median = ordered[(len(ordered) - 1) // 2][0]
+    return dataclasses.replace(
+        record,
+        known=len(ordered),
+        first_ns=ordered[0][0],
+        median_ns=median,
+        late=tuple((rank, float(came - median)) for came, rank in ordered[:0:-1][:3]),
+    )

@@ -1,0 +1,214 @@
+"""Records of operations, and who is named for being late: by simulated jobs, and by real groups."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, World
+from processes import wait_until
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+from ringreduce.record import Record
+from ringreduce.straggler import _CpuPressure, _Judge
+
+MS = 1_000_000
+
+# ---- simulated jobs: no time passes
+
+STEP_MS, BUCKETS, RANKS = 20, 4, 4
+Delay = Callable[[int, int, int], float]  # of a step, a bucket and a rank: ms
+Wire = Callable[[int, int], float]  # of a step and a bucket: ms
+
+
+def no_delay(step: int, bucket: int, rank: int) -> float:
+    return 0.0
+
+
+def usual_wire(step: int, bucket: int) -> float:
+    return 0.5
+
+
+def job(
+    steps: int, delay: Delay, wire: Wire = usual_wire, noise_ms: float = 0.05, seed: int = 1
+) -> Iterator[Record]:
+    """The records of rank 0, of ranks whose delays have a long tail."""
+    draw = random.Random(seed)
+    now = 1_000_000 * MS
+    index = 0
+    for step in range(steps):
+        for bucket in range(BUCKETS):
+            now += STEP_MS * MS // BUCKETS
+            came = sorted(
+                (
+                    now
+                    + int((draw.lognormvariate(0, 0.7) * noise_ms + delay(step, bucket, r)) * MS),
+                    r,
+                )
+                for r in range(RANKS)
+            )
+            median = came[(RANKS - 1) // 2][0]
+            arrived = next(time for time, r in came if r == 0)
+            now = came[-1][0] + int((wire(step, bucket) + draw.random() * 0.05) * MS)
+            yield Record(
+                index=index,
+                sequence=index,
+                kind="all_reduce",
+                dtype="float32",
+                op="SUM",
+                bytes=1 << 20,
+                root=-1,
+                step=step,
+                bucket=bucket,
+                posted_ns=arrived,
+                arrived_ns=arrived,
+                first_data_ns=arrived,
+                done_ns=now,
+                first_ns=came[0][0],
+                median_ns=median,
+                late=tuple((r, float(time - median)) for time, r in came[:0:-1][:3]),
+                known=RANKS,
+                clock_error_ns=0,
+                algorithm="direct",
+                in_place=False,
+                codec="",
+                state="done",
+            )
+            index += 1
+
+
+def judged(records: Iterator[Record]) -> _Judge:
+    judge = _Judge(RANKS)
+    for record in records:
+        judge.feed(record)
+    return judge
+
+
+@pytest.mark.parametrize("late_ms", [50.0, 5.0])
+def test_a_rank_that_is_late_once_is_named_with_step_and_bucket(late_ms: float) -> None:
+    for seed in range(6):
+        draw = random.Random(seed)
+        at = (draw.randrange(100, 1000), draw.randrange(BUCKETS), draw.randrange(RANKS))
+        judge = judged(job(1000, lambda *where, at=at: late_ms * (where == at), seed=seed))
+        assert [(x.record.step, x.record.bucket, x.rank) for x in judge.late] == [at]
+        assert judge.late[0].late_ms == pytest.approx(late_ms, abs=1)
+        assert judge.late[0].explains >= 0.8
+        assert judge.wires == [] and judge.persistent() == {}
+
+
+def test_two_ranks_that_are_late_at_once_are_both_named() -> None:
+    judge = judged(job(300, lambda s, b, r: 30.0 * (s == 200 and b == 1 and r in (1, 3))))
+    assert sorted(late.rank for late in judge.late) == [1, 3]
+
+
+@pytest.mark.parametrize("noise_ms", [0.005, 0.05, 0.5, 3.0])
+def test_nobody_is_named_in_a_clean_run(noise_ms: float) -> None:
+    for seed in range(2):
+        judge = judged(job(1000, no_delay, noise_ms=noise_ms, seed=seed))
+        assert (judge.late, judge.wires, judge.persistent()) == ([], [], {})
+
+
+def test_a_rank_that_is_a_little_late_in_each_step_is_named_for_the_run() -> None:
+    judge = judged(job(1000, lambda s, b, r: 0.35 * (r == 2 and b == 3)))
+    assert judge.late == []
+    ((rank, (steps, cost)),) = judge.persistent().items()
+    assert rank == 2 and steps > 0.8 and 0.01 < cost < 0.02
+
+
+def test_a_slow_wire_is_no_late_rank() -> None:
+    judge = judged(job(500, no_delay, lambda s, b: 40.0 if s >= 300 and b == 2 else 0.5))
+    assert judge.late == []
+    assert len(judge.wires) >= 1
+    first = judge.wires[0]
+    assert (first.record.step, first.record.bucket) == (300, 2)
+    assert first.took_ms == pytest.approx(40, abs=1) and first.usual_ms < 1
+
+
+def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:
+    class Starved(_CpuPressure):
+        def waited(self, begin: int, end: int) -> float:
+            return float(end - begin)
+
+    judge = _Judge(RANKS, Starved())
+    for record in job(300, lambda s, b, r: 50.0 * ((s, b, r) == (200, 0, 1))):
+        judge.feed(record)
+    assert judge.late == [] and [late.rank for late in judge.starved] == [1]
+
+
+# ---- real groups
+
+pytestmark = pytest.mark.ringreduce
+
+
+def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, list[str]]:
+    """Trains, late once; returns the summary, and who was named with the step and bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    if hook:
+        ringreduce.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    x = torch.randn(8, 256)
+    now = -1
+
+    def wait(gradient: torch.Tensor) -> torch.Tensor:
+        if now == at[0] and me.rank == late:
+            time.sleep(1.0)
+        return gradient
+
+    list(model.children())[at[1]].weight.register_hook(wait)
+    with ringreduce.straggler_detection() as sd:
+        for now in range(60):  # noqa: B007
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+        begun = ringreduce.records()[0].step
+        named = [f"{x.rank} {x.record.step - begun}" for x in sd.late + sd._judge.starved]
+    return sd.summary(), named
+
+
+@pytest.mark.parametrize("stock", ["ringreduce", "gloo"])
+def test_a_rank_that_is_late_in_training_is_named(pool: Pool, stock: str) -> None:
+    call = pool.start(trained, World(3, stock), 1, (50, 2), stock == "gloo")
+    for summary, named in call.results():
+        assert "1 50" in named, summary
+        assert set(named) <= {"1 50"} or "waited for a core" in summary
+    assert re.search(r"rank 1 came .* late to all_reduce", call.log(0)) or "core" in summary
+
+
+def recorded(me: Rank) -> list[Record]:
+    x = torch.ones(1000)
+    for _ in range(3):
+        dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    dist.broadcast(x, 1)
+    dist.barrier()
+    assert wait_until(lambda: ringreduce.records()[-1].state == "done", 20.0)
+    records = ringreduce.records()
+    assert ringreduce.records(since=records[3].index)[0] == records[3]
+    return records
+
+
+def test_records_say_what_ran_and_when(pool: Pool, world: MakeWorld) -> None:
+    for rank, records in enumerate(pool.run(recorded, world(2))):
+        kinds = [r.kind for r in records]
+        assert kinds == ["all_reduce"] * 4 + ["broadcast", "barrier"]
+        for i, r in enumerate(records):
+            assert r.index == i and r.state == "done"
+            assert r.posted_ns <= r.arrived_ns <= r.done_ns
+            assert r.known >= 1 and {x for x, _ in r.late} <= {0, 1}
+        assert (records[0].dtype, records[0].op, records[0].bytes) == ("float32", "SUM", 4000)
+        assert records[0].root == -1 and records[4].root == 1
+        assert records[0].algorithm in ("direct", "twoshot", "ring", "bruck")
+        assert records[5].dtype == "" and records[5].algorithm == ""
+        assert [r.bucket for r in records[:4]] == [0, 1, 2, 3], rank
