@@ -5,6 +5,7 @@ ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
 ringreduce.average_gradients(model)          # in a loop without DDP
 ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
 ringreduce.commit()                          # before a step that no lost rank may spoil
+ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
 """
 
 import importlib.metadata
@@ -16,6 +17,7 @@ from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
+from ringreduce.dump import dump_records
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
@@ -36,6 +38,7 @@ __all__ = [
     "Timeout",
     "average_gradients",
     "commit",
+    "dump_records",
     "empty",
     "found_inf",
     "gpu_bytes",

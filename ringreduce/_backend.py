@@ -245,6 +245,9 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     of_default = connect == "now" and not dist.is_initialized()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     launcher, job = job_of(os.environ, rank, size) if of_default else ("", "")
+    from ringreduce import dump  # found once the package is loaded
+
+    dump.watch()
     backend = extension().create_backend(
         store=dist_backend_opts.store,
         rank=rank,

@@ -36,6 +36,7 @@ class Error(DistBackendError):
     final: bool | None = None
 
     _facts_of: Callable[[str], tuple[int | None, int | None, str, bool | None] | None] | None = None
+    _noted: Callable[[Error], None] | None = None  # is told of each that C++ makes (dump.py)
 
     def __init__(self, *args: Any, **facts: Any) -> None:
         super().__init__(*args)
@@ -44,6 +45,8 @@ class Error(DistBackendError):
         if known:
             self.rank, self.reporter, self.group, self.final = known
         self.__dict__.update(facts)
+        if known and self._noted:
+            self._noted(self)
 
 
 class PeerLost(Error):

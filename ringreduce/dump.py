@@ -1,0 +1,532 @@
+"""Writes what the groups of this process did into a file, in the format of torch's flight recorder.
+
+    RINGREDUCE_DUMP=dumps torchrun ... train.py      # on each failure
+    ringreduce.dump_records("dumps")                 # now
+
+A rank has one file, its newest dump.  `python -m ringreduce.recorder dumps` says what ended the
+job; `torchfrtrace dumps` of torch reads the same files.  What torch's format has no place for is
+under the key "ringreduce", in the dump and in each of its entries.
+
+An error of a group must not wait for the file.  So the records are copied as they lie in memory,
+and a thread makes the dump of them; the process does not end before it is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringreduce import errors, records
+from ringreduce._backend import Backend, _is_alive, backend_of, extension
+from ringreduce._launchers import job_of
+
+PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
+FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
+DEFAULT_FOLDER = "ringreduce-dump"
+
+# The version of torch's format, which torchfrtrace wants to be the same on all ranks.
+_VERSION = "2.10"
+# A name of a library that torchfrtrace accepts in all versions of torch.
+_LIBRARY = "nccl"
+_FIELDS = tuple(records.Record.__annotations__)
+_STATES = {"running": "started", "done": "completed"}
+_KINDS = {
+    "sparse all_reduce": "all_reduce",
+    "compressed all_reduce": "all_reduce",
+    "monitored_barrier": "barrier",
+}
+_DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16",
+           "int8": "Char", "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long",
+           "bool": "Bool"}  # fmt: skip
+# Where code is that is not the program's own.
+_LIBRARIES = [
+    "<frozen",
+    *(os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch, records)),
+]
+# Seconds between two looks at the groups, for failures that no call of this rank meets.
+_LOOK = 0.1
+
+_log = logging.getLogger("ringreduce")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What a dump needs of a group, in a moment: its records are still bytes.
+
+    `ranks` are the global ranks, in the order of the group's own; `clock` is how many nanoseconds
+    this host's clock is ahead of the group's, and the bound of its error.
+    """
+
+    name: str
+    desc: str
+    ranks: list[int]
+    rank: int
+    raw: bytes
+    clock: tuple[int, int]
+    failed: bool
+    timeout_ms: int
+
+
+# ---- the groups
+
+
+def _live_groups() -> Iterator[tuple[dist.ProcessGroup, Backend]]:
+    """The groups of ringreduce that torch knows and that are connected."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        backend = backend_of(group)
+        if backend is not None and extension().is_connected(backend):
+            yield group, backend
+
+
+def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
+    """Takes what a dump needs of a group; None if another thread has just destroyed it."""
+    numbers = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    if numbers is None:
+        return None
+    core = extension()
+    try:
+        return _Group(
+            name=group.group_name,
+            desc=group.group_desc,
+            ranks=sorted(numbers, key=numbers.__getitem__),
+            rank=group.rank(),
+            raw=core.records(backend, 0),
+            clock=core.clock_offset(backend),
+            failed=core.has_failed(backend),
+            timeout_ms=int(core.timeout_seconds(backend) * 1000),
+        )
+    except errors.Error:
+        return None
+
+
+def _records_of(group: _Group) -> list[records.Record]:
+    """Those of the ranks that are in the group now: after a loss the sequence starts anew."""
+    fields = records._LAYOUT.iter_unpack(group.raw)
+    found = [records._read(values) for values in fields]
+    pairs = itertools.pairwise(found)
+    starts = [i for i, (a, b) in enumerate(pairs, 1) if b.sequence <= a.sequence]
+    return found[starts[-1] if starts else 0 :]
+
+
+# ---- the format
+
+
+def _called(record: records.Record) -> int:
+    """When it was called.  One that found the group failed has only an end."""
+    return record.posted_ns or record.done_ns
+
+
+def _counts(record: records.Record, group: _Group) -> tuple[int, int, int]:
+    """Elements that all ranks must agree on, of the inputs, and of the outputs."""
+    if not record.bytes:
+        return 0, 0, 0
+    elements = record.bytes // getattr(torch, record.dtype).itemsize
+    size = len(group.ranks)
+    if record.kind in ("gather", "scatter"):  # the root's bytes are those of all ranks
+        elements //= size if record.root == group.rank else 1
+    whole, part = elements * size, elements // size
+    inputs, outputs = {
+        "all_gather": (part, elements),
+        "reduce_scatter": (elements, part),
+        "gather": (elements, whole),
+        "scatter": (whole, elements),
+    }.get(record.kind, (elements, elements))
+    return elements, inputs, outputs
+
+
+def _entry(
+    record: records.Record, group: _Group, pg_id: int, number: int, wall: int
+) -> dict[str, Any]:
+    """A record as torch has it.  `wall`: nanoseconds from this host's clock to the time of day."""
+    elements, inputs, outputs = _counts(record, group)
+    dtype = _DTYPES.get(record.dtype, record.dtype or "Byte")
+    kind = _KINDS.get(record.kind, record.kind)
+    if kind in ("all_gather", "reduce_scatter") and elements % len(group.ranks):
+        kind += "_v"  # ranks have other numbers of elements
+    begun = bool(record.arrived_ns)
+    failed = "started" if begun else "scheduled"
+    own = {name: getattr(record, name) for name in _FIELDS} | {
+        "posted_ns": _called(record),
+        "elements": elements,
+        "root": group.ranks[record.root] if record.root >= 0 else -1,
+        "late": [(group.ranks[rank], nanos) for rank, nanos in record.late],
+    }
+    return {
+        "record_id": number,
+        "pg_id": pg_id,
+        "process_group": (group.name, group.desc),
+        "collective_seq_id": record.sequence,
+        "p2p_seq_id": 0,
+        "op_id": record.index,
+        "profiling_name": f"{_LIBRARY}:{kind}",
+        "time_created_ns": _called(record) + wall,
+        "duration_ms": record.duration_ms,
+        "input_sizes": [[inputs]],
+        "input_dtypes": [dtype],
+        "output_sizes": [[outputs]],
+        "output_dtypes": [dtype],
+        "state": _STATES.get(record.state, failed),
+        "time_discovered_started_ns": record.arrived_ns + wall if begun else None,
+        "time_discovered_completed_ns": record.done_ns + wall if record.state == "done" else None,
+        "retired": record.state != "running",
+        "timeout_ms": group.timeout_ms,
+        "is_p2p": False,
+        "thread_id": "",
+        "thread_name": "",
+        "frames": [],
+        "ringreduce": own,
+    }
+
+
+def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
+    """The dump: torch's format, and `about` and the groups' facts for ringreduce's reader."""
+    all_records = [(group, _records_of(group)) for group in groups]
+    left_out = {group.name: found[0].index if found else 0 for group, found in all_records}
+    in_order = sorted(
+        ((record, group) for group, found in all_records for record in found),
+        key=lambda pair: _called(pair[0]),
+    )
+    wall = about["time_ns"] - about["monotonic_ns"]
+    # torchfrtrace drops entries with lower numbers than the first one of any rank.
+    numbers = itertools.count(sum(left_out.values()))
+    status = {}
+    for number, (_, found) in enumerate(all_records):
+        last = {
+            "started": [r.sequence for r in found if r.arrived_ns],
+            "completed": [r.sequence for r in found if r.state == "done"],
+            "enqueued": [r.sequence for r in found],
+        }
+        status[str(number)] = {
+            f"last_{what}_collective": max(seen, default=-1) for what, seen in last.items()
+        }
+    return {
+        "version": _VERSION,
+        "comm_lib_version": about["version"],
+        "pg_config": {
+            group.name: {"name": group.name, "desc": group.desc, "ranks": str(group.ranks)}
+            for group in groups
+        },
+        "pg_status": status,
+        "entries": [
+            _entry(record, group, groups.index(group), number, wall)
+            for number, (record, group) in zip(numbers, in_order, strict=False)
+        ],
+        "ringreduce": about
+        | {
+            "groups": {
+                group.name: {
+                    "rank": group.rank,
+                    "failed": group.failed,
+                    "clock_ahead_ns": group.clock[0],
+                    "clock_error_ns": group.clock[1],
+                    "left_out": left_out[group.name],
+                }
+                for group in groups
+            }
+        },
+    }
+
+
+# ---- what is told of the process
+
+
+def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
+    """The frames of a stack, the innermost first, as torch writes them."""
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
+        frame = frame.f_back
+    return frames
+
+
+def _stack_of(error: TracebackType | None) -> list[dict[str, Any]]:
+    """The same of a traceback."""
+    frames = []
+    while error is not None:
+        code = error.tb_frame.f_code
+        line = error.tb_lineno
+        frames.append({"name": code.co_name, "filename": code.co_filename, "line": line})
+        error = error.tb_next
+    return frames[::-1]
+
+
+def _stacks() -> dict[str, list[dict[str, Any]]]:
+    """Of the threads that run Python, by name, the main thread first."""
+    running = sys._current_frames()
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+    return {t.name: _stack(running[t.ident]) for t in threads if t.ident in running}
+
+
+def _about(reason: str, error: dict[str, Any] | None) -> dict[str, Any]:
+    from ringreduce import __version__  # found once the package is loaded
+
+    known = dist.is_initialized()
+    rank = dist.get_rank() if known else int(os.environ.get("RANK") or 0)
+    size = dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE") or 1)
+    launcher, job = job_of(os.environ, rank, size)
+    return {
+        "version": __version__,
+        "rank": rank,
+        "world_size": size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "program": sys.argv[0],
+        "launcher": launcher,
+        "job": job,
+        "reason": reason,
+        "time_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+        "stacks": _stacks(),
+        "libraries": _LIBRARIES,
+        "error": _first_failure() or error,
+    }
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """An exception in a dump."""
+    facts = {name: getattr(error, name, None) for name in ("rank", "reporter", "group", "final")}
+    of_a_group = isinstance(error, errors.Error)
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "of_a_group": of_a_group,
+        "time_ns": time.time_ns(),
+    } | (facts if of_a_group else {})
+
+
+# ---- writing
+
+# A signal handler may run while its thread holds them.
+_lock = threading.RLock()  # of what is known of failures
+_writing = threading.RLock()  # nobody waits for a slow disk but who writes too
+_numbers = itertools.count(1)
+_written = 0
+_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]
+_failures = weakref.WeakKeyDictionary()
+
+
+def _first_failure() -> dict[str, Any] | None:
+    """The first error of a group that has failed and is still there: what came of it is later."""
+    found = [error for group, error in _failures.items() if _is_alive(group)]
+    return min(found, key=lambda error: error["time_ns"], default=None)
+
+
+def _take(
+    folder: str | os.PathLike[str], reason: str, error: dict[str, Any] | None = None
+) -> tuple[str, Any]:
+    """The path of a dump of this moment, and what writes it."""
+    groups = [copy for pair in _live_groups() if (copy := _copy(*pair)) is not None]
+    about, number = _about(reason, error), next(_numbers)
+    path = os.path.join(os.fspath(folder), f"{PREFIX}{about['rank']}")
+
+    def write() -> None:
+        global _written
+        document = _document(groups, about)
+        with _writing:
+            if number < _written:
+                return  # a newer one was faster
+            _written = number
+            os.makedirs(folder, exist_ok=True)
+            # torchfrtrace must not take it for a dump.
+            name = f".{about['rank']}.{number}.unfinished"
+            unfinished = os.path.join(os.fspath(folder), name)
+            with open(unfinished, "wb") as file:
+                pickle.dump(document, file)
+            os.replace(unfinished, path)
+
+    return path, write
+
+
+def _dump_soon(folder: str, reason: str, error: dict[str, Any] | None = None) -> None:
+    """Dumps in a thread of its own, which the process waits for at its end."""
+    path, write = _take(folder, reason, error)
+
+    def run() -> None:
+        try:
+            write()
+        except Exception as problem:
+            _log.warning("the records could not be written to %s: %s", path, problem)
+        else:
+            ask = f"python -m ringreduce.recorder {folder}"
+            _log.warning("%s: its records are in %s; ask `%s`", reason, path, ask)
+
+    if threading.main_thread().is_alive():
+        threading.Thread(target=run, name="ringreduce-dump").start()
+    else:  # at the end of the process, which waits for no thread any more
+        run()
+
+
+def dump_records(dir: str | os.PathLike[str] | None = None, reason: str = "") -> str:
+    """Writes the records of all ringreduce groups of this process, in torch's format.
+
+    An earlier dump of this rank in the same folder is replaced.
+
+    Args:
+        dir: the folder, which is made if it is not there; the same for all ranks.  None for that of
+            RINGREDUCE_DUMP, else "ringreduce-dump" in the working folder.
+        reason: why, for the reader.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder = os.environ.get(FOLDER) or DEFAULT_FOLDER if dir is None else dir
+    path, write = _take(folder, reason or "dump_records was called")
+    write()
+    return path
+
+
+# ---- when there is something to write
+
+_told_of: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # failed, and a call raised it
+_noticed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # failed, and the watcher saw it
+_last_text = ""
+_busy = threading.local()
+
+
+def _guarded(dump: Any) -> Any:
+    """`dump` as a function that raises nothing and does not run inside itself."""
+
+    @functools.wraps(dump)
+    def run(*arguments: Any) -> None:
+        if getattr(_busy, "now", False):
+            return
+        _busy.now = True
+        try:
+            dump(*arguments)
+        except Exception as problem:
+            _log.warning("the records could not be dumped: %r", problem)
+        finally:
+            _busy.now = False
+
+    return run
+
+
+@_guarded
+def _note_error(error: errors.Error) -> None:
+    """Dumps for an error of a group: once for each failure."""
+    global _last_text
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    watching = threading.current_thread() is _watcher
+    with _lock:
+        group = next((g for g, _ in _live_groups() if g.group_name == error.group), None)
+        if group is None or error.final is False:  # it goes on, or it is not there any more
+            if str(error) == _last_text:
+                return
+        else:
+            seen = _noticed if watching else _told_of
+            if group in seen:
+                return
+            seen.add(group)
+            _failures.setdefault(group, _told(error))
+        _last_text = str(error)
+        what = "noticed that its group failed" if watching else f"raised {type(error).__name__}"
+        _dump_soon(folder, f"this rank {what}", _told(error))
+
+
+@_guarded
+def _note_exception(error: BaseException, traceback: TracebackType | None) -> None:
+    """Dumps for an exception of the program that ends it, and that no failed group has caused."""
+    folder = os.environ.get(FOLDER)
+    if not folder or isinstance(error, errors.Error) or _first_failure():
+        return
+    told = _told(error) | {"frames": _stack_of(traceback)}
+    _dump_soon(folder, f"this rank ended with {type(error).__name__}", told)
+
+
+@_guarded
+def _note_signal(number: int, _frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    _dump_soon(os.environ.get(FOLDER) or DEFAULT_FOLDER, f"it received {name}")
+
+
+_watcher: threading.Thread | None = None
+_stop = threading.Event()
+
+
+def _look() -> None:
+    """Raises the error of each group that has failed, so that `_note_error` sees it.
+
+    A rank that does not come to an operation gets no error of it, and its records are those that
+    show what it did in place of it.
+    """
+    looks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+    while os.environ.get(FOLDER) and not _stop.wait(_LOOK):
+        for group, backend in _live_groups():
+            if group in _told_of or not extension().has_failed(backend):
+                continue
+            looks[group] = looks.get(group, 0) + 1
+            if looks[group] == 2:  # a call that was under way has had the time to raise it
+                with contextlib.suppress(errors.Error):
+                    extension().check(backend)
+
+
+def watch() -> None:
+    """Dumps from now on as the environment has it.  Called for each group that is made."""
+    global _watcher
+    if os.environ.get(FOLDER):
+        extension()  # what it does at exit comes after what is registered here
+        errors.Error._noted = staticmethod(_note_error)
+        if _watcher is None or not _watcher.is_alive():
+            _watcher = threading.Thread(target=_look, name="ringreduce-look", daemon=True)
+            _watcher.start()
+        _watch_exceptions()
+    if text := os.environ.get(SIGNAL):
+        _watch_signal(text)
+
+
+@functools.cache
+def _watch_exceptions() -> None:
+    atexit.register(_stop.set)
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        _note_exception(error, traceback)
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+@functools.cache
+def _watch_signal(text: str) -> None:
+    """Takes the signal, unless somebody has: Python code, or C code such as faulthandler's."""
+    known = {"USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
+    if text not in known:
+        _log.warning("%s=%s is neither USR1 nor USR2; correct or unset it", SIGNAL, text)
+        return
+    number = known[text]
+    with open("/proc/self/status") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    caught = int(lines["SigCgt"], 16) >> (number - 1) & 1
+    if caught or signal.getsignal(number) is not signal.SIG_DFL:
+        _log.warning("%s=%s: the signal has a handler, which stays", SIGNAL, text)
+    elif threading.current_thread() is not threading.main_thread():
+        _log.warning("%s=%s: make the first group in the main thread", SIGNAL, text)
+    else:
+        signal.signal(number, _note_signal)
