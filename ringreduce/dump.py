@@ -34,9 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringreduce import errors, records
+from ringreduce import errors
 from ringreduce._backend import Backend, _is_alive, backend_of, extension
 from ringreduce._launchers import job_of
+from ringreduce.record import _LAYOUT, Record, _read
 
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
 FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
@@ -46,7 +47,7 @@ DEFAULT_FOLDER = "ringreduce-dump"
 _VERSION = "2.10"
 # A name of a library that torchfrtrace accepts in all versions of torch.
 _LIBRARY = "nccl"
-_FIELDS = tuple(records.Record.__annotations__)
+_FIELDS = tuple(Record.__annotations__)
 _STATES = {"running": "started", "done": "completed"}
 _KINDS = {
     "sparse all_reduce": "all_reduce",
@@ -59,7 +60,7 @@ _DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16
 # Where code is that is not the program's own.
 _LIBRARIES = [
     "<frozen",
-    *(os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch, records)),
+    *(os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch, errors)),
 ]
 # Seconds between two looks at the groups, for failures that no call of this rank meets.
 _LOOK = 0.1
@@ -117,10 +118,10 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
         return None
 
 
-def _records_of(group: _Group) -> list[records.Record]:
+def _records_of(group: _Group) -> list[Record]:
     """Those of the ranks that are in the group now: after a loss the sequence starts anew."""
-    fields = records._LAYOUT.iter_unpack(group.raw)
-    found = [records._read(values) for values in fields]
+    fields = _LAYOUT.iter_unpack(group.raw)
+    found = [_read(values) for values in fields]
     pairs = itertools.pairwise(found)
     starts = [i for i, (a, b) in enumerate(pairs, 1) if b.sequence <= a.sequence]
     return found[starts[-1] if starts else 0 :]
@@ -129,12 +130,12 @@ def _records_of(group: _Group) -> list[records.Record]:
 # ---- the format
 
 
-def _called(record: records.Record) -> int:
+def _called(record: Record) -> int:
     """When it was called.  One that found the group failed has only an end."""
     return record.posted_ns or record.done_ns
 
 
-def _counts(record: records.Record, group: _Group) -> tuple[int, int, int]:
+def _counts(record: Record, group: _Group) -> tuple[int, int, int]:
     """Elements that all ranks must agree on, of the inputs, and of the outputs."""
     if not record.bytes:
         return 0, 0, 0
@@ -153,7 +154,7 @@ def _counts(record: records.Record, group: _Group) -> tuple[int, int, int]:
 
 
 def _entry(
-    record: records.Record, group: _Group, pg_id: int, number: int, wall: int
+    record: Record, group: _Group, pg_id: int, number: int, wall: int
 ) -> dict[str, Any]:
     """A record as torch has it.  `wall`: nanoseconds from this host's clock to the time of day."""
     elements, inputs, outputs = _counts(record, group)
