@@ -43,7 +43,8 @@ class Record:
         step, bucket: the training step, counted by steps of torch's optimizers in this process,
             and how many all-reduces of this group came before it in that step.
         posted_ns: the call.
-        arrived_ns: it began to run; the other ranks wait for this rank until then.
+        arrived_ns: it began to run; the other ranks wait for this rank until then.  0: it did not,
+            since the group had failed.
         first_data_ns: the first data of another rank were there; 0: there were none.
         done_ns: it ended; 0: it runs.
         first_ns, median_ns: when the first rank came, and when half of those known had come.
@@ -97,7 +98,7 @@ class Record:
     @property
     def duration_ms(self) -> float:
         """Milliseconds from when it began to run until it ended; 0 while it runs."""
-        return max(0, self.done_ns - self.arrived_ns) / 1e6
+        return max(0, self.done_ns - self.arrived_ns) / 1e6 if self.arrived_ns else 0.0
 
 
 def _read(fields: tuple[Any, ...]) -> Record:

@@ -90,8 +90,7 @@ void Recording::begin(Nanos arrived) {
 
 void Recording::end(OpRecord::State state) {
   record.done = monotonicNow();
-  if (record.arrived == 0) record.arrived = record.done;  // the group had failed before
-  if (record.posted == 0) record.posted = record.arrived;
+  if (record.posted == 0) record.posted = record.done;  // the group had failed before
   record.state = state;
   recorder.put(record);
 }

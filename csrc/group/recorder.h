@@ -35,7 +35,7 @@ struct OpRecord {
   uint64_t sequence = 0;  // its number in errors, "#17"
   uint64_t bytes = 0;     // of this rank's elements
   Nanos posted = 0;       // the call
-  Nanos arrived = 0;      // it began to run: other ranks wait for this rank until then
+  Nanos arrived = 0;      // it began to run: ranks wait for this one until then; 0: it did not
   Nanos first_data = 0;   // the first data of another rank were there; 0: none
   Nanos done = 0;         // it ended; 0: it runs
   Nanos first = 0;        // the first rank of those known came
