@@ -45,23 +45,32 @@ def without_a_device(result: Result) -> Result:
     return result
 
 
-def baseline_path(torch_version: str, world: int) -> Path:
+def baseline_path(torch_version: str) -> Path:
     """Where Gloo's results are; builds of one torch ("+cpu" and the like) share them."""
-    return HERE / f"gloo-{torch_version.split('+')[0]}-{world}.json"
+    return HERE / f"gloo-{torch_version.split('+')[0]}.json"
 
 
-def save_baseline(path: Path, results: Results) -> None:
-    """Writes one line a test, so that a difference can be read."""
-    lines = [
-        f"  {json.dumps(name)}: {json.dumps([result.outcome, result.gist])}"
-        for name, result in sorted(results.items())
-    ]
+def save(path: Path, by_world: Mapping[int, Results]) -> None:
+    """Writes one line a test: each result with the numbers of ranks that had it."""
+    lines = []
+    for name in sorted({name for results in by_world.values() for name in results}):
+        found: dict[tuple[str, str], list[str]] = {}
+        for world, results in sorted(by_world.items()):
+            if result := results.get(name):
+                found.setdefault((result.outcome, result.gist), []).append(str(world))
+        worlds = {" ".join(worlds): kept for kept, worlds in found.items()}
+        lines.append(f"  {json.dumps(name)}: {json.dumps(worlds)}")
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def load_baseline(path: Path) -> dict[str, Result]:
-    """What save_baseline wrote."""
-    return {name: Result(o, 0.0, why) for name, (o, why) in json.loads(path.read_text()).items()}
+def load(path: Path) -> dict[int, dict[str, Result]]:
+    """What `save` wrote, by the number of ranks; nothing if there is no such file."""
+    by_world: dict[int, dict[str, Result]] = {}
+    for name, found in json.loads(path.read_text()).items() if path.exists() else ():
+        for worlds, (outcome, why) in found.items():
+            for world in worlds.split():
+                by_world.setdefault(int(world), {})[name] = Result(outcome, 0.0, why)
+    return by_world
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,20 +192,21 @@ def main() -> int:
 
     if settings.device == "cuda":
         return on_gpus(settings)
-    path = results.baseline_path(torch.__version__, settings.world)
-    if not path.exists() and not settings.record_gloo:
+    world, path = settings.world, results.baseline_path(torch.__version__)
+    if world not in results.load(path) and not settings.record_gloo:
         path = settings.logs / path.name
-    print(f"torch {torch.__version__}, {settings.world} ranks, {os.cpu_count()} cores")
-    if settings.k and not path.exists():
+    kept = results.load(path)
+    print(f"torch {torch.__version__}, {world} ranks, {os.cpu_count()} cores")
+    if settings.k and world not in kept:
         parser.error("there are no results of Gloo for this torch yet: leave -k out first")
-    if settings.record_gloo or not path.exists():
+    if settings.record_gloo or world not in kept:
         if not settings.record_gloo:
-            print(f"no results of Gloo for this torch and {settings.world} ranks: recording them")
-        kept = results.load_baseline(path) if settings.k else {}
-        results.save_baseline(path, kept | run_pass("gloo", settings))
+            print(f"no results of Gloo for this torch and {world} ranks: recording them")
+        known = kept.get(world, {}) if settings.k else {}
+        results.save(path, kept | {world: known | run_pass("gloo", settings)})
         if settings.record_gloo:
             return 0
-    gloo = results.load_baseline(path)
+    gloo = results.load(path)[world]
 
     ours = run_pass("ringreduce", settings)
     gloo = {name: result for name, result in gloo.items() if name in ours or not settings.k}
@@ -239,7 +240,7 @@ def report_gpus(found: results.Results, settings: argparse.Namespace) -> int:
     """
     done = {name: results.without_a_device(result) for name, result in found.items()}
     written = settings.logs / f"results-on-gpus-{label(settings)}.json"
-    results.save_baseline(written, done)
+    results.save(written, {settings.world: done})
     count = {o: sum(r.outcome == o for r in done.values()) for o in ("pass", "fail", "skip")}
     for name, result in done.items():
         if result.outcome == "fail":
@@ -252,7 +253,7 @@ def report(ours: results.Results, gloo: results.Results, settings: argparse.Name
     """Prints and writes what came of it; returns the exit status."""
     verdict = results.judge(ours, gloo)
     written = settings.logs / f"results-{label(settings)}.json"
-    results.save_baseline(written, ours)
+    results.save(written, {settings.world: ours})
     print(results.table(ours, gloo))
     for name in verdict.excepted:
         print(f"exception: {name}: {results.exceptions.EXCEPTIONS[name]}")
