@@ -131,8 +131,7 @@ def run(pool: Pool, plan: Plan, slack: float = SLACK) -> Ended:
         )
         leaver = plan.victims[0] if plan.kind == "leave" else -1
         call = pool.start(program, world, plan.seed, plan.largest, plan.slow, leaver, fresh=True)
-        for rank in range(plan.world):
-            call.heard(rank)
+        call.hear_all()
         time.sleep(plan.after)
         struck, ends = strike(plan, hosts, call)
         # Long enough for what must not happen to happen.

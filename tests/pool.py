@@ -12,6 +12,7 @@ Every job has a deadline.  What came of it is reported for each rank: `Done`, `R
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import multiprocessing as mp
 import multiprocessing.connection as mpc
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ __all__ = [
     "RanksFailed",
     "World",
     "describe",
+    "on_ranks",
     "run_ranks",
 ]
 
@@ -116,6 +119,10 @@ class Call:
     def tell(self, rank: int, what: Any = None) -> None:
         self.workers[rank].conn.send_bytes(pickle.dumps(what))
 
+    def tell_all(self, what: Any = None) -> None:
+        for rank in range(len(self.workers)):
+            self.tell(rank, what)
+
     def log(self, rank: int) -> str:
         """What the rank wrote to stdout and stderr since this job began."""
         return self.workers[rank].log()[self.log_from[rank] :]
@@ -154,6 +161,12 @@ class Call:
                 raise RanksFailed(f"rank {rank} did not report:\n" + self._report(outcomes))
             self._take(left)
         return self.events[rank].pop(0)
+
+    def hear_all(self, what: Any = None) -> None:
+        """Hears from every rank, and that it told `what` if that is given."""
+        for rank in range(len(self.workers)):
+            told = self.heard(rank)
+            assert what is None or told == what, f"rank {rank} told {told!r}"
 
     def await_end(self, ranks: Iterable[int], timeout: float) -> None:
         """Waits until these ranks have ended their part, for `timeout` seconds at the most."""
@@ -263,6 +276,44 @@ class Pool:
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
+
+
+def on_ranks(
+    size: int = 0,
+    timeout: float = 60.0,
+    *,
+    backend: str = "",
+    deadline: float = 120.0,
+    fresh: bool = False,
+    remade: bool = False,
+    **options: str,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a job, which must succeed on every rank.
+
+    The job is called with its `Rank` and the arguments of the test.  `size` 0: the test has a
+    parameter `size`.  `backend`: another one than the tested one.  The rest is that of the fixture
+    `world` and of `Pool.start`.
+    """
+
+    def make(job: Callable[..., None]) -> Callable[..., None]:
+        _, *parameters = inspect.signature(job).parameters
+        given = ["pool", "world", *parameters, *(["size"] if not size else [])]
+
+        def test(pool: Pool, world: Callable[..., World], **arguments: Any) -> None:
+            group = world(size or arguments["size"], timeout, **options)
+            group = replace(group, backend=backend or group.backend)
+            values = [arguments[name] for name in parameters]
+            pool.start(job, group, *values, fresh=fresh, remade=remade).results(deadline)
+
+        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in given]
+        )
+        test.job = job  # type: ignore[attr-defined]
+        job.__qualname__ += ".job"  # by which ranks find it
+        return test
+
+    return make
 
 
 def run_ranks(

@@ -102,6 +102,13 @@ class Rank:
         )
 
 
+def same_on_all(value: Any) -> None:
+    """Asserts that all ranks of the default group have this value.  Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(other == value for other in found), found
+
+
 @dataclass
 class Done:
     rank: int

@@ -6,8 +6,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MakeWorld
-from pool import Pool, Rank, World
+from pool import Pool, Rank, World, on_ranks
 from torch import nn
 
 pytestmark = pytest.mark.ringreduce
@@ -60,7 +59,8 @@ def test_every_gradient_is_averaged(pool: Pool, size: int, on: str) -> None:
     assert len(set(digests)) == 1
 
 
-def average_in_a_group(me: Rank) -> float:
+@on_ranks(3)
+def test_over_a_subgroup(me: Rank) -> None:
     import ringreduce
 
     group = dist.new_group([0, 2])
@@ -71,15 +71,11 @@ def average_in_a_group(me: Rank) -> float:
         ringreduce.average_gradients(model, group=group)
     dist.barrier()
     grad = model.weight.grad
-    assert grad is not None and bool((grad == grad[0, 0]).all())
-    return float(grad[0, 0])
+    assert grad is not None and grad.eq(1.0).all(), grad
 
 
-def test_over_a_subgroup(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(average_in_a_group, world(3)) == [1.0, 1.0, 1.0]
-
-
-def average_strided(me: Rank) -> None:
+@on_ranks(2)
+def test_non_contiguous_gradients(me: Rank) -> None:
     import ringreduce
 
     p = nn.Parameter(torch.zeros(6, 4))
@@ -89,10 +85,6 @@ def average_strided(me: Rank) -> None:
     ringreduce.average_gradients(model)
     assert torch.equal(p.grad, (torch.arange(24.0).view(4, 6) * 1.5).t())
     ringreduce.average_gradients(nn.Module())  # nothing to do
-
-
-def test_non_contiguous_gradients(pool: Pool, world: MakeWorld) -> None:
-    pool.run(average_strided, world(2))
 
 
 class Unusual(nn.Module):
@@ -159,8 +151,10 @@ def test_sparse_complex_and_expanded_gradients(pool: Pool, size: int, on: str) -
     assert len(set(pool.run(average_unusual, World(size, on)))) == 1
 
 
-def other_gradients_elsewhere(me: Rank, what: str) -> str:
-    """Gradients that differ between ranks; returns the error that this rank got."""
+@pytest.mark.parametrize("what", ["one more", "none", "as large", "transposed", "sparse"])
+@on_ranks(2, timeout=8.0)
+def test_gradients_of_other_parameters(me: Rank, what: str) -> None:
+    """Every rank is told, and no gradient has changed: never two different models."""
     import ringreduce
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -188,11 +182,4 @@ def other_gradients_elsewhere(me: Rank, what: str) -> str:
     one = torch.ones(1)
     dist.all_reduce(one)  # nothing was sent, so the group goes on
     assert one.item() == 2.0
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["one more", "none", "as large", "transposed", "sparse"])
-def test_gradients_of_other_parameters(pool: Pool, world: MakeWorld, what: str) -> None:
-    """Every rank is told, and no gradient has changed: never two different models."""
-    for said in pool.run(other_gradients_elsewhere, world(2, timeout=8.0), what):
-        assert "[1] have gradients of other parameters" in said
+    assert "[1] have gradients of other parameters" in str(caught.value)

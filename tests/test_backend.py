@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Rank, on_ranks
 from ranks import exception_of
 
 
-def work_api(me: Rank) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_work_and_future(me: Rank) -> None:
     p = float(me.world_size)
     t = torch.ones(1000)
     work = dist.all_reduce(t, async_op=True)
@@ -39,12 +40,8 @@ def work_api(me: Rank) -> None:
         assert work.is_completed()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_work_and_future(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(work_api, world(size))
-
-
-def callbacks_chain(me: Rank) -> float:
+@on_ranks(2)
+def test_callbacks_may_start_operations(me: Rank) -> None:
     """Each callback starts the next operation, on whichever thread it runs."""
     t, ended = torch.ones(16), threading.Event()
 
@@ -55,14 +52,13 @@ def callbacks_chain(me: Rank) -> float:
     again(5)
     assert ended.wait(20), "a callback did not run"
     dist.barrier()
-    return float(t[0])
+    assert t.eq(2.0**6).all(), t
 
 
-def test_callbacks_may_start_operations(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(callbacks_chain, world(2)) == [2.0**6] * 2
-
-
-def mixed_order(me: Rank) -> float:
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks()
+def test_blocking_and_asynchronous_keep_their_order(me: Rank) -> None:
     t = torch.ones(5000)
     kept = []
     for k in range(20):
@@ -76,19 +72,12 @@ def mixed_order(me: Rank) -> float:
             dist.barrier()
     for work in kept:
         work.wait()
-    assert bool((t == t[0]).all())
-    return float(t[0])
+    assert t.eq(float(me.world_size) ** 20).all(), t
 
 
-@pytest.mark.ringreduce
-@pytest.mark.parametrize("size", [2, 4])
-def test_blocking_and_asynchronous_keep_their_order(
-    pool: Pool, world: MakeWorld, size: int
-) -> None:
-    assert pool.run(mixed_order, world(size)) == [float(size) ** 20] * size
-
-
-def sequence_numbers(me: Rank) -> list[int]:
+@on_ranks(2)
+def test_sequence_numbers(me: Rank) -> None:
+    """A call counts as one, whatever it is, as with Gloo."""
     group = dist.new_group()
     backend = group._get_backend(torch.device("cpu"))  # torch asks no plugin through the group
     backend._set_sequence_number_for_group()
@@ -103,18 +92,11 @@ def sequence_numbers(me: Rank) -> list[int]:
     move: Any = dist.send if me.rank == 0 else dist.recv
     move(torch.ones(1), 1 - me.rank, group=group)
     seen.append(backend._get_sequence_number_for_group())
-    return [s - seen[0] for s in seen]
+    assert [s - seen[0] for s in seen] == [0, 3, 4, 5, 6], seen
 
 
-def test_sequence_numbers(pool: Pool, world: MakeWorld) -> None:
-    """A call counts as one, whatever it is, as with Gloo."""
-    assert pool.run(sequence_numbers, world(2)) == [[0, 3, 4, 5, 6]] * 2
-
-
-def described(me: Rank) -> tuple[Any, ...]:
+@on_ranks(2)
+def test_names_ranks_and_sizes(me: Rank) -> None:
     group = dist.new_group(timeout=None)
-    return dist.get_backend(), dist.get_backend(group), group.rank(), group.size()
-
-
-def test_names_ranks_and_sizes(pool: Pool, world: MakeWorld, backend: str) -> None:
-    assert pool.run(described, world(2)) == [(backend, backend, r, 2) for r in range(2)]
+    assert dist.get_backend() == dist.get_backend(group) == me.backend
+    assert (group.rank(), group.size()) == (me.rank, 2)

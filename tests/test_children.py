@@ -84,12 +84,12 @@ def test_a_killed_rank_whose_child_lives_on(
         assert all(state != "Z" for _, state in found["children"]), found
 
 
-def feed(me: Rank, how: str) -> float:
+def feed(me: Rank) -> float:
     """Workers that are started after the group neither use it nor disturb it at their end."""
     total = torch.zeros(1)
     for _ in range(2):
         loader = DataLoader(
-            Squares(), batch_size=1000, num_workers=2, multiprocessing_context=how, timeout=30
+            Squares(), batch_size=1000, num_workers=2, multiprocessing_context="fork", timeout=30
         )
         for batch in loader:
             part = batch.sum().reshape(1)
@@ -98,9 +98,8 @@ def feed(me: Rank, how: str) -> float:
     return float(total)
 
 
-@pytest.mark.parametrize("how", ["fork"])
-def test_workers_come_and_go(pool: Pool, world: MakeWorld, how: str) -> None:
-    first, second = pool.run(feed, world(2), how)
+def test_workers_come_and_go(pool: Pool, world: MakeWorld) -> None:
+    first, second = pool.run(feed, world(2))
     assert first == second > 0
     assert pool.run(add_up, world(2)) == [3.0] * 2
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Rank, on_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 CPU = torch.device("cpu")
 
 
-def coalesced(me: Rank) -> None:
+@pytest.mark.ringreduce
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks(timeout=20.0)
+def test_coalescing(me: Rank) -> None:
     p, r = me.world_size, me.rank
     group = dist.group.WORLD
     assert group is not None
@@ -58,9 +60,3 @@ def coalesced(me: Rank) -> None:
     assert group._end_coalescing(CPU).wait()
     with pytest.raises(RuntimeError):
         group._end_coalescing(CPU)
-
-
-@pytest.mark.ringreduce
-@pytest.mark.parametrize("size", [2, 3])
-def test_coalescing(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(coalesced, world(size, 20.0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Pool, Rank, on_ranks
 from test_compressed_hook import (
     Net,
     Straight,
@@ -134,8 +134,9 @@ class Sometimes(nn.Module):
         return y + (self.other * x).sum() if uses else y
 
 
-def used_now_and_then(me: Rank) -> list[float]:
-    """What is missing in the end of a weight that no rank uses in some steps, and one in others."""
+@on_ranks(2)
+def test_nothing_is_lost_of_what_is_not_always_used(me: Rank) -> None:
+    """Of a weight that no rank uses in some steps, and one in others."""
     model = DDP(Sometimes(), find_unused_parameters=True)
     state = attach(model, codec="int4")
     total, wanted = torch.zeros(40, 100).double(), torch.zeros(40, 100).double()
@@ -152,13 +153,8 @@ def used_now_and_then(me: Rank) -> list[float]:
         wanted += sum((given[r].double() for r in users), torch.zeros(40, 100)) / me.world_size
     held = state.residual("other").double()
     dist.all_reduce(held, op=dist.ReduceOp.AVG)
-    return [float((total + held - wanted).abs().max()), float((total - wanted).abs().max())]
-
-
-def test_nothing_is_lost_of_what_is_not_always_used(pool: Pool, world: MakeWorld) -> None:
-    for left, off in pool.run(used_now_and_then, world(2)):
-        assert left < 2e-5, "DDP threw away what was owed"
-        assert off > 1e-3, "nothing was coded"
+    assert (total + held - wanted).abs().max() < 2e-5, "DDP threw away what was owed"
+    assert (total - wanted).abs().max() > 1e-3, "nothing was coded"
 
 
 class Image(nn.Module):
@@ -172,8 +168,10 @@ class Image(nn.Module):
         return (self.weight * weights).sum()
 
 
-def in_another_order(me: Rank, views: bool) -> list[float]:
-    """What residuals of a parameter whose memory is not in order have to do with its elements."""
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_residuals_belong_to_elements(me: Rank, views: bool) -> None:
+    """Whatever the order in which a parameter lies in memory."""
     model = DDP(Image(torch.channels_last), gradient_as_bucket_view=views)
     state = attach(model, codec="int4")
     shape = model.module.weight.shape
@@ -184,16 +182,10 @@ def in_another_order(me: Rank, views: bool) -> list[float]:
     held = mean_residual(state, dist.group.WORLD)
     loaded = attach(DDP(Image(torch.contiguous_format)), codec="int4")
     loaded.load_state_dict(saved(state.state_dict()))
-    off = [float((missing - held).abs().max()), float(missing.abs().max())]
+    assert (missing - held).abs().max() < 1e-5 and missing.abs().max() > 0.01
     assert torch.equal(loaded.residual("weight"), state.residual("weight"))
     state.average_residuals()
-    return [*off, float((state.residual("weight").double() - held).abs().max())]
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_residuals_belong_to_elements(pool: Pool, world: MakeWorld, views: bool) -> None:
-    for off, lost, after in pool.run(in_another_order, world(2), views):
-        assert off < 1e-5 and after < 1e-5 and lost > 0.01
+    assert (state.residual("weight").double() - held).abs().max() < 1e-5
 
 
 def poisoned(me: Rank, codec: str, bad: float, where: str) -> tuple[bool, bool, bool]:
@@ -229,8 +221,9 @@ def test_what_is_not_finite_leaves_residuals(pool: Pool, world: MakeWorld, codec
             assert found == [(True, True, True)] * 3, (bad, where)
 
 
-def scaled(me: Rank) -> list[tuple[bool, float]]:
-    """With a GradScaler and one rank that overflows: whether each step was taken; the scale."""
+@on_ranks(2)
+def test_grad_scaler_skips_everywhere(me: Rank) -> None:
+    """One rank overflows in the fifth step."""
     model = DDP(Net())
     state = attach(model, codec="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -254,18 +247,13 @@ def scaled(me: Rank) -> list[tuple[bool, float]]:
         if not taken:
             assert torch.equal(kept, state.residual("middle.weight"))
         seen.append((taken, scaler.get_scale()))
-    return seen
+    assert [taken for taken, _ in seen] == [True] * 4 + [False] + [True] * 3
+    assert [scale for _, scale in seen] == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
 
 
-def test_grad_scaler_skips_everywhere(pool: Pool, world: MakeWorld) -> None:
-    results = pool.run(scaled, world(2))
-    assert results[0] == results[1]
-    assert [taken for taken, _ in results[0]] == [True] * 4 + [False] + [True] * 3
-    assert [scale for _, scale in results[0]] == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
-
-
-def rescaled(me: Rank) -> bool:
-    """Residuals follow the loss scale, so that another one changes nothing."""
+@on_ranks(2)
+def test_residuals_follow_the_loss_scale(me: Rank) -> None:
+    """So that another one changes nothing."""
     models = [DDP(Straight()) for _ in range(2)]
     states = [attach(model, codec="int4") for model in models]
     for step in range(4):
@@ -275,17 +263,12 @@ def rescaled(me: Rank) -> bool:
             model.zero_grad()
             (model(*gradients(step, me.rank, model.module)) * scale).backward()
             grads.append(model.module.weight.grad / scale)
-        if not torch.equal(*grads):
-            return False
+        assert torch.equal(*grads), step
     again = attach(DDP(Straight()), codec="int4")
     again.load_state_dict(states[1].state_dict())
     again.set_loss_scale(1.0)
     states[1].set_loss_scale(1.0)
-    return torch.equal(again.residual("weight"), states[0].residual("weight"))
-
-
-def test_residuals_follow_the_loss_scale(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(rescaled, world(2)) == [True, True]
+    assert torch.equal(again.residual("weight"), states[0].residual("weight"))
 
 
 class Gapped(nn.Module):
@@ -299,7 +282,8 @@ class Gapped(nn.Module):
         return (x * self.weight).sum()
 
 
-def under_other_defaults(me: Rank) -> list[bool]:
+@on_ranks(2)
+def test_residuals_under_other_defaults(me: Rank) -> None:
     """Residuals do not depend on the program's default device and dtype."""
     import ringreduce
 
@@ -325,21 +309,14 @@ def under_other_defaults(me: Rank) -> list[bool]:
     assert averaged is not None and zeros is not None and loaded is not None
     mean = residual.clone()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    return [
-        bool(residual.abs().sum() > 0),
-        torch.equal(again, residual),
-        torch.equal(averaged, mean),
-        torch.equal(zeros, torch.zeros(40, 100)),
-        torch.equal(loaded, mean),
-    ]
+    assert residual.any() and torch.equal(again, residual)
+    assert torch.equal(averaged, mean) and torch.equal(loaded, mean)
+    assert torch.equal(zeros, torch.zeros(40, 100))
 
 
-def test_residuals_under_other_defaults(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(under_other_defaults, world(2)) == [[True] * 5] * 2
-
-
-def interrupted(me: Rank) -> bool:
-    """A backward that fails on its way leaves the residuals; a new DDP, as it needs, goes on."""
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_residuals(me: Rank) -> None:
+    """A new DDP, as it needs then, goes on."""
     import ringreduce
 
     class Fails(torch.autograd.Function):
@@ -368,33 +345,27 @@ def interrupted(me: Rank) -> bool:
         model(x).square().mean().backward()
     before = state.residual("last.weight")
     model.module.fails = True
-    try:
+    with pytest.raises(ArithmeticError):
         model(x).square().mean().backward()
-        return False
-    except ArithmeticError:
-        model.module.fails = False
-    left = torch.equal(before, state.residual("last.weight"))
+    model.module.fails = False
+    assert torch.equal(before, state.residual("last.weight"))
     module = model.module
     del model
     gc.collect()  # its reducer watches the parameters as long as it lives
     model = DDP(module, bucket_cap_mb=0.001)
     assert ringreduce.register_comm_hook(model, state) is state
     model(x).square().mean().backward()
-    return left and not torch.equal(before, state.residual("last.weight"))
+    assert not torch.equal(before, state.residual("last.weight"))
 
 
-def test_a_backward_that_fails_leaves_residuals(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(interrupted, world(2)) == [True, True]
-
-
-def unfit(me: Rank) -> list[str]:
+@on_ranks(1)
+def test_other_states_are_refused(me: Rank) -> None:
     import ringreduce
 
     state = ringreduce.CompressionState(Straight(), "int8")
     good = state.state_dict()
     good["residuals"] = {"weight": torch.ones(40, 100)}
     state.load_state_dict(good)
-    said = []
     for change in (
         {"version": 2},
         {"steps": -1},
@@ -414,17 +385,11 @@ def unfit(me: Rank) -> list[str]:
         {"loss_scale": float("nan")},
         {"loss_scale": "1"},
     ):
-        try:
+        with pytest.raises(ValueError):
             state.load_state_dict({**good, **change})
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
     for key in good:
-        try:
+        with pytest.raises(ValueError):
             state.load_state_dict({k: v for k, v in good.items() if k != key})
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
     assert torch.equal(state.residual("weight"), torch.ones(40, 100))  # type: ignore[arg-type]
     state.load_state_dict({**good, "residuals": {}})
     assert state.residual("weight") is None
@@ -433,12 +398,6 @@ def unfit(me: Rank) -> list[str]:
     plain = ringreduce.CompressionState(Straight(), error_feedback=False)
     plain.load_state_dict({**good, "residuals": {"weight": torch.ones(40, 100)}})
     assert plain.residual("weight") is None and plain.residual_bytes() == 0  # it would never use it
-    return said
-
-
-def test_other_states_are_refused(pool: Pool, world: MakeWorld) -> None:
-    for said in pool.run(unfit, world(1)):
-        assert "accepted" not in said, said
 
 
 def loaded_by_some(me: Rank) -> None:

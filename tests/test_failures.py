@@ -81,8 +81,7 @@ def test_sigkill_amid_all_reduces(pool: Pool, world: MakeWorld, full: bool) -> N
         group = world(size, ALGORITHM=draw.choice(ALGORITHMS))
         case = f"trial {trial}: rank {victim} of {size}, {n} elements, {style}, {group.env}"
         call = pool.start(loop_forever, group, n, style)
-        for rank in range(size):
-            assert call.heard(rank) == "flowing"
+        call.hear_all("flowing")
         time.sleep(draw.random() * 0.05)
         killed = call.signal(victim, signal.SIGKILL)
         outcomes = call.outcomes()
@@ -152,8 +151,7 @@ def test_sigstop_amid_an_all_reduce(
     victim = 1
     group = world(size, timeout=3.0, ALGORITHM=algorithm)
     job = pool.start(loop_forever, group, 500_000, "blocking")
-    for rank in range(size):
-        job.heard(rank)
+    job.hear_all()
     stopped = job.signal(victim, signal.SIGSTOP)
     job.await_end(set(range(size)) - {victim}, 15.0)
     job.signal(victim, signal.SIGCONT)
@@ -195,8 +193,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(
     size = 3
     group = world(size, timeout=2.0, **({"WIRE": "tcp"} if wire == "tcp" else {}))
     job = pool.start(go_on, group, call)
-    for rank in range(size):
-        job.heard(rank)
+    job.hear_all()
     for rank in range(size):
         job.signal(rank, signal.SIGSTOP)
     time.sleep(3.0)
@@ -314,10 +311,8 @@ def test_no_rank_ever_names_a_survivor(pool: Pool, world: MakeWorld, full: bool)
         size, victim = 4, trial % 4
         group = world(size, ALGORITHM=ALGORITHMS[trial % 4])
         job = pool.start(leave_in_turn, group, 10_000, fresh=True)
-        for rank in range(size):
-            job.heard(rank)
-        for rank in range(size):
-            assert job.heard(rank) == "flowing"
+        job.hear_all()
+        job.hear_all("flowing")
         job.signal(victim, signal.SIGKILL)
         for rank in set(range(size)) - {victim}:
             message = job.heard(rank)

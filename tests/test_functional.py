@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as autograd_collectives
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Pool, Rank, on_ranks
+from ranks import same_on_all
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -78,18 +79,15 @@ def with_autograd(me: Rank, group: dist.ProcessGroup) -> Tensors:
     return [*(part.detach() for k, part in enumerate(parts) if k != 2), x.grad]
 
 
-def like_gloo(me: Rank, which: str) -> int:
+@pytest.mark.parametrize("which", ["functional", "autograd"])
+@on_ranks(2, 20.0)
+def test_like_gloo(me: Rank, which: str) -> None:
     world, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     assert world is not None
     run = {"functional": functional, "autograd": with_autograd}[which]
     ours, theirs = run(me, world), run(me, gloo)
+    assert len(ours) >= 8
     same(ours, theirs)
-    return len(ours)
-
-
-@pytest.mark.parametrize("which", ["functional", "autograd"])
-def test_like_gloo(pool: Pool, world: MakeWorld, which: str) -> None:
-    assert min(pool.run(like_gloo, world(2, 20.0), which)) >= 8
 
 
 def compiled_step(me: Rank, backend: str) -> dict[str, Any]:
@@ -131,7 +129,8 @@ def test_compiled_steps(pool: Pool, world: MakeWorld, full: bool) -> None:
             assert torch.equal(first[name], second[name]), f"{name}: the ranks' weights differ"
 
 
-def compiled_ddp(me: Rank) -> list[float]:
+@on_ranks(2, 60.0, deadline=120.0)
+def test_compiled_ddp(me: Rank) -> None:
     """torch.compile of a model in DDP: the graph is split at the buckets."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -146,13 +145,9 @@ def compiled_ddp(me: Rank) -> list[float]:
             loss.backward()
     for a, b in zip(plain.parameters(), inner.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-    return [float(p.grad.sum()) for p in inner.parameters() if p.grad is not None]
-
-
-def test_compiled_ddp(pool: Pool, world: MakeWorld) -> None:
-    first, second = pool.run(compiled_ddp, world(2, 60.0), deadline=120.0)
-    assert first == second
-    assert len(first) == 4
+    found = [float(p.grad.sum()) for p in inner.parameters() if p.grad is not None]
+    assert len(found) == 4
+    same_on_all(found)
 
 
 def meshes(me: Rank) -> dict[str, Any]:
@@ -185,35 +180,28 @@ def test_device_mesh(pool: Pool, world: MakeWorld, backend: str) -> None:
         assert found["sums"] == (across, along, 1111.0)
 
 
-def dtensors(me: Rank) -> int:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks(timeout=20.0, remade=True)
+def test_dtensor(me: Rank) -> None:
     """Every way from one placement to another gives back the tensor that was distributed."""
     mesh = init_device_mesh("cpu", (me.world_size,))
     whole = torch.arange(35.0).view(7, 5)  # not a multiple of the world size
     placements = [Replicate(), Shard(0), Shard(1)]
-    checked = 0
     for first in placements:
         for second in placements:
             d = distribute_tensor(whole, mesh, [first]).redistribute(mesh, [second])
             assert torch.equal(d.full_tensor(), whole), (first, second)
-            checked += 1
     ones = DTensor.from_local(torch.full((7, 5), float(me.rank)), mesh, [Partial()])
     total = me.world_size * (me.world_size - 1) / 2
     for second in placements:
         assert bool((ones.redistribute(mesh, [second]).full_tensor() == total).all())
-        checked += 1
     x = distribute_tensor(whole, mesh, [Shard(0)])
     y = distribute_tensor(whole.T.contiguous(), mesh, [Replicate()])
     torch.testing.assert_close((x @ y).full_tensor(), whole @ whole.T)
-    return checked
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_dtensor(pool: Pool, world: MakeWorld, size: int) -> None:
-    call = pool.start(dtensors, world(size, 20.0), remade=True)
-    assert call.results() == [12] * size
-
-
-def tensor_parallel(me: Rank) -> float:
+@on_ranks(2, 20.0, remade=True)
+def test_tensor_parallel(me: Rank) -> None:
     """Two layers split over the ranks, against the same layers whole."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(1)
@@ -229,15 +217,12 @@ def tensor_parallel(me: Rank) -> float:
     for a, b in zip(whole.parameters(), split.parameters(), strict=True):
         assert isinstance(b.grad, DTensor)
         torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-    return float(got.sum())
+    same_on_all(float(got.sum()))
 
 
-def test_tensor_parallel(pool: Pool, world: MakeWorld) -> None:
-    first, second = pool.start(tensor_parallel, world(2, 20.0), remade=True).results()
-    assert first == second
-
-
-def operator(me: Rank) -> None:
+@pytest.mark.ringreduce
+@on_ranks(2)
+def test_operator(me: Rank) -> None:
     """torch.ops.ringreduce.all_reduce_ is dist.all_reduce, also in a compiled program."""
     part = dist.new_group([1, 0], backend="ringreduce")
     assert part is not None
@@ -294,8 +279,3 @@ def operator(me: Rank) -> None:
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(RuntimeError, match="needs a ringreduce group, not one of gloo"):
         torch.ops.ringreduce.all_reduce_(torch.ones(3), "sum", gloo.group_name)
-
-
-@pytest.mark.ringreduce
-def test_operator(pool: Pool, world: MakeWorld) -> None:
-    pool.run(operator, world(2))

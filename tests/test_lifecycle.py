@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank, run_ranks
+from pool import Pool, Rank, on_ranks, run_ranks
 from processes import wait_until
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -100,7 +100,9 @@ def test_destroy_releases_all_whoever_holds_the_group(
         assert known == [True, 1]
 
 
-def destroyed_in_a_callback(me: Rank) -> int:
+@pytest.mark.ringreduce
+@on_ranks(2)
+def test_a_callback_may_destroy_its_own_group(me: Rank) -> None:
     before = len(os.listdir("/proc/self/task"))
     ended = threading.Event()
 
@@ -110,13 +112,7 @@ def destroyed_in_a_callback(me: Rank) -> int:
 
     dist.all_reduce(torch.ones(5), async_op=True).get_future().then(destroy)
     assert ended.wait(20), "destroying the group in its own callback hangs"
-    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before)
-    return len(os.listdir("/proc/self/task")) - before
-
-
-@pytest.mark.ringreduce
-def test_a_callback_may_destroy_its_own_group(pool: Pool, world: MakeWorld) -> None:
-    assert max(pool.run(destroyed_in_a_callback, world(2))) <= 0
+    assert wait_until(lambda: len(os.listdir("/proc/self/task")) <= before), "a thread stays"
 
 
 def named_threads(me: Rank, name: str) -> set[str]:
@@ -319,8 +315,10 @@ def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
         assert any(line.startswith("parent 1") or line == "parent 12.0" for line in lines), lines
 
 
-def alive_together(me: Rank, count: int) -> dict[str, int]:
-    before = held()
+@pytest.mark.ringreduce
+@on_ranks(2)
+def test_many_groups_at_once(me: Rank) -> None:
+    before, count = held(), 40
     groups = [dist.new_group() for _ in range(count)]
     for group in groups:
         t = torch.ones(4)
@@ -332,25 +330,16 @@ def alive_together(me: Rank, count: int) -> dict[str, int]:
         dist.destroy_process_group(group)
     after = held()
     assert after["fds"] <= before["fds"], (before, after)
-    return {what: during[what] - before[what] for what in during}
+    grown = {what: during[what] - before[what] for what in during}
+    assert grown["fds"] <= count * 6 and grown["threads"] <= count * 2, grown
 
 
 @pytest.mark.ringreduce
-def test_many_groups_at_once(pool: Pool, world: MakeWorld) -> None:
-    for grown in pool.run(alive_together, world(2), 40):
-        assert grown["fds"] <= 40 * 6, grown
-        assert grown["threads"] <= 40 * 2, grown
-
-
-@pytest.mark.ringreduce
-def test_pending_work_is_not_lost_at_exit_of_a_thread(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(post_from_a_thread, world(2)) == [2.0, 2.0]
-
-
-def post_from_a_thread(me: Rank) -> float:
+@on_ranks(2)
+def test_pending_work_is_not_lost_at_exit_of_a_thread(me: Rank) -> None:
     t, works = torch.ones(10), []
     thread = threading.Thread(target=lambda: works.append(dist.all_reduce(t, async_op=True)))
     thread.start()
     thread.join()
     works[0].wait()
-    return float(t[0])
+    assert t.eq(2).all(), t

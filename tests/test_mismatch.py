@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from blame import blamed, expect
 from conftest import MakeWorld
-from pool import Done, Pool, Rank
+from pool import Done, Pool, Rank, on_ranks
 from test_failures import add_up
 
 import ringreduce
@@ -217,7 +217,8 @@ def test_by_every_algorithm(pool: Pool, world: MakeWorld, algorithm: str) -> Non
         check(pool, group, what, [1], {1}, "blocking")
 
 
-def from_two_threads(me: Rank) -> list[str]:
+@on_ranks(2, 20.0)
+def test_threads_that_share_a_group_are_told_so(me: Rank) -> None:
     """As async_save in the group of the training: the ranks' threads come in another order."""
     said: list[str] = []
 
@@ -239,10 +240,5 @@ def from_two_threads(me: Rank) -> list[str]:
     call(starts[1 - me.rank])
     for work in works:
         call(work.wait)
-    return said
-
-
-def test_threads_that_share_a_group_are_told_so(pool: Pool, world: MakeWorld) -> None:
-    for said in pool.run(from_two_threads, world(2, 20.0)):
-        assert said and all("disagree on operation" in text for text in said), said
-        assert any("give each thread a group of its own" in text for text in said), said
+    assert said and all("disagree on operation" in text for text in said), said
+    assert any("give each thread a group of its own" in text for text in said), said

@@ -42,8 +42,7 @@ def start(pool: Pool, hosts: Hosts, ranks: int, timeout: float) -> Call:
     places = hosts.places(ranks // len(hosts.all))
     world = World(ranks, "ringreduce", settings, timeout=timeout, places=places)
     call = pool.start(sums, world, 20, fresh=True)
-    for rank in range(ranks):
-        assert call.heard(rank) == "flowing"
+    call.hear_all("flowing")
     return call
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Rank, on_ranks
 
 
 def objects(me: Rank, group: dist.ProcessGroup) -> list[Any]:
@@ -29,13 +28,9 @@ def objects(me: Rank, group: dist.ProcessGroup) -> list[Any]:
     return [every, gathered, told, mine, came]
 
 
-def objects_like_gloo(me: Rank) -> tuple[str, str]:
+@on_ranks(3, 20.0)
+def test_object_collectives(me: Rank) -> None:
     gloo = dist.new_group(backend="gloo")
     assert dist.group.WORLD is not None
-    return repr(objects(me, dist.group.WORLD)), repr(objects(me, gloo))
-
-
-def test_object_collectives(pool: Pool, world: MakeWorld) -> None:
-    for rank, (ours, theirs) in enumerate(pool.run(objects_like_gloo, world(3, 20.0))):
-        assert ours == theirs
-        assert f"{{'for': {rank}}}" in ours
+    ours = repr(objects(me, dist.group.WORLD))
+    assert ours == repr(objects(me, gloo)) and f"{{'for': {me.rank}}}" in ours, ours

@@ -444,8 +444,7 @@ def test_a_rank_stopped_during_a_reconfigure_is_named(
 ) -> None:
     """By all, and by itself when it goes on; nobody enters a group that has failed."""
     job = pool.start(stopped_meanwhile, world(0), pool.name(), victim, ranks=4)
-    for rank in range(4):
-        job.heard(rank)
+    job.hear_all()
     others = set(range(4)) - {victim}
     job.await_end(others, 20.0)
     job.signal(victim, signal.SIGCONT)

@@ -140,8 +140,7 @@ class Failures:
         job = self.pool.start(fail_at_once, self.world(3), how)
         for rank in range(3):
             job.heard(rank, LONG)
-        for rank in range(3):
-            job.tell(rank)
+        job.tell_all()
         time.sleep(0.1)
         when = time.monotonic()
         if how.startswith("killed"):

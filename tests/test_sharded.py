@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Pool, Rank, on_ranks
+from ranks import same_on_all
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -130,7 +131,9 @@ def test_fsdp2(pool: Pool, world: MakeWorld, shape: tuple[int, ...]) -> None:
     assert all(r == results[0] for r in results), "the ranks have different weights"
 
 
-def fsdp2_variants(me: Rank, name: str) -> tuple[float, list[str]]:
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 sums", "no reshard", "our memory"])
+@on_ranks(2, 20.0, remade=True)
+def test_fsdp2_variants(me: Rank, name: str) -> None:
     mesh = mesh_of(me, (me.world_size,), me.backend)
     how: dict[str, Any] = {}
     if name == "bfloat16":
@@ -146,35 +149,25 @@ def fsdp2_variants(me: Rank, name: str) -> tuple[float, list[str]]:
                 module.set_allocate_memory_from_process_group_for_comm(True)
     train(model, torch.optim.AdamW(model.parameters(), lr=0.01), me.rank)
     furthest = 0.0
+    # AdamW moves a weight by at most lr a step, whichever way a gradient's sign goes.
+    limit = 2 * STEPS * 0.011 if "bfloat16" in name else 1e-5
     for a, b in zip(whole(model), trained_whole(me.world_size), strict=True):
         furthest = max(furthest, float((a - b).abs().max()))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     assert isinstance(norm, DTensor)
-    return furthest, [str(float(norm.full_tensor()))]
+    assert furthest < limit
+    same_on_all((furthest, float(norm.full_tensor())))
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 sums", "no reshard", "our memory"])
-def test_fsdp2_variants(pool: Pool, world: MakeWorld, name: str) -> None:
-    results = pool.start(fsdp2_variants, world(2, 20.0), name, remade=True).results()
-    # AdamW moves a weight by at most lr a step, whichever way a gradient's sign goes.
-    limit = 2 * STEPS * 0.011 if "bfloat16" in name else 1e-5
-    assert results[0][0] < limit
-    assert results[0] == results[1]
-
-
-def fsdp1(me: Rank) -> list[float]:
+@on_ranks(2, 20.0, remade=True)
+def test_fsdp1(me: Rank) -> None:
     model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
     train(model, torch.optim.AdamW(model.parameters(), lr=0.01), me.rank)
     with FullyShardedDataParallel.summon_full_params(model):
         weights = [p.detach().clone() for p in model.module.parameters()]
     expected = torch.cat([w.flatten() for w in trained_whole(me.world_size)])
     assert_close([torch.cat([w.flatten() for w in weights])], [expected])
-    return [float(w.double().sum()) for w in weights]
-
-
-def test_fsdp1(pool: Pool, world: MakeWorld) -> None:
-    first, second = pool.start(fsdp1, world(2, 20.0), remade=True).results()
-    assert first == second
+    same_on_all([float(w.double().sum()) for w in weights])
 
 
 def save(me: Rank, path: str) -> None:
@@ -224,7 +217,9 @@ def test_checkpoint_over_another_number_of_ranks(
     assert first == second
 
 
-def zero(me: Rank, buckets: bool) -> tuple[list[float], int]:
+@pytest.mark.parametrize("buckets", [False, True])
+@on_ranks(2, 20.0)
+def test_zero_redundancy_optimizer(me: Rank, buckets: bool) -> None:
     model = nn.parallel.DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -238,18 +233,16 @@ def zero(me: Rank, buckets: bool) -> tuple[list[float], int]:
     optimizer.consolidate_state_dict(to=0)
     if me.rank == 0:
         assert len(optimizer.state_dict()["state"]) == 6
-    return [float(p.detach().double().sum()) for p in model.parameters()], held
+    same_on_all([float(p.detach().double().sum()) for p in model.parameters()])
+    assert 0 < held < 6, "each rank keeps a part of the optimizer's state"
+    parts = torch.tensor(held)
+    dist.all_reduce(parts)
+    assert parts == 6
 
 
-@pytest.mark.parametrize("buckets", [False, True])
-def test_zero_redundancy_optimizer(pool: Pool, world: MakeWorld, buckets: bool) -> None:
-    (first, held), (second, other) = pool.run(zero, world(2, 20.0), buckets)
-    assert first == second
-    assert held + other == 6
-    assert held and other, "each rank keeps a part of the optimizer's state"
-
-
-def save_in_the_background(me: Rank, path: str) -> bool:
+@on_ranks(2, 20.0, remade=True)
+def test_checkpoint_in_the_background(me: Rank, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
     model = shard(mesh_of(me, (2,), me.backend))
     before = whole(model)
     # A group for the thread that saves: its calls come in no order with the training's.
@@ -261,16 +254,14 @@ def save_in_the_background(me: Rank, path: str) -> bool:
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=path)
     restored = [w.full_tensor() for w in state["model"].values()]
-    return all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
 
 
-def test_checkpoint_in_the_background(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    call = pool.start(save_in_the_background, world(2, 20.0), path, remade=True)
-    assert call.results() == [True, True]
-
-
-def gather_shards(me: Rank, registered: list[str]) -> list[float]:
+@pytest.mark.ringreduce
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the backend's devices without a GPU")
+@pytest.mark.parametrize("registered", [[], ["cpu", "cuda"]])
+@on_ranks(2)
+def test_gathered_shards_are_on_the_cpu(me: Rank, registered: list[str]) -> None:
     """ShardedTensor takes the last of the backend's devices for what it gathers."""
     if registered:  # as by a torch with CUDA; the next group is made on this machine
         dist.Backend.backend_capability["ringreduce"] = registered
@@ -281,13 +272,4 @@ def gather_shards(me: Rank, registered: list[str]) -> list[float]:
     sharded.local_tensor().fill_(me.rank)
     whole = torch.zeros(6) if me.rank == 0 else None
     sharded.gather(0, whole)
-    return [] if whole is None else whole.tolist()
-
-
-@pytest.mark.ringreduce
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the backend's devices without a GPU")
-@pytest.mark.parametrize("registered", [[], ["cpu", "cuda"]])
-def test_gathered_shards_are_on_the_cpu(
-    pool: Pool, world: MakeWorld, registered: list[str]
-) -> None:
-    assert pool.run(gather_shards, world(2), registered) == [[0.0] * 3 + [1.0] * 3, []]
+    assert whole is None or whole.tolist() == [0.0] * 3 + [1.0] * 3

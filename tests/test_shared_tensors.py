@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Died, Pool, Raised, Rank
+from pool import Died, Pool, Raised, Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +29,9 @@ def values(me: Rank, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(SIZE, generator=draw) * 9).to(dtype)
 
 
-def as_other_tensors(me: Rank) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_as_other_tensors(me: Rank) -> None:
     """Every op and dtype gives the same bits, wherever the ranks have their data."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
@@ -49,11 +51,6 @@ def as_other_tensors(me: Rank) -> None:
     for t in (premul, shared):
         dist.all_reduce(t, dist._make_nccl_premul_sum(0.5))
     assert torch.equal(premul, shared)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_as_other_tensors(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(as_other_tensors, world(size))
 
 
 def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str]:
@@ -89,18 +86,16 @@ def moved_and_reduced(me: Rank, make: Callable[[int], torch.Tensor]) -> list[str
     return found
 
 
-def every_collective(me: Rank) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_every_collective(me: Rank) -> None:
     expected = moved_and_reduced(me, torch.empty)
     assert moved_and_reduced(me, ringreduce.empty) == expected
     assert moved_and_reduced(me, ringreduce.empty if me.rank else torch.empty) == expected
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_collective(pool: Pool, world: MakeWorld, size: int) -> None:
-    pool.run(every_collective, world(size))
-
-
-def fresh_memory(me: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_memory_comes_and_goes(me: Rank) -> None:
     """New tensors, often at the addresses of old ones, are new to the peers too."""
     group = dist.new_group([1, 0])
     kept = ringreduce.empty(SIZE).fill_(3.0)
@@ -112,11 +107,8 @@ def fresh_memory(me: Rank) -> None:
     assert kept.eq(3.0).all() and t.eq(599).all()  # memory outlives the groups
 
 
-def test_memory_comes_and_goes(pool: Pool, world: MakeWorld) -> None:
-    pool.start(fresh_memory, world(2), fresh=True).results()
-
-
-def forks(me: Rank) -> None:
+@on_ranks(2)
+def test_a_forked_child_does_not_change_the_parent(me: Rank) -> None:
     t = ringreduce.empty(SIZE).fill_(1.0)
     dist.all_reduce(t)
     child = os.fork()
@@ -127,10 +119,6 @@ def forks(me: Rank) -> None:
     assert t.eq(me.world_size).all()
     dist.all_reduce(t)
     assert t.eq(me.world_size**2).all()
-
-
-def test_a_forked_child_does_not_change_the_parent(pool: Pool, world: MakeWorld) -> None:
-    pool.run(forks, world(2))
 
 
 def until_lost(me: Rank) -> None:
@@ -156,8 +144,7 @@ def until_lost(me: Rank) -> None:
 
 def test_a_lost_rank(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(until_lost, world(3, 20.0), fresh=True)
-    for rank in range(3):
-        assert call.heard(rank) == "flowing"
+    call.hear_all("flowing")
     call.signal(1, signal.SIGKILL)
     for outcome in call.outcomes():
         if outcome.rank == 1:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Died, Done, Pool, Rank, World
+from pool import Died, Done, Pool, Rank, on_ranks
 from processes import wait_until
 from torch import nn
 
@@ -98,7 +98,8 @@ def test_parameters_after_a_lost_step(
     assert found.value == changes
 
 
-def aborted(me: Rank) -> list[float]:
+@on_ranks(2)
+def test_the_flag_is_set_by_an_abort(me: Rank) -> None:
     group = dist.new_group()
     flag = ringreduce.found_inf(group)
     dist.barrier()  # of another group, which the abort does not end
@@ -106,14 +107,11 @@ def aborted(me: Rank) -> list[float]:
         group.abort()
     with pytest.raises(ringreduce.Aborted):
         dist.all_reduce(torch.ones(8), group=group)
-    return [float(flag), float(ringreduce.found_inf(group))]
+    assert flag == ringreduce.found_inf(group) == 1
 
 
-def test_the_flag_is_set_by_an_abort(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(aborted, world(2)) == [[1.0, 1.0]] * 2
-
-
-def beside_gloo(me: Rank) -> None:
+@on_ranks(2, backend="gloo", remade=True)
+def test_beside_another_backend_the_hooks_calls_are_meant(me: Rank) -> None:
     for call in (ringreduce.commit, ringreduce.found_inf):
         with pytest.raises(TypeError, match=f"{call.__name__} takes a group .* of gloo"):
             call()
@@ -126,7 +124,3 @@ def beside_gloo(me: Rank) -> None:
         ringreduce.found_inf(device="meta")
     with pytest.raises(TypeError, match="this rank needs to be in the group"):
         ringreduce.commit(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
-
-
-def test_beside_another_backend_the_hooks_calls_are_meant(pool: Pool) -> None:
-    pool.start(beside_gloo, World(2, "gloo"), remade=True).results()

@@ -77,8 +77,7 @@ def reduce_on(me: Rank, n: int, op: str, dtype: str, style: str) -> list[tuple[b
 
 def run_and_kill(call: Call, victims: list[int], draw: random.Random) -> list[Any]:
     """The survivors' values."""
-    for rank in range(len(call.workers)):
-        assert call.heard(rank) == "flowing"
+    call.hear_all("flowing")
     for victim in victims:
         time.sleep(draw.random() * 0.03)
         call.signal(victim, signal.SIGKILL)
@@ -296,8 +295,7 @@ def stop_and_go(me: Rank, victim: int) -> tuple[float, float]:
 def test_a_stopped_rank_is_killed_at_the_deadline(pool: Pool, world: MakeWorld) -> None:
     """It could write to the memory of the others later."""
     call = pool.start(stop_and_go, world(3, timeout=2.0, ON_LOSS="continue"), 1, remade=True)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGSTOP)
     outcomes = call.outcomes()
     assert outcomes[1] == Died(1, -signal.SIGKILL), outcomes
@@ -330,8 +328,7 @@ def test_a_frozen_rank_that_cannot_be_killed_is_left_out(pool: Pool, world: Make
     call = pool.start(
         freeze_and_wake, world(0, ON_LOSS="continue"), pool.name(), 1, ranks=3, fresh=True
     )
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     frozen = call.signal(1, signal.SIGSTOP)
     took = max(call.heard(rank) for rank in (0, 2)) - frozen
     call.signal(1, signal.SIGCONT)
@@ -354,8 +351,7 @@ def reduce_forever(me: Rank) -> None:
 @every_wire
 def test_fewer_than_min_ranks_fail_the_group(pool: Pool, world: MakeWorld, wire: str) -> None:
     call = pool.start(reduce_forever, world(3, MIN_RANKS="2", **on(wire)), remade=True)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     call.signal(0, signal.SIGKILL)
     time.sleep(0.2)
     call.signal(1, signal.SIGKILL)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from hosts import Hosts, why_not
-from pool import Pool, Rank, World
+from pool import Pool, Rank, World, on_ranks
 
 from ringreduce import topology
 from ringreduce.topology import Topology
@@ -26,14 +26,11 @@ def test_the_order_of_a_matrix() -> None:
     assert topology.order([]) == []
 
 
-def seen(me: Rank) -> Topology:
-    return topology.of()
-
-
-def test_ranks_that_share_memory_are_one_host(pool: Pool, world: MakeWorld) -> None:
-    for found in pool.start(seen, world(2)).results():
-        assert found.hosts == ((0, 1),) and found.source == "ranks" and found.slowest is None
-        assert "ring of hosts: 0 > 0" in str(found)
+@on_ranks(2)
+def test_ranks_that_share_memory_are_one_host(me: Rank) -> None:
+    found = topology.of()
+    assert found.hosts == ((0, 1),) and found.source == "ranks" and found.slowest is None
+    assert "ring of hosts: 0 > 0" in str(found)
 
 
 def reduced(me: Rank, name: str, layout: str, ring: str) -> tuple[Topology, Any]:

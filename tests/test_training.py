@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank
+from pool import Pool, Rank, on_ranks
 from test_backend_methods import everything
 from test_objects import objects
 from torch import nn
@@ -44,14 +44,11 @@ def uneven(me: Rank, group: dist.ProcessGroup) -> torch.Tensor:
     return weights(model)
 
 
-def uneven_like_gloo(me: Rank) -> bool:
+@on_ranks(2, 20.0)
+def test_uneven_inputs(me: Rank) -> None:
     assert dist.group.WORLD is not None
     ours, theirs = uneven(me, dist.group.WORLD), uneven(me, dist.new_group(backend="gloo"))
-    return torch.equal(ours, theirs)
-
-
-def test_uneven_inputs(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(uneven_like_gloo, world(2, 20.0)) == [True, True]
+    assert torch.equal(ours, theirs)
 
 
 def bf16_by_another_name(group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
@@ -96,21 +93,19 @@ def with_hook(me: Rank, name: str, group: dist.ProcessGroup) -> torch.Tensor:
     return weights(model)
 
 
-def hooks_like_gloo(me: Rank) -> list[bool]:
+@on_ranks(2, 20.0)
+def test_torchs_own_hooks(me: Rank) -> None:
+    """Two addends have one order and one rounding, so the bits are Gloo's."""
     assert dist.group.WORLD is not None
     gloo = dist.new_group(backend="gloo")
-    return [
-        torch.equal(with_hook(me, name, dist.group.WORLD), with_hook(me, name, gloo))
-        for name in HOOKS
-    ]
+    for name in HOOKS:
+        ours = with_hook(me, name, dist.group.WORLD)
+        assert torch.equal(ours, with_hook(me, name, gloo)), name
 
 
-def test_torchs_own_hooks(pool: Pool, world: MakeWorld) -> None:
-    """Two addends have one order and one rounding, so the bits are Gloo's."""
-    assert pool.run(hooks_like_gloo, world(2, 20.0)) == [[True] * len(HOOKS)] * 2
-
-
-def buckets_in_our_memory(me: Rank) -> list[bool]:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0, fresh=True)
+def test_ddp_buckets_in_our_memory(me: Rank) -> None:
     """DDP_DISABLE_COMM_MEM=0: DDP asks its group for its buckets' memory."""
     found = []
     for setting in ("1", "0"):
@@ -132,13 +127,8 @@ def buckets_in_our_memory(me: Rank) -> list[bool]:
         assert torch.equal(got, found[0][0])
         assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
     # Memory of ours cannot be resized, torch's can.
-    return [all(not g.untyped_storage().resizable() for g in grads) for _, grads, _ in found]
-
-
-@pytest.mark.ringreduce
-def test_ddp_buckets_in_our_memory(pool: Pool, world: MakeWorld) -> None:
-    call = pool.start(buckets_in_our_memory, world(2, 20.0), fresh=True)
-    assert call.results() == [[False, True]] * 2
+    ours = [all(not g.untyped_storage().resizable() for g in grads) for _, grads, _ in found]
+    assert ours == [False, True]
 
 
 def in_detail(me: Rank, key: str) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Raised, Rank
+from pool import Pool, Raised, Rank, on_ranks
 from processes import wait_until
 from ranks import exception_of
 from torch import nn
@@ -34,7 +34,9 @@ needs_hooks = pytest.mark.skipif(
 )
 
 
-def hooked(me: Rank) -> list[tuple[str, int, bool]]:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_on_completion_hook(me: Rank) -> None:
     group = dist.new_group()
     seen: list[Any] = []
 
@@ -56,23 +58,18 @@ def hooked(me: Rank) -> list[tuple[str, int, bool]]:
     dist.barrier(group=group, async_op=True)
     dist.destroy_process_group(group)  # waits until the hooks have run
     took = time.monotonic() - began
-    found = []
+    found: dict[str, int] = {}
     for kind, seq, started, finished, info in seen:
         assert timedelta(0) <= finished - started <= timedelta(seconds=took + 1)
         assert info.active_duration.total_seconds() == pytest.approx(
             (finished - started).total_seconds(), abs=1e-3
         )
-        found.append((OpType(kind).name if isinstance(kind, int) else kind.name, seq))
-    return sorted(found)
-
-
-@pytest.mark.ringreduce
-def test_on_completion_hook(pool: Pool, world: MakeWorld) -> None:
-    for rank, found in enumerate(pool.run(hooked, world(2, 20.0))):
-        names = [name for name, _ in found]
-        assert names == ["ALLREDUCE", "BARRIER", "BROADCAST", "RECV" if rank else "SEND"], found
-        numbers = dict(found)
-        assert numbers["ALLREDUCE"] < numbers["BROADCAST"] < numbers["BARRIER"], found
+        name = OpType(kind).name if isinstance(kind, int) else kind.name
+        assert name not in found
+        found[name] = seq
+    message = "RECV" if me.rank else "SEND"
+    assert sorted(found) == ["ALLREDUCE", "BARRIER", "BROADCAST", message], found
+    assert found["ALLREDUCE"] < found["BROADCAST"] < found["BARRIER"], found
 
 
 def hook_that_raises(me: Rank) -> list[str]:
@@ -105,17 +102,16 @@ def test_a_hook_that_raises_harms_no_operation(pool: Pool, world: MakeWorld) -> 
     assert "from the hook" in call.log(0)
 
 
-def timed(me: Rank) -> tuple[float, float, str]:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_collective_timing(me: Rank) -> None:
     group = dist.new_group()
     t = torch.ones(1000)
     untimed = dist.all_reduce(t, group=group, async_op=True)
     untimed.wait()
     group._enable_collectives_timing()
-    try:
+    with pytest.raises(RuntimeError, match="timing"):
         untimed._get_duration()
-        refused = ""
-    except RuntimeError as error:
-        refused = str(error)
     short = dist.all_reduce(t, group=group, async_op=True)
     short.wait()
     if me.rank == 0:
@@ -125,17 +121,9 @@ def timed(me: Rank) -> tuple[float, float, str]:
     if me.rank == 1:
         dist.send(torch.ones(1), 0)
     long.wait()
-    return short._get_duration(), long._get_duration(), refused
-
-
-@pytest.mark.ringreduce
-def test_collective_timing(pool: Pool, world: MakeWorld) -> None:
-    results = pool.run(timed, world(2, 20.0))
-    for short, long, refused in results:
-        assert "timing" in refused
-        assert short >= 0.0
-        assert long >= 0.0
-    assert results[1][1] >= 250.0, "milliseconds; rank 1 waited for rank 0, which slept"
+    assert short._get_duration() >= 0.0 and long._get_duration() >= 0.0
+    # Milliseconds; rank 1 waited for rank 0, which slept.
+    assert me.rank == 0 or long._get_duration() >= 250.0
 
 
 def outcomes_of_work(me: Rank) -> list[Any]:
@@ -166,10 +154,8 @@ def outcomes_of_work(me: Rank) -> list[Any]:
 @pytest.mark.ringreduce
 def test_work_of_what_goes_well_and_what_fails(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(outcomes_of_work, world(2, 60.0))
-    for rank in range(2):
-        call.heard(rank)
-    for rank in range(2):
-        call.tell(rank)
+    call.hear_all()
+    call.tell_all()
     found, other = call.results()
     good, waited, completed, success, error, result, raised = found
     assert other == ["SUCCESS"]
@@ -184,8 +170,11 @@ def test_work_of_what_goes_well_and_what_fails(pool: Pool, world: MakeWorld) -> 
     assert "rank 1" in error
 
 
-def futures_in_callbacks(me: Rank, count: int) -> list[float]:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_callbacks_may_wait_for_futures(me: Rank) -> None:
     """Callbacks that wait for Futures: of what they start, and of what is behind them."""
+    count = 6
     ended = [threading.Event() for _ in range(count)]
     sums = [0.0] * count
     last: list[torch.futures.Future[Any]] = []
@@ -217,30 +206,24 @@ def futures_in_callbacks(me: Rank, count: int) -> list[float]:
     last.append(dist.all_reduce(torch.ones(4), async_op=True).get_future())
     started.set()
     assert ended[-1].wait(20), "a callback that waits for a Future hangs"
-    return sums
+    assert sums == [2.0 * k for k in range(count)]
 
 
-@pytest.mark.ringreduce
-def test_callbacks_may_wait_for_futures(pool: Pool, world: MakeWorld) -> None:
-    expected = [2.0 * k for k in range(6)]
-    assert pool.run(futures_in_callbacks, world(2, 20.0), 6) == [expected] * 2
-
-
-def registered(me: Rank) -> list[int]:
-    """How many works torch's registry for wait_tensor holds: under way, then ended."""
+@on_ranks(2, 20.0)
+def test_only_works_that_succeeded_leave_the_registry(me: Rank) -> None:
+    """Of torch's registry for wait_tensor."""
     size: Any = torch._C._distributed_c10d._get_work_registry_size
-    found = []
     with allow_inflight_collective_as_graph_input_ctx():
         if me.rank == 0:
             work = dist.all_reduce(torch.ones(2), async_op=True)
-            found.append(size())
+            assert size() == 1
         dist.send(torch.ones(1), 1) if me.rank == 0 else dist.recv(torch.ones(1), 0)
         if me.rank == 1:
             work = dist.all_reduce(torch.ones(2), async_op=True)
         work.wait()
         dist.all_reduce(torch.ones(2))
         dist.barrier()
-        found.append(size())
+        assert size() == 0
         t, group = torch.ones(2), dist.new_group()
         work = dist.all_reduce(t if me.rank == 0 else torch.ones(3), group=group, async_op=True)
         with pytest.raises(dist.DistBackendError, match="ranks disagree"):
@@ -248,14 +231,11 @@ def registered(me: Rank) -> list[int]:
         if me.rank == 0:
             with pytest.raises(dist.DistBackendError, match="ranks disagree"):
                 torch.ops._c10d_functional.wait_tensor(t)
-    return found
 
 
-def test_only_works_that_succeeded_leave_the_registry(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(registered, world(2, 20.0)) == [[1, 0], [0]]
-
-
-def waits_for_pending(me: Rank) -> float:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_wait_for_pending_works(me: Rank) -> None:
     group = dist.new_group()
     t, told = torch.ones(50_000), threading.Event()
     for _ in range(20):
@@ -264,12 +244,7 @@ def waits_for_pending(me: Rank) -> float:
     last.get_future().then(lambda _: told.set())
     group._wait_for_pending_works()
     assert last.is_completed() and told.is_set()
-    return float(t[0])
-
-
-@pytest.mark.ringreduce
-def test_wait_for_pending_works(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(waits_for_pending, world(2, 20.0)) == [2.0, 2.0]
+    assert t.eq(2).all(), t
 
 
 def hooked_model() -> nn.Module:
@@ -407,7 +382,10 @@ def test_flight_recorder_writes_its_dump(
         assert (last["state"] == "completed") != unfinished, last
 
 
-def nans(me: Rank) -> None:
+@needs_hooks
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_nan_check(me: Rank) -> None:
     hook = c10d.NanCheckHook.attach(dist.group.WORLD)
     nan, ones = torch.full((4,), float("nan")), torch.ones(4)
     model = hooked_model()
@@ -424,12 +402,6 @@ def nans(me: Rank) -> None:
     dist.all_gather([torch.full((4,), float("nan")) for _ in range(me.world_size)], ones)
     hook.remove()
     dist.all_reduce(torch.full((4,), float("nan")))
-
-
-@needs_hooks
-@pytest.mark.ringreduce
-def test_nan_check(pool: Pool, world: MakeWorld) -> None:
-    pool.run(nans, world(2, 20.0))
 
 
 CHANGES: dict[str, Any] = {
@@ -502,7 +474,9 @@ def test_memory_in_flight_is_held(pool: Pool, world: MakeWorld, change: str, str
     call.results()
 
 
-def shared_with_children(me: Rank) -> None:
+@pytest.mark.ringreduce
+@on_ranks(2, 20.0)
+def test_shared_memory_stays_shared(me: Rank) -> None:
     t = torch.full((100,), float(me.rank)).share_memory_()
     dist.all_reduce(t, async_op=True).wait()
     assert t.is_shared() and t.eq(1).all()
@@ -514,11 +488,6 @@ def shared_with_children(me: Rank) -> None:
             dist.recv(t, 0)
             dist.send(t, 0)
         assert t.is_shared()
-
-
-@pytest.mark.ringreduce
-def test_shared_memory_stays_shared(pool: Pool, world: MakeWorld) -> None:
-    pool.run(shared_with_children, world(2, 20.0))
 
 
 def negative(me: Rank) -> dict[str, str]:
@@ -562,10 +531,8 @@ def negative(me: Rank) -> dict[str, str]:
 @pytest.mark.ringreduce
 def test_negative_timeouts_and_tags(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(negative, world(2, 20.0))
-    for rank in range(2):
-        call.heard(rank)
-    for rank in range(2):
-        call.tell(rank)
+    call.hear_all()
+    call.tell_all()
     for said in call.results():
         assert len(said) == 8
         assert all("cannot be negative" in text for text in said.values()), said

@@ -200,8 +200,7 @@ def until_one_dies(me: Rank, synchronize: bool) -> None:
 @pytest.mark.parametrize("layout", ["ab", "aabb"])
 def test_a_killed_rank(pool: Pool, layout: str, synchronize: bool) -> None:
     call = start(pool, until_one_dies, layout, synchronize, fresh=True)
-    for rank in range(len(layout)):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGKILL)
     outcomes = call.outcomes(20)
     assert isinstance(outcomes[1], Died)

@@ -275,8 +275,7 @@ def forever(me: Rank, way: str) -> None:
 @pytest.mark.parametrize("way", ["hook", "python hook"])
 def test_a_killed_rank_is_named(machine: Machine, way: str) -> None:
     call = machine.start(forever, 3, way, fresh=True)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGKILL)
     outcomes = call.outcomes(30)
     assert isinstance(outcomes[1], Died)

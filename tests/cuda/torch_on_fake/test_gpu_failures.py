@@ -40,8 +40,7 @@ def test_a_killed_rank_is_named(machine: Machine, style: str) -> None:
     # The host then waits in a launch until the other ranks have come.
     env = {"CUDA_LAUNCH_BLOCKING": "1"} if style == "launch blocking" else {}
     call = machine.start(loop, 3, style, fresh=True, **env)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGKILL)
     outcomes = call.outcomes(30)
     assert isinstance(outcomes[1], Died)
@@ -103,10 +102,8 @@ def held(me: Rank) -> None:
 
 def test_streams_may_be_held_back(machine: Machine) -> None:
     call = machine.start(held, 2)
-    for rank in range(2):
-        assert call.heard(rank) == "held"
-    for rank in range(2):
-        call.tell(rank)
+    call.hear_all("held")
+    call.tell_all()
     call.results()
 
 

@@ -172,10 +172,8 @@ def both_send_first(me: Rank) -> None:
 
 def test_a_send_waits_for_its_receiver(machine: Machine) -> None:
     call = machine.start(both_send_first, 2, backend="nccl", timeout=600, fresh=True)
-    for rank in range(2):
-        call.heard(rank)
-    for rank in range(2):
-        call.tell(rank)
+    call.hear_all()
+    call.tell_all()
     assert [call.heard(rank) for rank in range(2)] == [False, False]
     for rank in range(2):
         call.signal(rank, signal.SIGKILL)
@@ -211,8 +209,7 @@ def until_one_dies(me: Rank) -> None:
 def test_a_rank_that_dies(machine: Machine) -> None:
     env = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     call = machine.start(until_one_dies, 2, backend="nccl", timeout=60, fresh=True, **env)
-    for rank in range(2):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGKILL)
     call.await_end([0], 20)
     outcome = call.ended[0]
@@ -300,8 +297,7 @@ def exchange(me: Rank, later: bool) -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_a_rank_that_dies_amid_calls_of_the_inner_nccl(machine: Machine, later: bool) -> None:
     call = machine.start(exchange, 3, later, RINGREDUCE_CUDA_OTHER="nccl", fresh=True)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     call.signal(1, signal.SIGKILL)
     outcomes = call.outcomes(20)
     assert isinstance(outcomes[1], Died)
