@@ -1,8 +1,7 @@
 """Whatever ranks, dtypes, ops, sizes, strides, parts and roots hypothesis draws: the promised bits.
 
-Of reduce, reduce_scatter (a list of uneven parts, a tensor), gather, scatter, all_gather of uneven
-parts and all_to_all_single with splits; tests/test_bits.py does the same for all_reduce.  A job
-carries only sizes and seeds: each rank knows how to make every rank's input.
+Of all collectives but all_reduce, for which tests/test_bits.py does the same.  A job carries only
+sizes and seeds: each rank knows how to make every rank's input.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool import Pool, Rank
 from test_bits import laid_out, reduce_op
-from test_moving import noise, raw
 
 pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
@@ -45,10 +43,27 @@ class Case:
         return laid_out(values, self.layouts[0])
 
     def room(self, count: int) -> Tensor:
-        return laid_out(torch.zeros(count, dtype=self.kind), self.layouts[1])
+        zeros = torch.zeros(count * self.kind.itemsize, dtype=torch.uint8).view(self.kind)
+        return laid_out(zeros, self.layouts[1])
 
     def addends(self, n: int, p: int) -> list[Tensor]:
         return [oracle.make_input(self.dtype, self.op, n, r, self.seed) for r in range(p)]
+
+
+def noise(dtype: str, n: int, rank: int) -> Tensor:
+    """Arbitrary bytes, NaNs and all; for bool the two that it has."""
+    draw = torch.Generator().manual_seed(97 * n + rank)
+    kind = getattr(torch, dtype)
+    if kind == torch.bool:
+        return torch.randint(0, 2, (n,), generator=draw).bool()
+    width = torch.empty(0, dtype=kind).element_size()
+    return torch.randint(0, 256, (n * width,), generator=draw, dtype=torch.uint8).view(kind)
+
+
+def raw(tensor: Tensor) -> bytes:
+    # Not contiguous(): a single element counts as that with any stride.
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return bytes(plain.view(torch.uint8).numpy().tobytes())
 
 
 def same(got: Tensor, wanted: Tensor, what: object) -> None:
@@ -90,6 +105,12 @@ def reduce_scatter_tensor(me: Rank, case: Case) -> None:
     same(out, wanted[me.rank], case)
 
 
+def broadcast(me: Rank, case: Case) -> None:
+    t = case.given(noise(case.dtype, case.counts[0], me.rank))
+    dist.broadcast(t, case.root)
+    assert raw(t) == raw(noise(case.dtype, case.counts[0], case.root)), case
+
+
 def gather(me: Rank, case: Case) -> None:
     n, p = case.counts[0], me.world_size
     outs = [case.room(n) for _ in range(p)] if me.rank == case.root else None
@@ -111,6 +132,15 @@ def all_gather(me: Rank, case: Case) -> None:
     dist.all_gather(outs, case.given(noise(case.dtype, case.counts[me.rank], me.rank)))
     for r, (out, n) in enumerate(zip(outs, case.counts, strict=True)):
         assert raw(out) == raw(noise(case.dtype, n, r)), f"{case}: from {r}"
+
+
+def all_gather_into_tensor(me: Rank, case: Case) -> None:
+    """Into one row for all ranks, and into one for each."""
+    n, p = case.counts[0], me.world_size
+    wanted = b"".join(raw(noise(case.dtype, n, r)) for r in range(p))
+    for out in (case.room(n * p), torch.empty(p, n, dtype=case.kind)):
+        dist.all_gather_into_tensor(out, case.given(noise(case.dtype, n, me.rank)))
+        assert raw(out) == wanted, f"{case}, {out.shape}"
 
 
 def all_to_all_single(me: Rank, case: Case) -> None:
@@ -141,7 +171,13 @@ def all_to_all(me: Rank, case: Case) -> None:
 
 
 ADDING = {f.__name__: f for f in (reduce, reduce_scatter, reduce_scatter_tensor)}
-MOVING = {f.__name__: f for f in (gather, scatter, all_gather, all_to_all_single, all_to_all)}
+MOVING = {
+    f.__name__: f
+    for f in (
+        *(broadcast, gather, scatter, all_gather),
+        *(all_gather_into_tensor, all_to_all_single, all_to_all),
+    )
+}
 FEW = ("float32", "uint8", "bool", "int64", "complex128", "float8_e4m3fn")
 
 
@@ -194,6 +230,11 @@ def test_every_dtype_and_op(pool: Pool, world: MakeWorld, size: int) -> None:
         Case(call, dtype, op, counts, ("plain", "plain"), k % size, k)
         for k, (dtype, op) in enumerate(oracle.PAIRS)
         for call in ADDING
+    ]
+    cases += [
+        Case(call, dtype, "", counts, ("plain", "plain"), k % size, k)
+        for k, dtype in enumerate((*oracle.REDUCIBLE, *oracle.MOVED))
+        for call in MOVING
     ]
     pool.run(run_cases, world(size), cases)
 
