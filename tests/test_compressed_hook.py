@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from blame import expect, expect_all
 from conftest import MakeWorld
-from pool import Died, Pool, Raised, Rank, World
+from pool import Died, Pool, Raised, Rank, World, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -55,7 +55,7 @@ def attach(model: DDP, way: str = "hook", **settings: Any) -> Any:
 
 
 def world_for(world: MakeWorld, way: str, size: int = 2) -> World:
-    return World(size, "gloo") if way.endswith("on gloo") else world(size)
+    return World(size, "gloo") if way.endswith("gloo") else world(size)
 
 
 def train(me: Rank, model: DDP, steps: int, accumulate: int = 1, seed: int = 0) -> list[str]:
@@ -210,56 +210,39 @@ def test_nothing_is_lost_over_the_steps(
             assert 1e-6 < off < bound, f"{codec}: {off}"
 
 
-def first_steps(me: Rank) -> list[bool]:
-    """Whether each of five steps was exact, with start_after=3."""
+@on_ranks(2)
+def test_it_starts_after_some_steps(me: Rank) -> None:
     model = DDP(Straight())
     attach(model, codec="int4", start_after=3)
-    exact = []
     for step in range(5):
         weight, _ = averaged(me, model, step)
-        exact.append(bool((weight.double() - exactly(me, model, step)[0]).abs().max() < 1e-6))
-    return exact
+        off = (weight.double() - exactly(me, model, step)[0]).abs().max()
+        assert (off < 1e-6) == (step < 3), (step, off)
 
 
-def test_it_starts_after_some_steps(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(first_steps, world(2)) == [[True] * 3 + [False] * 2] * 2
-
-
-def chosen(me: Rank) -> list[tuple[list[str], bool]]:
-    """Of each choice: the exact parameters, and whether these alone were exact."""
-    found = []
-    for exact in (
-        None,
-        "middle.weight",
-        ["m*", "last.*"],
-        lambda name, p: p.numel() < 5000,
-        lambda name, p: False,
-    ):
+@on_ranks(2)
+def test_some_parameters_travel_exactly(me: Rank) -> None:
+    biases = {f"{layer}.bias" for layer in ("first", "norm", "middle", "branch", "last")}
+    small = biases | {"norm.weight"}
+    cases: list[tuple[Any, set[str]]] = [
+        (None, small),
+        ("middle.weight", small | {"middle.weight"}),
+        (["m*", "last.*"], small | {"middle.weight", "last.weight"}),
+        (lambda name, p: p.numel() < 5000, small | {"first.weight", "last.weight"}),
+        (lambda name, p: False, set()),
+    ]
+    for exact, names in cases:
         stock, model = DDP(Net()), DDP(Net())
         state = attach(model, codec="int4", exact=exact)
         x = torch.randn(8, 24, generator=torch.Generator().manual_seed(me.rank))
         for each in (stock, model):
             each(x).square().mean().backward()
-        alone = True
+        assert set(state.exact_parameters()) == names
         for (name, ours), theirs in zip(
             model.module.named_parameters(), stock.module.parameters(), strict=True
         ):
             assert ours.grad is not None and theirs.grad is not None
-            alone &= torch.equal(ours.grad, theirs.grad) == (name in state.exact_parameters())
-        found.append((state.exact_parameters(), alone))
-    return found
-
-
-def test_some_parameters_travel_exactly(pool: Pool, world: MakeWorld) -> None:
-    small = ["first.bias", "norm.weight", "norm.bias", "middle.bias", "branch.bias", "last.bias"]
-    for found in pool.run(chosen, world(2)):
-        assert [alone for _, alone in found] == [True] * 5
-        names = [set(exact) for exact, _ in found]
-        assert names[0] == set(small)
-        assert names[1] == {*small, "middle.weight"}
-        assert names[2] == {*small, "middle.weight", "last.weight"}
-        assert names[3] == {*small, "first.weight", "last.weight"}
-        assert names[4] == set()
+            assert torch.equal(ours.grad, theirs.grad) == (name in names), name
 
 
 def test_what_cannot_be_coded_is_called_exact() -> None:
@@ -309,10 +292,11 @@ def test_auto_decides_after_some_steps(pool: Pool, world: MakeWorld) -> None:
             assert held == 0, "what was held back has been sent"
 
 
-def misused(me: Rank) -> list[str]:
+@on_ranks(2)
+def test_misuse_is_refused(me: Rank) -> None:
     import ringreduce
 
-    said = []
+    said: list[str] = []
 
     def attempt(call: Any) -> None:
         try:
@@ -352,17 +336,12 @@ def misused(me: Rank) -> list[str]:
     other.register_comm_hook(state, ringreduce.hooks.compressed)
     attempt(lambda: other(torch.ones(1, 24)).sum().backward())
     model(torch.ones(1, 24)).sum().backward()  # and the group goes on
-    return said
-
-
-def test_misuse_is_refused(pool: Pool, world: MakeWorld) -> None:
-    for said in pool.run(misused, world(2)):
-        assert "accepted" not in said, said
-        assert "int4" in said[0] and "no.such" in said[7]
-        assert "exact cannot be set" in said[10] and "error_feedback" in said[11]
-        assert "meta" in said[14]
-        assert "made of another model" in said[19], said[19]
-        assert "CompressionState does not know" in said[20], said[20]
+    assert "accepted" not in said, said
+    assert "int4" in said[0] and "no.such" in said[7]
+    assert "exact cannot be set" in said[10] and "error_feedback" in said[11]
+    assert "meta" in said[14]
+    assert "made of another model" in said[19], said[19]
+    assert "CompressionState does not know" in said[20], said[20]
 
 
 def with_settings(me: Rank, other: dict[str, Any], way: str) -> None:
@@ -397,8 +376,7 @@ def train_forever(me: Rank, way: str) -> None:
 def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld, way: str) -> None:
     for victim in (0, 2):
         call = pool.start(train_forever, world_for(world, way, 3), way)
-        for rank in range(3):
-            call.heard(rank)
+        call.hear_all()
         call.signal(victim, signal.SIGKILL)
         outcomes = call.outcomes()
         assert isinstance(outcomes[victim], Died)
@@ -407,8 +385,8 @@ def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld, way: str) -> None:
             assert "DDP bucket" in raised.message or "compress" in raised.message
 
 
-def complex_gradients(me: Rank) -> float:
-    """By how much the average of complex gradients is off, beside coded ones."""
+@on_ranks(2)
+def test_complex_gradients_travel_exactly(me: Rank) -> None:
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -432,11 +410,7 @@ def complex_gradients(me: Rank) -> float:
     generator = torch.Generator().manual_seed(me.rank)
     model(torch.randn(40, 40, dtype=torch.complex64, generator=generator)).backward()
     assert model.module.turn.grad is not None
-    return float((model.module.turn.grad - mean).abs().max())
-
-
-def test_complex_gradients_travel_exactly(pool: Pool, world: MakeWorld) -> None:
-    assert max(pool.run(complex_gradients, world(2))) < 1e-6
+    assert (model.module.turn.grad - mean).abs().max() < 1e-6
 
 
 def with_and_without(me: Rank) -> None:
