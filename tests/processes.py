@@ -1,10 +1,18 @@
-"""Processes as a test sees them from outside, and waiting for what they do."""
+"""Processes as a test sees them from outside, waiting for what they do, and ports for them."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def _state(pid: int) -> str:

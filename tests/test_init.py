@@ -5,12 +5,8 @@ The scripts are whole processes that never import ringreduce: `import torch` fin
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -21,6 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
+from processes import free_port
 
 BODY = r"""
     import os, sys
@@ -48,37 +45,11 @@ def write(folder: Path, source: str, name: str = "script.py") -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@pytest.mark.parametrize(
-    "way", ["env", *(pytest.param(way, marks=pytest.mark.slow) for way in ("file", "tcp"))]
-)
-def test_scripts(tmp_path: Path, backend: str, way: str) -> None:
-    rest = "rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE'])"
-    how = {
-        "env": "",  # the default
-        "file": f"init_method='file://{tmp_path}/meeting', {rest}",
-        "tcp": f"init_method='tcp://127.0.0.1:{free_port()}', {rest}",
-    }[way]
-    script = write(tmp_path, f"work({how})")
-    env = {"TEST_BACKEND": backend, "TORCHELASTIC_USE_AGENT_STORE": str(way != "tcp")}
-    for done in run_ranks(script, 2, env):
-        assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
-
-
-def test_torchrun(tmp_path: Path, backend: str) -> None:
+def test_scripts(tmp_path: Path, backend: str) -> None:
+    """By env://, the default; test_tutorials.py has the other methods."""
     script = write(tmp_path, "work()")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "TEST_BACKEND": backend, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script)], env=env, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 3.0") == 2, done.stdout
+    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+        assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
 
 
 def remake(me: Rank, path: str, kind: str, times: int) -> list[float]:
@@ -175,25 +146,8 @@ def outlive_the_store(me: Rank, port: int) -> float:
 def test_the_store_may_go_away(pool: Pool, world: MakeWorld) -> None:
     server = pool.start(serve_store, world(0), ranks=1, fresh=True)
     call = pool.start(outlive_the_store, world(0), server.heard(0), ranks=3)
-    for rank in range(3):
-        call.heard(rank)
+    call.hear_all()
     server.signal(0, signal.SIGKILL)
     server.outcomes()
-    for rank in range(3):
-        call.tell(rank)
+    call.tell_all()
     assert call.results() == [81.0] * 3
-
-
-def join_late(me: Rank, path: str, wait: float) -> float:
-    time.sleep(wait * me.rank)
-    me.init(path, size=4)
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    dist.destroy_process_group()
-    return float(t)
-
-
-def test_ranks_that_come_late(pool: Pool, world: MakeWorld) -> None:
-    for wait in (0.0, 0.4):
-        call = pool.start(join_late, world(0), pool.name("late"), wait, ranks=4)
-        assert call.results() == [4.0] * 4

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import astuple
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from launchers import environment
 from pool import Pool, Raised, Rank
+from processes import free_port
 
 import ringreduce
 from ringreduce._launchers import first_host, identify, job_of, tasks_here
@@ -243,37 +243,6 @@ def test_a_group_by_a_launchers_variables(pool: Pool, world: MakeWorld, launcher
         assert left == left_by(rank, 2)
 
 
-def share_a_store(me: Rank, name: str) -> str | float:
-    """Rank 1 of another step of Slurm comes first to the store of these."""
-    step = "2" if me.rank != 1 else "3"
-    rank = min(me.rank, 1)
-    if me.rank == 2:
-        me.hear(30)
-    with environment(srun(rank, 2, rank, "vm", "2", 0) | {"SLURM_STEP_ID": step}):
-        try:
-            dist.init_process_group(
-                me.backend, store=me.store(name), rank=rank, world_size=2, timeout=timedelta(0, 30)
-            )
-        except ringreduce.Error as error:
-            me.tell("refused")
-            return str(error)
-        t = torch.ones(10)
-        dist.all_reduce(t)
-        dist.destroy_process_group()
-        return float(t[0])
-
-
-@pytest.mark.ringreduce
-def test_another_jobs_rank_is_refused(pool: Pool, world: MakeWorld) -> None:
-    call = pool.start(share_a_store, world(0), pool.name("store"), ranks=3)
-    assert call.heard(1) == "refused"
-    call.tell(2)
-    first, refused, second = call.results()
-    assert (first, second) == (2.0, 2.0)
-    assert "of Slurm job 31.3 came to the store of rank 0 (pid " in str(refused)
-    assert "of Slurm job 31.2: two jobs use one store; give each a MASTER_PORT" in str(refused)
-
-
 JOBS: dict[str, tuple[dict[str, str], int, int, tuple[str, str]]] = {
     "torchrun": (torchrun(1, 2), 1, 2, ("torchrun", "id")),
     "torchrun's default": (torchrun(1, 2) | {"TORCHELASTIC_RUN_ID": "none"}, 1, 2, ("", "")),
@@ -305,12 +274,6 @@ def test_what_is_set_stays(pool: Pool, world: MakeWorld) -> None:
         assert launch == (rank, 2, 0, 1, "Open MPI")
         assert left == by_hand(rank, 2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, **master)
         assert total == 3.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def test_a_master_by_argument(pool: Pool, world: MakeWorld) -> None:
@@ -436,7 +399,6 @@ def expected(size: int, launcher: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
 def test_under_torchrun(script: str, backend: str) -> None:
     done = launchers.run(launchers.torchrun(2, script, backend))
     assert answers(done) == expected(2, "torchrun")

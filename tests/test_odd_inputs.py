@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank
-from test_bad_input import _backend, _quantized, _sparse
+from pool import Pool, Rank, on_ranks
+from test_bad_input import BAD, _backend, _quantized, _sparse
 
 pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
@@ -167,7 +167,8 @@ REFUSED: dict[str, Callable[[int], object]] = {
 def refuse(me: Rank, who: list[int]) -> dict[str, str]:
     """What each call said on the ranks that made it; the group goes on after each."""
     said = {}
-    for name, call in REFUSED.items():
+    for name in (*BAD, *REFUSED):
+        call = REFUSED[name] if name in REFUSED else lambda _, name=name: BAD[name][0]()
         if me.rank in who:
             try:
                 call(me.rank)
@@ -188,57 +189,54 @@ def refuse(me: Rank, who: list[int]) -> dict[str, str]:
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all ranks", "one rank"])
 def test_calls_that_cannot_be_made(pool: Pool, world: MakeWorld, who: list[int]) -> None:
     for rank, said in enumerate(pool.run(refuse, world(2, timeout=10.0), who)):
-        assert len(said) == (len(REFUSED) if rank in who else 0)
-        wrong = {name: text for name, text in said.items() if not text.startswith("ValueError: ")}
-        assert not wrong, wrong
+        assert len(said) == (len(BAD) + len(REFUSED) if rank in who else 0)
+        for name, (_, says) in BAD.items() if said else ():
+            _, _, text = said.pop(name).partition(": ")
+            assert re.search(says, text), f"{name}: {text}"
         for name, text in said.items():
-            assert len(text) > 25, f"{name}: {text}"
-        for name, text in said.items():
+            assert text.startswith("ValueError: ") and len(text) > 25, f"{name}: {text}"
             assert "ringreduce" in text or not re.search("expanded|overlapping", name), name
         if rank in who:
             assert "Tensors must be contiguous" in said["all_to_all_single, strided"]
 
 
-def interleave(me: Rank) -> list[bool]:
+@on_ranks(3)
+def test_outputs_that_interleave(me: Rank) -> None:
     """Outputs whose memory interleaves, and shares no element."""
     p, whole = me.world_size, torch.zeros(5, me.world_size)
     dist.all_gather(list(whole.unbind(1)), torch.full((5,), float(me.rank)))
-    done = [torch.equal(whole, torch.arange(float(p)).expand(5, p))]
+    assert torch.equal(whole, torch.arange(float(p)).expand(5, p))
     grid = torch.zeros(4, 4)  # a border and the middle, whose extents overlap
     parts = [grid[1:3, 1:3], grid[:, 0], grid[:, 3], grid[0, 1:3], grid[3, 1:3]]
     for part in parts:
         part += 1
     dist.group.WORLD.allreduce_coalesced(parts).wait()  # type: ignore[union-attr]
-    done.append(torch.equal(grid, torch.full((4, 4), float(p))))
+    assert grid.eq(p).all()
     back = torch.arange(4.0).as_strided((2, 2), (1, 2))
     dist.all_reduce(back)
-    done.append(back.tolist() == [[0, 2 * p], [p, 3 * p]])
-    return done
+    assert back.tolist() == [[0, 2 * p], [p, 3 * p]]
 
 
-def test_outputs_that_interleave(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(interleave, world(3)) == [[True] * 3] * 3
-
-
-def odd_shapes(me: Rank) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_calls_that_only_look_odd(me: Rank) -> None:
     """Calls that only look odd: shapes differ where counts agree, and inputs share memory."""
     p, rank = me.world_size, me.rank
-    done = []
     out = ones(2, 2)
     dist.scatter(out, lists(p, 4, 1) if rank == 0 else None, src=0)
-    done.append(f"scatter {out.tolist()}")
+    assert out.tolist() == [[1, 1], [1, 1]]
     gathered = ones(p, 2, 2)
     dist.all_gather_into_tensor(gathered, expanded(4))
-    done.append(f"all_gather_into_tensor {gathered.shape == (p, 2, 2)}")
+    assert gathered.eq(1).all()
     total = ones(2)
     dist.reduce_scatter_tensor(total, expanded(2 * p))
-    done.append(f"reduce_scatter_tensor {total.tolist() == [p, p]}")
+    assert total.tolist() == [p, p]
     scalar = torch.tensor(float(rank))
     dist.reduce(scalar, p - 1)
-    done.append(f"reduce {float(scalar) if rank == p - 1 else p * (p - 1) / 2}")
+    assert rank != p - 1 or scalar == p * (p - 1) / 2
     scalars = [torch.tensor(0.0) for _ in range(p)]
     dist.all_gather(scalars, torch.tensor(float(rank)))
-    done.append(f"all_gather {[float(s) for s in scalars] == list(range(p))}")
+    assert [float(s) for s in scalars] == list(range(p))
     rows = torch.empty(0, 7)
     dist.all_to_all_single(rows, torch.empty(0, 7), [0] * p, [0] * p)
     wide = torch.empty(0)
@@ -246,21 +244,6 @@ def odd_shapes(me: Rank) -> list[str]:
     dist.reduce_scatter(wide, [torch.empty(0) for _ in range(p)])
     dist.reduce(wide, 0)
     dist.gather(wide, [torch.empty(0) for _ in range(p)] if rank == 0 else None)
-    done.append("nothing at all")
-    return done
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_calls_that_only_look_odd(pool: Pool, world: MakeWorld, size: int) -> None:
-    wanted = [
-        "scatter [[1.0, 1.0], [1.0, 1.0]]",
-        "all_gather_into_tensor True",
-        "reduce_scatter_tensor True",
-        f"reduce {size * (size - 1) / 2}",
-        "all_gather True",
-        "nothing at all",
-    ]
-    assert pool.run(odd_shapes, world(size)) == [wanted] * size
 
 
 def sum_sparse(me: Rank, case: tuple[str, str, bool]) -> list[Any]:

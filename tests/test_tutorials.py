@@ -12,7 +12,6 @@ import json
 import re
 import runpy
 import shlex
-import socket
 import sys
 from collections.abc import Iterator
 from functools import reduce
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from launchers import environment
 from pool import Pool, Rank
+from processes import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -84,13 +84,6 @@ def launched(command: list[str], size: int) -> Printed:
     done = launchers.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     return read(done.stdout, size)
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def load(name: str) -> dict[str, Any]:
@@ -162,9 +155,9 @@ def test_synchronous_sgd(
 
 
 @SIZES
-def test_ddp_by_spawn(backend: str, port: int, size: int) -> None:
+def test_ddp_by_spawn(backend: str, size: int) -> None:
     script = [str(FOLDER / "ddp_spawn.py"), "--backend", backend]
-    options = ["--world-size", str(size), "--port", str(port)]
+    options = ["--world-size", str(size), "--port", str(free_port())]
     ranks = launched([sys.executable, *script, *options], size)
     for found in ranks:
         assert found["initial"] == ranks[0]["initial"] != found["trained"]
@@ -216,11 +209,9 @@ def test_distributed_sampler(pool: Pool, world: MakeWorld, size: int) -> None:
 
 @SIZES
 @pytest.mark.parametrize("method", ["env", "tcp", "file"])
-def test_init_methods(
-    pool: Pool, world: MakeWorld, tmp_path: Path, port: int, method: str, size: int
-) -> None:
+def test_init_methods(pool: Pool, world: MakeWorld, tmp_path: Path, method: str, size: int) -> None:
     options = ["--method", method, "--rank", "{rank}", "--world-size", str(size)]
-    options += ["--port", str(port), "--file", str(tmp_path / "meeting")]
+    options += ["--port", str(free_port()), "--file", str(tmp_path / "meeting")]
     call = pool.start(run_script, world(0), "init_methods.py", options, {}, ranks=size)
     printed = read("".join(call.results(DEADLINE)), size)
     assert printed == [{"sum": size * (size + 1) // 2}] * size
