@@ -352,27 +352,6 @@ TEST(a_slower_rank_finishes_what_was_posted) {
   });
 }
 
-TEST(a_rank_that_left_is_lost) {
-  ranks::inGroup(3, [](Group& group) {
-    if (group.rank() == 1) return;
-    for (int again = 0; again < 2; ++again)
-      CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1") == Failure::kPeerLost);
-  });
-}
-
-TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
-  std::atomic<int> raised{0};
-  ranks::inGroup(
-      3,
-      [&](Group& group) {
-        while (group.rank() == 1 && raised < 2)
-          std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        CHECK(failureOf([&] { group.run({Barrier{}}); }, "rank 1 (") == Failure::kTimeout);
-        ++raised;
-      },
-      {.name = "test", .timeout = 500 * kMillisecond});
-}
-
 TEST(a_difference_that_nobody_waited_for_shows_at_the_next_operation) {
   ranks::inGroup(3, [](Group& group) {
     float x = 0;
@@ -432,14 +411,4 @@ TEST(options_that_cannot_be_fail_on_all_ranks) {
   ranks::inThreads(2, [&](int r) {
     CHECK(failureOf([&] { Group::create(store, r, 2, bad); }, "slot_bytes") == Failure::kArgument);
   });
-}
-
-TEST(who_does_not_join_is_named) {
-  ranks::MemoryStore store;
-  const GroupOptions hasty{.name = "test", .timeout = kSecond};
-  ranks::inThreads(2, [&](int r) {
-    CHECK(failureOf([&] { Group::create(store, r, 4, hasty); },
-                    r == 0 ? "ranks 2 and 3" : "join") == Failure::kTimeout);
-  });
-  CHECK(failureOf([&] { Group::create(store, 1, 2, hasty); }, "rank 0") == Failure::kTimeout);
 }
