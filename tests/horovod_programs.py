@@ -1,8 +1,6 @@
 """Random programs of Horovod's operations, on ranks that submit and await them in other orders.
 
-    python tests/horovod_programs.py --runs 1000 --ranks 2,3,4
-    python tests/horovod_programs.py --runs 1 --ranks 3 --seed 17    one of them again
-    python tests/horovod_programs.py --runs 50 --kill                kill a rank in each run
+test_horovod.py runs them (with RINGREDUCE_SEED=n from that seed on), and kills a rank in some.
 
 A program is drawn from its seed by all ranks alike: a list of phases with named operations.  Each
 rank submits a phase's operations in an order of its own, with small delays, and awaits them in
@@ -17,9 +15,7 @@ again with other settings: small caches, no fusion, stall checks after milliseco
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import json
 import logging
 import multiprocessing as mp
 import multiprocessing.connection as mpc
@@ -479,10 +475,10 @@ def _set_with(number: int) -> Any:
     return _world._world.sets[number]
 
 
-# ---- the program
+# ---- ranks of which one is killed
 
 
-def serve(rank: int, size: int, port: int, seeds: list[int], quiet: bool, pipe: Any) -> None:
+def serve(rank: int, size: int, port: int, seeds: list[int], pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("ringreduce", store=store, rank=rank, world_size=size)
@@ -491,21 +487,19 @@ def serve(rank: int, size: int, port: int, seeds: list[int], quiet: bool, pipe: 
     except hvd.HorovodInternalError as error:
         faulthandler.cancel_dump_traceback_later()
         pipe.send(("raised", str(error)))
-        if quiet:
-            sys.exit(1)
-        raise
+        sys.exit(1)
     finally:
         hvd.shutdown()
         dist.destroy_process_group()
 
 
-def start_ranks(size: int, seeds: list[int], quiet: bool) -> tuple[list[Any], list[Any], Any]:
+def start_ranks(size: int, seeds: list[int]) -> tuple[list[Any], list[Any], Any]:
     """Their processes and pipes, and the store that they need."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["ringreduce.horovod"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [mp.Pipe() for _ in range(size)]
-    given = size, store.port, seeds, quiet
+    given = size, store.port, seeds
     processes = [
         context.Process(target=serve, args=(r, *given, pipes[r][1]), daemon=True)
         for r in range(size)
@@ -519,7 +513,7 @@ def start_ranks(size: int, seeds: list[int], quiet: bool) -> tuple[list[Any], li
 def kill_one(size: int, seed: int) -> bool:
     """Kills a rank at a random moment of programs; whether all others say so, and end."""
     draw = random.Random(seed * 8 + size)
-    processes, pipes, _store = start_ranks(size, list(range(seed, seed + 10_000)), quiet=True)
+    processes, pipes, _store = start_ranks(size, list(range(seed, seed + 10_000)))
     victim = draw.randrange(size)
     for ours, _ in pipes:
         ours.recv()
@@ -548,62 +542,3 @@ def kill_one(size: int, seed: int) -> bool:
     for process in processes:
         process.kill()
     return not wrong
-
-
-def run(size: int, seeds: list[int]) -> tuple[int, int]:
-    """Runs programs; how many went well, and their operations.  Tells which one did not."""
-    processes, pipes, _store = start_ranks(size, seeds, quiet=False)
-    last = dict.fromkeys(range(size), seeds[0])
-    ended: dict[int, int] = {}
-    open_pipes = {ours: rank for rank, (ours, _) in enumerate(pipes)}
-    while open_pipes:
-        for ours in mpc.wait(list(open_pipes)):
-            rank = open_pipes[ours]
-            try:
-                told = ours.recv()
-            except (EOFError, ConnectionError):
-                del open_pipes[ours]
-                if rank not in ended:
-                    print(f"{size} ranks: rank {rank} failed in seed {last[rank]}", flush=True)
-                continue
-            if isinstance(told, tuple) and told[0] == "done":
-                ended[rank] = told[1]
-            elif not isinstance(told, tuple):
-                last[rank] = told
-    for process in processes:
-        process.join(60)
-        if process.exitcode is None:
-            process.kill()
-    if len(ended) == size:
-        return len(seeds), max(ended.values())
-    return min(last.values()) - seeds[0], 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=300, help="programs, over all numbers of ranks")
-    parser.add_argument("--ranks", default="2,3,4")
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--kill", action="store_true", help="kill a rank in each run")
-    arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.ranks.split(",")]
-    if arguments.kill:
-        done = sum(
-            kill_one(sizes[k % len(sizes)], arguments.seed + k) for k in range(arguments.runs)
-        )
-        print(f"{done} of {arguments.runs} runs were as they should be")
-        return 0 if done == arguments.runs else 1
-    started = time.monotonic()
-    programs, operations = 0, 0
-    for k, size in enumerate(sizes):
-        count = arguments.runs // len(sizes) + (k < arguments.runs % len(sizes))
-        done, more = run(size, list(range(arguments.seed, arguments.seed + count)))
-        programs, operations = programs + done, operations + more
-        print(f"{size} ranks: {done} of {count} programs, {more} operations", flush=True)
-    seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({"programs": programs, "operations": operations, "seconds": seconds}))
-    return 0 if programs == arguments.runs else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Died, Pool, Raised, Rank
+from pool import Died, Pool, Raised, Rank, on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -356,8 +356,9 @@ def test_gradients_of_collectives(pool: Pool, world: MakeWorld) -> None:
     pool.run(gradients, world(3))
 
 
+@on_ranks(3)
 @job
-def bad_arguments(me: Rank) -> None:
+def test_arguments_are_refused_before_anything_is_sent(me: Rank) -> None:
     ones = torch.ones(4)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: hvd.allreduce(ones, op=9), "no reduction operation 9"),
@@ -410,10 +411,6 @@ def bad_arguments(me: Rank) -> None:
     assert hvd.synchronize(again).eq(1).all()
 
 
-def test_arguments_are_refused_before_anything_is_sent(pool: Pool, world: MakeWorld) -> None:
-    pool.run(bad_arguments, world(3))
-
-
 # Of a call by rank 1 and the others, what the error must say.
 MISMATCHES: dict[str, tuple[Callable[[bool], Any], Sequence[str]]] = {
     "dtype": (
@@ -451,22 +448,16 @@ MISMATCHES: dict[str, tuple[Callable[[bool], Any], Sequence[str]]] = {
 }
 
 
+@on_ranks(3)
 @job
-def mismatches(me: Rank) -> list[str]:
-    told = []
-    for call, _ in MISMATCHES.values():
+def test_mismatches_name_ranks_and_values(me: Rank) -> None:
+    for name, (call, parts) in MISMATCHES.items():
         with pytest.raises(hvd.HorovodInternalError) as caught:
             call(me.rank == 1)
-        told.append(str(caught.value))
+        text = str(caught.value)
+        assert "rank 0 has" in text and "but rank 1 has" in text, (name, text)
+        assert all(part in text for part in parts), (name, text)
     assert hvd.allreduce(torch.ones(2)).eq(1).all()  # and the job goes on
-    return told
-
-
-def test_mismatches_name_ranks_and_values(pool: Pool, world: MakeWorld) -> None:
-    for told in pool.run(mismatches, world(3)):
-        for text, (name, (_, parts)) in zip(told, MISMATCHES.items(), strict=True):
-            assert "rank 0 has" in text and "but rank 1 has" in text, (name, text)
-            assert all(part in text for part in parts), (name, text)
 
 
 # ---- ranks that are lost, leave, are late, or have no more data
@@ -497,8 +488,7 @@ def until_lost(me: Rank) -> str:
 
 def test_a_killed_rank_is_named(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(until_lost, world(3, 20.0), fresh=True)
-    for rank in range(3):
-        assert call.heard(rank) == "ready"
+    call.hear_all("ready")
     call.signal(2, signal.SIGKILL)
     outcomes = call.outcomes()
     assert outcomes[2] == Died(2, -signal.SIGKILL)
@@ -576,8 +566,9 @@ def test_a_rank_that_shuts_down_is_named(pool: Pool, world: MakeWorld) -> None:
     pool.run(plain_calls, world(3))  # and can all start again
 
 
+@on_ranks(3)
 @job
-def uneven_data(me: Rank) -> int:
+def test_join(me: Rank) -> None:
     net = nn.Linear(2, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.0), named_parameters=net.named_parameters()
@@ -595,14 +586,9 @@ def uneven_data(me: Rank) -> int:
                 with pytest.raises(hvd.HorovodInternalError, match="not supported with Join"):
                     call(torch.ones(3))
         time.sleep(0.1)
-    last = hvd.join()
+    assert (last := hvd.join()) == 2
     # Unnamed operations are counted, and rank 2 has had more.
     assert hvd.allgather(torch.tensor([last]), name="after").tolist() == [2, 2, 2]
-    return last
-
-
-def test_join(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(uneven_data, world(3)) == [2, 2, 2]
 
 
 def late_rank(me: Rank) -> list[str]:
@@ -698,8 +684,9 @@ def expected(ranks: Sequence[int], passes: int = 1, factor: float = 1.0) -> list
     return list(net.parameters())
 
 
+@on_ranks(3)
 @job
-def trains_as_one_process(me: Rank) -> None:
+def test_an_optimizer_trains_as_one_process_with_all_batches(me: Rank) -> None:
     everyone = list(range(me.world_size))
     pair = hvd.add_process_set([0, 1])
     makes: dict[str, Callable[[Net], dict[str, Any]]] = {
@@ -732,12 +719,9 @@ def trains_as_one_process(me: Rank) -> None:
         assert name == "some ranks" or same_bits(*net.parameters()), name
 
 
-def test_an_optimizer_trains_as_one_process_with_all_batches(pool: Pool, world: MakeWorld) -> None:
-    pool.run(trains_as_one_process, world(3))
-
-
+@on_ranks(3)
 @job
-def odd_gradients(me: Rank) -> None:
+def test_sparse_and_missing_gradients(me: Rank) -> None:
     r, n = me.rank, me.world_size
     for as_dense in (False, True):
         table = nn.Embedding(5, 2, sparse=True)
@@ -759,10 +743,6 @@ def odd_gradients(me: Rank) -> None:
     assert net.second.bias.grad is not None
     assert torch.allclose(net.second.bias.grad, torch.full((3,), 2 * (n - 1) / n))
     assert same_bits(*net.parameters())
-
-
-def test_sparse_and_missing_gradients(pool: Pool, world: MakeWorld) -> None:
-    pool.run(odd_gradients, world(3))
 
 
 @job
@@ -900,8 +880,9 @@ def test_what_surrounds_a_step(pool: Pool, world: MakeWorld) -> None:
     pool.run(refused_options, world(2))
 
 
+@on_ranks(2)
 @job
-def compressed_training(me: Rank) -> None:
+def test_compressed_gradients_train(me: Rank) -> None:
     for compression in ("fp16", "bf16", "int8", "int4"):
         net = Net()
         optimizer = hvd.DistributedOptimizer(
@@ -918,10 +899,6 @@ def compressed_training(me: Rank) -> None:
             losses.append(float(hvd.allreduce(loss.detach())))
         assert losses[-1] < 0.7 * losses[0], (compression, losses)
         assert same_bits(*net.parameters()), compression
-
-
-def test_compressed_gradients_train(pool: Pool, world: MakeWorld) -> None:
-    pool.run(compressed_training, world(2))
 
 
 @job
@@ -966,8 +943,9 @@ def test_adasum_of_steps(pool: Pool, world: MakeWorld, size: int) -> None:
 # ---- parameters, state, batch normalization, timeline
 
 
+@on_ranks(3)
 @job
-def from_the_root(me: Rank) -> None:
+def test_broadcast_of_parameters_and_state(me: Rank) -> None:
     net = Net()
     adam = torch.optim.Adam(net.parameters(), lr=0.1 * (me.rank + 1), amsgrad=True)
     if me.rank == 1:
@@ -1000,12 +978,9 @@ def from_the_root(me: Rank) -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
 
 
-def test_broadcast_of_parameters_and_state(pool: Pool, world: MakeWorld) -> None:
-    pool.run(from_the_root, world(3))
-
-
+@on_ranks(3)
 @job
-def batch_norm(me: Rank) -> None:
+def test_sync_batch_norm_is_batch_norm_of_all_batches(me: Rank) -> None:
     sizes = [2, 5, 1]
     whole, own = slice(0, 8), slice(sum(sizes[: me.rank]), sum(sizes[: me.rank + 1]))
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
@@ -1032,10 +1007,6 @@ def batch_norm(me: Rank) -> None:
             ours, theirs = (getattr(layer, name).grad for layer in layers)
             close(hvd.allreduce(ours, op=hvd.Sum), theirs)
         close(layers[0].eval()(x), layers[1].eval()(x))
-
-
-def test_sync_batch_norm_is_batch_norm_of_all_batches(pool: Pool, world: MakeWorld) -> None:
-    pool.run(batch_norm, world(3))
 
 
 @job
@@ -1077,7 +1048,8 @@ def test_settings_name_the_variable_that_makes_no_sense() -> None:
             Settings.read({name: value})
 
 
-def bad_variables_of_rank_0(me: Rank) -> None:
+@on_ranks(2, deadline=60.0)
+def test_a_bad_variable_of_rank_0_is_an_error_on_all_ranks(me: Rank) -> None:
     for name, value in ("HOROVOD_CYCLE_TIME", "soon"), ("HOROVOD_TIMELINE", "no such folder/x"):
         with environment(**({name: value} if me.rank == 0 else {})):
             with pytest.raises(ValueError, match=f"^rank 0 cannot start: .*{value}"):
@@ -1086,10 +1058,6 @@ def bad_variables_of_rank_0(me: Rank) -> None:
     hvd.init()
     hvd.barrier()
     hvd.shutdown()
-
-
-def test_a_bad_variable_of_rank_0_is_an_error_on_all_ranks(pool: Pool, world: MakeWorld) -> None:
-    pool.run(bad_variables_of_rank_0, world(2), deadline=60.0)
 
 
 def timeline_of_init(me: Rank, path: str) -> None:
@@ -1132,5 +1100,6 @@ def play(me: Rank, seeds: Sequence[int]) -> int:
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs(pool: Pool, world: MakeWorld, size: int, count: int) -> None:
-    seeds = list(range(count))
+    first = int(os.environ.get("RINGREDUCE_SEED", "0"))
+    seeds = list(range(first, first + count))
     assert min(pool.run(play, world(size), seeds, deadline=300.0)) > count
