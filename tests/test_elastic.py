@@ -163,7 +163,7 @@ def test_newcomers_join_while_another_place_is_vacant(tmp_path: Path, hosts: int
     assert "joined; 3 of 4 ranks go on" in stderr
 
 
-OTHER_MODEL = """
+HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
@@ -175,6 +175,22 @@ ringreduce.init()
 rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
 lives = len(life.read_text()) if life.exists() else 0
 life.write_text("x" * (lives + 1))
+"""
+END = """
+dist.destroy_process_group()
+sys.stdout.write(f"rank {rank} is done\\n")
+"""
+
+
+def supervised_lives(folder: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Ranks that know how many processes have been in their place before."""
+    script = folder / "script.py"
+    script.write_text(HEAD + body + END)
+    (folder / "lives").mkdir()
+    return supervise(*options, str(script), str(folder / "lives"))
+
+
+OTHER_MODEL = """
 net = torch.nn.Linear(8, 4 if lives == 1 else 3)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 dice = torch.Generator().manual_seed(rank + 10 * lives)
@@ -194,16 +210,11 @@ while state.step < 20 or len(state.live_ranks) < 2:
     agreed = torch.tensor([state.drawn, -state.drawn], dtype=torch.float64)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     assert agreed[0] == -agreed[1], "the ranks drew different numbers"
-dist.destroy_process_group()
-sys.stdout.write(f"rank {rank} is done\\n")
 """
 
 
 def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OTHER_MODEL)
-    (tmp_path / "lives").mkdir()
-    done = supervise("--nproc", "2", str(script), str(tmp_path / "lives"))
+    done = supervised_lives(tmp_path, OTHER_MODEL, "--nproc", "2")
     assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 is done", "rank 1 is done"], done
     text = "rank 0 cannot join, because its State differs from that of the running ranks: "
     text += "bias of part net is torch.float32 of shape (4,) on rank 0 and torch.float32 of "
@@ -214,18 +225,7 @@ def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
 
 
 CODED = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import ringreduce
-from ringreduce import elastic
-
-ringreduce.init()
-rank, life = dist.get_rank(), Path(sys.argv[1], os.environ["RANK"])
-is_first = not life.exists()
-life.touch()
 net = torch.nn.Linear(40, 100, bias=False)
 model = DistributedDataParallel(net, init_sync=False)
 hook = ringreduce.register_comm_hook(model, codec="int4", stochastic=True, start_after=2)
@@ -241,12 +241,12 @@ def mean_residual():
     return held.double()
 
 state.restore()
-assert is_first or (state.step >= 10 and hook.steps == state.step)
+assert lives == 0 or (state.step >= 10 and hook.steps == state.step)
 before = None
 while state.step < 20 or len(state.live_ranks) < 3:
     (model(torch.eye(40)).T * gradient(rank)).sum().backward()
     state.step += 1
-    if state.step == 10 and rank == 1 and is_first:
+    if state.step == 10 and rank == 1 and lives == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.002)
     before = hook.residual("weight")
@@ -267,16 +267,11 @@ ends = torch.stack([net.weight.grad, -net.weight.grad])
 dist.all_reduce(ends, op=dist.ReduceOp.MAX)
 assert torch.equal(ends[0], -ends[1]), "the ranks have different bits"
 assert (total + mean_residual() - owed - wanted).abs().max() < 1e-5
-dist.destroy_process_group()
-sys.stdout.write(f"rank {rank} is done\\n")
 """
 
 
 def test_residuals_stay_when_a_rank_joins(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CODED)
-    (tmp_path / "lives").mkdir()
-    done = supervise("--nproc", "3", "--restarts", "1", str(script), str(tmp_path / "lives"))
+    done = supervised_lives(tmp_path, CODED, "--nproc", "3", "--restarts", "1")
     assert sorted(done.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in range(3)], done
 
 
@@ -404,8 +399,7 @@ def go_on_without_store(me: Rank) -> int:
 
 def test_a_lost_store_costs_only_the_newcomers(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(go_on_without_store, world(3, ON_LOSS="continue"))
-    for rank in range(3):
-        assert call.heard(rank) == "flowing"
+    call.hear_all("flowing")
     call.signal(0, signal.SIGKILL)
     outcomes = call.outcomes()
     assert [o.value for o in outcomes if isinstance(o, Done)] == [2, 2], outcomes
@@ -494,8 +488,7 @@ def restore_late(me: Rank) -> str:
 
 def test_without_rank_0_there_is_no_state_to_start_from(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(restore_late, world(3, ON_LOSS="continue"), remade=True)
-    for rank in range(3):
-        assert call.heard(rank) == "ready"
+    call.hear_all("ready")
     call.signal(0, signal.SIGKILL)
     for outcome in call.outcomes()[1:]:
         assert isinstance(outcome, Done) and "rank 0" in outcome.value, outcome
