@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import MakeWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pool import Pool, Rank, World
+from pool import Pool, Rank, World, on_ranks
 
 ALGORITHMS = ("direct", "twoshot", "ring")
 SIZES = (1, 2, 3, 4, 6, 9)
@@ -283,26 +283,16 @@ def beside_limits(n: int) -> list[int]:
     return [0, n // 2 - 1, n // 2, min(n, 2**31) - 1, n - 1]
 
 
-def reduce_beyond_2_31(me: Rank, n: int) -> list[int]:
+def use_beyond_2_31(me: Rank, n: int, call: str) -> list[int]:
+    """Adds the ranks' bytes, or moves rank 0's to rank 1, and back where the call has that."""
     t = torch.full((n,), me.rank + 1, dtype=torch.uint8)
-    marks = beside_limits(n)
+    marks, others = beside_limits(n), 3 if call == "all_reduce" else 2 - me.rank
     for k, at in enumerate(marks):
         t[at] = 10 * k + me.rank
-    dist.all_reduce(t)
-    got = [int(t[at]) for at in marks]
-    for at in marks:
-        t[at] = 3
-    assert bool((t == 3).all())
-    return got
-
-
-def move_beyond_2_31(me: Rank, n: int, call: str) -> list[int]:
-    """Rank 0's bytes to rank 1, and the other way round where the call has that."""
-    t = torch.full((n,), me.rank + 1, dtype=torch.uint8)
-    marks = beside_limits(n)
-    for k, at in enumerate(marks):
-        t[at] = 10 * k + me.rank
-    if call == "all_to_all_single":
+    got = t
+    if call == "all_reduce":
+        dist.all_reduce(t)
+    elif call == "all_to_all_single":
         got = torch.zeros(n, dtype=torch.uint8)
         splits = [0, n] if me.rank == 0 else [n, 0]
         dist.all_to_all_single(got, t, splits, splits)
@@ -310,43 +300,31 @@ def move_beyond_2_31(me: Rank, n: int, call: str) -> list[int]:
         dist.send(t, 1)
         return []
     else:
-        got = t
         dist.recv(got, 0)
     found = [int(got[at]) for at in marks]
     for at in marks:
-        got[at] = 2 - me.rank
-    assert bool((got == 2 - me.rank).all())
+        got[at] = others
+    assert bool((got == others).all())
     return found
 
 
 @pytest.mark.ringreduce
-@pytest.mark.parametrize("call", ["all_to_all_single", "send"])
-def test_moves_of_more_than_2_to_the_31_bytes(
-    pool: Pool, world: MakeWorld, full: bool, call: str
-) -> None:
-    n = 2**31 + 4099 if full else 2**25 + 4099
-    last = {at: 10 * k for k, at in enumerate(beside_limits(n))}
-    wanted = [[last[at] + other for at in beside_limits(n)] for other in (1, 0)]
+@pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single", "send"])
+def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool, call: str) -> None:
+    n = 2**31 + 4099 if full else 2**26 + 4099
+    last = {at: 10 * k for k, at in enumerate(beside_limits(n))}  # a mark may be written twice
+    marks = [last[at] for at in beside_limits(n)]
+    wanted = [[mark + other for mark in marks] for other in (1, 0)]
+    if call == "all_reduce":
+        wanted = [[2 * mark + 1 for mark in marks]] * 2
     if call == "send":
         wanted[0] = []
-    assert pool.run(move_beyond_2_31, world(2), n, call, deadline=240.0) == wanted
-
-
-def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool) -> None:
-    n = 2**31 + 4099 if full else 2**26 + 4099
-    marks = beside_limits(n)
-    last = {at: 20 * k + 1 for k, at in enumerate(marks)}  # a mark may be written twice
-    wanted = [last[at] for at in marks]
-    assert pool.run(reduce_beyond_2_31, world(2), n, deadline=240.0) == [wanted] * 2
-
-
-def premultiply_by_tensor(me: Rank) -> float:
-    t = torch.ones(5)
-    dist.all_reduce(t, op=dist._make_nccl_premul_sum(torch.tensor(0.5 + me.rank)))
-    assert bool((t == t[0]).all())
-    return float(t[0])
+    assert pool.run(use_beyond_2_31, world(2), n, call, deadline=240.0) == wanted
 
 
 @pytest.mark.ringreduce
-def test_premul_sum_takes_a_tensor(pool: Pool, world: MakeWorld) -> None:
-    assert pool.run(premultiply_by_tensor, world(3)) == [0.5 + 1.5 + 2.5] * 3
+@on_ranks(3)
+def test_premul_sum_takes_a_tensor(me: Rank) -> None:
+    t = torch.ones(5)
+    dist.all_reduce(t, op=dist._make_nccl_premul_sum(torch.tensor(0.5 + me.rank)))
+    assert t.eq(0.5 + 1.5 + 2.5).all(), t
