@@ -1,8 +1,4 @@
-"""Options and fixtures of the Python tests.
-
---backend gloo (or RINGREDUCE_TEST_BACKEND=gloo) runs what any backend must do with another one, as
-a check of the tests themselves.  RINGREDUCE_TEST_FULL=1 runs the long variants.
-"""
+"""Fixtures of the Python tests.  RINGREDUCE_TEST_FULL=1 runs the long variants."""
 
 from __future__ import annotations
 
@@ -27,12 +23,7 @@ from pool import Pool, World  # noqa: E402
 MakeWorld = Callable[..., World]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", default=os.environ.get("RINGREDUCE_TEST_BACKEND", "ringreduce"))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ringreduce: shows what other backends do not promise")
     config.addinivalue_line("markers", "slow: runs whole programs; not part of `make test`")
     config.addinivalue_line("markers", "root: needs to be root (other users, network namespaces)")
 
@@ -42,19 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
 LONG = ("test_lifecycle", "test_tutorials", "test_examples", "test_init", "test_bits")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
-    backend = config.getoption("--backend")
     for item in items:
-        if backend != "ringreduce" and item.get_closest_marker("ringreduce"):
-            item.add_marker(pytest.mark.skip(reason=f"not promised by {backend}"))
         if os.geteuid() != 0 and item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
-
-
-@pytest.fixture(scope="session")
-def backend(pytestconfig: pytest.Config) -> str:
-    return str(pytestconfig.getoption("--backend"))
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +48,9 @@ def full() -> bool:
 
 @pytest.fixture(scope="session")
 def pool(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: str
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
-    preload = ["torch.multiprocessing", "torch.utils.data", "hypothesis", "pytest", backend]
+    preload = ["torch.multiprocessing", "torch.utils.data", "hypothesis", "pytest", "ringreduce"]
     # What a test module needs that is slow to import, once and not once a rank.
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
     preload += sorted({name for m in modules for name in getattr(m, "PRELOAD", ())})
@@ -77,14 +60,14 @@ def pool(
 
 
 @pytest.fixture(scope="session")
-def world(backend: str) -> MakeWorld:
-    """world(size, timeout=60.0, ALGORITHM="ring", ...): a group of the tested backend.
+def world() -> MakeWorld:
+    """world(size, timeout=60.0, ALGORITHM="ring", ...): a group of ringreduce.
 
     Names in capitals are environment variables without their RINGREDUCE_.
     """
 
     def make(size: int, timeout: float = 60.0, **options: str) -> World:
         env = tuple(sorted((f"RINGREDUCE_{name}", value) for name, value in options.items()))
-        return World(size, backend, env, timeout)
+        return World(size, "ringreduce", env, timeout)
 
     return make

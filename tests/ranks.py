@@ -27,7 +27,7 @@ CLONE_NEWNET = 0x40000000
 # when the rank began, so that what one job's world sets is not the next one's.
 GIVEN = {
     name: os.environ[name]
-    for name in ("RINGREDUCE_TEST_BACKEND", "RINGREDUCE_TEST_FULL", "RINGREDUCE_WIRE")
+    for name in ("RINGREDUCE_TEST_FULL", "RINGREDUCE_WIRE")
     if name in os.environ
 }
 

@@ -18,7 +18,6 @@ from typing import Any
 import launchers
 import pytest
 
-pytestmark = pytest.mark.ringreduce
 LOGGED = "Accelerate uses the backend ringreduce on CPUs"
 
 START = """

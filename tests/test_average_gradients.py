@@ -9,8 +9,6 @@ import torch.distributed as dist
 from pool import Pool, Rank, World, on_ranks
 from torch import nn
 
-pytestmark = pytest.mark.ringreduce
-
 
 class Odd(nn.Module):
     """Parameters of several dtypes and shapes; some never get a gradient."""

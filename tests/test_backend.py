@@ -55,7 +55,6 @@ def test_callbacks_may_start_operations(me: Rank) -> None:
     assert t.eq(2.0**6).all(), t
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("size", [2, 4])
 @on_ranks()
 def test_blocking_and_asynchronous_keep_their_order(me: Rank) -> None:

@@ -89,7 +89,6 @@ def test_every_call_gives_what_gloo_gives(pool: Pool, world: MakeWorld, size: in
     assert min(counts) > 15
 
 
-@pytest.mark.ringreduce
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has it from 2.14")
 @on_ranks(3, 20.0)
 def test_gather_into_one_tensor(me: Rank) -> None:
@@ -159,7 +158,6 @@ def ended(me: Rank, how: str) -> list[Any]:
     return [float(t), *errors]
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize(("how", "kinds"), [("abort", {"Aborted"}), ("shutdown", {"PeerLost"})])
 def test_abort_and_shutdown(pool: Pool, world: MakeWorld, how: str, kinds: set[str]) -> None:
     first, *others = pool.run(ended, world(3, 20.0), how)
@@ -173,7 +171,6 @@ def test_abort_and_shutdown(pool: Pool, world: MakeWorld, how: str, kinds: set[s
             assert "rank 0" in said, said
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_memory(me: Rank) -> None:
     group = dist.group.WORLD
@@ -209,7 +206,6 @@ def test_memory(me: Rank) -> None:
     same_on_all(stats)
 
 
-@pytest.mark.ringreduce
 @on_ranks(3, 20.0)
 def test_options_of_meshes_and_parts(me: Rank) -> None:
     """The mesh of all ranks, then a part of it: what has come of their options."""
@@ -269,7 +265,6 @@ def test_options_are_torchs_and_do_not_change() -> None:
         ringreduce.Options(slots="many")  # type: ignore[arg-type]
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_what_is_not_offered(me: Rank) -> None:
     """What only other kinds of backends can do says so, in words of torch's."""
@@ -346,7 +341,6 @@ def open_features(me: Rank) -> set[str]:
     return found
 
 
-@pytest.mark.ringreduce
 def test_what_torch_keeps_to_its_own_backends(pool: Pool, world: MakeWorld) -> None:
     page = (Path(__file__).parents[1] / "docs/torch.md").read_text()
     expected = set()

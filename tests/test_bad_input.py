@@ -23,8 +23,6 @@ from test_bits import reduce_op
 from test_failures import add_up
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytestmark = pytest.mark.ringreduce
-
 
 def _backend() -> dist.Backend:
     return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

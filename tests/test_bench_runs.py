@@ -84,12 +84,12 @@ class TestRuns:
         assert plot_path.read_bytes().startswith(b"\x89PNG")
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_all_collectives(self, tmp_path, backend, monkeypatch, dtype):
+    def test_all_collectives(self, tmp_path, monkeypatch, dtype):
         # What is timed must not be torch's warning about a name that it no longer likes.
         monkeypatch.setenv("PYTHONWARNINGS", "error:`torch.distributed.:FutureWarning")
         json_path = tmp_path / "all.json"
         status, out, err = finish(
-            start("-m", "ringreduce.bench", "all", "--backend", backend, "--compare", "gloo",
+            start("-m", "ringreduce.bench", "all", "--backend", "ringreduce", "--compare", "gloo",
                   "--nproc", "3", "--dtype", dtype, "--sizes", "100,64K", "--rounds", "1",
                   "--iters", "2", "--json", str(json_path))
         )  # fmt: skip

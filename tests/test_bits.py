@@ -20,6 +20,7 @@ from pool import Pool, Rank, World, on_ranks
 
 ALGORITHMS = ("direct", "twoshot", "ring")
 SIZES = (1, 2, 3, 4, 6, 9)
+LAYOUTS = ("plain", "offset", "strided", "transposed")
 
 
 def reduce_op(op: str, rank: int) -> Any:
@@ -60,13 +61,12 @@ def reduce_cases(me: Rank, cases: list[tuple[str, str, int, str, int]]) -> list[
             continue
         inputs = [oracle.make_input(dtype, op, n, r, seed) for r in range(me.world_size)]
         case = f"{dtype} {op} n={n} {layout} seed={seed} on {me.world_size} ranks"
-        if me.backend == "ringreduce" or me.world_size <= 2:  # the others promise no order
-            wanted = oracle.exact(inputs, op)
-            wrong = (oracle.bits(result) != oracle.bits(wanted)).nonzero()
-            if wrong.numel():
-                i = int(wrong[0]) // result.element_size()
-                got = f"element {i} is {result[i]}, not {wanted[i]}"
-                faults.append(f"{case}: {wrong.numel()} bytes differ, {got}")
+        wanted = oracle.exact(inputs, op)
+        wrong = (oracle.bits(result) != oracle.bits(wanted)).nonzero()
+        if wrong.numel():
+            i = int(wrong[0]) // result.element_size()
+            got = f"element {i} is {result[i]}, not {wanted[i]}"
+            faults.append(f"{case}: {wrong.numel()} bytes differ, {got}")
         error = oracle.worst_error(result, inputs, op)
         if not error <= 1.0:
             faults.append(f"{case}: errs {error} times the bound")
@@ -88,29 +88,11 @@ def interesting_sizes(world_size: int) -> list[int]:
     return sorted({0, 1, p - 1, p, p + 1, 127, 129, 1009, 10007, *around_chunks})
 
 
-def gloo_can(dtype: str, op: str) -> bool:
-    known = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
-    return dtype in known and op in ("SUM", "MIN", "MAX", "PRODUCT")
-
-
-def pairs(backend: str) -> list[tuple[str, str]]:
-    """The (dtype, op) pairs to test; the stand-in backend has fewer, and its halves round early."""
-    if backend == "ringreduce":
-        return oracle.PAIRS
-    return [(d, o) for d, o in oracle.PAIRS if gloo_can(d, o) and d != "float16"]
-
-
-def layouts(backend: str) -> tuple[str, ...]:
-    """Memory layouts; gloo does not look at strides."""
-    every = ("plain", "offset", "strided", "transposed")
-    return every if backend == "ringreduce" else every[:2]
-
-
 @pytest.mark.parametrize("size", SIZES)
-def test_every_dtype_and_op(pool: Pool, world: MakeWorld, backend: str, size: int) -> None:
+def test_every_dtype_and_op(pool: Pool, world: MakeWorld, size: int) -> None:
     cases = [
         (dtype, op, n, "plain", seed)
-        for seed, (dtype, op) in enumerate(pairs(backend))
+        for seed, (dtype, op) in enumerate(oracle.PAIRS)
         for n in (1009, 128 * size + 1)
     ]
     once = check(pool, world(size), cases)
@@ -118,19 +100,17 @@ def test_every_dtype_and_op(pool: Pool, world: MakeWorld, backend: str, size: in
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_size(pool: Pool, world: MakeWorld, backend: str, size: int) -> None:
+def test_every_size(pool: Pool, world: MakeWorld, size: int) -> None:
     kinds = [("float32", "SUM"), ("bfloat16", "SUM"), ("float64", "AVG"), ("uint8", "MAX")]
     cases = [
         (dtype, op, n, layout, n)
         for dtype, op in kinds
-        if (dtype, op) in pairs(backend)
         for n in interesting_sizes(size)
-        for layout in layouts(backend)
+        for layout in LAYOUTS
     ]
     check(pool, world(size), cases)
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("slots", ["3", "8"])
 def test_around_slot_sizes(pool: Pool, world: MakeWorld, algorithm: str, slots: str) -> None:
@@ -151,24 +131,24 @@ def test_around_large_sizes(pool: Pool, world: MakeWorld, size: int) -> None:
 
 
 @st.composite
-def some_cases(draw: st.DrawFn, backend: str) -> tuple[int, str, list[Any]]:
+def some_cases(draw: st.DrawFn) -> tuple[int, str, list[Any]]:
     size = draw(st.integers(1, 9))
     algorithm = draw(st.sampled_from(("auto", *ALGORITHMS)))
     counts = st.integers(0, 3000) | st.integers(0, 40).map(lambda k: k * 128 * size)
-    kinds = st.sampled_from(pairs(backend))
-    one = st.tuples(kinds, counts, st.sampled_from(layouts(backend)), st.integers(0, 10**6))
+    kinds = st.sampled_from(oracle.PAIRS)
+    one = st.tuples(kinds, counts, st.sampled_from(LAYOUTS), st.integers(0, 10**6))
     cases = draw(st.lists(one, min_size=1, max_size=12))
     return size, algorithm, [(d, o, n, layout, s) for (d, o), n, layout, s in cases]
 
 
-def test_properties(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
+def test_properties(pool: Pool, world: MakeWorld, full: bool) -> None:
     @settings(
         max_examples=1000 if full else 30,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(some_cases(backend))
+    @given(some_cases())
     def run(drawn: tuple[int, str, list[Any]]) -> None:
         size, algorithm, cases = drawn
         check(pool, world(size, ALGORITHM=algorithm), cases)
@@ -227,7 +207,6 @@ def reduce_by_rank(me: Rank, name: str, hosts: str, settings: dict[str, str], se
         dist.destroy_process_group()
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize(
     ("hosts", "settings"),
     [
@@ -268,7 +247,6 @@ def reduce_specials(me: Rank, op: str) -> list[str]:
     return found
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
 def test_infinities_nans_and_signed_zeros(pool: Pool, world: MakeWorld, op: str) -> None:
     """Any bit pattern passes, and is the same everywhere (NaN payloads aside)."""
@@ -308,7 +286,6 @@ def use_beyond_2_31(me: Rank, n: int, call: str) -> list[int]:
     return found
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("call", ["all_reduce", "all_to_all_single", "send"])
 def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool, call: str) -> None:
     n = 2**31 + 4099 if full else 2**26 + 4099
@@ -322,7 +299,6 @@ def test_more_than_2_to_the_31_bytes(pool: Pool, world: MakeWorld, full: bool, c
     assert pool.run(use_beyond_2_31, world(2), n, call, deadline=240.0) == wanted
 
 
-@pytest.mark.ringreduce
 @on_ranks(3)
 def test_premul_sum_takes_a_tensor(me: Rank) -> None:
     t = torch.ones(5)

@@ -24,8 +24,6 @@ from processes import alive, wait_until
 from test_failures import add_up, left_over
 from torch.utils.data import DataLoader, Dataset
 
-pytestmark = pytest.mark.ringreduce
-
 
 class Squares(Dataset[torch.Tensor]):
     """Numbers, made in a worker process."""

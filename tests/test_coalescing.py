@@ -11,7 +11,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 CPU = torch.device("cpu")
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks(timeout=20.0)
 def test_coalescing(me: Rank) -> None:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks
-from test_bits import laid_out
+from test_bits import LAYOUTS, laid_out
 
-pytestmark = pytest.mark.ringreduce
 CODECS = ("bfloat16", "float16", "int8", "int4")
 SCHEDULES = ("auto", "owner", "ring")
 
@@ -72,7 +71,6 @@ def reduce(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Around blocks, chunks and slots.
 SIZES = (0, 1, 31, 33, 128, 129, 1000, 4097, 70_001)
-LAYOUTS = ("plain", "offset", "strided", "transposed")
 
 
 def run_cases(me: Rank, cases: list[Case]) -> list[str]:

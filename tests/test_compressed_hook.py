@@ -16,7 +16,6 @@ from pool import Died, Pool, Raised, Rank, World, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.ringreduce
 CODECS = ("bfloat16", "float16", "int8", "int4")
 WAYS = ("hook", "hook on gloo", "python hook", "python hook on gloo")
 

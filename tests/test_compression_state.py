@@ -24,8 +24,6 @@ from test_compressed_hook import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.ringreduce
-
 
 def saved(what: Any) -> Any:
     """What torch.save and torch.load, which takes no code by default, make of it."""

@@ -165,7 +165,6 @@ def test_the_build_keeps_the_reason_why_it_is_not_built(tmp_path: Path) -> None:
     assert built["CUDA_MISSING"] in (tmp_path / "build" / "cuda_missing.cc").read_text()
 
 
-@pytest.mark.ringreduce
 def test_the_extension_says_what_it_was_built_with() -> None:
     from ringreduce import _build_info, _load
 

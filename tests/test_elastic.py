@@ -29,10 +29,9 @@ from ringreduce import elastic
 from ringreduce._backend import backend_of, extension
 from ringreduce.supervise import Ranks
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(os.environ.get("RINGREDUCE_WIRE") == "tcp", reason="needs shared memory"),
-]
+pytestmark = pytest.mark.skipif(
+    os.environ.get("RINGREDUCE_WIRE") == "tcp", reason="needs shared memory"
+)
 
 
 def faults(runs: int, folder: Path) -> None:

@@ -19,7 +19,6 @@ from test_failures import add_up
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.ringreduce
 NAMES = ("PeerLost", "Timeout", "Mismatch", "Aborted")
 
 

@@ -19,7 +19,6 @@ from conftest import MakeWorld
 from pool import Call, Died, Done, Outcome, Pool, Raised, Rank
 from processes import asleep, wait_until
 
-pytestmark = pytest.mark.ringreduce
 ALGORITHMS = ("auto", "ring", "direct", "twoshot")
 
 

@@ -169,12 +169,12 @@ def meshes(me: Rank) -> dict[str, Any]:
     }
 
 
-def test_device_mesh(pool: Pool, world: MakeWorld, backend: str) -> None:
+def test_device_mesh(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(meshes, world(4, 20.0), remade=True)
     for rank, found in enumerate(call.results()):
         row, column = divmod(rank, 2)
         assert list(found["at"]) == [row, column]
-        assert found["kinds"] == {backend}
+        assert found["kinds"] == {"ringreduce"}
         across = 10.0**column + 10.0 ** (column + 2)
         along = 10.0 ** (2 * row) + 10.0 ** (2 * row + 1)
         assert found["sums"] == (across, along, 1111.0)
@@ -220,7 +220,6 @@ def test_tensor_parallel(me: Rank) -> None:
     same_on_all(float(got.sum()))
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_operator(me: Rank) -> None:
     """torch.ops.ringreduce.all_reduce_ is dist.all_reduce, also in a compiled program."""

@@ -15,7 +15,6 @@ from test_compressed_hook import CASES, Net, train, world_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.ringreduce
 WAYS = ("backend", "hook", "hook on gloo", "python hook", "python hook on gloo")
 
 

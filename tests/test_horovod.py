@@ -33,7 +33,6 @@ import ringreduce.horovod.torch as hvd_torch
 from ringreduce.horovod import _collectives, _world
 from ringreduce.horovod._settings import Settings
 
-pytestmark = pytest.mark.ringreduce
 PRELOAD = ["ringreduce.horovod"]
 Tensor = torch.Tensor
 

@@ -30,8 +30,6 @@ from ringreduce.horovod import _rendezvous, horovodrun
 from ringreduce.horovod._rendezvous import Limits, Member, Rendezvous
 from ringreduce.horovod.torch import elastic
 
-pytestmark = pytest.mark.ringreduce
-
 TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path

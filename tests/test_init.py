@@ -24,15 +24,14 @@ BODY = r"""
     import torch
     import torch.distributed as dist
 
-    BACKEND = os.environ.get("TEST_BACKEND", "ringreduce")
 
     def work(**how):
-        dist.init_process_group(BACKEND, **how)
+        dist.init_process_group("ringreduce", **how)
         t = torch.full((1000,), float(dist.get_rank() + 1))
         dist.all_reduce(t)
         dist.all_reduce(t, op=dist.ReduceOp.MAX, async_op=True).wait()
         dist.barrier()
-        assert dist.get_backend() == BACKEND
+        assert dist.get_backend() == "ringreduce"
         dist.destroy_process_group()
         sys.stdout.write(f"sum {float(t[0])}\n")  # one write: ranks may share a pipe
         sys.stdout.flush()
@@ -45,10 +44,10 @@ def write(folder: Path, source: str, name: str = "script.py") -> Path:
     return path
 
 
-def test_scripts(tmp_path: Path, backend: str) -> None:
+def test_scripts(tmp_path: Path) -> None:
     """By env://, the default; test_tutorials.py has the other methods."""
     script = write(tmp_path, "work()")
-    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+    for done in run_ranks(script, 2):
         assert (done.returncode, done.stdout) == (0, "sum 3.0\n"), done.stderr
 
 
@@ -71,7 +70,6 @@ def remake(me: Rank, path: str, kind: str, times: int) -> list[float]:
     return sums
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_made_again_on_the_same_store(
     pool: Pool, world: MakeWorld, tmp_path: Path, kind: str
@@ -81,7 +79,6 @@ def test_made_again_on_the_same_store(
     assert call.results() == [[3.0 * k for k in range(10)]] * 3
 
 
-@pytest.mark.ringreduce
 def test_made_again_without_a_launchers_store(tmp_path: Path) -> None:
     """Ranks that make their next group before rank 0 has destroyed the last one find it there."""
     script = write(
@@ -142,7 +139,6 @@ def outlive_the_store(me: Rank, port: int) -> float:
     return float(t[0])
 
 
-@pytest.mark.ringreduce
 def test_the_store_may_go_away(pool: Pool, world: MakeWorld) -> None:
     server = pool.start(serve_store, world(0), ranks=1, fresh=True)
     call = pool.start(outlive_the_store, world(0), server.heard(0), ranks=3)

@@ -92,7 +92,6 @@ def copied(folder: Path, *, version: str, with_extension: bool) -> Path:
     return folder
 
 
-@pytest.mark.ringreduce
 def test_a_source_tree_takes_the_extension_that_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ import bits
 import pytest
 from pool import Pool
 
-pytestmark = pytest.mark.ringreduce
 RECORD: bits.Record = json.loads(bits.FILE.read_text())
 
 

@@ -361,7 +361,7 @@ SCRIPT = """
     import torch.distributed as dist
     import ringreduce
 
-    launch = ringreduce.init(sys.argv[1])
+    launch = ringreduce.init()
     t = torch.ones(1)
     dist.all_reduce(t)
     dist.destroy_process_group()
@@ -399,20 +399,20 @@ def expected(size: int, launcher: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_under_torchrun(script: str, backend: str) -> None:
-    done = launchers.run(launchers.torchrun(2, script, backend))
+def test_under_torchrun(script: str) -> None:
+    done = launchers.run(launchers.torchrun(2, script))
     assert answers(done) == expected(2, "torchrun")
 
 
-def test_under_mpirun(script: str, backend: str) -> None:
-    done = launchers.run(launchers.mpirun(2, script, backend))
+def test_under_mpirun(script: str) -> None:
+    done = launchers.run(launchers.mpirun(2, script))
     found = answers(done)
     assert found == expected(2, found[0]["launcher"])
     assert found[0]["launcher"] in ("Open MPI", "PMI")
 
 
-def test_by_itself(script: str, backend: str) -> None:
-    done = launchers.run([sys.executable, script, backend])
+def test_by_itself(script: str) -> None:
+    done = launchers.run([sys.executable, script])
     assert answers(done) == expected(1, "none")
     assert "rank 0 of 1" in done.stderr
 

@@ -54,17 +54,14 @@ def make_many(me: Rank, count: int) -> tuple[dict[str, int], dict[str, int]]:
     return first, held()
 
 
-def test_many_groups_leak_nothing(pool: Pool, world: MakeWorld, backend: str, full: bool) -> None:
+def test_many_groups_leak_nothing(pool: Pool, world: MakeWorld, full: bool) -> None:
     count = 1000 if full else 100
-    if backend != "ringreduce":
-        count = 20
     for first, last in pool.run(make_many, world(2), count, deadline=200.0):
         for what in ("fds", "threads", "maps"):
             assert last[what] <= first[what], f"{what}: {first} -> {last}"
         # torch itself keeps a few names a group; 12 KiB a group is far below one group's memory.
         assert last["rss"] - first["rss"] <= 12 * count + 4096, f"KiB: {first} -> {last}"
-        if backend == "ringreduce":
-            assert last["virtual"] - first["virtual"] <= 12 * count + 70_000, f"{first} -> {last}"
+        assert last["virtual"] - first["virtual"] <= 12 * count + 70_000, f"{first} -> {last}"
 
 
 def destroyed_and_held(me: Rank, name: str) -> tuple[Any, Any, list[Any]]:
@@ -88,7 +85,6 @@ def destroyed_and_held(me: Rank, name: str) -> tuple[Any, Any, list[Any]]:
     return before, now(), [work.is_completed(), backend._get_sequence_number_for_group()]
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("wire", ["", "tcp"])
 def test_destroy_releases_all_whoever_holds_the_group(
     pool: Pool, world: MakeWorld, wire: str
@@ -100,7 +96,6 @@ def test_destroy_releases_all_whoever_holds_the_group(
         assert known == [True, 1]
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_a_callback_may_destroy_its_own_group(me: Rank) -> None:
     before = len(os.listdir("/proc/self/task"))
@@ -184,7 +179,7 @@ HEAD = """
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(os.environ["TEST_BACKEND"])
+    dist.init_process_group("ringreduce")
     rank, size = dist.get_rank(), dist.get_world_size()
     t = torch.full((1000,), float(rank + 1))
     dist.all_reduce(t)
@@ -204,10 +199,9 @@ def write(folder: Path, *parts: str) -> Path:
     return path
 
 
-@pytest.mark.ringreduce
-def test_exit_without_destroy(tmp_path: Path, backend: str) -> None:
+def test_exit_without_destroy(tmp_path: Path) -> None:
     script = write(tmp_path, WORK_LEFT_BEHIND)
-    for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+    for done in run_ranks(script, 2):
         assert done.returncode == 0, done.stderr
         for bad in ("terminate", "abort", "Fatal", "Traceback", "destroy_process_group() failed"):
             assert bad not in done.stderr, done.stderr
@@ -230,11 +224,10 @@ DAEMON_IN_RECV = """
 
 
 @pytest.mark.slow
-@pytest.mark.ringreduce
-def test_exit_with_daemon_threads_in_messages(tmp_path: Path, backend: str) -> None:
+def test_exit_with_daemon_threads_in_messages(tmp_path: Path) -> None:
     script = write(tmp_path, DAEMON_IN_RECV)
     for _ in range(2):  # without time to come back from C++ one in three or so ended with SIGABRT
-        for done in run_ranks(script, 2, {"TEST_BACKEND": backend}):
+        for done in run_ranks(script, 2):
             assert done.returncode == 0, done.stderr
             assert "terminate" not in done.stderr, done.stderr
 
@@ -250,7 +243,6 @@ SLOW_PEER = """
 """
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [
@@ -271,13 +263,12 @@ def test_a_slower_peer_finishes_what_was_posted(tmp_path: Path, call: str, wante
             print("then", float(s[0]))
         """,
     )
-    first, second = run_ranks(script, 2, {"TEST_BACKEND": "ringreduce"})
+    first, second = run_ranks(script, 2)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
     assert float(second.stdout.split()[-1]) == wanted, second.stdout
 
 
-@pytest.mark.ringreduce
 def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -305,7 +296,7 @@ def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
         dist.destroy_process_group()
         """,
     )
-    for done in run_ranks(script, 2, {"TEST_BACKEND": "ringreduce"}):
+    for done in run_ranks(script, 2):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         for name in ("blocking", "async", "barrier"):
@@ -315,7 +306,6 @@ def test_fork_after_init_is_refused_in_the_child(tmp_path: Path) -> None:
         assert any(line.startswith("parent 1") or line == "parent 12.0" for line in lines), lines
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_many_groups_at_once(me: Rank) -> None:
     before, count = held(), 40
@@ -334,7 +324,6 @@ def test_many_groups_at_once(me: Rank) -> None:
     assert grown["fds"] <= count * 6 and grown["threads"] <= count * 2, grown
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_pending_work_is_not_lost_at_exit_of_a_thread(me: Rank) -> None:
     t, works = torch.ones(10), []

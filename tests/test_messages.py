@@ -70,7 +70,6 @@ def test_from_any_rank(pool: Pool, world: MakeWorld, size: int) -> None:
         assert [v for r, v in got if r == rank] == [rank, 10.0 * rank]
 
 
-@pytest.mark.ringreduce
 @on_ranks(3)
 def test_from_any_rank_of_a_part(me: Rank) -> None:
     """In a group of ranks 1 and 2 the source is told as torch tells it: as a rank of the whole."""
@@ -106,7 +105,6 @@ def a_peer_leaves(me: Rank) -> list[Any]:
     return ends
 
 
-@pytest.mark.ringreduce
 def test_a_peer_leaves(pool: Pool, world: MakeWorld) -> None:
     found = pool.run(a_peer_leaves, world(3))
     for rank in (0, 1):
@@ -128,7 +126,6 @@ def die_after_sending(me: Rank) -> list[Any]:
     return [receive(1), receive(1), receive(1), receive(1)]
 
 
-@pytest.mark.ringreduce
 def test_what_a_dead_rank_has_sent_arrives(pool: Pool, world: MakeWorld) -> None:
     job = pool.start(die_after_sending, world(2))
     job.heard(1)
@@ -152,7 +149,6 @@ def send_and_leave(me: Rank) -> float:
     return 0.0
 
 
-@pytest.mark.ringreduce
 def test_who_leaves_waits_for_its_messages(pool: Pool, world: MakeWorld) -> None:
     """However long their receiver takes them: here it is stopped."""
     job = pool.start(send_and_leave, world(2))
@@ -169,7 +165,6 @@ def wait_for_each_other(me: Rank) -> str:
     return said(lambda: dist.recv(number(0), 1 - me.rank))
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("wire", ["memory", "tcp"])
 def test_ranks_that_wait_for_each_other_are_told_so(
     pool: Pool, world: MakeWorld, wire: str
@@ -190,7 +185,6 @@ def futures_without_an_end(me: Rank) -> list[str]:
     return [*outcome, said(lambda: dist.barrier())]
 
 
-@pytest.mark.ringreduce
 def test_a_future_of_a_receive_has_a_deadline(pool: Pool, world: MakeWorld) -> None:
     (future, after), (other,) = pool.run(futures_without_an_end, world(2, timeout=2.0))
     assert future.startswith("Timeout") and "rank 1" in future, future
@@ -209,7 +203,6 @@ def leave_with_a_send(me: Rank) -> None:
     me.tell(time.monotonic() - started)
 
 
-@pytest.mark.ringreduce
 def test_leaving_has_a_deadline(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(leave_with_a_send, world(2, timeout=1.5))
     assert call.heard(0) > 1.0
@@ -217,7 +210,6 @@ def test_leaving_has_a_deadline(pool: Pool, world: MakeWorld) -> None:
     call.results()
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_lazy_views(me: Rank) -> None:
     """A view that torch has not negated yet is sent as what it shows."""
@@ -229,7 +221,6 @@ def test_lazy_views(me: Rank) -> None:
         assert got.tolist() == [-1.0, -2.0, 3.0]
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_futures(me: Rank) -> None:
     other, t = 1 - me.rank, number(-1)

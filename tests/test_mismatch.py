@@ -22,8 +22,6 @@ from test_failures import add_up
 
 import ringreduce
 
-pytestmark = pytest.mark.ringreduce
-
 
 def _reduce(n: int = 100, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> Any:
     return lambda p: dist.all_reduce(torch.ones(n, dtype=dtype), op=op)

@@ -25,7 +25,6 @@ def test_input_inside_the_output(me: Rank) -> None:
     assert torch.equal(whole, torch.arange(p).repeat_interleave(n).float())
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks(SLOT_BYTES="4096")
 def test_large_broadcasts(me: Rank) -> None:
@@ -163,7 +162,6 @@ def share_memory(me: Rank, n: int) -> None:
             assert torch.equal(a, b), f"{name}, {n} elements, output {k}"
 
 
-@pytest.mark.ringreduce
 @on_ranks(2)
 def test_one_rank_reduces_tensors_that_share_memory(me: Rank) -> None:
     """Which memory a rank's tensors lie in does not change which operations they make."""
@@ -178,7 +176,6 @@ def test_one_rank_reduces_tensors_that_share_memory(me: Rank) -> None:
     assert all(t.eq(2).all() for t in (*tensors, *both))
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("wire", ["", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_outputs_in_the_memory_of_inputs(

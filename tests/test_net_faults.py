@@ -13,8 +13,6 @@ from net_plan import Plan, plan_of
 from net_program import Left, WrongNumbersError, check
 from pool import Died, Done, Outcome, Pool, Raised
 
-pytestmark = pytest.mark.ringreduce
-
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize(

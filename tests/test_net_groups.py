@@ -16,10 +16,7 @@ from conftest import MakeWorld
 from hosts import Hosts, why_not
 from pool import Died, Pool, Raised, Rank, World
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8)
 SIZES = (0, 1, 1000, 70_001, 1_500_000)

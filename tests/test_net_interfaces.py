@@ -15,10 +15,7 @@ from hosts import Hosts, why_not
 from net_reset import connected_sockets
 from pool import Call, Pool, Raised, Rank, World
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(bool(why_not(veth=True)), reason=why_not(veth=True)),
-]
+pytestmark = pytest.mark.skipif(bool(why_not(veth=True)), reason=why_not(veth=True))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,7 @@ import torch.distributed as dist
 from hosts import Hosts, why_not
 from pool import Died, Done, Pool, Rank, World
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 SIZE = 250_000
 LAST = 2  # the rank that leaves first

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from hosts import Host, Hosts, why_not
 from pool import Pool, Rank, World
 
-pytestmark = pytest.mark.ringreduce
-
 ELEMENTS = 2_000_000
 CALLS = 4
 

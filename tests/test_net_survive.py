@@ -13,10 +13,7 @@ from pool import Call, Died, Done, Pool, Raised, Rank, World
 
 import ringreduce
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SIZE = 100_000
 
 

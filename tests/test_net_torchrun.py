@@ -14,7 +14,6 @@ from hosts import ROOT, Hosts, why_not
 from launchers import run, torchrun
 
 pytestmark = [
-    pytest.mark.ringreduce,
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]

@@ -17,7 +17,6 @@ from conftest import MakeWorld
 from pool import Pool, Rank, on_ranks
 from test_bad_input import BAD, _backend, _quantized, _sparse
 
-pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
 
 

@@ -18,11 +18,9 @@ from conftest import MakeWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool import Pool, Rank
-from test_bits import laid_out, reduce_op
+from test_bits import LAYOUTS, laid_out, reduce_op
 
-pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
-LAYOUTS = ("plain", "offset", "strided", "transposed")
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,9 @@ from pool import Call, Died, Pool, Raised, Rank, describe
 import ringreduce
 from ringreduce import extension
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(
-        not hasattr(dist.ProcessGroup, "reconfigure"), reason="this torch has no reconfigure()"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "reconfigure"), reason="this torch has no reconfigure()"
+)
 CPU = torch.device("cpu")
 HOSTS = {"one host": "aaaa", "two hosts": "aabb"}
 PATIENCE = 60.0  # seconds, where no deadline is tested

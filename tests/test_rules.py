@@ -24,7 +24,6 @@ from calls import CALLS, MESSAGES, REDUCING, ROOTED, Site, compressed, limited, 
 from conftest import MakeWorld
 from pool import Died, Done, Outcome, Pool, Raised, Rank, describe
 
-pytestmark = pytest.mark.ringreduce
 VICTIM = 1
 LONG = 60.0  # for calls that must succeed, and for those that end because a rank was killed
 # For the calls that must time out.  All of them run at once, and each must begin well within it on

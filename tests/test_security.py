@@ -22,13 +22,10 @@ from conftest import MakeWorld
 from pool import Pool, Rank
 from processes import wait_until
 
-pytestmark = [
-    pytest.mark.ringreduce,
-    pytest.mark.skipif(
-        os.environ.get("RINGREDUCE_WIRE") == "tcp",
-        reason="of shared memory; of the way in over TCP it is tests/cpp/net_acceptor_test.cc",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    os.environ.get("RINGREDUCE_WIRE") == "tcp",
+    reason="of shared memory; of the way in over TCP it is tests/cpp/net_acceptor_test.cc",
+)
 
 NOBODY = 65534
 PR_SET_DUMPABLE = 4

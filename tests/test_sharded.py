@@ -257,7 +257,6 @@ def test_checkpoint_in_the_background(me: Rank, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, restored, strict=True))
 
 
-@pytest.mark.ringreduce
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the backend's devices without a GPU")
 @pytest.mark.parametrize("registered", [[], ["cpu", "cuda"]])
 @on_ranks(2)

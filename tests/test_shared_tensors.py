@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 
-pytestmark = pytest.mark.ringreduce
-
 SIZE = 100_003
 
 

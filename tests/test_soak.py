@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
 from pool import Pool, Rank
 from threads import in_threads
 
-pytestmark = pytest.mark.ringreduce
 Tensor = torch.Tensor
 WORLD = 4
 # The members of each group, and the thread that uses it.

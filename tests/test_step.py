@@ -19,8 +19,6 @@ from torch import nn
 
 import ringreduce
 
-pytestmark = pytest.mark.ringreduce
-
 
 def committed(me: Rank) -> None:
     x = torch.ones(50_000)

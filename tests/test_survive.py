@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce._backend import backend_of, extension
 
-pytestmark = pytest.mark.ringreduce
 WIRES = ["tcp"] if os.environ.get("RINGREDUCE_WIRE") == "tcp" else ["memory", "tcp"]
 every_wire = pytest.mark.parametrize("wire", WIRES)
 

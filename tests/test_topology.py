@@ -15,8 +15,6 @@ from pool import Pool, Rank, World, on_ranks
 from ringreduce import topology
 from ringreduce.topology import Topology
 
-pytestmark = pytest.mark.ringreduce
-
 
 def test_the_order_of_a_matrix() -> None:
     assert topology.order([[0, 1, 9], [9, 0, 1], [1, 9, 0]]) == [0, 2, 1]

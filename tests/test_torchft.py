@@ -30,7 +30,6 @@ from torchft.coordination import LighthouseServer
 from ringreduce import Options
 from ringreduce.torchft import ProcessGroupRingReduce
 
-pytestmark = pytest.mark.ringreduce
 PATIENCE = timedelta(seconds=60)  # where no deadline is tested
 SUM = dist.ReduceOp.SUM
 

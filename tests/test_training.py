@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
@@ -103,7 +102,6 @@ def test_torchs_own_hooks(me: Rank) -> None:
         assert torch.equal(ours, with_hook(me, name, gloo)), name
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0, fresh=True)
 def test_ddp_buckets_in_our_memory(me: Rank) -> None:
     """DDP_DISABLE_COMM_MEM=0: DDP asks its group for its buckets' memory."""
@@ -160,7 +158,6 @@ def in_detail(me: Rank, key: str) -> list[str]:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-@pytest.mark.ringreduce
 def test_debug_detail_passes_every_call(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(in_detail, world(0), pool.name("detail"), ranks=2, fresh=True)
     for told in call.results():
@@ -202,8 +199,7 @@ def profiled(me: Rank, path: str) -> tuple[dict[str, int], set[str]]:
             given = event["args"]
             calls[library].append((call, given.get("Input Dims"), given.get("Input type")))
     assert len(calls["gloo"]) >= 9
-    if me.backend != "gloo":
-        assert calls[me.backend] == calls["gloo"]
+    assert calls[me.backend] == calls["gloo"]
     with torch.profiler.profile(activities=activities, record_shapes=True) as run:
         dist.all_reduce(t)
         dist.all_reduce(big, async_op=True).wait()
@@ -228,10 +224,9 @@ def profiled(me: Rank, path: str) -> tuple[dict[str, int], set[str]]:
     return counts, shapes
 
 
-@pytest.mark.ringreduce
-def test_profiler_trace(pool: Pool, world: MakeWorld, backend: str, tmp_path: Path) -> None:
+def test_profiler_trace(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
     results = pool.run(profiled, world(2, 20.0), str(tmp_path / "trace"))
     for rank, (counts, shapes) in enumerate(results):
-        assert counts[f"{backend}:all_reduce"] == 3
+        assert counts["ringreduce:all_reduce"] == 3
         assert shapes == {"[[4, 3]]", "[[1000000]]"}
-        assert counts[f"{backend}:{'recv' if rank else 'send'}"] == 1
+        assert counts[f"ringreduce:{'recv' if rank else 'send'}"] == 1

@@ -155,8 +155,8 @@ def test_synchronous_sgd(
 
 
 @SIZES
-def test_ddp_by_spawn(backend: str, size: int) -> None:
-    script = [str(FOLDER / "ddp_spawn.py"), "--backend", backend]
+def test_ddp_by_spawn(size: int) -> None:
+    script = [str(FOLDER / "ddp_spawn.py"), "--backend", "ringreduce"]
     options = ["--world-size", str(size), "--port", str(free_port())]
     ranks = launched([sys.executable, *script, *options], size)
     for found in ranks:
@@ -166,15 +166,13 @@ def test_ddp_by_spawn(backend: str, size: int) -> None:
 
 
 @SIZES
-def test_ddp_by_torchrun(
-    pool: Pool, world: MakeWorld, backend: str, tmp_path: Path, size: int
-) -> None:
+def test_ddp_by_torchrun(pool: Pool, world: MakeWorld, tmp_path: Path, size: int) -> None:
     """With two ranks one of them dies on the way, and training resumes from the snapshot."""
     arguments = ["--epochs", "3"]
     (alone,) = in_pool(
         pool, world, "ddp_torchrun.py", 1, *arguments, "--snapshot", str(tmp_path / "alone.pt")
     )
-    arguments += ["--snapshot", str(tmp_path / "snapshot.pt"), "--backend", backend]
+    arguments += ["--snapshot", str(tmp_path / "snapshot.pt"), "--backend", "ringreduce"]
     if size == 2:
         arguments += ["--fail-in", "1"]
     script = str(FOLDER / "ddp_torchrun.py")
@@ -218,8 +216,8 @@ def test_init_methods(pool: Pool, world: MakeWorld, tmp_path: Path, method: str,
 
 
 @SIZES
-def test_any_launcher_under_mpirun(backend: str, size: int) -> None:
-    script = [str(FOLDER / "any_launcher.py"), "--backend", backend]
+def test_any_launcher_under_mpirun(size: int) -> None:
+    script = [str(FOLDER / "any_launcher.py"), "--backend", "ringreduce"]
     for rank, found in enumerate(launched(launchers.mpirun(size, *script), size)):
         assert found.pop("launcher") in ("Open MPI", "PMI")
         assert found == {"sum": size * (size + 1) // 2, "local rank": rank}

@@ -34,7 +34,6 @@ needs_hooks = pytest.mark.skipif(
 )
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_on_completion_hook(me: Rank) -> None:
     group = dist.new_group()
@@ -95,14 +94,12 @@ def hook_that_raises(me: Rank) -> list[str]:
     return said
 
 
-@pytest.mark.ringreduce
 def test_a_hook_that_raises_harms_no_operation(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(hook_that_raises, world(2, 20.0), fresh=True)
     assert call.results() == [["", ""]] * 2
     assert "from the hook" in call.log(0)
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_collective_timing(me: Rank) -> None:
     group = dist.new_group()
@@ -151,7 +148,6 @@ def outcomes_of_work(me: Rank) -> list[Any]:
     return found
 
 
-@pytest.mark.ringreduce
 def test_work_of_what_goes_well_and_what_fails(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(outcomes_of_work, world(2, 60.0))
     call.hear_all()
@@ -170,7 +166,6 @@ def test_work_of_what_goes_well_and_what_fails(pool: Pool, world: MakeWorld) -> 
     assert "rank 1" in error
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_callbacks_may_wait_for_futures(me: Rank) -> None:
     """Callbacks that wait for Futures: of what they start, and of what is behind them."""
@@ -233,7 +228,6 @@ def test_only_works_that_succeeded_leave_the_registry(me: Rank) -> None:
                 torch.ops._c10d_functional.wait_tensor(t)
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_wait_for_pending_works(me: Rank) -> None:
     group = dist.new_group()
@@ -306,7 +300,6 @@ fr_trace.main(["-p", "trace_", "-o", sys.argv[2] + "/db", sys.argv[2]])
 
 
 @needs_hooks
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("size", [2, 3])
 def test_flight_recorder(pool: Pool, world: MakeWorld, size: int, tmp_path: Path) -> None:
     traces, tool = tmp_path / "traces", tmp_path / "torch/distributed/flight_recorder"
@@ -360,7 +353,6 @@ def failed(me: Rank, path: str, how: str) -> None:
         me.hear()
 
 
-@pytest.mark.ringreduce
 @pytest.mark.skipif(TORCH < (2, 15), reason="torch writes no dump for other backends before 2.15")
 @pytest.mark.parametrize("how", ["abort", "timeout", "lost"])
 def test_flight_recorder_writes_its_dump(
@@ -383,7 +375,6 @@ def test_flight_recorder_writes_its_dump(
 
 
 @needs_hooks
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_nan_check(me: Rank) -> None:
     hook = c10d.NanCheckHook.attach(dist.group.WORLD)
@@ -464,7 +455,6 @@ def changed_in_flight(me: Rank, change: str, strided: bool) -> None:
     assert own.eq(2).all()
 
 
-@pytest.mark.ringreduce
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_memory_in_flight_is_held(pool: Pool, world: MakeWorld, change: str, strided: bool) -> None:
@@ -474,7 +464,6 @@ def test_memory_in_flight_is_held(pool: Pool, world: MakeWorld, change: str, str
     call.results()
 
 
-@pytest.mark.ringreduce
 @on_ranks(2, 20.0)
 def test_shared_memory_stays_shared(me: Rank) -> None:
     t = torch.full((100,), float(me.rank)).share_memory_()
@@ -528,7 +517,6 @@ def negative(me: Rank) -> dict[str, str]:
     return said
 
 
-@pytest.mark.ringreduce
 def test_negative_timeouts_and_tags(pool: Pool, world: MakeWorld) -> None:
     call = pool.start(negative, world(2, 20.0))
     call.hear_all()

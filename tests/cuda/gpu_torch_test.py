@@ -181,8 +181,8 @@ def test_named_for_each_device(pool: Pool, spec: str) -> None:
 
 
 @cuda_only
-def test_told_its_device(pool: Pool, backend: str) -> None:
-    none = World(0, backend)
+def test_told_its_device(pool: Pool) -> None:
+    none = World(0, "ringreduce")
     call = pool.start(jobs.with_device_id, none, pool.name(), 2, ranks=2, fresh=True)
     assert call.results(LONG) == [6.0] * 2
 
