@@ -26,7 +26,6 @@ from pool import Pool, Rank, run_ranks
 import ringreduce
 from ringreduce import recorder
 
-pytestmark = pytest.mark.ringreduce
 ANALYSER = "torch.distributed.flight_recorder"
 
 

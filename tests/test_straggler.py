@@ -145,8 +145,6 @@ def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:
 
 # ---- real groups
 
-pytestmark = pytest.mark.ringreduce
-
 
 def trained(me: Rank, late: int, at: tuple[int, int], hook: bool) -> tuple[str, list[str]]:
     """Trains, late once; returns the summary, and who was named with the step and bucket."""
