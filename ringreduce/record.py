@@ -150,7 +150,8 @@ def records(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Reco
         group: a ringreduce group, or another, beside which one is made if there is none; None for
             the default group.
         since: the index of the first that is wanted.  To follow a group, pass the index of the
-            first that was not done yet.
+            first that was not done yet.  All are returned if the group has been replaced since
+            (reconfigure) and has not run as many operations.
 
     Returns:
         Up to 4,096 records.  The last one may be of an operation that still runs.

@@ -372,7 +372,7 @@ class straggler_detection:
         for record in read(self._backend, self._next):
             if record.state == "running":
                 break
-            self._lost += record.index - self._next
+            self._lost += max(0, record.index - self._next)  # less: of a group that replaced it
             self._next = record.index + 1
             if self._misses_arrivals(record):
                 extension().arrivals(self._backend, record.sequence, True)

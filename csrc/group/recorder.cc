@@ -34,6 +34,7 @@ void Recorder::put(const OpRecord& record) {
 std::vector<OpRecord> Recorder::since(uint64_t index) const {
   std::vector<OpRecord> found;
   const uint64_t end = next_.load(std::memory_order_acquire);
+  if (index > end) index = 0;
   index = std::max(index, end - std::min<uint64_t>(end, kRecords));
   for (; index < end; ++index) {
     const Slot& slot = slots_[index % kRecords];

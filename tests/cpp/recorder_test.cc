@@ -78,6 +78,7 @@ TEST(the_last_ones_are_kept) {
   CHECK_EQ(all.front().index, uint64_t{10});
   CHECK_EQ(recorder.since(Recorder::kRecords + 9).size(), size_t{1});
   CHECK(recorder.since(Recorder::kRecords + 10).empty());
+  CHECK_EQ(recorder.since(Recorder::kRecords + 11).size(), size_t{Recorder::kRecords});
 }
 
 TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
