@@ -6,6 +6,7 @@ ringreduce.average_gradients(model)          # in a loop without DDP
 ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
 ringreduce.commit()                          # before a step that no lost rank may spoil
 ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
+ringreduce.timeline("traces")                # who is late: what all ranks did, as a trace
 """
 
 import importlib.metadata
@@ -25,6 +26,7 @@ from ringreduce.memory import empty, share_, zeros
 from ringreduce.record import Record, records
 from ringreduce.step import commit, found_inf
 from ringreduce.straggler import straggler_detection
+from ringreduce.timeline import timeline
 
 __all__ = [
     "Aborted",
@@ -51,6 +53,7 @@ __all__ = [
     "share_",
     "staging_bytes",
     "straggler_detection",
+    "timeline",
     "topology",
     "zeros",
 ]

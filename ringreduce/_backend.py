@@ -146,12 +146,18 @@ def extension() -> Any:
 
 
 def _leave_at_exit(module: Any) -> None:
-    """Leaves all groups, and lets daemon threads that waited in one return to Python.
+    """Leaves all groups, writes the rest of timelines, and lets daemon threads return to Python.
 
-    One that comes back only after the interpreter is gone is ended by it inside torch's C++, which
-    takes the process down: "terminate called without an active exception", exit code -6.
+    One that waited in a group and comes back only after the interpreter is gone is ended by it
+    inside torch's C++, which takes the process down: "terminate called without an active
+    exception", exit code -6.
     """
-    module.shutdown_all()
+    from ringreduce.timeline import end_all
+
+    try:
+        module.shutdown_all()
+    finally:
+        end_all()
     deadline = time.monotonic() + THREADS_GRACE
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
@@ -270,6 +276,9 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     if connect == "now" and extension().goes_on(backend):
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
+    from ringreduce.timeline import follow_variable  # which follows the groups that are made here
+
+    follow_variable()
     return backend
 
 

@@ -153,9 +153,7 @@ def _counts(record: Record, group: _Group) -> tuple[int, int, int]:
     return elements, inputs, outputs
 
 
-def _entry(
-    record: Record, group: _Group, pg_id: int, number: int, wall: int
-) -> dict[str, Any]:
+def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) -> dict[str, Any]:
     """A record as torch has it.  `wall`: nanoseconds from this host's clock to the time of day."""
     elements, inputs, outputs = _counts(record, group)
     dtype = _DTYPES.get(record.dtype, record.dtype or "Byte")

