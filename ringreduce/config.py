@@ -1,31 +1,14 @@
 """`python -m ringreduce.config`: the build, all environment variables, and what is in force now.
 
-The table is that of csrc/base/config.cc, with what Python adds.  The exit status is 1 if a value
-cannot be read.
+The table is that of csrc/base/config.cc.  The exit status is 1 if a value cannot be read.
 """
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from ringreduce._backend import extension
-
-
-def _timeline() -> dict[str, str]:
-    given = os.environ.get("RINGREDUCE_TIMELINE", "")
-    is_file = given and os.path.exists(given) and not os.path.isdir(given)
-    return {
-        "name": "RINGREDUCE_TIMELINE",
-        "default": "none",
-        "values": "a directory, which is made if there is none",
-        "meaning": "where each rank writes when it and the others came to each operation",
-        "holds": "each rank's",
-        "reader": "Python",
-        "value": given,
-        "error": f"RINGREDUCE_TIMELINE={given} is not a directory" if is_file else "",
-    }
 
 
 def variables() -> list[dict[str, str]]:
@@ -37,11 +20,11 @@ def variables() -> list[dict[str, str]]:
         default if the variable is not set), source ("environment" or "default") and error ("" if
         the value can be read).
     """
-    rows = [*extension().config(), _timeline()]
+    rows = extension().config()
     for row in rows:
         row["source"] = "environment" if row["value"] else "default"
         row["value"] = row["value"] or row["default"]
-    return rows
+    return list(rows)
 
 
 def build_text() -> str:

@@ -31,7 +31,6 @@ from ringreduce import _C
 from ringreduce.record import _LAYOUT, _names
 from ringreduce.timeline import _load, late_text, main, summary_text, write_trace
 
-pytestmark = pytest.mark.ringreduce
 MS = 1_000_000
 
 

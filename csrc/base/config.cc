@@ -188,6 +188,15 @@ const Row kRows[] = {
      "1: Accelerate and Transformers use ringreduce on CPUs, as after "
      "ringreduce.integrations.accelerate.enable()",
      kSame, [](C&, Given& g) { g.integer(0, 1); }, true},
+    {"RINGREDUCE_DUMP", "none", "a folder, the same for all ranks",
+     "the folder of the records that each rank writes when a group fails", kOwn, [](C&, Given&) {},
+     true},
+    {"RINGREDUCE_DUMP_SIGNAL", "none", "USR1, USR2",
+     "the signal at which a rank writes its records, unless it has a handler", kOwn,
+     [](C&, Given& g) { g.word({"USR1", "USR2"}); }, true},
+    {"RINGREDUCE_TIMELINE", "none", "a directory, which is made if there is none",
+     "where each rank writes when it and the others came to each operation", kOwn,
+     [](C&, Given&) {}, true},
     {"RINGREDUCE_CHECKSUM", "removed", "none", "removed: use RINGREDUCE_TLS=1", kRank0,
      [](C& c, Given& g) {
        c.removed = g.wasRemoved("set RINGREDUCE_TLS=1 to protect data between hosts");
