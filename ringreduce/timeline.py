@@ -901,25 +901,39 @@ def _events_of(
             end = max(axis.at(series, record.done_ns), begin + 1)
             free[rank] = end
             spans[rank] = begin, end
+            yield from _slices(operation, rank, lane, (begin, end))
             queued = axis.at(series, record.posted_ns)
-            yield from _slices(operation, rank, lane, (queued, begin, end), last)
+            if begin - queued >= _LEAST_WAIT_NS:
+                number = {"id2": {"local": f"{lane}-{record.index}"}, "name": "queued"}
+                for phase, when in (("b", queued), ("e", begin)):
+                    at = {"pid": rank, "tid": lane + 1, "ts": when / 1e3}
+                    yield {"ph": phase, "cat": "queued", **number, **at}
         for rank, (begin, end) in spans.items():
-            wait = operation.wait(rank)
-            if rank == last or last not in spans or wait < _LEAST_WAIT_NS:
+            wait = min(operation.wait(rank), end - begin)
+            if rank == last or wait < _LEAST_WAIT_NS:
                 continue
-            start, stop = spans[last][0], min(max(begin + wait, spans[last][0]), end - 1)
-            if start > stop:  # the clocks are too far off for an arrow
+            at = {"pid": rank, "tid": lane}
+            waits = {"cat": "wait", "name": f"wait for rank {last}"}
+            yield {"ph": "X", **waits, **at, "ts": begin / 1e3, "dur": wait / 1e3}
+            # An arrow leads to the rest, which begins a nanosecond after the last rank came:
+            # Perfetto takes the slice that begins first for the beginning of an arrow.
+            start = spans[last][0] if last in spans else 0
+            rest = max(begin + wait, start) + 1
+            if rest >= end:
                 continue
-            flow = {"name": "wait", "cat": "late", "id": next(flows), "tid": lane}
-            yield {"ph": "s", **flow, "pid": last, "ts": start / 1e3}
-            yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": stop / 1e3}
+            moves = {"cat": "data", "name": "moving data", "ts": rest / 1e3}
+            yield {"ph": "X", **moves, **at, "dur": (end - rest) / 1e3}
+            if last in spans:
+                flow = {"name": "wait", "cat": "late", "id": next(flows), "tid": lane}
+                yield {"ph": "s", **flow, "pid": last, "ts": start / 1e3}
+                yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": rest / 1e3}
 
 
 def _slices(
-    operation: _Operation, rank: int, lane: int, times: tuple[int, int, int], last: int
+    operation: _Operation, rank: int, lane: int, times: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     record = operation.records[rank]
-    queued, begin, end = times
+    begin, end = times
     shown = {
         "bytes": record.bytes,
         "dtype": record.dtype,
@@ -933,22 +947,13 @@ def _slices(
         "state": "" if record.state == "done" else record.state,
     }
     args = {name: value for name, value in shown.items() if value not in _NO_FIELDS}
-    if last >= 0:
+    if operation.awaited:
+        last = operation.awaited[-1]
         args["last_rank"] = last
         args["late_ms"] = (operation.arrivals[last] - operation.median) / 1e6
-    at = {"pid": rank, "tid": lane}
-    name = f"{record.kind} #{record.sequence}"
-    slice_ = {"ph": "X", "cat": "operation", **at}
-    yield {**slice_, "name": name, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args}
-    wait = min(operation.wait(rank), end - begin)
-    if wait >= _LEAST_WAIT_NS and rank != last:
-        waits = {"name": f"wait for rank {last}", "ts": begin / 1e3, "dur": wait / 1e3}
-        yield {**slice_, "cat": "wait", **waits}
-    if begin - queued >= _LEAST_WAIT_NS and record.posted_ns < record.arrived_ns:
-        number = f"{lane}-{record.index}"
-        waits = {"cat": "queued", "name": f"queued {name}", "id2": {"local": number}}
-        for phase, when in (("b", queued), ("e", begin)):
-            yield {"ph": phase, **waits, "pid": rank, "tid": lane + 1, "ts": when / 1e3}
+    name = {"name": f"{record.kind} #{record.sequence}", "cat": "operation"}
+    span = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+    yield {"ph": "X", **name, "pid": rank, "tid": lane, **span, "args": args}
     count = {"ph": "C", "name": f"bytes in {operation.group}", "pid": rank}
     yield {**count, "ts": begin / 1e3, "args": {"bytes": record.bytes}}
     yield {**count, "ts": end / 1e3, "args": {"bytes": 0}}
