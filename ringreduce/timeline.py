@@ -200,14 +200,17 @@ class timeline:
         line = {"group": known.number, "clock": [time.monotonic_ns(), ahead, error]}
         if lost:
             line["lost"] = lost
-        line["records"] = binascii.b2a_base64(data, newline=False).decode()
-        self._write(line)
+        self._write(line, data)
         return len(data) // size
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], records: bytes = b"") -> None:
         if self._descriptor < 0:
             self._open()
         text = json.dumps({"part": self._part, **line}, separators=(",", ":"))
+        if records:  # base64 needs no escapes, and json would look for them for long
+            text = (
+                f'{text[:-1]},"records":"{binascii.b2a_base64(records, newline=False).decode()}"}}'
+            )
         rest = memoryview(f"{text}\n".encode())
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
