@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ringreduce import errors
 from ringreduce._backend import Backend, _is_alive, backend_of, extension
 from ringreduce._launchers import job_of
-from ringreduce.record import _LAYOUT, Record, _read
+from ringreduce.record import Record, parse
 
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
 FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
@@ -120,19 +120,13 @@ def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
 
 def _records_of(group: _Group) -> list[Record]:
     """Those of the ranks that are in the group now: after a loss the sequence starts anew."""
-    fields = _LAYOUT.iter_unpack(group.raw)
-    found = [_read(values) for values in fields]
+    found = parse(group.raw)
     pairs = itertools.pairwise(found)
     starts = [i for i, (a, b) in enumerate(pairs, 1) if b.sequence <= a.sequence]
     return found[starts[-1] if starts else 0 :]
 
 
 # ---- the format
-
-
-def _called(record: Record) -> int:
-    """When it was called.  One that found the group failed has only an end."""
-    return record.posted_ns or record.done_ns
 
 
 def _counts(record: Record, group: _Group) -> tuple[int, int, int]:
@@ -163,7 +157,7 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     begun = bool(record.arrived_ns)
     failed = "started" if begun else "scheduled"
     own = {name: getattr(record, name) for name in _FIELDS} | {
-        "posted_ns": _called(record),
+        "posted_ns": record.posted_ns,
         "elements": elements,
         "root": group.ranks[record.root] if record.root >= 0 else -1,
         "late": [(group.ranks[rank], nanos) for rank, nanos in record.late],
@@ -176,7 +170,7 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
         "p2p_seq_id": 0,
         "op_id": record.index,
         "profiling_name": f"{_LIBRARY}:{kind}",
-        "time_created_ns": _called(record) + wall,
+        "time_created_ns": record.posted_ns + wall,
         "duration_ms": record.duration_ms,
         "input_sizes": [[inputs]],
         "input_dtypes": [dtype],
@@ -201,7 +195,7 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
     left_out = {group.name: found[0].index if found else 0 for group, found in all_records}
     in_order = sorted(
         ((record, group) for group, found in all_records for record in found),
-        key=lambda pair: _called(pair[0]),
+        key=lambda pair: pair[0].posted_ns,
     )
     wall = about["time_ns"] - about["monotonic_ns"]
     # torchfrtrace drops entries with lower numbers than the first one of any rank.

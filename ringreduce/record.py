@@ -101,6 +101,15 @@ class Record:
         return max(0, self.done_ns - self.arrived_ns) / 1e6 if self.arrived_ns else 0.0
 
 
+def parse(raw: bytes) -> list[Record]:
+    """Records that `_C.records` has copied.
+
+    Returns:
+        The records, oldest first.
+    """
+    return [_read(fields) for fields in _LAYOUT.iter_unpack(raw)]
+
+
 def _read(fields: tuple[Any, ...]) -> Record:
     names = _names()
     index, sequence, size = fields[:3]
@@ -140,7 +149,7 @@ def read(backend: Backend, since: int = 0) -> list[Record]:
     Returns:
         The records of its group from index `since` on, oldest first.
     """
-    return [_read(fields) for fields in _LAYOUT.iter_unpack(extension().records(backend, since))]
+    return parse(extension().records(backend, since))
 
 
 def records(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Record]:

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from ringreduce._backend import Backend, backend_of, extension
 from ringreduce._launchers import job_of
 from ringreduce.errors import Error
-from ringreduce.record import _LAYOUT, Record, _names, _read
+from ringreduce.record import _LAYOUT, Record, _names, parse
 
 __all__ = ["timeline"]
 
@@ -646,7 +646,7 @@ def _add_line(recording: _Recording, line: dict[str, Any]) -> None:
         series = recording.series[line["group"]]
         data = binascii.a2b_base64(line["records"])
         # One without an arrival was refused before it began.
-        series.records += [r for r in map(_read, _LAYOUT.iter_unpack(data)) if r.arrived_ns]
+        series.records += [r for r in parse(data) if r.arrived_ns]
         series.clock.add(*line["clock"])
         recording.lost += line.get("lost", 0)
 

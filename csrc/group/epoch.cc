@@ -114,11 +114,11 @@ void Epoch::run(const Operation& operation, Nanos timeout, bool in_users_thread,
                 Recording* recording) {
   const uint64_t sequence = sequence_++;
   wires->setPatience(in_users_thread ? users_patience_ : workers_patience_);
+  const OpSignature signature = announce(operation, sequence);
+  if (recording) recording->describe(signature, ranks);
   try {
     if (operation.before) operation.before();
     wires->prepare(operation, sequence);
-    const OpSignature signature = announce(operation, sequence);
-    if (recording) recording->describe(signature, ranks);
     arbiter->begin(signature, timeout, in_users_thread);
     if (recording) recording->begin(arbiter->started());
     wires->run(operation, arbiter->current());
@@ -141,7 +141,7 @@ void Epoch::note(Recording* recording) const {
   record.algorithm = way.algorithm;
   record.in_place = way.in_place;
   record.first_data = arbiter->firstData();
-  record.clock_error = arbiter->clock().error;
+  record.clock_error = arbiter->arrivalError();
   recording->recorder.setArrivals(record, arbiter->arrivals(), ranks);
 }
 

@@ -123,7 +123,11 @@ void Group::execute(const Operation& operation, bool in_users_thread) {
 }
 
 OpRecord Group::nextRecord(const Operation& operation) {
-  OpRecord record{.index = sequence_++, .bytes = bytesOf(operation), .posted = operation.posted};
+  const uint64_t index = sequence_++;
+  OpRecord record{
+      .index = index, .sequence = index, .bytes = bytesOf(operation), .posted = operation.posted};
+  // An operation that is refused before it begins has no more.
+  record.kind = std::visit([]<class Call>(const Call&) { return Call::kKind; }, operation.call);
   record.step = operation.posted == 0 ? training_step.load() : operation.step;
   if (const std::optional<Codec> codec = codecOf(operation))
     record.codec = static_cast<uint8_t>(*codec);

@@ -75,6 +75,7 @@ void Recorder::setArrivals(OpRecord& record, const std::vector<Nanos>& arrived,
 }
 
 void Recording::describe(const OpSignature& signature, const RankMap& ranks) {
+  record.arrived = 0;
   record.sequence = signature.sequence;
   record.kind = signature.kind;
   record.dtype = signature.dtype;

@@ -66,17 +66,21 @@ Arbiter::Arbiter(int rank, std::vector<Seat> seats, const GroupOptions& options,
 }
 
 void Arbiter::begin(const OpSignature& operation, Nanos timeout, bool in_users_thread) {
-  const Nanos arrived = monotonicNow();
+  Nanos arrived = 0;
+  started_ = process_clock.now([&] { return arrived = monotonicNow(); });
   std::ranges::fill(arrived_, 0);
   arrived_[static_cast<size_t>(rank_)] = arrived;
-  first_data_ = 0;
-  current_ = {operation, clock().isKnown() ? arrived - ahead_ : 0};
+  first_data_ = their_error_ = 0;
+  current_ = {operation};
+  if (const ClockOffset offset = clock(); offset.isKnown()) {
+    current_.arrived = arrived - offset.ahead;
+    current_.clock_error = offset.error;
+  }
   current_.history = history_;
   history_ = current_.historyAfter();
   inline_ = in_users_thread;
   in_monitored_barrier_ = operation.kind == Kind::kMonitoredBarrier;
   check();
-  started_ = process_clock.now([&] { return arrived; });
   timeout_ = timeout;
   deadline_ = deadlineIn(timeout, started_);
   has_more_time_ = false;
@@ -418,19 +422,22 @@ void Arbiter::broken(int rank, const std::string& how) {
 void Arbiter::verify(int rank) {
   const Announcement& theirs = page(rank).announcements[current_.sequence % kAnnouncements];
   if (theirs != current_) mismatch(rank);
-  noteData(rank, theirs.arrived);
+  noteData(rank, theirs);
 }
 
 void Arbiter::verify(int rank, const Announcement& theirs) {
   peers_.record(rank, theirs.sequence, theirs);
   if (theirs != current_) mismatch(rank, &theirs);
-  noteData(rank, theirs.arrived);
+  noteData(rank, theirs);
 }
 
-void Arbiter::noteData(int rank, Nanos arrived) {
+void Arbiter::noteData(int rank, const Announcement& theirs) {
   if (channel_ && first_data_ == 0) first_data_ = monotonicNow();
-  // Over a transport it may be any number.
-  if (arrived > 0 && arrived < kNever / 4) arrived_[static_cast<size_t>(rank)] = arrived + ahead_;
+  // Over a transport they may be any numbers.
+  const auto isTime = [](Nanos time) { return time >= 0 && time < kNever / 4; };
+  if (theirs.arrived == 0 || !isTime(theirs.arrived) || !isTime(theirs.clock_error)) return;
+  arrived_[static_cast<size_t>(rank)] = theirs.arrived + ahead_;
+  their_error_ = std::max(their_error_, theirs.clock_error);
 }
 
 void Arbiter::onClock(const ClockOffset& offset) {

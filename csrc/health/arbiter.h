@@ -71,6 +71,8 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   const std::vector<Nanos>& arrivals() const { return arrived_; }
   // Between hosts: when the first data of another rank were there; 0: none were.
   Nanos firstData() const { return first_data_; }
+  // Those of other ranks are off by this at most; kNever: this host's clock is not known.
+  Nanos arrivalError() const { return clock().isKnown() ? clock_error_ + their_error_ : kNever; }
   // How far this host's clock is ahead of the group's.  From any thread.
   ClockOffset clock() const { return {.ahead = ahead_, .error = clock_error_}; }
 
@@ -159,7 +161,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
   // A loss in a group that survives it.
   void goOnWithout(int rank);
   bool isLeftOut() const { return peers_.isLeftOut(); }
-  void noteData(int rank, Nanos arrived);
+  void noteData(int rank, const Announcement& theirs);
   bool evict(int waited_for, const std::vector<int>& late, Ready ready);
   bool isSilent(int rank) const;
   void askNowAndThen();
@@ -181,7 +183,7 @@ class Arbiter final : public WaitGuard, public net::Control::Listener {
 
   Announcement current_;
   std::vector<Nanos> arrived_;  // by rank; 0: not known
-  Nanos first_data_ = 0;
+  Nanos first_data_ = 0, their_error_ = 0;
   std::atomic<Nanos> ahead_{0}, clock_error_;
   uint64_t history_ = 0;
   bool inline_ = false, has_more_time_ = false;

@@ -34,6 +34,9 @@ class NeighbourClock {
   // The smallest difference of recent heartbeats; kNever: none came.
   Nanos difference() const { return smallest().difference; }
 
+  // Two clocks of hosts drift apart by less than this in that time.
+  static constexpr Nanos drift(Nanos span) { return span / kMicrosecond * kDrift / 1000; }
+
   // This rank's offset by way of the neighbour.
   ClockOffset offset(Nanos time) const {
     if (!beat_.offset.isKnown()) return {};
@@ -49,15 +52,13 @@ class NeighbourClock {
   }
 
  private:
-  // Two clocks of hosts drift apart by less than this many nanoseconds in a millisecond.
-  static constexpr Nanos kDrift = 100;
+  static constexpr Nanos kDrift = 100;  // nanoseconds in a millisecond
   static constexpr size_t kBeats = 4;
   static constexpr Nanos kWindow = 2 * kSecond;  // in which so many are sent
 
   struct Sample {
     Nanos time = 0, difference = kNever;
   };
-  static Nanos drift(Nanos span) { return span / kMillisecond * kDrift; }
   Sample smallest() const { return *std::ranges::min_element(latest_, {}, &Sample::difference); }
 
   const bool shared_;

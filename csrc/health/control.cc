@@ -116,6 +116,7 @@ class ControlNode : public std::enable_shared_from_this<ControlNode> {
   ControlState state_;
   std::vector<Link> links_;
   ClockOffset offset_;
+  Nanos measured_ = 0;  // when
   bool over_ = false;
 
   Reactor::Timer heart_ = 0, settling_ = 0, again_ = 0;
@@ -384,10 +385,11 @@ void ControlNode::onHeartbeat(Connection& link, const Heartbeat& beat) {
   link.clock.add(beat, time);
   const bool was_known = offset_.isKnown();
   if (me_ != 0) {
-    ClockOffset best;
+    // The last one, grown old, may still be the best.
+    if (was_known) offset_.error += NeighbourClock::drift(time - measured_);
     for (const Link& one : links_)
-      if (const ClockOffset by = one->clock.offset(time); by.error < best.error) best = by;
-    if (best.isKnown()) offset_ = best;
+      if (const ClockOffset by = one->clock.offset(time); by.error < offset_.error) offset_ = by;
+    measured_ = time;
   }
   if (offset_.isKnown()) listener_.onClock(offset_);
   for (const Link& one : std::vector<Link>(links_)) {

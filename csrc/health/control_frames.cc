@@ -161,7 +161,8 @@ template <class Io>
 void fields(Io& io, Announcement& a) {
   fields(io, static_cast<OpSignature&>(a));
   io.number(a.arrived);
-  io.require(isTime(a.arrived));
+  io.number(a.clock_error);
+  io.require(isTime(a.arrived) && isTime(a.clock_error));
 }
 template <class Io>
 void fields(Io& io, Answer& f) {
