@@ -14,7 +14,6 @@ and a thread makes the dump of them; the process does not end before it is writt
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import itertools
 import logging
@@ -396,15 +395,19 @@ def dump_records(dir: str | os.PathLike[str] | None = None, reason: str = "") ->
 _told_of: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # failed, and a call raised it
 _noticed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # failed, and the watcher saw it
 _last_text = ""
+_pid = 0  # the process that watches its groups
 _busy = threading.local()
 
 
 def _guarded(dump: Any) -> Any:
-    """`dump` as a function that raises nothing and does not run inside itself."""
+    """`dump` as a function that raises nothing and does not run inside itself.
+
+    Nor does it run in a forked child, such as a worker that loads data, which has no groups.
+    """
 
     @functools.wraps(dump)
     def run(*arguments: Any) -> None:
-        if getattr(_busy, "now", False):
+        if getattr(_busy, "now", False) or os.getpid() != _pid:
             return
         _busy.now = True
         try:
@@ -427,6 +430,8 @@ def _note_error(error: errors.Error) -> None:
     watching = threading.current_thread() is _watcher
     with _lock:
         group = next((g for g, _ in _live_groups() if g.group_name == error.group), None)
+        if group is None and isinstance(error, errors.Aborted):
+            return  # a late call of a group that was destroyed; a dump of its failure stays
         if group is None or error.final is False:  # it goes on, or it is not there any more
             if str(error) == _last_text:
                 return
@@ -470,17 +475,22 @@ def _look() -> None:
     looks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
     while os.environ.get(FOLDER) and not _stop.wait(_LOOK):
         for group, backend in _live_groups():
-            if group in _told_of or not extension().has_failed(backend):
-                continue
-            looks[group] = looks.get(group, 0) + 1
-            if looks[group] == 2:  # a call that was under way has had the time to raise it
-                with contextlib.suppress(errors.Error):
+            try:
+                if group in _told_of or not extension().has_failed(backend):
+                    continue
+                looks[group] = looks.get(group, 0) + 1
+                if looks[group] == 2:  # a call that was under way has had the time to raise it
                     extension().check(backend)
+            except errors.Error:
+                continue  # it is noted
+            except RuntimeError as problem:  # torch has destroyed it meanwhile
+                _log.info("a group could not be watched: %s", problem)
 
 
 def watch() -> None:
     """Dumps from now on as the environment has it.  Called for each group that is made."""
-    global _watcher
+    global _watcher, _pid
+    _pid = os.getpid()
     if os.environ.get(FOLDER):
         extension()  # what it does at exit comes after what is registered here
         errors.Error._noted = staticmethod(_note_error)

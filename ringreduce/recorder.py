@@ -1,7 +1,8 @@
 """`python -m ringreduce.recorder DIR`: what ended a job, from the dumps that its ranks left in DIR.
 
 It says which operation of which group failed and who is to blame, what each rank did last, and
-where to look.  dump.py writes the dumps.  The exit status is 0 if a cause was found, else 1.
+where to look.  dump.py writes the dumps.  The exit status is 0 if a cause was found, 1 if none was,
+and 2 if the dumps cannot be read.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class _Call:
     @property
     def came(self) -> bool:
         """Whether it began to run, and not only after the group had failed."""
-        return bool(own["arrived_ns"]) if (own := self.own)["state"] == "failed" else True
+        return self.own["state"] != "failed" or bool(self.own["arrived_ns"])
 
     @property
     def doing(self) -> str:

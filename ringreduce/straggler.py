@@ -11,7 +11,7 @@ last one.  Medians and deviations are those of this group on this machine:
 - A rank is named for one operation if it came after the median by more than all of: 1 ms, 3 MAD
   above the median delay, 4 times the 99th percentile, 2 % of the step, twice the error of the
   clocks; and if that is at least 80 % of what the operation took longer than usual.
-- If the host had no core left for its processes meanwhile (/proc/pressure/cpu), nobody is.
+- If processes of this host waited for a core meanwhile (/proc/pressure/cpu), nobody is.
 - A rank is named for the whole run if it was the last one in most steps, and that cost time.
 - A wire is called slow if the data took much longer than usual once all ranks were there.
 """
@@ -36,6 +36,7 @@ from ringreduce.record import Record, read
 
 _POLL = 0.01  # seconds between two looks at the records
 _LOG_EVERY = 60.0  # seconds between two lines about a rank
+_ANSWERS_IN = 0.3  # seconds that the answers of other ranks are awaited
 
 _WINDOW = 1024  # operations that the usual delay is taken from
 _FEWEST = 64  # before that nobody is named
@@ -187,14 +188,19 @@ class _Judge:
                 self.wires.append(wire)
         usual.add(transfer)
         self._delay.add(delay)
-        self.waited_ms[last] += delay / 1e6
-        self._of_step[last] += delay
+        # Clocks that are off by the same all along, or a neighbour alone, name nobody.
+        certain = max(0.0, delay - 2 * record.clock_error_ns)
+        if record.known == self._size and record.clock_error_ns >= 0:
+            self.waited_ms[last] += certain / 1e6
+            self._of_step[last] += certain
         return named, wire
 
     def takes_long(self, record: Record) -> bool:
         """Whether an operation took so long that it matters when all ranks came to it."""
         usual = self._transfer.get((record.kind, record.bytes))
-        return record.duration_ms * 1e6 > _LEAST_LATE + (usual.median if usual else 0.0)
+        if usual is None or len(usual.values) < _FEWEST:
+            return False
+        return record.duration_ms * 1e6 > _LEAST_LATE + usual.median
 
     def _follow_steps(self, record: Record) -> None:
         if record.step == self._step:
@@ -233,29 +239,36 @@ class _Judge:
 
     def persistent(self) -> dict[int, tuple[float, float]]:
         """Ranks that were late all along: the share of steps, and of the time, that each cost."""
-        self._end_step()
-        if self._counted < _STEPS:
+        last_in, steps = Counter(self._last_in), self._counted
+        if self._of_step:  # the one that is not over
+            last_in[self._last_of_step()] += 1
+            steps += 1
+        if steps < _STEPS:
             return {}
         span = max(1, self.end_ns - self.begin_ns) / 1e6
         return {
-            rank: (count / self._counted, self.waited_ms[rank] / span)
-            for rank, count in self._last_in.items()
-            if count >= _LAST_IN * self._counted and self.waited_ms[rank] >= _COSTS * span
+            rank: (count / steps, self.waited_ms[rank] / span)
+            for rank, count in last_in.items()
+            if count >= _LAST_IN * steps and self.waited_ms[rank] >= _COSTS * span
         }
+
+    def _last_of_step(self) -> int:
+        return max(self._of_step, key=self._of_step.__getitem__)
 
     def _end_step(self) -> None:
         if self._of_step:
             self._counted += 1
-            self._last_in[max(self._of_step, key=self._of_step.__getitem__)] += 1
+            self._last_in[self._last_of_step()] += 1
             self._of_step.clear()
 
 
 class straggler_detection:
     """Names ranks that come late to the collectives of a group, while its body runs.
 
-    Each rank that enters it judges for itself, from what it sees; it sends nothing, and adds
-    nothing to an operation.  On one host every rank sees all arrivals.  Between hosts it sees those
-    of the ranks that it receives from, and asks for the others' after an operation that took long.
+    Each rank that enters it judges for itself, from what it sees, and adds nothing to an operation.
+    On one host a rank sees the arrivals of all ranks whose data it reads: of an all-reduce, all.
+    Between hosts it sees those of the ranks that it receives from, and asks for the others' after
+    an operation that took long.
 
     Args:
         group: a ringreduce group, or another, beside which one is made if there is none; None for
@@ -275,12 +288,14 @@ class straggler_detection:
         self._log = log
         self._pressure = _CpuPressure()
         self._judge = _Judge(self._group.size(), self._pressure)
+        self._lock = threading.Lock()  # of the judge
         self._next = 0
         self._lost = 0
         self._logged: dict[int, float] = {}
-        self._asked: list[
-            tuple[Record, int]
-        ] = []  # whose other arrivals are awaited, and how often
+        # Records in their order; the first of them awaits answers of other ranks since then.
+        self._waiting: deque[Record] = deque()
+        self._asked_at = 0.0
+        self._ended = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -299,12 +314,14 @@ class straggler_detection:
     @property
     def late(self) -> list[Late]:
         """Ranks that were named for an operation, in order."""
-        return list(self._judge.late)
+        with self._lock:
+            return list(self._judge.late)
 
     @property
     def wires(self) -> list[SlowWire]:
         """Operations whose data took much longer than usual, in order."""
-        return list(self._judge.wires)
+        with self._lock:
+            return list(self._judge.wires)
 
     @property
     def persistent(self) -> dict[int, tuple[float, float]]:
@@ -313,7 +330,8 @@ class straggler_detection:
         Returns:
             By rank; empty if there are none, or fewer than 20 steps.
         """
-        return self._judge.persistent()
+        with self._lock:
+            return self._judge.persistent()
 
     def summary(self) -> str:
         """Who was late, when, and what it cost.
@@ -321,13 +339,18 @@ class straggler_detection:
         Returns:
             Plain text of a few lines.  It says so if nobody was late.
         """
-        judge = self._judge
+        with self._lock:
+            return self._summary(self._judge)
+
+    def _summary(self, judge: _Judge) -> str:
         lines = [
             f"{judge.operations} operations, {sum(judge.waited_ms.values()):.1f} ms of waiting for "
             f"the last rank in {(judge.end_ns - judge.begin_ns) / 1e9:.1f} s"
         ]
         if self._lost:
             lines.append(f"{self._lost} records were overwritten before they were read")
+        if self._ended:
+            lines.append(f"the group could not be followed to the end: {self._ended}")
         for rank, (steps, cost) in sorted(judge.persistent().items()):
             lines.append(
                 f"rank {rank} was the last one in {steps:.0%} of the steps: "
@@ -361,37 +384,45 @@ class straggler_detection:
             stopping = self._stop.wait(_POLL)
             self._pressure.sample()
             try:
-                self._look()
-            except (errors.Error, RuntimeError):  # the group has been destroyed
+                self._look(stopping)
+            except (errors.Error, RuntimeError) as error:  # the group has been destroyed
+                self._ended = str(error)
                 return
             if stopping:
                 return
 
-    def _look(self) -> None:
-        self._hear_answers()
+    def _look(self, stopping: bool) -> None:
         for record in read(self._backend, self._next):
             if record.state == "running":
                 break
             self._lost += max(0, record.index - self._next)  # less: of a group that replaced it
             self._next = record.index + 1
+            self._waiting.append(record)
+        while self._waiting:
+            record = self._waiting[0]
             if self._misses_arrivals(record):
-                extension().arrivals(self._backend, record.sequence, True)
-                self._asked.append((record, 0))
-            else:
+                record = self._asked(record)
+                late = time.monotonic() - self._asked_at > _ANSWERS_IN
+                if record.known < self._group.size() and not late and not stopping:
+                    return
+            self._waiting.popleft()
+            self._asked_at = 0.0
+            with self._lock:
                 self._take(record)
 
     def _misses_arrivals(self, record: Record) -> bool:
         missing = record.known < self._group.size() and record.state == "done"
         return missing and self._judge.takes_long(record)
 
-    def _hear_answers(self) -> None:
-        asked, self._asked = self._asked, []
-        for record, times in asked:
-            known = extension().arrivals(self._backend, record.sequence, False)
-            if len(known) < self._group.size() and times < 20:
-                self._asked.append((record, times + 1))
-            else:
-                self._take(_with_arrivals(record, known))
+    def _asked(self, record: Record) -> Record:
+        """Asks the ranks once, and returns the record with the arrivals that are known by now."""
+        ask = self._asked_at == 0.0
+        if ask:
+            self._asked_at = time.monotonic()
+        known = extension().arrivals(self._backend, record.sequence, ask)
+        if not known:  # all share memory: the record has all that can be known
+            self._asked_at = -math.inf
+        return _with_arrivals(record, known) if len(known) > record.known else record
 
     def _take(self, record: Record) -> None:
         named, _ = self._judge.feed(record)
@@ -412,8 +443,6 @@ class straggler_detection:
 def _with_arrivals(record: Record, known: Iterable[tuple[int, int]]) -> Record:
     """The record with arrivals that were heard of later."""
     ordered = sorted((came, rank) for rank, came in known)
-    if len(ordered) < 2:
-        return record
     median = ordered[(len(ordered) - 1) // 2][0]
     return dataclasses.replace(
         record,

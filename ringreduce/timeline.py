@@ -118,7 +118,7 @@ class timeline:
 
     # The next three are called by one thread at a time, and raise nothing.
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Leaves out what has happened in the groups that there are."""
         with self._ending_at_errors():
             for group, backend in self._groups():
@@ -126,7 +126,7 @@ class timeline:
                 with contextlib.suppress(Error):  # it has no members yet
                     known.last = _done(extension().records(backend, 0))[-_LAYOUT.size :]
 
-    def poll(self) -> int:
+    def _poll(self) -> int:
         """Writes what is new; returns how many records of a group, at most."""
         most = 0
         with self._ending_at_errors():
@@ -135,8 +135,8 @@ class timeline:
                     most = max(most, self._write_new(group, backend))
         return most
 
-    def end(self) -> None:
-        self.poll()
+    def _end(self) -> None:
+        self._poll()
         with self._ending_at_errors():
             if self._descriptor >= 0:
                 self._write({"end": time.monotonic_ns(), "lost": self.lost})
@@ -281,7 +281,7 @@ class _Writer:
         with self._locked() as mine:
             if not mine:
                 return
-            added.begin()
+            added._begin()
             self.timelines.append(added)
             if self.thread is None:
                 self.ends = threading.Event()
@@ -295,7 +295,7 @@ class _Writer:
         with self._locked() as mine:
             if not mine or removed not in self.timelines:
                 return
-            removed.end()
+            removed._end()
             self.timelines.remove(removed)
             if not self.timelines:
                 self.ends.set()
@@ -305,7 +305,7 @@ class _Writer:
         """Writes what there is, before a group's records are gone."""
         with self._locked() as mine:
             for one in self.timelines if mine else []:
-                one.poll()
+                one._poll()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
@@ -325,7 +325,7 @@ class _Writer:
             with self.lock:
                 if ends.is_set():
                     return
-                most = max([one.poll() for one in self.timelines], default=0)
+                most = max([one._poll() for one in self.timelines], default=0)
             pause = _POLL_SOON if most >= _MANY else _POLL
 
 
