@@ -6,7 +6,7 @@
 //     Proof      proof 32
 //     Welcome    proof 32
 //
-// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 3" and a new line, with zeros
+// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 4" and a new line, with zeros
 // up to its length.
 #include "transport/tcp/handshake.h"
 
