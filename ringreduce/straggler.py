@@ -13,7 +13,8 @@ last one.  Medians and deviations are those of this group on this machine:
   clocks; and if that is at least 80 % of what the operation took longer than usual.
 - If processes of this host waited for a core meanwhile (/proc/pressure/cpu), nobody is.
 - A rank is named for the whole run if it was the last one in most steps, and that cost time.
-- A wire is called slow if the data took much longer than usual once all ranks were there.
+- Between hosts, the wire is called slow if the data took much longer than usual once all ranks were
+  there.
 """
 
 from __future__ import annotations
@@ -147,8 +148,11 @@ class _CpuPressure:
 class _Judge:
     """Decides for one record after the other; without threads and groups."""
 
-    def __init__(self, size: int, pressure: _CpuPressure | None = None) -> None:
+    def __init__(
+        self, size: int, pressure: _CpuPressure | None = None, *, has_wire: bool = True
+    ) -> None:
         self._size = size
+        self._has_wire = has_wire
         self.late: list[Late] = []
         self.starved: list[Late] = []  # that would be named, had the host had a core for them
         self.wires: list[SlowWire] = []
@@ -179,7 +183,8 @@ class _Judge:
         named = self._judge(record, record.done_ns - record.median_ns - usual.median)
         wire = None
         # Where not all arrivals are known, a late rank looks like a slow wire.
-        if len(usual.values) >= _FEWEST and not named and record.known == self._size:
+        all_known = record.known == self._size
+        if self._has_wire and len(usual.values) >= _FEWEST and not named and all_known:
             limit = max(usual.limit(), usual.median + _LEAST_LATE)
             if transfer > limit and not self._is_starved(
                 int(last_came), record.done_ns, transfer - usual.median
@@ -287,7 +292,8 @@ class straggler_detection:
         self._backend: Backend = backend_of(self._group)
         self._log = log
         self._pressure = _CpuPressure()
-        self._judge = _Judge(self._group.size(), self._pressure)
+        has_wire = len(extension().topology(self._backend)[0]) > 1  # hosts
+        self._judge = _Judge(self._group.size(), self._pressure, has_wire=has_wire)
         self._lock = threading.Lock()  # of the judge
         self._next = 0
         self._lost = 0
