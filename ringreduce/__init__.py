@@ -6,7 +6,7 @@ ringreduce.average_gradients(model)          # in a loop without DDP
 ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
 ringreduce.commit()                          # before a step that no lost rank may spoil
 ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
-ringreduce.timeline("traces")                # who is late: what all ranks did, as a trace
+ringreduce.timeline("traces")                # a trace of what all ranks did
 """
 
 import importlib.metadata

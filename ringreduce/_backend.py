@@ -377,6 +377,14 @@ class _Companion:
 _companions: list[_Companion] = []
 
 
+def live_groups() -> Iterator[tuple[dist.ProcessGroup, Backend]]:
+    """The groups that torch knows and that have a backend of ringreduce, with it."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        backend = backend_of(group)
+        if backend is not None:
+            yield group, backend
+
+
 def _is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether torch still knows the group: destroy_process_group makes it forget."""
     return group is not None and group in dist.distributed_c10d._world.pg_map

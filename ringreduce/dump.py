@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce import errors
-from ringreduce._backend import Backend, _is_alive, backend_of, extension
+from ringreduce._backend import Backend, _is_alive, extension, live_groups
 from ringreduce._launchers import job_of
 from ringreduce.record import Record, parse
 
@@ -89,11 +89,8 @@ class _Group:
 
 
 def _live_groups() -> Iterator[tuple[dist.ProcessGroup, Backend]]:
-    """The groups of ringreduce that torch knows and that are connected."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        backend = backend_of(group)
-        if backend is not None and extension().is_connected(backend):
-            yield group, backend
+    """Those that are connected."""
+    return (pair for pair in live_groups() if extension().is_connected(pair[1]))
 
 
 def _copy(group: dist.ProcessGroup, backend: Backend) -> _Group | None:
@@ -156,7 +153,6 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     begun = bool(record.arrived_ns)
     failed = "started" if begun else "scheduled"
     own = {name: getattr(record, name) for name in _FIELDS} | {
-        "posted_ns": record.posted_ns,
         "elements": elements,
         "root": group.ranks[record.root] if record.root >= 0 else -1,
         "late": [(group.ranks[rank], nanos) for rank, nanos in record.late],
@@ -193,7 +189,7 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
     all_records = [(group, _records_of(group)) for group in groups]
     left_out = {group.name: found[0].index if found else 0 for group, found in all_records}
     in_order = sorted(
-        ((record, group) for group, found in all_records for record in found),
+        ((record, i) for i, (_, found) in enumerate(all_records) for record in found),
         key=lambda pair: pair[0].posted_ns,
     )
     wall = about["time_ns"] - about["monotonic_ns"]
@@ -218,8 +214,8 @@ def _document(groups: list[_Group], about: dict[str, Any]) -> dict[str, Any]:
         },
         "pg_status": status,
         "entries": [
-            _entry(record, group, groups.index(group), number, wall)
-            for number, (record, group) in zip(numbers, in_order, strict=False)
+            _entry(record, groups[i], i, number, wall)
+            for number, (record, i) in zip(numbers, in_order, strict=False)
         ],
         "ringreduce": about
         | {
@@ -285,6 +281,7 @@ def _about(reason: str, error: dict[str, Any] | None) -> dict[str, Any]:
         "program": sys.argv[0],
         "launcher": launcher,
         "job": job,
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "reason": reason,
         "time_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
@@ -310,7 +307,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 # A signal handler may run while its thread holds them.
 _lock = threading.RLock()  # of what is known of failures
-_writing = threading.RLock()  # nobody waits for a slow disk but who writes too
+_writing = threading.RLock()  # of the file: only writers wait for a slow disk
 _numbers = itertools.count(1)
 _written = 0
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]

@@ -1,8 +1,8 @@
 """`python -m ringreduce.recorder DIR`: what ended a job, from the dumps that its ranks left in DIR.
 
-It says which operation of which group failed and who is to blame, what each rank did last, and
-where to look.  dump.py writes the dumps.  The exit status is 0 if a cause was found, 1 if none was,
-and 2 if the dumps cannot be read.
+It prints three sentences: the operation and the group that failed, with the rank to blame; the last
+operation of each rank; the process and the line to look at.  dump.py writes the dumps.  The exit
+status is 0 if a cause was found, 1 if none was, and 2 if the dumps cannot be read.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ringreduce.dump import PREFIX
+from ringreduce.record import listed, ranks_text
 
 Dump = dict[str, Any]
 
@@ -38,7 +39,8 @@ def load(folder: str | Path) -> dict[int, Dump]:
         folder: that of RINGREDUCE_DUMP, or of dump_records.
 
     Returns:
-        The dumps by rank.
+        The dumps by rank, of the newest attempt.  Those of another one (a restart, another job or
+        world size) are left out, with a line on stderr.
 
     Raises:
         ValueError: there is no dump, or a file is none.
@@ -57,29 +59,22 @@ def load(folder: str | Path) -> dict[int, Dump]:
             raise ValueError(f"{path} is no dump of ringreduce: {error!r}") from error
     if not dumps:
         raise ValueError(f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump")
-    return dict(sorted(dumps.items()))
+    newest = _attempt(max(dumps.values(), key=lambda dump: int(dump["ringreduce"]["time_ns"])))
+    earlier = [rank for rank, dump in dumps.items() if _attempt(dump) != newest]
+    if earlier:
+        print(
+            f"left out the dumps of {ranks_text(earlier)}: they are of another attempt or job",
+            file=sys.stderr,
+        )
+    return {rank: dumps[rank] for rank in sorted(dumps) if rank not in earlier}
+
+
+def _attempt(dump: Dump) -> tuple[Any, ...]:
+    about = dump["ringreduce"]
+    return about["job"], about["world_size"], about["attempt"]
 
 
 # ---- words
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0, 2-5 and 7" """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = []
-    for run in runs:
-        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    one = len(runs) == 1 and len(runs[0]) == 1
-    return ("rank " if one else "ranks ") + _listed(words)
 
 
 def _big(text: str) -> str:
@@ -103,8 +98,8 @@ def _seconds(nanos: float) -> str:
 class _Call:
     """An operation of a rank.
 
-    `age`: nanoseconds from when something last happened in it until the dump.  `began`: the time of
-    day when it began to run.
+    `age`: nanoseconds from when something last happened in it until the dump.  `began`: when it
+    began to run, by the clock of `_Group.dumped`.
     """
 
     own: dict[str, Any]
@@ -149,19 +144,20 @@ class _Call:
 class _Group:
     """A group of the job as far as the dumps know it: calls by rank and number.
 
-    `dumped`: the time of day of each rank's dump.
+    `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so.
     """
 
     name: str
     desc: str
     ranks: list[int]
     calls: dict[int, dict[int, _Call]] = field(default_factory=dict)
+    to_common: dict[int, int] = field(default_factory=dict)
     dumped: dict[int, int] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         desc = "" if self.desc in ("", "undefined", self.name) else f" ({self.desc})"
-        return f"group '{self.name}'{desc} of {_ranks(self.ranks)}"
+        return f"group '{self.name}'{desc} of {ranks_text(self.ranks)}"
 
     @property
     def silent(self) -> list[int]:
@@ -181,19 +177,31 @@ def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
     groups: dict[tuple[str, str], _Group] = {}
     for rank, dump in dumps.items():
         about = dump["ringreduce"]
+        here: dict[str, _Group] = {}
         for name, config in dump["pg_config"].items():
             ranks = [int(word) for word in config["ranks"].strip("[]").split(",")]
             key = name, config["ranks"]
-            group = groups.setdefault(key, _Group(name, config["desc"], ranks))
-            group.dumped[rank] = about["time_ns"]
-            calls = group.calls[rank] = {}
-            for entry in dump["entries"]:
-                if entry["process_group"][0] == name:
-                    own = entry["ringreduce"]
-                    last = max(own["posted_ns"], own["arrived_ns"], own["done_ns"])
-                    began = about["time_ns"] - about["monotonic_ns"] + own["arrived_ns"]
-                    calls[own["sequence"]] = _Call(own, about["monotonic_ns"] - last, began)
+            here[name] = groups.setdefault(key, _Group(name, config["desc"], ranks))
+            here[name].calls[rank] = {}
+            here[name].to_common[rank] = _to_common_clock(dumps, name, about)
+            here[name].dumped[rank] = about["monotonic_ns"] + here[name].to_common[rank]
+        for entry in dump["entries"]:
+            group, own = here[entry["process_group"][0]], entry["ringreduce"]
+            last = max(own["posted_ns"], own["arrived_ns"], own["done_ns"])
+            began = own["arrived_ns"] + group.to_common[rank]
+            group.calls[rank][own["sequence"]] = _Call(own, about["monotonic_ns"] - last, began)
     return list(groups.values())
+
+
+def _to_common_clock(dumps: dict[int, Dump], name: str, about: Dump) -> int:
+    """What to add to a rank's times so that those of all ranks of a group can be compared.
+
+    They get the group's clock if all ranks know it, else the time of day.
+    """
+    facts = [dump["ringreduce"]["groups"].get(name) for dump in dumps.values()]
+    if all(one["clock_error_ns"] >= 0 for one in facts if one):
+        return -int(about["groups"][name]["clock_ahead_ns"])
+    return int(about["time_ns"] - about["monotonic_ns"])
 
 
 # ---- what was wrong
@@ -228,9 +236,9 @@ def _mismatch(group: _Group) -> Finding | None:
     if number is None:
         return None
     found = sorted(parties(number).values(), key=len, reverse=True)  # the lowest rank's first
-    told = [f"{_ranks(ranks)} called {group.calls[ranks[0]][number].about}" for ranks in found]
+    told = [f"{ranks_text(ranks)} called {group.calls[ranks[0]][number].about}" for ranks in found]
     ranks = sorted(rank for party in found[1:] for rank in party)
-    what = f"In operation #{number} of {group.title}, {_listed(told)}."
+    what = f"In operation #{number} of {group.title}, {listed(told)}."
     return Finding(what, tuple(ranks), group.name)
 
 
@@ -259,9 +267,9 @@ def _missing(group: _Group) -> Finding | None:
         own = [group.calls[rank][number].own for rank in there]
         waited = max(one["done_ns"] - one["arrived_ns"] for one in own)
     what = (
-        f"{_big(_ranks(away))} did not come{' in time' if late else ''} to operation #{number} of "
-        f"{group.title}: "
-        f"{_ranks(there)} called {call.about} and waited for {_seconds(waited)}."
+        f"{_big(ranks_text(away))} did not come{' in time' if late else ''} "
+        f"to operation #{number} of {group.title}: "
+        f"{ranks_text(there)} called {call.about} and waited for {_seconds(waited)}."
     )
     return Finding(what, tuple(away), group.name)
 
@@ -278,7 +286,7 @@ def _lost(group: _Group, error: Dump) -> Finding | None:
         for calls in group.calls.values() if min(numbers) in calls
     )  # fmt: skip
     dump = "" if rank not in group.silent else " and left no dump"
-    what = f"{_big(_ranks([rank]))} was lost{call} of {group.title}{dump}: {_first(error)}."
+    what = f"{_big(ranks_text([rank]))} was lost{call} of {group.title}{dump}: {_first(error)}."
     return Finding(what, (rank,), group.name)
 
 
@@ -302,7 +310,7 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
     for rank, error in told:
         # What others were told of that rank came of it.
         if not error["of_a_group"] and (error is told[0][1] or rank == told[0][1].get("rank")):
-            what = f"{_big(_ranks([rank]))} ended with {error['type']}: {_first(error)}."
+            what = f"{_big(ranks_text([rank]))} ended with {error['type']}: {_first(error)}."
             return Finding(what, (rank,))
     told = [(rank, error) for rank, error in told if error["of_a_group"]]
     names = [error["group"] for _, error in told]
@@ -317,7 +325,7 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
     if told:
         rank, error = told[0]
         blamed = () if error["rank"] is None else (error["rank"],)
-        what = f"{_big(_ranks([rank]))} raised {error['type']}: {_first(error)}."
+        what = f"{_big(ranks_text([rank]))} raised {error['type']}: {_first(error)}."
         return Finding(what, blamed, error["group"])
     waiting = [(group, rank, call) for group in groups for rank, calls in group.calls.items()
                for call in calls.values() if call.own["state"] == "running"]  # fmt: skip
@@ -326,10 +334,11 @@ def find(dumps: dict[int, Dump]) -> Finding | None:
     group, _, call = waiting[0]
     inside = [rank for one, rank, other in waiting if one is group and other.name == call.name]
     where = (
-        f"operation #{call.own['sequence']}, {call.about}, of {group.title} holds {_ranks(inside)}"
+        f"operation #{call.own['sequence']}, {call.about}, of {group.title} "
+        f"holds {ranks_text(inside)}"
     )
     if group.silent:
-        what = f"{_big(where)}, and {_ranks(group.silent)} left no dump."
+        what = f"{_big(where)}, and {ranks_text(group.silent)} left no dump."
         return Finding(what, tuple(group.silent), group.name)
     return Finding(f"{_big(where)}, and no rank is known to be missing.", (), group.name)
 
@@ -359,7 +368,7 @@ def _last(dumps: dict[int, Dump], name: str) -> str:
     for doing, ranks in said.items():
         age = _seconds(ages.get(doing, 0))
         since = f"{age} before its dump" if doing.startswith("had ended") else f"for {age}"
-        words.append(f"{_ranks(ranks)} {doing}" + (f" {since}" if doing in ages else ""))
+        words.append(f"{ranks_text(ranks)} {doing}" + (f" {since}" if doing in ages else ""))
     return _big("; ".join(words)) + "."
 
 
@@ -376,7 +385,7 @@ def _where(dumps: dict[int, Dump], finding: Finding) -> str:
     for rank in finding.ranks or tuple(dumps):
         if rank not in dumps:
             words.append(
-                f"{_ranks([rank])}, which left no dump: at its own output, and whether it was "
+                f"{ranks_text([rank])}, which left no dump: at its own output, and whether it was "
                 "killed, was stopped or hangs in native code"
             )
             continue
@@ -386,26 +395,28 @@ def _where(dumps: dict[int, Dump], finding: Finding) -> str:
         of_main = next(iter(stacks.values()), [])
         place = _place(error.get("frames") or of_main, about["libraries"])
         in_it = f", in {place}" if place else ""
-        words.append(f"{_ranks([rank])}, pid {about['pid']} on {about['host']}{in_it}")
+        words.append(f"{ranks_text([rank])}, pid {about['pid']} on {about['host']}{in_it}")
     more = len(words) - 4
     if more > 0:
         words = [*words[:4], f"{more} more"]
     return f"Look at {'; '.join(words)}."
 
 
-def explain(dumps: dict[int, Dump]) -> list[str]:
+def explain(dumps: dict[int, Dump], finding: Finding | None) -> list[str]:
     """What ended the job, in words.
 
     Args:
         dumps: as of `load`.
+        finding: as of `find`.
 
     Returns:
         Three sentences: the cause, what each rank did last, where to look.  Two if there is no
         cause.
     """
-    finding = find(dumps)
     if finding is None:
-        cause = f"No cause was found: all operations in the dumps of {_ranks(dumps)} have ended."
+        cause = (
+            f"No cause was found: all operations in the dumps of {ranks_text(dumps)} have ended."
+        )
         return [cause, _last(dumps, "")]
     return [finding.what, _last(dumps, finding.group), _where(dumps, finding)]
 
@@ -430,8 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    print("\n".join(explain(dumps)))
-    return int(find(dumps) is None)
+    finding = find(dumps)
+    print("\n".join(explain(dumps, finding)))
+    return int(finding is None)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ _LOG_EVERY = 60.0  # seconds between two lines about a rank
 _ANSWERS_IN = 0.3  # seconds that the answers of other ranks are awaited
 
 _WINDOW = 1024  # operations that the usual delay is taken from
-_FEWEST = 64  # before that nobody is named
+_FEWEST = 64  # no rank is named before so many operations
 _LEAST_LATE = 1e6  # ns
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _PERCENTILE_TIMES = 4
@@ -57,21 +57,24 @@ class Late(NamedTuple):
     """A rank that came late to an operation.
 
     Attributes:
-        rank: its number in the group.
+        rank: its global rank, as in errors.
+        host: the name of its host, if the group has several; else "".
         record: the operation, as this rank saw it.
         late_ms: how long after the median of the ranks.
         explains: the share of what the operation took longer than usual.
     """
 
     rank: int
+    host: str
     record: Record
     late_ms: float
     explains: float
 
     def __str__(self) -> str:
         r = self.record
+        where = f" (on host {self.host})" if self.host else ""
         return (
-            f"rank {self.rank} came {self.late_ms:.1f} ms late to {r} "
+            f"rank {self.rank}{where} came {self.late_ms:.1f} ms late to {r} "
             f"(step {r.step}, bucket {r.bucket}); "
             f"that is {self.explains:.0%} of what it took longer than usual"
         )
@@ -149,10 +152,11 @@ class _Judge:
     """Decides for one record after the other; without threads and groups."""
 
     def __init__(
-        self, size: int, pressure: _CpuPressure | None = None, *, has_wire: bool = True
+        self, size: int, pressure: _CpuPressure | None = None, hosts: dict[int, str] | None = None
     ) -> None:
-        self._size = size
-        self._has_wire = has_wire
+        """`hosts`: the names of the hosts of ranks, if there are several."""
+        self.size = size
+        self._hosts = hosts or {}
         self.late: list[Late] = []
         self.starved: list[Late] = []  # that would be named, had the host had a core for them
         self.wires: list[SlowWire] = []
@@ -183,8 +187,8 @@ class _Judge:
         named = self._judge(record, record.done_ns - record.median_ns - usual.median)
         wire = None
         # Where not all arrivals are known, a late rank looks like a slow wire.
-        all_known = record.known == self._size
-        if self._has_wire and len(usual.values) >= _FEWEST and not named and all_known:
+        all_known = record.known == self.size
+        if self._hosts and len(usual.values) >= _FEWEST and not named and all_known:
             limit = max(usual.limit(), usual.median + _LEAST_LATE)
             if transfer > limit and not self._is_starved(
                 int(last_came), record.done_ns, transfer - usual.median
@@ -193,9 +197,9 @@ class _Judge:
                 self.wires.append(wire)
         usual.add(transfer)
         self._delay.add(delay)
-        # Clocks that are off by the same all along, or a neighbour alone, name nobody.
+        # A constant error of the clocks names no rank; nor does a record that lacks arrivals.
         certain = max(0.0, delay - 2 * record.clock_error_ns)
-        if record.known == self._size and record.clock_error_ns >= 0:
+        if all_known and record.clock_error_ns >= 0:
             self.waited_ms[last] += certain / 1e6
             self._of_step[last] += certain
         return named, wire
@@ -227,7 +231,9 @@ class _Judge:
         if record.late[0][1] <= limit:
             return []
         found = [
-            Late(rank, record, delay / 1e6, min(1.0, delay / max(longer, 1.0)))
+            Late(
+                rank, self._hosts.get(rank, ""), record, delay / 1e6, min(1, delay / max(longer, 1))
+            )
             for rank, delay in record.late
             if delay > limit and delay >= _EXPLAINS * longer
         ]
@@ -292,8 +298,13 @@ class straggler_detection:
         self._backend: Backend = backend_of(self._group)
         self._log = log
         self._pressure = _CpuPressure()
-        has_wire = len(extension().topology(self._backend)[0]) > 1  # hosts
-        self._judge = _Judge(self._group.size(), self._pressure, has_wire=has_wire)
+        self._ranks = dist.get_process_group_ranks(self._group)  # global ones
+        ranks_of_hosts, names = extension().topology(self._backend)[:2]
+        hosts: dict[int, str] = {}
+        if len(ranks_of_hosts) > 1:
+            for ranks, name in zip(ranks_of_hosts, names, strict=True):
+                hosts |= {self._ranks[rank]: name for rank in ranks}
+        self._judge = _Judge(self._group.size(), self._pressure, hosts)
         self._lock = threading.Lock()  # of the judge
         self._next = 0
         self._lost = 0
@@ -398,6 +409,7 @@ class straggler_detection:
                 return
 
     def _look(self, stopping: bool) -> None:
+        self._judge.size = len(extension().live_ranks(self._backend))  # after losses fewer
         for record in read(self._backend, self._next):
             if record.state == "running":
                 break
@@ -409,15 +421,16 @@ class straggler_detection:
             if self._misses_arrivals(record):
                 record = self._asked(record)
                 late = time.monotonic() - self._asked_at > _ANSWERS_IN
-                if record.known < self._group.size() and not late and not stopping:
+                if record.known < self._judge.size and not late and not stopping:
                     return
             self._waiting.popleft()
             self._asked_at = 0.0
+            came = tuple((self._ranks[rank], nanos) for rank, nanos in record.late)
             with self._lock:
-                self._take(record)
+                self._take(dataclasses.replace(record, late=came))
 
     def _misses_arrivals(self, record: Record) -> bool:
-        missing = record.known < self._group.size() and record.state == "done"
+        missing = record.known < self._judge.size and record.state == "done"
         return missing and self._judge.takes_long(record)
 
     def _asked(self, record: Record) -> Record:
@@ -434,9 +447,8 @@ class straggler_detection:
         named, _ = self._judge.feed(record)
         if not self._log or not named:
             return
-        late_ranks = {late.rank for late in named}
-        me = self._group.rank()
-        if me != min(set(range(self._group.size())) - late_ranks, default=me):
+        me = self._ranks[self._group.rank()]
+        if me != min(set(self._ranks) - {late.rank for late in named}, default=me):
             return
         for late in named:
             if time.monotonic() - self._logged.get(late.rank, -math.inf) < _LOG_EVERY:

@@ -46,10 +46,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, backend_of, extension
+from ringreduce._backend import Backend, extension, live_groups
 from ringreduce._launchers import job_of
 from ringreduce.errors import Error
-from ringreduce.record import _LAYOUT, Record, _names, parse
+from ringreduce.record import _LAYOUT, Record, _names, parse, ranks_text
 
 __all__ = ["timeline"]
 
@@ -159,11 +159,8 @@ class timeline:
             self._descriptor = -1
 
     def _groups(self) -> Iterator[tuple[dist.ProcessGroup, Backend]]:
-        for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []:
-            if self._wanted and group.group_name not in self._wanted:
-                continue
-            backend = backend_of(group)
-            if backend is not None:
+        for group, backend in live_groups():
+            if not self._wanted or group.group_name in self._wanted:
                 yield group, backend
 
     def _follow(self, group: dist.ProcessGroup) -> _Followed:
@@ -387,7 +384,7 @@ def _draining(call: Callable[..., Any]) -> Callable[..., Any]:
 # ---- reading
 
 _TO_ROOT, _FROM_ROOT = ("reduce", "gather"), ("broadcast", "scatter")
-_LEAST_LATE_NS = 1_000_000  # nobody is called late for less
+_LEAST_LATE_NS = 1_000_000  # a smaller delay is not reported
 _LEAST_WAIT_NS = 20_000  # shorter waits are not drawn
 
 
@@ -600,7 +597,7 @@ class _Files:
         for group in self.groups:
             missing = sorted(set(group.ranks) - set(group.series))
             if missing:
-                notes.append(f"{group}: no file of ranks {_ranks_text(missing)}")
+                notes.append(f"{group}: no file of {ranks_text(missing)}")
             if any(not group.clock(rank, 0) for rank in group.series):
                 notes.append(f"{group}: the hosts' clocks were not known: nobody is called late")
         return notes
@@ -672,17 +669,6 @@ def _groups_of(recordings: Iterable[_Recording]) -> list[_Group]:
 
 
 # ---- in words
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def _size_text(size: int) -> str:
@@ -882,7 +868,7 @@ def _events(files: _Files, axis: _Axis) -> Iterator[dict[str, Any]]:
         for series in recording.series.values():
             lane = lanes.get((series.name, series.ranks))
             if lane is not None:
-                name = f"group '{series.name}' (ranks {_ranks_text(series.ranks)})"
+                name = f"group '{series.name}' ({ranks_text(series.ranks)})"
                 for tid, text in ((lane, name), (lane + 1, f"{name}, queued")):
                     at = {"pid": recording.rank, "tid": tid}
                     yield {"ph": "M", "name": "thread_name", **at, "args": {"name": text}}

@@ -47,7 +47,8 @@ def traced(folder: Path, *options: str) -> str:
 
 def explained(folder: Path) -> tuple[str, str, str]:
     """Our three sentences: the cause, what was done last, where to look."""
-    cause, last, where = recorder.explain(recorder.load(folder))
+    dumps = recorder.load(folder)
+    cause, last, where = recorder.explain(dumps, recorder.find(dumps))
     return cause, last, where
 
 
@@ -221,7 +222,7 @@ def test_a_clean_job(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
     )
 
     assert states(recorder.load(tmp_path / "running")[0])[-1] == ("nccl:all_reduce", "started")
-    cause, *_ = recorder.explain(recorder.load(tmp_path / "running"))
+    cause, *_ = explained(tmp_path / "running")
     assert re.match(
         r"Operation #\d+, all_reduce \(float32, 100000 elements, SUM\), of group '0'", cause
     )
@@ -291,8 +292,12 @@ def a_dump(rank: int, now: int, *calls: tuple[str, str, int]) -> dict[str, Any]:
         "time_ns": now,
         "monotonic_ns": now,
         "error": None,
+        "job": "",
+        "world_size": 2,
+        "attempt": 0,
     }
-    about |= {"stacks": {}, "libraries": [], "groups": {"0": {}}}
+    clock = {"clock_ahead_ns": 0, "clock_error_ns": 0}
+    about |= {"stacks": {}, "libraries": [], "groups": {"0": clock}}
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
     return {"pg_config": config, "entries": entries, "ringreduce": about}
 
@@ -311,6 +316,34 @@ def test_ranks_that_are_behind_are_blamed(second: dict[str, Any], blamed: tuple[
     first = a_dump(0, 900, ("barrier", "done", 5), ("all_gather", "running", 100))
     found = recorder.find({0: first, 1: second})
     assert found is not None and found.ranks == blamed, found
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_dumps_of_two_hosts_are_compared_by_the_groups_clock(is_known: bool) -> None:
+    """Rank 1's monotonic clock is 1,000 behind, and its time of day 700."""
+    first = a_dump(0, 900, ("barrier", "done", 5), ("all_gather", "running", 100))
+    second = a_dump(1, -100, ("barrier", "done", -995))
+    about = second["ringreduce"]
+    about["time_ns"] = 200
+    ahead, error = (-1000, 20) if is_known else (0, -1)
+    about["groups"]["0"] |= {"clock_ahead_ns": ahead, "clock_error_ns": error}
+    found = recorder.find({0: first, 1: second})
+    assert found is not None and found.ranks == (1,)
+    about["groups"]["0"]["clock_ahead_ns"] = about["time_ns"] = 0  # it dumped before rank 0 came
+    found = recorder.find({0: first, 1: second})
+    assert found is not None and found.ranks == ()
+
+
+def test_dumps_of_an_earlier_attempt_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dumps = [a_dump(0, 900, ("barrier", "running", 5)), a_dump(1, 400, ("barrier", "failed", 6))]
+    dumps[0]["ringreduce"]["attempt"] = 1
+    for rank, dump in enumerate(dumps):
+        (tmp_path / f"ringreduce_rank_{rank}").write_bytes(pickle.dumps(dump))
+    assert list(recorder.load(tmp_path)) == [0]
+    assert "left out the dumps of rank 1" in capsys.readouterr().err
+    assert "rank 1 left no dump" in explained(tmp_path)[0]
 
 
 def test_a_dump_with_objects_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ MS = 1_000_000
 # ---- simulated jobs: no time passes
 
 STEP_MS, BUCKETS, RANKS = 20, 4, 4
+HOSTS = dict(enumerate("aabb"))
 Delay = Callable[[int, int, int], float]  # of a step, a bucket and a rank: ms
 Wire = Callable[[int, int], float]  # of a step and a bucket: ms
 
@@ -86,7 +87,7 @@ def job(
 
 
 def judged(records: Iterator[Record]) -> _Judge:
-    judge = _Judge(RANKS)
+    judge = _Judge(RANKS, hosts=HOSTS)
     for record in records:
         judge.feed(record)
     return judge
@@ -180,6 +181,24 @@ def test_a_rank_that_is_late_in_training_is_named(pool: Pool, stock: str) -> Non
         assert "1 50" in named, summary
         assert set(named) <= {"1 50"} or "waited for a core" in summary
     assert re.search(r"rank 1 came .* late to all_reduce", call.log(0)) or "core" in summary
+
+
+def late_in_a_subgroup(me: Rank) -> None:
+    group = dist.new_group([1, 2])
+    if me.rank == 0:
+        return
+    x = torch.ones(100)
+    with ringreduce.straggler_detection(group) as sd:  # type: ignore[arg-type]
+        for i in range(100):
+            if i == 90 and me.rank == 2:
+                time.sleep(1.0)
+            dist.all_reduce(x, group=group)
+    named = {late.rank for late in sd.late + sd._judge.starved if late.late_ms > 900}
+    assert named == {2}, sd.summary()
+
+
+def test_a_rank_is_named_by_its_global_rank(pool: Pool, world: MakeWorld) -> None:
+    pool.run(late_in_a_subgroup, world(3))
 
 
 def recorded(me: Rank) -> list[Record]:

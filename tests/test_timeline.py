@@ -179,7 +179,7 @@ def test_groups_have_lanes_of_their_own(pool: Pool, world: MakeWorld, tmp_path: 
     found = Counter((e["pid"], e["tid"], e["name"].split(" #")[0]) for e in operations(kinds))
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in kinds["M"] if "tid" in e}
     lanes = {(pid, tid): names[pid, tid] for pid, tid, _ in found}
-    of_some = {pid: tid for (pid, tid), name in lanes.items() if "(ranks 0, 2)" in name}
+    of_some = {pid: tid for (pid, tid), name in lanes.items() if "(ranks 0 and 2)" in name}
     of_all = {pid: tid for (pid, tid), name in lanes.items() if "(ranks 0-2)" in name}
     assert set(of_some) == {0, 2} and set(of_all) == {0, 1, 2} and len(lanes) == 5
     for rank in range(3):
@@ -407,7 +407,7 @@ def test_of_a_rank_without_a_file_the_others_tell(tmp_path: Path) -> None:
     write(tmp_path, [[0, 60, 0]], without=[1])
     said = late(tmp_path).splitlines()
     assert said[0].startswith("rank 1 came 60.0 ms") and "It has no file" in said[0]
-    assert said[-1] == "group '0': no file of ranks 1"
+    assert said[-1] == "group '0': no file of rank 1"
     check(trace_of(tmp_path))
 
 

@@ -68,9 +68,9 @@ class Recorder {
   Recorder();
   // Replaces a record with the same index.  By one thread at a time.
   void put(const OpRecord& record);
-  // Those from `index` on, oldest first; all, if there was none of the index before, so that who
-  // follows a backend whose group was replaced goes on with the new group.  What was overwritten is
-  // missing.  From any thread.
+  // Returns the records from `index` on, oldest first; overwritten ones are missing.  If no record
+  // had the index before it, returns all: so a reader of a backend goes on after the backend's
+  // group was replaced.  From any thread.
   std::vector<OpRecord> since(uint64_t index) const;
 
   // Sets when ranks came: `first`, `median`, `latest` and `known`, and `first_data` if it is 0.
