@@ -81,13 +81,14 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo demo-survive quick t test test-full test-c10d test-tcp test-cpp test-python \
+.PHONY: help venv build demo demo-survive demo-see quick t test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan arm fuzz \
   bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
 	@echo "make demo-survive  kill a rank of a training run and let a new process join: no step is lost"
+	@echo "make demo-see  a rank is late: how it is found, live and afterwards"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
 	@echo "make quick     check what you changed: format, lint, build, the tests of that layer"
@@ -174,6 +175,9 @@ demo: build
 
 demo-survive: build
 	$(BIN)/python examples/demo_survive.py
+
+demo-see: build
+	$(BIN)/python examples/demo_see.py
 
 bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo

@@ -7,6 +7,7 @@ ringreduce.init()                            # as a backend, under torchrun, mpi
 ringreduce.commit()                          # before a step that no lost rank may spoil
 ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
 ringreduce.timeline("traces")                # a trace of what all ranks did
+ringreduce.prometheus()                      # counts for /metrics
 """
 
 import importlib.metadata
@@ -23,6 +24,7 @@ from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
 from ringreduce.memory import empty, share_, zeros
+from ringreduce.metrics import prometheus, tensorboard
 from ringreduce.record import Record, records
 from ringreduce.step import commit, found_inf
 from ringreduce.straggler import straggler_detection
@@ -48,11 +50,13 @@ __all__ = [
     "init",
     "instruction_set",
     "live_ranks",
+    "prometheus",
     "records",
     "register_comm_hook",
     "share_",
     "staging_bytes",
     "straggler_detection",
+    "tensorboard",
     "timeline",
     "topology",
     "zeros",

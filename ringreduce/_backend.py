@@ -6,12 +6,14 @@ import dataclasses
 import datetime
 import functools
 import os
+import re
 import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,14 +148,16 @@ def extension() -> Any:
 
 
 def _leave_at_exit(module: Any) -> None:
-    """Leaves all groups, writes the rest of timelines, and lets daemon threads return to Python.
+    """Leaves all groups, ends timelines and metrics, and lets daemon threads return to Python.
 
     One that waited in a group and comes back only after the interpreter is gone is ended by it
     inside torch's C++, which takes the process down: "terminate called without an active
     exception", exit code -6.
     """
+    from ringreduce import metrics
     from ringreduce.timeline import end_all
 
+    metrics.end()
     try:
         module.shutdown_all()
     finally:
@@ -276,9 +280,12 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     if connect == "now" and extension().goes_on(backend):
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
-    from ringreduce.timeline import follow_variable  # which follows the groups that are made here
+    # Both follow the groups that are made here.
+    from ringreduce import metrics
+    from ringreduce.timeline import follow_variable
 
     follow_variable()
+    metrics.follow_variable()
     return backend
 
 
@@ -383,6 +390,19 @@ def live_groups() -> Iterator[tuple[dist.ProcessGroup, Backend]]:
         backend = backend_of(group)
         if backend is not None:
             yield group, backend
+
+
+def ranks_of(group: dist.ProcessGroup, backend: Backend) -> list[int]:
+    """The global ranks of a group, by their numbers in it."""
+    ranks = dist.get_process_group_ranks(group)
+    # After a reconfiguration torch does not know them.
+    return ranks if len(ranks) == backend.size() else list(range(backend.size()))
+
+
+def job_name() -> str:
+    """A name of this job for files and metrics: its launcher's, else its program's."""
+    _, job = job_of(os.environ, dist.get_rank(), dist.get_world_size())
+    return re.sub(r"[^\w.-]+", "_", job or Path(sys.argv[0]).stem or "job")
 
 
 def _is_alive(group: dist.ProcessGroup | None) -> bool:

@@ -30,7 +30,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import socket
 import statistics
 import struct
@@ -46,8 +45,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, extension, live_groups
-from ringreduce._launchers import job_of
+from ringreduce._backend import Backend, extension, job_name, live_groups, ranks_of
 from ringreduce.errors import Error
 from ringreduce.record import _LAYOUT, Record, _names, parse, ranks_text
 
@@ -233,15 +231,13 @@ def _rank() -> int:
 
 def _header() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    _, job = job_of(os.environ, rank, size)
-    job = job or Path(sys.argv[0]).stem or "job"
     return {
         "rank": rank,
         "world_size": size,
         "host": socket.gethostname(),
         "boot": _boot(),
         "pid": os.getpid(),
-        "job": re.sub(r"[^\w.-]+", "_", job),
+        "job": job_name(),
         "wall_ns": time.time_ns() - time.monotonic_ns(),
         "layout": _LAYOUT.format,
         "names": _names(),
@@ -257,9 +253,7 @@ def _boot() -> str:
 
 
 def _description(group: dist.ProcessGroup, backend: Backend) -> dict[str, Any]:
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) != backend.size():  # it was reconfigured
-        ranks = list(range(backend.size()))
+    ranks = ranks_of(group, backend)
     return {"name": group.group_name, "ranks": ranks, "own": backend.rank()}
 
 

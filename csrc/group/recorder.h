@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -58,6 +59,17 @@ struct OpRecord {
 };
 static_assert(sizeof(OpRecord) == 128 && std::is_trivially_copyable_v<OpRecord>);
 
+// Sums over the operations of a group, for metrics.
+struct Totals {
+  struct OfKind {
+    uint64_t operations = 0, bytes = 0;
+    Nanos nanos = 0;  // from when they began to run until they ended
+  };
+  std::array<OfKind, std::size(kKindTable)> kinds{};  // without those that failed
+  uint64_t failed = 0;
+  std::vector<Nanos> waited;  // by rank: how long this rank waited for it as the last one
+};
+
 // Training steps of this process, which a hook of torch's optimizers counts.
 inline std::atomic<uint32_t> training_step{0};
 
@@ -65,13 +77,18 @@ class Recorder {
  public:
   static constexpr size_t kRecords = 4096;
 
-  Recorder();
+  explicit Recorder(int ranks);
   // Replaces a record with the same index.  By one thread at a time.
   void put(const OpRecord& record);
   // Returns the records from `index` on, oldest first; overwritten ones are missing.  If no record
   // had the index before it, returns all: so a reader of a backend goes on after the backend's
   // group was replaced.  From any thread.
   std::vector<OpRecord> since(uint64_t index) const;
+
+  // Adds an operation that has ended to the sums.  By one thread at a time.
+  void count(const OpRecord& record);
+  // From any thread.  An operation that ends meanwhile may be in some of the sums only.
+  Totals totals() const;
 
   // Sets when ranks came: `first`, `median`, `latest` and `known`, and `first_data` if it is 0.
   // `arrived`: by position; 0: not known.
@@ -84,6 +101,9 @@ class Recorder {
     std::atomic<uint64_t> version;
     std::array<std::atomic<uint64_t>, std::tuple_size_v<Words>> words;
   };
+  struct Sums {
+    std::atomic<uint64_t> operations, bytes, nanos;
+  };
   struct Frees {
     void operator()(Slot* slots) const;
   };
@@ -91,6 +111,9 @@ class Recorder {
   const std::unique_ptr<Slot[], Frees> slots_;
   std::atomic<uint64_t> next_{0};
   std::vector<std::pair<Nanos, int>> known_;  // arrivals and ranks
+  std::array<Sums, std::size(kKindTable)> kinds_{};
+  std::atomic<uint64_t> failed_{0};
+  std::vector<std::atomic<uint64_t>> waited_;
 };
 
 // The record of an operation while it runs.

@@ -240,6 +240,21 @@ py::bytes recordsOf(const BackendPtr& backend, uint64_t since) {
   return {reinterpret_cast<const char*>(records.data()), records.size() * sizeof(OpRecord)};
 }
 
+// Of all operations so far: how many failed; by kind that of operations, bytes and seconds in them;
+// by rank the seconds that this rank waited for it as the last one.
+py::tuple totalsOf(const BackendPtr& backend) {
+  const Totals totals = asRingreduce(*backend).group()->recorder().totals();
+  py::dict kinds, waited;
+  for (size_t k = 0; k < totals.kinds.size(); ++k)
+    if (const auto& sums = totals.kinds[k]; sums.operations > 0)
+      kinds[kKindTable[k].name] =
+          py::make_tuple(sums.operations, sums.bytes, static_cast<double>(sums.nanos) / 1e9);
+  for (size_t rank = 0; rank < totals.waited.size(); ++rank)
+    if (totals.waited[rank] > 0)
+      waited[py::int_(rank)] = static_cast<double>(totals.waited[rank]) / 1e9;
+  return py::make_tuple(totals.failed, kinds, waited);
+}
+
 // The names of the numbers in records.
 py::dict recordNames() {
   const auto names = [](const auto& table, auto name_of) {
@@ -538,10 +553,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("gpu_bytes", &Backend::gpuBytes, no_gil);
   property("routes", &Backend::routes);
   m.def("records", &recordsOf, "backend"_a, "since"_a);
+  m.def("totals", &totalsOf, "backend"_a);
   m.def("arrivals", &arrivalsOf, py::call_guard<py::gil_scoped_release>(), "backend"_a,
         "sequence"_a, "ask"_a);
   m.def("record_names", &recordNames);
   m.def("clock_offset", &clockOffset, "backend"_a);
+  m.def("training_step", [] { return training_step.load(); });
   m.def("count_training_step", [] { return ++training_step; });
   property("live_ranks", &Backend::liveRanks, no_gil);
   property("has_raised", &Backend::hasRaised, no_gil);

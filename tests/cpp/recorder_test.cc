@@ -3,6 +3,7 @@
 #include "group/recorder.h"
 
 #include <atomic>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,7 +43,7 @@ TEST(a_reader_that_keeps_up_loses_none) {
 #else
   constexpr uint64_t kCount = 2'000'000;
 #endif
-  Recorder recorder;
+  Recorder recorder(6);
   std::atomic<uint64_t> read{0};
   std::thread writer([&] {
     for (uint64_t i = 0; i < kCount; ++i) {
@@ -70,7 +71,7 @@ TEST(a_reader_that_keeps_up_loses_none) {
 }
 
 TEST(the_last_ones_are_kept) {
-  Recorder recorder;
+  Recorder recorder(6);
   CHECK(recorder.since(0).empty());
   for (uint64_t i = 0; i < Recorder::kRecords + 10; ++i) recorder.put(recordOf(i));
   const std::vector<OpRecord> all = recorder.since(0);
@@ -82,7 +83,7 @@ TEST(the_last_ones_are_kept) {
 }
 
 TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
-  Recorder recorder;
+  Recorder recorder(6);
   OpRecord record;
   recorder.setArrivals(record, {1000, 0, 5000, 1200, 9000, 1100}, RankMap({}, 6));
   CHECK_EQ(record.known, uint32_t{5});
@@ -95,6 +96,34 @@ TEST(the_latest_ranks_are_named_with_their_delay_after_the_median) {
   recorder.setArrivals(record, {0, 70}, RankMap({}, 2));
   CHECK_EQ(record.known, uint32_t{1});
   CHECK_EQ(record.latest[0].rank, -1);
+}
+
+TEST(the_sums_have_each_operation_and_what_was_waited_for_the_last_rank) {
+  Recorder recorder(3);
+  OpRecord record{.bytes = 100, .arrived = 1000, .done = 9000, .kind = Kind::kBroadcast};
+  record.state = OpRecord::State::kDone;
+  recorder.setArrivals(record, {1000, 1500, 4000}, RankMap({}, 3));
+  recorder.count(record);
+  record.clock_error = 2000;  // as much is not certain
+  recorder.count(record);
+  recorder.setArrivals(record, {1000, 1500, 12'000}, RankMap({}, 3));
+  recorder.count(record);  // it ended before the last rank came
+  record.clock_error = std::numeric_limits<Nanos>::max();
+  recorder.count(record);
+  record.clock_error = 0;
+  recorder.setArrivals(record, {1000, 1500, 200'000'003}, RankMap({}, 3));
+  record.arrived = 200'000'003;  // this rank is the last one
+  record.done = record.arrived + 8000;
+  recorder.count(record);
+  record.state = OpRecord::State::kFailed;
+  recorder.count(record);
+  const Totals totals = recorder.totals();
+  const Totals::OfKind& sums = totals.kinds[static_cast<size_t>(Kind::kBroadcast)];
+  CHECK_EQ(sums.operations, uint64_t{5});
+  CHECK_EQ(sums.bytes, uint64_t{500});
+  CHECK_EQ(sums.nanos, Nanos{5 * 8000});
+  CHECK_EQ(totals.failed, uint64_t{1});
+  CHECK(totals.waited == (std::vector<Nanos>{0, 0, 3000 + 1000 + 6000}));
 }
 
 TEST(each_rank_records_who_came_last) {

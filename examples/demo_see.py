@@ -1,0 +1,137 @@
+"""Shows how a late rank is found: live, afterwards, and when a job has failed.
+
+    python examples/demo_see.py    # a minute on two cores
+
+Three ranks train an MLP with DDP, and rank 1 waits 40 ms for its input in each tenth step: this is
+what ringreduce.top, the summary, the metrics and the timeline say meanwhile and afterwards.  In a
+second job rank 2 leaves out an all-reduce, and the records say so.
+
+The files are in ./demo-out/see.  The exit status is 0 only if each of them named the right rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _launch import Job, JobFailed, run_demo
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+
+HERE = Path(__file__).resolve()
+RANKS, LATE, ABSENT = 3, 1, 2
+SECONDS = 300  # deadline of a job
+LATE_SECONDS, EACH = 0.04, 10
+
+
+def train(seconds: float) -> None:
+    """A rank of the first job, for that long."""
+    dist.init_process_group("ringreduce")
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), bucket_cap_mb=2
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(64, 512)
+    goes_on = torch.ones(1)
+    end = time.monotonic() + seconds
+    with ringreduce.straggler_detection() as sd:
+        for step in range(1 << 30):
+            if dist.get_rank() == LATE and step % EACH == EACH - 1:
+                time.sleep(LATE_SECONDS)  # its input
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            if step % EACH == 0:
+                goes_on.fill_(time.monotonic() < end)
+                dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
+                if not goes_on:
+                    break
+    print(sd.summary())
+    dist.destroy_process_group()
+
+
+def leave_one_out() -> None:
+    """A rank of the second job."""
+    dist.init_process_group("ringreduce", timeout=timedelta(seconds=2))
+    for call in range(20):
+        if (dist.get_rank(), call) != (ABSENT, 17):
+            dist.all_reduce(torch.ones(1000))
+
+
+def run(title: str, *command: str) -> str:
+    """Prints a command and what it says."""
+    print(f"\n$ python -m {' '.join(command)}", flush=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False
+    )
+    lines = ended.stdout.splitlines()
+    print("\n".join(lines[:14]))
+    if len(lines) > 14:
+        print(f"... and {len(lines) - 14} more lines")
+    print(f"({title})")
+    return ended.stdout
+
+
+def show(args: argparse.Namespace) -> bool:
+    """Runs both jobs; whether each tool named the right rank."""
+    shutil.rmtree(args.out, ignore_errors=True)
+    metrics, traces, dumps = (str(args.out / name) for name in ("metrics", "traces", "dumps"))
+    os.environ |= {"RINGREDUCE_METRICS": metrics, "RINGREDUCE_TIMELINE": traces}
+    named = []
+    command = [str(HERE), "--rank-of", "late", "--seconds", str(args.seconds)]
+    print(f"{RANKS} ranks train; rank {LATE} is {LATE_SECONDS} s late in each {EACH}th step.")
+    with Job("late", command, args.out / "logs", SECONDS, nproc=RANKS) as job:
+        begun = Path(metrics)
+        while not job.ended() and not list(begun.glob("*.prom")):
+            time.sleep(0.1)
+        time.sleep(args.seconds / 3)
+        top = run("live", "ringreduce.top", metrics, "--once", "--every", "3")
+        named.append(f"for rank {LATE}" in top)
+        job.wait()
+        summary = job.logs[0].read_text()
+    print(f"\nsd.summary() on rank 0:\n{summary}")
+    named.append(f"rank {LATE} was late" in summary)
+    late = run("from the timeline", "ringreduce.timeline", "late", traces)
+    named.append(f"rank {LATE}: late in" in late)
+    run("a table of it", "ringreduce.timeline", "summary", traces)
+    run("for https://ui.perfetto.dev", "ringreduce.timeline", "merge", traces)
+
+    print(f"\nNow rank {ABSENT} leaves out an all-reduce.")
+    os.environ |= {"RINGREDUCE_DUMP": dumps, "RINGREDUCE_METRICS": "", "RINGREDUCE_TIMELINE": ""}
+    command = [str(HERE), "--rank-of", "absent"]
+    job = Job("absent", command, args.out / "logs", SECONDS, nproc=RANKS)
+    with contextlib.suppress(JobFailed), job:
+        job.wait()
+    cause = run("what ended the job", "ringreduce.recorder", dumps)
+    named.append(f"Rank {ABSENT} " in cause)
+    return all(named)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20, help="of training")
+    parser.add_argument("--out", type=Path, default=Path("demo-out/see"))
+    parser.add_argument("--rank-of", choices=["late", "absent"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of == "late":
+        train(args.seconds)
+        return 0
+    if args.rank_of == "absent":
+        leave_one_out()
+        return 0
+    return run_demo(lambda: show(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

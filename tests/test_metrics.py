@@ -1,0 +1,375 @@
+"""Counts for Prometheus and TensorBoard, and what shows them: top and the debug server's page."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+import urllib.request
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from browser import CHROMIUM, evaluate
+from conftest import MakeWorld
+from pool import Pool, Rank, on_ranks, run_ranks
+from processes import wait_until
+
+import ringreduce
+from ringreduce import metrics, top
+from ringreduce.metrics import Status, statuses
+
+# The debug server of torch 2.13 and newer.
+HAS_SERVER = os.path.exists(
+    os.path.join(os.path.dirname(torch.__file__), "distributed", "debug", "_frontend.py")
+)
+
+
+@on_ranks(3)
+def test_the_counts_are_those_of_the_records(rank: Rank) -> None:
+    group = dist.new_group([0, 2], backend="ringreduce")
+    ones = torch.ones(1000)
+    for _ in range(10):
+        dist.all_reduce(ones)
+    if rank.rank != 1:
+        for _ in range(3):
+            dist.broadcast(ones[:10], 2, group=group)
+    dist.barrier()
+    if rank.rank == 2:
+        time.sleep(0.2)
+    dist.all_reduce(ones)
+    (status,) = statuses([metrics.text().decode()])
+    done = [*ringreduce.records(), *(ringreduce.records(group) if rank.rank != 1 else [])]
+    assert status.rank == rank.rank
+    assert (status.host, status.pid) == (socket.gethostname(), os.getpid())
+    assert status.operations == len(done)
+    assert status.bytes == sum(record.bytes for record in done)
+    seconds = sum(record.done_ns - record.arrived_ns for record in done) / 1e9
+    assert status.seconds == pytest.approx(seconds)
+    assert status.failed == 0
+    assert not status.running
+    if rank.rank == 2:
+        assert status.waited.get(2, 0.0) == 0.0
+    else:
+        assert 0.1 < status.waited[2] <= seconds
+
+
+@on_ranks(2, timeout=2.0, remade=True)
+def test_an_operation_that_runs_or_fails_is_told(rank: Rank) -> None:
+    dist.all_reduce(torch.ones(10))
+    if rank.rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+
+        def runs() -> bool:
+            (status,) = statuses([metrics.text().decode()])
+            return status.running == {"0": "all_reduce #1"} and status.running_seconds["0"] > 0.1
+
+        assert wait_until(runs)
+        with pytest.raises(ringreduce.Timeout):
+            work.wait()
+        (status,) = statuses([metrics.text().decode()])
+        assert (status.operations, status.failed, status.running) == (1, 1, {})
+
+
+@on_ranks(2, remade=True)
+def test_ranks_in_metrics_are_global_ones(rank: Rank) -> None:
+    group = dist.new_group([1], backend="ringreduce")
+    swapped = dist.new_group([0, 1], backend="ringreduce")
+    if rank.rank == 1:
+        dist.all_reduce(torch.ones(1), group=group)
+        time.sleep(0.1)
+    dist.all_reduce(torch.ones(1), group=swapped)
+    (status,) = statuses([metrics.text().decode()])
+    assert set(status.waited) <= {0, 1}
+    if rank.rank == 0:
+        assert status.waited[1] > 0.05
+
+
+def test_a_registry_of_the_program_has_them() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    ringreduce.prometheus(registry)
+    assert client.generate_latest(registry) == b""  # no group yet
+    with pytest.raises(ValueError, match="already"):
+        ringreduce.prometheus(registry)
+
+
+@on_ranks(2)
+def test_scalars_of_each_step(rank: Rank) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            self.points[tag].append((global_step, scalar_value))
+
+    with pytest.raises(ValueError, match="every=0"):
+        ringreduce.tensorboard(Writer(), every=0)
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters())
+    writer, seldom = Writer(), Writer()
+    handles = [ringreduce.tensorboard(writer), ringreduce.tensorboard(seldom, every=2)]
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            if rank.rank == 1 and step == 2:
+                time.sleep(0.1)
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    points = writer.points
+    steps = [step for step, _ in points["ringreduce/megabytes"]]
+    assert len(steps) == 4
+    assert steps == list(range(steps[0], steps[0] + 4))
+    assert [value for _, value in points["ringreduce/megabytes"]] == [pytest.approx(0.0404)] * 4
+    assert [s for s, _ in seldom.points["ringreduce/megabytes"]] == steps[1::2]
+    waiting = [value for _, value in points["ringreduce/waiting_ms"]]
+    inside = [value for _, value in points["ringreduce/in_operations_ms"]]
+    assert all(0 <= w <= i + 1e-6 for w, i in zip(waiting, inside, strict=True))
+    if rank.rank == 0:
+        assert waiting[2] > 100
+        assert dict(points["ringreduce/waiting_for_rank_1_ms"])[steps[2]] > 100
+
+
+def test_torchs_summary_writer_takes_them(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pool.run(_writes_events, world(1), str(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("ringreduce/megabytes")] == [
+        pytest.approx(4e-5)
+    ]
+
+
+def _writes_events(rank: Rank, folder: str) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([parameter])
+    with SummaryWriter(folder) as writer:
+        handle = ringreduce.tensorboard(writer)
+        dist.all_reduce(parameter.data)
+        parameter.grad = torch.ones(10)
+        optimizer.step()
+        handle.remove()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("ringreduce")
+stop = Path(sys.argv[0] + ".stop")
+go = torch.ones(1)
+while go:
+    for _ in range(20):
+        if dist.get_rank() == 1:
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(1000))
+    go.fill_(not stop.exists())
+    dist.all_reduce(go, op=dist.ReduceOp.MIN)
+"""
+
+
+def test_the_variable_writes_files_that_top_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, stop = tmp_path / "metrics", tmp_path / "train.py.stop"
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert top.main([str(folder), "--once"]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+    with ThreadPoolExecutor() as threads:
+        job = threads.submit(run_ranks, script, 2, {"RINGREDUCE_METRICS": str(folder)})
+        assert wait_until(lambda: len(list(folder.glob("*.prom"))) == 2 or job.done())
+        code = top.main([str(folder), "--once"])
+        stop.touch()
+        ended = job.result()
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "train: 2 ranks on 1 host, step 0. The others wait " in text
+    assert "of the time for rank 1." in text
+    assert [(done.returncode, done.stderr) for done in ended] == [(0, "")] * 2
+    assert not list(folder.iterdir())  # nobody takes old figures for new ones
+    assert top.main([str(folder), "--once"]) == 1
+    assert "RINGREDUCE_METRICS=FOLDER" in capsys.readouterr().err
+
+
+# ---- what top makes of it
+
+
+def status(rank: int, at: float, **fields: Any) -> Status:
+    return Status(rank, "job", host=f"h{rank % 2}", pid=100 + rank, updated=at, **fields)
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    before = [status(r, 10.0 + r, operations=100, seconds=1.0, waited={3: 0.5}) for r in range(4)]
+    now = [
+        status(
+            r,
+            12.0 + r,
+            operations=140,
+            bytes=4_000_000,
+            seconds=2.0,
+            waited={3: 1.3 if r != 3 else 0},
+        )
+        for r in range(4)
+    ]
+    table = top.rows(before, now)
+    assert [row.operations for row in table] == [20.0] * 4
+    assert [row.megabytes for row in table] == [2.0] * 4
+    assert [row.inside for row in table] == [0.5] * 4
+    assert [row.waits for row in table] == [pytest.approx(0.4)] * 3 + [0.0]
+    assert [row.waited_for for row in table] == [0.0] * 3 + [pytest.approx(0.4)]
+    assert top.headline(table, "job") == (
+        "job: 4 ranks on 2 hosts, step 0. The others wait 40% of the time for rank 3 on h1."
+    )
+    # A process in the place of another, or a group made anew, has no rates yet.
+    now[2].pid, now[1].operations = 7, 20
+    again = top.rows(before, now)
+    assert [row.operations for row in again] == [20.0, 0.0, 0.0, 20.0]
+
+
+def test_it_says_what_each_rank_does() -> None:
+    runs = {"running": {"0": "all_reduce #7"}, "running_seconds": {"0": 3.0}}
+    short = {"running": {"0": "barrier #3"}, "running_seconds": {"0": 0.01}}
+    now = [status(0, 1.0, **runs), status(1, 1.0), status(2, 1.0, age=9.0), status(3, 1.0, **short)]
+    assert [row.now for row in top.rows([], now)] == [
+        "all_reduce #7 for 3.0 s",
+        "not in the operation of rank 0, for 3.0 s",
+        "no news for 9 s",
+        "barrier #3",
+    ]
+    assert top.rows([], [status(1, 1.0)])[0].now == "computes"
+
+
+def test_a_rank_that_writes_less_often_than_one_looks_keeps_its_rates() -> None:
+    looks = top.Looks()
+    first = status(0, time.time() - 2)
+    second = status(0, time.time() - 1, operations=50)
+    for seen in (first, first, second, second):
+        _, table = looks.add([seen])
+    assert table[0].operations == pytest.approx(50, rel=0.1)
+
+
+def test_keys_sort_the_table() -> None:
+    pytest.importorskip("textual")
+    from textual.widgets import DataTable, Static
+
+    class Source(top.Source):
+        def look(self) -> tuple[str, list[top.Row]]:
+            self.looks = getattr(self, "looks", 0) + 1
+            waits = [0.0, 0.5, 0.1]
+            table = [
+                top.Row(r, "h", r, 5, 10 - r, 1.0, 0.5, 0.1, waits[r], "computes") for r in range(3)
+            ]
+            return top.headline(table, "job"), table
+
+    async def pressed() -> list[list[str]]:
+        source = Source("")
+        app = top.app(source, 0.05)
+        orders = []
+        async with app.run_test() as pilot:
+            for key in ("", "l", "o", "r"):
+                await pilot.press(*key)
+                await pilot.pause()
+                table = app.query_one(DataTable)
+                orders.append([str(table.get_cell_at((row, 0))) for row in range(3)])
+            line = app.query_one("#headline", Static)
+            assert "for rank 1" in str(line.render())
+            while source.looks < 3:
+                await pilot.pause(0.05)
+            await pilot.press("q")
+        return orders
+
+    assert asyncio.run(pressed()) == [
+        ["0", "1", "2"],
+        ["1", "2", "0"],
+        ["0", "1", "2"],
+        ["0", "1", "2"],
+    ]
+
+
+# ---- the page of torch's debug server
+
+
+@pytest.mark.skipif(not HAS_SERVER, reason="this torch has no debug server")
+def test_the_debug_server_has_a_page_of_it(
+    pool: Pool, world: MakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    address = f"http://localhost:{port}"
+    stop = tmp_path / "stop"
+    pages = pool.start(_shows_page, world(2), port, str(stop), fresh=True)
+    pages.hear_all()
+    with urllib.request.urlopen(f"{address}/ringreduce_metrics") as answer:
+        assert [s.rank for s in statuses([answer.read().decode()])] == [0, 1]
+    with urllib.request.urlopen(f"{address}/") as answer:
+        assert 'href="/ringreduce"' in answer.read().decode()
+    assert top.main([address, "--once"]) == 0
+    assert "of the time for rank 1." in capsys.readouterr().out
+    if CHROMIUM:
+        picture = os.environ.get("RINGREDUCE_TEST_PICTURE")
+        late, *cells = evaluate(f"{address}/ringreduce", PAGE, png=picture)
+        assert "of the time for rank 1." in late
+        assert [row[:2] for row in cells] == [
+            ["0", socket.gethostname()],
+            ["1", socket.gethostname()],
+        ]
+        assert float(cells[1][8].removesuffix("%")) > 50
+    stop.touch()
+    pages.results()
+
+
+# The page renews itself: after three seconds it has rates.
+PAGE = """
+(async () => {
+  const rows = () => [...document.querySelectorAll(".ringreduce tr")].slice(1);
+  const text = () => rows().map(row => [...row.cells].map(cell => cell.innerText.trim()));
+  while (!rows().length || !document.querySelector(".ringreduce tr.late"))
+    await new Promise(again => setTimeout(again, 50));
+  return [document.querySelector("#ringreduce p").innerText, ...text()];
+})()
+"""
+
+
+def _shows_page(rank: Rank, port: int, stop: str) -> None:
+    from torch.distributed.debug import start_debug_server, stop_debug_server
+
+    from ringreduce import debug_server
+
+    os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": "2"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank.rank == 0 else None
+    told = [store.port if store else None]
+    dist.broadcast_object_list(told)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(told[0])}
+    start_debug_server(port=port, handlers=debug_server.handlers(), start_method="spawn")
+    if rank.rank == 0:
+        assert wait_until(lambda: _answers(port))
+    rank.tell(None)
+    go_on = torch.ones(1)
+    while go_on:
+        if rank.rank == 1:
+            time.sleep(0.02)
+        dist.all_reduce(go_on.fill_(not os.path.exists(stop)), op=dist.ReduceOp.MIN)
+    if rank.rank == 0:  # torch's only works there
+        stop_debug_server()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("localhost", port), timeout=1):
+            return True
+    except OSError:
+        return False
