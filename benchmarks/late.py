@@ -3,22 +3,30 @@
     python benchmarks/late.py --runs 100 --delay-ms 50       one rank late in one bucket of a run
     python benchmarks/late.py --runs 100 --delay-ms 0        clean runs
     python benchmarks/late.py --runs 50 --delay-ms 0 --busy  the same on a busy machine
+    python benchmarks/late.py --runs 20 --hosts 3            a line between hosts is slowed (root)
 
 Each run trains for --steps steps, DDP on the backend (or with --hook on gloo).  The late rank, the
 step and the bucket are drawn from the seed.  A run is right if that rank is named in that step and
 bucket and nobody else is; a clean run, if nobody is named.  The exit status is 1 if one is not.
+
+With --hosts each rank is on a host of its own: a network namespace, whose line tc limits.  In the
+middle of a run the line of one host, drawn from the seed, gets --slow-mbit in place of --mbit.  A
+run is right if lines from that host or to it are called slow, no others, and no rank is called late.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,6 +82,57 @@ def train(rank: int, given: argparse.Namespace, store: str, out: Connection) -> 
     dist.destroy_process_group()
 
 
+def train_on_host(given: argparse.Namespace) -> None:
+    """A rank of a job on several hosts; tells what it has found as a line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ringreduce")
+    model = nn.Sequential(*(nn.Linear(given.width, given.width) for _ in range(8)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=given.width**2 * 8 / 2**20)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    data = torch.randn(32, given.width)
+    with ringreduce.straggler_detection(log=False) as sd:
+        for step in range(given.steps):
+            if step == given.steps // 2 and dist.get_rank() == 0:
+                Path(given.on_host, "half").touch()
+            optimizer.zero_grad()
+            ddp(data).square().mean().backward()
+            optimizer.step()
+    lines = sorted({wire.line.partition(" moved ")[0] for wire in sd.wires if wire.line})
+    print(json.dumps({"late": len(sd.late), "steady": list(sd.persistent), "lines": lines}))
+    print(sd.summary())
+    dist.destroy_process_group()
+
+
+def slow_a_line(given: argparse.Namespace, run: int) -> bool:
+    """Whether that line was named, and no rank."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from hosts import Hosts
+
+    draw = random.Random(given.seed + run)
+    slow = draw.randrange(given.hosts)
+    folder = tempfile.mkdtemp(prefix="late-")
+    command = [sys.executable, __file__, "--on-host", folder, "--steps", str(given.steps)]
+    command += ["--width", str(given.width)]
+    with Hosts(given.hosts, veth=True, rate_mbit=given.mbit) as hosts:
+        job = hosts.start(command)
+        while not Path(folder, "half").exists() and job.processes[0].poll() is None:
+            time.sleep(0.005)
+        hosts.link(slow, "*", rate_mbit=given.slow_mbit)
+        outcomes = job.wait(300)
+    found = [json.loads(o.output[o.output.index("{") : o.output.index("}") + 1]) for o in outcomes]
+    # The line is slow both ways: the rank there names its lines, and the others those to it.
+    named = [
+        rank == slow or f"to rank {slow} " in line
+        for rank, of in enumerate(found)
+        for line in of["lines"]
+    ]
+    good = bool(named) and all(named) and not any(f["late"] or f["steady"] for f in found)
+    if not good:
+        print(f"run {run}: the line of rank {slow}'s host was slow; found {found}")
+        print("\n".join(o.output for o in outcomes))
+    return good
+
+
 def burn() -> None:
     while True:
         sum(range(10_000))
@@ -90,8 +149,22 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hook", action="store_true", help="gloo with the hook")
+    parser.add_argument("--hosts", type=int, default=0, help="slow a line between so many hosts")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="of a host's line")
+    parser.add_argument("--slow-mbit", type=float, default=100.0, help="of the slow one")
+    parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--busy", action="store_true", help="a process on each core beside it")
     given = parser.parse_args()
+    if given.on_host:
+        train_on_host(given)
+        return 0
+    if given.hosts:
+        right = sum(slow_a_line(given, run) for run in range(given.runs))
+        print(
+            f"{right} of {given.runs} runs right, {given.hosts} hosts, a line of {given.mbit:g} "
+            f"Mbit/s slowed to {given.slow_mbit:g}, load {os.getloadavg()[0]:.1f}"
+        )
+        return 0 if right == given.runs else 1
     context = multiprocessing.get_context("spawn")
     hear, tell = context.Pipe(duplex=False)
     store = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"late-{os.getpid()}")

@@ -25,7 +25,15 @@ from torch.distributed.debug._frontend import (
 )
 
 from ringreduce import metrics
-from ringreduce.top import COLUMNS, TEXT_COLUMNS, WAITS, Looks
+from ringreduce.top import (
+    COLUMNS,
+    LINE_COLUMNS,
+    LINE_TEXT_COLUMNS,
+    MOST_LINES,
+    TEXT_COLUMNS,
+    WAITS,
+    Looks,
+)
 
 _ENDPOINT = "ringreduce_metrics"  # of each rank's server, and of the page's
 
@@ -43,6 +51,7 @@ _PAGE = """
   <div id="ringreduce">
     <p>{{ headline }}</p>
     {% for problem in problems %}<p>{{ problem }}</p>{% endfor %}
+    {% for columns, rows in tables if rows %}
     <table class="ringreduce">
       <tr>
         {% for name, text in columns %}<th class="{{ 'text' if text }}">{{ name }}</th>{% endfor %}
@@ -55,6 +64,7 @@ _PAGE = """
       </tr>
       {% endfor %}
     </table>
+    {% endfor %}
   </div>
   <script>
     setTimeout(async function renew() {
@@ -89,16 +99,24 @@ class RingreduceHandler(DebugHandler):
 
     def _page(self, request: Any) -> bytes:
         addresses, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
-        title, table = self._looks.add(
+        view = self._looks.add(
             metrics.statuses(answer.text for answer in answers if answer.status_code == 200)
         )
         problems = format_fetch_summary(addresses, answers)
         page: bytes = request.frontend.render_template(
             "ringreduce.html",
-            headline=title,
+            headline=view.headline,
             problems=problems.splitlines() if problems else [],
-            columns=[(name, at in TEXT_COLUMNS) for at, name in enumerate(COLUMNS)],
-            rows=[(row.waited_for >= WAITS, row.cells()) for row in table],
+            tables=[
+                (
+                    [(name, at in TEXT_COLUMNS) for at, name in enumerate(COLUMNS)],
+                    [(row.waited_for >= WAITS, row.cells()) for row in view.rows],
+                ),
+                (
+                    [(name, at in LINE_TEXT_COLUMNS) for at, name in enumerate(LINE_COLUMNS)],
+                    [(False, line.cells()) for line in view.lines[:MOST_LINES]],
+                ),
+            ],
         )
         return page
 

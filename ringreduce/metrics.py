@@ -57,6 +57,7 @@ class _Totals:
     kinds: dict[str, tuple[int, int, float]]  # operations, bytes and seconds in them, by kind
     waited: dict[int, float]  # seconds, by the rank that came last
     newest: list[Record]  # the last operation, and the one that runs
+    lines: dict[int, tuple[int, float, int]]  # bytes, busy seconds, packets sent again; by rank
 
     @property
     def bytes(self) -> int:
@@ -76,6 +77,7 @@ class _Totals:
             kinds,
             {ranks[rank]: seconds for rank, seconds in waited.items()},
             parse(extension().records(backend, max(0, done - 1)))[-2:],
+            {ranks[rank]: tuple(use) for rank, *use in extension().lines(backend)},
         )
 
 
@@ -122,6 +124,11 @@ class _Collector:
         waited = counter(
             "wait_seconds", "Seconds that this rank waited for the last one to come.", "late_rank"
         )
+        sent = counter("line_bytes", "Bytes that a rank of another host has got.", "to_rank")
+        busy = counter(
+            "line_busy_seconds", "Seconds in which the line to it had bytes to move.", "to_rank"
+        )
+        again = counter("line_retransmits", "Packets to it that were sent again.", "to_rank")
         running = gauge(
             "running_seconds", "Seconds that an operation has run.", (*_GROUP, "collective")
         )
@@ -137,13 +144,16 @@ class _Collector:
                 failed.add_metric(of_group, totals.failed)
                 for late, waiting in totals.waited.items():
                     waited.add_metric((*of_group, str(late)), waiting)
+                for to, use in totals.lines.items():
+                    for metric, value in zip((sent, busy, again), use, strict=True):
+                        metric.add_metric((*of_group, str(to)), value)
                 if totals.newest and totals.newest[-1].state == "running":
                     runs = totals.newest[-1]
                     since = (time.monotonic_ns() - runs.arrived_ns) / 1e9
                     running.add_metric((*of_group, runs.kind), max(0.0, since))
                     sequence.add_metric(of_group, runs.sequence)
         yield from (about, updated, step, operations, size, seconds, failed, waited)
-        yield from (running, sequence)
+        yield from (sent, busy, again, running, sequence)
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> None:
@@ -346,6 +356,7 @@ class Status:
         step: steps of its optimizers.
         operations, failed, bytes, seconds: of all operations so far.
         waited: seconds that it waited for other ranks, by their ranks.
+        lines: bytes, busy seconds and packets sent again, by the rank of another host.
         running: the operation that ran, as in errors ("all_reduce #17"), by group.
         running_seconds: for how long that had run, by group.
         age: seconds since then, as far as the reader knows.
@@ -362,11 +373,13 @@ class Status:
     bytes: int = 0
     seconds: float = 0.0
     waited: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    lines: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
     running: dict[str, str] = field(default_factory=dict)
     running_seconds: dict[str, float] = field(default_factory=dict)
     age: float = 0.0
 
 
+_LINES = ("line_bytes", "line_busy_seconds", "line_retransmits")
 _SUMS = {"operations": int, "failed_operations": int, "bytes": int, "operation_seconds": float}
 _FIELDS = {"failed_operations": "failed", "operation_seconds": "seconds"}
 
@@ -415,6 +428,8 @@ def _add(status: Status, sample: Any) -> None:
         status.step = int(value)
     elif name == "wait_seconds":
         status.waited[int(labels["late_rank"])] += value
+    elif name in _LINES:
+        status.lines[int(labels["to_rank"])][_LINES.index(name)] += value
     elif name == "running_seconds":
         status.running_seconds[labels["comm_name"]] = value
         status.running[labels["comm_name"]] = labels["collective"]

@@ -48,6 +48,11 @@ _STEP_SHARE = 0.02
 _EXPLAINS = 0.8
 _STARVED = 0.5  # of the delay, without a core
 
+_LEAST_MOVED = 1 << 16  # bytes that tell the rate of a line
+_FEWEST_LOOKS = 16  # before a line is called slow,
+_SLOW_LINE = 0.5  # if it has this share of its usual rate,
+_EXPLAINS_LINE = 0.5  # and was busy for this share of the operation
+
 _STEPS = 20  # a rank is named for the run from so many steps on,
 _LAST_IN = 0.8  # if it was the last one in this share of them,
 _COSTS = 0.005  # and the others waited for it for this share of the time
@@ -87,11 +92,21 @@ class SlowWire(NamedTuple):
         record: the operation, as this rank saw it.
         took_ms: from when the last rank was there until it ended.
         usual_ms: the median of such operations.
+        line: the line from this rank that was slow, in words; "" if none of its own was, as far as
+            the system tells.
     """
 
     record: Record
     took_ms: float
     usual_ms: float
+    line: str = ""
+
+    def __str__(self) -> str:
+        r = self.record
+        return (
+            f"{r} (step {r.step}, bucket {r.bucket}) took {self.took_ms:.1f} ms once all ranks "
+            f"were there, {self.usual_ms:.1f} ms usually" + (f"; {self.line}" if self.line else "")
+        )
 
 
 class _Usual:
@@ -148,13 +163,67 @@ class _CpuPressure:
         return float(waited) if usual > _STARVED else waited - usual * (after[0] - before[0])
 
 
+class _Lines:
+    """How fast the lines from this rank to other hosts are while they are busy."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        """`names`: of the ranks."""
+        self._names = names
+        self._looks: deque[tuple[int, dict[int, tuple[int, float, int]]]] = deque(maxlen=256)
+        self._usual: dict[int, _Usual] = defaultdict(lambda: _Usual(256))  # bytes a busy second
+
+    def add(self, at: int, uses: Iterable[tuple[int, int, float, int]]) -> None:
+        """A look at the sums of bytes, busy seconds and packets sent again, by rank."""
+        now = {rank: (size, busy, again) for rank, size, busy, again in uses}
+        last = self._looks[-1][1] if self._looks else {}
+        if now == last:
+            return
+        for rank, (size, busy, _) in now.items():
+            old_size, old_busy, _ = last.get(rank, (size, busy, 0))
+            if size - old_size >= _LEAST_MOVED and busy > old_busy:
+                self._usual[rank].add((size - old_size) / (busy - old_busy))
+        self._looks.append((at, now))
+
+    def slow(self, begin: int, end: int) -> str:
+        """The line that was slow then, in words; "" if none was."""
+        before = next((uses for at, uses in reversed(self._looks) if at <= begin), None)
+        after = next((uses for at, uses in self._looks if at >= end), None) or (
+            self._looks[-1][1] if self._looks else None
+        )
+        if before is None or after is None:
+            return ""
+        found = []
+        for rank, (size, busy, again) in after.items():
+            old_size, old_busy, old_again = before.get(rank, (size, busy, again))
+            usual = self._usual[rank]
+            took = busy - old_busy
+            if len(usual.values) < _FEWEST_LOOKS or took * 1e9 < _EXPLAINS_LINE * (end - begin):
+                continue
+            rate = (size - old_size) / took
+            if rate < _SLOW_LINE * usual.median:
+                found.append((rate / usual.median, rank, rate, usual.median, again - old_again))
+        if not found:
+            return ""
+        _, rank, rate, median, again = min(found)
+        text = (
+            f"the line to {self._names[rank]} moved {rate / 1e6:.1f} MB/s, "
+            f"{median / 1e6:.1f} usually"
+        )
+        return text + (f", and sent {again} packets again" if again > 0 else "")
+
+
 class _Judge:
     """Decides for one record after the other; without threads and groups."""
 
     def __init__(
-        self, size: int, pressure: _CpuPressure | None = None, hosts: dict[int, str] | None = None
+        self,
+        size: int,
+        pressure: _CpuPressure | None = None,
+        hosts: dict[int, str] | None = None,
+        lines: _Lines | None = None,
     ) -> None:
         """`hosts`: the names of the hosts of ranks, if there are several."""
+        self._lines = lines
         self.size = size
         self._hosts = hosts or {}
         self.late: list[Late] = []
@@ -193,7 +262,8 @@ class _Judge:
             if transfer > limit and not self._is_starved(
                 int(last_came), record.done_ns, transfer - usual.median
             ):
-                wire = SlowWire(record, transfer / 1e6, usual.median / 1e6)
+                line = self._lines.slow(int(last_came), record.done_ns) if self._lines else ""
+                wire = SlowWire(record, transfer / 1e6, usual.median / 1e6, line)
                 self.wires.append(wire)
         usual.add(transfer)
         self._delay.add(delay)
@@ -304,7 +374,9 @@ class straggler_detection:
         if len(ranks_of_hosts) > 1:
             for ranks, name in zip(ranks_of_hosts, names, strict=True):
                 hosts |= {self._ranks[rank]: name for rank in ranks}
-        self._judge = _Judge(self._group.size(), self._pressure, hosts)
+        self._hosts = hosts
+        self._lines = _Lines({rank: f"rank {rank} on host {hosts[rank]}" for rank in hosts})
+        self._judge = _Judge(self._group.size(), self._pressure, hosts, self._lines)
         self._lock = threading.Lock()  # of the judge
         self._next = 0
         self._lost = 0
@@ -381,10 +453,10 @@ class straggler_detection:
             lines.append(f"rank {rank} was late {len(all_late)} times; at worst: {worst}")
         if judge.wires:
             slow = max(judge.wires, key=lambda wire: wire.took_ms)
-            lines.append(
-                f"the wire was slow in {len(judge.wires)} operations; at worst {slow.record} took "
-                f"{slow.took_ms:.1f} ms once all ranks were there, {slow.usual_ms:.1f} ms usually"
-            )
+            lines.append(f"the wire was slow in {len(judge.wires)} operations; at worst {slow}")
+            of_line = [wire for wire in judge.wires if wire.line]
+            if of_line and not slow.line:
+                lines.append(f"in {len(of_line)} of them a line from this rank was: {of_line[-1]}")
         if judge.starved:
             lines.append(
                 f"{len(judge.starved)} more delays are not counted: "
@@ -410,6 +482,9 @@ class straggler_detection:
 
     def _look(self, stopping: bool) -> None:
         self._judge.size = len(extension().live_ranks(self._backend))  # after losses fewer
+        if self._hosts:
+            uses = extension().lines(self._backend)
+            self._lines.add(time.monotonic_ns(), [(self._ranks[to], *use) for to, *use in uses])
         for record in read(self._backend, self._next):
             if record.state == "running":
                 break
@@ -444,18 +519,25 @@ class straggler_detection:
         return _with_arrivals(record, known) if len(known) > record.known else record
 
     def _take(self, record: Record) -> None:
-        named, _ = self._judge.feed(record)
-        if not self._log or not named:
+        named, wire = self._judge.feed(record)
+        if not self._log:
+            return
+        if wire and wire.line:  # its sender knows
+            self._say(-1, f"the wire was slow: {wire}")
+        if not named:
             return
         me = self._ranks[self._group.rank()]
         if me != min(set(self._ranks) - {late.rank for late in named}, default=me):
             return
         for late in named:
-            if time.monotonic() - self._logged.get(late.rank, -math.inf) < _LOG_EVERY:
-                continue
-            self._logged[late.rank] = time.monotonic()
-            line = f"[ringreduce] {late}, in group '{self._group.group_name}'\n"
-            sys.stderr.write(line)
+            self._say(late.rank, str(late))
+
+    def _say(self, of: int, text: str) -> None:
+        """Logs a sentence of a rank, or of the wire (-1), once a minute at most."""
+        if time.monotonic() - self._logged.get(of, -math.inf) < _LOG_EVERY:
+            return
+        self._logged[of] = time.monotonic()
+        sys.stderr.write(f"[ringreduce] {text}, in group '{self._group.group_name}'\n")
 
 
 def _with_arrivals(record: Record, known: Iterable[tuple[int, int]]) -> Record:

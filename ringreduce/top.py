@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import socket
+import statistics
 import sys
 import time
 import urllib.error
@@ -19,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ringreduce.metrics import Status, statuses
 from ringreduce.record import ranks_text
@@ -31,6 +32,8 @@ __path__: list[str] = []  # else `python -m` warns that the package has imported
 
 _STALE = 5.0  # seconds without news from a rank
 _LONG = 2.0  # seconds of an operation, from which on it says who is missing
+MOST_LINES = 16  # that are shown
+_BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
 _APART = 0.5  # seconds between two looks, at least
 WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
 
@@ -74,8 +77,52 @@ class Row:
         )
 
 
+@dataclass(frozen=True)
+class LineRow:
+    """What the line from a rank to one of another host does.
+
+    Attributes:
+        sender, receiver: their ranks.
+        sender_host, receiver_host: their hosts.
+        megabytes: a second, of bytes that have arrived.
+        busy: the share of the time in which it had bytes to move.
+        resent: packets that were sent again, a second.
+    """
+
+    sender: int
+    receiver: int
+    sender_host: str
+    receiver_host: str
+    megabytes: float
+    busy: float
+    resent: float
+
+    @property
+    def rate(self) -> float:
+        """Megabytes a second while it has bytes to move."""
+        return self.megabytes / self.busy if self.busy else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"the line from rank {self.sender} ({self.sender_host}) to rank {self.receiver} "
+            f"({self.receiver_host})"
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            f"{self.sender} ({self.sender_host})",
+            f"{self.receiver} ({self.receiver_host})",
+            f"{self.megabytes:.1f}",
+            f"{self.rate:.1f}",
+            f"{self.busy:.0%}",
+            f"{self.resent:.0f}",
+        )
+
+
+LINE_COLUMNS = ("FROM", "TO", "MB/S", "MB/S WHILE BUSY", "BUSY", "RESENT/S")
 COLUMNS = ("RANK", "HOST", "PID", "STEP", "OPS/S", "MB/S", "IN OPS", "WAITS", "WAITED FOR", "NOW")
 TEXT_COLUMNS = (1, len(COLUMNS) - 1)
+LINE_TEXT_COLUMNS = (0, 1)
 # Keys that sort by a column; the largest first, but for ranks.
 _SORTS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "r": ("rank", lambda row: row.rank),
@@ -107,6 +154,73 @@ def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
                 for late, seconds in status.waited.items()
             }
     return [_row(old.get(s.rank), s, now, waits) for s in now]
+
+
+def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
+    """What the lines between hosts did between two looks.
+
+    Args:
+        before, now: as for `rows`.
+
+    Returns:
+        Those that moved bytes, the busiest first.
+    """
+    old = {status.rank: status for status in before}
+    hosts = {status.rank: status.host for status in now}
+    found = []
+    for status in now:
+        earlier = old.get(status.rank)
+        if not earlier or not _goes_on(earlier, status):
+            continue
+        span = status.updated - earlier.updated
+        for receiver, use in status.lines.items():
+            zeros = [0.0] * 3
+            size, busy, resent = (
+                max(0.0, new - last)
+                for new, last in zip(use, earlier.lines.get(receiver, zeros), strict=True)
+            )
+            if size > 0:
+                host = hosts.get(receiver, "?")
+                found.append(
+                    LineRow(
+                        status.rank,
+                        receiver,
+                        status.host,
+                        host,
+                        size / span / 1e6,
+                        min(1.0, busy / span),
+                        resent / span,
+                    )
+                )
+    return sorted(found, key=lambda line: -line.busy)
+
+
+def slow_lines(table: Sequence[LineRow]) -> str:
+    """Which lines are slow: one, all from a host, or all to a host.
+
+    Args:
+        table: the lines.
+
+    Returns:
+        A sentence; "" if none is busy for a fifth of the time and less than half as fast as the
+        median of the others.
+    """
+    slow = []
+    for line in table:
+        others = [other.rate for other in table if other is not line]
+        if others and line.busy >= _BUSY and line.rate < _SLOW * statistics.median(others):
+            slow.append(line)
+    if not slow:
+        return ""
+    worst = min(slow, key=lambda line: line.rate)
+    usual = statistics.median(line.rate for line in table if line not in slow)
+    rates = f"{worst.rate:.1f} MB/s while busy, where the others have {usual:.1f}"
+    for end, word in (("sender_host", "from"), ("receiver_host", "to")):
+        host = getattr(worst, end)
+        of_host = [line for line in table if getattr(line, end) == host]
+        if len(of_host) > 1 and all(line in slow for line in of_host):
+            return f"All lines {word} host {host} are slow: {rates}."
+    return f"T{str(worst)[1:]} is slow: {rates}."
 
 
 def _goes_on(before: Status, now: Status) -> bool:
@@ -187,6 +301,20 @@ def headline(table: Sequence[Row], job: str) -> str:
     return f"{text}. The others wait {late.waited_for:.0%} of the time for rank {late.rank}{on}."
 
 
+class View(NamedTuple):
+    """What there is to see of a job.
+
+    Attributes:
+        headline: in words.
+        rows: of the ranks.
+        lines: between hosts, the busiest first.
+    """
+
+    headline: str
+    rows: list[Row]
+    lines: list[LineRow]
+
+
 class Looks:
     """The last two looks at each rank, half a second apart at least."""
 
@@ -195,14 +323,14 @@ class Looks:
         self._last: dict[int, Status] = {}
         self._changed: dict[int, float] = {}  # when a rank's figures did, on time.monotonic()
 
-    def add(self, now: Sequence[Status]) -> tuple[str, list[Row]]:
+    def add(self, now: Sequence[Status]) -> View:
         """Looks once more.
 
         Args:
             now: what all ranks have written last.
 
         Returns:
-            The headline, and a row for each rank.
+            What there is to see.
         """
         for status in now:
             last = self._last.get(status.rank)
@@ -211,11 +339,11 @@ class Looks:
                     self._before[status.rank] = last
                 self._last[status.rank] = status
                 self._changed[status.rank] = time.monotonic()
-        table = rows(
-            list(self._before.values()),
-            [dataclasses.replace(self._last[s.rank], age=self._age(s)) for s in now],
-        )
-        return headline(table, now[0].job if now else "no job"), table
+        before = list(self._before.values())
+        latest = [dataclasses.replace(self._last[s.rank], age=self._age(s)) for s in now]
+        table, between = rows(before, latest), lines(before, latest)
+        line = headline(table, now[0].job if now else "no job")
+        return View(f"{line} {slow_lines(between)}".rstrip(), table, between)
 
     def _age(self, status: Status) -> float:
         """Seconds since its figures were new; clocks of other hosts do not tell."""
@@ -230,8 +358,8 @@ class Source:
         self._where = where
         self._looks = Looks()
 
-    def look(self) -> tuple[str, list[Row]]:
-        """Looks once more; returns the headline and the rows since a look of before.
+    def look(self) -> View:
+        """Looks once more.
 
         Raises:
             ValueError: nothing can be read there, with what to do.
@@ -267,26 +395,33 @@ class Source:
         return texts
 
 
-def as_text(title: str, table: Sequence[Row]) -> str:
-    """The table for a terminal or a file.
+def as_text(view: View) -> str:
+    """The view for a terminal or a file.
 
     Args:
-        title: the line above it.
-        table: its rows.
+        view: what to show.
 
     Returns:
         Lines of text.
     """
-    cells = [COLUMNS, *(row.cells() for row in table)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [title, ""]
-    for line in cells:
-        aligned = (
-            cell.ljust(width) if at in TEXT_COLUMNS else cell.rjust(width)
+    ranks = _aligned(COLUMNS, [row.cells() for row in view.rows], TEXT_COLUMNS)
+    return "\n\n".join(filter(None, [view.headline, ranks, _lines_text(view)]))
+
+
+def _lines_text(view: View) -> str:
+    cells = [line.cells() for line in view.lines[:MOST_LINES]]
+    return _aligned(LINE_COLUMNS, cells, LINE_TEXT_COLUMNS) if cells else ""
+
+
+def _aligned(names: Sequence[str], cells: Sequence[Sequence[str]], texts: Sequence[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in texts else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
+        ).rstrip()
+        for line in (names, *cells)
+    )
 
 
 def app(source: Source, every: float) -> App[None]:
@@ -319,6 +454,7 @@ def app(source: Source, every: float) -> App[None]:
         def compose(self) -> textual.app.ComposeResult:
             yield textual.widgets.Static(id="headline")
             yield textual.widgets.DataTable[Text](cursor_type="row", zebra_stripes=True)
+            yield textual.widgets.Static(id="lines")
             yield textual.widgets.Footer()
 
         def on_mount(self) -> None:
@@ -333,18 +469,19 @@ def app(source: Source, every: float) -> App[None]:
 
         def look(self) -> None:
             try:
-                self.title_line, self.rows = source.look()
+                self.view = source.look()
             except ValueError as error:  # the job has ended, or has not begun
-                self.title_line, self.rows = str(error), []
+                self.view = View(str(error), [], [])
             self.show()
 
         def show(self) -> None:
-            self.query_one("#headline", textual.widgets.Static).update(self.title_line)
+            self.query_one("#headline", textual.widgets.Static).update(self.view.headline)
+            self.query_one("#lines", textual.widgets.Static).update(_lines_text(self.view))
             table = self.query_one(textual.widgets.DataTable)
             at = table.cursor_coordinate
             scrolled = table.scroll_y
             table.clear()
-            for row in sorted(self.rows, key=_SORTS[self.sorted_by][1]):
+            for row in sorted(self.view.rows, key=_SORTS[self.sorted_by][1]):
                 late = row.waited_for >= WAITS
                 table.add_row(
                     *(
@@ -382,7 +519,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         source.look()
         time.sleep(max(given.every, 1.1))  # ranks write once a second
-        print(as_text(*source.look()))
+        print(as_text(source.look()))
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import functools
 import hashlib
+import importlib
+import io
 import itertools
 import json
 import math
@@ -50,6 +53,7 @@ SAMPLES, BATCH = 301, 4
 # Where a rank can be told to die or to be late; "first": the first step after ranks have joined,
 # in which DDP orders its buckets.
 POINTS = ("backward", "no_sync", "first", "commit", "admit", "receive", "late")
+OBSERVED = "SURVIVE_OBSERVED"  # set: with the timeline, metrics and all else that watches a job
 WAYS = ("ddp", "ddp bn", "ddp static", "ddp no_sync", "loop")
 
 
@@ -133,6 +137,13 @@ def allowed(call: str, survivors: tuple[int, ...], started: tuple[int, ...]) -> 
 # ---- a rank
 
 
+class NoWriter:
+    """Takes the scalars of ringreduce.tensorboard."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        assert scalar_value >= 0, (tag, global_step, scalar_value)
+
+
 class Orders:
     """What ranks are told to do, in memory that they share with the program that strikes them."""
 
@@ -205,6 +216,9 @@ def reduce_known(net: torch.nn.Module, rank: int, step: int) -> tuple[dict[str, 
 def train(plan: Plan, rank: int, life: int, port: int, folder: str, pipe: Any) -> None:
     """Trains, and writes a line before each commit and one after it."""
     os.environ["RINGREDUCE_WIRE"] = plan.wire
+    if os.environ.get(OBSERVED):
+        for what in ("TIMELINE", "DUMP", "METRICS"):
+            os.environ[f"RINGREDUCE_{what}"] = f"{folder}/{what}"
     torch.set_num_threads(1)
     torch.manual_seed(100 * rank + life)
     elastic._LOOK_SECONDS, elastic._ASK_SECONDS = plan.look_seconds, plan.look_seconds / 2
@@ -242,6 +256,9 @@ def train(plan: Plan, rank: int, life: int, port: int, folder: str, pipe: Any) -
     backend = backend_of(dist.group.WORLD)
     assert backend is not None
     backend.set_timeout(datetime.timedelta(seconds=TIMEOUT))
+    if os.environ.get(OBSERVED):
+        ringreduce.tensorboard(NoWriter())
+        ringreduce.straggler_detection().__enter__()
     pipe.send("in")
     inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     is_first = [True]
@@ -614,6 +631,11 @@ def one_run(seed: int, context: Any, port: int) -> Generator[Ended | None, None,
         run = Run(Plan.of(seed), context, port, folder)
         try:
             yield from run.go()
+            if os.environ.get(OBSERVED):
+                with contextlib.redirect_stdout(io.StringIO()) as told:
+                    timeline = importlib.import_module("ringreduce.timeline")
+                    if timeline.main(["summary", f"{folder}/TIMELINE"]) or not told.getvalue():
+                        run.ended.wrong.append("its timeline cannot be read")
             yield run.ended
         finally:
             run.kill_all()
@@ -648,8 +670,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other")
     parser.add_argument("--wire", choices=["auto", "tcp"], help="only seeds that decide on it")
+    parser.add_argument("--observed", action="store_true", help="with all that watches a job")
     parser.add_argument("--out", type=Path, help="a file for the counts, as JSON")
     arguments = parser.parse_args()
+    os.environ[OBSERVED] = "1" if arguments.observed else ""
     faults = collections.Counter[str]()
     joined, steps, bad, result = 0, 0, list[int](), dict[str, Any]()
     started = time.monotonic()

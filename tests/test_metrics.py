@@ -239,6 +239,33 @@ def test_rates_are_those_between_two_looks() -> None:
     assert [row.operations for row in again] == [20.0, 0.0, 0.0, 20.0]
 
 
+def test_slow_lines_are_told_apart() -> None:
+    """A ring of four ranks on two hosts each way, of which lines are slow."""
+
+    def told(slow: set[tuple[int, int]]) -> str:
+        def use(a: int, b: int, at: float) -> list[float]:
+            return [100e6 * at, at * (0.9 if (a, b) in slow else 0.1), 0.0]
+
+        ends = {r: [(r + 1) % 4, (r - 1) % 4] for r in range(4)}
+        looks = [
+            [status(r, at, lines={to: use(r, to, at) for to in ends[r]}) for r in range(4)]
+            for at in (1.0, 3.0)
+        ]
+        between = top.lines(*looks)
+        assert len(between) == 8
+        assert {(line.sender, line.receiver) for line in between[: len(slow)]} == slow
+        assert {round(line.megabytes) for line in between} == {100}
+        return top.slow_lines(between)
+
+    assert told(set()) == ""
+    assert told({(1, 2)}) == (
+        "The line from rank 1 (h1) to rank 2 (h0) is slow: 111.1 MB/s while busy, "
+        "where the others have 1000.0."
+    )
+    assert told({(0, 1), (0, 3), (2, 1), (2, 3)}).startswith("All lines from host h0 are slow: ")
+    assert told({(1, 0), (1, 2), (3, 0)}).startswith("The line from rank 1 (h1) to rank ")
+
+
 def test_it_says_what_each_rank_does() -> None:
     runs = {"running": {"0": "all_reduce #7"}, "running_seconds": {"0": 3.0}}
     short = {"running": {"0": "barrier #3"}, "running_seconds": {"0": 0.01}}
@@ -257,8 +284,8 @@ def test_a_rank_that_writes_less_often_than_one_looks_keeps_its_rates() -> None:
     first = status(0, time.time() - 2)
     second = status(0, time.time() - 1, operations=50)
     for seen in (first, first, second, second):
-        _, table = looks.add([seen])
-    assert table[0].operations == pytest.approx(50, rel=0.1)
+        view = looks.add([seen])
+    assert view.rows[0].operations == pytest.approx(50, rel=0.1)
 
 
 def test_keys_sort_the_table() -> None:
@@ -266,13 +293,13 @@ def test_keys_sort_the_table() -> None:
     from textual.widgets import DataTable, Static
 
     class Source(top.Source):
-        def look(self) -> tuple[str, list[top.Row]]:
+        def look(self) -> top.View:
             self.looks = getattr(self, "looks", 0) + 1
             waits = [0.0, 0.5, 0.1]
             table = [
                 top.Row(r, "h", r, 5, 10 - r, 1.0, 0.5, 0.1, waits[r], "computes") for r in range(3)
             ]
-            return top.headline(table, "job"), table
+            return top.View(top.headline(table, "job"), table, [])
 
     async def pressed() -> list[list[str]]:
         source = Source("")

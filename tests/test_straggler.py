@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce.record import Record
-from ringreduce.straggler import _CpuPressure, _Judge
+from ringreduce.straggler import _CpuPressure, _Judge, _Lines
 
 MS = 1_000_000
 
@@ -131,6 +131,41 @@ def test_a_slow_wire_is_no_late_rank() -> None:
     first = judge.wires[0]
     assert (first.record.step, first.record.bucket) == (300, 2)
     assert first.took_ms == pytest.approx(40, abs=1) and first.usual_ms < 1
+
+
+def test_the_slow_line_of_a_sender_is_named() -> None:
+    lines = _Lines({1: "rank 1 on host b", 2: "rank 2 on host c"})
+    sums = {1: [0, 0.0, 0], 2: [0, 0.0, 0]}
+
+    def goes_by(seconds: float, rates: dict[int, tuple[float, float]], resent: int = 0) -> None:
+        """For each rank: MB/s while busy, and the share of that time."""
+        nonlocal at
+        for rank, (rate, busy) in rates.items():
+            sums[rank][0] += int(rate * 1e6 * busy * seconds)
+            sums[rank][1] += busy * seconds
+            sums[rank][2] += resent if rank == 1 else 0
+        at += int(seconds * 1e9)
+        lines.add(at, [(rank, size, busy, again) for rank, (size, busy, again) in sums.items()])
+
+    at = 0
+    goes_by(0.1, {1: (100, 0.3), 2: (100, 0.3)})
+    begin = at
+    goes_by(0.1, {1: (10, 1.0), 2: (100, 0.1)})
+    assert lines.slow(begin, at) == ""  # nothing is usual yet
+    for _ in range(30):
+        goes_by(0.1, {1: (100, 0.3), 2: (100, 0.3)})
+    begin = at
+    goes_by(0.1, {1: (20, 0.9), 2: (95, 0.1)}, resent=7)
+    assert lines.slow(begin, at) == (
+        "the line to rank 1 on host b moved 20.0 MB/s, 100.0 usually, and sent 7 packets again"
+    )
+    assert lines.slow(begin - 100 * MS, begin) == ""
+    begin = at
+    goes_by(0.1, {1: (20, 0.2), 2: (95, 0.1)})  # slow, but nobody waited long for it
+    assert lines.slow(begin, at) == ""
+    begin = at
+    goes_by(0.1, {1: (90, 1.0), 2: (95, 1.0)})  # it had more to move
+    assert lines.slow(begin, at) == ""
 
 
 def test_ranks_whose_host_has_no_core_for_them_are_not_named() -> None:

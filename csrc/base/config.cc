@@ -197,6 +197,9 @@ const Row kRows[] = {
     {"RINGREDUCE_TIMELINE", "none", "a directory, which is made if there is none",
      "where each rank writes when it and the others came to each operation", kOwn,
      [](C&, Given&) {}, true},
+    {"RINGREDUCE_METRICS", "none", "a folder, which is made if there is none",
+     "where each rank writes its counts each second, for ringreduce.top and Prometheus", kOwn,
+     [](C&, Given&) {}, true},
     {"RINGREDUCE_CHECKSUM", "removed", "none", "removed: use RINGREDUCE_TLS=1", kRank0,
      [](C& c, Given& g) {
        c.removed = g.wasRemoved("set RINGREDUCE_TLS=1 to protect data between hosts");

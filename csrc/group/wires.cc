@@ -99,6 +99,10 @@ class StreamWires final : public Wires {
     const std::lock_guard lock(closing_);
     return transport_ ? transport_->bytesSent() : 0;
   }
+  std::vector<Line> lines() const override {
+    const std::lock_guard lock(closing_);
+    return transport_ ? transport_->lines() : std::vector<Line>();
+  }
   // Closes the sockets: a group that has left, but is still referenced, does not need them.
   void close() override {
     const std::lock_guard lock(closing_);

@@ -29,6 +29,7 @@ class Wires {
   virtual size_t stagingBytes() const = 0;
   virtual std::vector<std::string> routes() const { return {}; }
   virtual uint64_t bytesSent() const { return 0; }
+  virtual std::vector<Line> lines() const { return {}; }
   // There will be no more operations: releases sockets and memory.
   virtual void close() {}
 };

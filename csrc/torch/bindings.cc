@@ -19,6 +19,7 @@
 #include "bootstrap/attempt.h"
 #include "bootstrap/topology.h"
 #include "group/network.h"
+#include "group/wires.h"
 #include "kernels/reduce.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
@@ -253,6 +254,17 @@ py::tuple totalsOf(const BackendPtr& backend) {
     if (totals.waited[rank] > 0)
       waited[py::int_(rank)] = static_cast<double>(totals.waited[rank]) / 1e9;
   return py::make_tuple(totals.failed, kinds, waited);
+}
+
+// For each rank of another host that this one has sent data to: bytes, seconds in which the line
+// was busy, and packets that were sent again.
+std::vector<std::tuple<int, uint64_t, double, uint64_t>> linesOf(const BackendPtr& backend) {
+  const std::shared_ptr<Epoch> epoch = asRingreduce(*backend).group()->epoch();
+  std::vector<std::tuple<int, uint64_t, double, uint64_t>> lines;
+  for (const Line& line : epoch->wires->lines())
+    lines.emplace_back(epoch->ranks.rankAt(line.to), line.bytes,
+                       static_cast<double>(line.busy) / 1e9, line.retransmits);
+  return lines;
 }
 
 // The names of the numbers in records.
@@ -554,6 +566,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("routes", &Backend::routes);
   m.def("records", &recordsOf, "backend"_a, "since"_a);
   m.def("totals", &totalsOf, "backend"_a);
+  m.def("lines", &linesOf, "backend"_a);
   m.def("arrivals", &arrivalsOf, py::call_guard<py::gil_scoped_release>(), "backend"_a,
         "sequence"_a, "ask"_a);
   m.def("record_names", &recordNames);

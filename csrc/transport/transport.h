@@ -34,6 +34,14 @@ namespace ringreduce {
 
 inline constexpr size_t kPieceBytes = 256 << 10;  // a buffer of a transport
 
+// The way of the data to one rank, since it was first sent to.
+struct Line {
+  int to = 0;
+  uint64_t bytes = 0;  // that its system has acknowledged, headers included
+  Nanos busy = 0;      // while bytes were on their way or waited for the line, not for the reader
+  uint64_t retransmits = 0;  // packets
+};
+
 class Transport {
  public:
   Transport(int rank, int size) : rank_(rank), size_(size) {}
@@ -78,6 +86,8 @@ class Transport {
   virtual size_t stagingBytes() const { return 0; }
   // Bytes sent up to the end of the last operation, headers included.  From any thread.
   virtual uint64_t bytesSent() const { return 0; }
+  // What the lines to other ranks have done, at the end of a recent operation.  From any thread.
+  virtual std::vector<Line> lines() const { return {}; }
   // For each rank that was sent to: how it is reached, in words.
   virtual std::vector<std::string> routes() const { return {}; }
 

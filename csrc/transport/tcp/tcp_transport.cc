@@ -95,6 +95,8 @@ struct TcpTransport::State {
   void request(int to, Out& o, int wanted);
   void request(int to, Out& o);
 
+  void lookAtLines();
+
   // ---- waiting
   bool progress();
   bool pollSockets(int longest_ms);
@@ -119,12 +121,13 @@ struct TcpTransport::State {
   Announcement operation;
   uint64_t operations = 0;
   std::atomic<uint64_t> taken = 0;  // by all connections, at the end of the last operation
-  Nanos next_silence_look = 0;
+  Nanos next_silence_look = 0, next_look_at_lines = 0;
   net::ConnectionBudget budget;
 
-  std::mutex mutex;  // of the next two
+  std::mutex mutex;  // of the next three
   std::vector<Accepted> accepted;
   std::vector<Dialled> dialled;
+  std::vector<Line> lines;
 
   net::Connector connector;  // last: its threads use the members above
 };
@@ -134,6 +137,8 @@ namespace {
 // A backlog from which the number of connections is reconsidered.
 constexpr uint64_t kBacklog = 1 << 20;
 constexpr Nanos kLookEvery = 10 * kMillisecond;
+// A look at a line costs about a microsecond a connection.
+constexpr Nanos kLookAtLinesEvery = 20 * kMillisecond;
 // A path is lossy if it loses this many packets within this many bytes.  One or two retransmissions
 // happen without loss, when the receiver computes and reads late.
 constexpr uint64_t kManyLosses = 8, kLossBytes = 48 << 20;
@@ -162,14 +167,20 @@ bool setCongestionControl(const Fd& socket, std::string_view name) {
                     static_cast<socklen_t>(name.size())) == 0;
 }
 
+// Zeros if the socket does not tell.
+tcp_info infoOf(const net::Socket& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size);
+  return info;
+}
+
 net::ConnectionCount::Sample sampleOf(net::SendStream& stream) {
   net::ConnectionCount::Sample sample{
       .time = now(), .sent = stream.sent(), .connections = stream.connections()};
   for (int i = 0; i < stream.connections(); ++i) {
     const Connection& connection = stream.connection(i);
-    tcp_info info{};
-    socklen_t size = sizeof info;
-    if (getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    const tcp_info info = infoOf(connection.socket);
     // The minimum: the smoothed round trip includes the time that our own bytes queue.
     const Nanos round_trip = static_cast<Nanos>(info.tcpi_min_rtt) * kMicrosecond;
     sample.round_trip = i == 0 ? round_trip : std::min(sample.round_trip, round_trip);
@@ -225,6 +236,30 @@ TcpTransport::State::In& TcpTransport::State::expecting(int from) {
     receiving.push_back(from);
   }
   return i;
+}
+
+void TcpTransport::State::lookAtLines() {
+  const Nanos time = now();
+  if (time < next_look_at_lines) return;
+  next_look_at_lines = time + kLookAtLinesEvery;
+  std::vector<Line> looked;
+  for (int r = 0; r < size; ++r) {
+    const auto& out = outs[static_cast<size_t>(r)];
+    if (!out || out->stream.connections() == 0) continue;
+    Line line{.to = options.shown.empty() ? r : options.shown[static_cast<size_t>(r)]};
+    for (int i = 0; i < out->stream.connections(); ++i) {
+      const tcp_info info = infoOf(out->stream.connection(i).socket);
+      line.bytes += info.tcpi_bytes_acked;
+      line.retransmits += info.tcpi_total_retrans;
+      const uint64_t busy =
+          info.tcpi_busy_time - std::min(info.tcpi_busy_time, info.tcpi_rwnd_limited);
+      // Connections of a line are busy at the same time.
+      line.busy = std::max(line.busy, static_cast<Nanos>(busy) * kMicrosecond);
+    }
+    looked.push_back(line);
+  }
+  const std::lock_guard lock(mutex);
+  lines.swap(looked);
 }
 
 // ---- connections
@@ -527,6 +562,7 @@ void TcpTransport::finish() {
   for (const auto& out : state_->outs)
     if (out) taken += out->stream.taken();
   state_->taken.store(taken, std::memory_order_relaxed);
+  state_->lookAtLines();
 }
 
 uint64_t TcpTransport::bytesSent() const {
@@ -605,6 +641,11 @@ void TcpTransport::leave(Nanos longest) {
 
 size_t TcpTransport::stagingBytes() const {
   return state_->pool.bytes();
+}
+
+std::vector<Line> TcpTransport::lines() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->lines;
 }
 
 std::vector<std::string> TcpTransport::routes() const {

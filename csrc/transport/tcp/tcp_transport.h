@@ -25,7 +25,7 @@ struct TcpOptions {
   // Connections to a rank; the number is adapted between these two (stream.h).
   int min_connections = 1;
   int max_connections = kMaxConnections;
-  // The rank numbers to show in routes(), if they differ from the transport's own.
+  // The rank numbers to show in routes() and lines(), if they differ from the transport's own.
   std::vector<int> shown = {};
   // When the control ring declares a rank lost.  Bytes of a rank that has left or ended are awaited
   // for twice as long after the last ones arrived.
@@ -59,6 +59,8 @@ class TcpTransport final : public Transport {
   void leave(Nanos longest) override;
   size_t stagingBytes() const override;
   uint64_t bytesSent() const override;
+  // By the numbers that are shown.
+  std::vector<Line> lines() const override;
   // How many connections there are to each rank, and why.
   std::vector<std::string> routes() const override;
 
