@@ -11,7 +11,7 @@ bucket and nobody else is; a clean run, if nobody is named.  The exit status is 
 
 With --hosts each rank is on a host of its own: a network namespace, whose line tc limits.  In the
 middle of a run the line of one host, drawn from the seed, gets --slow-mbit in place of --mbit.  A
-run is right if lines from that host or to it are called slow, no others, and no rank is called late.
+run is right if lines from or to that host are called slow, no others, and no rank is called late.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/demo_see.py    # a minute on two cores
 
-Three ranks train an MLP with DDP, and rank 1 waits 40 ms for its input in each tenth step: this is
-what ringreduce.top, the summary, the metrics and the timeline say meanwhile and afterwards.  In a
-second job rank 2 leaves out an all-reduce, and the records say so.
+Three ranks train a small MLP with DDP, and rank 1 waits 60 ms for its input in each tenth step: this
+is what ringreduce.top, the summary and the timeline say meanwhile and afterwards.  In a second job
+rank 2 leaves out an all-reduce, and the records say so.
 
 The files are in ./demo-out/see.  The exit status is 0 only if each of them named the right rank.
 """
@@ -32,17 +32,16 @@ import ringreduce
 HERE = Path(__file__).resolve()
 RANKS, LATE, ABSENT = 3, 1, 2
 SECONDS = 300  # deadline of a job
-LATE_SECONDS, EACH = 0.04, 10
+LATE_SECONDS, EACH = 0.06, 10
 
 
 def train(seconds: float) -> None:
     """A rank of the first job, for that long."""
     dist.init_process_group("ringreduce")
-    model = DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), bucket_cap_mb=2
-    )
+    layers = [nn.Linear(128, 128) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.15)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.randn(64, 512)
+    batch = torch.randn(16, 128)
     goes_on = torch.ones(1)
     end = time.monotonic() + seconds
     with ringreduce.straggler_detection() as sd:
@@ -66,7 +65,7 @@ def leave_one_out() -> None:
     dist.init_process_group("ringreduce", timeout=timedelta(seconds=2))
     for call in range(20):
         if (dist.get_rank(), call) != (ABSENT, 17):
-            dist.all_reduce(torch.ones(1000))
+            dist.all_reduce(torch.ones(1000 + call))
 
 
 def run(title: str, *command: str) -> str:

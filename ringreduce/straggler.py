@@ -12,7 +12,8 @@ last one.  Medians and deviations are those of this group on this machine:
   above the median delay, 4 times the 99th percentile, 2 % of the step, twice the error of the
   clocks; and if that is at least 80 % of what the operation took longer than usual.
 - If processes of this host waited for a core meanwhile (/proc/pressure/cpu), nobody is.
-- A rank is named for the whole run if it was the last one in most steps, and that cost time.
+- A rank is named for the whole run if it was the last one in most steps, or if the others waited
+  for it for most of their waits, in so many steps that it is no chance; and if that cost time.
 - Between hosts, the wire is called slow if the data took much longer than usual once all ranks were
   there.
 """
@@ -55,7 +56,9 @@ _EXPLAINS_LINE = 0.5  # and was busy for this share of the operation
 
 _STEPS = 20  # a rank is named for the run from so many steps on,
 _LAST_IN = 0.8  # if it was the last one in this share of them,
-_COSTS = 0.005  # and the others waited for it for this share of the time
+_COSTS = 0.005  # and the others waited for it for this share of the time;
+_OF_WAITS, _WAITS_COST = 2 / 3, 0.02  # or if so much of the waits was for it, of the time,
+_SIGMAS = 5  # where chance would give it half of them
 
 
 class Late(NamedTuple):
@@ -107,6 +110,31 @@ class SlowWire(NamedTuple):
             f"{r} (step {r.step}, bucket {r.bucket}) took {self.took_ms:.1f} ms once all ranks "
             f"were there, {self.usual_ms:.1f} ms usually" + (f"; {self.line}" if self.line else "")
         )
+
+
+class Persistent(NamedTuple):
+    """A rank that was late all along, or again and again.
+
+    Attributes:
+        last_in: the share of the steps in which it was the last one.
+        cost: the share of the time for which the others waited for it.
+        of_waits: its share of all waits that mattered: for 1 ms and 2 % of a step, or more.
+        steps: in which it made the others wait so long.
+    """
+
+    last_in: float
+    cost: float
+    of_waits: float
+    steps: int
+
+    def __str__(self) -> str:
+        text = (
+            f"was the last one in {self.last_in:.0%} of the steps: "
+            f"the others waited {self.cost:.1%} of the time for it"
+        )
+        if self.steps:
+            text += f"; {self.of_waits:.0%} of all long waits were for it, in {self.steps} steps"
+        return text
 
 
 class _Usual:
@@ -240,6 +268,12 @@ class _Judge:
         self._of_step: dict[int, float] = defaultdict(float)
         self._last_in: Counter[int] = Counter()  # steps in which a rank was the last one
         self._counted = 0  # steps
+        # Long waits of a step: by rank, their sums over all steps, the sum of their squares, and in
+        # how many steps each rank caused them.
+        self._long_of_step: dict[int, float] = defaultdict(float)
+        self._long: dict[int, float] = defaultdict(float)
+        self._long_squares = 0.0
+        self._long_steps: Counter[int] = Counter()
 
     def feed(self, record: Record) -> tuple[list[Late], SlowWire | None]:
         """Judges an operation that is done; returns what it adds."""
@@ -272,6 +306,12 @@ class _Judge:
         if all_known and record.clock_error_ns >= 0:
             self.waited_ms[last] += certain / 1e6
             self._of_step[last] += certain
+            if (
+                certain > _LEAST_LATE
+                and certain > self._share_of_step()
+                and not self._is_starved(record.median_ns, int(last_came), delay)
+            ):
+                self._long_of_step[last] += certain
         return named, wire
 
     def takes_long(self, record: Record) -> bool:
@@ -295,7 +335,7 @@ class _Judge:
         limit = max(
             _LEAST_LATE,
             self._delay.limit(),
-            _STEP_SHARE * statistics.median(self._steps) if self._steps else 0.0,
+            self._share_of_step(),
             2.0 * record.clock_error_ns,
         )
         if record.late[0][1] <= limit:
@@ -315,11 +355,14 @@ class _Judge:
         self.late += found
         return found
 
+    def _share_of_step(self) -> float:
+        return _STEP_SHARE * statistics.median(self._steps) if self._steps else 0.0
+
     def _is_starved(self, begin: int, end: int, delay: float) -> bool:
         return self._pressure is not None and (self._pressure.waited(begin, end) > _STARVED * delay)
 
-    def persistent(self) -> dict[int, tuple[float, float]]:
-        """Ranks that were late all along: the share of steps, and of the time, that each cost."""
+    def persistent(self) -> dict[int, Persistent]:
+        """Ranks that were late all along, or again and again."""
         last_in, steps = Counter(self._last_in), self._counted
         if self._of_step:  # the one that is not over
             last_in[self._last_of_step()] += 1
@@ -327,11 +370,25 @@ class _Judge:
         if steps < _STEPS:
             return {}
         span = max(1, self.end_ns - self.begin_ns) / 1e6
-        return {
-            rank: (count / steps, self.waited_ms[rank] / span)
-            for rank, count in last_in.items()
-            if count >= _LAST_IN * steps and self.waited_ms[rank] >= _COSTS * span
-        }
+        waits = sum(self._long.values())
+        found = {}
+        for rank, waited in self.waited_ms.items():
+            long = self._long[rank]
+            sigma = 0.5 * math.sqrt(self._long_squares)
+            always = last_in[rank] >= _LAST_IN * steps and waited >= _COSTS * span
+            often = (
+                long >= _OF_WAITS * waits
+                and long - waits / 2 > _SIGMAS * sigma
+                and long / 1e6 >= _WAITS_COST * span
+            )
+            if always or often:
+                found[rank] = Persistent(
+                    last_in[rank] / steps,
+                    waited / span,
+                    long / waits if waits else 0.0,
+                    self._long_steps[rank],
+                )
+        return found
 
     def _last_of_step(self) -> int:
         return max(self._of_step, key=self._of_step.__getitem__)
@@ -341,6 +398,11 @@ class _Judge:
             self._counted += 1
             self._last_in[self._last_of_step()] += 1
             self._of_step.clear()
+        for rank, waited in self._long_of_step.items():
+            self._long[rank] += waited
+            self._long_squares += waited**2
+            self._long_steps[rank] += 1
+        self._long_of_step.clear()
 
 
 class straggler_detection:
@@ -355,7 +417,7 @@ class straggler_detection:
         group: a ringreduce group, or another, beside which one is made if there is none; None for
             the default group.
         log: whether to log a rank that is named, within the next step, and at most once a minute
-            for each rank.  The lowest rank that is not late itself logs.
+            for each rank.  The lowest other rank logs.
 
     Raises:
         TypeError: not a group, or one that this rank is not in.
@@ -381,6 +443,7 @@ class straggler_detection:
         self._next = 0
         self._lost = 0
         self._logged: dict[int, float] = {}
+        self._next_look = 0  # the step
         # Records in their order; the first of them awaits answers of other ranks since then.
         self._waiting: deque[Record] = deque()
         self._asked_at = 0.0
@@ -413,8 +476,8 @@ class straggler_detection:
             return list(self._judge.wires)
 
     @property
-    def persistent(self) -> dict[int, tuple[float, float]]:
-        """Ranks that were the last in most steps: in which share, and which share of time it cost.
+    def persistent(self) -> dict[int, Persistent]:
+        """Ranks that were the last in most steps, or that the others waited for again and again.
 
         Returns:
             By rank; empty if there are none, or fewer than 20 steps.
@@ -440,11 +503,8 @@ class straggler_detection:
             lines.append(f"{self._lost} records were overwritten before they were read")
         if self._ended:
             lines.append(f"the group could not be followed to the end: {self._ended}")
-        for rank, (steps, cost) in sorted(judge.persistent().items()):
-            lines.append(
-                f"rank {rank} was the last one in {steps:.0%} of the steps: "
-                f"the others waited {cost:.1%} of the time for it"
-            )
+        for rank, persistent in sorted(judge.persistent().items()):
+            lines.append(f"rank {rank} {persistent}")
         by_rank: dict[int, list[Late]] = defaultdict(list)
         for late in judge.late:
             by_rank[late.rank].append(late)
@@ -524,13 +584,18 @@ class straggler_detection:
             return
         if wire and wire.line:  # its sender knows
             self._say(-1, f"the wire was slow: {wire}")
-        if not named:
-            return
-        me = self._ranks[self._group.rank()]
-        if me != min(set(self._ranks) - {late.rank for late in named}, default=me):
-            return
         for late in named:
-            self._say(late.rank, str(late))
+            self._say_of(late.rank, str(late))
+        if record.step >= self._next_look:  # at what takes many steps to show
+            self._next_look = record.step + _STEPS
+            for rank, persistent in self._judge.persistent().items():
+                self._say_of(rank, f"rank {rank} {persistent}")
+
+    def _say_of(self, rank: int, text: str) -> None:
+        """Logs a sentence on a late rank, if this is the lowest of the others."""
+        me = self._ranks[self._group.rank()]
+        if me == min(set(self._ranks) - {rank}, default=me):
+            self._say(rank, text)
 
     def _say(self, of: int, text: str) -> None:
         """Logs a sentence of a rank, or of the wire (-1), once a minute at most."""

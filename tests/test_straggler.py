@@ -120,8 +120,25 @@ def test_nobody_is_named_in_a_clean_run(noise_ms: float) -> None:
 def test_a_rank_that_is_a_little_late_in_each_step_is_named_for_the_run() -> None:
     judge = judged(job(1000, lambda s, b, r: 0.35 * (r == 2 and b == 3)))
     assert judge.late == []
-    ((rank, (steps, cost)),) = judge.persistent().items()
-    assert rank == 2 and steps > 0.8 and 0.01 < cost < 0.02
+    ((rank, found),) = judge.persistent().items()
+    assert rank == 2 and found.last_in > 0.8 and 0.01 < found.cost < 0.02
+
+
+@pytest.mark.parametrize("noise_ms", [0.05, 0.5])
+def test_a_rank_that_is_late_now_and_again_is_named_for_the_run(noise_ms: float) -> None:
+    late = job(600, lambda s, b, r: 40.0 * (r == 1 and b == 0 and s % 10 == 3), noise_ms=noise_ms)
+    ((rank, found),) = judged(late).persistent().items()
+    assert rank == 1 and found.steps >= 59
+    assert found.of_waits > 0.8 and 0.1 < found.cost < 0.2
+
+
+def test_a_few_long_delays_are_chance() -> None:
+    for late_steps in ([300], range(0, 600, 40)):  # once for long, and 15 times
+        long = 5000.0 if len(late_steps) == 1 else 100.0
+        judge = judged(
+            job(600, lambda s, b, r, at=late_steps, ms=long: ms * (r == 1 and b == 0 and s in at))
+        )
+        assert judge.persistent() == {}
 
 
 def test_a_slow_wire_is_no_late_rank() -> None:
