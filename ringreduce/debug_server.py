@@ -31,8 +31,8 @@ from ringreduce.top import (
     LINE_TEXT_COLUMNS,
     MOST_LINES,
     TEXT_COLUMNS,
-    WAITS,
     Looks,
+    late_ranks,
 )
 
 _ENDPOINT = "ringreduce_metrics"  # of each rank's server, and of the page's
@@ -44,7 +44,7 @@ _PAGE = """
 {% endblock %}
 {% block content %}
   <style>
-    .ringreduce td, .ringreduce th { padding: 2px 12px; text-align: right; }
+    .ringreduce td, .ringreduce th { padding: 2px 12px; text-align: right; white-space: nowrap; }
     .ringreduce td.text, .ringreduce th.text { text-align: left; }
     .ringreduce tr.late { color: #b00020; font-weight: bold; }
   </style>
@@ -102,6 +102,7 @@ class RingreduceHandler(DebugHandler):
         view = self._looks.add(
             metrics.statuses(answer.text for answer in answers if answer.status_code == 200)
         )
+        late = late_ranks(view.rows)
         problems = format_fetch_summary(addresses, answers)
         page: bytes = request.frontend.render_template(
             "ringreduce.html",
@@ -110,7 +111,7 @@ class RingreduceHandler(DebugHandler):
             tables=[
                 (
                     [(name, at in TEXT_COLUMNS) for at, name in enumerate(COLUMNS)],
-                    [(row.waited_for >= WAITS, row.cells()) for row in view.rows],
+                    [(row.rank in late, row.cells()) for row in view.rows],
                 ),
                 (
                     [(name, at in LINE_TEXT_COLUMNS) for at, name in enumerate(LINE_COLUMNS)],

@@ -281,6 +281,19 @@ def _doing(status: Status, ranks: Sequence[Status]) -> str:
     return f"not in the operation of {who}, for {seconds:.1f} s"
 
 
+def late_ranks(table: Sequence[Row]) -> set[int]:
+    """The ranks that the others wait for: 5 % of the time, and half as long as for any, or more.
+
+    Args:
+        table: the rows of all ranks.
+
+    Returns:
+        Their ranks.
+    """
+    most = max((row.waited_for for row in table), default=0.0)
+    return {row.rank for row in table if row.waited_for >= max(WAITS, most / 2)}
+
+
 def headline(table: Sequence[Row], job: str) -> str:
     """What the job does, and whom it waits for.
 
@@ -294,9 +307,9 @@ def headline(table: Sequence[Row], job: str) -> str:
     hosts = len({row.host for row in table})
     text = f"{job}: {len(table)} ranks on {hosts} host{'s' * (hosts != 1)}"
     text += f", step {max((row.step for row in table), default=0)}"
-    late = max(table, key=lambda row: row.waited_for, default=None)
-    if late is None or late.waited_for < WAITS:
+    if not late_ranks(table):
         return f"{text}. No rank is waited for {WAITS:.0%} of the time."
+    late = max(table, key=lambda row: row.waited_for)
     on = f" on {late.host}" if hosts > 1 else ""
     return f"{text}. The others wait {late.waited_for:.0%} of the time for rank {late.rank}{on}."
 
@@ -481,8 +494,9 @@ def app(source: Source, every: float) -> App[None]:
             at = table.cursor_coordinate
             scrolled = table.scroll_y
             table.clear()
+            late_ones = late_ranks(self.view.rows)
             for row in sorted(self.view.rows, key=_SORTS[self.sorted_by][1]):
-                late = row.waited_for >= WAITS
+                late = row.rank in late_ones
                 table.add_row(
                     *(
                         Text(

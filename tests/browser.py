@@ -22,6 +22,7 @@ class _Browser:
         commands, self.commands = os.pipe()
         self.answers, answers = os.pipe()
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        options += ["--window-size=1280,640", "--hide-scrollbars"]
         # The shell gives them their numbers: in this process 3 and 4 may be taken.
         moved = f'exec "$@" 3<&{commands} 4>&{answers}'
         self.process = subprocess.Popen(
