@@ -110,16 +110,22 @@ def slow_a_line(given: argparse.Namespace, run: int) -> bool:
 
     draw = random.Random(given.seed + run)
     slow = draw.randrange(given.hosts)
-    folder = tempfile.mkdtemp(prefix="late-")
-    command = [sys.executable, __file__, "--on-host", folder, "--steps", str(given.steps)]
-    command += ["--width", str(given.width)]
-    with Hosts(given.hosts, veth=True, rate_mbit=given.mbit) as hosts:
+    with (
+        tempfile.TemporaryDirectory(prefix="late-") as folder,
+        Hosts(given.hosts, veth=True, rate_mbit=given.mbit) as hosts,
+    ):
+        command = [sys.executable, __file__, "--on-host", folder, "--steps", str(given.steps)]
+        command += ["--width", str(given.width)]
         job = hosts.start(command)
         while not Path(folder, "half").exists() and job.processes[0].poll() is None:
             time.sleep(0.005)
         hosts.link(slow, "*", rate_mbit=given.slow_mbit)
         outcomes = job.wait(300)
-    found = [json.loads(o.output[o.output.index("{") : o.output.index("}") + 1]) for o in outcomes]
+    said = [
+        [line for line in outcome.output.splitlines() if line.startswith("{")]
+        for outcome in outcomes
+    ]
+    found = [json.loads(lines[-1]) for lines in said]
     # The line is slow both ways: the rank there names its lines, and the others those to it.
     named = [
         rank == slow or f"to rank {slow} " in line

@@ -2,8 +2,8 @@
 
     python examples/demo_see.py    # a minute on two cores
 
-Three ranks train a small MLP with DDP, and rank 1 waits 60 ms for its input in each tenth step: this
-is what ringreduce.top, the summary and the timeline say meanwhile and afterwards.  In a second job
+Three ranks train a small MLP with DDP, and rank 1 waits 60 ms for its input in each tenth step:
+ringreduce.top, the summary and the timeline name it, meanwhile and afterwards.  In a second job
 rank 2 leaves out an all-reduce, and the records say so.
 
 The files are in ./demo-out/see.  The exit status is 0 only if each of them named the right rank.
@@ -100,7 +100,7 @@ def show(args: argparse.Namespace) -> bool:
         job.wait()
         summary = job.logs[0].read_text()
     print(f"\nsd.summary() on rank 0:\n{summary}")
-    named.append(f"rank {LATE} was late" in summary)
+    named.append(f"rank {LATE} was" in summary)
     late = run("from the timeline", "ringreduce.timeline", "late", traces)
     named.append(f"rank {LATE}: late in" in late)
     run("a table of it", "ringreduce.timeline", "summary", traces)

@@ -12,6 +12,7 @@ torch wants it in trusted networks only.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch._C._distributed_c10d import _register_handler
@@ -48,6 +49,7 @@ _PAGE = """
     .ringreduce td.text, .ringreduce th.text { text-align: left; }
     .ringreduce tr.late { color: #b00020; font-weight: bold; }
   </style>
+  <p id="trouble"></p>
   <div id="ringreduce">
     <p>{{ headline }}</p>
     {% for problem in problems %}<p>{{ problem }}</p>{% endfor %}
@@ -68,14 +70,18 @@ _PAGE = """
   </div>
   <script>
     setTimeout(async function renew() {
+      const trouble = document.getElementById("trouble");
       try {
-        const text = await (await fetch("/ringreduce")).text();
-        const page = new DOMParser().parseFromString(text, "text/html");
+        const answer = await fetch("/ringreduce");
+        if (!answer.ok) throw new Error(`it answers with ${answer.status}`);
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         document.getElementById("ringreduce").replaceWith(page.getElementById("ringreduce"));
+        trouble.textContent = "";
       } catch (error) {
-        document.getElementById("ringreduce").prepend("The server does not answer. ");
+        trouble.textContent = `These figures are old; the server is asked again: ${error.message}`;
+      } finally {
+        setTimeout(renew, 1000);
       }
-      setTimeout(renew, 1000);
     }, 1000);
   </script>
 {% endblock %}
@@ -99,9 +105,8 @@ class RingreduceHandler(DebugHandler):
 
     def _page(self, request: Any) -> bytes:
         addresses, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
-        view = self._looks.add(
-            metrics.statuses(answer.text for answer in answers if answer.status_code == 200)
-        )
+        texts = [answer.text for answer in answers if answer.status_code == 200]
+        view = self._looks.add(metrics.statuses(texts), all_write=False)
         late = late_ranks(view.rows)
         problems = format_fetch_summary(addresses, answers)
         page: bytes = request.frontend.render_template(
@@ -126,6 +131,12 @@ class RingreduceHandler(DebugHandler):
         return "".join(a.text for a in answers if a.status_code == 200).encode()
 
 
+@functools.cache
+def _serve_rank() -> None:
+    """Lets this rank's server answer with its metrics; torch takes a name once."""
+    _register_handler(_ENDPOINT, _answer)
+
+
 def _answer(_: Any, response: Any) -> None:
     response.set_content(metrics.text(), "text/plain; version=0.0.4")
     response.set_status(200)
@@ -146,5 +157,5 @@ def handlers(*others: DebugHandler) -> list[DebugHandler]:
         ImportError: prometheus-client is missing.
     """
     metrics.require_client()
-    _register_handler(_ENDPOINT, _answer)
+    _serve_rank()
     return [*default_handlers(), *others, RingreduceHandler()]

@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -134,7 +135,8 @@ class _Collector:
         )
         sequence = gauge("running_sequence", 'Its number in errors, "#17".', _GROUP)
         for group, backend in live_groups():
-            with contextlib.suppress(Error):  # destroyed a moment ago, or it has no members yet
+            # Destroyed a moment ago, or it has no members yet.
+            with contextlib.suppress(Error, LookupError, ValueError):
                 totals = _Totals.of(group, backend)
                 of_group = (*of_rank, group.group_name, str(backend.size()))
                 for kind, (count, of_kind, in_kind) in totals.kinds.items():
@@ -171,12 +173,14 @@ def prometheus(registry: CollectorRegistry | None = None) -> None:
     """
     client = require_client()
     registry = client.REGISTRY if registry is None else registry
-    if _collector in registry._collector_to_names:
+    if registry in _registries:
         raise ValueError("the registry has ringreduce's metrics already")
     registry.register(_collector)
+    _registries.add(registry)
 
 
 _collector = _Collector()
+_registries: weakref.WeakSet[CollectorRegistry] = weakref.WeakSet()
 
 
 def text() -> bytes:
@@ -215,13 +219,24 @@ class _Writer:
             self._path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
+        told = False
+        self._remove_left_over()
         while not self._stop.is_set():
             try:
                 self._write()
             except Exception as error:  # nothing here is worth an end of the program
-                _log.warning("this rank writes no more metrics to %s: %s", self.folder, error)
-                return
+                if not told:
+                    _log.warning("this rank cannot write its metrics to %s: %s", self.folder, error)
+                told = True
             self._stop.wait(_EVERY)
+
+    def _remove_left_over(self) -> None:
+        """Removes the files of processes of this host that were killed."""
+        for path in Path(self.folder).glob("*.prom"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                for status in statuses([path.read_text()]):
+                    if status.host == socket.gethostname() and not _runs(status.pid):
+                        path.unlink()
 
     def _write(self) -> None:
         if not dist.is_initialized():
@@ -234,6 +249,16 @@ class _Writer:
         self._client.write_to_textfile(str(path), self._registry)  # renames a whole one
 
 
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 _writer: _Writer | None = None
 
 
@@ -244,7 +269,10 @@ def follow_variable() -> None:
     if _writer and (_writer.folder != folder or _writer._pid != os.getpid()):
         end()
     if folder and not _writer:
-        _writer = _Writer(folder)
+        try:
+            _writer = _Writer(folder)
+        except ImportError as error:
+            _log.warning("%s is ignored: %s", _VARIABLE, error)
 
 
 def end() -> None:
@@ -309,7 +337,7 @@ class tensorboard:
         backend = backend_of(self._group)
         if backend is None:
             return None
-        with contextlib.suppress(Error):
+        with contextlib.suppress(Error, LookupError, ValueError):
             return _Totals.of(self._group, backend)
         return None
 
@@ -357,6 +385,7 @@ class Status:
         operations, failed, bytes, seconds: of all operations so far.
         waited: seconds that it waited for other ranks, by their ranks.
         lines: bytes, busy seconds and packets sent again, by the rank of another host.
+        groups: the names of its groups.
         running: the operation that ran, as in errors ("all_reduce #17"), by group.
         running_seconds: for how long that had run, by group.
         age: seconds since then, as far as the reader knows.
@@ -374,6 +403,7 @@ class Status:
     seconds: float = 0.0
     waited: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     lines: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
+    groups: set[str] = field(default_factory=set)
     running: dict[str, str] = field(default_factory=dict)
     running_seconds: dict[str, float] = field(default_factory=dict)
     age: float = 0.0
@@ -391,7 +421,7 @@ def statuses(texts: Iterable[str]) -> list[Status]:
         texts: of one rank or several each, of one job or several.
 
     Returns:
-        The ranks of the job that was updated last, ascending.
+        The ranks of all jobs, ascending.
 
     Raises:
         ValueError: a text has another format.
@@ -407,16 +437,14 @@ def statuses(texts: Iterable[str]) -> list[Status]:
                 if sample.name.startswith("ringreduce_"):
                     of = sample.labels["job"], int(sample.labels["rank"])
                     _add(found.setdefault(of, Status(of[1], of[0])), sample)
-    newest = max(found.values(), key=lambda status: status.updated, default=None)
-    return sorted(
-        (status for status in found.values() if newest and status.job == newest.job),
-        key=lambda status: status.rank,
-    )
+    return [found[of] for of in sorted(found)]
 
 
 def _add(status: Status, sample: Any) -> None:
     name = sample.name.removeprefix("ringreduce_").removesuffix("_total")
     labels, value = sample.labels, sample.value
+    if "comm_name" in labels:
+        status.groups.add(labels["comm_name"])
     if name in _SUMS:
         attribute = _FIELDS.get(name, name)
         setattr(status, attribute, getattr(status, attribute) + _SUMS[name](value))

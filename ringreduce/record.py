@@ -20,6 +20,8 @@ import torch.distributed as dist
 from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
 
 _LAYOUT = struct.Struct("<3Q7q" + "if" * 3 + "3Ii" + "8B")  # of OpRecord, csrc/group/recorder.h
+# Kinds in which only the root is waited for, on one host, and in which only the root waits.
+FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 _STATES = ("running", "done", "failed")
 _NO_ALGORITHM = _NO_OP = _NO_CODEC = 255
 

@@ -32,9 +32,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ringreduce import errors
-from ringreduce._backend import Backend, backend_of, extension, ringreduce_group
-from ringreduce.record import Record, read
+from ringreduce._backend import Backend, backend_of, extension, ranks_of, ringreduce_group
+from ringreduce.record import FROM_ROOT, Record, read
 
 _POLL = 0.01  # seconds between two looks at the records
 _LOG_EVERY = 60.0  # seconds between two lines about a rank
@@ -225,7 +224,10 @@ class _Lines:
             old_size, old_busy, old_again = before.get(rank, (size, busy, again))
             usual = self._usual[rank]
             took = busy - old_busy
-            if len(usual.values) < _FEWEST_LOOKS or took * 1e9 < _EXPLAINS_LINE * (end - begin):
+            # A few bytes take as long as the way is: only many tell the rate.
+            moved = size - old_size >= _LEAST_MOVED or again > old_again
+            long = took > 0 and took * 1e9 >= _EXPLAINS_LINE * (end - begin)
+            if not moved or not long or len(usual.values) < _FEWEST_LOOKS:
                 continue
             rate = (size - old_size) / took
             if rate < _SLOW_LINE * usual.median:
@@ -234,7 +236,7 @@ class _Lines:
             return ""
         _, rank, rate, median, again = min(found)
         text = (
-            f"the line to {self._names[rank]} moved {rate / 1e6:.1f} MB/s, "
+            f"the line to {self._names.get(rank, rank)} moved {rate / 1e6:.1f} MB/s, "
             f"{median / 1e6:.1f} usually"
         )
         return text + (f", and sent {again} packets again" if again > 0 else "")
@@ -281,7 +283,10 @@ class _Judge:
         self.begin_ns = self.begin_ns or record.arrived_ns
         self.end_ns = record.done_ns
         self._follow_steps(record)
-        if record.known < 2 or record.state != "done":
+        if record.known < 2 or record.state != "done" or record.clock_error_ns < 0:
+            return [], None
+        # Nobody waits for the receivers of a broadcast.
+        if record.kind in FROM_ROOT and record.last_rank != record.root:
             return [], None
         last, delay = record.late[0]
         last_came = record.median_ns + delay
@@ -371,10 +376,10 @@ class _Judge:
             return {}
         span = max(1, self.end_ns - self.begin_ns) / 1e6
         waits = sum(self._long.values())
+        sigma = 0.5 * math.sqrt(self._long_squares)
         found = {}
         for rank, waited in self.waited_ms.items():
             long = self._long[rank]
-            sigma = 0.5 * math.sqrt(self._long_squares)
             always = last_in[rank] >= _LAST_IN * steps and waited >= _COSTS * span
             often = (
                 long >= _OF_WAITS * waits
@@ -430,7 +435,8 @@ class straggler_detection:
         self._backend: Backend = backend_of(self._group)
         self._log = log
         self._pressure = _CpuPressure()
-        self._ranks = dist.get_process_group_ranks(self._group)  # global ones
+        self._ranks = ranks_of(self._group, self._backend)  # global ones
+        self._live = list(range(len(self._ranks)))
         ranks_of_hosts, names = extension().topology(self._backend)[:2]
         hosts: dict[int, str] = {}
         if len(ranks_of_hosts) > 1:
@@ -534,14 +540,17 @@ class straggler_detection:
             self._pressure.sample()
             try:
                 self._look(stopping)
-            except (errors.Error, RuntimeError) as error:  # the group has been destroyed
-                self._ended = str(error)
+            except Exception as error:  # the group has been destroyed, as a rule
+                self._ended = str(error) or type(error).__name__
                 return
             if stopping:
                 return
 
     def _look(self, stopping: bool) -> None:
-        self._judge.size = len(extension().live_ranks(self._backend))  # after losses fewer
+        # After losses there are fewer; a reconfiguration may have brought others.
+        self._live = extension().live_ranks(self._backend)
+        self._judge.size = len(self._live)
+        self._ranks = ranks_of(self._group, self._backend)
         if self._hosts:
             uses = extension().lines(self._backend)
             self._lines.add(time.monotonic_ns(), [(self._ranks[to], *use) for to, *use in uses])
@@ -560,9 +569,10 @@ class straggler_detection:
                     return
             self._waiting.popleft()
             self._asked_at = 0.0
+            root = self._ranks[record.root] if record.root >= 0 else -1
             came = tuple((self._ranks[rank], nanos) for rank, nanos in record.late)
             with self._lock:
-                self._take(dataclasses.replace(record, late=came))
+                self._take(dataclasses.replace(record, late=came, root=root))
 
     def _misses_arrivals(self, record: Record) -> bool:
         missing = record.known < self._judge.size and record.state == "done"
@@ -594,7 +604,7 @@ class straggler_detection:
     def _say_of(self, rank: int, text: str) -> None:
         """Logs a sentence on a late rank, if this is the lowest of the others."""
         me = self._ranks[self._group.rank()]
-        if me == min(set(self._ranks) - {rank}, default=me):
+        if me == min({self._ranks[live] for live in self._live} - {rank}, default=me):
             self._say(rank, text)
 
     def _say(self, of: int, text: str) -> None:

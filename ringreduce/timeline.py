@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from ringreduce._backend import Backend, extension, job_name, live_groups, ranks_of
 from ringreduce.errors import Error
-from ringreduce.record import _LAYOUT, Record, _names, parse, ranks_text
+from ringreduce.record import _LAYOUT, FROM_ROOT, TO_ROOT, Record, _names, parse, ranks_text
 
 __all__ = ["timeline"]
 
@@ -216,6 +216,8 @@ class timeline:
         self.path = self.directory / f"{header['job']}-rank{header['rank']}.jsonl"
         how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(self.path, how, 0o644)
+        if os.fstat(self._descriptor).st_size:  # another recording may have ended amid a line
+            os.write(self._descriptor, b"\n")
         self._write(header)
 
 
@@ -377,7 +379,6 @@ def _draining(call: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- reading
 
-_TO_ROOT, _FROM_ROOT = ("reduce", "gather"), ("broadcast", "scatter")
 _LEAST_LATE_NS = 1_000_000  # a smaller delay is not reported
 _LEAST_WAIT_NS = 20_000  # shorter waits are not drawn
 
@@ -408,12 +409,9 @@ class _Series:
     recording: _Recording
     name: str
     ranks: tuple[int, ...]  # of the group, as the default group numbers them
+    rank: int  # this one, in the default group; that of the file may be an earlier one
     records: list[Record] = field(default_factory=list)
     clock: _Clock = field(default_factory=_Clock)
-
-    @property
-    def rank(self) -> int:
-        return self.recording.rank
 
     def wall(self, when: int) -> int:
         return when + int(self.recording.header["wall_ns"])
@@ -457,7 +455,7 @@ class _Operation:
             if clock is None:
                 continue
             found[rank] = record.arrived_ns - clock[0]
-            for number, nanos in record.late:
+            for number, nanos in record.late if record.clock_error_ns >= 0 else ():
                 other = self.group.ranks[number]
                 if other not in self.records:
                     found[other] = round(record.median_ns + nanos) - clock[0]
@@ -468,16 +466,16 @@ class _Operation:
         """The ranks that others wait for, in the order in which they came."""
         record = self.any_record
         order = sorted(self.arrivals, key=self.arrivals.__getitem__)
-        if record.kind not in _FROM_ROOT:
+        if record.kind not in FROM_ROOT:
             return order
         return [rank for rank in order if rank == self.group.ranks[record.root]]
 
     def _waits(self, rank: int) -> bool:
         record = self.any_record
         root = self.group.ranks[record.root] if record.root >= 0 else -1
-        if record.kind in _TO_ROOT:
+        if record.kind in TO_ROOT:
             return rank == root
-        return record.kind not in _FROM_ROOT or rank != root
+        return record.kind not in FROM_ROOT or rank != root
 
     @functools.cached_property
     def median(self) -> int:
@@ -555,8 +553,11 @@ class _Group:
             first: dict[int, int] = {}
             for record in series.records:
                 first.setdefault(record.step, record.arrived_ns)
-            starts = [first[step] for step in sorted(first)]
-            times += [after - before for before, after in itertools.pairwise(starts)]
+            times += [
+                first[after] - first[before]
+                for before, after in itertools.pairwise(sorted(first))
+                if after == before + 1
+            ]
         return statistics.median_low(times) if times else 0
 
     @functools.cached_property
@@ -607,7 +608,7 @@ def _load(directory: Path) -> _Files:
     torn = 0
     for path in sorted(directory.glob("*.jsonl")):
         with path.open(errors="replace") as lines:
-            for text in lines:
+            for text in filter(str.strip, lines):
                 try:
                     line = json.loads(text)
                     part = line["part"]
@@ -616,7 +617,7 @@ def _load(directory: Path) -> _Files:
                         parts[part] = _Recording(line)
                     else:
                         _add_line(parts[part], line)
-                except (json.JSONDecodeError, KeyError, TypeError, binascii.Error, struct.error):
+                except (json.JSONDecodeError, LookupError, TypeError, binascii.Error, struct.error):
                     torn += 1
     if not parts:
         raise ValueError(f"{directory} holds no timeline: there is no file JOB-rankN.jsonl in it")
@@ -632,7 +633,8 @@ def _check_version(header: dict[str, Any], path: Path) -> None:
 def _add_line(recording: _Recording, line: dict[str, Any]) -> None:
     if "ranks" in line:
         ranks = tuple(line["ranks"])
-        recording.series[line["group"]] = _Series(recording, line["name"], ranks)
+        rank = ranks[line["own"]]
+        recording.series[line["group"]] = _Series(recording, line["name"], ranks, rank)
     elif "records" in line:
         series = recording.series[line["group"]]
         data = binascii.a2b_base64(line["records"])

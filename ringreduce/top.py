@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ringreduce.metrics import Status, statuses
-from ringreduce.record import ranks_text
+from ringreduce.record import listed, ranks_text
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -33,8 +33,9 @@ __path__: list[str] = []  # else `python -m` warns that the package has imported
 _STALE = 5.0  # seconds without news from a rank
 _LONG = 2.0  # seconds of an operation, from which on it says who is missing
 MOST_LINES = 16  # that are shown
+_LEAST_MOVED, _LEAST_BUSY = 1 << 20, 0.01  # bytes and seconds that tell the rate of a line
 _BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
-_APART = 0.5  # seconds between two looks, at least
+_APART, _OLD = 0.5, 10.0  # seconds between two looks, at least, and at most for rates
 WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
 
 
@@ -47,7 +48,7 @@ class Row:
         operations, megabytes: a second.
         inside: the share of the time in operations.
         waits: the share of the time that it waits for other ranks there.
-        waited_for: the share of the time that the others wait for it, on average.
+        waited_for: the largest share of the time that another rank waits for it.
         now: what it does, in words.
     """
 
@@ -87,6 +88,7 @@ class LineRow:
         megabytes: a second, of bytes that have arrived.
         busy: the share of the time in which it had bytes to move.
         resent: packets that were sent again, a second.
+        rate: megabytes a second in which it had bytes to move; 0: too few to tell.
     """
 
     sender: int
@@ -96,11 +98,7 @@ class LineRow:
     megabytes: float
     busy: float
     resent: float
-
-    @property
-    def rate(self) -> float:
-        """Megabytes a second while it has bytes to move."""
-        return self.megabytes / self.busy if self.busy else 0.0
+    rate: float
 
     def __str__(self) -> str:
         return (
@@ -144,6 +142,9 @@ def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
         A row for each rank of the later look.
     """
     old = {status.rank: status for status in before}
+    for status in now:
+        if status.age > _STALE:  # its last rates are no news
+            old.pop(status.rank, None)
     waits: dict[int, dict[int, float]] = {}  # of each rank, for each
     for status in now:
         earlier = old.get(status.rank)
@@ -188,8 +189,10 @@ def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
                         status.host,
                         host,
                         size / span / 1e6,
+                        # Seconds are known when an operation ends; it may be longer than `span`.
                         min(1.0, busy / span),
                         resent / span,
+                        size / busy / 1e6 if size >= _LEAST_MOVED and busy >= _LEAST_BUSY else 0.0,
                     )
                 )
     return sorted(found, key=lambda line: -line.busy)
@@ -203,32 +206,33 @@ def slow_lines(table: Sequence[LineRow]) -> str:
 
     Returns:
         A sentence; "" if none is busy for a fifth of the time and less than half as fast as the
-        median of the others.
+        median.
     """
-    slow = []
-    for line in table:
-        others = [other.rate for other in table if other is not line]
-        if others and line.busy >= _BUSY and line.rate < _SLOW * statistics.median(others):
-            slow.append(line)
+    rates = [line.rate for line in table if line.rate > 0]
+    limit = _SLOW * statistics.median(rates) if rates else 0.0
+    slow = [line for line in table if 0 < line.rate < limit and line.busy >= _BUSY]
     if not slow:
         return ""
     worst = min(slow, key=lambda line: line.rate)
-    usual = statistics.median(line.rate for line in table if line not in slow)
-    rates = f"{worst.rate:.1f} MB/s while busy, where the others have {usual:.1f}"
+    usual = statistics.median(rate for rate in rates if rate >= limit)
+    text = f"{worst.rate:.1f} MB/s while busy, where the others have {usual:.1f}"
     for end, word in (("sender_host", "from"), ("receiver_host", "to")):
         host = getattr(worst, end)
         of_host = [line for line in table if getattr(line, end) == host]
         if len(of_host) > 1 and all(line in slow for line in of_host):
-            return f"All lines {word} host {host} are slow: {rates}."
-    return f"T{str(worst)[1:]} is slow: {rates}."
+            return f"All lines {word} host {host} are slow: {text}."
+    return f"T{str(worst)[1:]} is slow: {text}."
 
 
 def _goes_on(before: Status, now: Status) -> bool:
     """Whether the same process has written since, and its sums have not begun anew."""
     return (
         now.updated > before.updated
+        and now.updated - before.updated < _OLD
         and now.pid == before.pid
         and now.operations >= before.operations
+        and now.bytes >= before.bytes
+        and now.seconds >= before.seconds
     )
 
 
@@ -244,7 +248,6 @@ def _row(
         operations = (now.operations - before.operations) / span
         size = (now.bytes - before.bytes) / span
         seconds = (now.seconds - before.seconds) / span
-    others = [of for rank, of in waits.items() if rank != now.rank]
     return Row(
         rank=now.rank,
         host=now.host,
@@ -255,7 +258,9 @@ def _row(
         # An operation counts when it ends: a long one may be longer than the time between looks.
         inside=min(1.0, seconds),
         waits=min(1.0, sum(waits.get(now.rank, {}).values())),
-        waited_for=min(1.0, sum(of.get(now.rank, 0.0) for of in others) / max(1, len(others))),
+        # Not the mean: between hosts only its neighbour may see when it came, and a rank of a small
+        # group stops few others.
+        waited_for=min(1.0, max((of.get(now.rank, 0.0) for of in waits.values()), default=0.0)),
         now=_doing(now, ranks),
     )
 
@@ -271,11 +276,11 @@ def _doing(status: Status, ranks: Sequence[Status]) -> str:
     waiting = [
         (seconds, other)
         for other in ranks
-        for seconds in other.running_seconds.values()
-        if seconds > _LONG and other.age <= _STALE
+        for group, seconds in other.running_seconds.items()
+        if group in status.groups and seconds > _LONG and other.age <= _STALE
     ]
     if not waiting:
-        return "computes"
+        return "no operation"
     seconds = max(seconds for seconds, _ in waiting)
     who = ranks_text({other.rank for _, other in waiting})
     return f"not in the operation of {who}, for {seconds:.1f} s"
@@ -335,16 +340,27 @@ class Looks:
         self._before: dict[int, Status] = {}
         self._last: dict[int, Status] = {}
         self._changed: dict[int, float] = {}  # when a rank's figures did, on time.monotonic()
+        self._job = ""
 
-    def add(self, now: Sequence[Status]) -> View:
+    def add(self, now: Sequence[Status], *, all_write: bool = True) -> View:
         """Looks once more.
 
         Args:
-            now: what all ranks have written last.
+            now: what the ranks of a job have written last.
+            all_write: whether a rank that is not in it has ended; else it is still shown.
 
         Returns:
             What there is to see.
         """
+        if now and now[0].job != self._job:
+            self.__init__()  # type: ignore[misc]
+            self._job = now[0].job
+        if not all_write:
+            there = {status.rank for status in now}
+            now = sorted(
+                [*now, *(s for rank, s in self._last.items() if rank not in there)],
+                key=lambda status: status.rank,
+            )
         for status in now:
             last = self._last.get(status.rank)
             if last is None or abs(status.updated - last.updated) > _APART:
@@ -361,14 +377,14 @@ class Looks:
     def _age(self, status: Status) -> float:
         """Seconds since its figures were new; clocks of other hosts do not tell."""
         here = time.time() - status.updated if status.host == socket.gethostname() else 0.0
-        return max(here, time.monotonic() - self._changed[status.rank])
+        return max(status.age, here, time.monotonic() - self._changed[status.rank])
 
 
 class Source:
     """Where the metrics of a job are: a folder, or torch's debug server."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, job: str = "") -> None:
+        self._where, self._job = where, job
         self._looks = Looks()
 
     def look(self) -> View:
@@ -377,35 +393,52 @@ class Source:
         Raises:
             ValueError: nothing can be read there, with what to do.
         """
-        now = statuses(self._texts())
+        by_page = self._where.startswith(("http://", "https://"))
+        found = self._of_page() if by_page else self._of_folder()
+        jobs = {status.job for status in found}
+        if not self._job and found:
+            newest = min(found, key=lambda status: (status.age, -status.updated))
+            now = [status for status in found if status.job == newest.job]
+        else:
+            now = [status for status in found if status.job == self._job]
         if not now:
             raise ValueError(
-                f"no rank has written metrics to {self._where}: start the job with "
-                "RINGREDUCE_METRICS=FOLDER, and give that folder"
+                f"no rank{f' of job {self._job}' if self._job else ''} has written metrics to "
+                f"{self._where}{f', but of {listed(sorted(jobs))}' if jobs else ''}: start the job "
+                "with RINGREDUCE_METRICS=FOLDER, and give that folder"
             )
-        return self._looks.add(now)
+        return self._looks.add(now, all_write=not by_page)
 
-    def _texts(self) -> list[str]:
-        if self._where.startswith(("http://", "https://")):
-            url = self._where.rstrip("/") + "/ringreduce_metrics"
-            try:
-                with urllib.request.urlopen(url, timeout=10) as answer:
-                    return [answer.read().decode()]
-            except (urllib.error.URLError, OSError) as error:
-                raise ValueError(
-                    f"{url} does not answer ({error}): start the debug server on all ranks with "
-                    "handlers=ringreduce.debug_server.handlers() (docs/see.md)"
-                ) from error
+    def _of_page(self) -> list[Status]:
+        url = self._where.rstrip("/") + "/ringreduce_metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return statuses([answer.read().decode()])
+        except (urllib.error.URLError, OSError) as error:
+            raise ValueError(
+                f"{url} does not answer ({error}): start the debug server on all ranks with "
+                "handlers=ringreduce.debug_server.handlers() (docs/see.md)"
+            ) from error
+
+    def _of_folder(self) -> list[Status]:
         folder = Path(self._where)
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder: give the one of RINGREDUCE_METRICS")
-        texts = []
+        written: list[tuple[float, list[Status]]] = []
         for path in folder.glob("*.prom"):
             try:
-                texts.append(path.read_text())
-            except FileNotFoundError:  # the rank has ended
+                text = path.read_text()
+                written.append((path.stat().st_mtime, statuses([text])))
+            except OSError:  # the rank has ended, or has written another one meanwhile
                 continue
-        return texts
+            except ValueError as error:
+                raise ValueError(f"{path} is not in Prometheus' text format: {error}") from error
+        # One clock dates all files of a folder, those of hosts may differ.
+        newest = max((at for at, _ in written), default=0.0)
+        for at, found in written:
+            for status in found:
+                status.age = newest - at
+        return [status for _, found in written for status in found]
 
 
 def as_text(view: View) -> str:
@@ -520,13 +553,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m ringreduce.top",
         description="What the ranks of a job do, and whom they wait for.",
     )
-    parser.add_argument("job", help="the folder of RINGREDUCE_METRICS, or a debug server's address")
+    parser.add_argument(
+        "where", help="the folder of RINGREDUCE_METRICS, or a debug server's address"
+    )
+    parser.add_argument(
+        "--job", default="", help="its name, if several write there; else the newest"
+    )
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print the table, and end")
     given = parser.parse_args(arguments)
     if not given.every > 0:
         parser.error(f"--every {given.every} is not a time")
-    source = Source(given.job)
+    source = Source(given.where, given.job)
     try:
         if not given.once:
             app(source, given.every).run()

@@ -566,7 +566,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   property("routes", &Backend::routes);
   m.def("records", &recordsOf, "backend"_a, "since"_a);
   m.def("totals", &totalsOf, "backend"_a);
-  m.def("lines", &linesOf, "backend"_a);
+  m.def("lines", &linesOf, py::call_guard<py::gil_scoped_release>(), "backend"_a);
   m.def("arrivals", &arrivalsOf, py::call_guard<py::gil_scoped_release>(), "backend"_a,
         "sequence"_a, "ask"_a);
   m.def("record_names", &recordNames);
