@@ -41,6 +41,7 @@ _MADE_BY_TORCH = "default_pg/"
 SUPERVISOR = "_RR_SUPERVISOR"
 
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
+DUMP_GRACE = 10.0  # seconds that the end of a process waits for a dump
 THREADS_GRACE = 0.2
 
 
@@ -155,12 +156,14 @@ def _leave_at_exit(module: Any) -> None:
     exception", exit code -6.
     """
     from ringreduce import metrics
+    from ringreduce.dump import wait_for_dumps
     from ringreduce.timeline import end_all
 
-    metrics.end()
     try:
         module.shutdown_all()
     finally:
+        wait_for_dumps(DUMP_GRACE)
+        metrics.end()
         end_all()
     deadline = time.monotonic() + THREADS_GRACE
     for thread in threading.enumerate():
@@ -402,7 +405,7 @@ def ranks_of(group: dist.ProcessGroup, backend: Backend) -> list[int]:
 def job_name() -> str:
     """A name of this job for files and metrics: its launcher's, else its program's."""
     _, job = job_of(os.environ, dist.get_rank(), dist.get_world_size())
-    return re.sub(r"[^\w.-]+", "_", job or Path(sys.argv[0]).stem or "job")
+    return re.sub(r"[^\w.-]+", "_", job or Path(sys.argv[0]).stem or "job")[:128]
 
 
 def _is_alive(group: dist.ProcessGroup | None) -> bool:

@@ -38,12 +38,14 @@ from ringreduce.top import (
 
 _ENDPOINT = "ringreduce_metrics"  # of each rank's server, and of the page's
 
+_PATIENCE = 2.0  # seconds for a rank to answer; one that is stopped does not
+
 _PAGE = """
 {% extends "base.html" %}
 {% block header %}
   <h1>{% block title %}ringreduce{% endblock %}</h1>
 {% endblock %}
-{% block content %}
+{% block content %}{% autoescape true %}
   <style>
     .ringreduce td, .ringreduce th { padding: 2px 12px; text-align: right; white-space: nowrap; }
     .ringreduce td.text, .ringreduce th.text { text-align: left; }
@@ -72,7 +74,7 @@ _PAGE = """
     setTimeout(async function renew() {
       const trouble = document.getElementById("trouble");
       try {
-        const answer = await fetch("/ringreduce");
+        const answer = await fetch("/ringreduce", { signal: AbortSignal.timeout(10000) });
         if (!answer.ok) throw new Error(`it answers with ${answer.status}`);
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         document.getElementById("ringreduce").replaceWith(page.getElementById("ringreduce"));
@@ -84,7 +86,7 @@ _PAGE = """
       }
     }, 1000);
   </script>
-{% endblock %}
+{% endautoescape %}{% endblock %}
 """
 
 
@@ -104,7 +106,7 @@ class RingreduceHandler(DebugHandler):
         return {"ringreduce.html": _PAGE}
 
     def _page(self, request: Any) -> bytes:
-        addresses, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
+        addresses, answers = fetch_all(_ENDPOINT, timeout=_PATIENCE)
         texts = [answer.text for answer in answers if answer.status_code == 200]
         view = self._looks.add(metrics.statuses(texts), all_write=False)
         late = late_ranks(view.rows)
@@ -127,7 +129,7 @@ class RingreduceHandler(DebugHandler):
         return page
 
     def _metrics(self, _: Any) -> bytes:
-        _, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
+        _, answers = fetch_all(_ENDPOINT, timeout=_PATIENCE)
         return "".join(a.text for a in answers if a.status_code == 200).encode()
 
 

@@ -360,7 +360,10 @@ def _dump_soon(folder: str, reason: str, error: dict[str, Any] | None = None) ->
             _log.warning("%s: its records are in %s; ask `%s`", reason, path, ask)
 
     if threading.main_thread().is_alive():
-        threading.Thread(target=run, name="ringreduce-dump").start()
+        # The end of the process waits for it, after the groups have been left (wait_for_dumps).
+        thread = threading.Thread(target=run, name="ringreduce-dump", daemon=True)
+        _dumping.add(thread)
+        thread.start()
     else:  # at the end of the process, which waits for no thread any more
         run()
 
@@ -394,6 +397,14 @@ _noticed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # failed, and 
 _last_text = ""
 _pid = 0  # the process that watches its groups
 _busy = threading.local()
+_dumping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def wait_for_dumps(longest: float) -> None:
+    """Waits for dumps that are being written; a file system may hang."""
+    until = time.monotonic() + longest
+    for thread in list(_dumping):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _guarded(dump: Any) -> Any:

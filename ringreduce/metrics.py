@@ -4,9 +4,9 @@
     ringreduce.prometheus()                             # /metrics of a program's own server
     ringreduce.tensorboard(SummaryWriter())             # scalars of each training step
 
-The groups count (csrc/group/recorder.h), so nothing is lost between two looks, and a look costs
-microseconds.  Sums restart at 0 when a group is made anew.  `statuses` reads what was written, for
-`python -m ringreduce.top` and the page of torch's debug server (debug_server.py).
+The groups count (csrc/group/recorder.h), so no operation is missed between two looks, and a look
+costs microseconds.  Sums restart at 0 when a group is made anew.  `statuses` reads what was
+written, for `python -m ringreduce.top` and the page of torch's debug server (debug_server.py).
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class _Collector:
         core = require_client().core
         if not dist.is_initialized():
             return
-        job, rank = job_name(), str(dist.get_rank())
+        try:
+            job, rank = job_name(), str(dist.get_rank())
+        except ValueError:  # destroyed a moment ago
+            return
         of_rank = (job, rank)
 
         def counter(name: str, text: str, *labels: str) -> Any:
@@ -200,6 +203,7 @@ class _Writer:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
+        self._folder = Path(folder).absolute()  # a program may change its working folder
         self._pid = os.getpid()
         self._path: Path | None = None
         self._stop = threading.Event()
@@ -210,13 +214,11 @@ class _Writer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Removes the file: who reads it later would take its figures for new ones."""
+        """Lets the thread remove the file, whose figures would be taken for new ones later."""
         if self._pid != os.getpid():
             return  # in a forked child; the file is its parent's
         self._stop.set()
         self._thread.join(2 * _EVERY)  # a file system may hang
-        if self._path and not self._thread.is_alive():
-            self._path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         told = False
@@ -229,11 +231,14 @@ class _Writer:
                     _log.warning("this rank cannot write its metrics to %s: %s", self.folder, error)
                 told = True
             self._stop.wait(_EVERY)
+        with contextlib.suppress(OSError):
+            if self._path:
+                self._path.unlink(missing_ok=True)
 
     def _remove_left_over(self) -> None:
         """Removes the files of processes of this host that were killed."""
-        for path in Path(self.folder).glob("*.prom"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+        for path in self._folder.glob("*.prom"):
+            with contextlib.suppress(OSError, ValueError, LookupError):
                 for status in statuses([path.read_text()]):
                     if status.host == socket.gethostname() and not _runs(status.pid):
                         path.unlink()
@@ -241,7 +246,7 @@ class _Writer:
     def _write(self) -> None:
         if not dist.is_initialized():
             return
-        path = Path(self.folder, f"{job_name()}-rank{dist.get_rank()}.prom")
+        path = Path(self._folder, f"{job_name()}-rank{dist.get_rank()}.prom")
         if self._path not in (None, path):  # the process has another rank now
             self._path.unlink(missing_ok=True)
         self._path = path
@@ -299,9 +304,9 @@ class tensorboard:
 
     The scalars are those of this rank, in milliseconds a step: `ringreduce/in_operations_ms`,
     `ringreduce/waiting_ms` of it for ranks that came later than this one, of that
-    `ringreduce/waiting_for_rank_3_ms` for each of them; and `ringreduce/megabytes` a step.  Each is
-    the mean of the steps since the last one.  They are written in the thread that calls
-    `optimizer.step`.
+    `ringreduce/waiting_for_rank_3_ms` for each of them; and `ringreduce/megabytes` a step.  Those
+    of a group that is given have its name: `ringreduce/NAME/megabytes`.  Each is the mean of the
+    steps since the last one.  They are written in the thread that calls `optimizer.step`.
 
     Args:
         writer: torch.utils.tensorboard.SummaryWriter, or anything with its `add_scalar`.
@@ -325,6 +330,7 @@ class tensorboard:
             raise ValueError(f"tensorboard(every={every}): a point needs a step at least")
         self._writer, self._every = writer, every
         self._group = ringreduce_group(group, again=False)
+        self._tag = "ringreduce/" if group is None else f"ringreduce/{self._group.group_name}/"
         self._last_step = int(extension().training_step())
         self._before = self._totals()
         self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -368,7 +374,7 @@ class tensorboard:
                 mean(waited, before.waited.get(rank, 0.0)) * 1e3
             )
         for name, value in scalars.items():
-            self._writer.add_scalar(f"ringreduce/{name}", value, step)
+            self._writer.add_scalar(f"{self._tag}{name}", value, step)
 
 
 # ---- reading

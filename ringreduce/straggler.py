@@ -148,7 +148,8 @@ class _Usual:
         self.values.append(value)
         self._added += 1
         # Sorting takes as long as some tens of operations.
-        if self._added % 64 == 0 or (self._added < 64 and self._added % 8 == 0):
+        every = 8 if self._added < 64 else 64 if self._added < 512 else 256
+        if self._added % every == 0:
             ordered = sorted(self.values)
             self.median = ordered[len(ordered) // 2]
             self.mad = statistics.median(abs(value - self.median) for value in ordered)
@@ -266,6 +267,7 @@ class _Judge:
         self._delay = _Usual(_WINDOW)
         self._transfer: dict[tuple[str, int], _Usual] = {}
         self._steps: deque[float] = deque(maxlen=32)  # ns
+        self._share_of_step = 0.0
         self._step, self._step_began = -1, 0
         self._of_step: dict[int, float] = defaultdict(float)
         self._last_in: Counter[int] = Counter()  # steps in which a rank was the last one
@@ -291,7 +293,9 @@ class _Judge:
         last, delay = record.late[0]
         last_came = record.median_ns + delay
         transfer = record.done_ns - max(last_came, record.arrived_ns)
-        usual = self._transfer.setdefault((record.kind, record.bytes), _Usual(256))
+        usual = self._transfer.get((record.kind, record.bytes))
+        if usual is None:
+            usual = self._transfer[record.kind, record.bytes] = _Usual(256)
         named = self._judge(record, record.done_ns - record.median_ns - usual.median)
         wire = None
         # Where not all arrivals are known, a late rank looks like a slow wire.
@@ -313,7 +317,7 @@ class _Judge:
             self._of_step[last] += certain
             if (
                 certain > _LEAST_LATE
-                and certain > self._share_of_step()
+                and certain > self._share_of_step
                 and not self._is_starved(record.median_ns, int(last_came), delay)
             ):
                 self._long_of_step[last] += certain
@@ -330,8 +334,9 @@ class _Judge:
         if record.step == self._step:
             return
         self._end_step()
-        if record.step == self._step + 1 and self._step_began:
-            self._steps.append(record.arrived_ns - self._step_began)
+        if record.step > self._step and self._step_began:  # of several optimizers, several
+            self._steps.append((record.arrived_ns - self._step_began) / (record.step - self._step))
+            self._share_of_step = _STEP_SHARE * statistics.median(self._steps)
         self._step, self._step_began = record.step, record.arrived_ns
 
     def _judge(self, record: Record, longer: float) -> list[Late]:
@@ -340,7 +345,7 @@ class _Judge:
         limit = max(
             _LEAST_LATE,
             self._delay.limit(),
-            self._share_of_step(),
+            self._share_of_step,
             2.0 * record.clock_error_ns,
         )
         if record.late[0][1] <= limit:
@@ -359,9 +364,6 @@ class _Judge:
             return []
         self.late += found
         return found
-
-    def _share_of_step(self) -> float:
-        return _STEP_SHARE * statistics.median(self._steps) if self._steps else 0.0
 
     def _is_starved(self, begin: int, end: int, delay: float) -> bool:
         return self._pressure is not None and (self._pressure.waited(begin, end) > _STARVED * delay)
@@ -421,8 +423,8 @@ class straggler_detection:
     Args:
         group: a ringreduce group, or another, beside which one is made if there is none; None for
             the default group.
-        log: whether to log a rank that is named, within the next step, and at most once a minute
-            for each rank.  The lowest other rank logs.
+        log: whether to log a rank that is named, within the next step (for the whole run: within
+            20), and at most once a minute for each rank.  The lowest other rank logs.
 
     Raises:
         TypeError: not a group, or one that this rank is not in.
@@ -454,10 +456,11 @@ class straggler_detection:
         self._waiting: deque[Record] = deque()
         self._asked_at = 0.0
         self._ended = ""
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # of each entry
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> straggler_detection:
+        self._stop = threading.Event()
         done = read(self._backend)
         self._next = done[-1].index + 1 if done else 0
         self._thread = threading.Thread(target=self._follow, name="ringreduce-late", daemon=True)
@@ -569,10 +572,10 @@ class straggler_detection:
                     return
             self._waiting.popleft()
             self._asked_at = 0.0
-            root = self._ranks[record.root] if record.root >= 0 else -1
-            came = tuple((self._ranks[rank], nanos) for rank, nanos in record.late)
+            record.root = self._ranks[record.root] if record.root >= 0 else -1
+            record.late = tuple((self._ranks[rank], nanos) for rank, nanos in record.late)
             with self._lock:
-                self._take(dataclasses.replace(record, late=came, root=root))
+                self._take(record)
 
     def _misses_arrivals(self, record: Record) -> bool:
         missing = record.known < self._judge.size and record.state == "done"

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import socket
 import statistics
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from ringreduce.metrics import Status, statuses
+from ringreduce.metrics import Status, require_client, statuses
 from ringreduce.record import listed, ranks_text
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Row:
         waits: the share of the time that it waits for other ranks there.
         waited_for: the largest share of the time that another rank waits for it.
         now: what it does, in words.
+        missing: an operation of its group has run for 2 s or more without it.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class Row:
     waits: float
     waited_for: float
     now: str
+    missing: bool = False
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -242,6 +245,12 @@ def _row(
     ranks: Sequence[Status],
     waits: dict[int, dict[int, float]],
 ) -> Row:
+    waiting = [
+        (seconds, other.rank)
+        for other in ranks
+        for group, seconds in other.running_seconds.items()
+        if group in now.groups and seconds > _LONG and other.age <= _STALE
+    ]
     operations = size = seconds = 0.0
     if before and _goes_on(before, now):
         span = now.updated - before.updated
@@ -261,11 +270,13 @@ def _row(
         # Not the mean: between hosts only its neighbour may see when it came, and a rank of a small
         # group stops few others.
         waited_for=min(1.0, max((of.get(now.rank, 0.0) for of in waits.values()), default=0.0)),
-        now=_doing(now, ranks),
+        now=_doing(now, waiting),
+        missing=bool(waiting) and not now.running,
     )
 
 
-def _doing(status: Status, ranks: Sequence[Status]) -> str:
+def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
+    """`waiting`: the ranks whose operation of a group of this rank runs, and for how long."""
     if status.age > _STALE:
         return f"no news for {status.age:.0f} s"
     if status.running:
@@ -273,17 +284,10 @@ def _doing(status: Status, ranks: Sequence[Status]) -> str:
         seconds = status.running_seconds[group]
         text = status.running[group]
         return f"{text} for {seconds:.1f} s" if seconds >= 0.1 else text
-    waiting = [
-        (seconds, other)
-        for other in ranks
-        for group, seconds in other.running_seconds.items()
-        if group in status.groups and seconds > _LONG and other.age <= _STALE
-    ]
     if not waiting:
         return "no operation"
-    seconds = max(seconds for seconds, _ in waiting)
-    who = ranks_text({other.rank for _, other in waiting})
-    return f"not in the operation of {who}, for {seconds:.1f} s"
+    who = ranks_text({rank for _, rank in waiting})
+    return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
 
 
 def late_ranks(table: Sequence[Row]) -> set[int]:
@@ -296,7 +300,7 @@ def late_ranks(table: Sequence[Row]) -> set[int]:
         Their ranks.
     """
     most = max((row.waited_for for row in table), default=0.0)
-    return {row.rank for row in table if row.waited_for >= max(WAITS, most / 2)}
+    return {row.rank for row in table if row.missing or row.waited_for >= max(WAITS, most / 2)}
 
 
 def headline(table: Sequence[Row], job: str) -> str:
@@ -312,6 +316,9 @@ def headline(table: Sequence[Row], job: str) -> str:
     hosts = len({row.host for row in table})
     text = f"{job}: {len(table)} ranks on {hosts} host{'s' * (hosts != 1)}"
     text += f", step {max((row.step for row in table), default=0)}"
+    missing = [row.rank for row in table if row.missing]
+    if missing:
+        return f"{text}. An operation of others waits for {ranks_text(missing)}."
     if not late_ranks(table):
         return f"{text}. No rank is waited for {WAITS:.0%} of the time."
     late = max(table, key=lambda row: row.waited_for)
@@ -371,7 +378,7 @@ class Looks:
         before = list(self._before.values())
         latest = [dataclasses.replace(self._last[s.rank], age=self._age(s)) for s in now]
         table, between = rows(before, latest), lines(before, latest)
-        line = headline(table, now[0].job if now else "no job")
+        line = headline(table, now[0].job) if now else "no rank has answered"
         return View(f"{line} {slow_lines(between)}".rstrip(), table, between)
 
     def _age(self, status: Status) -> float:
@@ -426,13 +433,10 @@ class Source:
             raise ValueError(f"{folder} is not a folder: give the one of RINGREDUCE_METRICS")
         written: list[tuple[float, list[Status]]] = []
         for path in folder.glob("*.prom"):
-            try:
-                text = path.read_text()
-                written.append((path.stat().st_mtime, statuses([text])))
-            except OSError:  # the rank has ended, or has written another one meanwhile
-                continue
-            except ValueError as error:
-                raise ValueError(f"{path} is not in Prometheus' text format: {error}") from error
+            # It may be another program's; and a rank ends, or writes another one meanwhile.
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                if path.is_file():
+                    written.append((path.stat().st_mtime, statuses([path.read_text()])))
         # One clock dates all files of a folder, those of hosts may differ.
         newest = max((at for at, _ in written), default=0.0)
         for at, found in written:
@@ -498,9 +502,9 @@ def app(source: Source, every: float) -> App[None]:
         ]
 
         def compose(self) -> textual.app.ComposeResult:
-            yield textual.widgets.Static(id="headline")
+            yield textual.widgets.Static(id="headline", markup=False)
             yield textual.widgets.DataTable[Text](cursor_type="row", zebra_stripes=True)
-            yield textual.widgets.Static(id="lines")
+            yield textual.widgets.Static(id="lines", markup=False)
             yield textual.widgets.Footer()
 
         def on_mount(self) -> None:
@@ -562,10 +566,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print the table, and end")
     given = parser.parse_args(arguments)
-    if not given.every > 0:
+    if not 0 < given.every < 1e6:
         parser.error(f"--every {given.every} is not a time")
     source = Source(given.where, given.job)
     try:
+        require_client()
         if not given.once:
             app(source, given.every).run()
             return 0

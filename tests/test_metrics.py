@@ -184,6 +184,9 @@ def test_the_variable_writes_files_that_top_reads(
 ) -> None:
     folder, stop = tmp_path / "metrics", tmp_path / "train.py.stop"
     folder.mkdir()
+    (folder / "directory.prom").mkdir()  # and files of others
+    (folder / "binary.prom").write_bytes(b"\x00\xff {")
+    (folder / "step.prom").write_text('ringreduce_step{rank="0"} 1\n')
     (folder / "train-rank5.prom").write_text(LEFT_OVER % {"host": socket.gethostname()})
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -191,8 +194,8 @@ def test_the_variable_writes_files_that_top_reads(
     assert "is not a folder" in capsys.readouterr().err
     with ThreadPoolExecutor() as threads:
         job = threads.submit(run_ranks, script, 2, {"RINGREDUCE_METRICS": str(folder)})
-        names = {f"train-rank{r}.prom" for r in range(2)}
-        assert wait_until(lambda: {path.name for path in folder.iterdir()} == names)
+        names = [f"train-rank{r}.prom" for r in range(2)]
+        assert wait_until(lambda: sorted(path.name for path in folder.glob("train*")) == names)
         code = top.main([str(folder), "--once"])
         stop.touch()
         ended = job.result()
@@ -201,7 +204,7 @@ def test_the_variable_writes_files_that_top_reads(
     assert "train: 2 ranks on 1 host, step 0. The others wait " in text
     assert "of the time for rank 1." in text
     assert [(done.returncode, done.stderr) for done in ended] == [(0, "")] * 2
-    assert not list(folder.iterdir())  # nobody takes old figures for new ones
+    assert not list(folder.glob("train*"))  # nobody takes old figures for new ones
     assert top.main([str(folder), "--once"]) == 1
     assert "RINGREDUCE_METRICS=FOLDER" in capsys.readouterr().err
 
@@ -299,6 +302,9 @@ def test_it_says_what_each_rank_does() -> None:
         status(3, 1.0, groups={"0"}, **short),
         status(4, 1.0, groups={"1"}),  # it is not in the group of rank 0
     ]
+    assert top.headline(top.rows([], now), "job").endswith(
+        "An operation of others waits for ranks 1 and 2."
+    )
     assert [row.now for row in top.rows([], now)] == [
         "all_reduce #7 for 3.0 s",
         "not in the operation of rank 0, for 3.0 s",
@@ -358,6 +364,26 @@ def test_keys_sort_the_table() -> None:
 
 
 # ---- the page of torch's debug server
+
+
+@pytest.mark.skipif(not HAS_SERVER, reason="this torch has no debug server")
+def test_what_ranks_say_is_no_html() -> None:
+    from torch.distributed.debug._frontend import FrontendServer
+
+    from ringreduce import debug_server
+
+    handler = debug_server.RingreduceHandler()
+    server = FrontendServer(0, [handler])
+    row = top.Row(0, "<script>", 1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, "<i>")
+    page = server.render_template(
+        "ringreduce.html",
+        headline="<b>",
+        problems=["<p>"],
+        tables=[([(name, False) for name in top.COLUMNS], [(False, row.cells())])],
+    ).decode()
+    server._server.shutdown()
+    for text in ("b", "p", "i", "script"):
+        assert f"&lt;{text}&gt;" in page
 
 
 @pytest.mark.skipif(not HAS_SERVER, reason="this torch has no debug server")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
-from pool import Pool, Rank, World
+from pool import Pool, Rank, World, on_ranks
 from processes import wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -130,6 +130,16 @@ def test_a_rank_that_is_late_now_and_again_is_named_for_the_run(noise_ms: float)
     ((rank, found),) = judged(late).persistent().items()
     assert rank == 1 and found.steps >= 59
     assert found.of_waits > 0.8 and 0.1 < found.cost < 0.2
+
+
+@on_ranks(1)
+def test_it_can_be_entered_again(rank: Rank) -> None:
+    detection = ringreduce.straggler_detection()
+    for entries in (1, 2):
+        with detection as sd:
+            for _ in range(100):
+                dist.all_reduce(torch.ones(1))
+        assert sd.summary().startswith(f"{entries * 100} operations")
 
 
 def test_a_few_long_delays_are_chance() -> None:
