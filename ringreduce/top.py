@@ -362,12 +362,9 @@ class Looks:
         if now and now[0].job != self._job:
             self.__init__()  # type: ignore[misc]
             self._job = now[0].job
-        if not all_write:
-            there = {status.rank for status in now}
-            now = sorted(
-                [*now, *(s for rank, s in self._last.items() if rank not in there)],
-                key=lambda status: status.rank,
-            )
+        there = {status.rank for status in now}
+        lost = [] if all_write else [s for rank, s in self._last.items() if rank not in there]
+        now = sorted([*now, *lost], key=lambda status: status.rank)
         for status in now:
             last = self._last.get(status.rank)
             if last is None or abs(status.updated - last.updated) > _APART:
