@@ -101,7 +101,8 @@ def job_of(env: Environment, rank: int, world_size: int) -> tuple[str, str]:
         except ValueError:  # of the variables of another program
             continue
         if me and me.job and (me.rank, me.world_size or world_size) == (rank, world_size):
-            return me.launcher, me.job.removeprefix(me.launcher).strip()
+            # Ranks tell it each other in one line.
+            return me.launcher, " ".join(me.job.removeprefix(me.launcher).split())
     return "", ""
 
 

@@ -245,6 +245,12 @@ def test_a_group_by_a_launchers_variables(pool: Pool, world: MakeWorld, launcher
 
 JOBS: dict[str, tuple[dict[str, str], int, int, tuple[str, str]]] = {
     "torchrun": (torchrun(1, 2), 1, 2, ("torchrun", "id")),
+    "a name of two lines": (
+        torchrun(1, 2) | {"TORCHELASTIC_RUN_ID": "my\njob"},
+        1,
+        2,
+        ("torchrun", "my job"),
+    ),
     "torchrun's default": (torchrun(1, 2) | {"TORCHELASTIC_RUN_ID": "none"}, 1, 2, ("", "")),
     "Open MPI": (open_mpi(3, 4, 1, 2), 3, 4, ("Open MPI", "77")),
     "PMI": (PMI2, 3, 4, ("PMI", "31.2")),
