@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeWorld
+from hosts import Hosts, why_not
 from pool import Pool, Rank, World, on_ranks
 from processes import wait_until
 from torch import nn
@@ -291,3 +296,73 @@ def test_records_say_what_ran_and_when(pool: Pool, world: MakeWorld) -> None:
         assert records[0].algorithm in ("direct", "twoshot", "ring", "bruck")
         assert records[5].dtype == "" and records[5].algorithm == ""
         assert [r.bucket for r in records[:4]] == [0, 1, 2, 3], rank
+
+
+# ---- clocks of hosts
+
+CLOCKS = """
+import json, sys, time
+import torch, torch.distributed as dist
+import ringreduce
+from ringreduce._backend import backend_of, extension
+dist.init_process_group("ringreduce")
+rank = dist.get_rank()
+x = torch.ones(10)
+backend = backend_of(dist.group.WORLD)
+found = []
+for call in range(80):
+    dist.all_reduce(x)
+    time.sleep(0.05)
+    found.append(extension().clock_offset(backend))
+if rank == 1:
+    time.sleep(0.4)
+dist.all_reduce(x)
+last = ringreduce.records()[-1]
+print(json.dumps([found, last.late, last.clock_error_ns]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_clocks_of_hosts_are_known_within_the_bound_that_is_told(tmp_path: Path) -> None:
+    """Rank 1's clock is 1,000.01 s ahead, and packets take 25 ms each way."""
+    ahead = 1_000_010_000_000
+    probe = ["unshare", "--time", "--fork", "true"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs time namespaces")
+    script, shifted = tmp_path / "rank.py", tmp_path / "shifted.py"
+    script.write_text(CLOCKS)
+    shifted.write_text(SHIFTED % {"ahead": ahead})
+    with Hosts(2, delay_ms=25) as hosts:
+        start = (
+            f'if [ {{rank}} = 1 ]; then exec "$0" {shifted} {script}; else exec "$0" {script}; fi'
+        )
+        job = hosts.start(["bash", "-c", start, sys.executable])
+        outcomes = job.wait(90)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    said = [json.loads(o.output[o.output.index("[[[") :].splitlines()[0]) for o in outcomes]
+    for rank, (found, late, error) in enumerate(said):
+        true = ahead if rank == 1 else 0
+        known = [(offset, bound) for offset, bound in found if bound >= 0]
+        assert len(known) >= 40
+        assert all(abs(offset - true) <= bound for offset, bound in known)
+        assert known[-1][1] < 27 * MS  # half of the round trip, and drift
+        if late:
+            assert late[0][0] == 1 and late[0][1] == pytest.approx(400 * MS, abs=error + 50 * MS)
+    assert any(late for _, late, _ in said)
+
+
+# In a time namespace of its own.
+SHIFTED = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWTIME = 0x80
+assert libc.unshare(CLONE_NEWTIME) == 0, ctypes.get_errno()
+seconds, nanos = divmod(%(ahead)d, 10**9)
+with open("/proc/self/timens_offsets", "w") as offsets:
+    offsets.write(f"monotonic {seconds} {nanos}\\n")
+child = os.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
