@@ -268,6 +268,7 @@ class _Judge:
         self._transfer: dict[tuple[str, int], _Usual] = {}
         self._steps: deque[float] = deque(maxlen=32)  # ns
         self._share_of_step = 0.0
+        self._last_transfer = 0.0  # of the operation before
         self._step, self._step_began = -1, 0
         self._of_step: dict[int, float] = defaultdict(float)
         self._last_in: Counter[int] = Counter()  # steps in which a rank was the last one
@@ -318,9 +319,12 @@ class _Judge:
             if (
                 certain > _LEAST_LATE
                 and certain > self._share_of_step
+                # Where a line is slow, ranks end an operation at other times, and come to the next.
+                and not (self._hosts and certain <= self._last_transfer)
                 and not self._is_starved(record.median_ns, int(last_came), delay)
             ):
                 self._long_of_step[last] += certain
+        self._last_transfer = transfer
         return named, wire
 
     def takes_long(self, record: Record) -> bool:

@@ -147,6 +147,16 @@ def test_it_can_be_entered_again(rank: Rank) -> None:
         assert sd.summary().startswith(f"{entries * 100} operations")
 
 
+def test_a_rank_that_comes_late_since_a_line_is_slow_is_not_named_for_the_run() -> None:
+    """From step 100 on, transfers take 60 ms, and rank 0 comes 20 ms late from each."""
+    late = job(
+        400,
+        lambda s, b, r: 20.0 * (r == 0 and s >= 100),
+        lambda s, b: 60.0 if s >= 100 else 0.5,
+    )
+    assert judged(late).persistent() == {}
+
+
 def test_a_few_long_delays_are_chance() -> None:
     for late_steps in ([300], range(0, 600, 40)):  # once for long, and 15 times
         long = 5000.0 if len(late_steps) == 1 else 100.0
