@@ -40,8 +40,8 @@ _MADE_BY_TORCH = "default_pg/"
 # The variable that says where the memfd of supervise.py is, and the memfd's name.
 SUPERVISOR = "_RR_SUPERVISOR"
 
-# Seconds that daemon threads have at exit to come back from the groups they waited in.
 DUMP_GRACE = 10.0  # seconds that the end of a process waits for a dump
+# Seconds that daemon threads have at exit to come back from the groups they waited in.
 THREADS_GRACE = 0.2
 
 
@@ -400,6 +400,11 @@ def ranks_of(group: dist.ProcessGroup, backend: Backend) -> list[int]:
     ranks = dist.get_process_group_ranks(group)
     # After a reconfiguration torch does not know them.
     return ranks if len(ranks) == backend.size() else list(range(backend.size()))
+
+
+def own_rank() -> int:
+    """This process's rank in the default group; -1: there is none."""
+    return dist.get_rank() if dist.is_initialized() else -1
 
 
 def job_name() -> str:

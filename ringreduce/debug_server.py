@@ -13,6 +13,7 @@ torch wants it in trusted networks only.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 from torch._C._distributed_c10d import _register_handler
@@ -90,6 +91,9 @@ _PAGE = """
 """
 
 
+_lock = threading.Lock()  # of the looks; torch may pickle a handler, which a lock in it prevents
+
+
 class RingreduceHandler(DebugHandler):
     """The page and its data, in the server's process."""
 
@@ -108,7 +112,8 @@ class RingreduceHandler(DebugHandler):
     def _page(self, request: Any) -> bytes:
         addresses, answers = fetch_all(_ENDPOINT, timeout=_PATIENCE)
         texts = [answer.text for answer in answers if answer.status_code == 200]
-        view = self._looks.add(metrics.statuses(texts), all_write=False)
+        with _lock:  # each request has a thread of its own
+            view = self._looks.add(metrics.statuses(texts), all_write=False)
         late = late_ranks(view.rows)
         problems = format_fetch_summary(addresses, answers)
         page: bytes = request.frontend.render_template(

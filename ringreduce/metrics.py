@@ -32,6 +32,7 @@ from ringreduce._backend import (
     extension,
     job_name,
     live_groups,
+    own_rank,
     ranks_of,
     ringreduce_group,
 )
@@ -228,7 +229,10 @@ class _Writer:
                 self._write()
             except Exception as error:  # nothing here is worth an end of the program
                 if not told:
-                    _log.warning("this rank cannot write its metrics to %s: %s", self.folder, error)
+                    _log.warning(
+                        "rank %d cannot write its metrics to %s, and goes on trying: %s",
+                        *(own_rank(), self.folder, error),
+                    )
                 told = True
             self._stop.wait(_EVERY)
         with contextlib.suppress(OSError):
@@ -391,7 +395,7 @@ class Status:
         operations, failed, bytes, seconds: of all operations so far.
         waited: seconds that it waited for other ranks, by their ranks.
         lines: bytes, busy seconds and packets sent again, by the rank of another host.
-        groups: the names of its groups.
+        done: operations that have ended, by the names of its groups.
         running: the operation that ran, as in errors ("all_reduce #17"), by group.
         running_seconds: for how long that had run, by group.
         age: seconds since then, as far as the reader knows.
@@ -409,7 +413,7 @@ class Status:
     seconds: float = 0.0
     waited: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     lines: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
-    groups: set[str] = field(default_factory=set)
+    done: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     running: dict[str, str] = field(default_factory=dict)
     running_seconds: dict[str, float] = field(default_factory=dict)
     age: float = 0.0
@@ -449,8 +453,8 @@ def statuses(texts: Iterable[str]) -> list[Status]:
 def _add(status: Status, sample: Any) -> None:
     name = sample.name.removeprefix("ringreduce_").removesuffix("_total")
     labels, value = sample.labels, sample.value
-    if "comm_name" in labels:
-        status.groups.add(labels["comm_name"])
+    if name in ("operations", "failed_operations"):
+        status.done[labels["comm_name"]] += int(value)
     if name in _SUMS:
         attribute = _FIELDS.get(name, name)
         setattr(status, attribute, getattr(status, attribute) + _SUMS[name](value))

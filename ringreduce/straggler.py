@@ -12,8 +12,8 @@ last one.  Medians and deviations are those of this group on this machine:
   above the median delay, 4 times the 99th percentile, 2 % of the step, twice the error of the
   clocks; and if that is at least 80 % of what the operation took longer than usual.
 - If processes of this host waited for a core meanwhile (/proc/pressure/cpu), nobody is.
-- A rank is named for the whole run if it was the last one in most steps, or if the others waited
-  for it for most of their waits, in so many steps that it is no chance; and if that cost time.
+- A rank is named for the whole run if it was the last one in most steps, or if most of the others'
+  waiting was for it, in more steps than chance explains; and if that cost time.
 - Between hosts, the wire is called slow if the data took much longer than usual once all ranks were
   there.
 """
@@ -56,8 +56,8 @@ _EXPLAINS_LINE = 0.5  # and was busy for this share of the operation
 _STEPS = 20  # a rank is named for the run from so many steps on,
 _LAST_IN = 0.8  # if it was the last one in this share of them,
 _COSTS = 0.005  # and the others waited for it for this share of the time;
-_OF_WAITS, _WAITS_COST = 2 / 3, 0.02  # or if so much of the waits was for it, of the time,
-_SIGMAS = 5  # where chance would give it half of them
+_OF_WAITS, _WAITS_COST = 2 / 3, 0.02  # or if these shares of long waits and of time were its,
+_SIGMAS = 5  # and lie so many standard deviations above the half that chance would give it
 
 
 class Late(NamedTuple):
@@ -225,7 +225,7 @@ class _Lines:
             old_size, old_busy, old_again = before.get(rank, (size, busy, again))
             usual = self._usual[rank]
             took = busy - old_busy
-            # A few bytes take as long as the way is: only many tell the rate.
+            # Latency dominates the time of a few bytes: they do not tell the rate.
             moved = size - old_size >= _LEAST_MOVED or again > old_again
             long = took > 0 and took * 1e9 >= _EXPLAINS_LINE * (end - begin)
             if not moved or not long or len(usual.values) < _FEWEST_LOOKS:
@@ -288,7 +288,7 @@ class _Judge:
         self._follow_steps(record)
         if record.known < 2 or record.state != "done" or record.clock_error_ns < 0:
             return [], None
-        # Nobody waits for the receivers of a broadcast.
+        # Of a broadcast or scatter only the root can delay other ranks.
         if record.kind in FROM_ROOT and record.last_rank != record.root:
             return [], None
         last, delay = record.late[0]
@@ -313,7 +313,7 @@ class _Judge:
         self._delay.add(delay)
         # A constant error of the clocks names no rank; nor does a record that lacks arrivals.
         certain = max(0.0, delay - 2 * record.clock_error_ns)
-        if all_known and record.clock_error_ns >= 0:
+        if all_known:
             self.waited_ms[last] += certain / 1e6
             self._of_step[last] += certain
             if (

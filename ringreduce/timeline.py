@@ -45,7 +45,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce._backend import Backend, extension, job_name, live_groups, ranks_of
+from ringreduce._backend import Backend, extension, job_name, live_groups, own_rank, ranks_of
 from ringreduce.errors import Error
 from ringreduce.record import _LAYOUT, FROM_ROOT, TO_ROOT, Record, _names, parse, ranks_text
 
@@ -148,7 +148,10 @@ class timeline:
             self._failed = True
             self._close()
             _log.warning(
-                "rank %d writes no more of its timeline to %s: %s", _rank(), self.directory, error
+                "rank %d writes no more of its timeline to %s: %s",
+                own_rank(),
+                self.directory,
+                error,
             )
 
     def _close(self) -> None:
@@ -227,10 +230,6 @@ def _done(records: bytes) -> bytes:
     return records[: -_LAYOUT.size] if runs else records
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else -1
-
-
 def _header() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     return {
@@ -305,7 +304,7 @@ class _Writer:
         """Whether the thread let go of the lock: a program does not wait for a file that hangs."""
         mine = self.lock.acquire(timeout=_PATIENCE)
         if not mine:
-            _log.warning("rank %d does without its timeline: a write takes too long", _rank())
+            _log.warning("rank %d does without its timeline: a write takes too long", own_rank())
         try:
             yield mine
         finally:

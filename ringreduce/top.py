@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __path__: list[str] = []  # else `python -m` warns that the package has imported this module
 
 _STALE = 5.0  # seconds without news from a rank
-_LONG = 2.0  # seconds of an operation, from which on it says who is missing
+_LONG = 2.0  # seconds; the ranks that are missing in a longer operation are named
 MOST_LINES = 16  # that are shown
 _LEAST_MOVED, _LEAST_BUSY = 1 << 20, 0.01  # bytes and seconds that tell the rate of a line
 _BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
@@ -105,7 +105,7 @@ class LineRow:
 
     def __str__(self) -> str:
         return (
-            f"the line from rank {self.sender} ({self.sender_host}) to rank {self.receiver} "
+            f"line from rank {self.sender} ({self.sender_host}) to rank {self.receiver} "
             f"({self.receiver_host})"
         )
 
@@ -144,20 +144,15 @@ def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
     Returns:
         A row for each rank of the later look.
     """
-    old = {status.rank: status for status in before}
-    for status in now:
-        if status.age > _STALE:  # its last rates are no news
-            old.pop(status.rank, None)
-    waits: dict[int, dict[int, float]] = {}  # of each rank, for each
-    for status in now:
-        earlier = old.get(status.rank)
-        if earlier and _goes_on(earlier, status):
-            span = status.updated - earlier.updated
-            waits[status.rank] = {
-                late: max(0.0, seconds - earlier.waited.get(late, 0.0)) / span
-                for late, seconds in status.waited.items()
-            }
-    return [_row(old.get(s.rank), s, now, waits) for s in now]
+    steps = _steps(before, now)
+    waits = {  # of each rank, for each: shares of the time
+        step.now.rank: {
+            late: max(0.0, seconds - step.before.waited.get(late, 0.0)) / step.span
+            for late, seconds in step.now.waited.items()
+        }
+        for step in steps.values()
+    }
+    return [_row(status, steps.get(status.rank), now, waits) for status in now]
 
 
 def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
@@ -169,35 +164,28 @@ def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
     Returns:
         Those that moved bytes, the busiest first.
     """
-    old = {status.rank: status for status in before}
     hosts = {status.rank: status.host for status in now}
     found = []
-    for status in now:
-        earlier = old.get(status.rank)
-        if not earlier or not _goes_on(earlier, status):
-            continue
-        span = status.updated - earlier.updated
-        for receiver, use in status.lines.items():
-            zeros = [0.0] * 3
-            size, busy, resent = (
-                max(0.0, new - last)
-                for new, last in zip(use, earlier.lines.get(receiver, zeros), strict=True)
-            )
-            if size > 0:
-                host = hosts.get(receiver, "?")
-                found.append(
-                    LineRow(
-                        status.rank,
-                        receiver,
-                        status.host,
-                        host,
-                        size / span / 1e6,
-                        # Seconds are known when an operation ends; it may be longer than `span`.
-                        min(1.0, busy / span),
-                        resent / span,
-                        size / busy / 1e6 if size >= _LEAST_MOVED and busy >= _LEAST_BUSY else 0.0,
-                    )
+    for step in _steps(before, now).values():
+        for receiver, use in step.now.lines.items():
+            last = step.before.lines.get(receiver, [0.0] * 3)
+            size, busy, resent = (max(0.0, a - b) for a, b in zip(use, last, strict=True))
+            if size == 0:
+                continue
+            tells = size >= _LEAST_MOVED and busy >= _LEAST_BUSY
+            found.append(
+                LineRow(
+                    sender=step.now.rank,
+                    receiver=receiver,
+                    sender_host=step.now.host,
+                    receiver_host=hosts.get(receiver, "?"),
+                    megabytes=size / step.span / 1e6,
+                    # Seconds are known when an operation ends; it may be longer than the span.
+                    busy=min(1.0, busy / step.span),
+                    resent=resent / step.span,
+                    rate=size / busy / 1e6 if tells else 0.0,
                 )
+            )
     return sorted(found, key=lambda line: -line.busy)
 
 
@@ -224,7 +212,7 @@ def slow_lines(table: Sequence[LineRow]) -> str:
         of_host = [line for line in table if getattr(line, end) == host]
         if len(of_host) > 1 and all(line in slow for line in of_host):
             return f"All lines {word} host {host} are slow: {text}."
-    return f"T{str(worst)[1:]} is slow: {text}."
+    return f"The {worst} is slow: {text}."
 
 
 def _goes_on(before: Status, now: Status) -> bool:
@@ -239,24 +227,46 @@ def _goes_on(before: Status, now: Status) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Two looks at a rank, between which its sums have grown."""
+
+    before: Status
+    now: Status
+
+    @property
+    def span(self) -> float:
+        return self.now.updated - self.before.updated
+
+
+def _steps(before: Sequence[Status], now: Sequence[Status]) -> dict[int, _Step]:
+    """By rank; without ranks that have no rates, or whose last ones are no news."""
+    old = {status.rank: status for status in before}
+    return {
+        status.rank: _Step(old[status.rank], status)
+        for status in now
+        if status.rank in old and status.age <= _STALE and _goes_on(old[status.rank], status)
+    }
+
+
 def _row(
-    before: Status | None,
-    now: Status,
-    ranks: Sequence[Status],
-    waits: dict[int, dict[int, float]],
+    now: Status, step: _Step | None, ranks: Sequence[Status], waits: dict[int, dict[int, float]]
 ) -> Row:
+    # A rank that has done more operations than the one that waits has been there.
     waiting = [
         (seconds, other.rank)
         for other in ranks
         for group, seconds in other.running_seconds.items()
-        if group in now.groups and seconds > _LONG and other.age <= _STALE
+        if seconds > _LONG
+        and other.age <= _STALE
+        and group in now.done
+        and now.done[group] <= other.done[group]
     ]
     operations = size = seconds = 0.0
-    if before and _goes_on(before, now):
-        span = now.updated - before.updated
-        operations = (now.operations - before.operations) / span
-        size = (now.bytes - before.bytes) / span
-        seconds = (now.seconds - before.seconds) / span
+    if step:
+        operations = (now.operations - step.before.operations) / step.span
+        size = (now.bytes - step.before.bytes) / step.span
+        seconds = (now.seconds - step.before.seconds) / step.span
     return Row(
         rank=now.rank,
         host=now.host,
@@ -360,7 +370,8 @@ class Looks:
             What there is to see.
         """
         if now and now[0].job != self._job:
-            self.__init__()  # type: ignore[misc]
+            for kept in (self._before, self._last, self._changed):
+                kept.clear()
             self._job = now[0].job
         there = {status.rank for status in now}
         lost = [] if all_write else [s for rank, s in self._last.items() if rank not in there]

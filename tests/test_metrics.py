@@ -86,7 +86,7 @@ def test_ranks_in_metrics_are_global_ones(rank: Rank) -> None:
     (status,) = statuses([metrics.text().decode()])
     if rank.rank == 1:
         assert status.waited[2] > 0.05
-        assert group.group_name in status.groups
+        assert status.done[group.group_name] == 2
 
 
 def test_a_registry_of_the_program_has_them() -> None:
@@ -194,10 +194,12 @@ def test_the_variable_writes_files_that_top_reads(
     assert "is not a folder" in capsys.readouterr().err
     with ThreadPoolExecutor() as threads:
         job = threads.submit(run_ranks, script, 2, {"RINGREDUCE_METRICS": str(folder)})
-        names = [f"train-rank{r}.prom" for r in range(2)]
-        assert wait_until(lambda: sorted(path.name for path in folder.glob("train*")) == names)
-        code = top.main([str(folder), "--once"])
-        stop.touch()
+        try:
+            names = [f"train-rank{r}.prom" for r in range(2)]
+            assert wait_until(lambda: sorted(path.name for path in folder.glob("train*")) == names)
+            code = top.main([str(folder), "--once"])
+        finally:
+            stop.touch()
         ended = job.result()
     text = capsys.readouterr().out
     assert code == 0
@@ -296,11 +298,12 @@ def test_it_says_what_each_rank_does() -> None:
     runs: dict[str, Any] = {"running": {"0": "all_reduce #7"}, "running_seconds": {"0": 3.0}}
     short: dict[str, Any] = {"running": {"0": "barrier #3"}, "running_seconds": {"0": 0.01}}
     now = [
-        status(0, 1.0, groups={"0"}, **runs),
-        status(1, 1.0, groups={"0", "1"}),
-        status(2, 1.0, groups={"0"}, age=9.0),
-        status(3, 1.0, groups={"0"}, **short),
-        status(4, 1.0, groups={"1"}),  # it is not in the group of rank 0
+        status(0, 1.0, done={"0": 7}, **runs),
+        status(1, 1.0, done={"0": 7, "1": 2}),
+        status(2, 1.0, done={"0": 7}, age=9.0),
+        status(3, 1.0, done={"0": 7}, **short),
+        status(4, 1.0, done={"1": 2}),  # it is not in the group of rank 0
+        status(5, 1.0, done={"0": 8}),  # it has been there, as a rank that only sends
     ]
     assert top.headline(top.rows([], now), "job").endswith(
         "An operation of others waits for ranks 1 and 2."
@@ -310,6 +313,7 @@ def test_it_says_what_each_rank_does() -> None:
         "not in the operation of rank 0, for 3.0 s",
         "no news for 9 s",
         "barrier #3",
+        "no operation",
         "no operation",
     ]
 
