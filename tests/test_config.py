@@ -12,7 +12,7 @@ from ringreduce import config
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = {row["name"]: row for row in config.variables()}
 # Of the build and of tests.
-OTHERS = "CUDA CUDA_ARCHS OPENSSL SANITIZE SOURCE VERSION"
+OTHERS = "CUDA CUDA_ARCHS OPENSSL SANITIZE SOURCE TEST_PICTURE VERSION"
 PRINT = [sys.executable, "-m", "ringreduce.config"]
 CLEAN = {name: text for name, text in os.environ.items() if name not in TABLE}
 
