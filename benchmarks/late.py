@@ -184,7 +184,7 @@ def main() -> int:
     for process in ranks + burners:
         process.start()
     tell.close()
-    right, steps = 0, []
+    right, found, beside, steps = 0, 0, 0, []
     for run in range(given.runs):
         try:
             good, expected, named, buckets, steady, wires, summary, took = hear.recv()
@@ -192,6 +192,8 @@ def main() -> int:
             print("a rank ended; its error is above", file=sys.stderr)
             return 1
         right += good
+        found += expected <= named
+        beside += bool(named - expected or steady or wires)
         steps.append(took / given.steps * 1e3)
         if not good:
             print(f"run {run}: expected {expected}, named {named} in buckets {buckets}, "
@@ -201,8 +203,9 @@ def main() -> int:
     for process in burners:
         process.kill()
     print(
-        f"{right} of {given.runs} runs right, {given.nproc} ranks, {given.steps} steps of "
-        f"{statistics.median(steps):.2f} ms, delay {given.delay_ms:g} ms"
+        f"{right} of {given.runs} runs right (the delay named in {found}, others in {beside}), "
+        f"{given.nproc} ranks, {given.steps} steps of {statistics.median(steps):.2f} ms, "
+        f"delay {given.delay_ms:g} ms"
         f"{', on a busy machine' if given.busy else ''}, load {os.getloadavg()[0]:.1f}"
     )
     return 0 if right == given.runs else 1

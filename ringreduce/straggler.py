@@ -56,7 +56,7 @@ _EXPLAINS_LINE = 0.5  # and was busy for this share of the operation
 _STEPS = 20  # a rank is named for the run from so many steps on,
 _LAST_IN = 0.8  # if it was the last one in this share of them,
 _COSTS = 0.005  # and the others waited for it for this share of the time;
-_OF_WAITS, _WAITS_COST = 2 / 3, 0.02  # or if these shares of long waits and of time were its,
+_OF_WAITS, _WAITS_COST = 0.8, 0.02  # or if these shares of long waits and of time were its,
 _SIGMAS = 5  # and lie so many standard deviations above the half that chance would give it
 
 
