@@ -1,18 +1,24 @@
 """Tells torch.distributed of the backend "ringreduce"; `import torch` calls it by entry point.
 
+Reads RINGREDUCE_DEFAULT and RINGREDUCE_REPLACE too, because a framework names the backend, or names
+none, long before a program imports ringreduce.
+
 A module beside the package and not in it: whatever goes wrong during `import torch` breaks torch
-for its user, so nothing of ringreduce is imported before somebody makes a group with it.  With
-RINGREDUCE_ACCELERATE=1 it is imported after Accelerate, if that is imported at all.
+for its user, so nothing of ringreduce is imported before somebody makes a group with it.
 """
 
-import importlib.abc
-import importlib.machinery
+import functools
+import inspect
 import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
+
+NAME = "ringreduce"
+
+_log = logging.getLogger(NAME)
+_replaces_gloo = False
+_refusal = ""  # why no group can be made: a variable that cannot be read
+_told = False  # rank 0 said that gloo is replaced
 
 
 def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
@@ -37,76 +43,137 @@ def register() -> None:
         # Code that is not about GPUs takes the last device of a backend for its tensors.  Whether
         # ringreduce itself knows GPUs, and whether there is one, is found out when a group is made.
         devices = ["cpu", "cuda"] if torch.cuda._is_compiled() else ["cpu"]
-        dist.Backend.register_backend("ringreduce", _create, extended_api=True, devices=devices)
-        _read_variable()
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+        _read_variables()
     except Exception as error:
-        logging.getLogger("ringreduce").warning(
+        _log.warning(
             'the backend "ringreduce" could not be registered with torch.distributed: %s: %s',
             type(error).__name__,
             error,
         )
 
 
-def _read_variable() -> None:
-    text = os.environ.get("RINGREDUCE_ACCELERATE", "")
-    if text == "1":
-        when_imported("accelerate.state", _enable_accelerate)
-    elif text not in ("", "0"):
-        logging.getLogger("ringreduce").warning(
-            "RINGREDUCE_ACCELERATE=%s is neither 0 nor 1; correct or unset it", text
-        )
+def set_default(devices: str) -> None:
+    """Makes ringreduce the backend of groups that are made without a name, from now on.
 
+    These are init_process_group() and what calls it so: DeviceMesh, Lightning, torchtitan.  Call it
+    on every rank before the first group; RINGREDUCE_DEFAULT in the environment does the same.
 
-def _enable_accelerate(module: ModuleType) -> None:
-    from ringreduce.integrations import accelerate
+    Args:
+        devices: "cpu", "cuda" or "cpu,cuda": of whose tensors.  torch makes the group of a machine
+            with GPUs for "cuda" alone.
 
-    accelerate.enable()
-
-
-class _ImportHook(importlib.abc.MetaPathFinder):
-    """Calls functions with modules after they have been imported."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Callable[[ModuleType], None]] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.calls:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _call(self.calls[name], module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_hook = _ImportHook()
-
-
-def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    """Calls `call` with a module: now if it has been imported, else after each import of it.
-
-    An exception of `call` goes to the log, so that it does not break an import.
+    Raises:
+        ValueError: another device, or "cuda" and a torch without it.
+        RuntimeError: this torch makes groups in another way.
     """
-    if name in sys.modules:
-        _call(call, sys.modules[name])
-    _hook.calls[name] = call
-    if _hook not in sys.meta_path:
-        sys.meta_path.insert(0, _hook)
+    import torch
+    import torch.distributed as dist
+
+    wanted = [device.strip() for device in devices.split(",")]
+    if not set(wanted) <= {"cpu", "cuda"}:
+        raise ValueError(f"{devices!r} must be 'cpu', 'cuda' or 'cpu,cuda'")
+    if "cuda" in wanted and not torch.cuda._is_compiled():
+        raise ValueError(f"{devices!r} has cuda, which torch {torch.__version__} was built without")
+    _follow_groups()
+    for device in wanted:
+        dist.Backend.default_device_backend_map[device] = NAME
 
 
-def _call(call: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _replace_gloo() -> None:
+    """Makes "gloo" mean ringreduce wherever a program names it, or torch chooses it."""
+    global _replaces_gloo
+    set_default("cpu")
+    _replaces_gloo = True
+
+
+def _read_variables() -> None:
+    """Does what the variables say; if it cannot be done, each group is refused with the reason."""
+    global _refusal
+    default = os.environ.get("RINGREDUCE_DEFAULT", "")
+    replace = os.environ.get("RINGREDUCE_REPLACE", "")
     try:
-        call(module)
-    except Exception as error:
-        logging.getLogger("ringreduce").warning(
-            "%s will not use ringreduce: %s", module.__name__.partition(".")[0], error
+        if default:
+            set_default(default)
+    except ValueError as error:
+        _refusal = f"RINGREDUCE_DEFAULT={error}; correct or unset it"
+    if replace == "gloo":
+        _replace_gloo()
+    elif replace:
+        _refusal = f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"
+    if _refusal:
+        _log.warning("%s", _refusal)
+        _follow_groups()
+
+
+def _follow_groups() -> None:
+    """Wraps the function with which torch makes every group; it has no public counterpart."""
+    import torch
+    import torch.distributed.distributed_c10d as c10d
+
+    make = c10d._new_process_group_helper
+    if getattr(make, "_ringreduce", False):
+        return
+    signature = inspect.signature(make)
+    used = {"group_rank", "global_ranks_in_group", "backend", "backend_options"}
+    if not used <= set(signature.parameters):
+        raise RuntimeError(
+            f"torch {torch.__version__} does not make groups by _new_process_group_helper with "
+            f"{', '.join(sorted(used))}, as torch 2.11 to 2.15 do.  Name the backend ringreduce "
+            "where the group is made"
         )
+
+    @functools.wraps(make)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if _refusal:
+            raise ValueError(_refusal)
+        call = signature.bind(*args, **kwargs)
+        _name_backend(call.arguments)
+        return make(*call.args, **call.kwargs)
+
+    new_group._ringreduce = True  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = new_group
+
+
+def _name_backend(arguments: dict[str, Any]) -> None:
+    """Writes the backend that a group gets into the arguments that torch makes it with."""
+    global _told
+    import torch.distributed as dist
+
+    backend = str(arguments["backend"]).lower()
+    pairs = [pair.rpartition(":") for pair in backend.split(",")]
+    if backend == dist.Backend.UNDEFINED:
+        if dist.Backend.default_device_backend_map.get(_device()) == NAME:
+            # Else torch would call the group's backend "undefined".
+            arguments["backend"] = dist.Backend(NAME)
+            _require_cuda()
+    elif _replaces_gloo and any(name == "gloo" for *_, name in pairs):
+        named = [device + colon + (NAME if n == "gloo" else n) for device, colon, n in pairs]
+        arguments["backend"] = dist.Backend(",".join(named))
+        gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+        if gloo and isinstance(arguments.get("backend_options"), gloo._Options):
+            arguments["backend_options"] = None
+        if arguments["group_rank"] == 0 and not arguments["global_ranks_in_group"] and not _told:
+            _told = True
+            # A warning, because Python prints nothing below that unless the program asks for it.
+            _log.warning("groups of the backend gloo are made by ringreduce (RINGREDUCE_REPLACE)")
+
+
+def _device() -> str:
+    """The device of a group that is made without a name."""
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return found.type if found and torch.accelerator.is_available() else "cpu"
+
+
+def _require_cuda() -> None:
+    """Raises RuntimeError if the default for GPUs is a ringreduce that was built without CUDA."""
+    if _device() == "cuda":
+        from ringreduce import _backend
+
+        if not _backend.extension().cuda_build():
+            raise RuntimeError(
+                "ringreduce is the default for GPUs (RINGREDUCE_DEFAULT or set_default), but this "
+                "ringreduce was built without CUDA: `python -m ringreduce.config` says why"
+            )

@@ -4,6 +4,7 @@ dist.init_process_group("ringreduce")        # as a backend, no import needed
 ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
 ringreduce.average_gradients(model)          # in a loop without DDP
 ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
+ringreduce.set_default("cpu")                # for groups that name no backend
 ringreduce.commit()                          # before a step that no lost rank may spoil
 ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
 ringreduce.timeline("traces")                # a trace of what all ranks did
@@ -15,6 +16,7 @@ import importlib.metadata
 import torch.distributed as dist
 
 import _ringreduce_autoload
+from _ringreduce_autoload import set_default
 from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
@@ -53,6 +55,7 @@ __all__ = [
     "prometheus",
     "records",
     "register_comm_hook",
+    "set_default",
     "share_",
     "staging_bytes",
     "straggler_detection",

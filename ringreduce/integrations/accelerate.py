@@ -1,12 +1,12 @@
 """Makes Hugging Face Accelerate and Transformers use ringreduce on CPUs.
 
     import ringreduce.integrations.accelerate as rr
-    rr.enable()          # or RINGREDUCE_ACCELERATE=1 in the environment
+    rr.enable()
 
 Both keep lists of backends.  Accelerate allows only gloo and mpi on CPUs, so `PartialState`, which
 makes the process group of Accelerator and TrainingArguments, is changed where it chooses.
 Transformers' command line allows only listed values of --ddp_backend, so the name is appended to
-that list.
+that list.  Scripts that stay as they are take RINGREDUCE_REPLACE=gloo instead (docs/frameworks.md).
 """
 
 import dataclasses
@@ -20,8 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-
-import _ringreduce_autoload
 
 __all__ = ["disable", "enable"]
 
@@ -53,7 +51,8 @@ def enable() -> None:
             "Accelerate is not installed; install it with `pip install 'ringreduce[accelerate]'`"
         )
     _change_state(importlib.import_module("accelerate.state"))
-    _ringreduce_autoload.when_imported("transformers.hf_argparser", _change_parser)
+    if importlib.util.find_spec("transformers") is not None:
+        _change_parser(importlib.import_module("transformers.hf_argparser"))
     _enabled = True
 
 
@@ -98,11 +97,7 @@ def _change_state(module: ModuleType) -> None:
 
 
 def _change_parser(module: ModuleType) -> None:
-    """Makes `HfArgumentParser` accept the name for every field `ddp_backend` that has choices.
-
-    It does so when a parser is made, not when TrainingArguments is imported: the module that
-    defines TrainingArguments may be the first to import torch, and is then incomplete here.
-    """
+    """Makes `HfArgumentParser` accept the name for every field `ddp_backend` that has choices."""
     parser: Any = module.HfArgumentParser
     make: Callable[..., None] = parser.__init__
     if getattr(make, "_ringreduce", False):

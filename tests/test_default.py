@@ -1,0 +1,107 @@
+"""RINGREDUCE_DEFAULT, RINGREDUCE_REPLACE and set_default: groups that are not named ringreduce."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import launchers
+import pytest
+
+import ringreduce
+
+UNNAMED = """
+    import json, os, sys
+    import torch, torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert "ringreduce" not in sys.modules
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    made = {}
+
+    def make(name, **options):
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+        made[name] = dist.get_backend()
+
+    make("no name")
+    made["its group"] = dist.get_backend(dist.new_group())
+    made["gloo named"] = dist.get_backend(dist.new_group(backend="gloo"))
+    made["mesh"] = dist.get_backend(init_device_mesh("cpu", (1,)).get_group())
+    made["of cpu"] = dist.get_default_backend_for_device("cpu")
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    make("gloo", backend="gloo")
+    print(json.dumps(made))
+"""
+GLOO = """
+    import json
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    options = dist.ProcessGroupGloo._Options()
+    groups = {
+        "default": dist.group.WORLD,
+        "upper": dist.new_group(backend="GLOO"),
+        "options": dist.new_group(backend="gloo", pg_options=options),
+        "devices": dist.new_group(backend="cpu:gloo"),
+        "part": dist.new_group([1], backend="gloo"),
+    }
+    if dist.get_rank() == 1:
+        print(json.dumps({name: dist.get_backend(group) for name, group in groups.items()}))
+    for group in list(groups.values())[:4]:
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=group)
+        assert ones.tolist() == [2, 2, 2]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+"""
+
+
+def say(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    env = {**launchers.untouched(), **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+
+
+def test_groups_without_a_name_are_made_by_ringreduce() -> None:
+    done = say(UNNAMED, RINGREDUCE_DEFAULT="cpu")
+    assert done.returncode == 0, done.stderr
+    named = {"gloo named", "gloo"}
+    made = json.loads(done.stdout)
+    assert made == {name: "gloo" if name in named else "ringreduce" for name in made}
+
+
+def test_gloo_is_replaced_and_rank_0_says_so_once(tmp_path: os.PathLike[str]) -> None:
+    script = os.path.join(tmp_path, "train.py")
+    with open(script, "w") as file:
+        file.write(textwrap.dedent(GLOO))
+    run = launchers.run([*launchers.torchrun(2), script], {"RINGREDUCE_REPLACE": "gloo"})
+    assert run.returncode == 0, run.stdout + run.stderr
+    made = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+    assert len(made) == 5 and made.pop("devices") == "cpu:ringreduce"
+    assert set(made.values()) == {"ringreduce"}
+    assert run.stderr.count("groups of the backend gloo are made by ringreduce") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("DEFAULT", "cpuu", "'cpuu' must be 'cpu', 'cuda' or 'cpu,cuda'"),
+        ("DEFAULT", "cpu,cuda", "has cuda, which torch"),
+        ("REPLACE", "1", "'1' must be 'gloo'"),
+    ],
+)
+def test_groups_are_refused_if_the_variable_cannot_be_read(name: str, text: str, why: str) -> None:
+    make = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+    program = f"import torch.distributed as dist\nprint('imported')\n{make}"
+    done = say(program, **{f"RINGREDUCE_{name}": text})
+    assert done.returncode == 1 and done.stdout == "imported\n"
+    assert f"ValueError: RINGREDUCE_{name}=" in done.stderr and why in done.stderr
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="'cpu,tpu' must be 'cpu', 'cuda' or 'cpu,cuda'"):
+        ringreduce.set_default("cpu,tpu")
