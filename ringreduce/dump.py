@@ -48,10 +48,12 @@ _VERSION = "2.10"
 _LIBRARY = "nccl"
 _FIELDS = tuple(Record.__annotations__)
 _STATES = {"running": "started", "done": "completed"}
+# torchfrtrace of 2.11 knows a barrier by NCCL's name alone.
 _KINDS = {
     "sparse all_reduce": "all_reduce",
     "compressed all_reduce": "all_reduce",
-    "monitored_barrier": "barrier",
+    "barrier": "all_reduce_barrier",
+    "monitored_barrier": "all_reduce_barrier",
 }
 _DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16",
            "int8": "Char", "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long",
@@ -149,7 +151,13 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     dtype = _DTYPES.get(record.dtype, record.dtype or "Byte")
     kind = _KINDS.get(record.kind, record.kind)
     if kind in ("all_gather", "reduce_scatter") and elements % len(group.ranks):
-        kind += "_v"  # ranks have other numbers of elements
+        # Ranks have other numbers of elements.  torchfrtrace of 2.11 knows no such operation, so it
+        # gets the nearest one in which all ranks have as many.
+        if torch.__version__ >= "2.13":  # compared as a version
+            kind += "_v"
+        else:
+            size = len(group.ranks)
+            inputs, outputs = min(inputs, outputs * size), min(outputs, inputs * size)
     begun = bool(record.arrived_ns)
     failed = "started" if begun else "scheduled"
     own = {name: getattr(record, name) for name in _FIELDS} | {
