@@ -82,7 +82,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive demo-see quick t test test-full test-c10d test-tcp test-cpp test-python \
-  torch-suite torch-suite-tcp torch-matrix torch-smoke lint includes format sanitize asan tsan arm fuzz \
+  torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks lint includes format sanitize asan tsan arm fuzz \
   bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
@@ -101,6 +101,7 @@ help:
 	@echo "make torch-suite-tcp  the same over sockets, 2 and 3 ranks, and as 2 hosts of 2 ranks"
 	@echo "make torch-smoke  build on the newest torch, and the tests of what is new in it"
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
+	@echo "make frameworks  train under Lightning, Accelerate, Ray, DeepSpeed, ...: the same weights as on gloo?"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make arm       the core and the C++ tests for AArch64, run by qemu-user; needs a cross compiler"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
@@ -254,6 +255,16 @@ ifeq ($(BASE_VENV),)
 else
 	$(BIN)/python -m pytest $(NEWEST_TESTS) -q -n 2 --dist worksteal \
 	  -k "not killed and not survivors and not random"
+endif
+
+# Each framework as its users run it, on gloo and on ringreduce, in an environment of its own.
+FRAMEWORKS = lightning accelerate transformers 'ray[train]' deepspeed torchft
+frameworks: build
+ifeq ($(BASE_VENV),)
+	$(MAKE) $@ VENV=.venv-frameworks BASE_VENV=$(VENV)
+else
+	$(BIN)/python -m pip install -q $(FRAMEWORKS)
+	$(BIN)/python benchmarks/frameworks.py
 endif
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
