@@ -25,6 +25,8 @@ def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
     """torch calls this once for each group with backend="ringreduce", on every rank of it."""
     from ringreduce import _backend
 
+    if _replaces_gloo and not isinstance(backend_options, _backend.extension().Options):
+        backend_options = None  # of the gloo that is replaced, or of a backend beside it
     return _backend.create(dist_backend_opts, backend_options)
 
 
@@ -60,8 +62,8 @@ def set_default(devices: str) -> None:
     on every rank before the first group; RINGREDUCE_DEFAULT in the environment does the same.
 
     Args:
-        devices: "cpu", "cuda" or "cpu,cuda": of whose tensors.  torch makes the group of a machine
-            with GPUs for "cuda" alone.
+        devices: "cpu" for machines without GPUs, "cuda" for those with, "cpu,cuda" for all.  On
+            others such a group is torch's own choice.
 
     Raises:
         ValueError: another device, or "cuda" and a torch without it.
@@ -70,7 +72,7 @@ def set_default(devices: str) -> None:
     import torch
     import torch.distributed as dist
 
-    wanted = [device.strip() for device in devices.split(",")]
+    wanted = devices.split(",")
     if not set(wanted) <= {"cpu", "cuda"}:
         raise ValueError(f"{devices!r} must be 'cpu', 'cuda' or 'cpu,cuda'")
     if "cuda" in wanted and not torch.cuda._is_compiled():
@@ -88,22 +90,25 @@ def _replace_gloo() -> None:
 
 
 def _read_variables() -> None:
-    """Does what the variables say; if it cannot be done, each group is refused with the reason."""
+    """Does what the variables say.  Values that cannot be read have all groups refused."""
     global _refusal
     default = os.environ.get("RINGREDUCE_DEFAULT", "")
     replace = os.environ.get("RINGREDUCE_REPLACE", "")
     try:
-        if default:
-            set_default(default)
-    except ValueError as error:
-        _refusal = f"RINGREDUCE_DEFAULT={error}; correct or unset it"
-    if replace == "gloo":
-        _replace_gloo()
-    elif replace:
-        _refusal = f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"
-    if _refusal:
-        _log.warning("%s", _refusal)
-        _follow_groups()
+        try:
+            if default:
+                set_default(default)
+        except ValueError as error:
+            _refusal = f"RINGREDUCE_DEFAULT={error}; correct or unset it"
+        if replace == "gloo":
+            _replace_gloo()
+        elif replace:
+            _refusal = f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"
+        if _refusal:
+            _log.warning("%s", _refusal)
+            _follow_groups()
+    except RuntimeError as error:
+        _log.warning("RINGREDUCE_DEFAULT and RINGREDUCE_REPLACE have no effect: %s", error)
 
 
 def _follow_groups() -> None:
@@ -111,16 +116,15 @@ def _follow_groups() -> None:
     import torch
     import torch.distributed.distributed_c10d as c10d
 
-    make = c10d._new_process_group_helper
+    make: Any = getattr(c10d, "_new_process_group_helper", None)
     if getattr(make, "_ringreduce", False):
         return
-    signature = inspect.signature(make)
-    used = {"group_rank", "global_ranks_in_group", "backend", "backend_options"}
-    if not used <= set(signature.parameters):
+    signature = inspect.signature(make) if make else None
+    if signature is None or not {"group_rank", "backend"} <= set(signature.parameters):
         raise RuntimeError(
-            f"torch {torch.__version__} does not make groups by _new_process_group_helper with "
-            f"{', '.join(sorted(used))}, as torch 2.11 to 2.15 do.  Name the backend ringreduce "
-            "where the group is made"
+            f"torch {torch.__version__} does not make groups by "
+            "_new_process_group_helper(group_rank, backend, ...), as torch 2.11 to 2.15 do.  Name "
+            "the backend ringreduce where the group is made"
         )
 
     @functools.wraps(make)
@@ -142,21 +146,21 @@ def _name_backend(arguments: dict[str, Any]) -> None:
 
     backend = str(arguments["backend"]).lower()
     pairs = [pair.rpartition(":") for pair in backend.split(",")]
+    default = dist.Backend.default_device_backend_map
     if backend == dist.Backend.UNDEFINED:
-        if dist.Backend.default_device_backend_map.get(_device()) == NAME:
+        if default.get(_device()) == NAME:
             # Else torch would call the group's backend "undefined".
             arguments["backend"] = dist.Backend(NAME)
-            _require_cuda()
     elif _replaces_gloo and any(name == "gloo" for *_, name in pairs):
         named = [device + colon + (NAME if n == "gloo" else n) for device, colon, n in pairs]
         arguments["backend"] = dist.Backend(",".join(named))
-        gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-        if gloo and isinstance(arguments.get("backend_options"), gloo._Options):
-            arguments["backend_options"] = None
-        if arguments["group_rank"] == 0 and not arguments["global_ranks_in_group"] and not _told:
+        rank = dist.get_rank() if dist.is_initialized() else arguments["group_rank"]
+        if rank == 0 and not _told:
             _told = True
             # A warning, because Python prints nothing below that unless the program asks for it.
             _log.warning("groups of the backend gloo are made by ringreduce (RINGREDUCE_REPLACE)")
+    if NAME in str(arguments["backend"]) and default.get("cuda") == NAME and _device() == "cuda":
+        _require_cuda()
 
 
 def _device() -> str:
@@ -168,12 +172,11 @@ def _device() -> str:
 
 
 def _require_cuda() -> None:
-    """Raises RuntimeError if the default for GPUs is a ringreduce that was built without CUDA."""
-    if _device() == "cuda":
-        from ringreduce import _backend
+    """Raises RuntimeError if this ringreduce was built without CUDA."""
+    from ringreduce import _backend
 
-        if not _backend.extension().cuda_build():
-            raise RuntimeError(
-                "ringreduce is the default for GPUs (RINGREDUCE_DEFAULT or set_default), but this "
-                "ringreduce was built without CUDA: `python -m ringreduce.config` says why"
-            )
+    if not _backend.extension().cuda_build():
+        raise RuntimeError(
+            "ringreduce is the default for GPUs (RINGREDUCE_DEFAULT or set_default), but this "
+            "ringreduce was built without CUDA: `python -m ringreduce.config` says why"
+        )

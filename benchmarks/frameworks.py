@@ -362,7 +362,8 @@ def torchft(
     optimizer = torch.optim.AdamW(model.parameters())
     with wrap(manager, model, optimizer):
         fit(plain_step(model, optimizer), steps, rank, watch)
-    told = watch.tell(model.parameters()) | {"backend": backend or "gloo"}
+    told = watch.tell(model.parameters())
+    told["backend"] = group.getBackendName().removeprefix("torchft-")
     store.set(f"done{rank}", "")
     store.wait(["done0", "done1"])
     manager.shutdown(wait=False)

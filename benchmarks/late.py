@@ -202,8 +202,9 @@ def main() -> int:
         process.join()
     for process in burners:
         process.kill()
+    named_in = f"the delay named in {found}, " if given.delay_ms > 0 else ""
     print(
-        f"{right} of {given.runs} runs right (the delay named in {found}, others in {beside}), "
+        f"{right} of {given.runs} runs right ({named_in}something else in {beside}), "
         f"{given.nproc} ranks, {given.steps} steps of {statistics.median(steps):.2f} ms, "
         f"delay {given.delay_ms:g} ms"
         f"{', on a busy machine' if given.busy else ''}, load {os.getloadavg()[0]:.1f}"

@@ -151,8 +151,8 @@ def _entry(record: Record, group: _Group, pg_id: int, number: int, wall: int) ->
     dtype = _DTYPES.get(record.dtype, record.dtype or "Byte")
     kind = _KINDS.get(record.kind, record.kind)
     if kind in ("all_gather", "reduce_scatter") and elements % len(group.ranks):
-        # Ranks have other numbers of elements.  torchfrtrace of 2.11 knows no such operation, so it
-        # gets the nearest one in which all ranks have as many.
+        # Ranks have other numbers of elements.  torchfrtrace of 2.11 knows no such operation, so
+        # the sizes are rounded down to equal parts.
         if torch.__version__ >= "2.13":  # compared as a version
             kind += "_v"
         else:

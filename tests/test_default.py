@@ -32,9 +32,17 @@ UNNAMED = """
     made["gloo named"] = dist.get_backend(dist.new_group(backend="gloo"))
     made["mesh"] = dist.get_backend(init_device_mesh("cpu", (1,)).get_group())
     made["of cpu"] = dist.get_default_backend_for_device("cpu")
-    dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
     make("gloo", backend="gloo")
+    dist.destroy_process_group()
+    dist.Backend.default_device_backend_map["cpu"] = "gloo"
+    make("no name, no default")
+
+    import ringreduce
+
+    ringreduce.set_default("cpu")
+    dist.destroy_process_group()
+    make("after the call")
     print(json.dumps(made))
 """
 GLOO = """
@@ -48,11 +56,15 @@ GLOO = """
         "upper": dist.new_group(backend="GLOO"),
         "options": dist.new_group(backend="gloo", pg_options=options),
         "devices": dist.new_group(backend="cpu:gloo"),
+        "no name": dist.new_group(),
+        "foreign options": dist.new_group(
+            backend="cpu:gloo", pg_options=torch._C._distributed_c10d.Backend.Options("other")
+        ),
         "part": dist.new_group([1], backend="gloo"),
     }
     if dist.get_rank() == 1:
         print(json.dumps({name: dist.get_backend(group) for name, group in groups.items()}))
-    for group in list(groups.values())[:4]:
+    for group in list(groups.values())[:-1]:
         ones = torch.ones(3)
         dist.all_reduce(ones, group=group)
         assert ones.tolist() == [2, 2, 2]
@@ -63,16 +75,24 @@ GLOO = """
 
 def say(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    env = {**launchers.untouched(), **variables}
+    env = {k: v for k, v in launchers.untouched().items() if not k.startswith("RINGREDUCE_")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", **variables}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_groups_without_a_name_are_made_by_ringreduce() -> None:
     done = say(UNNAMED, RINGREDUCE_DEFAULT="cpu")
     assert done.returncode == 0, done.stderr
-    named = {"gloo named", "gloo"}
-    made = json.loads(done.stdout)
-    assert made == {name: "gloo" if name in named else "ringreduce" for name in made}
+    assert json.loads(done.stdout) == {
+        "no name": "ringreduce",
+        "its group": "ringreduce",
+        "gloo named": "gloo",
+        "mesh": "ringreduce",
+        "of cpu": "ringreduce",
+        "gloo": "gloo",
+        "no name, no default": "undefined",
+        "after the call": "ringreduce",
+    }
 
 
 def test_gloo_is_replaced_and_rank_0_says_so_once(tmp_path: os.PathLike[str]) -> None:
@@ -82,8 +102,8 @@ def test_gloo_is_replaced_and_rank_0_says_so_once(tmp_path: os.PathLike[str]) ->
     run = launchers.run([*launchers.torchrun(2), script], {"RINGREDUCE_REPLACE": "gloo"})
     assert run.returncode == 0, run.stdout + run.stderr
     made = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
-    assert len(made) == 5 and made.pop("devices") == "cpu:ringreduce"
-    assert set(made.values()) == {"ringreduce"}
+    assert [made.pop("devices"), made.pop("foreign options")] == ["cpu:ringreduce"] * 2
+    assert len(made) == 5 and set(made.values()) == {"ringreduce"}
     assert run.stderr.count("groups of the backend gloo are made by ringreduce") == 1
 
 
@@ -104,6 +124,25 @@ def test_groups_are_refused_if_the_variable_cannot_be_read(name: str, text: str,
     done = say(program, **{f"RINGREDUCE_{name}": text})
     assert done.returncode == 1 and done.stdout == "imported\n"
     assert f"ValueError: RINGREDUCE_{name}=" in done.stderr and why in done.stderr
+
+
+def test_gloo_stays_and_the_log_says_so_if_torch_makes_groups_in_another_way() -> None:
+    program = """
+        import os
+        import torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+        import _ringreduce_autoload as autoload
+
+        make = c10d._new_process_group_helper
+        del c10d._new_process_group_helper
+        os.environ["RINGREDUCE_REPLACE"] = "gloo"
+        autoload._read_variables()
+        c10d._new_process_group_helper = make
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        print(dist.get_backend())
+    """
+    done = say(program)
+    assert done.stdout == "gloo\n", done.stderr
+    assert "RINGREDUCE_DEFAULT and RINGREDUCE_REPLACE have no effect: torch " in done.stderr
 
 
 def test_other_devices_are_refused() -> None:

@@ -150,6 +150,8 @@ def read_settings(
                 )
     if cls.reduces and options.op in ("band", "bor", "bxor") and "float" in options.dtype:
         parser.error(f"{options.op} needs an integer type, and not {options.dtype}")
+    if os.environ.get("RINGREDUCE_REPLACE") and "gloo" in (options.backend, *options.compare):
+        parser.error("gloo's groups are made by ringreduce: unset RINGREDUCE_REPLACE")
     if options.codecs:
         if (name, options.dtype, options.device) != ("all_reduce", "float32", "cpu"):
             parser.error("--codec is for all_reduce of float32 CPU tensors")

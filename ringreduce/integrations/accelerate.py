@@ -42,7 +42,7 @@ def enable() -> None:
     are.  Further calls do nothing.
 
     Raises:
-        ImportError: Accelerate is not installed.
+        ImportError: Accelerate is not installed, or it or Transformers cannot be imported.
         RuntimeError: this version of Accelerate chooses its backend in another way.
     """
     global _enabled
@@ -50,9 +50,12 @@ def enable() -> None:
         raise ImportError(
             "Accelerate is not installed; install it with `pip install 'ringreduce[accelerate]'`"
         )
-    _change_state(importlib.import_module("accelerate.state"))
+    parser = None
     if importlib.util.find_spec("transformers") is not None:
-        _change_parser(importlib.import_module("transformers.hf_argparser"))
+        parser = importlib.import_module("transformers.hf_argparser")
+    _change_state(importlib.import_module("accelerate.state"))
+    if parser:
+        _change_parser(parser)
     _enabled = True
 
 
