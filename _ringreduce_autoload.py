@@ -16,6 +16,7 @@ from typing import Any
 NAME = "ringreduce"
 
 _log = logging.getLogger(NAME)
+_follows_groups = False
 _replaces_gloo = False
 _refusal = ""  # why no group can be made: a variable that cannot be read
 _told = False  # rank 0 said that gloo is replaced
@@ -25,8 +26,8 @@ def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
     """torch calls this once for each group with backend="ringreduce", on every rank of it."""
     from ringreduce import _backend
 
-    if _replaces_gloo and not isinstance(backend_options, _backend.extension().Options):
-        backend_options = None  # of the gloo that is replaced, or of a backend beside it
+    if _follows_groups and not isinstance(backend_options, _backend.extension().Options):
+        backend_options = None  # of the backend that is replaced, or of one beside it
     return _backend.create(dist_backend_opts, backend_options)
 
 
@@ -72,7 +73,7 @@ def set_default(devices: str) -> None:
     import torch
     import torch.distributed as dist
 
-    wanted = devices.split(",")
+    wanted = str(devices).split(",")
     if not set(wanted) <= {"cpu", "cuda"}:
         raise ValueError(f"{devices!r} must be 'cpu', 'cuda' or 'cpu,cuda'")
     if "cuda" in wanted and not torch.cuda._is_compiled():
@@ -103,7 +104,8 @@ def _read_variables() -> None:
         if replace == "gloo":
             _replace_gloo()
         elif replace:
-            _refusal = f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"
+            said = [_refusal, f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"]
+            _refusal = ".  ".join(filter(None, said))
         if _refusal:
             _log.warning("%s", _refusal)
             _follow_groups()
@@ -113,6 +115,7 @@ def _read_variables() -> None:
 
 def _follow_groups() -> None:
     """Wraps the function with which torch makes every group; it has no public counterpart."""
+    global _follows_groups
     import torch
     import torch.distributed.distributed_c10d as c10d
 
@@ -137,6 +140,7 @@ def _follow_groups() -> None:
 
     new_group._ringreduce = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = new_group
+    _follows_groups = True
 
 
 def _name_backend(arguments: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ UNNAMED = """
 
     ringreduce.set_default("cpu")
     dist.destroy_process_group()
-    make("after the call")
+    make("after the call", pg_options=dist.ProcessGroupGloo._Options())
     print(json.dumps(made))
 """
 GLOO = """
@@ -110,11 +110,11 @@ def test_gloo_is_replaced_and_rank_0_says_so_once(tmp_path: os.PathLike[str]) ->
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("DEFAULT", "cpuu", "'cpuu' must be 'cpu', 'cuda' or 'cpu,cuda'"),
         pytest.param(
             *("DEFAULT", "cpu,cuda", "has cuda, which torch"),
             marks=pytest.mark.skipif(torch.cuda._is_compiled(), reason="this torch has CUDA"),
         ),
+        ("DEFAULT", " cpu", "' cpu' must be 'cpu', 'cuda' or 'cpu,cuda'"),
         ("REPLACE", "1", "'1' must be 'gloo'"),
     ],
 )
