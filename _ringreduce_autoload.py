@@ -16,9 +16,8 @@ from typing import Any
 NAME = "ringreduce"
 
 _log = logging.getLogger(NAME)
-_follows_groups = False
+_chooses = False  # torch is wrapped: some groups are made by ringreduce that were not named so
 _replaces_gloo = False
-_refusal = ""  # why no group can be made: a variable that cannot be read
 _told = False  # rank 0 said that gloo is replaced
 
 
@@ -26,7 +25,7 @@ def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
     """torch calls this once for each group with backend="ringreduce", on every rank of it."""
     from ringreduce import _backend
 
-    if _follows_groups and not isinstance(backend_options, _backend.extension().Options):
+    if _chooses and not isinstance(backend_options, _backend.extension().Options):
         backend_options = None  # of the backend that is replaced, or of one beside it
     return _backend.create(dist_backend_opts, backend_options)
 
@@ -78,7 +77,7 @@ def set_default(devices: str) -> None:
         raise ValueError(f"{devices!r} must be 'cpu', 'cuda' or 'cpu,cuda'")
     if "cuda" in wanted and not torch.cuda._is_compiled():
         raise ValueError(f"{devices!r} has cuda, which torch {torch.__version__} was built without")
-    _follow_groups()
+    _wrap_torch()
     for device in wanted:
         dist.Backend.default_device_backend_map[device] = NAME
 
@@ -91,31 +90,48 @@ def _replace_gloo() -> None:
 
 
 def _read_variables() -> None:
-    """Does what the variables say.  Values that cannot be read have all groups refused."""
-    global _refusal
+    """Does what the variables say.  If that cannot be done, all groups are refused."""
     default = os.environ.get("RINGREDUCE_DEFAULT", "")
     replace = os.environ.get("RINGREDUCE_REPLACE", "")
+    problems = []
     try:
-        try:
-            if default:
-                set_default(default)
-        except ValueError as error:
-            _refusal = f"RINGREDUCE_DEFAULT={error}; correct or unset it"
+        if default:
+            set_default(default)
+    except ValueError as error:
+        problems.append(f"RINGREDUCE_DEFAULT={error}")
+    except RuntimeError as error:
+        problems.append(f"RINGREDUCE_DEFAULT={default} cannot be followed: {error}")
+    try:
         if replace == "gloo":
             _replace_gloo()
         elif replace:
-            said = [_refusal, f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'; correct or unset it"]
-            _refusal = ".  ".join(filter(None, said))
-        if _refusal:
-            _log.warning("%s", _refusal)
-            _follow_groups()
+            problems.append(f"RINGREDUCE_REPLACE={replace!r} must be 'gloo'")
     except RuntimeError as error:
-        _log.warning("RINGREDUCE_DEFAULT and RINGREDUCE_REPLACE have no effect: %s", error)
+        problems.append(f"RINGREDUCE_REPLACE={replace} cannot be followed: {error}")
+    if problems:
+        _refuse_groups(".  ".join(problems) + ".  Correct or unset it for all ranks")
 
 
-def _follow_groups() -> None:
+def _refuse_groups(reason: str) -> None:
+    """Puts a function that raises in the place of init_process_group.
+
+    To go on with gloo would be the silence that the variables are there to end.
+    """
+    import torch.distributed as dist
+    import torch.distributed.device_mesh as device_mesh
+    import torch.distributed.distributed_c10d as c10d
+
+    @functools.wraps(dist.init_process_group)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(reason)
+
+    for module in (dist, c10d, device_mesh):
+        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def _wrap_torch() -> None:
     """Wraps the function with which torch makes every group; it has no public counterpart."""
-    global _follows_groups
+    global _chooses
     import torch
     import torch.distributed.distributed_c10d as c10d
 
@@ -132,15 +148,13 @@ def _follow_groups() -> None:
 
     @functools.wraps(make)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        if _refusal:
-            raise ValueError(_refusal)
         call = signature.bind(*args, **kwargs)
         _name_backend(call.arguments)
         return make(*call.args, **call.kwargs)
 
     new_group._ringreduce = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = new_group
-    _follows_groups = True
+    _chooses = True
 
 
 def _name_backend(arguments: dict[str, Any]) -> None:

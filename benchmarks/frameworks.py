@@ -70,7 +70,7 @@ class Watch:
     def end(self) -> None:
         self.seconds.append(time.perf_counter() - self._begun)
 
-    def tell(self, tensors: Iterable[torch.Tensor], group: Any = None) -> dict[str, Any]:
+    def tell(self, tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
         """The weights' digest, the group's backend, and the median of a step in ms."""
         digest = hashlib.sha256()
         for tensor in tensors:
@@ -78,9 +78,8 @@ class Watch:
             if isinstance(full, torch.distributed.tensor.DTensor):
                 full = full.full_tensor()
             digest.update(full.contiguous().view(torch.uint8).numpy().tobytes())
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        made: Any = group and group._get_backend(torch.device("cpu"))
+        world: Any = dist.group.WORLD if dist.is_initialized() else None
+        made = world and world._get_backend(torch.device("cpu"))
         return {
             "weights": digest.hexdigest(),
             "backend": made.name() if made else "",

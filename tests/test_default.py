@@ -20,7 +20,6 @@ UNNAMED = """
     from torch.distributed.device_mesh import init_device_mesh
 
     assert "ringreduce" not in sys.modules
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     made = {}
 
     def make(name, **options):
@@ -126,23 +125,30 @@ def test_groups_are_refused_if_the_variable_cannot_be_read(name: str, text: str,
     assert f"ValueError: RINGREDUCE_{name}=" in done.stderr and why in done.stderr
 
 
-def test_gloo_stays_and_the_log_says_so_if_torch_makes_groups_in_another_way() -> None:
-    program = """
+@pytest.mark.parametrize(
+    "make",
+    [
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "dist.init_device_mesh('cpu', (1,))",
+    ],
+)
+def test_groups_are_refused_if_torch_makes_them_in_another_way(make: str) -> None:
+    program = f"""
         import os
         import torch.distributed as dist, torch.distributed.distributed_c10d as c10d
         import _ringreduce_autoload as autoload
 
-        make = c10d._new_process_group_helper
+        helper = c10d._new_process_group_helper
         del c10d._new_process_group_helper
         os.environ["RINGREDUCE_REPLACE"] = "gloo"
         autoload._read_variables()
-        c10d._new_process_group_helper = make
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        print(dist.get_backend())
+        c10d._new_process_group_helper = helper
+        print("read")
+        {make}
     """
     done = say(program)
-    assert done.stdout == "gloo\n", done.stderr
-    assert "RINGREDUCE_DEFAULT and RINGREDUCE_REPLACE have no effect: torch " in done.stderr
+    assert done.returncode == 1 and done.stdout == "read\n", done.stderr
+    assert "ValueError: RINGREDUCE_REPLACE=gloo cannot be followed: torch " in done.stderr
 
 
 def test_other_devices_are_refused() -> None:
