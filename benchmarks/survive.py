@@ -1,11 +1,12 @@
-"""Kills a rank of a training run: ringreduce.elastic, and Gloo under torchrun with checkpoints.
+"""Kills a rank of a training run: ringreduce.elastic, and torchrun's restarts with checkpoints.
 
     python benchmarks/survive.py --out survive_ways.json
 
-Both train the character GPT of examples/train_gpt.py on one host.  With ringreduce the others go on
-and a new process joins; torchrun starts all ranks again, from the last checkpoint.  The rank is
-killed half-way between two checkpoints.  The ways take turns; figures are medians of the runs, with
-the lowest and the highest.
+All train the character GPT of examples/train_gpt.py on one host.  With ringreduce.elastic the others
+go on and a new process joins.  torchrun starts all ranks again, from the last checkpoint; the script
+is the same for gloo and for ringreduce ("restarted"), but for the name.  The rank is killed half-way
+between two checkpoints.  The ways take turns; figures are medians of the runs, with the lowest and
+the highest.
 
 If torchft is installed, two more ways train with its Manager, over Gloo and over ringreduce.  Each
 rank is a replica group, and the lighthouse runs here, with torchft's heartbeat timeout of 5 s.
@@ -31,9 +32,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node"]
 LAUNCHERS = {
     "ringreduce": ["ringreduce.supervise", "--nproc"],
-    "gloo": ["torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node"],
+    "gloo": TORCHRUN,
+    "restarted": TORCHRUN,
 }
 if importlib.util.find_spec("torchft"):
     LAUNCHERS |= dict.fromkeys(("torchft_gloo", "torchft_ringreduce"), LAUNCHERS["ringreduce"])
@@ -137,8 +140,8 @@ def train(way: str, folder: Path, checkpoint_every: int, width: int) -> None:
     torch.set_num_threads(1)
     text, _ = load_text(1 << 20)
     net = GPT(2, width)
-    if way == "gloo":
-        dist.init_process_group("gloo")
+    if LAUNCHERS[way] == TORCHRUN:
+        dist.init_process_group("gloo" if way == "gloo" else "ringreduce")
         model = DistributedDataParallel(net)
     else:
         ringreduce.init(pg_options=ringreduce.Options(on_loss="continue"))
@@ -249,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=4, help="ranks")
     parser.add_argument("--runs", type=int, default=3, help="of each way")
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps, with Gloo")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps, with torchrun")
     parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 4")
     parser.add_argument("--ways", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     parser.add_argument("--out", type=Path, help="a file for all figures")
@@ -273,7 +276,7 @@ def main() -> None:
                 found[way].append(run(way, args, Path(folder), env))
             print(f"run {number + 1}, {way}: {found[way][-1]}", file=sys.stderr, flush=True)
 
-    print(f"{args.nproc} ranks, Gloo's checkpoint every {args.checkpoint_every} steps")
+    print(f"{args.nproc} ranks, torchrun's checkpoint every {args.checkpoint_every} steps")
     print(f"{'after the death of a rank':<36}" + "".join(f"{way:>28}" for way in found))
     for key, title in FIGURES.items():
         cells = []

@@ -1,0 +1,32 @@
+"""torchrun --nnodes=1:2: a node joins, loses a rank, is lost as a whole, and joins again.
+
+Each time torchrun starts all ranks anew, with another world size on the same store.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import environment, untouched
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import membership  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("way", ["ringreduce", "ringreduce_hosts"])
+def test_nodes_come_and_go(tmp_path: Path, way: str) -> None:
+    with environment(untouched()):
+        membership.run(way, tmp_path)  # raises if weights differ, or a restart is not the checkpoint's
+    begun = [record for record in membership.recorded(tmp_path) if "begins" in record]
+    worlds = {record["attempt"]: record["world"] for record in begun}
+    assert [*worlds.values()] == [2, 4, 4, 2, 4]
+    assert len(begun) == sum(worlds.values())
+    # The first node's ranks say who was lost: a rank of the second, and then both.
+    lost = re.findall(r"PeerLost: .*?rank (\d)", (tmp_path / "a.log").read_text())
+    assert lost and set(lost) <= {"2", "3"}
