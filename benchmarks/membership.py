@@ -1,12 +1,12 @@
-"""Nodes come and go under torchrun --nnodes=1:2: seconds to the next step, on gloo and on ringreduce.
+"""Nodes come and go under torchrun --nnodes=1:2: seconds to the next step, gloo and ringreduce.
 
     python benchmarks/membership.py --runs 5 --out membership.json
 
-Two agents of torchrun on this machine are the nodes, with two ranks each.  The script that they
-train with names a backend and goes on from its last checkpoint; it knows nothing else of ringreduce.
-The first node starts alone.  The second one joins; one of its ranks is killed; all of its processes
-are killed at once, as with a lost pod; and it joins again.  Each time torchrun starts all ranks
-anew.  A run fails if ranks differ in a bit of their weights, or do not go on from the checkpoint.
+Two agents of torchrun on this machine are the nodes, with two ranks each.  The ranks name a backend
+and go on from their last checkpoint; they know nothing else of ringreduce.  The first node starts
+alone.  The second one joins; one of its ranks is killed; all of its processes are killed at once,
+as with a lost pod; and it joins again.  Each time torchrun starts all ranks anew.  A run fails if
+ranks differ in a bit of their weights, or do not go on from the checkpoint.
 
 In "ringreduce_hosts" the ranks of the two nodes share no memory, as on two machines.
 """
@@ -79,8 +79,9 @@ def train(backend: str, folder: Path) -> None:
         def note(**more: Any) -> None:
             weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
             line = {"attempt": int(attempt), "world": size, "rank": rank, "node": node}
-            line |= {"pid": os.getpid(), "step": step, "weights": hashlib.sha256(weights).hexdigest()[:16]}
-            record.write(json.dumps({**line, "time": time.monotonic(), **more}) + "\n")
+            line |= {"pid": os.getpid(), "step": step}
+            line |= {"weights": hashlib.sha256(weights).hexdigest()[:16], "time": time.monotonic()}
+            record.write(json.dumps(line | more) + "\n")
 
         note(begins=True)
         while not stop.item():

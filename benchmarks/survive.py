@@ -2,11 +2,11 @@
 
     python benchmarks/survive.py --out survive_ways.json
 
-All train the character GPT of examples/train_gpt.py on one host.  With ringreduce.elastic the others
-go on and a new process joins.  torchrun starts all ranks again, from the last checkpoint; the script
-is the same for gloo and for ringreduce ("restarted"), but for the name.  The rank is killed half-way
-between two checkpoints.  The ways take turns; figures are medians of the runs, with the lowest and
-the highest.
+All train the character GPT of examples/train_gpt.py on one host.  With ringreduce.elastic the
+others go on and a new process joins.  torchrun starts all ranks again, from the last checkpoint;
+the script is the same for gloo and for ringreduce ("restarted"), but for the name.  The rank is
+killed half-way between two checkpoints.  The ways take turns; figures are medians of the runs, with
+the lowest and the highest.
 
 If torchft is installed, two more ways train with its Manager, over Gloo and over ringreduce.  Each
 rank is a replica group, and the lighthouse runs here, with torchft's heartbeat timeout of 5 s.

@@ -179,6 +179,10 @@ def _when_to_connect(dist_backend_opts: Any, options: _C.Options) -> str:
     # The same process may make the default group again after a failure, with all others.
     if on_loss != "continue" or dist.is_initialized() or _maker == os.getpid():
         return "now"
+    # A torchrun that restarts ranks starts all of them, so none of them joins.  The store may be
+    # that of the last start, and so may TORCHELASTIC_RESTART_COUNT: each node has its own.
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+        return "now"
     return "join" if dist_backend_opts.store.check([_MADE]) else "now"
 
 

@@ -493,6 +493,22 @@ def test_without_rank_0_there_is_no_state_to_start_from(pool: Pool, world: MakeW
         assert isinstance(outcome, Done) and "rank 0" in outcome.value, outcome
 
 
+def start_under_torchrun(me: Rank, name: str, size: int) -> float:
+    os.environ |= {"RINGREDUCE_ON_LOSS": "continue", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    dist.init_process_group(me.backend, store=me.store(name), rank=me.rank, world_size=size)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    return t.item()
+
+
+def test_torchruns_restart_is_no_join(pool: Pool, world: MakeWorld) -> None:
+    """All ranks start anew on the store of the last start, with the same restart count."""
+    name = pool.name("restart")
+    for size in (3, 2):
+        call = pool.start(start_under_torchrun, world(0), name, size, ranks=size, fresh=True)
+        assert call.results() == [size] * size
+
+
 def lose_the_root(me: Rank) -> list[float]:
     """Gradients after the loss of rank 0 between the broadcasts of a rebuild of DDP's buckets."""
     net = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(5)))

@@ -1,7 +1,7 @@
 """examples/kubernetes: manifests have the published fields, and their containers' processes work.
 
-The models are those of the packages kubeflow-trainer-api, kubeflow-training and kubernetes.  A pod is
-played by its process: command and environment are the manifest's, host names are the loopback.
+The models are those of the packages kubeflow-trainer-api, kubeflow-training and kubernetes.  A pod
+is played by its process: command and environment are the manifest's, host names are the loopback.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from launchers import environment, untouched
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import membership  # noqa: E402
+import membership
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("way", ["ringreduce", "ringreduce_hosts"])
 def test_nodes_come_and_go(tmp_path: Path, way: str) -> None:
     with environment(untouched()):
-        membership.run(way, tmp_path)  # raises if weights differ, or a restart is not the checkpoint's
+        # Raises if weights differ, or a start is not that of the checkpoint.
+        membership.run(way, tmp_path)
     begun = [record for record in membership.recorded(tmp_path) if "begins" in record]
     worlds = {record["attempt"]: record["world"] for record in begun}
     assert [*worlds.values()] == [2, 4, 4, 2, 4]
