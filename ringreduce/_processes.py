@@ -53,7 +53,8 @@ def torchrun_variables(
 def is_open_mpi(mpirun: str) -> bool:
     """Whether the program is Open MPI's, and not MPICH's or Intel MPI's."""
     done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in done.stdout + done.stderr
+    # Called by another name than mpirun (mpirun.openmpi), it gives the name of its runtime.
+    return any(name in done.stdout + done.stderr for name in ("Open MPI", "OpenRTE"))
 
 
 def how_ended(code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ringreduce._processes import end
+from ringreduce._processes import end, is_open_mpi
 from ringreduce.bench.processes import LAUNCHER_VARIABLES, find_mpirun, mpirun_command
 
 PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
@@ -44,12 +45,32 @@ def torchrun(world_size: int, *arguments: str) -> list[str]:
     return [*command, f"--nproc-per-node={world_size}", *arguments]
 
 
-def mpirun(world_size: int, *arguments: str) -> list[str]:
-    """mpirun's command for a Python script; skips the test where there is none."""
+# What MPI's packages call their launchers where several are installed, and the package.
+MPIRUNS = {
+    "Open MPI": (["mpirun.openmpi", "mpiexec.openmpi"], "openmpi-bin"),
+    "MPICH": (["mpirun.mpich", "mpiexec.mpich", "mpiexec.hydra"], "mpich"),
+}
+
+
+def mpirun(world_size: int, *arguments: str, kind: str = "") -> list[str]:
+    """mpirun's command for a Python script; skips the test where there is none.
+
+    `kind`: "Open MPI" or "MPICH"; the first on the PATH otherwise.  Options of mpirun may precede
+    the script.
+    """
     path = find_mpirun()
+    if kind:
+        names, package = MPIRUNS[kind]
+        found = next(filter(None, map(shutil.which, names)), "")
+        if found or not path or is_open_mpi(path) != (kind == "Open MPI"):
+            path = found
+        if not path:
+            pytest.skip(f"no {kind} on the PATH (Debian: apt-get install {package})")
     if not path:
         pytest.skip("no mpirun on the PATH or beside Python (Debian: apt-get install openmpi-bin)")
-    return [*mpirun_command(path, world_size), sys.executable, *arguments]
+    at = next((i for i, word in enumerate(arguments) if word.endswith(".py")), 0)
+    command = [*mpirun_command(path, world_size), *arguments[:at]]
+    return [*command, sys.executable, *arguments[at:]]
 
 
 def run(
