@@ -1,9 +1,10 @@
 """What each rank of test_launchers.py runs, whatever has started it.
 
-    LAUNCHER python tests/launched.py FOLDER [--backend gloo] [--kill RANK]
+    LAUNCHER python tests/launched.py FOLDER [--backend gloo] [--kill RANK] [--go-on]
 
 It says who it is, all-reduces, trains by DDP, and writes it all to FOLDER/rankR.json.  With --kill
-one rank ends by SIGKILL amid calls, and the others write what they raise.
+one rank ends by SIGKILL amid calls, and the others write what they raise.  With --go-on too, they
+train on instead until the rank has come back, and a little further.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
+from ringreduce import elastic
 
 
 def train(rank: int, steps: int = 5) -> list[str]:
@@ -57,17 +59,47 @@ def until_lost(rank: int, victim: int) -> dict[str, Any]:
     raise AssertionError("the victim was not missed")
 
 
+def until_back(rank: int, victim: int) -> dict[str, Any]:
+    """The weights after training without the victim, and 5 steps with its next life."""
+    model = torch.nn.Linear(4, 1)
+    state = elastic.State(model=model, step=0, missed=0, last=0)
+    state.restore()
+    everybody = dist.get_world_size()
+    began = state.step
+    while not state.last or state.step < state.last:
+        if state.missed and not state.last and len(state.live_ranks) == everybody:
+            state.last = state.step + 5
+        if rank == victim and state.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.zero_grad()
+        model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+        ringreduce.average_gradients(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+        state.step += 1
+        state.commit()
+        state.missed = max(state.missed, everybody - len(state.live_ranks))
+    weights = [value.hex() for p in model.parameters() for value in p.flatten().tolist()]
+    return {"began": began, "steps": state.step, "weights": weights}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", default="ringreduce")
     parser.add_argument("--kill", type=int)
+    parser.add_argument("--go-on", action="store_true")
     args = parser.parse_args()
 
-    launch = ringreduce.init(args.backend)
+    options = {"pg_options": ringreduce.Options(on_loss="continue")} if args.go_on else {}
+    launch = ringreduce.init(args.backend, **options)
     record = dataclasses.asdict(launch) | {"host": socket.gethostname()}
     record["LOCAL_RANK"] = os.environ["LOCAL_RANK"]
-    if args.kill is not None:
+    if args.go_on:
+        record |= until_back(launch.rank, args.kill)
+        dist.destroy_process_group()
+    elif args.kill is not None:
         record |= until_lost(launch.rank, args.kill)
     else:
         t = torch.full((1000,), 2.0**launch.rank)

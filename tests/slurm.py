@@ -16,10 +16,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -136,6 +135,34 @@ class Slurm:
             raise
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
+    def batch(
+        self, *arguments: str, env: Mapping[str, str], cwd: Path, timeout: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Submit a batch script in `cwd` and wait for its end; stdout is the job's output.
+
+        `sbatch --wait` would look only every 10 seconds.
+        """
+        output = str(cwd / "job.out")
+        submitted = self.run("sbatch", "--parsable", f"--output={output}", *arguments, env=env, cwd=cwd)
+        job = submitted.stdout.strip()
+        if submitted.returncode != 0:
+            return submitted
+        until = time.monotonic() + timeout
+        while self.run("squeue", "--noheader", f"--jobs={job}").stdout.strip():
+            if time.monotonic() > until:
+                self.run("scancel", "--full", "--signal=KILL", job)
+                raise SlurmError(f"job {job} still runs:\n{Path(output).read_text()}")
+            time.sleep(0.3)
+        shown = self.run("scontrol", "show", "job", job).stdout
+        code = int(shown.partition(" ExitCode=")[2].partition(":")[0])
+        completed = "JobState=COMPLETED" in shown
+        return subprocess.CompletedProcess(
+            submitted.args,
+            code if completed else code or 1,
+            Path(output).read_text(),
+            "" if completed else shown,
+        )
+
     def _on(self, number: int, name: str, *command: str) -> list[str]:
         """The command on a node: `inside()` its network, this adds the rest of a host."""
         own = ["--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -173,6 +200,7 @@ class Slurm:
             "SlurmdParameters": "config_overrides",
             "ReturnToService": "2",
             "KillWait": "2",
+            "SchedulerParameters": "batch_sched_delay=0",
         }
         lines = [f"{name}={value}" for name, value in settings.items()]
         lines.append(f"NodeName={','.join(self.names)} CPUs={CPUS} State=UNKNOWN")
@@ -217,9 +245,9 @@ class Slurm:
                 )
             )
 
-    def _await(self, name: str, condition: object, timeout: float = 60.0) -> None:
+    def _await(self, name: str, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         until = time.monotonic() + timeout
-        while not condition():  # type: ignore[operator]
+        while not condition():
             ended = [p.args for p in self._started if p.poll() is not None]
             if ended or time.monotonic() > until:
                 logs = "\n".join(

@@ -195,19 +195,37 @@ def scripts() -> dict[str, str]:
 def test_sbatch_of_the_docs(
     cluster: slurm.Slurm, by_gloo: Callable[[int], Records], how: str, tmp_path: Path
 ) -> None:
-    """With two ranks on a node and not four."""
+    """With two ranks on a node and not four, of one core and not eight."""
     folder = tmp_path / "records"
     folder.mkdir()
     shutil.copy(PROGRAM, tmp_path / "train.py")
     script = scripts()[how].replace("--ntasks-per-node=4", "--ntasks-per-node=2")
+    script = script.replace("--cpus-per-task=8", "--cpus-per-task=1")
     script = script.replace("--nproc-per-node=4", "--nproc-per-node=2")
     script = script.replace("python train.py", f"python train.py {folder}")
     script = script.replace("29500 train.py", f"29500 train.py {folder}")
     (tmp_path / "job.sh").write_text(script)
-    done = cluster.run("sbatch", "--wait", "job.sh", env=environment(), cwd=tmp_path)
-    output = "\n".join(path.read_text() for path in tmp_path.glob("slurm-*.out"))
-    done.stdout += output
+    done = cluster.batch("job.sh", env=environment(), cwd=tmp_path)
     for rank, record in succeeded(done, folder, 4).items():
         assert record["launcher"] == ("Slurm" if how == "srun" else "torchrun")
         assert record["host"] == f"n{rank // 2 + 1}"
         assert record["weights"] == by_gloo(4)[rank]["weights"]
+
+
+@pytest.mark.slow
+def test_sbatch_of_a_job_that_survives(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """examples/survive.sbatch, with this test's program where it finds its own: rank 0 is killed."""
+    program = tmp_path / "examples" / "train_elastic.py"
+    program.parent.mkdir()
+    shutil.copy(PROGRAM, program)
+    script = str(ROOT / "examples" / "survive.sbatch")
+    arguments = ["--ntasks=3", script, str(tmp_path), "--kill", "0", "--go-on"]
+    done = cluster.batch(*arguments, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 ended with exit status 137 in its life 1 of 4" in done.stdout
+    found = records(tmp_path)
+    assert sorted(found) == [0, 1, 2], done.stdout
+    assert [found[rank]["began"] for rank in range(3)] == [found[0]["steps"] - 5, 0, 0]
+    for record in found.values():
+        assert (record["steps"], record["weights"]) == (found[0]["steps"], found[0]["weights"])
+    assert not still_running(tmp_path)

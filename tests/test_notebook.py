@@ -53,13 +53,15 @@ TRAIN = """
 """
 
 
-def execute(*cells: str) -> dict[str, Any]:
+def execute(folder: Path, *cells: str) -> dict[str, Any]:
     """Runs the cells in one kernel; what the last one assigned to `answer`."""
     notebook = nbformat.v4.new_notebook()
     sources = [*map(textwrap.dedent, cells), "import json; print(json.dumps(answer))"]
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with environment(master):
+    # Jupyter's files, such as its history, go to the folder and not to the user's.
+    variables = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with environment(variables):
         client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
         client.execute(cwd=str(HERE))
     outputs = notebook.cells[-1].outputs
@@ -67,38 +69,18 @@ def execute(*cells: str) -> dict[str, Any]:
     return answer
 
 
-def test_training_in_forked_ranks() -> None:
-    """As on gloo, and again: before, between and after groups of the kernel's own."""
-    answer = execute(
-        LAUNCH,
-        TRAIN,
-        "first = launch(by('ringreduce'))",
-        """
-        def alone():
-            dist.init_process_group("ringreduce", rank=0, world_size=1, store=dist.HashStore())
-            t = torch.ones(3)
-            dist.all_reduce(t)
-            dist.destroy_process_group()
-            return t.tolist()
-        sums = alone()
-        """,
-        "second = launch(by('ringreduce'))",
-        """
-        answer = {"first": first, "second": second, "gloo": launch(by("gloo"))}
-        answer["sums"] = [sums, alone()]
-        """,
-    )
-    assert answer["gloo"][0] == answer["gloo"][1]
-    assert answer["first"] == answer["second"] == answer["gloo"]
-    assert answer["sums"] == [[1.0] * 3] * 2
+def test_ranks_forked_from_a_kernel(tmp_path: Path) -> None:
+    """They train as on gloo: before, beside and after a group of the kernel's own.
 
-
-def test_the_kernel_is_in_a_group() -> None:
-    """Ranks do not join, use or leave the kernel's group: that is an error, or a group of their own."""
+    That group they cannot join or use, which is an error; they may leave it and make another.
+    """
     answer = execute(
+        tmp_path,
         LAUNCH,
         TRAIN,
         """
+        answer = {"gloo": launch(by("gloo")), "before": launch(by("ringreduce"))}
+
         def told(function):
             try:
                 return launch(function)
@@ -108,7 +90,7 @@ def test_the_kernel_is_in_a_group() -> None:
         def use(rank):
             dist.all_reduce(torch.ones(3))
 
-        def leave_and_train(rank):
+        def leave(rank):
             dist.destroy_process_group()
             return by("ringreduce")(rank)
 
@@ -116,18 +98,16 @@ def test_the_kernel_is_in_a_group() -> None:
         dist.all_reduce(torch.ones(3))
         """,
         """
-        answer = {
-            "join": told(by("ringreduce")),
-            "use": told(use),
-            "leave": told(leave_and_train),
-        }
+        answer |= {"join": told(by("ringreduce")), "use": told(use), "leave": told(leave)}
         t = torch.ones(3)
         dist.all_reduce(t)
         dist.destroy_process_group()
         answer |= {"kernel": t.tolist(), "after": launch(by("ringreduce"))}
         """,
     )
+    assert answer["gloo"][0] == answer["gloo"][1]
+    for when in ("before", "leave", "after"):
+        assert answer[when] == answer["gloo"]
     assert "default process group twice" in answer["join"]
     assert "was forked from rank 0" in answer["use"]
-    assert answer["leave"] == answer["after"]
     assert answer["kernel"] == [1.0] * 3
