@@ -82,7 +82,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive demo-see quick t test test-full test-c10d test-tcp test-cpp test-python \
-  torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks lint includes format sanitize asan tsan arm fuzz \
+  torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan arm fuzz \
   bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
@@ -102,6 +102,7 @@ help:
 	@echo "make torch-smoke  build on the newest torch, and the tests of what is new in it"
 	@echo "make torch-matrix  build, a choice of the tests and torch-suite on each torch of TORCHES"
 	@echo "make frameworks  train under Lightning, Accelerate, Ray, DeepSpeed, ...: the same weights as on gloo?"
+	@echo "make launchers start groups by torchrun, Open MPI, MPICH, Slurm's daemons, a notebook: what is installed"
 	@echo "make sanitize  the C++ tests under the sanitizers: make asan, then make tsan with the mutants"
 	@echo "make arm       the core and the C++ tests for AArch64, run by qemu-user; needs a cross compiler"
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
@@ -266,6 +267,10 @@ else
 	$(BIN)/python -m pip install -q $(FRAMEWORKS)
 	$(BIN)/python benchmarks/frameworks.py
 endif
+
+# Real launchers.  What is not installed is skipped, and the end of the output says what to install.
+launchers: build
+	$(BIN)/python -m pytest tests/test_launchers.py tests/test_notebook.py -v -rs
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.
 torch-suite-tcp: build

@@ -30,7 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest: several run at a time, and one of these alone at the end would be waited
 # for.
-LONG = ("test_lifecycle", "test_tutorials", "test_examples", "test_init", "test_bits")
+LONG = (
+    "test_launchers",
+    "test_lifecycle",
+    "test_tutorials",
+    "test_examples",
+    "test_init",
+    "test_bits",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,11 @@
 """What each rank of test_launchers.py runs, whatever has started it.
 
-    LAUNCHER python tests/launched.py FOLDER [--backend gloo] [--kill RANK] [--go-on]
+    LAUNCHER python tests/launched.py FOLDER [--backend gloo] [--train] [--kill RANK] [--go-on]
 
-It says who it is, all-reduces, trains by DDP, and writes it all to FOLDER/rankR.json.  With --kill
-one rank ends by SIGKILL amid calls, and the others write what they raise.  With --go-on too, they
-train on instead until the rank has come back, and a little further.
+It says who it is, all-reduces, trains by DDP if asked to (torch then loads for seconds more), and
+writes it all to FOLDER/rankR.json.  With --kill one rank ends by SIGKILL amid calls, and the others
+write what they raise.  With --go-on too, they train on instead until the rank has come back, and a
+little further.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", default="ringreduce")
+    parser.add_argument("--train", action="store_true")
     parser.add_argument("--kill", type=int)
     parser.add_argument("--go-on", action="store_true")
     args = parser.parse_args()
@@ -104,7 +106,7 @@ def main() -> None:
     else:
         t = torch.full((1000,), 2.0**launch.rank)
         dist.all_reduce(t)
-        record |= {"sum": t.unique().tolist(), "weights": train(launch.rank)}
+        record |= {"sum": t.unique().tolist(), "weights": train(launch.rank) if args.train else []}
         dist.destroy_process_group()
     text = json.dumps(record)
     (args.folder / f"rank{launch.rank}.json").write_text(text)

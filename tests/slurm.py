@@ -113,11 +113,13 @@ class Slurm:
         timeout: float = 120.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on the login node to its end; after the timeout, cancel all jobs."""
+        # If this runs in a job of another Slurm, its variables are none of ours.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         words = self._on(0, LOGIN, find(command[0]) or command[0], *command[1:])
         with self._hosts[0].inside():
             process = subprocess.Popen(
                 words,
-                env={**(os.environ if env is None else env), "SLURM_CONF": str(self._conf)},
+                env={**own, **(env or {}), "SLURM_CONF": str(self._conf)},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -143,7 +145,8 @@ class Slurm:
         `sbatch --wait` would look only every 10 seconds.
         """
         output = str(cwd / "job.out")
-        submitted = self.run("sbatch", "--parsable", f"--output={output}", *arguments, env=env, cwd=cwd)
+        options = ["--parsable", f"--output={output}"]
+        submitted = self.run("sbatch", *options, *arguments, env=env, cwd=cwd)
         job = submitted.stdout.strip()
         if submitted.returncode != 0:
             return submitted

@@ -1,19 +1,17 @@
-"""ringreduce.init under every launcher: made-up environments, and real torchrun and mpirun."""
+"""ringreduce.init in the environments of all launchers, made up: identity, meeting point, errors.
+
+test_launchers.py has the launchers themselves.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import launchers
 import pytest
 import torch
 import torch.distributed as dist
@@ -357,70 +355,6 @@ def test_a_port_that_is_taken(pool: Pool, world: MakeWorld) -> None:
     assert outcome.isa("DistNetworkError")
     for word in ("rank 0 of 2 (Open MPI)", f"127.0.0.1:{port}", "mpirun -x MASTER_ADDR="):
         assert word in outcome.message
-
-
-# Launchers themselves.
-
-SCRIPT = """
-    import dataclasses, json, os, sys
-    import torch
-    import torch.distributed as dist
-    import ringreduce
-
-    launch = ringreduce.init()
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    dist.destroy_process_group()
-    answer = {"sum": t.item(), "local": int(os.environ["LOCAL_RANK"]), **dataclasses.asdict(launch)}
-    sys.stdout.write(json.dumps(answer) + "\\n")  # one write: ranks may share a pipe
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    return str(path)
-
-
-def answers(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What ranks wrote, by rank."""
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda answer: int(answer["rank"]))
-
-
-def expected(size: int, launcher: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "sum": float(size),
-            "local": rank,
-            "rank": rank,
-            "world_size": size,
-            "local_rank": rank,
-            "local_world_size": size,
-            "launcher": launcher,
-        }
-        for rank in range(size)
-    ]
-
-
-def test_under_torchrun(script: str) -> None:
-    done = launchers.run(launchers.torchrun(2, script))
-    assert answers(done) == expected(2, "torchrun")
-
-
-def test_under_mpirun(script: str) -> None:
-    done = launchers.run(launchers.mpirun(2, script))
-    found = answers(done)
-    assert found == expected(2, found[0]["launcher"])
-    assert found[0]["launcher"] in ("Open MPI", "PMI")
-
-
-def test_by_itself(script: str) -> None:
-    done = launchers.run([sys.executable, script])
-    assert answers(done) == expected(1, "none")
-    assert "rank 0 of 1" in done.stderr
 
 
 def test_a_file_to_meet_at(pool: Pool, world: MakeWorld, tmp_path: Path) -> None:
