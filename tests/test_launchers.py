@@ -182,6 +182,31 @@ def test_srun_when_a_rank_is_killed(cluster: slurm.Slurm, tmp_path: Path) -> Non
     lost(tmp_path, 2, 4, all_raise=True)
 
 
+MPI_JOB = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+HOST0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+exec {command}
+"""
+
+
+@pytest.mark.slow
+@MPI
+def test_mpirun_on_two_nodes(cluster: slurm.Slurm, kind: str, tmp_path: Path) -> None:
+    """mpirun starts a daemon on each node of its job by srun; ranks are told where rank 0 is."""
+    options = {
+        "Open MPI": "-x MASTER_ADDR=$HOST0 -x MASTER_PORT=29500",
+        "MPICH": "-genv MASTER_ADDR $HOST0 -genv MASTER_PORT 29500",
+    }[kind].split()
+    command = launchers.mpirun(4, *options, PROGRAM, str(tmp_path), kind=kind)
+    (tmp_path / "job.sh").write_text(MPI_JOB.format(command=" ".join(command)))
+    done = cluster.batch("job.sh", env=environment(), cwd=tmp_path)
+    for rank, record in succeeded(done, tmp_path, 4).items():
+        assert record["launcher"] == ("PMI" if kind == "MPICH" else kind)
+        assert record["host"] == f"n{rank // 2 + 1}"
+        assert (record["local_rank"], record["local_world_size"]) == (rank % 2, 2)
+
+
 def scripts() -> dict[str, str]:
     """The batch scripts of docs/hosts.md: ranks by srun, and by torchrun on each node."""
     text = (ROOT / "docs" / "hosts.md").read_text()
