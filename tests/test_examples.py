@@ -70,6 +70,16 @@ def test_ringreduce_gives_the_bits_of_gloo(
         assert ours[rank]["weights_hash"] == base[rank]["weights_hash"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "compiler", "dtype"), [(2, "aot_eager", "float32"), (4, "none", "bfloat16")]
+)
+def test_tensor_parallel_text(ranks: int, compiler: str, dtype: str) -> None:
+    """The program compares the scores with those of one rank, and with gloo's bits."""
+    size = ("--layers", "2", "--prompt", "8", "--tokens", "4", "--rounds", "2")
+    program = [str(EXAMPLES / "tensor_parallel.py"), "--compiler", compiler, "--dtype", dtype]
+    run(launchers.torchrun(ranks, *program, *size), seconds=400)
+
+
 @pytest.mark.parametrize("options", [(), ("--fp16-allreduce",), ("--use-adasum",)])
 def test_horovod_script(options: tuple[str, ...]) -> None:
     first, second = train("horovod/mnist.py", "--epochs", "2", *options)
