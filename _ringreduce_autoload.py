@@ -133,6 +133,7 @@ def _wrap_torch() -> None:
     """Wraps the function with which torch makes every group; it has no public counterpart."""
     global _chooses
     import torch
+    import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
     make: Any = getattr(c10d, "_new_process_group_helper", None)
@@ -149,29 +150,46 @@ def _wrap_torch() -> None:
     @functools.wraps(make)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        _name_backend(call.arguments)
-        return make(*call.args, **call.kwargs)
+        put = _name_backend(call.arguments)
+        try:
+            return make(*call.args, **call.kwargs)
+        except dist.DistBackendError as error:
+            from ringreduce.errors import Timeout
+
+            if put and isinstance(error, Timeout):
+                _log.error(
+                    "the ranks that did not join may wait in another backend: this group is "
+                    "ringreduce's by RINGREDUCE_DEFAULT, RINGREDUCE_REPLACE or set_default.  "
+                    "Set them for all ranks"
+                )
+            raise
 
     new_group._ringreduce = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = new_group
     _chooses = True
 
 
-def _name_backend(arguments: dict[str, Any]) -> None:
-    """Writes the backend that a group gets into the arguments that torch makes it with."""
+def _name_backend(arguments: dict[str, Any]) -> bool:
+    """Writes the backend that a group gets into the arguments that torch makes it with.
+
+    Returns whether ringreduce was put there, in place of another name or of none.
+    """
     global _told
     import torch.distributed as dist
 
     backend = str(arguments["backend"]).lower()
+    put = False
     pairs = [pair.rpartition(":") for pair in backend.split(",")]
     default = dist.Backend.default_device_backend_map
     if backend == dist.Backend.UNDEFINED:
         if default.get(_device()) == NAME:
             # Else torch would call the group's backend "undefined".
             arguments["backend"] = dist.Backend(NAME)
+            put = True
     elif _replaces_gloo and any(name == "gloo" for *_, name in pairs):
         named = [device + colon + (NAME if n == "gloo" else n) for device, colon, n in pairs]
         arguments["backend"] = dist.Backend(",".join(named))
+        put = True
         rank = dist.get_rank() if dist.is_initialized() else arguments["group_rank"]
         if rank == 0 and not _told:
             _told = True
@@ -179,6 +197,7 @@ def _name_backend(arguments: dict[str, Any]) -> None:
             _log.warning("groups of the backend gloo are made by ringreduce (RINGREDUCE_REPLACE)")
     if NAME in str(arguments["backend"]) and default.get("cuda") == NAME and _device() == "cuda":
         _require_cuda()
+    return put
 
 
 def _device() -> str:

@@ -6,10 +6,10 @@
 
 Three ways: "gloo" is the script as the framework's users write it.  "switch" is the same script
 under RINGREDUCE_DEFAULT=cpu and RINGREDUCE_REPLACE=gloo.  "named" names ringreduce where the
-framework has a place for it.  Each trains the same model on the same data, all on CPUs, with so
-many ranks in a group that each sum has two addends: their order does not matter, so the weights
-must be equal to the bit.  Prints a table; the exit status is 1 if weights differ or a group was not
-made by the backend that it should have.
+framework has a place for it: its backend, or its hook in lightning-ddp-hook.  Each trains the same
+model on the same data, all on CPUs, with so many ranks in a group that each sum has two addends:
+their order does not matter, so the weights must be equal to the bit.  Prints a table; the exit
+status is 1 if weights differ or gradients went another way than they should have.
 """
 
 from __future__ import annotations
@@ -197,7 +197,12 @@ def lightning(strategy: Any, steps: int, shard: bool = False) -> dict[str, Any]:
         )  # fmt: skip
         net = Net()
         trainer.fit(net, loader(0, steps), loader(steps, 2))
-    return watch.tell(net.parameters())
+        told = watch.tell(net.parameters())
+        if getattr(strategy, "_ddp_comm_hook", None):
+            # The group is gloo's; DDP says whose hook it called.
+            hook = trainer.strategy.model._get_ddp_logging_data()["comm_hook"]
+            told["backend"] = NAME if hook == strategy._ddp_comm_hook.__qualname__ else hook
+    return told
 
 
 def dist_size() -> int:
@@ -209,6 +214,15 @@ def lightning_ddp(backend: str | None, steps: int) -> dict[str, Any]:
 
     strategy = DDPStrategy(process_group_backend=backend) if backend else "ddp"
     return lightning(strategy, steps)
+
+
+def lightning_ddp_hook(backend: str | None, steps: int) -> dict[str, Any]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    import ringreduce
+
+    hook = ringreduce.hooks.allreduce_hook if backend else None
+    return lightning(DDPStrategy(ddp_comm_hook=hook), steps)
 
 
 def lightning_model_parallel(backend: str | None, steps: int) -> dict[str, Any]:
@@ -399,6 +413,7 @@ FRAMEWORKS = {
     "torch-fsdp2-tp": Framework("torch", torch_fsdp2_tp, ranks=4),
     "torch-post-local-sgd": Framework("torch", torch_post_local_sgd),
     "lightning-ddp": Framework("lightning", lightning_ddp),
+    "lightning-ddp-hook": Framework("lightning", lightning_ddp_hook, ways=("gloo", "named")),
     "lightning-model-parallel": Framework("lightning", lightning_model_parallel),
     "accelerate": Framework("accelerate", accelerate),
     "transformers-trainer": Framework("transformers", transformers),
@@ -462,7 +477,7 @@ def compare(name: str, steps: int, rounds: int) -> tuple[str, bool]:
     cells = []
     for way in WAYS:
         if way not in runs:
-            cells.append("makes its groups itself")
+            cells.append("-")
             continue
         errors = [told["error"] for told in runs[way] if "error" in told]
         if errors:

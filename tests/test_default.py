@@ -70,6 +70,18 @@ GLOO = """
     dist.destroy_process_group()
     dist.init_process_group("gloo")
 """
+ONE_RANK_ONLY = """
+    import datetime, os, sys, traceback
+
+    if os.environ["RANK"] == "1":
+        os.environ["RINGREDUCE_REPLACE"] = "gloo"
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+"""
 
 
 def say(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +161,16 @@ def test_groups_are_refused_if_torch_makes_them_in_another_way(make: str) -> Non
     done = say(program)
     assert done.returncode == 1 and done.stdout == "read\n", done.stderr
     assert "ValueError: RINGREDUCE_REPLACE=gloo cannot be followed: torch " in done.stderr
+
+
+def test_ranks_without_the_variable_are_named(tmp_path: os.PathLike[str]) -> None:
+    script = os.path.join(tmp_path, "train.py")
+    with open(script, "w") as file:
+        file.write(textwrap.dedent(ONE_RANK_ONLY))
+    run = launchers.run([*launchers.torchrun(2), script])
+    assert "ringreduce.errors.Timeout: rank 0 of 2 did not join within 2 s" in run.stdout
+    assert run.stderr.count("Set them for all ranks") == 1
+    assert run.stderr.count("may wait in another backend") == 1
 
 
 def test_other_devices_are_refused() -> None:
