@@ -154,7 +154,9 @@ def torch_post_local_sgd(backend: str | None, steps: int) -> dict[str, Any]:
     return watch.tell(model.parameters())
 
 
-def lightning(strategy: Any, steps: int, shard: bool = False) -> dict[str, Any]:
+def lightning(
+    strategy: Any, steps: int, shard: bool = False, callbacks: Iterable[Any] = ()
+) -> dict[str, Any]:
     import lightning as L
     from torch.distributed.fsdp import fully_shard
 
@@ -164,6 +166,7 @@ def lightning(strategy: Any, steps: int, shard: bool = False) -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.net = make_model()
+            self.hook = ""
 
         def configure_model(self) -> None:
             if shard and not hasattr(self.net, "unshard"):
@@ -186,6 +189,12 @@ def lightning(strategy: Any, steps: int, shard: bool = False) -> dict[str, Any]:
         def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
             watch.end()
 
+        def on_train_end(self) -> None:
+            ddp = self.trainer.strategy.model
+            if isinstance(ddp, nn.parallel.DistributedDataParallel):
+                called = ddp._get_ddp_logging_data().get("comm_hook", "")
+                self.hook = NAME if called == "ringreduce_all_reduce" else called
+
     def loader(first: int, count: int) -> Any:
         return torch.utils.data.DataLoader(batches(first + count, rank)[first:], batch_size=None)
 
@@ -193,15 +202,13 @@ def lightning(strategy: Any, steps: int, shard: bool = False) -> dict[str, Any]:
         trainer = L.Trainer(
             accelerator="cpu", devices=dist_size(), strategy=strategy, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            use_distributed_sampler=False, default_root_dir=folder,
+            use_distributed_sampler=False, callbacks=list(callbacks), default_root_dir=folder,
         )  # fmt: skip
         net = Net()
         trainer.fit(net, loader(0, steps), loader(steps, 2))
         told = watch.tell(net.parameters())
-        if getattr(strategy, "_ddp_comm_hook", None):
-            # The group is gloo's; DDP says whose hook it called.
-            hook = trainer.strategy.model._get_ddp_logging_data()["comm_hook"]
-            told["backend"] = NAME if hook == strategy._ddp_comm_hook.__qualname__ else hook
+        if net.hook:
+            told["backend"] = net.hook  # the group is gloo's, but its gradients are not
     return told
 
 
@@ -217,12 +224,12 @@ def lightning_ddp(backend: str | None, steps: int) -> dict[str, Any]:
 
 
 def lightning_ddp_hook(backend: str | None, steps: int) -> dict[str, Any]:
-    from lightning.pytorch.strategies import DDPStrategy
+    callbacks = []
+    if backend:
+        from ringreduce.integrations.lightning import CommHook
 
-    import ringreduce
-
-    hook = ringreduce.hooks.allreduce_hook if backend else None
-    return lightning(DDPStrategy(ddp_comm_hook=hook), steps)
+        callbacks = [CommHook()]
+    return lightning("ddp", steps, callbacks=callbacks)
 
 
 def lightning_model_parallel(backend: str | None, steps: int) -> dict[str, Any]:
