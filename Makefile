@@ -260,13 +260,13 @@ endif
 
 # Each framework as its users run it, on gloo and on ringreduce, in an environment of its own.
 FRAMEWORKS = lightning accelerate transformers 'ray[train]' deepspeed torchft
+FRAMEWORKS_VENV = .venv-frameworks
 frameworks: build
-ifeq ($(BASE_VENV),)
-	$(MAKE) $@ VENV=.venv-frameworks BASE_VENV=$(VENV)
-else
-	$(BIN)/python -m pip install -q $(FRAMEWORKS)
-	$(BIN)/python benchmarks/frameworks.py
-endif
+	test -x $(FRAMEWORKS_VENV)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS_VENV)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$(echo $(FRAMEWORKS_VENV)/lib/python3*/site-packages)/base.pth
+	$(FRAMEWORKS_VENV)/bin/python -m pip install -q $(FRAMEWORKS)
+	$(FRAMEWORKS_VENV)/bin/python benchmarks/frameworks.py
 
 # Real launchers.  What is not installed is skipped, and the end of the output says what to install.
 launchers: build
