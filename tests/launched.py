@@ -1,4 +1,4 @@
-"""What each rank of test_launchers.py runs, whatever has started it.
+"""What each rank of test_launchers.py and test_manifests.py runs, whatever has started it.
 
     LAUNCHER python tests/launched.py FOLDER [--backend gloo] [--train] [--kill RANK] [--go-on]
 
