@@ -13,6 +13,7 @@ those of the whole model on one rank.  The weights are random, since speed does 
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers NOTHING
+import torch.testing._internal.distributed.fake_pg  # of torch's tests: registers NOTHING
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -127,24 +128,26 @@ class Writer:
             )
         generator = torch.Generator().manual_seed(1)
         self.prompt = torch.randint(VOCABULARY, (args.batch, args.prompt), generator=generator)
-        self.text, self.scores = self.prompt, torch.empty(0)
+        self.text = self.prompt
+        self.scores = torch.empty(0)  # [tokens, batch, vocabulary]: of each token that was written
         self.prefill: list[float] = []  # ms a prompt
         self.decode: list[float] = []  # ms a token
 
     @torch.no_grad()
-    def write(self, count: int) -> None:
-        """Reads the prompt and writes `count` tokens, each the most likely one."""
+    def write(self, count: int, text: Tensor | None = None) -> None:
+        """Reads the prompt and writes `count` tokens: those of `text`, or the most likely ones."""
         begin = time.perf_counter()
-        self.scores = self.model(self.prompt, torch.arange(self.prompt.shape[1]))
+        scores = [self.model(self.prompt, torch.arange(self.prompt.shape[1]))]
         self.prefill.append((time.perf_counter() - begin) * 1e3)
-        texts = [self.prompt, self.scores.argmax(1, keepdim=True)]
-        position = torch.tensor([self.prompt.shape[1]])
+        texts, position = [self.prompt], torch.tensor([self.prompt.shape[1]])
         begin = time.perf_counter()
         for _ in range(count - 1):
-            texts.append(self.model(texts[-1], position).argmax(1, keepdim=True))
+            now = slice(int(position), int(position) + 1)
+            texts.append(scores[-1].argmax(1, keepdim=True) if text is None else text[:, now])
+            scores.append(self.model(texts[-1], position))
             position += 1
         self.decode.append((time.perf_counter() - begin) * 1e3 / (count - 1))
-        self.text = torch.cat(texts, 1)
+        self.text, self.scores = torch.cat(texts, 1), torch.stack(scores)
 
     def forget_times(self) -> None:
         self.prefill, self.decode = [], []
@@ -187,11 +190,15 @@ def main() -> None:
     args = parser.parse_args()
     args.context = args.prompt + args.tokens
 
-    torch.set_num_threads(1)  # ranks share the cores of one host
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    if len({*args.backends, NOTHING}) <= len(args.backends):
+        parser.error(f"each of --backends once, and not {NOTHING}")
+    if min(args.layers, args.prompt, args.batch) < 1:
+        parser.error("--layers, --prompt and --batch are 1 or more")
     if args.width % (HEAD * world_size) or min(args.rounds, args.tokens) < 2:
         parser.error(f"{HEAD} x {world_size} ranks must divide --width; 2 rounds, 2 tokens or more")
+    torch.set_num_threads(1)  # ranks share the cores of one host
+    dist.init_process_group("gloo")
     writers = {}
     for backend in [*args.backends, NOTHING]:
         # dynamo takes meshes of the same ranks for the same group unless their names differ.
@@ -202,20 +209,20 @@ def main() -> None:
         writers[backend].forget_times()
     # dynamo need not check before each token again what does not change.
     torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    for _ in range(args.rounds):
-        for writer in writers.values():
+    for number in range(args.rounds):
+        for writer in list(writers.values())[:: -1 if number % 2 else 1]:
             dist.barrier()
             writer.write(args.tokens)
 
-    whole = Writer(args, None)
-    whole.write(args.tokens)
-    first = writers[args.backends[0]]
+    whole, first = Writer(args, None), writers[args.backends[0]]
+    ratio = f"x {args.backends[0]}"
     if rank == 0:
         print(f"{args.layers} layers of {args.width}, {args.dtype}, {world_size} ranks, by turns,")
         print(f"{args.rounds} texts of {args.prompt} + {args.tokens} tokens, batch {args.batch}")
-        print(f"{'backend':12} {'':8} {'tokens/s':>9} {'quartiles':>20} {'':>9} {'in sync':>7}")
+        print(f"{'backend':12} {'':8} {'tokens/s':>9} {'quartiles':>20} {ratio:>9} {'in sync':>7}")
         print("\n".join(table(writers, args)))
     for backend in args.backends:
+        whole.write(args.tokens, writers[backend].text)
         error = (writers[backend].scores - whole.scores).abs().max().item()
         same = torch.equal(writers[backend].scores, first.scores)
         if rank == 0:

@@ -179,9 +179,10 @@ def _when_to_connect(dist_backend_opts: Any, options: _C.Options) -> str:
     # The same process may make the default group again after a failure, with all others.
     if on_loss != "continue" or dist.is_initialized() or _maker == os.getpid():
         return "now"
-    # A torchrun that restarts ranks starts all of them, so none of them joins.  The store may be
-    # that of the last start, and so may TORCHELASTIC_RESTART_COUNT: each node has its own.
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+    # torchrun starts all ranks anew or none, so none of them joins.  The store may be that of the
+    # last start, and so may TORCHELASTIC_RESTART_COUNT: each node has its own count, which leaves
+    # out changes of nodes.  Those happen without --max-restarts too.
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
         return "now"
     return "join" if dist_backend_opts.store.check([_MADE]) else "now"
 

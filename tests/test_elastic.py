@@ -494,7 +494,7 @@ def test_without_rank_0_there_is_no_state_to_start_from(pool: Pool, world: MakeW
 
 
 def start_under_torchrun(me: Rank, name: str, size: int) -> float:
-    os.environ |= {"RINGREDUCE_ON_LOSS": "continue", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    os.environ |= {"RINGREDUCE_ON_LOSS": "continue", "TORCHELASTIC_RUN_ID": "job"}
     dist.init_process_group(me.backend, store=me.store(name), rank=me.rank, world_size=size)
     t = torch.ones(1)
     dist.all_reduce(t)

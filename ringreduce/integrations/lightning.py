@@ -3,8 +3,9 @@
     from ringreduce.integrations.lightning import CommHook
     Trainer(strategy="ddp", callbacks=[CommHook(codec="int8")])
 
-Lightning's own argument for it, `DDPStrategy(ddp_comm_hook=...)`, has no effect on CPUs, and its
-state would be needed before the model is there.
+Lightning's own argument for it, `DDPStrategy(ddp_comm_hook=...)`, has no effect on CPUs, and takes
+a state before the model exists.  Where both packages are installed, lightning and
+pytorch_lightning, import the one that you use before this module.
 """
 
 import importlib
