@@ -270,6 +270,7 @@ frameworks: build
 
 # Real launchers.  What is not installed is skipped, and the end of the output says what to install.
 launchers: build
+	$(BIN)/python -m pip install -q nbclient ipykernel
 	$(BIN)/python -m pytest tests/test_launchers.py tests/test_notebook.py -v -rs
 
 # Between ranks of one host; between hosts that are none but by name, some of their ranks share memory.

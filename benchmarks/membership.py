@@ -139,6 +139,7 @@ class Node:
         for pid in [self.agent.pid, *ranks]:
             os.kill(pid, signal.SIGKILL)
         self.agent.wait()
+        self.log.close()
 
     def end(self) -> None:
         from ringreduce._processes import end
@@ -175,7 +176,7 @@ def run(way: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, 
     """One run; seconds from each event to the end of the first step that all ranks then make."""
     from torch.distributed import TCPStore
 
-    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free from now on
+    port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free again
     nodes: dict[str, Node] = {}
 
     def wait(what: str, found: Callable[[], float | None]) -> float:
@@ -231,6 +232,7 @@ def run(way: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, 
             if status:
                 raise RuntimeError(f"{way}: torchrun of node {name} ended with status {status}")
     finally:
+        (folder / "stop").touch()  # also for ranks that outlive their agent
         for node in nodes.values():
             node.end()
     check(recorded(folder))

@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # for.
 LONG = (
     "test_launchers",
+    "test_membership",
     "test_lifecycle",
     "test_tutorials",
     "test_examples",

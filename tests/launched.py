@@ -109,7 +109,9 @@ def main() -> None:
         record |= {"sum": t.unique().tolist(), "weights": train(launch.rank) if args.train else []}
         dist.destroy_process_group()
     text = json.dumps(record)
-    (args.folder / f"rank{launch.rank}.json").write_text(text)
+    unfinished = args.folder / f"rank{launch.rank}.new"
+    unfinished.write_text(text)
+    unfinished.replace(unfinished.with_suffix(".json"))  # the launcher may kill this rank now
     sys.stdout.write(text + "\n")  # one write: ranks may share a pipe
     sys.stdout.flush()
     if "error" in record:

@@ -110,7 +110,7 @@ class Slurm:
         *command: str,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        timeout: float = 120.0,
+        timeout: float = 400.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on the login node to its end; after the timeout, cancel all jobs."""
         # If this runs in a job of another Slurm, its variables are none of ours.
@@ -138,7 +138,7 @@ class Slurm:
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def batch(
-        self, *arguments: str, env: Mapping[str, str], cwd: Path, timeout: float = 120.0
+        self, *arguments: str, env: Mapping[str, str], cwd: Path, timeout: float = 400.0
     ) -> subprocess.CompletedProcess[str]:
         """Submit a batch script in `cwd` and wait for its end; stdout is the job's output.
 

@@ -59,7 +59,8 @@ def execute(folder: Path, *cells: str) -> dict[str, Any]:
     sources = [*map(textwrap.dedent, cells), "import json; print(json.dumps(answer))"]
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     # Jupyter's files, such as its history, go to the folder and not to the user's.
-    variables = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
+    names = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")
+    variables = {name: str(folder) for name in names} | {"JUPYTER_PREFER_ENV_PATH": "1"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with environment(variables):
         client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
