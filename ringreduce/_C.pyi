@@ -155,6 +155,9 @@ def explain(
 ) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
 def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
 def config() -> list[dict[str, str]]: ...  # a dictionary for each environment variable
+def listen_for(
+    store_host: str,
+) -> tuple[list[tuple[str, str, int, int]], str]: ...  # interface, address, port, fd; why
 def instruction_set() -> str: ...
 def cuda_build() -> str: ...  # as in _build_info.CUDA
 def facts_of(text: str) -> tuple[int | None, int | None, str, bool | None] | None: ...

@@ -136,12 +136,7 @@ def _meet(
     options: dict[str, Any],
 ) -> None:
     """Makes the group by way of a store on rank 0's host."""
-    addr = master_addr or os.environ.get("MASTER_ADDR") or _address(me)
-    port = master_port if master_port is not None else whole(os.environ, "MASTER_PORT")
-    if port is None and me.world_size > 1:
-        port = _port(me)
-    if port is not None and not 0 < port < 65536:
-        raise ValueError(f"rank {me.rank}: the master's port must be 1 to 65535, not {port}")
+    addr, port = meeting_place(me, master_addr, master_port)
 
     given = dict(options)
     try:
@@ -168,6 +163,23 @@ def _meet(
             f"is elsewhere, choose for all ranks: {_how_to_export(me)}"
         ) from error
     _log.info("rank %d of %d (%s), met at %s:%s", me.rank, me.world_size, me.launcher, addr, port)
+
+
+def meeting_place(
+    me: Identity, master_addr: str | None = None, master_port: int | None = None
+) -> tuple[str, int | None]:
+    """Where rank 0's store is: an address, and a port; None for one that the system chooses.
+
+    Raises:
+        ValueError: nothing says it, or what says it makes no sense.
+    """
+    addr = master_addr or os.environ.get("MASTER_ADDR") or _address(me)
+    port = master_port if master_port is not None else whole(os.environ, "MASTER_PORT")
+    if port is None and me.world_size > 1:
+        port = _port(me)
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"rank {me.rank}: the master's port must be 1 to 65535, not {port}")
+    return addr, port
 
 
 def _address(me: Identity) -> str:

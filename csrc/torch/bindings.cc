@@ -522,6 +522,23 @@ py::list config() {
   return all;
 }
 
+// Sockets that listen where a group whose store is on that host would: the interface, address with
+// port and descriptor of each, which belong to the caller; and why it is there.
+py::tuple listenFor(const std::string& store_host) {
+  const Config config = Config::read();
+  const std::string ports = config.ports.get();
+  const net::Choice choice = net::chooseFor(store_host, config.interfaces.get());
+  net::Listener listener =
+      net::listenOn(choice.addresses, ports.empty() ? net::Ports{} : net::Ports::fromText(ports));
+  py::list sockets;
+  for (size_t i = 0; i < listener.sockets.size(); ++i) {
+    const net::Address& address = listener.addresses[i];
+    sockets.append(py::make_tuple(choice.nameOf(address), address.hostText(), address.port(),
+                                  listener.sockets[i].release()));
+  }
+  return py::make_tuple(sockets, choice.why);
+}
+
 }  // namespace
 }  // namespace ringreduce
 
@@ -617,6 +634,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       "sizes"_a, "dtype"_a);
   m.def("config", &config);
+  m.def(
+      "listen_for",
+      [](const std::string& store_host) { return translated([&] { return listenFor(store_host); }); },
+      "store_host"_a);
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);
   m.def(

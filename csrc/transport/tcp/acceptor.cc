@@ -456,34 +456,17 @@ void ProcessAcceptor::dismiss(const Key& key) {
 
 // ---- the acceptor of the process
 
-std::string inWords(const std::vector<Interface>& all, const std::vector<Address>& addresses) {
-  return joined(addresses, ", ", [&](const Address& address) {
-    const auto its = std::ranges::find_if(
-        all, [&](const Interface& one) { return one.address.sameHost(address); });
-    return (its == all.end() ? "an interface" : its->name) + " (" + address.text() + ")";
-  });
-}
-
 std::shared_ptr<ProcessAcceptor> acceptorFor(const std::string& store_host) {
   const Config config = Config::read();
-  const std::string wanted = config.interfaces.get();
-  const std::string store = store_host.empty() ? "the store" : "the store's host " + store_host;
-  auto towards = addressTowards(store_host);
-  std::string why = "by which " + store + " is reached";
-  if (!towards || towards->isLoopback()) {
-    why = std::string("of the default route, since ") +
-          (towards ? store + " is reached by loopback" : "no way to " + store + " is known");
-    towards = addressTowardsOthers();
-    if (!towards) why = "which is what there is, since there is no default route either";
-  }
-  if (!wanted.empty()) why = "as RINGREDUCE_IF=" + wanted + " has it";
   const std::string ports = config.ports.get();
-  const std::vector<Interface> all = interfaces();
+  const Choice choice = chooseFor(store_host, config.interfaces.get());
   Listener listener =
-      listenOn(choose(all, wanted, towards), ports.empty() ? Ports{} : Ports::fromText(ports));
-  std::string choice = inWords(all, listener.addresses);
-  choice += ", " + why;
-  return std::make_shared<ProcessAcceptor>(std::move(listener), std::move(choice));
+      listenOn(choice.addresses, ports.empty() ? Ports{} : Ports::fromText(ports));
+  std::string text = joined(listener.addresses, ", ", [&](const Address& address) {
+    return choice.nameOf(address) + " (" + address.text() + ")";
+  });
+  text += ", " + choice.why;
+  return std::make_shared<ProcessAcceptor>(std::move(listener), std::move(text));
 }
 
 constinit PerProcess<Acceptor> acceptor_of_process;

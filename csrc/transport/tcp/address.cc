@@ -407,6 +407,29 @@ std::vector<Address> choose(const std::vector<Interface>& all, const std::string
                   "; set RINGREDUCE_IF to the name or network of one that is up");
 }
 
+std::string Choice::nameOf(const Address& address) const {
+  const auto its = std::ranges::find_if(
+      all, [&](const Interface& one) { return one.address.sameHost(address); });
+  return its == all.end() ? "an interface" : its->name;
+}
+
+Choice chooseFor(const std::string& store_host, const std::string& wanted) {
+  const std::string store = store_host.empty() ? "the store" : "the store's host " + store_host;
+  auto towards = addressTowards(store_host);
+  Choice choice;
+  choice.why = "by which " + store + " is reached";
+  if (!towards || towards->isLoopback()) {
+    choice.why = std::string("of the default route, since ") +
+                 (towards ? store + " is reached by loopback" : "no way to " + store + " is known");
+    towards = addressTowardsOthers();
+    if (!towards) choice.why = "which is what there is, since there is no default route either";
+  }
+  if (!wanted.empty()) choice.why = "as RINGREDUCE_IF=" + wanted + " has it";
+  choice.all = interfaces();
+  choice.addresses = choose(choice.all, wanted, towards);
+  return choice;
+}
+
 // ---- listening
 
 namespace {

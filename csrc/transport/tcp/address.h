@@ -78,6 +78,17 @@ std::optional<Address> addressTowards(const std::string& host);
 // This machine's address on the default route, if there is one.  Sends nothing.
 std::optional<Address> addressTowardsOthers();
 
+// The choice for a process whose store is on that host, given by name or address; "" if unknown.
+// May block in the resolver.
+struct Choice {
+  std::vector<Interface> all;      // of this machine
+  std::vector<Address> addresses;  // as of choose()
+  std::string why;                 // goes on after "eth0 (10.0.0.3), "
+
+  std::string nameOf(const Address& address) const;  // of its interface
+};
+Choice chooseFor(const std::string& store_host, const std::string& wanted);
+
 // A range of ports, "47000-47100" or "47000"; throws Error(kSetup) if invalid.
 struct Ports {
   uint16_t first = 0, last = 0;  // 0: any

@@ -1,0 +1,9 @@
+"""Whether this machine, or all machines of a job, are fit for ringreduce: `python -m`.
+
+    python -m ringreduce.doctor                                    # this machine
+    torchrun --nproc-per-node=4 -m ringreduce.doctor               # the ranks of a job
+    srun -N2 --ntasks-per-node=4 python -m ringreduce.doctor --json
+
+`facts.py` reads a rank's machine, `exchange.py` brings the ranks' facts to rank 0 and tries the
+lines between hosts, `checks.py` and `network.py` judge them, `report.py` is what they say.
+"""

@@ -1,0 +1,93 @@
+"""The command: who this process is, the facts of all ranks, all checks, the report of rank 0."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ringreduce._launchers import identify
+from ringreduce.doctor import checks, network
+from ringreduce.doctor.exchange import CannotMeet, Gathered, collect
+from ringreduce.doctor.report import Finding, arranged, status_of, to_json, to_text
+
+_USAGE = 2  # as argparse's own
+
+
+def judge(gathered: Gathered) -> list[Finding]:
+    """What all checks find, the worst first."""
+    found = [one for check in network.OF_ANY_JOB for one in check(gathered)]
+    for facts in gathered.facts:
+        found += [one for check in checks.OF_A_RANK for one in check(facts)]
+    hosts = network.hosts(gathered.facts)
+    for ranks in hosts:
+        found += [one for check in checks.OF_A_HOST for one in check(ranks)]
+    found += [one for check in checks.OF_A_JOB for one in check(gathered.facts)]
+    if len(hosts) > 1:
+        found += [one for check in network.OF_SEVERAL_HOSTS for one in check(gathered)]
+    return arranged(found)
+
+
+def _heading(gathered: Gathered) -> str:
+    """What was looked at."""
+    one = gathered.facts[0]
+    hosts = len(network.hosts(gathered.facts))
+    lines = [line for line in gathered.lines if not line.error]
+    text = (
+        f"ringreduce {one.ringreduce}, torch {one.torch}; {one.world_size} rank"
+        f"{'s' * (one.world_size > 1)} ({one.launcher}) on {hosts} host{'s' * (hosts > 1)}"
+    )
+    if lines:
+        trips = sorted(line.round_trip * 1e3 for line in lines)
+        text += (
+            f"; {len(lines)} of {len(gathered.lines)} connections work, round trips "
+            f"{trips[0]:.2f} to {trips[-1]:.2f} ms"
+        )
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Looks, and prints what was found.
+
+    Args:
+        arguments: of the command line; None for those of the process.
+
+    Returns:
+        The exit status: 0, or 1 if something will not work or is slow, 2 for bad usage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ringreduce.doctor",
+        description="Tell whether this machine, or under torchrun, mpirun or srun all machines of "
+        "the job, are fit for ringreduce, and what to do. Exit status 1: something will not work "
+        "or is slow.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="to wait for ranks (%(default)g)",
+    )
+    options = parser.parse_args(arguments)
+    if not 0 < options.timeout < 1e6:
+        parser.error("--timeout must be a number of seconds above 0")
+
+    try:
+        me = identify(os.environ)
+        gathered = collect(me, options.timeout)
+    except ValueError as error:  # of the launcher's variables
+        print(f"python -m ringreduce.doctor: {error}", file=sys.stderr)
+        return _USAGE
+    except CannotMeet as error:
+        text = to_json([error.finding]) if options.json else to_text([error.finding], "")
+        print(text.strip(), file=sys.stdout if me.rank == 0 else sys.stderr, flush=True)
+        return 1
+    if gathered is None:
+        return 0
+    found = judge(gathered)
+    print(to_json(found) if options.json else to_text(found, _heading(gathered)), flush=True)
+    return status_of(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

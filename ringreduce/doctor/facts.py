@@ -1,0 +1,327 @@
+"""What a rank reads from its machine.  It judges nothing; checks.py and network.py do.
+
+All of it is plain numbers, texts, lists and dictionaries, so that it travels as JSON and tests can
+make it up.
+"""
+
+import dataclasses
+import fcntl
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringreduce import _build_info as built
+from ringreduce._launchers import Identity
+from ringreduce.config import variables
+
+Meminfo = dict[str, int]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_STEAL_SECONDS = 0.2
+# Of <linux/sockios.h> and <net/if.h>.
+_SIOCGIFMTU, _SIOCGIFFLAGS = 0x8921, 0x8913
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+
+
+@dataclasses.dataclass
+class Facts:
+    """One rank's machine, process and environment.
+
+    A None or "" is what the system does not tell; *_error is "" where all is well.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    launcher: str = "none"
+    host: str = ""  # its name
+    machine: str = ""  # the kernel and the network namespace
+    uid: int = 0
+
+    python: str = ""
+    torch: str = ""
+    ringreduce: str = ""
+    built_for: str = ""  # torch's version
+    cuda_built: str = ""
+    cuda_missing: str = ""
+    openssl: str = ""
+
+    variables: list[dict[str, str]] = dataclasses.field(
+        default_factory=list
+    )  # of ringreduce.config
+    unknown_variables: list[str] = dataclasses.field(default_factory=list)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)  # a few others
+
+    memfd_error: str = ""
+    unix_error: str = ""
+    pidfd_error: str = ""
+    open_files: int | None = None  # ulimit -n; None: no limit
+    threads_limit: int | None = None  # the lowest of ulimit -u and pids.max
+    threads_used: int = 0
+    memory_limit: int | None = None  # of the cgroup, bytes
+    memory_free: int = 1 << 62  # that may still be used
+    shm_bytes: int | None = None  # of /dev/shm
+
+    cores: int = 1  # of the machine
+    affinity: list[int] = dataclasses.field(default_factory=list)
+    quota: float | None = None  # cores that the cgroup may use
+    threads: int = 1  # of torch's operations
+    nodes: list[list[int]] = dataclasses.field(default_factory=list)  # the cores of NUMA nodes
+    steal: float = 0.0  # the share of time that the hypervisor took
+    pressure: float = 0.0  # PSI: the share of time that some thread waited for a core
+    autogroup: bool = False
+
+    listening: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
+    why_there: str = ""
+    listen_error: str = ""
+    interfaces: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # mtu, up
+    name_resolves_to: str = ""  # of this host; "" if it does not
+    rmem: int = 0  # the largest of tcp_rmem and tcp_wmem
+    wmem: int = 0
+    congestions: list[str] = dataclasses.field(default_factory=list)  # that are allowed or loaded
+
+    torch_cuda: str = ""  # that torch was built for
+    gpu_driver: bool = False
+    gpus: int = 0  # that torch sees
+    gpu: str = ""  # the identity of the one that this rank would use
+    no_peer_access: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+def gather(me: Identity) -> Facts:
+    """Reads it all.
+
+    Args:
+        me: who this process is.
+
+    Returns:
+        The facts but those of listening (exchange.py).
+    """
+    facts = Facts(
+        rank=me.rank,
+        world_size=me.world_size,
+        launcher=me.launcher,
+        host=socket.gethostname(),
+        machine=_read("/proc/sys/kernel/random/boot_id") + os.readlink("/proc/self/ns/net"),
+        uid=os.geteuid(),
+    )
+    _versions(facts)
+    _variables(facts)
+    _limits(facts)
+    _memory(facts)
+    _cores(facts)
+    _network(facts)
+    _gpus(facts, me)
+    return facts
+
+
+def _read(path: str | Path) -> str:
+    """A file's text without blanks around it; "" where the system has no such file."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _versions(facts: Facts) -> None:
+    facts.python = platform.python_version()
+    facts.torch = torch.__version__
+    facts.torch_cuda = torch.version.cuda or ""
+    facts.ringreduce = importlib.metadata.version("ringreduce")
+    facts.built_for = built.TORCH_VERSION
+    facts.cuda_built, facts.cuda_missing = built.CUDA, built.CUDA_MISSING
+    facts.openssl = built.OPENSSL
+
+
+def _variables(facts: Facts) -> None:
+    given = {name for name in os.environ if name.startswith("RINGREDUCE_")}
+    names = ("OMP_NUM_THREADS", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    facts.environment = {name: os.environ[name] for name in names if name in os.environ}
+    facts.variables = variables()
+    facts.unknown_variables = sorted(given - {row["name"] for row in facts.variables})
+
+
+def _limits(facts: Facts) -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    facts.open_files = None if files == resource.RLIM_INFINITY else files
+    limits = [] if facts.uid == 0 else [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    for folder in _cgroups("pids"):
+        most = _number(_read(folder / "pids.max"))
+        if most is not None:
+            limits.append(most)
+            facts.threads_used = max(
+                facts.threads_used, _number(_read(folder / "pids.current")) or 0
+            )
+    limits = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    facts.threads_limit = min(limits, default=None)
+    facts.memfd_error = _error_of(_try_memfd)
+    facts.unix_error = _error_of(_try_unix_socket)
+    facts.pidfd_error = _error_of(lambda: os.close(os.pidfd_open(os.getpid())))
+
+
+def _error_of(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _try_memfd() -> None:
+    fd = os.memfd_create("ringreduce-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, 1 << 20)
+        os.pwrite(fd, b"1", (1 << 20) - 1)
+    finally:
+        os.close(fd)
+
+
+def _try_unix_socket() -> None:
+    """Passes a descriptor over an abstract socket, as ranks of one host pass their memory."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0ringreduce-doctor-" + os.urandom(8).hex())
+        listener.listen()
+        listener.settimeout(5.0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            caller.connect(listener.getsockname())
+            socket.send_fds(caller, [b"1"], [listener.fileno()])
+            accepted, _ = listener.accept()
+            with accepted:
+                for fd in socket.recv_fds(accepted, 1, 1)[1]:
+                    os.close(fd)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """The folders of this process's cgroup and of those above it, in version 1 or 2."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = _CGROUP / controllers if controllers else _CGROUP
+        # A container may see its own cgroup as the top, and a path from outside.
+        folders = [top, *(top / part for part in _below(path))]
+        found = [folder for folder in folders if folder.is_dir()]
+        if controllers or (top / "cgroup.controllers").exists():
+            return found
+    return []
+
+
+def _below(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part and part != ".."]
+    return ["/".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def _memory(facts: Facts) -> None:
+    meminfo: Meminfo = {}
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        meminfo[name] = int(rest.split()[0]) * 1024
+    facts.memory_free = meminfo.get("MemAvailable", facts.memory_free)
+    for folder in _cgroups("memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _number(_read(folder / limit_name))
+            if limit is None or limit >= meminfo.get("MemTotal", 1 << 62):
+                continue
+            facts.memory_limit = min(limit, facts.memory_limit or limit)
+            used = _number(_read(folder / used_name)) or 0
+            cached = re.search(
+                r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.M
+            )
+            free = limit - used + (int(cached[1]) if cached else 0)
+            facts.memory_free = min(facts.memory_free, free)
+    try:
+        shm = os.statvfs("/dev/shm")
+        facts.shm_bytes = shm.f_blocks * shm.f_frsize
+    except OSError:
+        facts.shm_bytes = None
+
+
+def _cores(facts: Facts) -> None:
+    before = _times()
+    facts.cores = os.cpu_count() or 1
+    facts.affinity = sorted(os.sched_getaffinity(0))
+    facts.threads = torch.get_num_threads()
+    for folder in _cgroups("cpu"):
+        given, period = ([*_read(folder / "cpu.max").split(), "", ""])[:2]
+        given = given or _read(folder / "cpu.cfs_quota_us")
+        period = period or _read(folder / "cpu.cfs_period_us")
+        if given.isdecimal() and period.isdecimal():
+            share = int(given) / int(period)
+            facts.quota = share if facts.quota is None else min(share, facts.quota)
+    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        if cores := parse_list(_read(node)):
+            facts.nodes.append(cores)
+    some = re.search(r"some avg10=([\d.]+)", _read("/proc/pressure/cpu"))
+    facts.pressure = float(some[1]) / 100 if some else 0.0
+    facts.autogroup = _read("/proc/sys/kernel/sched_autogroup_enabled") == "1"
+    time.sleep(_STEAL_SECONDS)
+    after = _times()
+    passed = [b - a for a, b in zip(before, after, strict=True)]
+    if len(passed) > 7 and sum(passed[:8]) > 0:
+        facts.steal = passed[7] / sum(passed[:8])
+
+
+def _times() -> list[int]:
+    """The machine's times by kind, the eighth of which is that of the hypervisor."""
+    first = _read("/proc/stat").partition("\n")[0].split()
+    return [int(text) for text in first[1:]]
+
+
+def parse_list(text: str) -> list[int]:
+    """The numbers of a kernel's list: "0-2,8" is 0, 1, 2, 8."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _network(facts: Facts) -> None:
+    # Not from /sys, which shows the network namespace of whoever mounted it.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            mtu, flags = (
+                struct.unpack_from(kind, fcntl.ioctl(any_socket, call, request), 16)[0]
+                for kind, call in (("i", _SIOCGIFMTU), ("H", _SIOCGIFFLAGS))
+            )
+            up = flags & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING
+            facts.interfaces[name] = {"mtu": mtu, "up": up}
+    try:
+        facts.name_resolves_to = str(socket.getaddrinfo(facts.host, None)[0][4][0])
+    except (OSError, UnicodeError):
+        facts.name_resolves_to = ""
+    for name in ("rmem", "wmem"):
+        sizes = _read(f"/proc/sys/net/ipv4/tcp_{name}").split()
+        setattr(facts, name, int(sizes[2]) if len(sizes) == 3 else 0)
+    facts.congestions = _read("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
+
+
+def _gpus(facts: Facts, me: Identity) -> None:
+    facts.gpu_driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    if not facts.torch_cuda or not torch.cuda.is_available():
+        return
+    facts.gpus = torch.cuda.device_count()
+    mine = (me.local_rank or 0) % facts.gpus
+    facts.gpu = str(getattr(torch.cuda.get_device_properties(mine), "uuid", mine))
+    facts.no_peer_access = [
+        (a, b)
+        for a in range(facts.gpus)
+        for b in range(facts.gpus)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]

@@ -1,0 +1,161 @@
+"""A connection to a port of another rank, as ringreduce would make it, with an exchange of bytes.
+
+Every rank echoes what comes to its port (`serve`).  `try_lines` connects to the ports of others:
+first a few bytes, for the round trip, then packets of full size, which a path with a smaller MTU
+that does not say so drops in silence.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_PINGS = 5
+_TOKEN_BYTES = 16
+_LARGE = 256 << 10
+_PIECE = 64 << 10
+_AT_ONCE = 32
+_IP_MTU = 14  # of <linux/in.h>
+_IPV6_MTU = 24  # of <linux/in6.h>
+_CLOCK = struct.Struct("!d")
+
+
+class Target(NamedTuple):
+    """Where a rank listens, and the token that `serve` was given there."""
+
+    rank: int
+    address: str
+    port: int
+    token: bytes
+
+
+@dataclasses.dataclass
+class Line:
+    """What came of a connection to a rank.
+
+    Attributes:
+        sender, receiver: ranks; the sender connected.
+        address: where, with the port.
+        error: "" if all bytes came back.
+        stage: where it failed: "connect", "small" packets or "large" ones.
+        round_trip: seconds, the shortest of a few.
+        mtu: of the path, as the sender's kernel knows it; 0: it does not tell.
+        ahead: by how many seconds the receiver's clock is ahead.
+    """
+
+    sender: int
+    receiver: int
+    address: str
+    error: str = ""
+    stage: str = ""
+    round_trip: float = 0.0
+    mtu: int = 0
+    ahead: float = 0.0
+
+
+def serve(listeners: Sequence[socket.socket], token: bytes) -> None:
+    """Echoes to whoever knows the token, in threads that end with the process."""
+
+    def accept() -> None:
+        while True:
+            for listener in select.select(listeners, [], [])[0]:
+                try:
+                    accepted, _ = listener.accept()
+                except OSError:  # the caller has gone again
+                    continue
+                threading.Thread(target=_echo, args=(accepted, token), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def _echo(connection: socket.socket, token: bytes) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(30.0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _receive(connection, _TOKEN_BYTES) != token:
+            return
+        for _ in range(_PINGS):
+            _receive(connection, _CLOCK.size)
+            connection.sendall(_CLOCK.pack(time.time()))
+        connection.sendall(_receive(connection, _LARGE))
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        piece = connection.recv(min(_PIECE, count - len(received)))
+        if not piece:
+            raise ConnectionError("the other end closed the connection")
+        received += piece
+    return bytes(received)
+
+
+def try_lines(sender: int, targets: Sequence[Target], seconds: float) -> list[Line]:
+    """Connects to all targets, several at a time.
+
+    Args:
+        sender: this rank.
+        targets: whom to try.
+        seconds: for each step of one attempt.
+
+    Returns:
+        A line for each target, in their order.
+    """
+    if not targets:
+        return []
+    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(targets))) as pool:
+        return list(pool.map(lambda one: _try(sender, one, seconds), targets))
+
+
+def _try(sender: int, to: Target, seconds: float) -> Line:
+    host = f"[{to.address}]" if ":" in to.address else to.address
+    line = Line(sender, to.rank, f"{host}:{to.port}", stage="connect")
+    try:
+        with socket.create_connection((to.address, to.port), timeout=seconds) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.stage = "small"
+            connection.sendall(to.token)
+            for _ in range(_PINGS):
+                _ping(connection, line)
+            line.stage = "large"
+            _send_large(connection, seconds)
+            line.mtu = _mtu_of(connection)
+    except OSError as error:
+        waited = isinstance(error, TimeoutError)
+        line.error = f"no answer within {seconds:g} s" if waited else error.strerror or str(error)
+        return line
+    line.stage = ""
+    return line
+
+
+def _ping(connection: socket.socket, line: Line) -> None:
+    begin, sent = time.perf_counter(), time.time()
+    connection.sendall(_CLOCK.pack(sent))
+    (there,) = _CLOCK.unpack(_receive(connection, _CLOCK.size))
+    took = time.perf_counter() - begin
+    if line.round_trip == 0 or took < line.round_trip:
+        line.round_trip, line.ahead = took, there - sent - took / 2
+
+
+def _send_large(connection: socket.socket, seconds: float) -> None:
+    # The other end echoes all at once when it has all, so that this end need not read meanwhile.
+    connection.settimeout(2 * seconds)
+    data = bytes(_LARGE)
+    connection.sendall(data)
+    if _receive(connection, _LARGE) != data:
+        raise ConnectionError("the bytes that came back are not those that were sent")
+
+
+def _mtu_of(connection: socket.socket) -> int:
+    six = connection.family == socket.AF_INET6
+    level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if six else (socket.IPPROTO_IP, _IP_MTU)
+    try:
+        return connection.getsockopt(level, option)
+    except OSError:  # a kernel or a sandbox without it
+        return 0

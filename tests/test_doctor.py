@@ -1,0 +1,501 @@
+"""python -m ringreduce.doctor: each seeded fault is found by its name, and nothing else is.
+
+Most faults are made-up facts.  The slow tests seed some for real, in a process's limits, in
+launchers and between emulated hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import launchers
+import pytest
+from hosts import Hosts, why_not
+
+from ringreduce.doctor import facts as reading
+from ringreduce.doctor.__main__ import judge, main
+from ringreduce.doctor.exchange import Gathered
+from ringreduce.doctor.facts import Facts
+from ringreduce.doctor.probe import Line
+from ringreduce.doctor.report import status_of, to_json, to_text
+
+DOCTOR = [sys.executable, "-m", "ringreduce.doctor"]
+MIB = 1 << 20
+
+
+def row(name: str, value: str = "", error: str = "", holds: str = "each rank's") -> dict[str, str]:
+    """A variable as ringreduce.config has it."""
+    return {
+        "name": name,
+        "default": "none",
+        "values": "some",
+        "holds": holds,
+        "value": value or "none",
+        "source": "environment" if value else "default",
+        "error": error,
+    }
+
+
+def sound(rank: int, host: int, ranks: int, address: str) -> Facts:
+    return Facts(
+        rank=rank,
+        world_size=ranks,
+        launcher="torchrun",
+        host=f"node{host}",
+        machine=f"kernel{host}",
+        python="3.11.2",
+        torch="2.13.0+cpu",
+        ringreduce="0.1.0",
+        built_for="2.13.0+cpu",
+        openssl="3.0.19",
+        variables=[
+            row("RINGREDUCE_TLS", holds="the same on all ranks"),
+            row("RINGREDUCE_LANES"),
+        ],
+        open_files=1024,
+        memory_free=8 << 30,
+        shm_bytes=1 << 30,
+        cores=8,
+        affinity=list(range(8)),
+        nodes=[list(range(8))],
+        listening=[("eth0", address, 40000 + rank)],
+        interfaces={"lo": {"mtu": 65536, "up": True}, "eth0": {"mtu": 1500, "up": True}},
+        name_resolves_to=address,
+        rmem=6 * MIB,
+        wmem=4 * MIB,
+        congestions=["reno", "cubic", "bbr"],
+    )
+
+
+def job(hosts: int, per_host: int = 2) -> Gathered:
+    """A sound job, with a line from the first rank of each host to all ranks of the others."""
+    size = hosts * per_host
+    facts = [sound(r, r // per_host, size, f"10.0.0.{r // per_host + 1}") for r in range(size)]
+    lines = [
+        Line(a * per_host, to.rank, f"{to.listening[0][1]}:{to.listening[0][2]}", round_trip=1e-4)
+        for a in range(hosts)
+        for to in facts
+        if to.rank // per_host != a
+    ]
+    return Gathered(facts, lines=lines, seconds=60.0)
+
+
+Seed = Callable[[Gathered], None]
+
+
+def of(*ranks: int, **values: Any) -> Seed:
+    """Sets these facts of these ranks; of all ranks if none is given."""
+
+    def seed(gathered: Gathered) -> None:
+        for one in gathered.facts:
+            if not ranks or one.rank in ranks:
+                for name, value in values.items():
+                    assert hasattr(one, name)
+                    setattr(one, name, value)
+
+    return seed
+
+
+def lines(choose: Callable[[Line], bool], **values: Any) -> Seed:
+    """Sets these values of the lines that are chosen."""
+
+    def seed(gathered: Gathered) -> None:
+        chosen = [line for line in gathered.lines if choose(line)]
+        assert chosen
+        for line in chosen:
+            for name, value in values.items():
+                assert hasattr(line, name)
+                setattr(line, name, value)
+
+    return seed
+
+
+def absent(gathered: Gathered) -> None:
+    gathered.facts = [one for one in gathered.facts if one.rank != 3]
+    gathered.lines = [one for one in gathered.lines if one.receiver != 3]
+    gathered.absent = [3]
+
+
+def silent(gathered: Gathered) -> None:
+    gathered.lines = [one for one in gathered.lines if one.sender != 2]
+    gathered.silent = [2]
+
+
+def two_addresses(gathered: Gathered) -> None:
+    """Rank 3 has another address, which nobody reaches."""
+    gathered.facts[3].listening.append(("eth1", "10.1.0.2", 40003))
+    gathered.lines.append(Line(0, 3, "10.1.0.2:40003", "no answer within 5 s", "connect"))
+
+
+def moved(gathered: Gathered) -> None:
+    """Ranks 1 and 2 change hosts."""
+    names = ("host", "machine", "listening", "interfaces")
+    a, b = gathered.facts[1:3]
+    for name in names:
+        mine, other = getattr(a, name), getattr(b, name)
+        setattr(a, name, other)
+        setattr(b, name, mine)
+
+
+NO_ANSWER = "no answer within 5 s"
+# The name, its severity, hosts, what is seeded, and words of what is found or to be done.
+FAULTS: list[tuple[str, str, int, Seed, str]] = [
+    ("torch-version", "fault", 1, of(torch="2.10.1+cpu"), "torch>=2.11"),
+    ("torch-version", "note", 1, of(torch="2.16.0"), "2.11 to 2.15"),
+    ("build-tls", "note", 1, of(openssl=""), "libssl-dev"),
+    (
+        "build-cuda",
+        "fault",
+        1,
+        of(gpus=2, torch_cuda="13.0", cuda_missing="there is no nvcc in PATH"),
+        "no nvcc",
+    ),
+    ("same-ringreduce", "fault", 2, of(3, ringreduce="0.2.0"), "0.2.0 on rank 3"),
+    ("same-torch", "fault", 2, of(2, 3, torch="2.14.1+cpu"), "2.14.1+cpu on ranks 2, 3"),
+    ("same-python", "note", 2, of(0, python="3.12.1"), "3.12.1 on rank 0"),
+    (
+        "variable",
+        "fault",
+        1,
+        of(1, variables=[row("RINGREDUCE_LANES", "65", "RINGREDUCE_LANES=65 is not 1 to 64")]),
+        "LANES=65",
+    ),
+    ("unknown-variable", "fault", 1, of(unknown_variables=["RINGREDUCE_LANE"]), "RINGREDUCE_LANES"),
+    ("unknown-variable", "note", 1, of(unknown_variables=["RINGREDUCE_OF_A_USER"]), "no effect"),
+    (
+        "same-variables",
+        "fault",
+        2,
+        of(2, 3, variables=[row("RINGREDUCE_TLS", "1", holds="the same on all ranks")]),
+        "1 on ranks 2, 3",
+    ),
+    ("shared-memory", "fault", 1, of(memfd_error="Operation not permitted"), "seccomp"),
+    ("unix-socket", "fault", 1, of(unix_error="Address family not supported"), "AF_UNIX"),
+    ("pidfd", "note", 1, of(pidfd_error="Function not implemented"), "by a pipe"),
+    ("open-files", "fault", 1, of(open_files=64), "ulimit -n 4096"),
+    ("threads-limit", "fault", 1, of(threads_limit=100, threads_used=90), "10 more threads"),
+    ("memory", "slow", 1, of(memory_free=100 * MIB, memory_limit=512 * MIB), "of the cgroup's 512"),
+    ("memory", "fault", 1, of(memory_free=1 * MIB, memory_limit=512 * MIB), "1 MiB"),
+    ("shm-size", "note", 1, of(shm_bytes=64 * MIB), "--shm-size"),
+    ("user", "fault", 1, of(1, uid=1000), "0, 1000"),
+    ("cores", "slow", 1, of(cores=1, affinity=[0], nodes=[[0]]), "2 ranks on 1 cores"),
+    ("affinity", "slow", 1, of(affinity=[3]), "bound to 1 of 8 cores"),
+    ("quota", "slow", 1, of(quota=1.5), "1.5 cores for 2 ranks"),
+    ("threads", "slow", 1, of(threads=8, environment={"OMP_NUM_THREADS": "8"}), "NUM_THREADS=4"),
+    ("threads", "slow", 1, of(threads=8), "OMP_NUM_THREADS is not set"),
+    ("numa", "note", 1, of(nodes=[[0, 1, 2, 3], [4, 5, 6, 7]]), "2 NUMA nodes"),
+    ("steal", "note", 1, of(steal=0.25), "25%"),
+    ("pressure", "note", 1, of(pressure=0.5), "50%"),
+    ("gpu-driver", "fault", 1, of(gpu_driver=True, torch_cuda="13.0"), "nvidia-smi"),
+    ("gpu-shared", "slow", 1, of(gpus=1, gpu="GPU-1", cuda_built="13.0"), "2 ranks"),
+    ("gpu-peers", "slow", 1, of(no_peer_access=[(0, 1), (1, 0)]), "0-1"),
+    ("absent", "fault", 2, absent, "rank 3 did not come within 60 s"),
+    ("absent", "fault", 2, silent, "rank 2 came"),
+    (
+        "host-id",
+        "fault",
+        2,
+        of(variables=[row("RINGREDUCE_HOSTID", "a")]),
+        "RINGREDUCE_HOSTID=a",
+    ),
+    ("placement", "slow", 2, moved, "0, 2"),
+    (
+        "uneven",
+        "note",
+        2,
+        of(2, host="node0", machine="kernel0", listening=[("eth0", "10.0.0.1", 40002)]),
+        "1, 3",
+    ),
+    ("listen", "fault", 2, of(1, listen_error="all ports are taken", listening=[]), "all ports"),
+    ("listen", "fault", 2, of(2, 3, listening=[("lo", "127.0.0.1", 40002)]), "127.0.0.1"),
+    ("same-address", "fault", 2, of(listening=[("docker0", "172.17.0.1", 40000)]), "=^NAME"),
+    ("name-loopback", "note", 2, of(2, 3, name_resolves_to="127.0.1.1"), "127.0.1.1"),
+    (
+        "mtu",
+        "slow",
+        3,
+        of(2, 3, interfaces={"eth0": {"mtu": 9000, "up": True}}),
+        "9000 on node1 (eth0, rank 2)",
+    ),
+    (
+        "reach",
+        "fault",
+        3,
+        lines(lambda one: one.sender == 2 and one.receiver > 3, error=NO_ANSWER, stage="connect"),
+        "from node1 (rank 2) to node2: rank 4 at 10.0.0.3:40004, rank 5",
+    ),
+    (
+        "path-mtu",
+        "fault",
+        2,
+        lines(lambda one: one.sender == 0, error=NO_ANSWER, stage="large"),
+        "ping -M do -s 1472 10.0.0.2",
+    ),
+    ("address", "slow", 2, two_addresses, "10.1.0.2:40003"),
+    ("buffers", "slow", 2, lines(lambda one: True, round_trip=0.3), "1000 Mbit/s"),
+    ("clocks", "note", 2, lines(lambda one: one.sender == 0, ahead=-90.0), "90.0 s apart"),
+]
+
+
+def named(check: str, severity: str, number: int) -> str:
+    return f"{check}-{severity}-{number}"
+
+
+@pytest.mark.parametrize(
+    ("check", "severity", "hosts", "seed", "words"),
+    FAULTS,
+    ids=[named(fault[0], fault[1], number) for number, fault in enumerate(FAULTS)],
+)
+def test_a_seeded_fault_is_found_and_nothing_else(
+    check: str, severity: str, hosts: int, seed: Seed, words: str
+) -> None:
+    gathered = job(hosts)
+    seed(gathered)
+    found = judge(gathered)
+    assert {(one.check, one.severity) for one in found} == {(check, severity)}, found
+    assert words in found[0].found + found[0].todo, found
+    assert found[0].todo
+    assert status_of(found) == (severity != "note")
+
+
+def test_a_long_path_without_bbr() -> None:
+    gathered = job(2)
+    of(congestions=["reno", "cubic"])(gathered)
+    assert judge(gathered) == []
+    lines(lambda one: True, round_trip=0.01)(gathered)
+    assert [one.check for one in judge(gathered)] == ["congestion"]
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_sound_facts_give_nothing(hosts: int) -> None:
+    assert judge(job(hosts)) == []
+    assert "fit for ringreduce" in to_text([], "")
+
+
+def test_findings_of_a_host_on_one_host_do_not_need_a_network() -> None:
+    gathered = job(1)
+    of(listening=[], listen_error="no interface is up", name_resolves_to="127.0.1.1")(gathered)
+    assert judge(gathered) == []
+
+
+def test_equal_findings_of_ranks_are_told_once_and_the_worst_first() -> None:
+    gathered = job(1, per_host=3)
+    of(openssl="")(gathered)
+    of(2, open_files=64)(gathered)
+    found = judge(gathered)
+    assert [(one.check, one.ranks) for one in found] == [
+        ("open-files", (2,)),
+        ("build-tls", (0, 1, 2)),
+    ]
+    text = to_text(found, "heading")
+    assert "(rank 2 on node0)" in text and "(ranks 0 to 2 on node0)" in text
+    assert text.endswith("1 fault, 1 note")
+    rows = json.loads(to_json(found))
+    assert [set(row) for row in rows] == [
+        {"rank", "ranks", "host", "check", "severity", "found", "todo"}
+    ] * 2
+    assert (rows[0]["rank"], rows[0]["host"], rows[0]["check"]) == (2, "node0", "open-files")
+
+
+def test_facts_travel_as_json() -> None:
+    before = sound(0, 0, 1, "10.0.0.1")
+    after = Facts(**json.loads(json.dumps(dataclasses.asdict(before))))
+    assert judge(Gathered([after])) == judge(Gathered([before])) == []
+
+
+def test_lists_of_cores() -> None:
+    assert reading.parse_list("0-2,8,10-11") == [0, 1, 2, 8, 10, 11]
+    assert reading.parse_list("") == []
+
+
+@pytest.mark.parametrize("arguments", [["--timeout", "0"], ["--timeout", "soon"], ["--what"]])
+def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_variables_of_a_launcher_that_contradict_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with launchers.environment({"RANK": "2", "WORLD_SIZE": "2"}):
+        assert main([]) == 2
+    assert "RANK=2 and WORLD_SIZE=2" in capsys.readouterr().err
+
+
+# ---- for real
+
+
+def rows_of(output: str) -> list[dict[str, Any]]:
+    """The report of rank 0, behind what torch or a launcher may have written."""
+    found = re.search(r"^\[\]$|^\[$.*?^\]$", output, re.MULTILINE | re.DOTALL)
+    assert found, output
+    rows: list[dict[str, Any]] = json.loads(found[0])
+    return rows
+
+
+def worse_than_notes(output: str) -> set[str]:
+    return {row["check"] for row in rows_of(output) if row["severity"] != "note"}
+
+
+def diagnose(*prefix: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return launchers.run([*prefix, *DOCTOR, "--json"], env, timeout=120.0)
+
+
+def finding(output: str, check: str) -> dict[str, Any]:
+    found = [row for row in rows_of(output) if row["check"] == check]
+    assert len(found) == 1, output
+    return found[0]
+
+
+@pytest.mark.slow
+def test_this_machine_is_sound() -> None:
+    done = diagnose()
+    assert worse_than_notes(done.stdout) == set(), done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "prefix", "env", "words"),
+    [
+        ("open-files", ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"], {}, "ulimit -n is 64"),
+        ("threads", [], {"OMP_NUM_THREADS": "999"}, "OMP_NUM_THREADS is 999"),
+        ("variable", [], {"RINGREDUCE_LANES": "65"}, "RINGREDUCE_LANES=65"),
+        ("unknown-variable", [], {"RINGREDUCE_WIRES": "tcp"}, "RINGREDUCE_WIRES"),
+    ],
+    ids=["open-files", "threads", "variable", "unknown-variable"],
+)
+def test_a_real_fault_of_one_process(
+    check: str, prefix: list[str], env: dict[str, str], words: str
+) -> None:
+    done = diagnose(*prefix, **env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert worse_than_notes(done.stdout) == {check}
+    assert words in finding(done.stdout, check)["found"]
+
+
+def under_torchrun(size: int, script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = launchers.torchrun(size, "--no-python", "sh", "-c", script, "sh")
+    return launchers.run([*command, *DOCTOR, "--json"], env, timeout=200.0)
+
+
+@pytest.mark.slow
+def test_all_ranks_on_one_core_under_torchrun() -> None:
+    if len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"):
+        pytest.skip("needs two cores and taskset")
+    core = min(os.sched_getaffinity(0))
+    done = under_torchrun(2, f'exec taskset -c {core} "$@"')
+    assert worse_than_notes(done.stdout) == {"affinity"}, done.stdout + done.stderr
+    assert finding(done.stdout, "affinity")["ranks"] == [0, 1]
+    assert done.returncode != 0  # torchrun's, for a rank that ended with 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_under_torchrun() -> None:
+    done = under_torchrun(2, 'if [ $RANK = 1 ]; then exec sleep 600; fi; exec "$@" --timeout 6')
+    assert worse_than_notes(done.stdout) == {"absent"}, done.stdout + done.stderr
+    assert finding(done.stdout, "absent")["rank"] == 1
+
+
+@pytest.mark.slow
+def test_ranks_of_mpirun() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    command = launchers.mpirun(2)
+    done = launchers.run([*command, *DOCTOR[1:], "--json"], timeout=200.0)
+    assert worse_than_notes(done.stdout) == set(), done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+needs_hosts = pytest.mark.skipif(bool(why_not(veth=True)), reason=why_not(veth=True))
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Hosts]:
+    with Hosts(3, veth=True, rate_mbit=1000) as hosts:
+        yield hosts
+
+
+def between(hosts: Hosts, *options: str, **env: str) -> tuple[int, str]:
+    """The status of rank 0, and what it wrote; the others write nothing and end with 0."""
+    outcomes = hosts.start([*DOCTOR, "--json", *options], environment=env).wait(120.0)
+    for outcome in outcomes[1:]:
+        assert outcome.code == 0, outcome
+        assert "[" not in outcome.output, outcome
+    return outcomes[0].code, outcomes[0].output
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_three_sound_hosts(three: Hosts) -> None:
+    status, output = between(three)
+    assert worse_than_notes(output) == set(), output
+    assert status == 0
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_line_that_is_cut() -> None:
+    with Hosts(3, delay_ms=0.1, rate_mbit=1000) as hosts:
+        hosts.cut(1, 2)
+        status, output = between(hosts)
+    assert worse_than_notes(output) == {"reach"}, output
+    rows = [row for row in rows_of(output) if row["check"] == "reach"]
+    assert sorted(row["ranks"] for row in rows) == [[1, 2], [2, 1]] or [
+        sorted(row["ranks"]) for row in rows
+    ] == [[1, 2], [1, 2]]
+    assert status == 1
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_ports_that_a_host_blocks(three: Hosts) -> None:
+    """Packets to host 2's ports of RINGREDUCE_PORTS are dropped there."""
+    name = three[2].interfaces[0].name
+    three[2].run("tc", "qdisc", "add", "dev", name, "ingress")
+    try:
+        three[2].run(
+            *f"tc filter add dev {name} ingress protocol ip u32 match ip dport 47000 0xfff8 "
+            "match ip protocol 6 0xff action drop".split()
+        )
+        status, output = between(three, RINGREDUCE_PORTS="47000-47003")
+    finally:
+        three[2].run("tc", "qdisc", "del", "dev", name, "ingress")
+    assert worse_than_notes(output) == {"reach"}, output
+    rows = [row for row in rows_of(output) if row["check"] == "reach"]
+    assert sorted(tuple(row["ranks"]) for row in rows) == [(0, 2), (1, 2)]
+    assert all("47000-47003" in row["todo"] for row in rows)
+    assert status == 1
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_an_interface_with_another_mtu(three: Hosts) -> None:
+    name = three[1].interfaces[0].name
+    three[1].run("ip", "link", "set", "dev", name, "mtu", "1400")
+    try:
+        status, output = between(three)
+    finally:
+        three[1].run("ip", "link", "set", "dev", name, "mtu", "1500")
+    assert worse_than_notes(output) == {"mtu"}, output
+    assert "1400 on" in finding(output, "mtu")["found"]
+    assert status == 1
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_one_host_id_for_all(three: Hosts) -> None:
+    status, output = between(three, RINGREDUCE_HOSTID="a")
+    assert worse_than_notes(output) >= {"host-id"}, output
+    assert finding(output, "host-id")["ranks"] == [0, 1, 2]
+    assert status == 1
