@@ -142,8 +142,9 @@ def names(all_: Gathered) -> Iterator[Finding]:
 
 
 def _chosen(one: Facts) -> str:
-    """The name of its first interface; "" if it listens nowhere."""
-    return one.listening[0][0] if one.listening else ""
+    """The name of its first interface; "" if the other hosts reach it at none."""
+    reached = [name for name, address, _ in one.listening if not is_loopback(address)]
+    return reached[0] if reached else ""
 
 
 def mtu(all_: Gathered) -> Iterator[Finding]:
