@@ -466,7 +466,8 @@ def test_ports_that_a_host_blocks() -> None:
         blocked = f"pref 10 iif {name} ipproto tcp dport 47000-47003 blackhole"
         # Before the table of local addresses, which otherwise comes first.
         for rule in (f"add {blocked}", "add pref 20 lookup local", "del pref 0"):
-            hosts[2].run("ip", "rule", *rule.split())
+            for family in ("-4", "-6"):  # a host has addresses of both
+                hosts[2].run("ip", family, "rule", *rule.split())
         status, output = between(hosts, RINGREDUCE_PORTS="47000-47003")
     assert worse_than_notes(output) == {"reach"}, output
     rows = [row for row in rows_of(output) if row["check"] == "reach"]

@@ -636,7 +636,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("config", &config);
   m.def(
       "listen_for",
-      [](const std::string& store_host) { return translated([&] { return listenFor(store_host); }); },
+      [](const std::string& store_host) {
+        return translated([&] { return listenFor(store_host); });
+      },
       "store_host"_a);
   m.def("instruction_set", &instructionSet);
   m.def("cuda_build", &cudaBuild);

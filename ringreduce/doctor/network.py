@@ -134,8 +134,8 @@ def names(all_: Gathered) -> Iterator[Finding]:
                 one,
                 "name-loopback",
                 "note",
-                f"the host's own name, {one.host}, resolves to {one.name_resolves_to} there; given "
-                "to other hosts as rank 0's address it works, here it leads nowhere else",
+                f"the host's own name, {one.host}, resolves to {one.name_resolves_to} there; where "
+                "it is given as rank 0's address, this host's ranks look for rank 0 on this host",
                 "Give an address as the master's (torchrun --master-addr, --local-addr), or "
                 "take the name's line with 127.0.1.1 out of /etc/hosts.",
             )

@@ -460,8 +460,7 @@ std::shared_ptr<ProcessAcceptor> acceptorFor(const std::string& store_host) {
   const Config config = Config::read();
   const std::string ports = config.ports.get();
   const Choice choice = chooseFor(store_host, config.interfaces.get());
-  Listener listener =
-      listenOn(choice.addresses, ports.empty() ? Ports{} : Ports::fromText(ports));
+  Listener listener = listenOn(choice.addresses, ports.empty() ? Ports{} : Ports::fromText(ports));
   std::string text = joined(listener.addresses, ", ", [&](const Address& address) {
     return choice.nameOf(address) + " (" + address.text() + ")";
   });
