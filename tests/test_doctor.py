@@ -352,7 +352,7 @@ def diagnose(*prefix: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def finding(output: str, check: str) -> dict[str, Any]:
-    found = [row for row in rows_of(output) if row["check"] == check]
+    found = [r for r in rows_of(output) if r["check"] == check and r["severity"] != "note"]
     assert len(found) == 1, output
     return found[0]
 

@@ -255,7 +255,8 @@ def _cores(facts: Facts) -> None:
     before = _times()
     facts.cores = os.cpu_count() or 1
     facts.affinity = sorted(os.sched_getaffinity(0))
-    facts.threads = torch.get_num_threads()
+    # What is asked for: torch takes no more threads than there are cores.
+    facts.threads = _number(os.environ.get("OMP_NUM_THREADS", "")) or torch.get_num_threads()
     for folder in _cgroups("cpu"):
         given, period = ([*_read(folder / "cpu.max").split(), "", ""])[:2]
         given = given or _read(folder / "cpu.cfs_quota_us")
