@@ -22,8 +22,8 @@ constexpr auto kPatience = std::chrono::milliseconds(1);
 
 // How long a quick operation waits for its caller.  While such operations come, the worker looks
 // for them from time to time, so that they need not wake it.  A look takes some 20 us of the
-// callers' core, so it looks ever less often while they run them all: the first that its caller does
-// not run waits for the longest nap.  After kNaps looks without a quick operation it sleeps.
+// callers' core, so it looks ever less often while they run them all: the first that its caller
+// does not run waits for the longest nap.  After kNaps looks without a quick operation it sleeps.
 constexpr Nanos kQuickTime = 50 * kMicrosecond, kFirstNap = 200 * kMicrosecond;
 constexpr Nanos kLongestNap = 4 * kFirstNap;
 constexpr int kNaps = 10;
