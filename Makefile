@@ -266,6 +266,7 @@ frameworks: build
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(echo $(FRAMEWORKS_VENV)/lib/python3*/site-packages)/base.pth
 	$(FRAMEWORKS_VENV)/bin/python -m pip install -q $(FRAMEWORKS)
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -q tests/test_lightning.py tests/test_accelerate.py
 	$(FRAMEWORKS_VENV)/bin/python benchmarks/frameworks.py $(FRAMEWORKS_ARGS)
 
 # Real launchers.  What is not installed is skipped, and the end of the output says what to install.

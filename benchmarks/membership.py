@@ -19,9 +19,7 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -253,27 +251,16 @@ def main() -> None:
     if args.runs < 1:
         parser.error("--runs must be at least 1")
 
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
-    for number in range(args.runs):
-        for way in args.ways if number % 2 == 0 else reversed(args.ways):
-            with TemporaryDirectory() as folder:
-                found[way].append(run(way, Path(folder)))
-            print(f"run {number + 1}, {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+    from _ways import by_turns, print_table, write
 
-    print(f"{'until all ranks end a step, after':<36}" + "".join(f"{way:>24}" for way in found))
-    for key, title in FIGURES.items():
-        cells = []
-        for runs in found.values():
-            values = [one[key] for one in runs]
-            low, high = min(values), max(values)
-            cells.append(f"{statistics.median(values):.1f} ({low:.1f}-{high:.1f})")
-        print(f"{title:<36}" + "".join(f"{cell:>24}" for cell in cells))
+    def once(way: str) -> dict[str, float]:
+        with TemporaryDirectory() as folder:
+            return run(way, Path(folder))
+
+    found = by_turns(args.ways, args.runs, once)
+    print_table("until all ranks end a step, after", FIGURES, found, digits=1)
     if args.out:
-        from ringreduce.bench.results import write_json
-
-        machine = {"cores": os.cpu_count(), "processor": platform.machine()}
-        settings = {"rendezvous": RENDEZVOUS, "ranks_of_a_node": RANKS}
-        write_json(args.out, {"settings": settings, "machine": machine, "runs": found})
+        write(args.out, {"rendezvous": RENDEZVOUS, "ranks_of_a_node": RANKS}, found)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -32,12 +31,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+RESTARTED = ("gloo", "restarted")  # all ranks, by torchrun
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node"]
-LAUNCHERS = {
-    "ringreduce": ["ringreduce.supervise", "--nproc"],
-    "gloo": TORCHRUN,
-    "restarted": TORCHRUN,
-}
+LAUNCHERS = {"ringreduce": ["ringreduce.supervise", "--nproc"]} | dict.fromkeys(RESTARTED, TORCHRUN)
 if importlib.util.find_spec("torchft"):
     LAUNCHERS |= dict.fromkeys(("torchft_gloo", "torchft_ringreduce"), LAUNCHERS["ringreduce"])
 # Else torchrun's ranks find the last start's addresses in its store (pytorch/pytorch#135712).
@@ -140,7 +136,7 @@ def train(way: str, folder: Path, checkpoint_every: int, width: int) -> None:
     torch.set_num_threads(1)
     text, _ = load_text(1 << 20)
     net = GPT(2, width)
-    if LAUNCHERS[way] == TORCHRUN:
+    if way in RESTARTED:
         dist.init_process_group("gloo" if way == "gloo" else "ringreduce")
         model = DistributedDataParallel(net)
     else:
@@ -268,30 +264,19 @@ def main() -> None:
     if args.nproc < 2 or args.runs < 1 or args.checkpoint_every < 10:
         parser.error("--nproc must be at least 2, --runs 1 and --checkpoint-every 10")
 
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
-    for number in range(args.runs):
-        for way in args.ways if number % 2 == 0 else reversed(args.ways):
-            around = lighthouse(args.nproc) if way.startswith("torchft") else nullcontext({})
-            with TemporaryDirectory() as folder, around as env:
-                found[way].append(run(way, args, Path(folder), env))
-            print(f"run {number + 1}, {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+    from _ways import by_turns, print_table, write
 
+    def once(way: str) -> dict[str, float]:
+        around = lighthouse(args.nproc) if way.startswith("torchft") else nullcontext({})
+        with TemporaryDirectory() as folder, around as env:
+            return run(way, args, Path(folder), env)
+
+    found = by_turns(args.ways, args.runs, once)
     print(f"{args.nproc} ranks, torchrun's checkpoint every {args.checkpoint_every} steps")
-    print(f"{'after the death of a rank':<36}" + "".join(f"{way:>28}" for way in found))
-    for key, title in FIGURES.items():
-        cells = []
-        for runs in found.values():
-            values = [one[key] for one in runs]
-            low, high = min(values), max(values)
-            cells.append(f"{statistics.median(values):.2f} ({low:.2f}-{high:.2f})")
-        print(f"{title:<36}" + "".join(f"{cell:>28}" for cell in cells))
+    print_table("after the death of a rank", FIGURES, found, digits=2)
     if args.out:
         settings = {key: getattr(args, key) for key in ("nproc", "checkpoint_every", "width")}
-        machine = {"cores": os.cpu_count(), "processor": platform.machine()}
-        content = {"settings": settings, "machine": machine, "runs": found}
-        from ringreduce.bench.results import write_json
-
-        write_json(args.out, content)
+        write(args.out, settings, found)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ PROGRAMS = {
     "unshare": "util-linux",
 }
 
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
 # The first process of a node's PID namespace waits for its daemon, and for orphans.
 NODE = """
 mount --bind "$1" /etc/hosts && hostname "$2" || exit 70
@@ -70,10 +72,10 @@ class Slurm:
         if reason := why_not():
             raise SlurmError(reason)
         self.names = [f"n{number + 1}" for number in range(nodes)]
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-        self.folder.chmod(0o755)  # munge's socket must be in reach of its users
         self._started: list[subprocess.Popen[bytes]] = []
         self._hosts = hosts.Hosts(nodes + 1, veth=True, rate_mbit=1000)
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.folder.chmod(0o755)  # munge's socket must be in reach of its users
         try:
             self._configure()
             self._start_daemons()
@@ -151,20 +153,29 @@ class Slurm:
         if submitted.returncode != 0:
             return submitted
         until = time.monotonic() + timeout
-        while self.run("squeue", "--noheader", f"--jobs={job}").stdout.strip():
+        written = Path(output)  # not there before the job begins
+        while (shown := self._job(job)) and any(f"JobState={s}" in shown for s in UNFINISHED):
             if time.monotonic() > until:
                 self.run("scancel", "--full", "--signal=KILL", job)
-                raise SlurmError(f"job {job} still runs:\n{Path(output).read_text()}")
+                self.run("scancel", job)
+                said = written.read_text() if written.exists() else "it has not begun"
+                raise SlurmError(f"job {job} has not ended:\n{shown}\n{said}")
             time.sleep(0.3)
-        shown = self.run("scontrol", "show", "job", job).stdout
         code = int(shown.partition(" ExitCode=")[2].partition(":")[0])
         completed = "JobState=COMPLETED" in shown
         return subprocess.CompletedProcess(
             submitted.args,
             code if completed else code or 1,
-            Path(output).read_text(),
+            written.read_text() if written.exists() else "",
             "" if completed else shown,
         )
+
+    def _job(self, job: str) -> str:
+        """What the controller knows of a job."""
+        done = self.run("scontrol", "show", "job", job)
+        if done.returncode != 0:
+            raise SlurmError(f"scontrol show job {job}: {done.stderr}{self.log('slurmctld')}")
+        return done.stdout
 
     def _on(self, number: int, name: str, *command: str) -> list[str]:
         """The command on a node: `inside()` its network, this adds the rest of a host."""

@@ -5,7 +5,7 @@ those in `OF_A_JOB` the facts of all ranks.  Each yields findings.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.report import Finding, Severity
@@ -81,9 +81,7 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
         ("python", "note", "objects that one rank pickles another may not read"),
     )
     for name, severity, why in rows:
-        whose: dict[str, list[Facts]] = {}
-        for one in ranks:
-            whose.setdefault(getattr(one, name), []).append(one)
+        whose = _by_value((getattr(one, name), one) for one in ranks)
         if len(whose) > 1:
             usual = max(whose.values(), key=len)
             other = [one for one in ranks if one not in usual]
@@ -94,6 +92,13 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
                 f"versions of {name} differ: {_whose(whose)}; {why}",
                 f"Install the same {name} on all hosts.",
             )
+
+
+def _by_value(pairs: Iterable[tuple[str, Facts]]) -> dict[str, list[Facts]]:
+    whose: dict[str, list[Facts]] = {}
+    for value, one in pairs:
+        whose.setdefault(value, []).append(one)
+    return whose
 
 
 def _whose(values: dict[str, list[Facts]]) -> str:
@@ -141,11 +146,9 @@ def same_variables(ranks: Ranks) -> Iterator[Finding]:
     for name, row in rows.items():
         if row["holds"] != "the same on all ranks":
             continue
-        whose: dict[str, list[Facts]] = {}
-        for one in ranks:
-            for each in one.variables:
-                if each["name"] == name:
-                    whose.setdefault(each["value"], []).append(one)
+        whose = _by_value(
+            (each["value"], one) for one in ranks for each in one.variables if each["name"] == name
+        )
         if len(whose) > 1:
             yield _finding(
                 ranks,
@@ -407,11 +410,7 @@ def gpu_driver(one: Facts) -> Iterator[Finding]:
 
 
 def gpus(ranks: Ranks) -> Iterator[Finding]:
-    whose: dict[str, list[Facts]] = {}
-    for one in ranks:
-        if one.gpu:
-            whose.setdefault(one.gpu, []).append(one)
-    for sharing in whose.values():
+    for sharing in _by_value((one.gpu, one) for one in ranks if one.gpu).values():
         if len(sharing) > 1:
             yield _finding(
                 sharing,

@@ -293,7 +293,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def _network(facts: Facts) -> None:
-    # Not from /sys, which shows the network namespace of whoever mounted it.
+    # By ioctl: /sys shows the network namespace in which it was mounted, which may be another.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
