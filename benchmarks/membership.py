@@ -207,6 +207,16 @@ def run(way: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, 
         found[name] = wait(what, lambda: steps_of(world, since)) - since
         wait(what, lambda: steps_of(world, since, STEPS))
 
+    def goes_on(name: str, since: float) -> None:
+        """Waits until the ranks that are left have trained for a while."""
+
+        def steps() -> float | None:
+            # A step that was under way may be of all ranks still.
+            ends = [r["time"] for r in recorded(folder) if r["time"] > since and "begins" not in r]
+            return ends[2 * RANKS] if len(ends) >= STEPS * RANKS else None
+
+        found[name] = wait(f"the others go on after {name}", steps) - since
+
     found: dict[str, float] = {}
     try:
         start = time.monotonic()
@@ -220,7 +230,10 @@ def run(way: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, 
         settle("rank_lost_s", 2 * RANKS, start)
         start = time.monotonic()
         nodes.pop("b").kill()
-        settle("node_lost_s", RANKS, start)
+        if (env or {}).get("RINGREDUCE_ON_LOSS") == "continue":  # without a new start
+            goes_on("node_lost_s", start)
+        else:
+            settle("node_lost_s", RANKS, start)
         start = time.monotonic()
         nodes["b"] = Node("b", way, folder, port, env or {})
         settle("join_again_s", 2 * RANKS, start)
