@@ -32,8 +32,9 @@ def _heading(gathered: Gathered) -> str:
     one = gathered.facts[0]
     hosts = len(network.hosts(gathered.facts))
     lines = [line for line in gathered.lines if not line.error]
+    came = f"{len(gathered.facts)} of " * bool(gathered.absent)
     text = (
-        f"ringreduce {one.ringreduce}, torch {one.torch}; {one.world_size} rank"
+        f"ringreduce {one.ringreduce}, torch {one.torch}; {came}{one.world_size} rank"
         f"{'s' * (one.world_size > 1)} ({one.launcher}) on {hosts} host{'s' * (hosts > 1)}"
     )
     if lines:

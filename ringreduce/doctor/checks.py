@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ringreduce.doctor.facts import Facts
-from ringreduce.doctor.report import Finding, Severity
+from ringreduce.doctor.report import Finding, Severity, ranks_text
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
 TESTED_TORCH = tuple((2, minor) for minor in range(11, 16))
@@ -104,8 +104,7 @@ def _by_value(pairs: Iterable[tuple[str, Facts]]) -> dict[str, list[Facts]]:
 def _whose(values: dict[str, list[Facts]]) -> str:
     """ "a on ranks 0, 1; b on rank 2" """
     return "; ".join(
-        f"{value or 'nothing'} on {'ranks' if len(whose) > 1 else 'rank'} "
-        + ", ".join(str(one.rank) for one in whose)
+        f"{value or 'nothing'} on {ranks_text([one.rank for one in whose])}"
         for value, whose in values.items()
     )
 

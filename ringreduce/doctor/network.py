@@ -10,7 +10,7 @@ from ringreduce.doctor.checks import Ranks
 from ringreduce.doctor.exchange import Gathered, host_of
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.probe import Line
-from ringreduce.doctor.report import Finding, Severity
+from ringreduce.doctor.report import Finding, Severity, ranks_text
 
 _LONG_PATH = 2e-3  # seconds; ringreduce begins with several connections there (docs/hosts.md)
 _CONNECTIONS = 4
@@ -28,22 +28,22 @@ def hosts(ranks: Ranks) -> list[list[Facts]]:
 
 
 def absent(all_: Gathered) -> Iterator[Finding]:
-    for rank in all_.absent:
+    if all_.absent:
         yield Finding(
             "absent",
             "fault",
-            f"rank {rank} did not come within {all_.seconds:g} s",
-            "Look at its own output: whether it was started, and whether it reached rank 0's "
-            "store; give slow starts longer by --timeout.",
-            (rank,),
+            f"{ranks_text(all_.absent)} did not come within {all_.seconds:g} s",
+            "Look at the rank's own output: whether it was started, and whether it reached rank "
+            "0's store; give slow starts longer by --timeout.",
+            tuple(all_.absent),
         )
-    for rank in all_.silent:
+    if all_.silent:
         yield Finding(
             "absent",
             "fault",
-            f"rank {rank} came, but never told of the lines of its host",
-            "Look at its output; its host may have stopped or lost its network meanwhile.",
-            (rank,),
+            f"{ranks_text(all_.silent)} came, but never told of the lines of the host",
+            "Look at the rank's output; its host may have stopped or lost its network meanwhile.",
+            tuple(all_.silent),
         )
 
 

@@ -69,7 +69,7 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     """A paragraph for each finding under a heading, and a last line with their number."""
     lines = [heading]
     for one in findings:
-        where = _ranks_text(one.ranks)
+        where = ranks_text(one.ranks)
         if one.host:
             where += f" on {one.host}" if where else f"host {one.host}"
         lines.append(f"{one.severity}  {one.check}" + (f"  ({where})" if where else ""))
@@ -89,9 +89,16 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     return "\n".join(lines)
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return ""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words: "rank 3", "ranks 0 to 6, 9"; "" for none."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [
+        [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run] for run in runs
+    ]
+    words = ", ".join(part for run in parts for part in run)
+    return words and ("rank " if len(ranks) == 1 else "ranks ") + words
