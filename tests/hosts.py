@@ -209,6 +209,7 @@ class Hosts:
 
     `veth`: the kernel carries the packets, which costs less but knows no delay and no loss; then a
     host can have several `interfaces`, and `rate_mbit` is that of a host's line and not of a pair.
+    So it is with `shared_line`, where the emulator carries them.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class Hosts:
         queue_ms: float = 200,
         mtu: int = 1500,
         veth: bool = False,
+        shared_line: bool = False,
         interfaces: int = 1,
         seed: int = 1,
         name: str = "",
@@ -234,6 +236,7 @@ class Hosts:
         if name:
             options["name"] = name
         command = [program(), *(["--veth"] if veth else [])]
+        command += ["--shared-line"] if shared_line else []
         for key, value in options.items():
             command += [f"--{key}", str(value)]
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-"))

@@ -11,6 +11,7 @@
 // eth1 on 10.89.0.0/24, ...): there is no delay and no loss, but it costs less CPU time.
 //
 // Options: --hosts N (2)  --delay-ms D  --rate-mbit R (0: no limit)  --loss P (0 to 1)
+//   --shared-line (what a host sends to all others shares its rate; else each pair has a line)
 //   --queue-ms Q (200)  --mtu M (1500)  --seed S  --veth  --interfaces N (with --veth)
 //   --name PREFIX  (ip netns exec PREFIX0 ...)  --keep  (do not end with the input or the parent)
 //
@@ -59,7 +60,7 @@ using namespace wan;
 class Emulator {
  public:
   explicit Emulator(const Options& options)
-      : options_(options), network_(options.plan.hosts, options.link, options.seed) {
+      : options_(options), network_(options.plan.hosts, options.link, options.seed, options.shared) {
     if (options.veth) {
       veth_ = std::make_unique<VethHosts>(options.plan);
       hosts_ = veth_->hosts();

@@ -18,8 +18,12 @@ constexpr Nanos kEarly = 25'000;
 
 }  // namespace
 
-Network::Network(int hosts, const Link& each, uint64_t seed)
-    : hosts_(hosts), links_(static_cast<size_t>(hosts * hosts), each), random_(seed) {
+Network::Network(int hosts, const Link& each, uint64_t seed, bool shared)
+    : hosts_(hosts),
+      shared_(shared),
+      links_(static_cast<size_t>(hosts * hosts), each),
+      free_at_(static_cast<size_t>(hosts * hosts)),
+      random_(seed) {
   for (Link& link : links_) drawLoss(link);
 }
 
@@ -47,17 +51,18 @@ void Network::take(int from, int to, const Run& run) {
         static_cast<int64_t>(static_cast<double>(longestPiece(link)) / packet), 1, most);
   }
   const Nanos time = now();
+  Nanos& free_at = free_at_[static_cast<size_t>(from * hosts_ + (shared_ ? from : to))];
   for (int64_t first = 0, count = 0; first < run.packets(); first += count) {
     const bool lost = link.until_loss == 0;
     count = lost ? 1 : std::min({most, run.packets() - first, link.until_loss});
-    const Nanos start = std::max(time, link.free_at);
+    const Nanos start = std::max(time, free_at);
     if (start - time > link.queue) {
       link.overflowed += count;
       continue;
     }
     const int64_t bytes = run.bytesOf(first, count);
     // What is lost is lost on the way: it has taken its time on the line.
-    link.free_at =
+    free_at =
         rate > 0 ? start + static_cast<Nanos>(static_cast<double>(bytes) * 8 / rate) : start;
     if (lost) {
       ++link.lost;
@@ -66,7 +71,7 @@ void Network::take(int from, int to, const Run& run) {
     }
     link.until_loss -= count;
     link.last_due =
-        std::max(link.last_due, link.free_at + link.delay - std::min(kEarly, link.delay));
+        std::max(link.last_due, free_at + link.delay - std::min(kEarly, link.delay));
     link.packets += count;
     link.bytes += bytes;
     waiting_.push_back({link.last_due, order_++, &link, to, count, run.piece(first, count)});

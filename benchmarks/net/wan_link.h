@@ -28,7 +28,6 @@ struct Link {
   Nanos queue = 0;           // a packet that would wait for longer is dropped
   bool cut = false;
 
-  Nanos free_at = 0;                                         // when the line is idle again
   Nanos last_due = 0;                                        // nothing overtakes
   int64_t until_loss = std::numeric_limits<int64_t>::max();  // packets that come through first
 
@@ -37,7 +36,8 @@ struct Link {
 
 class Network {
  public:
-  Network(int hosts, const Link& each, uint64_t seed);
+  // `shared`: what a host sends goes over one line, whoever gets it; else each pair has a line.
+  Network(int hosts, const Link& each, uint64_t seed, bool shared);
 
   int hosts() const { return hosts_; }
   Link& link(int from, int to) { return links_[static_cast<size_t>(from * hosts_ + to)]; }
@@ -72,7 +72,9 @@ class Network {
   }
 
   int hosts_;
+  bool shared_;
   std::vector<Link> links_;
+  std::vector<Nanos> free_at_;       // when each line is idle again
   std::vector<Waiting> waiting_;  // a heap, the earliest first
   std::mt19937_64 random_;
   uint64_t order_ = 0;

@@ -46,6 +46,10 @@ Options optionsFrom(int argc, char** argv) {
       options.veth = true;
       continue;
     }
+    if (key == "--shared-line") {
+      options.shared = true;
+      continue;
+    }
     if (key == "--keep") {
       options.keep = true;
       continue;

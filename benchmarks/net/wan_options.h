@@ -13,7 +13,7 @@ struct Options {
   Plan plan;
   Link link;
   uint64_t seed = 1;
-  bool veth = false, keep = false;
+  bool veth = false, keep = false, shared = false;
 };
 
 // These throw std::runtime_error with what is wrong.

@@ -1,0 +1,87 @@
+"""What was predicted beside what happened: `python -m ringreduce.plan check DIR`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.bench.settings import format_size
+from ringreduce.bench.summary import format_time
+from ringreduce.plan.model import KINDS, Estimate, Job, Model
+from ringreduce.plan.step import Step, StepEstimate, moving_times, predict
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction and what was measured, in seconds: the median, p10 and p90 of `count`."""
+
+    name: str
+    count: int
+    median: float
+    low: float
+    high: float
+    predicted: Estimate | StepEstimate
+
+    @property
+    def error(self) -> float:
+        """The prediction's, as a part of the measured median."""
+        return self.predicted.seconds / self.median - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured median lies in the predicted interval."""
+        return self.predicted.low <= self.median <= self.predicted.high
+
+
+def row_of(name: str, times: Sequence[float], predicted: Estimate | StepEstimate) -> Row:
+    """The quantiles of the measured times beside the prediction."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return Row(
+        name,
+        len(ordered),
+        statistics.median(ordered),
+        ordered[tenth],
+        ordered[-1 - tenth],
+        predicted,
+    )
+
+
+def compared(directory: Path, step: Step, ran: Step, job: Job, model: Model) -> list[Row]:
+    """Rows for the collectives of a timeline, and for its step.
+
+    Args:
+        directory: of the timeline of the run.
+        step: what the step is predicted from; of this timeline or of another run's.
+        ran: the step of this timeline.
+        job: who took part in it.
+        model: the constants.
+    """
+    rows = []
+    for (kind, size, codec), times in sorted(moving_times(directory).items()):
+        if kind not in KINDS:
+            continue
+        name = f"{kind} {format_size(size)}" + (f" {codec}" if codec else "")
+        rows.append(row_of(name, times, model.collective(kind, size, job, codec)))
+    codecs = {bucket.codec for bucket in ran.buckets}
+    one = codecs.pop() if len(codecs) == 1 else None
+    rows.append(row_of("step", ran.times, predict(step, job, model, one)))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows as text."""
+    lines = [
+        f"{'':24}{'n':>7}{'measured':>11}{'p10-p90':>20}{'predicted':>11}{'interval':>20}{'error':>8}"
+    ]
+    for row in rows:
+        measured = f"{format_time(row.low)} - {format_time(row.high)}"
+        interval = f"{format_time(row.predicted.low)} - {format_time(row.predicted.high)}"
+        lines.append(
+            f"{row.name:24}{row.count:7}{format_time(row.median):>11}{measured:>20}"
+            f"{format_time(row.predicted.seconds):>11}{interval:>20}{row.error * 100:7.1f}%"
+            + ("" if row.inside else "  outside")
+        )
+    return lines

@@ -1,0 +1,198 @@
+"""The constants of an installation: how they are fitted to measured times, and their file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringreduce.plan.lines import Line
+from ringreduce.plan.model import Job, Model, Sockets, Table
+
+_VERSION = 1
+_STEP = 1e-3  # of a derivative, in logarithms
+_PULL = 0.03  # to the defaults, for constants that the times say nothing of
+_LEAST_SPREAD = 0.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured call: the median of its rounds in seconds, and their p10 and p90."""
+
+    kind: str
+    size: int
+    codec: str
+    job: Job
+    seconds: float
+    low: float
+    high: float
+
+
+def default_path() -> Path:
+    """Where the constants are, unless a command is told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "ringreduce" / "plan.json"
+
+
+def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point]) -> None:
+    """Writes them, with the times that they were fitted to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "version": _VERSION, "about": about, "model": asdict(model),
+        "points": [asdict(point) for point in points],
+    }  # fmt: skip
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def load(path: Path) -> tuple[Model, dict[str, Any]]:
+    """The constants, and what they were measured on.
+
+    Raises:
+        ValueError: there is no such file, or it is of another version; the text says what to do.
+    """
+    measure = "run `python -m ringreduce.plan measure` (a minute)"
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != _VERSION:
+            raise ValueError(f"{path} is of another version of ringreduce: {measure}")
+        found = document["model"]
+        shared: Table = {
+            int(ranks): {kind: [(s, t) for s, t in points] for kind, points in kinds.items()}
+            for ranks, kinds in found.pop("shared").items()
+        }
+        sockets = Sockets(**found.pop("sockets"))
+        fitted = tuple(found.pop("fitted"))
+        return Model(sockets=sockets, shared=shared, fitted=fitted, **found), document["about"]
+    except FileNotFoundError:
+        raise ValueError(f"there are no constants of this installation: {measure}") from None
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): {measure}") from None
+
+
+def load_points(path: Path) -> list[Point]:
+    """The times that the constants in a file were fitted to."""
+    found = []
+    for entry in json.loads(path.read_text())["points"]:
+        job = entry.pop("job")
+        line = job.pop("line")
+        found.append(Point(job=Job(line=Line(**line) if line else None, **job), **entry))
+    return found
+
+
+def today() -> str:
+    """The date, for a file."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+# ---- fitting
+
+_NAMES = tuple(one.name for one in fields(Sockets))
+
+
+def _sockets(logs: Sequence[float]) -> Sockets:
+    return Sockets(**dict(zip(_NAMES, map(math.exp, logs), strict=True)))
+
+
+def _residuals(model: Model, logs: Sequence[float], points: Sequence[Point]) -> torch.Tensor:
+    """The logarithms of prediction over measurement, and the pull to the defaults."""
+    there = replace(model, sockets=_sockets(logs))
+    ratios = [
+        math.log(there.collective(p.kind, p.size, p.job, p.codec).seconds / p.seconds)
+        for p in points
+    ]
+    default = Sockets()
+    pulls = [
+        _PULL * (log - math.log(getattr(default, name)))
+        for log, name in zip(logs, _NAMES, strict=True)
+    ]
+    return torch.tensor(ratios + pulls, dtype=torch.float64)
+
+
+def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
+    """The constants with the least sum of errors, not of their squares: some times are outliers.
+
+    Levenberg and Marquardt's method on the logarithms, with weights that make squares absolute
+    values (iteratively reweighted least squares).
+    """
+    logs = [math.log(getattr(model.sockets, name)) for name in _NAMES]
+    found, damping = _residuals(model, logs, points), 1e-2
+    for _ in range(60):
+        columns = []
+        for i in range(len(logs)):
+            moved = [log + (_STEP if i == j else 0) for j, log in enumerate(logs)]
+            columns.append((_residuals(model, moved, points) - found) / _STEP)
+        weight = found.abs().clamp(min=0.03).rsqrt()
+        slope = torch.stack(columns, 1) * weight[:, None]
+        matrix = slope.T @ slope + damping * torch.eye(len(logs), dtype=torch.float64)
+        step = torch.linalg.solve(matrix, slope.T @ (weight * found)).clamp(-1, 1)
+        moved = [log - change for log, change in zip(logs, step.tolist(), strict=True)]
+        better = _residuals(model, moved, points)
+        if better.abs().sum() < found.abs().sum():
+            logs, found, damping = moved, better, damping / 3
+        elif damping > 1e6:
+            break
+        else:
+            damping *= 4
+    return _sockets(logs)
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """Of the times inside a host."""
+    found: dict[int, dict[str, list[tuple[float, float]]]] = {}
+    for p in sorted((p for p in points if p.job.hosts == 1), key=lambda p: p.size):
+        found.setdefault(p.job.ranks, {}).setdefault(p.kind, []).append((p.size, p.seconds))
+    return {ranks: dict(kinds) for ranks, kinds in found.items()}
+
+
+def spread_of(errors: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """For each bound, what 9 of 10 of the logarithmic errors do not exceed."""
+    by_bound: dict[str, list[float]] = {}
+    for bound, error in errors:
+        by_bound.setdefault(bound, []).append(abs(error))
+    return {
+        bound: max(_LEAST_SPREAD, sorted(found)[min(len(found) - 1, int(0.9 * len(found)))])
+        for bound, found in by_bound.items()
+    }
+
+
+def fit(points: Sequence[Point], base: Model) -> Model:
+    """The constants that these times give; what they say nothing of stays as in `base`.
+
+    The spread comes from points that were left out of a fit: inside a host each size in turn,
+    between hosts each number of hosts, or each half where there is one number only.
+    """
+    inside = [p for p in points if p.job.hosts == 1]
+    between = [p for p in points if p.job.hosts > 1]
+    model = replace(base, shared=table_of(inside)) if inside else base
+    errors: list[tuple[str, float]] = []
+    for p in inside:
+        rest = [q for q in inside if q is not p and (q.job, q.kind) == (p.job, p.kind)]
+        sizes = [q.size for q in rest]
+        errors.append(("memory", math.log(p.high / p.seconds)))
+        if sizes and min(sizes) < p.size < max(sizes):
+            guess = replace(model, shared=table_of(rest)).collective(p.kind, p.size, p.job).seconds
+            # With the point the gap is half as wide, and what a curve misses is a fourth.
+            errors.append(("memory", math.log(guess / p.seconds) / 4))
+    if between:
+        counts = {p.job.hosts for p in between}
+        parts = [p.job.hosts if len(counts) > 1 else i % 2 for i, p in enumerate(between)]
+        for part in set(parts):
+            rest = [p for p, its in zip(between, parts, strict=True) if its != part]
+            trial = replace(model, sockets=fit_sockets(model, rest))
+            for p, its in zip(between, parts, strict=True):
+                if its == part:
+                    found = trial.collective(p.kind, p.size, p.job, p.codec)
+                    errors.append((found.bound, math.log(found.seconds / p.seconds)))
+        model = replace(model, sockets=fit_sockets(model, between))
+    fitted = (
+        max((p.job.ranks for p in inside), default=base.fitted[0]),
+        max((p.job.hosts for p in between), default=base.fitted[1]),
+    )
+    return replace(model, spread={**base.spread, **spread_of(errors)}, fitted=fitted)

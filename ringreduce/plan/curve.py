@@ -1,0 +1,59 @@
+"""The efficiency of a job from a few ranks to many, as a picture with its assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ringreduce.plan.model import Job, Model
+from ringreduce.plan.step import Step, predict
+
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000)
+
+
+def counts(per_host: int, most: int = RANKS[-1]) -> list[int]:
+    """Numbers of ranks that fill their hosts, from one host to `most` ranks."""
+    found = {max(1, count // per_host) * per_host for count in RANKS if count <= most}
+    return sorted(found | {most // per_host * per_host} - {0, 1})
+
+
+def draw(
+    path: Path, step: Step, model: Model, job_of: Callable[[int], Job], ranks: Sequence[int],
+    codecs: Sequence[str], assumptions: Sequence[str],
+) -> dict[str, list[float]]:  # fmt: skip
+    """Draws the curve of each codec with its interval.
+
+    Returns:
+        By codec ("exact" for none) the efficiency at each number of ranks.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
+    found = {}
+    for codec in codecs:
+        name = codec or "exact"
+        estimates = [predict(step, job_of(count), model, codec) for count in ranks]
+        found[name] = [estimate.efficiency for estimate in estimates]
+        (line,) = axes.plot(ranks, found[name], marker="o", markersize=3, label=name)
+        axes.fill_between(
+            ranks,
+            [min(1.0, e.compute / e.high) for e in estimates],
+            [min(1.0, e.compute / e.low) for e in estimates],
+            color=line.get_color(), alpha=0.15, linewidth=0,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("part of a step that is computation")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+    figure.suptitle("\n".join(assumptions), fontsize=8, x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return found

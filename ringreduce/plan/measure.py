@@ -1,0 +1,252 @@
+"""Measures the constants of an installation: on this machine, or in the group of a launcher.
+
+    python -m ringreduce.plan measure                                        # this machine
+    torchrun --nnodes=2 ... -m ringreduce.plan measure --link 10Gbit,0.2ms   # between hosts
+
+On one machine it starts ranks that share memory, as many as 2, 4, the cores, one more and twice
+the cores, and ranks that talk over TCP by loopback.  Calls of all kinds and sizes take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ringreduce import topology
+from ringreduce._backend import backend_of, extension, ringreduce_group
+from ringreduce._processes import end, torchrun_variables
+from ringreduce.plan.constants import Point
+from ringreduce.plan.lines import Line
+from ringreduce.plan.model import KINDS, Job
+
+KIB, MIB = 1 << 10, 1 << 20
+INSIDE = {
+    # From 32 KiB on three and more ranks run another algorithm.
+    "all_reduce": tuple(k * KIB for k in (1, 4, 16, 28, 32, 64, 256, 1024, 4096, 16384, 32768)),
+    **dict.fromkeys(KINDS[1:], tuple(k * KIB for k in (1, 16, 64, 256, 1024, 4096, 32768))),
+}
+BETWEEN = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB)
+CODECS = ("bfloat16", "int8")
+# Of the loopback interface: no line limits it.
+LOOPBACK = Line(rate=1e12, mtu=65535)
+_Memory = dict[tuple[str, int], torch.Tensor]
+_MOST_CALLS, _LONGEST_START = 2000, 300.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed: `size` bytes of the whole message."""
+
+    kind: str
+    size: int
+    codec: str = ""
+
+
+def calls_inside() -> list[Call]:
+    """What is measured inside a host."""
+    return [Call(kind, size) for kind, sizes in INSIDE.items() for size in sizes]
+
+
+def calls_between(sizes: Sequence[int] = BETWEEN, codecs: Sequence[str] = CODECS) -> list[Call]:
+    """What is measured between hosts."""
+    large = [size for size in sizes if size >= 16 * KIB]
+    return [
+        Call("all_reduce", size, codec)
+        for codec in ("", *codecs)
+        for size in (large if codec else sizes)
+    ]
+
+
+# ---- in a rank
+
+
+def _function(call: Call, world: int, memory: _Memory) -> Callable[[], object]:
+    def tensor(name: str, elements: int) -> torch.Tensor:
+        return memory.setdefault((name, elements), torch.ones(elements, dtype=torch.float32))
+
+    count = max(1, call.size // 4)
+    share = max(1, count // world)
+    if call.codec:
+        backend, buffer = backend_of(ringreduce_group(None)), tensor("whole", count)
+        run = extension().compressed_all_reduce
+        options = {"codec": call.codec, "op": "avg", "schedule": "auto", "async_op": False}
+        return lambda: run(backend, buffer, buffer, **options).wait()
+    if call.kind == "all_reduce":
+        buffer = tensor("whole", count)
+        return lambda: dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+    if call.kind == "broadcast":
+        buffer = tensor("whole", count)
+        return lambda: dist.broadcast(buffer, 0)
+    parts, whole = tensor("share", share), tensor("shares", share * world)
+    if call.kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, parts)
+    return lambda: dist.reduce_scatter_tensor(parts, whole, op=dist.ReduceOp.AVG)
+
+
+def time_calls(calls: Sequence[Call], rounds: int, span: float) -> list[list[float]]:
+    """Seconds of a call in each round, by call; collective.
+
+    In a round each call takes its turn for `span` seconds, again and again, or once if it takes
+    longer.  The time is that of the slowest rank.
+    """
+    slowest = torch.zeros(1, dtype=torch.float64)
+
+    def of_all(seconds: float) -> float:
+        slowest[0] = seconds
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest[0])
+
+    memory: _Memory = {}
+    functions = [_function(call, dist.get_world_size(), memory) for call in calls]
+    counts = []
+    for function in functions:
+        for _ in range(3):
+            begin = time.perf_counter()
+            function()
+            took = of_all(time.perf_counter() - begin)
+        counts.append(max(1, min(_MOST_CALLS, round(span / took))))
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for function, count, times in zip(functions, counts, found, strict=True):
+            for _ in range(max(1, count // 4)):  # connections, caches and shapers reach their pace
+                function()
+            of_all(0.0)
+            begin = time.perf_counter()
+            for _ in range(count):
+                function()
+            times.append(of_all(time.perf_counter() - begin) / count)
+    return found
+
+
+def points_of(calls: Sequence[Call], times: Sequence[Sequence[float]], job: Job) -> list[Point]:
+    """The medians of the rounds."""
+    points = []
+    for call, found in zip(calls, times, strict=True):
+        ordered = sorted(found)
+        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+        points.append(
+            Point(call.kind, call.size, call.codec, job, statistics.median(ordered), low, high)
+        )
+    return points
+
+
+def worker(spec: dict[str, Any]) -> list[list[float]]:
+    """What a rank that `measure` has started does."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    dist.init_process_group("ringreduce")
+    found = time_calls([Call(**call) for call in spec["calls"]], spec["rounds"], spec["span"])
+    dist.destroy_process_group()
+    return found
+
+
+# ---- on this machine
+
+
+def start_ranks(
+    calls: Sequence[Call], ranks: int, rounds: int, span: float, environment: dict[str, str]
+) -> list[list[float]]:
+    """Times the calls among ranks on this machine.
+
+    Raises:
+        RuntimeError: a rank ended with an error; the text has what it wrote.
+    """
+    store = TCPStore(
+        "127.0.0.1", 0, None, True, timedelta(seconds=_LONGEST_START), wait_for_workers=False
+    )
+    spec = json.dumps({"calls": [vars(call) for call in calls], "rounds": rounds, "span": span})
+    processes = []
+    try:
+        for rank in range(ranks):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "ringreduce.plan.measure", spec],
+                    env=os.environ | torchrun_variables(rank, ranks, store.port)
+                    | {"OMP_NUM_THREADS": "1"} | environment,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+        output, _ = processes[0].communicate(timeout=_LONGEST_START)
+        for rank, process in enumerate(processes):
+            _, said = process.communicate(timeout=30) if rank else ("", "")
+            if process.returncode:
+                raise RuntimeError(
+                    f"rank {rank} of {ranks} failed while it measured: {said[-2000:]}"
+                )
+    finally:
+        end(processes)
+    found: list[list[float]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def flops_of_a_rank() -> float:
+    """Floating point operations a second of a matrix product in float32, with torch's threads."""
+    side = 768
+    a = torch.rand(side, side)
+    best = float("inf")
+    for _ in range(8):
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * side**3 / best
+
+
+def measure_here(rounds: int, span: float, tell: Callable[[str], None]) -> list[Point]:
+    """Times among ranks of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    points: list[Point] = []
+    for ranks in sorted({2, 4, cores, cores + 1, 2 * cores} - {1}):
+        tell(f"{ranks} ranks in shared memory")
+        calls = calls_inside()
+        times = start_ranks(calls, ranks, rounds, span, {})
+        points += points_of(calls, times, Job(ranks, cores=cores))
+    for ranks in sorted({2, min(4, max(3, cores))}):
+        tell(f"{ranks} ranks over TCP")
+        calls = calls_between()
+        times = start_ranks(calls, ranks, rounds, span, {"RINGREDUCE_WIRE": "tcp"})
+        job = Job(ranks, ranks, LOOPBACK, cores=cores, emulated=True)
+        points += points_of(calls, times, job)
+    return points
+
+
+# ---- in the group of a launcher
+
+
+def measure_between(line: Line, rounds: int, span: float, emulated: bool) -> list[Point]:
+    """Times between the hosts of this job; collective.
+
+    Args:
+        line: between them.
+        rounds, span: as for `time_calls`.
+        emulated: the hosts are on one machine, and share its cores.
+    """
+    calls = calls_between()
+    times = time_calls(calls, rounds, span)
+    hosts = topology.of().hosts
+    job = Job(
+        dist.get_world_size(),
+        len(hosts),
+        line,
+        cores=len(os.sched_getaffinity(0)),
+        emulated=emulated,
+    )
+    return points_of(calls, times, job)
+
+
+if __name__ == "__main__":
+    found = worker(json.loads(sys.argv[1]))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found))

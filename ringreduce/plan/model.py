@@ -1,0 +1,390 @@
+"""How long a collective takes: from the constants of an installation, the ranks and the line.
+
+Inside a host the constants are measured times; those of other sizes and numbers of ranks are
+interpolated.  Between hosts a time is the longest of three:
+
+    line        the bytes that a host's line carries, and the last hop
+    path        the hops one after the other, each with its first slice
+    processors  bytes through sockets, added and coded, and the hops
+
+The hops, messages and bytes of each algorithm are those of csrc/algorithm/choose.h, whose choice is
+asked for.  How a ring and a two-shot flow in slices is in csrc/collectives/stream_algorithms.h.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from ringreduce._backend import extension
+from ringreduce.plan.lines import Line
+
+# Of csrc/collectives/stream_algorithms.h.
+_SLICES, _LEAST_SLICE, _LARGEST_SLICE = 16, 16 << 10, 256 << 10
+_HEADER = 64  # bytes of a frame, beyond those of full packets
+# Bytes that each codec makes of one of float32 (docs/compression.md).
+_RING_SAVES = 0.8  # of csrc/algorithm/choose.h: a ring of coded values is taken below this part
+CODECS = {"bfloat16": 0.5, "int8": 34 / 128, "int4": 18 / 128}
+# What a group of several hosts runs for each kind, by its algorithm.
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """What processes that talk over TCP cost, in seconds or seconds a byte.
+
+    Attributes:
+        hop: from a rank's send to the other's receive, without the line.
+        switch: more for each hop where ranks share cores and wait for them.
+        message: a rank's own time for each message.
+        byte: for a byte through a socket, at one end.
+        add: for a byte that is added.
+        code: for a byte that a codec takes, encodes once and decodes twice.
+        wire: the part by which lines take longer than rate and headers say; `wire_long`: lines with
+            a round trip of 2 ms or more.
+    """
+
+    hop: float = 15e-6
+    switch: float = 20e-6
+    message: float = 6e-6
+    byte: float = 0.1e-9
+    add: float = 0.1e-9
+    code: float = 0.3e-9
+    wire: float = 0.01
+    wire_long: float = 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who takes part.
+
+    Attributes:
+        ranks: all together.
+        hosts: as many ranks on each.
+        line: of each host; None: all are on one host.
+        cores: of each host, for its ranks; 0: enough.
+        emulated: all hosts are on one machine and share these cores.
+        bandwidth_known: RINGREDUCE_BANDWIDTH_MBIT or RINGREDUCE_RING=measure tells the group the
+            line's rate, else it takes it for 8 Gbit/s when it chooses an algorithm.
+    """
+
+    ranks: int
+    hosts: int = 1
+    line: Line | None = None
+    cores: int = 0
+    emulated: bool = False
+    bandwidth_known: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
+            raise ValueError(
+                f"{self.ranks} ranks on {self.hosts} hosts: each host has as many, at least one"
+            )
+        if self.hosts > 1 and self.line is None:
+            raise ValueError("several hosts need a line between them: --link 10Gbit,0.2ms")
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on each host."""
+        return self.ranks // self.hosts
+
+    @property
+    def crowd(self) -> float:
+        """How many ranks share a core."""
+        on_machine = self.ranks if self.emulated else self.per_host
+        return max(1.0, on_machine / self.cores) if self.cores else 1.0
+
+
+# Measured times inside a host, by number of ranks and kind: [bytes, seconds], by size.
+Table = dict[int, dict[str, Sequence[tuple[float, float]]]]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted time in seconds.
+
+    Attributes:
+        seconds: expected as the median.
+        low, high: between them the median of a run is expected, in 9 of 10 cases.
+        algorithm: what the group runs.
+        bound: what most of the time goes to: "line", "path", "processors" or "memory".
+    """
+
+    seconds: float
+    low: float
+    high: float
+    algorithm: str
+    bound: str
+
+
+def bruck_shape(world: int, radix: int) -> tuple[int, int]:
+    """The hops of an all-gather with that radix, and the messages that a rank sends."""
+    hops, messages, near = 0, 0, 1
+    while near < world:
+        messages += min(radix - 1, (world - 1) // near)
+        near *= radix
+        hops += 1
+    return hops, messages
+
+
+def bruck_radix(world: int, hop: float, message: float) -> int:
+    """The radix with the least overhead; of equal ones the largest."""
+
+    def overhead(radix: int) -> tuple[float, int]:
+        hops, messages = bruck_shape(world, radix)
+        return hops * hop + messages * message, -radix
+
+    # Beyond this many ranks a radix of more than 64 never pays.
+    return min(range(2, world + 1 if world <= 512 else 65), key=overhead)
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x of a curve through points, which are sorted and have positive coordinates.
+
+    Waits and passes over memory take a + b x. So the curve is straight between the logarithms of
+    the values and of x + a / b, where the first points say what a / b is.  Beyond the last point it
+    is proportional to x, below the first it is constant.
+    """
+    if len(points) == 1 or x <= points[0][0]:
+        return points[0][1]
+    if x >= points[-1][0]:
+        return points[-1][1] * x / points[-1][0]
+    (near, least), (far, more) = points[0], points[min(2, len(points) - 1)]
+    start = max(0.0, (far * least - near * more) / (more - least)) if more > least else 0.0
+    at = bisect.bisect_left(points, (x,))
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    part = math.log((x + start) / (x0 + start)) / math.log((x1 + start) / (x0 + start))
+    return math.exp(math.log(y0) + part * math.log(y1 / y0))
+
+
+def shared_time(table: Table, kind: str, size: float, ranks: int) -> float:
+    """Seconds of a collective inside a host.
+
+    Between numbers of ranks that were measured it interpolates.  Beyond the largest it takes the
+    time to grow in proportion, as it does where ranks share cores or memory.
+    """
+    if ranks == 1:
+        return 0.0
+    of_ranks = [
+        (float(count), interpolated(kinds[kind], size))
+        for count, kinds in sorted(table.items())
+        if kind in kinds
+    ]
+    if not of_ranks:
+        raise ValueError(f"{kind} was not measured inside a host: run `plan measure` again")
+    return interpolated(of_ranks, ranks)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the time of a call between hosts is made of: seconds."""
+
+    line: float
+    path: float
+    processors: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.line, self.path, self.processors)
+
+    @property
+    def bound(self) -> str:
+        return max(("line", "path", "processors"), key=lambda name: getattr(self, name))
+
+
+def _slice_of(share: float) -> float:
+    return min(share, max(_LEAST_SLICE, min(share / _SLICES, _LARGEST_SLICE)))
+
+
+def stream_parts(
+    kind: str, algorithm: str, size: float, codec: str, job: Job, costs: Sockets,
+    cost: dict[str, float],
+) -> _Parts:  # fmt: skip
+    """The parts of a call among hosts with one rank each.
+
+    Args:
+        kind, algorithm, size, codec: bytes of the whole message, before coding.
+        job: who takes part; its hosts are the ranks here.
+        costs: of sockets.
+        cost: by which the group chooses (extension().wire_cost), for Bruck's radix.
+    """
+    line = job.line
+    assert line is not None
+    P, crowd = job.hosts, job.crowd
+    wire = 1 + (costs.wire_long if line.is_long else costs.wire)
+    connections = 16 if line.is_long else 1
+    beta = max(line.byte * wire, 1 / line.loss_rate(connections))
+    hop = line.delay + (costs.hop + (costs.switch if crowd > 1 else 0)) * crowd
+    message = costs.message * crowd
+    coded = size * CODECS.get(codec, 1.0)
+    share = coded / P
+    if algorithm in ("bruck", "direct"):
+        radix = bruck_radix(P, cost["hop"], cost["message"]) if algorithm == "bruck" else P
+        hops, messages = bruck_shape(P, radix)
+        # An all-gather of `size` bytes in all; an all-reduce gathers `size` of each rank.
+        block = size if kind == "all_reduce" else share
+        carried = (P - 1) * (block + _HEADER)
+        path = hops * hop + messages * message
+        added = P * size if kind == "all_reduce" else 0.0
+        # A shaped line that was idle lets as much pass at once.
+        credit = min(path, line.burst / line.rate)
+        on_line = max(path, path + carried * beta - credit)
+    else:
+        # Halves of an all-reduce: a reduce-scatter and an all-gather.
+        halves = 2 if kind == "all_reduce" else 1
+        slice_ = _slice_of(share)
+        if algorithm == "ring":
+            stages, flows = halves * (P - 1), 1
+        else:  # all ranks send to all: two-shot, or its halves, or a codec's owners
+            stages, flows = halves, P - 1
+        step = hop + flows * message
+        carried = halves * (P - 1) * (share + _HEADER)
+        # Each stage waits for its first slice, unless the line is busy until then.
+        path = stages * (step + flows * slice_ * beta) + flows * (share - slice_) * beta
+        credit = min(stages * step, line.burst / line.rate)
+        path = max(path - credit, stages * step)
+        on_line = carried * beta + max(0.0, step - line.burst / line.rate)
+        added = size if kind != "all_gather" else 0.0
+    used = 2 * carried * costs.byte + added * costs.add + (3 * size * costs.code if codec else 0)
+    processors = used * crowd + hop
+    return _Parts(on_line, path, processors)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The constants of an installation, and what follows from them.
+
+    Attributes:
+        sockets: between hosts.
+        shared: inside a host.
+        spread: by what bounds a time, the logarithm of the ratio of a measured median and its
+            prediction which 9 of 10 do not exceed.
+        fitted: the most ranks of a host and the most hosts that were measured.
+        flops: of one rank, a second.
+        cores: of the machine.
+    """
+
+    sockets: Sockets = field(default_factory=Sockets)
+    shared: Table = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    fitted: tuple[int, int] = (4, 4)
+    flops: float = 50e9
+    cores: int = 0
+
+    def chooser_cost(self, job: Job) -> dict[str, float]:
+        """By which a group of that job would choose its algorithms (csrc/group/network.cc)."""
+        cost = dict(extension().wire_cost(None))
+        system = cost.pop("system")
+        assert job.line is not None
+        cost["hop"] = system + job.line.delay
+        if job.bandwidth_known:
+            cost["byte"] = 1 / job.line.rate
+        cost["ranks_on_host"] = job.per_host
+        return cost
+
+    def choice(self, kind: str, size: float, codec: str, job: Job) -> str:
+        """The algorithm that a group takes between hosts."""
+        cost = self.chooser_cost(job)
+        if codec:
+            return self._schedule(size, codec, job, cost)
+        model = {key: value for key, value in cost.items() if key != "ranks_on_host"}
+        P, beta = job.hosts, cost["byte"]
+        hop, message = cost["hop"], cost["message"]
+        if kind == "all_reduce":
+            chosen, _, _ = extension().explain(
+                int(size), int(size), job.ranks, job.per_host, False, "auto", model
+            )
+            return str(chosen)
+        hops, messages = bruck_shape(P, bruck_radix(P, hop, message))
+        crowd = 1 + cost["crowd"] * (P - 2)
+        on_ring = size * (P - 1) / P * beta
+        ring = (P - 1) * (hop + message) + on_ring
+        if kind == "all_gather":
+            return "ring" if ring < hops * hop + messages * message + on_ring * crowd else "bruck"
+        return "ring" if ring < hop + (P - 1) * message + on_ring * crowd else "twoshot"
+
+    def _schedule(self, size: float, codec: str, job: Job, cost: dict[str, float]) -> str:
+        """Of coded values: as chooseCoded in csrc/algorithm/choose.h."""
+        P = job.hosts
+        on_line = 2 * (P - 1) / P * size * CODECS[codec] * cost["byte"]
+        coding = 3 * size * cost["memory"]
+        owner = 2 * (cost["hop"] + (P - 1) * cost["message"]) + coding
+        owner += on_line * (1 + cost["crowd"] * (P - 2))
+        ring = 2 * (P - 1) * (cost["hop"] + cost["message"]) + coding + on_line
+        return "ring" if P > 2 and ring < _RING_SAVES * owner else "owner"
+
+    def _parts(self, kind: str, algorithm: str, size: float, codec: str, job: Job) -> _Parts:
+        """Of a call on several hosts."""
+        cost = self.chooser_cost(job)
+        one_each = replace(job, ranks=job.hosts)
+        if job.per_host == 1:
+            return stream_parts(kind, algorithm, size, codec, job, self.sockets, cost)
+        if algorithm == "hierarchical" or codec:
+            # Inside the host a reduce-scatter and an all-gather; between them as many rings as a
+            # host has ranks share its line.
+            way = "ring" if algorithm == "hierarchical" else algorithm
+            between = stream_parts(kind, way, size, codec, one_each, self.sockets, cost)
+            inside = sum(
+                shared_time(self.shared, half, size, job.per_host)
+                for half in ("reduce_scatter", "all_gather")
+            )
+            return _Parts(between.line + inside, between.path + inside, between.processors + inside)
+        everyone = replace(job, hosts=job.ranks)
+        parts = stream_parts(kind, algorithm, size, codec, everyone, self.sockets, cost)
+        if algorithm == "ring":  # of a host's ranks only one sends to another host
+            return parts
+        # All ranks of a host send to all ranks of the others, over one line.
+        p, P = job.per_host, job.ranks
+        flows = p * (P - p) / (P - 1)
+        return _Parts(parts.line * flows, parts.path, parts.processors)
+
+    def collective(
+        self, kind: str, size: float, job: Job, codec: str = "", algorithm: str = ""
+    ) -> Estimate:
+        """The time of one call, in a row of such calls.
+
+        Args:
+            kind: one of KINDS.
+            size: bytes of the whole message of a rank, before a codec.
+            job: who takes part.
+            codec: of CODECS, or "" for the exact call.
+            algorithm: instead of the one that the group takes.
+
+        Raises:
+            ValueError: it was not measured, or there is no such codec.
+        """
+        if codec and codec not in CODECS:
+            raise ValueError(f"there is no codec '{codec}': {', '.join(CODECS)}")
+        if job.hosts == 1:
+            seconds = shared_time(self.shared, kind, size, job.ranks)
+            name = "direct" if job.ranks == 2 or size < 32 << 10 else "twoshot"
+            return self._around(seconds, name if kind == "all_reduce" else "", "memory", job)
+        name = algorithm or self.choice(kind, size, codec, job)
+        parts = self._parts(kind, name, size, codec, job)
+        return self._around(parts.seconds, name, parts.bound, job)
+
+    def best(self, size: float, job: Job, codecs: tuple[str, ...] = ("",)) -> tuple[str, Estimate]:
+        """The codec and algorithm with the shortest all-reduce."""
+        found = []
+        for codec in codecs:
+            names = ["owner"] if codec else ["bruck", "twoshot", "ring"]
+            if not codec and job.per_host > 1:
+                names.append("hierarchical")
+            if job.hosts == 1:
+                names = [""]
+            found += [(codec, self.collective("all_reduce", size, job, codec, n)) for n in names]
+        return min(found, key=lambda pair: pair[1].seconds)
+
+    def _around(self, seconds: float, algorithm: str, bound: str, job: Job) -> Estimate:
+        spread = self.spread.get(bound, 0.25)
+        # Farther from what was measured it is less certain.
+        count, known = (job.hosts, self.fitted[1]) if job.hosts > 1 else (job.ranks, self.fitted[0])
+        spread *= 1 + 0.5 * max(0.0, math.log2(count / known))
+        factor = math.exp(spread)
+        return Estimate(seconds, seconds / factor, seconds * factor, algorithm, bound)
+
+    def to_json(self) -> dict[str, object]:
+        """For the file of constants."""
+        return asdict(self)

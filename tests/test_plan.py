@@ -1,0 +1,292 @@
+"""python -m ringreduce.plan: lines, the model of collectives, the fit, steps, and the whole way.
+
+How exact it is on real lines, benchmarks/plan.py measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ringreduce._backend import extension
+from ringreduce._processes import torchrun_variables
+from ringreduce.plan import constants, lines, model, step
+from ringreduce.plan.__main__ import main
+from ringreduce.plan.constants import Point
+from ringreduce.plan.lines import Line
+from ringreduce.plan.model import Job, Model, Sockets
+
+KIB, MIB = 1 << 10, 1 << 20
+LAN, WAN = Line(rate=1e9 / 8), Line(rate=50e6 / 8, round_trip=0.02)
+
+
+def between(hosts: int, line: Line = LAN) -> Job:
+    return Job(hosts, hosts, line, bandwidth_known=True)
+
+
+# ---- lines
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("10Gbit", Line(rate=1.25e9)),
+        ("300Mbit/s, 50us", Line(rate=37.5e6, round_trip=50e-6)),
+        ("0.01%,20ms,1gbit,bbr", Line(125e6, 0.02, 1e-4, congestion="bbr")),
+        ("1Gbit,mtu=9000,burst=64K", Line(125e6, mtu=9000, burst=65536)),
+    ],
+)
+def test_a_line_is_read(text: str, line: Line) -> None:
+    found = lines.parse(text)
+    assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(line)[:2])
+    assert dataclasses.astuple(found)[2:] == dataclasses.astuple(line)[2:]
+
+
+@pytest.mark.parametrize("text", ["", "1ms", "fast", "0Gbit", "1Gbit,120%", "1Gbit,mtu=9"])
+def test_a_bad_line_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"10Gbit|MTU"):
+        lines.parse(text)
+
+
+def test_a_loss_slows_down_all_but_bbr() -> None:
+    lossy = dataclasses.replace(WAN, loss=1e-3)
+    assert lossy.loss_rate(4) == pytest.approx(4 * lossy.loss_rate(1))
+    assert lossy.loss_rate(1) == pytest.approx(1448 / 0.02 * math.sqrt(1500))
+    assert dataclasses.replace(lossy, congestion="bbr").loss_rate(1) == math.inf
+
+
+# ---- collectives
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8, 16, 33, 100])
+def test_hops_are_those_of_the_core(world: int) -> None:
+    for hop in (20e-6, 1e-3, 25e-3):
+        cost = {"hop": hop, "message": 8e-6}
+        _, _, found = extension().explain(1024, 1024, world, 1, False, "auto", cost)
+        hops = {name: hops for name, _, hops, _ in found}
+        radix = model.bruck_radix(world, hop, 8e-6)
+        assert model.bruck_shape(world, radix)[0] == hops["bruck"]
+
+
+def test_large_messages_take_the_time_of_their_bytes() -> None:
+    free = Model(Sockets(wire=1e-9, wire_long=1e-9))
+    for hosts in (2, 4, 8):
+        seconds = free.collective("all_reduce", 64 * MIB, between(hosts)).seconds
+        on_line = 2 * (hosts - 1) / hosts * 64 * MIB * LAN.byte
+        assert seconds == pytest.approx(on_line, rel=0.02)
+    coded = free.collective("all_reduce", 64 * MIB, between(2), "int8").seconds
+    assert coded == pytest.approx(64 * MIB * 34 / 128 * LAN.byte, rel=0.05)
+
+
+def test_small_messages_take_the_time_of_their_hops() -> None:
+    for hosts in (2, 4, 8):
+        seconds = Model().collective("all_reduce", 4, between(hosts, WAN)).seconds
+        assert 0.01 <= seconds < 0.0125  # Bruck with the radix of one hop
+
+
+def test_the_best_way_is_never_slower_than_the_one_taken() -> None:
+    for size in (KIB, 64 * KIB, 4 * MIB):
+        for hosts in (2, 4, 16):
+            taken = Model().collective("all_reduce", size, Job(hosts, hosts, WAN))
+            _, best = Model().best(size, Job(hosts, hosts, WAN))
+            assert best.seconds <= taken.seconds
+
+
+def test_more_hosts_are_never_predicted_to_be_faster() -> None:
+    times = [
+        Model().collective("all_reduce", 25 * MIB, between(2**k)).seconds for k in range(1, 17)
+    ]
+    assert times == sorted(times)
+
+
+def test_a_time_inside_a_host_is_interpolated() -> None:
+    def cost(size: float) -> float:
+        return 5e-6 + size / 10e9
+
+    points = [(size, cost(size)) for size in (KIB, 16 * KIB, 256 * KIB, 4 * MIB)]
+    for size in (2 * KIB, 40 * KIB, MIB):
+        assert model.interpolated(points, size) == pytest.approx(cost(size), rel=0.02)
+    assert model.interpolated(points, 1) == points[0][1]
+    assert model.interpolated(points, 8 * MIB) == pytest.approx(2 * points[-1][1])
+    table: model.Table = {2: {"all_reduce": points}, 4: {"all_reduce": [(KIB, 1e-5)]}}
+    assert model.shared_time(table, "all_reduce", KIB, 8) == pytest.approx(2e-5)
+    with pytest.raises(ValueError, match="was not measured"):
+        model.shared_time(table, "broadcast", KIB, 2)
+
+
+def test_impossible_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="as many"):
+        Job(3, 2, LAN)
+    with pytest.raises(ValueError, match="--link"):
+        Job(4, 2)
+    with pytest.raises(ValueError, match="no codec 'zip'"):
+        Model().collective("all_reduce", KIB, between(2), "zip")
+
+
+# ---- the fit
+
+
+def made_up(truth: Model, noise: float, seed: int = 1) -> list[Point]:
+    draw = random.Random(seed)
+    found = []
+    for hosts in (2, 3, 4):
+        job = dataclasses.replace(between(hosts), cores=2, emulated=True)
+        for codec in ("", "int8"):
+            for size in (KIB, 16 * KIB, 256 * KIB, 4 * MIB):
+                exact = truth.collective("all_reduce", size, job, codec).seconds
+                seconds = exact * math.exp(draw.gauss(0, noise))
+                found.append(
+                    Point("all_reduce", size, codec, job, seconds, seconds * 0.95, seconds * 1.05)
+                )
+    return found
+
+
+def test_the_fit_finds_what_the_times_were_made_of() -> None:
+    truth = Model(Sockets(hop=40e-6, switch=60e-6, message=15e-6, wire=0.05, byte=0.4e-9))
+    fitted = constants.fit(made_up(truth, 0.01), Model())
+    errors = []
+    for hosts in (2, 8):
+        job = dataclasses.replace(between(hosts, Line(rate=50e6)), cores=2, emulated=True)
+        for size in (2 * KIB, 64 * KIB, MIB, 16 * MIB):
+            there = fitted.collective("all_reduce", size, job)
+            exact = truth.collective("all_reduce", size, job).seconds
+            errors.append(abs(there.seconds / exact - 1))
+            assert there.low < exact < there.high
+    assert statistics.median(errors) < 0.03
+    assert max(errors) < 0.12
+
+
+def test_noisy_times_widen_the_interval() -> None:
+    truth = Model(Sockets(hop=40e-6))
+    job = between(3)
+    calm, wild = (constants.fit(made_up(truth, noise), Model()) for noise in (0.01, 0.3))
+    widths = [
+        math.log(found.high / found.low)
+        for found in (m.collective("all_reduce", 64 * KIB, job) for m in (calm, wild))
+    ]
+    assert widths[1] > 2 * widths[0]
+
+
+def test_constants_are_kept_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "plan.json"
+    points = made_up(Model(), 0.01)
+    inside = [Point("all_reduce", s, "", Job(2), s * 1e-9, 1e-9, 1e-9) for s in (KIB, MIB)]
+    fitted = constants.fit([*points, *inside], Model(cores=2))
+    constants.save(path, fitted, {"created": "today"}, [*points, *inside])
+    assert constants.load(path) == (fitted, {"created": "today"})
+    assert constants.load_points(path) == [*points, *inside]
+
+
+def test_without_constants_the_error_says_how_to_get_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["-c", str(path)]) == 2
+    path.write_text("{")
+    assert main(["-c", str(path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all("ringreduce.plan measure" in line for line in said)
+
+
+# ---- steps
+
+
+def test_the_slowest_of_many_ranks() -> None:
+    draw = random.Random(2)
+    kinds = {"normal": lambda: draw.gauss(1, 0.05), "long tail": lambda: 1 + draw.expovariate(10)}
+    for one in kinds.values():
+        samples = [one() for _ in range(2000)]
+        for ranks in (1, 2, 8, 64, 512):
+            drawn = statistics.fmean(max(one() for _ in range(ranks)) for _ in range(500))
+            assert step.expected_maximum(samples, ranks) == pytest.approx(drawn, rel=0.04)
+    assert step.expected_maximum([2.0], 1000) == pytest.approx(2.0)
+    times = [step.expected_maximum([1.0, 1.1, 1.3], 2**k) for k in range(17)]
+    assert times == sorted(times)  # beyond the number of samples too
+
+
+def test_collectives_hide_behind_the_backward() -> None:
+    buckets = tuple(step.Bucket(MIB, ready) for ready in (0.0, 1.0, 2.0))
+    hidden = step.Step(buckets, (5.0,))
+    assert step.simulated(hidden, [0.5, 0.5, 0.5]) == pytest.approx(0.5)  # only the last one shows
+    assert step.simulated(hidden, [3.0, 0.5, 0.5]) == pytest.approx(2.0)  # they queue
+    waits = dataclasses.replace(hidden, overlaps=False)
+    assert step.simulated(waits, [3.0, 0.5, 0.5]) == pytest.approx(4.0)
+
+
+def test_a_described_model_has_all_its_bytes() -> None:
+    for text, count in (("350M", 350e6), ("gpt:7B", 7e9), ("mlp", 17e6)):
+        assert step.parameters_of(text) == count
+        found = step.described(count, 2, 1.0, 0.02)
+        assert sum(b.size for b in found.buckets) == pytest.approx(2 * count)
+        ready = [b.ready for b in found.buckets]
+        assert ready == sorted(ready)
+        assert ready[0] == 0
+        assert ready[-1] < 2 / 3
+    with pytest.raises(ValueError, match="a model is"):
+        step.parameters_of("large")
+
+
+TRAIN = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("ringreduce")
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+for _ in range(12):
+    time.sleep(0.02)
+    work = []
+    for size in (1000, 50000):
+        work.append(dist.all_reduce(torch.ones(size), async_op=True))
+        time.sleep(0.01)
+    for one in work:
+        one.wait()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_from_constants_to_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, traces = tmp_path / "plan.json", tmp_path / "traces"
+    assert main(["measure", "-o", str(kept), "--rounds", "2", "--span", "0.002"]) == 0
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN],
+            env=os.environ | torchrun_variables(rank, 2, store.port)
+            | {"RINGREDUCE_TIMELINE": str(traces)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    found = step.replayed(traces)
+    assert [b.size for b in found.buckets] == [4000, 200000]
+    assert 0.009 < found.buckets[1].ready < 0.05
+    assert min(found.compute) > 0.029
+    capsys.readouterr()
+
+    assert main(["check", str(traces), "-c", str(kept), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["all_reduce 4000 B", "all_reduce 200000 B", "step"]
+    assert rows[-1]["error"] < 0.5  # of a step that sleeps; no rank sleeps for less
+
+    assert main(["-c", str(kept), "--ranks", "2,4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["ranks"] for row in document["collectives"]} == {2, 4}
+    picture = tmp_path / "curve.png"
+    command = ["-c", str(kept), "--ranks", "8,64", "--per-host", "8", "--link", "10Gbit,0.1ms"]
+    command += ["--model", "gpt:1B", "--compute", "900ms", "--codec", "best"]
+    assert main([*command, "--curve", str(picture)]) == 0
+    assert "gpt" not in capsys.readouterr().err
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main(["-c", str(kept), "--model", f"from:{traces}", "--ranks", "4"]) == 0
