@@ -191,15 +191,28 @@ def shared(options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def between(
-    part: str, fitted: Net, tested: Sequence[tuple[Net, Sequence[int]]], options: Any
-) -> list[dict[str, Any]]:
-    """Emulated hosts: constants of 2 to 4 on one line, predictions on others."""
+Fitted = Sequence[tuple[Net, int]]
+LAN: Fitted = [(Net(200), hosts) for hosts in (2, 3, 4)]
+WAN: Fitted = [*((Net(50, 10), hosts) for hosts in (2, 3, 4)), (Net(50, 10, 1e-4, "bbr"), 2)]
+
+
+def fitted_to(nets: Fitted, options: Any) -> Model:
+    """The constants of these emulated hosts."""
     points: list[Point] = []
-    for hosts in (2, 3, 4):
-        points += measured(fitted, hosts, measure.calls_between(), options)
+    for net, hosts in nets:
+        points += measured(net, hosts, measure.calls_between(), options)
     model = constants.fit(points, Model(cores=CORES))
     print(f"# {model.sockets}\n# {model.spread}", flush=True)
+    if options.keep:
+        constants.save(options.keep, model, {}, points)
+    return model
+
+
+def between(
+    part: str, fitted: Fitted, tested: Sequence[tuple[Net, Sequence[int]]], options: Any
+) -> list[dict[str, Any]]:
+    """Emulated hosts: constants of some, predictions of others."""
+    model = fitted_to(fitted, options)
     rows = []
     calls = measure.calls_between(TESTED, ("bfloat16", "int8", "int4"))
     for net, counts in tested:
@@ -211,16 +224,16 @@ def between(
 def lan(options: Any) -> list[dict[str, Any]]:
     """Lines without delay."""
     tested = [(Net(200), (8,)), (Net(100), (2, 4, 8)), (Net(300), (3, 6))]
-    return between("lan", Net(200), tested, options)
+    return between("lan", LAN, tested, options)
 
 
 def wan(options: Any) -> list[dict[str, Any]]:
     """Lines with delay, and one with loss."""
     tested = [
         (Net(30, 20), (2, 4)), (Net(80, 5), (2, 8)),
-        (Net(50, 10, 1e-4, "bbr"), (2,)),
+        (Net(30, 20, 1e-3, "bbr"), (2,)),
     ]  # fmt: skip
-    return between("wan", Net(50, 10), tested, options)
+    return between("wan", WAN, tested, options)
 
 
 # Layers of a model, elements each, and seconds of their backward; the forward takes half as long.
@@ -289,14 +302,8 @@ def trained(net: Net, hosts: int, codec: str) -> step.Step:
 
 def steps(options: Any) -> list[dict[str, Any]]:
     """DDP steps: the timeline of 2 hosts on one line, replayed for others."""
-    points: list[Point] = []
-    base_net = Net(200)
-    for hosts in (2, 3, 4):
-        points += measured(base_net, hosts, measure.calls_between(), options)
-    for hosts in (2, 3):
-        points += measured(Net(50, 10), hosts, measure.calls_between(), options)
-    model = constants.fit(points, Model(cores=CORES))
-    base = trained(base_net, 2, "")
+    model = fitted_to((*LAN, *WAN), options)
+    base = trained(Net(200), 2, "")
     rows = []
     for net, hosts, codec in (
         (Net(200), 2, ""), (Net(200), 4, ""), (Net(200), 8, ""), (Net(100), 2, ""),
@@ -327,6 +334,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--span", type=float, default=0.05, help="seconds of a call in a round")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="the constants of the last part, as a file")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--codec", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -25,6 +25,9 @@ from ringreduce.plan.lines import Line
 _SLICES, _LEAST_SLICE, _LARGEST_SLICE = 16, 16 << 10, 256 << 10
 _HEADER = 64  # bytes of a frame, beyond those of full packets
 # Bytes that each codec makes of one of float32 (docs/compression.md).
+_SHORTEST = 8192.0  # bytes of a flow that a connection sends at once
+_QUEUES = 8  # how many times as much as a long line its queues hold
+_LESS_SURE = 0.03  # what the logarithm of an interval gains by twice the ranks that were measured
 _RING_SAVES = 0.8  # of csrc/algorithm/choose.h: a ring of coded values is taken below this part
 CODECS = {"bfloat16": 0.5, "int8": 34 / 128, "int4": 18 / 128}
 # What a group of several hosts runs for each kind, by its algorithm.
@@ -44,6 +47,10 @@ class Sockets:
         code: for a byte that a codec takes, encodes once and decodes twice.
         wire: the part by which lines take longer than rate and headers say; `wire_long`: lines with
             a round trip of 2 ms or more.
+        meet: more of it on long lines for many flows that meet there, once they are longer than
+            the line and its queue hold, and lose packets.
+        pace: of a round trip, by how much a call takes longer under BBR whose flows are too short
+            for its estimate of the rate.
     """
 
     hop: float = 15e-6
@@ -54,6 +61,8 @@ class Sockets:
     code: float = 0.3e-9
     wire: float = 0.01
     wire_long: float = 0.05
+    meet: float = 0.1
+    pace: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,19 @@ def _slice_of(share: float) -> float:
     return min(share, max(_LEAST_SLICE, min(share / _SLICES, _LARGEST_SLICE)))
 
 
+def _lanes(line: Line) -> int:
+    """How many connections carry a stream (docs/hosts.md)."""
+    return 16 if line.is_long else 1
+
+
+def _wire(line: Line, costs: Sockets, flows: int, flow: float) -> float:
+    """By which factor a byte takes longer on the line than its rate and headers say."""
+    if not line.is_long:
+        return 1 + costs.wire
+    held = _QUEUES * line.rate * line.round_trip
+    return 1 + costs.wire_long + costs.meet * (1 - 1 / flows) * min(1.0, flows * flow / held)
+
+
 def stream_parts(
     kind: str, algorithm: str, size: float, codec: str, job: Job, costs: Sockets,
     cost: dict[str, float],
@@ -213,19 +235,19 @@ def stream_parts(
     line = job.line
     assert line is not None
     P, crowd = job.hosts, job.crowd
-    wire = 1 + (costs.wire_long if line.is_long else costs.wire)
-    connections = 16 if line.is_long else 1
-    beta = max(line.byte * wire, 1 / line.loss_rate(connections))
-    hop = line.delay + (costs.hop + (costs.switch if crowd > 1 else 0)) * crowd
-    message = costs.message * crowd
     coded = size * CODECS.get(codec, 1.0)
     share = coded / P
-    if algorithm in ("bruck", "direct"):
+    # A flow of a stage: what a rank sends to another before it needs an answer.
+    gathers = algorithm in ("bruck", "direct")
+    flow = size if gathers and kind == "all_reduce" else share
+    flows = 1 if algorithm == "ring" else P - 1
+    beta = max(line.byte * _wire(line, costs, flows, flow), 1 / line.loss_rate(_lanes(line)))
+    hop = line.delay + (costs.hop + (costs.switch if crowd > 1 else 0)) * crowd
+    message = costs.message * crowd
+    if gathers:
         radix = bruck_radix(P, cost["hop"], cost["message"]) if algorithm == "bruck" else P
         hops, messages = bruck_shape(P, radix)
-        # An all-gather of `size` bytes in all; an all-reduce gathers `size` of each rank.
-        block = size if kind == "all_reduce" else share
-        carried = (P - 1) * (block + _HEADER)
+        carried = (P - 1) * (flow + _HEADER)
         path = hops * hop + messages * message
         added = P * size if kind == "all_reduce" else 0.0
         # A shaped line that was idle lets as much pass at once.
@@ -235,10 +257,8 @@ def stream_parts(
         # Halves of an all-reduce: a reduce-scatter and an all-gather.
         halves = 2 if kind == "all_reduce" else 1
         slice_ = _slice_of(share)
-        if algorithm == "ring":
-            stages, flows = halves * (P - 1), 1
-        else:  # all ranks send to all: two-shot, or its halves, or a codec's owners
-            stages, flows = halves, P - 1
+        # Else all ranks send to all: two-shot, or its halves, or a codec's owners.
+        stages = halves * (P - 1) if algorithm == "ring" else halves
         step = hop + flows * message
         carried = halves * (P - 1) * (share + _HEADER)
         # Each stage waits for its first slice, unless the line is busy until then.
@@ -247,6 +267,9 @@ def stream_parts(
         path = max(path - credit, stages * step)
         on_line = carried * beta + max(0.0, step - line.burst / line.rate)
         added = size if kind != "all_gather" else 0.0
+    if line.is_long and line.congestion == "bbr" and _SHORTEST < flow < line.rate * line.round_trip:
+        on_line += costs.pace * line.round_trip
+        path += costs.pace * line.round_trip
     used = 2 * carried * costs.byte + added * costs.add + (3 * size * costs.code if codec else 0)
     processors = used * crowd + hop
     return _Parts(on_line, path, processors)
@@ -381,7 +404,7 @@ class Model:
         spread = self.spread.get(bound, 0.25)
         # Farther from what was measured it is less certain.
         count, known = (job.hosts, self.fitted[1]) if job.hosts > 1 else (job.ranks, self.fitted[0])
-        spread *= 1 + 0.5 * max(0.0, math.log2(count / known))
+        spread += _LESS_SURE * max(0.0, math.log2(count / known))
         factor = math.exp(spread)
         return Estimate(seconds, seconds / factor, seconds * factor, algorithm, bound)
 
