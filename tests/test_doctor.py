@@ -29,6 +29,7 @@ from ringreduce.doctor.report import status_of, to_json, to_text
 
 DOCTOR = [sys.executable, "-m", "ringreduce.doctor"]
 MIB = 1 << 20
+NO_ANSWER = "no answer within 5 s"
 
 
 def row(name: str, value: str = "", error: str = "", holds: str = "each rank's") -> dict[str, str]:
@@ -54,8 +55,6 @@ def sound(rank: int, host: int, ranks: int, address: str) -> Facts:
         python="3.11.2",
         torch="2.13.0+cpu",
         ringreduce="0.1.0",
-        built_for="2.13.0+cpu",
-        openssl="3.0.19",
         variables=[
             row("RINGREDUCE_TLS", holds="the same on all ranks"),
             row("RINGREDUCE_LANES"),
@@ -67,8 +66,7 @@ def sound(rank: int, host: int, ranks: int, address: str) -> Facts:
         affinity=list(range(8)),
         nodes=[list(range(8))],
         listening=[("eth0", address, 40000 + rank)],
-        interfaces={"lo": {"mtu": 65536, "up": True}, "eth0": {"mtu": 1500, "up": True}},
-        name_resolves_to=address,
+        mtu=1500,
         rmem=6 * MIB,
         wmem=4 * MIB,
         congestions=["reno", "cubic", "bbr"],
@@ -132,12 +130,12 @@ def silent(gathered: Gathered) -> None:
 def two_addresses(gathered: Gathered) -> None:
     """Rank 3 has another address, which nobody reaches."""
     gathered.facts[3].listening.append(("eth1", "10.1.0.2", 40003))
-    gathered.lines.append(Line(0, 3, "10.1.0.2:40003", "no answer within 5 s", "connect"))
+    gathered.lines.append(Line(0, 3, "10.1.0.2:40003", NO_ANSWER, "connect", interface="eth1"))
 
 
 def moved(gathered: Gathered) -> None:
     """Ranks 1 and 2 change hosts."""
-    names = ("host", "machine", "listening", "interfaces")
+    names = ("host", "machine", "listening")
     a, b = gathered.facts[1:3]
     for name in names:
         mine, other = getattr(a, name), getattr(b, name)
@@ -145,12 +143,10 @@ def moved(gathered: Gathered) -> None:
         setattr(b, name, mine)
 
 
-NO_ANSWER = "no answer within 5 s"
 # The name, its severity, hosts, what is seeded, and words of what is found or to be done.
 FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ("torch-version", "fault", 1, of(torch="2.10.1+cpu"), "torch>=2.11"),
     ("torch-version", "note", 1, of(torch="2.16.0"), "2.11 to 2.15"),
-    ("build-tls", "note", 1, of(openssl=""), "libssl-dev"),
     (
         "build-cuda",
         "fault",
@@ -179,11 +175,15 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ),
     ("shared-memory", "fault", 1, of(memfd_error="Operation not permitted"), "seccomp"),
     ("unix-socket", "fault", 1, of(unix_error="Address family not supported"), "AF_UNIX"),
-    ("pidfd", "note", 1, of(pidfd_error="Function not implemented"), "by a pipe"),
     ("open-files", "fault", 1, of(open_files=64), "ulimit -n 4096"),
-    ("threads-limit", "fault", 1, of(threads_limit=100, threads_used=90), "10 more threads"),
-    ("memory", "slow", 1, of(memory_free=100 * MIB, memory_limit=512 * MIB), "of the cgroup's 512"),
-    ("memory", "fault", 1, of(memory_free=1 * MIB, memory_limit=512 * MIB), "1 MiB"),
+    ("threads-limit", "fault", 1, of(threads_left=10), "10 more threads"),
+    (
+        "memory",
+        "fault",
+        1,
+        of(memory_free=9 * MIB, memory_limit=512 * MIB),
+        "9 MiB of the cgroup's",
+    ),
     ("shm-size", "note", 1, of(shm_bytes=64 * MIB), "--shm-size"),
     ("user", "fault", 1, of(1, uid=1000), "0, 1000"),
     ("cores", "slow", 1, of(cores=1, affinity=[0], nodes=[[0]]), "2 ranks on 1 cores"),
@@ -196,7 +196,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ("pressure", "note", 1, of(pressure=0.5), "50%"),
     ("gpu-driver", "fault", 1, of(gpu_driver=True, torch_cuda="13.0"), "nvidia-smi"),
     ("gpu-shared", "slow", 1, of(gpus=1, gpu="GPU-1", cuda_built="13.0"), "2 ranks"),
-    ("gpu-peers", "slow", 1, of(no_peer_access=[(0, 1), (1, 0)]), "0-1"),
+    ("gpu-peers", "note", 1, of(no_peer_access=[(0, 1), (1, 0)]), "0-1"),
     ("absent", "fault", 2, absent, "rank 3 did not come within 60 s"),
     ("absent", "fault", 2, silent, "rank 2 came"),
     (
@@ -206,7 +206,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
         of(variables=[row("RINGREDUCE_HOSTID", "a")]),
         "RINGREDUCE_HOSTID=a",
     ),
-    ("placement", "slow", 2, moved, "0, 2"),
+    ("placement", "slow", 2, moved, "rank 1 is node1"),
     (
         "uneven",
         "note",
@@ -217,20 +217,13 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ("listen", "fault", 2, of(1, listen_error="all ports are taken", listening=[]), "all ports"),
     ("listen", "fault", 2, of(2, 3, listening=[("lo", "127.0.0.1", 40002)]), "127.0.0.1"),
     ("same-address", "fault", 2, of(listening=[("docker0", "172.17.0.1", 40000)]), "=^NAME"),
-    ("name-loopback", "note", 2, of(2, 3, name_resolves_to="127.0.1.1"), "127.0.1.1"),
-    (
-        "mtu",
-        "slow",
-        3,
-        of(2, 3, interfaces={"eth0": {"mtu": 9000, "up": True}}),
-        "9000 on node1 (eth0, rank 2)",
-    ),
+    ("mtu", "note", 3, of(2, 3, mtu=9000), "9000 on node1 (rank 2)"),
     (
         "reach",
         "fault",
         3,
         lines(lambda one: one.sender == 2 and one.receiver > 3, error=NO_ANSWER, stage="connect"),
-        "from node1 (rank 2) to node2: rank 4 at 10.0.0.3:40004, rank 5",
+        "from node1 (rank 2) to node2 (rank 4): rank 2 to 4 at 10.0.0.3:40004, rank 2 to 5",
     ),
     (
         "path-mtu",
@@ -241,7 +234,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ),
     ("address", "slow", 2, two_addresses, "10.1.0.2:40003"),
     ("buffers", "slow", 2, lines(lambda one: True, round_trip=0.3), "1000 Mbit/s"),
-    ("clocks", "note", 2, lines(lambda one: one.sender == 0, ahead=-90.0), "90.0 s apart"),
+    ("clocks", "note", 2, lines(lambda one: one.sender == 0, ahead=-90.0), "by -90.0 s"),
 ]
 
 
@@ -282,18 +275,18 @@ def test_sound_facts_give_nothing(hosts: int) -> None:
 
 def test_findings_of_a_host_on_one_host_do_not_need_a_network() -> None:
     gathered = job(1)
-    of(listening=[], listen_error="no interface is up", name_resolves_to="127.0.1.1")(gathered)
+    of(listening=[], listen_error="no interface is up")(gathered)
     assert judge(gathered) == []
 
 
 def test_equal_findings_of_ranks_are_told_once_and_the_worst_first() -> None:
     gathered = job(1, per_host=3)
-    of(openssl="")(gathered)
+    of(shm_bytes=64 * MIB)(gathered)
     of(2, open_files=64)(gathered)
     found = judge(gathered)
     assert [(one.check, one.ranks) for one in found] == [
         ("open-files", (2,)),
-        ("build-tls", (0, 1, 2)),
+        ("shm-size", (0, 1, 2)),
     ]
     text = to_text(found, "heading")
     assert "(rank 2 on node0)" in text and "(ranks 0 to 2 on node0)" in text
@@ -357,6 +350,13 @@ def finding(output: str, check: str) -> dict[str, Any]:
     return found[0]
 
 
+CORE = str(min(os.sched_getaffinity(0)))
+needs_two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"),
+    reason="needs two cores and taskset",
+)
+
+
 @pytest.mark.slow
 def test_this_machine_is_sound() -> None:
     done = diagnose()
@@ -369,7 +369,7 @@ def test_this_machine_is_sound() -> None:
     ("check", "prefix", "env", "words"),
     [
         ("open-files", ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"], {}, "ulimit -n is 64"),
-        ("threads", [], {"OMP_NUM_THREADS": "999"}, "OMP_NUM_THREADS is 999"),
+        ("threads", ["taskset", "-c", CORE], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is 2"),
         ("variable", [], {"RINGREDUCE_LANES": "65"}, "RINGREDUCE_LANES=65"),
         ("unknown-variable", [], {"RINGREDUCE_WIRES": "tcp"}, "RINGREDUCE_WIRES"),
     ],
@@ -390,11 +390,9 @@ def under_torchrun(size: int, script: str, **env: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
+@needs_two_cores
 def test_all_ranks_on_one_core_under_torchrun() -> None:
-    if len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"):
-        pytest.skip("needs two cores and taskset")
-    core = min(os.sched_getaffinity(0))
-    done = under_torchrun(2, f'exec taskset -c {core} "$@"')
+    done = under_torchrun(2, f'exec taskset -c {CORE} "$@"')
     assert worse_than_notes(done.stdout) == {"affinity"}, done.stdout + done.stderr
     assert finding(done.stdout, "affinity")["ranks"] == [0, 1]
     assert done.returncode != 0  # torchrun's, for a rank that ended with 1
@@ -408,9 +406,8 @@ def test_a_rank_that_does_not_come_under_torchrun() -> None:
 
 
 @pytest.mark.slow
+@needs_two_cores
 def test_ranks_of_mpirun() -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two cores")
     command = launchers.mpirun(2)
     done = launchers.run([*command, *DOCTOR[1:], "--json"], timeout=200.0)
     assert worse_than_notes(done.stdout) == set(), done.stdout + done.stderr
@@ -450,10 +447,7 @@ def test_a_line_that_is_cut() -> None:
         hosts.cut(1, 2)
         status, output = between(hosts)
     assert worse_than_notes(output) == {"reach"}, output
-    rows = [row for row in rows_of(output) if row["check"] == "reach"]
-    assert sorted(row["ranks"] for row in rows) == [[1, 2], [2, 1]] or [
-        sorted(row["ranks"]) for row in rows
-    ] == [[1, 2], [1, 2]]
+    assert finding(output, "reach")["ranks"] == [1, 2]
     assert status == 1
 
 
@@ -470,9 +464,9 @@ def test_ports_that_a_host_blocks() -> None:
                 hosts[2].run("ip", family, "rule", *rule.split())
         status, output = between(hosts, RINGREDUCE_PORTS="47000-47003")
     assert worse_than_notes(output) == {"reach"}, output
-    rows = [row for row in rows_of(output) if row["check"] == "reach"]
-    assert sorted(tuple(row["ranks"]) for row in rows) == [(0, 2), (1, 2)]
-    assert all("47000-47003" in row["todo"] for row in rows)
+    row = finding(output, "reach")
+    assert row["ranks"] == [2] and "for 2 of 2 other hosts" in row["found"]
+    assert "47000-47003" in row["todo"]
     assert status == 1
 
 
@@ -485,9 +479,10 @@ def test_an_interface_with_another_mtu(three: Hosts) -> None:
         status, output = between(three)
     finally:
         three[1].run("ip", "link", "set", "dev", name, "mtu", "1500")
-    assert worse_than_notes(output) == {"mtu"}, output
-    assert "1400 on" in finding(output, "mtu")["found"]
-    assert status == 1
+    assert worse_than_notes(output) == set(), output
+    (row,) = [row for row in rows_of(output) if row["check"] == "mtu"]
+    assert "1400 on" in row["found"]
+    assert status == 0
 
 
 @pytest.mark.slow

@@ -5,5 +5,6 @@
     srun -N2 --ntasks-per-node=4 python -m ringreduce.doctor --json
 
 `facts.py` reads a rank's machine, `exchange.py` brings the ranks' facts to rank 0 and tries the
-lines between hosts, `checks.py` and `network.py` judge them, `report.py` is what they say.
+lines between hosts (`probe.py`), `judge.py` puts them to the checks of `checks.py` and
+`network.py`, `report.py` is what they say.
 """

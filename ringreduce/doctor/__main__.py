@@ -3,47 +3,33 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from ringreduce._launchers import identify
-from ringreduce.doctor import checks, network
+from ringreduce.doctor import checks, network  # noqa: F401 (they enter their checks in the table)
 from ringreduce.doctor.exchange import CannotMeet, Gathered, collect
-from ringreduce.doctor.report import Finding, arranged, status_of, to_json, to_text
+from ringreduce.doctor.judge import judge
+from ringreduce.doctor.report import status_of, to_json, to_text
 
 _USAGE = 2  # as argparse's own
+_RANK_0_TELLS = 5.0  # seconds; a launcher may end rank 0 when this rank ends with an error
 
 
-def judge(gathered: Gathered) -> list[Finding]:
-    """What all checks find, the worst first."""
-    found = [one for check in network.OF_ANY_JOB for one in check(gathered)]
-    for facts in gathered.facts:
-        found += [one for check in checks.OF_A_RANK for one in check(facts)]
-    hosts = network.hosts(gathered.facts)
-    for ranks in hosts:
-        found += [one for check in checks.OF_A_HOST for one in check(ranks)]
-    found += [one for check in checks.OF_A_JOB for one in check(gathered.facts)]
-    if len(hosts) > 1:
-        found += [one for check in network.OF_SEVERAL_HOSTS for one in check(gathered)]
-    return arranged(found)
-
-
-def _heading(gathered: Gathered) -> str:
+def _heading(gathered: Gathered, aside: str) -> str:
     """What was looked at."""
     one = gathered.facts[0]
-    hosts = len(network.hosts(gathered.facts))
-    lines = [line for line in gathered.lines if not line.error]
+    hosts = len(gathered.hosts())
     came = f"{len(gathered.facts)} of " * bool(gathered.absent)
     text = (
         f"ringreduce {one.ringreduce}, torch {one.torch}; {came}{one.world_size} rank"
         f"{'s' * (one.world_size > 1)} ({one.launcher}) on {hosts} host{'s' * (hosts > 1)}"
     )
-    if lines:
-        trips = sorted(line.round_trip * 1e3 for line in lines)
-        text += (
-            f"; {len(lines)} of {len(gathered.lines)} connections work, round trips "
-            f"{trips[0]:.2f} to {trips[-1]:.2f} ms"
-        )
-    return text
+    if gathered.lines:
+        trips = sorted(line.round_trip * 1e3 for line in gathered.lines if not line.error)
+        text += f"; {len(trips)} of {len(gathered.lines)} connections work"
+        text += f", round trips {trips[0]:.2f} to {trips[-1]:.2f} ms" if trips else ""
+    return text + (aside and f".{aside}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="to wait for ranks (%(default)g)",
+        help="how long ranks wait for each other (%(default)g)",
     )
     options = parser.parse_args(arguments)
     if not 0 < options.timeout < 1e6:
@@ -81,12 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE
     except CannotMeet as error:
         text = to_json([error.finding]) if options.json else to_text([error.finding], "")
-        print(text.strip(), file=sys.stdout if me.rank == 0 else sys.stderr, flush=True)
+        print(text.strip(), file=sys.stderr if me.rank else sys.stdout, flush=True)
+        time.sleep(_RANK_0_TELLS * bool(me.rank))
         return 1
     if gathered is None:
         return 0
     found = judge(gathered)
-    print(to_json(found) if options.json else to_text(found, _heading(gathered)), flush=True)
+    print(to_json(found) if options.json else to_text(found, _heading(gathered, me.aside)))
     return status_of(found)
 
 

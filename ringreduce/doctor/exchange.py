@@ -6,24 +6,30 @@ It all goes through a store at the master's address, which is torchrun's where t
     roster      rank 0 has the facts of all, or has waited long enough: who is there
     lines/R     what rank R, the first of its host, found between its host and the others
     done        rank 0 needs the others no longer
+    left/R      rank R needs the store no longer
+
+No rank waits for ever, whoever dies or falls silent.  torch's store may: for a program that takes
+its connection and says nothing, or a host that is cut off.  So it is used in a thread of its own.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ringreduce._backend import extension
 from ringreduce._launchers import Identity
 from ringreduce.doctor import probe
-from ringreduce.doctor.facts import Facts, gather
+from ringreduce.doctor.facts import Facts, gather, mtu_of
 from ringreduce.doctor.report import Finding
 from ringreduce.launch import meeting_place
 
@@ -31,13 +37,16 @@ _POLL_SECONDS = 0.05
 _STEP_SECONDS = 5.0  # for a step of a connection between hosts
 _LEAVING_SECONDS = 5.0  # rank 0's store outlives the others' last look at it
 
+T = TypeVar("T")
+Roster = list[tuple[int, str, str, list[tuple[str, str, int]]]]  # rank, host, token, listening
+
 
 class CannotMeet(Exception):
     """This rank did not reach rank 0; the finding is this rank's to tell."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.found)
-        self.finding = finding
+    def __init__(self, me: Identity, found: str, todo: str) -> None:
+        super().__init__(found)
+        self.finding = Finding("store", "fault", found, todo, (me.rank,), (socket.gethostname(),))
 
 
 @dataclasses.dataclass
@@ -58,12 +67,12 @@ class Gathered:
     lines: list[probe.Line] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
-
-def host_of(facts: Facts) -> str:
-    """The same for ranks that ringreduce takes for ranks of one host."""
-    posed = [row["value"] for row in facts.variables if row["name"] == "RINGREDUCE_HOSTID"
-             and row["source"] == "environment"]  # fmt: skip
-    return posed[0] if posed else facts.machine
+    def hosts(self) -> list[list[Facts]]:
+        """The ranks of each host, as ringreduce tells hosts apart; by their lowest ranks."""
+        found: dict[str, list[Facts]] = {}
+        for one in self.facts:
+            found.setdefault(one.host_id, []).append(one)
+        return list(found.values())
 
 
 def collect(me: Identity, seconds: float) -> Gathered | None:
@@ -71,32 +80,59 @@ def collect(me: Identity, seconds: float) -> Gathered | None:
 
     Args:
         me: who this process is.
-        seconds: that rank 0 waits for the others.
+        seconds: that rank 0 waits for the others, and they for rank 0.
 
     Returns:
         What rank 0 knows; None for the other ranks.
 
     Raises:
-        CannotMeet: there is no way to rank 0's store.
+        CannotMeet: there is no way to rank 0's store, or no longer.
         ValueError: nothing says where it is.
     """
     if me.world_size == 1:
         return Gathered([gather(me)], seconds=seconds)
     store, where = _store(me, seconds)
     facts = gather(me)
-    listeners = _listen(facts, where)
     token = secrets.token_bytes(16)
-    if listeners:
-        probe.serve(listeners, token)
+    probe.serve(_listen(facts, where), token)
     own = {"facts": dataclasses.asdict(facts), "token": token.hex()}
-    try:
+
+    def take_part() -> Gathered | None:
         store.set(f"facts/{me.rank}", json.dumps(own))
         if me.rank == 0:
             return _lead(store, me, seconds)
         _follow(store, me, seconds)
-    except RuntimeError as error:  # torch's DistStoreError, DistNetworkError
-        raise CannotMeet(_lost_store(me, where, error)) from error
-    return None
+        return None
+
+    # As long as rank 0 may need: for the facts of all, its own lines, those of the others.
+    most = 2 * seconds + 3 * _most_seconds(8 * me.world_size) + _LEAVING_SECONDS
+    try:
+        return _within(most, take_part)
+    except (RuntimeError, concurrent.futures.TimeoutError) as error:  # torch's, and _within's
+        raise CannotMeet(
+            me,
+            f"rank 0, or the store at {where}, no longer answers: {_why(error)}",
+            "Look at rank 0's output: it was not started, or has ended, or a line to its host is "
+            "gone.",
+        ) from error
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, or a TimeoutError when it has had so many seconds."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
+
+
+def _why(error: Exception) -> str:
+    return str(error).partition("\n")[0] or "no answer"
 
 
 def _store(me: Identity, seconds: float) -> tuple[Any, str]:
@@ -107,40 +143,45 @@ def _store(me: Identity, seconds: float) -> tuple[Any, str]:
     serves = me.rank == 0 and not agents
     wait = timedelta(seconds=seconds)
     try:
-        store = TCPStore(
-            addr, port, me.world_size, serves, wait, wait_for_workers=False, multi_tenant=True
+        # First without torch, which would retry longer than asked, and log a stack each time.
+        left = seconds if serves else _wait_for_port(addr, port, seconds)
+        store = _within(
+            left,
+            lambda: TCPStore(
+                addr, port, me.world_size, serves, wait, wait_for_workers=False, multi_tenant=True
+            ),
         )
-    except RuntimeError as error:
-        raise CannotMeet(_no_store(me, addr, port, serves, error)) from error
+    except (OSError, RuntimeError, concurrent.futures.TimeoutError) as error:
+        if serves:
+            raise CannotMeet(
+                me,
+                f"rank 0 cannot listen at port {port} for the other ranks: {_why(error)}",
+                "Choose a port that is free on its host: MASTER_PORT (torchrun --master-port).",
+            ) from error
+        raise CannotMeet(
+            me,
+            f"no way to rank 0's store at {addr}:{port} within {seconds:g} s: {_why(error)}",
+            f"Look whether rank 0 runs and another program has its port, whether {addr} is an "
+            f"address of its host that this host reaches (getent hosts {addr}; ping {addr}), and "
+            f"whether a firewall allows TCP port {port} there.",
+        ) from error
     # torchrun's store lives on when it starts the ranks again.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"ringreduce.doctor/{start}", store), addr
 
 
-def _no_store(me: Identity, addr: str, port: int, serves: bool, error: RuntimeError) -> Finding:
-    why = str(error).partition("\n")[0]
-    if serves:
-        found = f"rank 0 cannot listen at port {port} for the other ranks: {why}"
-        todo = "Choose a port that is free on its host: MASTER_PORT (torchrun --master-port)."
-    else:
-        found = f"no way to rank 0's store at {addr}:{port}: {why}"
-        todo = (
-            f"Look whether rank 0 runs, whether {addr} is an address of its host that this host "
-            f"reaches (ping {addr}), and whether a firewall allows TCP port {port} there."
-        )
-    return Finding("store", "fault", found, todo, (me.rank,), socket.gethostname())
-
-
-def _lost_store(me: Identity, addr: str, error: RuntimeError) -> Finding:
-    why = str(error).partition("\n")[0]
-    return Finding(
-        "store",
-        "fault",
-        f"the store at {addr} no longer answers: {why}",
-        "Look at rank 0's output: it has ended, or a line to its host is gone.",
-        (me.rank,),
-        socket.gethostname(),
-    )
+def _wait_for_port(addr: str, port: int, seconds: float) -> float:
+    """Waits until somebody listens there; how many of the seconds are left."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(_POLL_SECONDS, until - time.monotonic())
+            socket.create_connection((addr, port), timeout=left).close()
+            return max(_POLL_SECONDS, until - time.monotonic())
+        except OSError:  # of resolving, too
+            if time.monotonic() + _POLL_SECONDS > until:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def _listen(facts: Facts, store_host: str) -> list[socket.socket]:
@@ -151,81 +192,77 @@ def _listen(facts: Facts, store_host: str) -> list[socket.socket]:
         facts.listen_error = str(error)
         return []
     facts.listening = [(name, address, port) for name, address, port, _ in found]
+    facts.mtu = mtu_of(found[0][0]) if found else 0
     return [socket.socket(fileno=fd) for *_, fd in found]
 
 
 def _lead(store: Any, me: Identity, seconds: float) -> Gathered:
     """Rank 0's part."""
-    others = range(1, me.world_size)
-    came = _wait_for([f"facts/{rank}" for rank in others], store, seconds)
-    present = [0, *(rank for rank in others if f"facts/{rank}" in came)]
+    everyone = set(range(me.world_size))
+    present = _wait_for("facts", everyone, store, seconds)
     told = {rank: json.loads(store.get(f"facts/{rank}")) for rank in present}
-    facts = [Facts(**told[rank]["facts"]) for rank in present]
-    roster = {
-        "targets": [
-            [one.rank, host_of(one), told[one.rank]["token"], one.listening] for one in facts
-        ]
-    }
+    facts = [Facts(**one["facts"]) for one in told.values()]
+    roster: Roster = [(o.rank, o.host_id, told[o.rank]["token"], o.listening) for o in facts]
     store.set("roster", json.dumps(roster))
     lines = _try_others(0, roster)
-    leaders = sorted(_leaders(roster).values())
-    most = _most_seconds(len(facts))
-    answered = _wait_for([f"lines/{rank}" for rank in leaders if rank], store, most)
-    for key in sorted(answered):
-        lines += [probe.Line(**line) for line in json.loads(store.get(key))]
-    silent = [rank for rank in leaders if rank and f"lines/{rank}" not in answered]
+    leaders = _leaders(roster) - {0}
+    answered = _wait_for("lines", leaders, store, _most_seconds(_addresses(roster)))
+    for rank in answered:
+        lines += [probe.Line(**line) for line in json.loads(store.get(f"lines/{rank}"))]
     store.set("done", "1")
     # The store may be this process's.
-    _wait_for([f"left/{rank}" for rank in present if rank], store, _LEAVING_SECONDS)
-    absent = sorted(set(range(me.world_size)) - set(present))
+    _wait_for("left", set(present) - {0}, store, _LEAVING_SECONDS)
+    absent, silent = sorted(everyone - set(present)), sorted(leaders - set(answered))
     return Gathered(facts, absent, silent, lines, seconds)
 
 
 def _follow(store: Any, me: Identity, seconds: float) -> None:
     """The other ranks' part."""
     store.wait(["roster"], timedelta(seconds=2 * seconds))
-    roster = json.loads(store.get("roster"))
-    if me.rank in _leaders(roster).values():
-        lines = _try_others(me.rank, roster)
-        store.set(f"lines/{me.rank}", json.dumps([dataclasses.asdict(one) for one in lines]))
+    roster: Roster = json.loads(store.get("roster"))
+    if me.rank in _leaders(roster):
+        lines = [dataclasses.asdict(one) for one in _try_others(me.rank, roster)]
+        store.set(f"lines/{me.rank}", json.dumps(lines))
     # Until then others connect to the port of this process.
-    store.wait(["done"], timedelta(seconds=2 * _most_seconds(len(roster["targets"]))))
+    store.wait(["done"], timedelta(seconds=2 * _most_seconds(_addresses(roster))))
     store.set(f"left/{me.rank}", "1")
 
 
-def _wait_for(keys: list[str], store: Any, seconds: float) -> Collection[str]:
-    """Those of the keys that were set in time."""
+def _wait_for(what: str, ranks: set[int], store: Any, seconds: float) -> list[int]:
+    """The ranks that set it in time, in ascending order."""
     until = time.monotonic() + seconds
-    there: set[str] = set()
-    while True:
-        there |= {key for key in keys if key not in there and store.check([key])}
-        if len(there) == len(keys) or time.monotonic() > until:
-            return there
+    missing = ranks
+    while missing := {rank for rank in missing if not store.check([f"{what}/{rank}"])}:
+        if time.monotonic() > until:
+            break
         time.sleep(_POLL_SECONDS)
+    return sorted(ranks - missing)
 
 
-def _leaders(roster: dict[str, Any]) -> dict[str, int]:
+def _leaders(roster: Roster) -> set[int]:
     """The first rank of each host."""
     first: dict[str, int] = {}
-    for rank, host, _, _ in roster["targets"]:
-        first[host] = min(rank, first.get(host, rank))
-    return first
+    for rank, host, _, _ in roster:
+        first.setdefault(host, rank)
+    return set(first.values())
 
 
-def _most_seconds(ranks: int) -> float:
+def _addresses(roster: Roster) -> int:
+    return sum(len(listening) for *_, listening in roster)
+
+
+def _most_seconds(addresses: int) -> float:
     """How long a rank may take to try its lines: connect, a few packets, many packets."""
-    return 5 * _STEP_SECONDS * (1 + ranks // 32)
+    return 5 * _STEP_SECONDS * (1 + addresses // probe.AT_ONCE)
 
 
-def _try_others(rank: int, roster: dict[str, Any]) -> list[probe.Line]:
+def _try_others(rank: int, roster: Roster) -> list[probe.Line]:
     """The lines from this rank's host to all ranks of other hosts."""
-    hosts = {number: host for number, host, _, _ in roster["targets"]}
-    if _leaders(roster)[hosts[rank]] != rank:
-        return []
+    mine = next(host for number, host, _, _ in roster if number == rank)
     targets = [
-        probe.Target(number, address, port, bytes.fromhex(token))
-        for number, host, token, listening in roster["targets"]
-        if host != hosts[rank]
-        for _, address, port in listening
+        probe.Target(number, interface, address, port, bytes.fromhex(token))
+        for number, host, token, listening in roster
+        if host != mine
+        for interface, address, port in listening
     ]
     return probe.try_lines(rank, targets, _STEP_SECONDS)

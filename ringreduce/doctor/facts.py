@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,13 +23,9 @@ from ringreduce import _build_info as built
 from ringreduce._launchers import Identity
 from ringreduce.config import variables
 
-Meminfo = dict[str, int]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _STEAL_SECONDS = 0.2
-# Of <linux/sockios.h> and <net/if.h>.
-_SIOCGIFMTU, _SIOCGIFFLAGS = 0x8921, 0x8913
-_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_SIOCGIFMTU = 0x8921  # of <linux/sockios.h>
 
 
 @dataclasses.dataclass
@@ -50,23 +45,18 @@ class Facts:
     python: str = ""
     torch: str = ""
     ringreduce: str = ""
-    built_for: str = ""  # torch's version
     cuda_built: str = ""
     cuda_missing: str = ""
-    openssl: str = ""
 
-    variables: list[dict[str, str]] = dataclasses.field(
-        default_factory=list
-    )  # of ringreduce.config
+    # Of ringreduce.config.
+    variables: list[dict[str, str]] = dataclasses.field(default_factory=list)
     unknown_variables: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)  # a few others
 
     memfd_error: str = ""
     unix_error: str = ""
-    pidfd_error: str = ""
     open_files: int | None = None  # ulimit -n; None: no limit
-    threads_limit: int | None = None  # the lowest of ulimit -u and pids.max
-    threads_used: int = 0
+    threads_left: int | None = None  # that ulimit -u and pids.max allow; None: no limit
     memory_limit: int | None = None  # of the cgroup, bytes
     memory_free: int = 1 << 62  # that may still be used
     shm_bytes: int | None = None  # of /dev/shm
@@ -77,14 +67,12 @@ class Facts:
     threads: int = 1  # of torch's operations
     nodes: list[list[int]] = dataclasses.field(default_factory=list)  # the cores of NUMA nodes
     steal: float = 0.0  # the share of time that the hypervisor took
-    pressure: float = 0.0  # PSI: the share of time that some thread waited for a core
-    autogroup: bool = False
+    pressure: float = 0.0  # PSI: the share of the last minute that some thread waited for a core
 
     listening: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
     why_there: str = ""
     listen_error: str = ""
-    interfaces: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # mtu, up
-    name_resolves_to: str = ""  # of this host; "" if it does not
+    mtu: int = 0  # of the first interface at which it listens
     rmem: int = 0  # the largest of tcp_rmem and tcp_wmem
     wmem: int = 0
     congestions: list[str] = dataclasses.field(default_factory=list)  # that are allowed or loaded
@@ -92,8 +80,24 @@ class Facts:
     torch_cuda: str = ""  # that torch was built for
     gpu_driver: bool = False
     gpus: int = 0  # that torch sees
-    gpu: str = ""  # the identity of the one that this rank would use
+    gpu: str = ""  # the identity of the one that this rank would use; "" if that is not known
     no_peer_access: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def given(self, variable: str) -> str:
+        """A variable's value, if it is set; else ""."""
+        return next(
+            (
+                row["value"]
+                for row in self.variables
+                if row["name"] == variable and row["source"] == "environment"
+            ),
+            "",
+        )
+
+    @property
+    def host_id(self) -> str:
+        """The same for ranks that ringreduce takes for ranks of one host."""
+        return self.given("RINGREDUCE_HOSTID") or self.machine
 
 
 def gather(me: Identity) -> Facts:
@@ -140,35 +144,31 @@ def _versions(facts: Facts) -> None:
     facts.torch = torch.__version__
     facts.torch_cuda = torch.version.cuda or ""
     facts.ringreduce = importlib.metadata.version("ringreduce")
-    facts.built_for = built.TORCH_VERSION
     facts.cuda_built, facts.cuda_missing = built.CUDA, built.CUDA_MISSING
-    facts.openssl = built.OPENSSL
 
 
 def _variables(facts: Facts) -> None:
     given = {name for name in os.environ if name.startswith("RINGREDUCE_")}
-    names = ("OMP_NUM_THREADS", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     facts.environment = {name: os.environ[name] for name in names if name in os.environ}
     facts.variables = variables()
     facts.unknown_variables = sorted(given - {row["name"] for row in facts.variables})
 
 
 def _limits(facts: Facts) -> None:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files, threads = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    )
     facts.open_files = None if files == resource.RLIM_INFINITY else files
-    limits = [] if facts.uid == 0 else [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    # ulimit -u does not bind root.
+    left = [] if facts.uid == 0 or threads == resource.RLIM_INFINITY else [threads]
     for folder in _cgroups("pids"):
         most = _number(_read(folder / "pids.max"))
         if most is not None:
-            limits.append(most)
-            facts.threads_used = max(
-                facts.threads_used, _number(_read(folder / "pids.current")) or 0
-            )
-    limits = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    facts.threads_limit = min(limits, default=None)
+            left.append(most - (_number(_read(folder / "pids.current")) or 0))
+    facts.threads_left = min(left, default=None)
     facts.memfd_error = _error_of(_try_memfd)
     facts.unix_error = _error_of(_try_unix_socket)
-    facts.pidfd_error = _error_of(lambda: os.close(os.pidfd_open(os.getpid())))
 
 
 def _error_of(attempt: Callable[[], None]) -> str:
@@ -224,7 +224,7 @@ def _below(path: str) -> list[str]:
 
 
 def _memory(facts: Facts) -> None:
-    meminfo: Meminfo = {}
+    meminfo: dict[str, int] = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         meminfo[name] = int(rest.split()[0]) * 1024
@@ -239,10 +239,10 @@ def _memory(facts: Facts) -> None:
                 continue
             facts.memory_limit = min(limit, facts.memory_limit or limit)
             used = _number(_read(folder / used_name)) or 0
-            cached = re.search(
-                r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.M
-            )
-            free = limit - used + (int(cached[1]) if cached else 0)
+            stat = _read(folder / "memory.stat")
+            # Version 1 tells its own first, and then (total_) that of the cgroups below, too.
+            cached = dict(re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", stat, re.M))
+            free = limit - used + sum(map(int, cached.values()))
             facts.memory_free = min(facts.memory_free, free)
     try:
         shm = os.statvfs("/dev/shm")
@@ -255,8 +255,7 @@ def _cores(facts: Facts) -> None:
     before = _times()
     facts.cores = os.cpu_count() or 1
     facts.affinity = sorted(os.sched_getaffinity(0))
-    # What is asked for: torch takes no more threads than there are cores.
-    facts.threads = _number(os.environ.get("OMP_NUM_THREADS", "")) or torch.get_num_threads()
+    facts.threads = torch.get_num_threads()
     for folder in _cgroups("cpu"):
         given, period = ([*_read(folder / "cpu.max").split(), "", ""])[:2]
         given = given or _read(folder / "cpu.cfs_quota_us")
@@ -267,9 +266,9 @@ def _cores(facts: Facts) -> None:
     for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
         if cores := parse_list(_read(node)):
             facts.nodes.append(cores)
-    some = re.search(r"some avg10=([\d.]+)", _read("/proc/pressure/cpu"))
+    # Not of the last 10 s, in which the ranks themselves have started.
+    some = re.search(r"some .*avg60=([\d.]+)", _read("/proc/pressure/cpu"))
     facts.pressure = float(some[1]) / 100 if some else 0.0
-    facts.autogroup = _read("/proc/sys/kernel/sched_autogroup_enabled") == "1"
     time.sleep(_STEAL_SECONDS)
     after = _times()
     passed = [b - a for a, b in zip(before, after, strict=True)]
@@ -293,24 +292,17 @@ def parse_list(text: str) -> list[int]:
 
 
 def _network(facts: Facts) -> None:
-    # By ioctl: /sys shows the network namespace in which it was mounted, which may be another.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            mtu, flags = (
-                struct.unpack_from(kind, fcntl.ioctl(any_socket, call, request), 16)[0]
-                for kind, call in (("i", _SIOCGIFMTU), ("H", _SIOCGIFFLAGS))
-            )
-            up = flags & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING
-            facts.interfaces[name] = {"mtu": mtu, "up": up}
-    try:
-        facts.name_resolves_to = str(socket.getaddrinfo(facts.host, None)[0][4][0])
-    except (OSError, UnicodeError):
-        facts.name_resolves_to = ""
     for name in ("rmem", "wmem"):
         sizes = _read(f"/proc/sys/net/ipv4/tcp_{name}").split()
         setattr(facts, name, int(sizes[2]) if len(sizes) == 3 else 0)
     facts.congestions = _read("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
+
+
+def mtu_of(interface: str) -> int:
+    # Not of /sys, which shows the network namespace in which it was mounted.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("256s", interface.encode()))
+    return int(struct.unpack_from("i", answer, 16)[0])
 
 
 def _gpus(facts: Facts, me: Identity) -> None:
@@ -318,8 +310,9 @@ def _gpus(facts: Facts, me: Identity) -> None:
     if not facts.torch_cuda or not torch.cuda.is_available():
         return
     facts.gpus = torch.cuda.device_count()
-    mine = (me.local_rank or 0) % facts.gpus
-    facts.gpu = str(getattr(torch.cuda.get_device_properties(mine), "uuid", mine))
+    if me.local_rank is not None:
+        mine = me.local_rank % facts.gpus
+        facts.gpu = str(getattr(torch.cuda.get_device_properties(mine), "uuid", mine))
     facts.no_peer_access = [
         (a, b)
         for a in range(facts.gpus)

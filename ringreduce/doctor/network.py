@@ -1,248 +1,259 @@
-"""The checks between hosts: pure functions of what rank 0 has gathered.
+"""The checks of who came, and of the lines between hosts: pure functions of what rank 0 gathered.
 
-A job on one host needs no network, so none of them finds anything there.
+A job on one host needs no network, so those of scope "hosts" find nothing there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator
 
 from ringreduce._launchers import is_loopback
-from ringreduce.doctor.checks import Ranks
-from ringreduce.doctor.exchange import Gathered, host_of
+from ringreduce.doctor.exchange import Gathered
 from ringreduce.doctor.facts import Facts
+from ringreduce.doctor.judge import Said, check, some_of
 from ringreduce.doctor.probe import Line
-from ringreduce.doctor.report import Finding, Severity, ranks_text
+from ringreduce.doctor.report import ranks_text
 
 _LONG_PATH = 2e-3  # seconds; ringreduce begins with several connections there (docs/hosts.md)
 _CONNECTIONS = 4
 _USUAL_MBIT = 1000
 _CLOCKS_APART = 0.5  # seconds
-_MOST_NAMED = 4
+
+Pair = tuple[str, str]  # of hosts: from, to
 
 
-def hosts(ranks: Ranks) -> list[list[Facts]]:
-    """The ranks of each host, as ringreduce tells hosts apart; by their lowest ranks."""
-    found: dict[str, list[Facts]] = {}
-    for one in ranks:
-        found.setdefault(host_of(one), []).append(one)
-    return list(found.values())
-
-
-def absent(all_: Gathered) -> Iterator[Finding]:
-    if all_.absent:
-        yield Finding(
-            "absent",
-            "fault",
-            f"{ranks_text(all_.absent)} did not come within {all_.seconds:g} s",
+@check("job", "fault", "absent")
+def absent(gathered: Gathered) -> Said:
+    if gathered.absent:
+        yield (
+            f"{ranks_text(gathered.absent)} did not come within {gathered.seconds:g} s",
             "Look at the rank's own output: whether it was started, and whether it reached rank "
             "0's store; give slow starts longer by --timeout.",
-            tuple(all_.absent),
+            gathered.absent,
         )
-    if all_.silent:
-        yield Finding(
-            "absent",
-            "fault",
-            f"{ranks_text(all_.silent)} came, but never told of the lines of the host",
+    if gathered.silent:
+        yield (
+            f"{ranks_text(gathered.silent)} came, but never told of the lines of the host",
             "Look at the rank's output; its host may have stopped or lost its network meanwhile.",
-            tuple(all_.silent),
+            gathered.silent,
         )
 
 
-def host_ids(all_: Gathered) -> Iterator[Finding]:
-    for ranks in hosts(all_.facts):
+@check("job", "fault", "host-id")
+def host_ids(gathered: Gathered) -> Said:
+    for ranks in gathered.hosts():
         if len({one.machine for one in ranks}) > 1:
-            names = ", ".join(sorted({one.host for one in ranks}))
-            yield Finding(
-                "host-id",
-                "fault",
-                f"RINGREDUCE_HOSTID={host_of(ranks[0])} on several machines or network "
-                f"namespaces ({names}), which cannot share memory",
+            yield (
+                f"RINGREDUCE_HOSTID={ranks[0].host_id} on several machines or network namespaces "
+                f"({some_of(sorted({one.host for one in ranks}))}), which cannot share memory",
                 "Unset RINGREDUCE_HOSTID, or give each machine its own.",
-                tuple(one.rank for one in ranks),
+                [one.rank for one in ranks],
             )
 
 
-def placement(all_: Gathered) -> Iterator[Finding]:
-    for ranks in hosts(all_.facts):
-        numbers = [one.rank for one in ranks]
-        present = [one.rank for one in all_.facts if numbers[0] <= one.rank <= numbers[-1]]
-        if len(present) != len(numbers):
-            yield Finding(
-                "placement",
-                "slow",
-                f"the ranks of a host do not follow each other: {_list(numbers)}; data that goes "
-                "round the ranks leaves hosts more often",
-                "Number the ranks host by host: mpirun --map-by slot, srun --distribution=block.",
-                tuple(numbers),
-                ranks[0].host,
-            )
-    counts = {len(ranks) for ranks in hosts(all_.facts)}
-    if len(counts) > 1 and not all_.absent:
-        yield Finding(
-            "uneven",
-            "note",
-            f"hosts have different numbers of ranks: {_list(sorted(counts))}; there is no "
+@check("hosts", "slow", "placement")
+def placement(gathered: Gathered) -> Said:
+    order = [one.host_id for one in gathered.facts]
+    if len(list(itertools.groupby(order))) > len(set(order)):
+        yield (
+            "the ranks of a host do not follow each other: that of "
+            + some_of([f"{ranks_text([one.rank])} is {one.host}" for one in gathered.facts])
+            + "; data that goes round the ranks leaves hosts more often",
+            "Number the ranks host by host: mpirun --map-by slot, srun --distribution=block.",
+        )
+
+
+@check("hosts", "note", "uneven")
+def uneven(gathered: Gathered) -> Said:
+    counts = sorted({len(ranks) for ranks in gathered.hosts()})
+    if len(counts) > 1 and not gathered.absent:
+        yield (
+            f"hosts have different numbers of ranks: {some_of(counts)}; there is no "
             "hierarchical all-reduce then",
             "Start equally many on each (srun --ntasks-per-node).",
         )
 
 
-def listening(all_: Gathered) -> Iterator[Finding]:
-    for one in all_.facts:
+@check("hosts", "fault", "listen")
+def listen(gathered: Gathered) -> Said:
+    for one in gathered.facts:
         if one.listen_error:
-            yield _of(
-                one,
-                "listen",
-                "fault",
-                one.listen_error,
-                "Look at RINGREDUCE_IF and RINGREDUCE_PORTS, and at ip address.",
-            )
+            todo = "Look at RINGREDUCE_IF and RINGREDUCE_PORTS, and at ip address."
+            yield one.listen_error, todo, [one.rank]
         elif one.listening and all(is_loopback(address) for _, address, _ in one.listening):
-            yield _of(
-                one,
-                "listen",
-                "fault",
+            yield (
                 "the other hosts would be given a loopback address of this one: "
                 f"{one.listening[0][1]}, {one.why_there}",
                 "Bring up the interface towards the other hosts, or name it by RINGREDUCE_IF.",
+                [one.rank],
             )
 
 
-def same_address(all_: Gathered) -> Iterator[Finding]:
+@check("hosts", "fault", "same-address")
+def same_address(gathered: Gathered) -> Said:
     whose: dict[str, list[Facts]] = {}
-    for ranks in hosts(all_.facts):
+    for ranks in gathered.hosts():
         for name, address, _ in ranks[0].listening:
-            if not is_loopback(address):
+            if not is_loopback(address) and not address.startswith("fe80:"):
                 whose.setdefault(f"{address} ({name})", []).append(ranks[0])
     for where, ones in whose.items():
-        if len(ones) > 1 and not where.startswith("fe80:"):
-            yield Finding(
-                "same-address",
-                "fault",
+        if len(ones) > 1:
+            yield (
                 f"{len(ones)} hosts would be reached at the same address, {where}: "
-                + _list([one.host for one in ones]),
+                + some_of([one.host for one in ones]),
                 "It may be a bridge of containers or machines: RINGREDUCE_IF=^NAME leaves it out, "
                 "or RINGREDUCE_IF names the network that is shared (10.0.0.0/8).",
-                tuple(one.rank for one in ones),
+                [one.rank for one in ones],
             )
 
 
-def names(all_: Gathered) -> Iterator[Finding]:
-    for ranks in hosts(all_.facts):
-        one = ranks[0]
-        if is_loopback(one.name_resolves_to):
-            yield _of(
-                one,
-                "name-loopback",
-                "note",
-                f"the host's own name, {one.host}, resolves to {one.name_resolves_to} there; where "
-                "it is given as rank 0's address, this host's ranks look for rank 0 on this host",
-                "Give an address as the master's (torchrun --master-addr, --local-addr), or "
-                "take the name's line with 127.0.1.1 out of /etc/hosts.",
-            )
-
-
-def _chosen(one: Facts) -> str:
-    """The name of its first interface; "" if the other hosts reach it at none."""
-    reached = [name for name, address, _ in one.listening if not is_loopback(address)]
-    return reached[0] if reached else ""
-
-
-def mtu(all_: Gathered) -> Iterator[Finding]:
-    found = [
-        (ranks[0], ranks[0].interfaces[_chosen(ranks[0])]["mtu"])
-        for ranks in hosts(all_.facts)
-        if _chosen(ranks[0]) in ranks[0].interfaces
-    ]
-    if len({size for _, size in found}) > 1:
-        said = [f"{size} on {one.host} ({_chosen(one)}, rank {one.rank})" for one, size in found]
-        yield Finding(
-            "mtu",
-            "slow",
-            f"the MTU differs: {_list(said)}; large packets may be dropped on the way",
-            f"Set the same on all hosts: ip link set dev NAME mtu {min(s for _, s in found)}.",
-            tuple(one.rank for one, _ in found),
+@check("hosts", "note", "mtu")
+def mtu(gathered: Gathered) -> Said:
+    first = [ranks[0] for ranks in gathered.hosts() if ranks[0].mtu]
+    if len({one.mtu for one in first}) > 1:
+        smallest = min(first, key=lambda one: one.mtu)
+        other = [f"{one.mtu} on {_name(one)}" for one in first if one.mtu != smallest.mtu]
+        yield (
+            f"the MTU differs: {smallest.mtu} on {_name(smallest)}, {some_of(other)}; packets have "
+            "the smaller size of both ends",
+            "Set the same on all hosts: ip link set dev NAME mtu SIZE.",
+            [one.rank for one in first],
         )
 
 
-def reach(all_: Gathered) -> Iterator[Finding]:
-    """Lines that fail: one finding for each pair of hosts and stage."""
-    by_rank = {one.rank: one for one in all_.facts}
-    works = {(line.sender, line.receiver) for line in all_.lines if not line.error}
-    failed: dict[tuple[str, str, bool], list[Line]] = {}
-    for line in all_.lines:
-        if line.error and (line.sender, line.receiver) in works:
-            yield _partly(by_rank, line)
-        elif line.error:
-            ends = (host_of(by_rank[line.sender]), host_of(by_rank[line.receiver]))
-            failed.setdefault((*ends, line.stage == "large"), []).append(line)
-    for (*_, large), lines in failed.items():
-        yield _unreachable(by_rank, lines, large)
+# ---- lines
 
 
-def _partly(by_rank: dict[int, Facts], line: Line) -> Finding:
-    return Finding(
-        "address",
-        "slow",
-        f"rank {line.sender} on {by_rank[line.sender].host} reaches rank {line.receiver} on "
-        f"{by_rank[line.receiver].host} not at {line.address} ({line.error}), but at another "
-        "address of it",
-        "Leave that interface out by RINGREDUCE_IF=^NAME, or repair its route.",
-        (line.sender, line.receiver),
-    )
+def _name(one: Facts) -> str:
+    """A host, by a rank of it: several may have the same name."""
+    return f"{one.host} (rank {one.rank})"
 
 
-def _unreachable(by_rank: dict[int, Facts], lines: list[Line], large: bool) -> Finding:
-    first = lines[0]
-    one, other = by_rank[first.sender], by_rank[first.receiver]
-    tried = _list([f"rank {line.receiver} at {line.address}" for line in lines])
-    if large:
-        found = (
-            f"from {one.host} (rank {one.rank}) to {other.host} small packets pass, and large "
-            f"ones do not: {tried}: {first.error}"
+def _failed(
+    gathered: Gathered, stages: tuple[str, ...]
+) -> Iterator[tuple[str, list[Line], list[int]]]:
+    """Lines that failed for one reason at one place, with the place, and the ranks to look at."""
+    works = {(line.sender, line.receiver) for line in gathered.lines if not line.error}
+    host_of = {one.rank: one.host_id for one in gathered.facts}
+    reasons: dict[str, dict[Pair, list[Line]]] = {}
+    for line in gathered.lines:
+        if line.stage in stages and (line.sender, line.receiver) not in works:
+            pair = (host_of[line.sender], host_of[line.receiver])
+            reasons.setdefault(line.error, {}).setdefault(pair, []).append(line)
+    names = {ranks[0].host_id: _name(ranks[0]) for ranks in gathered.hosts()}
+    for by_pair in reasons.values():
+        for where, pairs, whose in _places(set(by_pair), names):
+            lines = [line for pair, some in by_pair.items() if pair in pairs for line in some]
+            yield where, lines, [rank for rank in _ends(lines) if host_of[rank] in whose]
+
+
+def _places(
+    pairs: set[Pair], names: dict[str, str]
+) -> Iterator[tuple[str, set[Pair], Collection[str]]]:
+    """Pairs that fail by what they have in common, with hosts: all of them, or one, or nothing."""
+    others = len(names) - 1
+    if others > 1 and 2 * len(pairs) > others * len(names):
+        yield f"for {len(pairs)} of the {others * len(names)} ordered pairs of hosts", pairs, names
+        return
+    while others > 1 and pairs:
+        found: list[tuple[str, set[Pair], Collection[str]]] = []
+        for host, name in names.items():
+            ways = {
+                "to": {p for p in pairs if p[1] == host},
+                "from": {p for p in pairs if p[0] == host},
+            }
+            ways = {way: some for way, some in ways.items() if 2 * len(some) > others}
+            most = max(map(len, ways.values()), default=0)
+            where = f"{' and '.join(ways)} {name} for {most} of {others} other hosts"
+            found.append((where, set().union(*ways.values()), [host]))
+        worst = max(found, key=lambda one: len(one[1]))
+        if not worst[1]:
+            break
+        yield worst
+        pairs = pairs - worst[1]
+    if pairs:
+        yield some_of([f"from {names[a]} to {names[b]}" for a, b in sorted(pairs)]), pairs, names
+
+
+def _tried(lines: list[Line]) -> str:
+    whom = some_of([f"rank {one.sender} to {one.receiver} at {one.address}" for one in lines])
+    return f"{whom}: {lines[0].error}"
+
+
+def _ends(lines: list[Line]) -> list[int]:
+    return sorted({rank for line in lines for rank in (line.sender, line.receiver)})
+
+
+def _bare(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+@check("hosts", "fault", "reach")
+def reach(gathered: Gathered) -> Said:
+    by_rank = {one.rank: one for one in gathered.facts}
+    for where, lines, ranks in _failed(gathered, ("connect", "small")):
+        given = sorted({by_rank[one.receiver].given("RINGREDUCE_PORTS") for one in lines})
+        ports = f"TCP ports {', '.join(given)}" if all(given) else "all TCP ports"
+        yield (
+            f"no connection {where}: {_tried(lines)}",
+            f"Let the firewall allow {ports} from each host to each other one (RINGREDUCE_PORTS "
+            f"bounds them), and look at the route: ip route get {_bare(lines[0].address)}.",
+            ranks,
         )
-        size = one.interfaces.get(_chosen(one), {}).get("mtu", 0)
-        todo = (
+
+
+@check("hosts", "fault", "path-mtu")
+def path_mtu(gathered: Gathered) -> Said:
+    sizes = {one.rank: one.mtu for one in gathered.facts}
+    for where, lines, ranks in _failed(gathered, ("large",)):
+        size = sizes[lines[0].sender]
+        yield (
+            f"small packets pass, and large ones do not, {where}: {_tried(lines)}",
             f"A part of the path has a smaller MTU than {size} and does not say so: try ping -M "
-            f"do -s {max(0, size - 28)} {first.address.rpartition(':')[0]}, then set a smaller "
-            "MTU on all hosts (ip link set dev NAME mtu 1400)."
+            f"do -s {max(0, size - 28)} {_bare(lines[0].address)}, then set a smaller MTU on all "
+            "hosts (ip link set dev NAME mtu 1400).",
+            ranks,
         )
-        return Finding("path-mtu", "fault", found, todo, (one.rank, other.rank))
-    ports = next(
-        (row["value"] for row in other.variables if row["name"] == "RINGREDUCE_PORTS"), "any"
-    )
-    allowed = "all TCP ports" if ports in ("any", "") else f"TCP ports {ports}"
-    return Finding(
-        "reach",
-        "fault",
-        f"no connection from {one.host} (rank {one.rank}) to {other.host}: {tried}: {first.error}",
-        f"Let the firewall allow {allowed} from each host to each other one (RINGREDUCE_PORTS "
-        "bounds them), and look at the route: "
-        f"ip route get {first.address.rpartition(':')[0].strip('[]')}.",
-        (one.rank, *sorted({line.receiver for line in lines})),
-    )
 
 
-def buffers(all_: Gathered) -> Iterator[Finding]:
-    """The largest window of the connections against what is on its way on the slowest path."""
-    lines = [line for line in all_.lines if not line.error]
+@check("hosts", "slow", "address")
+def address(gathered: Gathered) -> Said:
+    """An address that nobody reaches of a rank that is reached at another."""
+    works = {(line.sender, line.receiver) for line in gathered.lines if not line.error}
+    failed: dict[tuple[str, str], list[Line]] = {}
+    for line in gathered.lines:
+        if line.error and (line.sender, line.receiver) in works:
+            failed.setdefault((line.interface, line.error), []).append(line)
+    for (interface, _), lines in failed.items():
+        yield (
+            f"not reached at {interface}, but at other addresses: {_tried(lines)}",
+            f"Leave that interface out by RINGREDUCE_IF=^{interface}, or repair its route.",
+            _ends(lines),
+        )
+
+
+def _longest(gathered: Gathered) -> tuple[Line, Facts, Facts] | None:
+    """The line with the longest round trip, if that is a long one, and its ends."""
+    lines = [line for line in gathered.lines if line.round_trip >= _LONG_PATH and not line.error]
     if not lines:
+        return None
+    by_rank = {one.rank: one for one in gathered.facts}
+    line = max(lines, key=lambda line: line.round_trip)
+    return line, by_rank[line.sender], by_rank[line.receiver]
+
+
+@check("hosts", "slow", "buffers")
+def buffers(gathered: Gathered) -> Said:
+    """The largest window of the connections against what is on its way on the slowest path."""
+    if not (longest := _longest(gathered)):
         return
-    longest = max(lines, key=lambda line: line.round_trip)
-    if longest.round_trip < _LONG_PATH:
-        return
-    sender = next(one for one in all_.facts if one.rank == longest.sender)
-    receiver = next(one for one in all_.facts if one.rank == longest.receiver)
-    mbit = _USUAL_MBIT
-    for row in sender.variables:
-        if row["name"] == "RINGREDUCE_BANDWIDTH_MBIT" and row["source"] == "environment":
-            mbit = int(row["value"]) if row["value"].isdecimal() else mbit
-    on_its_way = int(mbit * 1e6 / 8 * longest.round_trip)
+    line, sender, receiver = longest
+    given = sender.given("RINGREDUCE_BANDWIDTH_MBIT")
+    mbit = float(given) if given.replace(".", "", 1).isdecimal() else _USUAL_MBIT
+    on_its_way = int(mbit * 1e6 / 8 * line.round_trip)
     window = min(sender.wmem, receiver.rmem // 2)  # the kernel keeps about half of rmem for itself
     if 0 < window * _CONNECTIONS < on_its_way:
-        yield Finding(
-            "buffers",
-            "slow",
-            f"{mbit} Mbit/s over a round trip of {longest.round_trip * 1e3:.1f} ms (rank "
+        yield (
+            f"{mbit:g} Mbit/s over a round trip of {line.round_trip * 1e3:.1f} ms (rank "
             f"{sender.rank} to {receiver.rank}) are {on_its_way >> 10} KiB on their way; "
             f"{_CONNECTIONS} connections hold {window * _CONNECTIONS >> 10} KiB (tcp_wmem "
             f"{sender.wmem}, tcp_rmem {receiver.rmem})",
@@ -250,57 +261,35 @@ def buffers(all_: Gathered) -> Iterator[Finding]:
             f'net.ipv4.tcp_rmem="4096 131072 {2 * on_its_way}" on all hosts.',
             (sender.rank, receiver.rank),
         )
-    if "bbr" not in sender.congestions:
-        yield Finding(
-            "congestion",
-            "note",
-            f"a round trip is {longest.round_trip * 1e3:.1f} ms, and BBR, which ringreduce takes "
-            f"on long paths that lose packets, is not there: {_list(sender.congestions)}",
+
+
+@check("hosts", "note", "congestion")
+def congestion(gathered: Gathered) -> Said:
+    longest = _longest(gathered)
+    if longest and "bbr" not in longest[1].congestions:
+        line, sender, _ = longest
+        yield (
+            f"a round trip is {line.round_trip * 1e3:.1f} ms, and BBR, which ringreduce takes "
+            f"on long paths that lose packets, is not there: {some_of(sender.congestions)}",
             "modprobe tcp_bbr on all hosts, if the path may lose packets.",
-            (sender.rank,),
-            sender.host,
+            [sender.rank],
         )
 
 
-def clocks(all_: Gathered) -> Iterator[Finding]:
-    by_rank = {one.rank: one for one in all_.facts}
-    seen: set[tuple[str, str]] = set()
-    for line in all_.lines:
-        a, b = by_rank[line.sender], by_rank[line.receiver]
-        pair = (min(host_of(a), host_of(b)), max(host_of(a), host_of(b)))
-        apart = abs(line.ahead) - line.round_trip / 2
-        if not line.error and apart > _CLOCKS_APART and pair not in seen:
-            seen.add(pair)
-            yield Finding(
-                "clocks",
-                "note",
-                f"the clocks of {a.host} (rank {a.rank}) and {b.host} (rank {b.rank}) are "
-                f"{abs(line.ahead):.1f} s apart; ringreduce does not mind, but logs of both are "
-                "hard to compare",
-                "Let chrony or systemd-timesyncd run on both.",
-                (a.rank, b.rank),
-            )
-
-
-def _of(one: Facts, check: str, severity: Severity, found: str, todo: str) -> Finding:
-    return Finding(check, severity, found, todo, (one.rank,), one.host)
-
-
-def _list(values: Sequence[object]) -> str:
-    """The first few, and how many more."""
-    said = ", ".join(map(str, values[:_MOST_NAMED]))
-    more = len(values) - _MOST_NAMED
-    return f"{said} and {more} more" if more > 0 else said
-
-
-OF_ANY_JOB: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (absent, host_ids)
-OF_SEVERAL_HOSTS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
-    placement,
-    listening,
-    same_address,
-    names,
-    mtu,
-    reach,
-    buffers,
-    clocks,
-)
+@check("hosts", "note", "clocks")
+def clocks(gathered: Gathered) -> Said:
+    """Against the clock of rank 0's host."""
+    by_rank = {one.rank: one for one in gathered.facts}
+    apart: dict[str, tuple[int, float]] = {}
+    for line in gathered.lines:
+        far = abs(line.ahead) - line.round_trip / 2 > _CLOCKS_APART
+        if line.sender == 0 and not line.error and far:
+            apart.setdefault(by_rank[line.receiver].host_id, (line.receiver, line.ahead))
+    if apart:
+        said = [f"{_name(by_rank[rank])} by {ahead:+.1f} s" for rank, ahead in apart.values()]
+        yield (
+            f"clocks differ from that of {_name(by_rank[0])}: {some_of(said)}; ringreduce does "
+            "not mind, but logs are hard to compare",
+            "Let chrony or systemd-timesyncd run on all hosts.",
+            [rank for rank, _ in apart.values()],
+        )

@@ -8,7 +8,7 @@ that does not say so drops in silence.
 import concurrent.futures
 import contextlib
 import dataclasses
-import select
+import secrets
 import socket
 import struct
 import threading
@@ -20,9 +20,8 @@ _PINGS = 5
 _TOKEN_BYTES = 16
 _LARGE = 256 << 10
 _PIECE = 64 << 10
-_AT_ONCE = 32
-_IP_MTU = 14  # of <linux/in.h>
-_IPV6_MTU = 24  # of <linux/in6.h>
+AT_ONCE = 64
+_AFTER_ERROR = 0.1  # seconds
 _CLOCK = struct.Struct("!d")
 
 
@@ -30,6 +29,7 @@ class Target(NamedTuple):
     """Where a rank listens, and the token that `serve` was given there."""
 
     rank: int
+    interface: str
     address: str
     port: int
     token: bytes
@@ -45,8 +45,8 @@ class Line:
         error: "" if all bytes came back.
         stage: where it failed: "connect", "small" packets or "large" ones.
         round_trip: seconds, the shortest of a few.
-        mtu: of the path, as the sender's kernel knows it; 0: it does not tell.
         ahead: by how many seconds the receiver's clock is ahead.
+        interface: of the receiver.
     """
 
     sender: int
@@ -55,30 +55,33 @@ class Line:
     error: str = ""
     stage: str = ""
     round_trip: float = 0.0
-    mtu: int = 0
     ahead: float = 0.0
+    interface: str = ""
 
 
 def serve(listeners: Sequence[socket.socket], token: bytes) -> None:
     """Echoes to whoever knows the token, in threads that end with the process."""
 
-    def accept() -> None:
-        while True:
-            for listener in select.select(listeners, [], [])[0]:
-                try:
-                    accepted, _ = listener.accept()
-                except OSError:  # the caller has gone again
-                    continue
-                threading.Thread(target=_echo, args=(accepted, token), daemon=True).start()
+    for listener in listeners:
+        threading.Thread(target=_accept, args=(listener, token), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
+
+def _accept(listener: socket.socket, token: bytes) -> None:
+    listener.setblocking(True)
+    while True:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:  # the caller has gone again, or there are too many descriptors
+            time.sleep(_AFTER_ERROR)
+            continue
+        threading.Thread(target=_echo, args=(accepted, token), daemon=True).start()
 
 
 def _echo(connection: socket.socket, token: bytes) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(30.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _receive(connection, _TOKEN_BYTES) != token:
+        if not secrets.compare_digest(_receive(connection, _TOKEN_BYTES), token):
             return
         for _ in range(_PINGS):
             _receive(connection, _CLOCK.size)
@@ -91,7 +94,9 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     while len(received) < count:
         piece = connection.recv(min(_PIECE, count - len(received)))
         if not piece:
-            raise ConnectionError("the other end closed the connection")
+            raise ConnectionError(
+                "the connection was closed: the rank has ended, or another program answers there"
+            )
         received += piece
     return bytes(received)
 
@@ -109,13 +114,13 @@ def try_lines(sender: int, targets: Sequence[Target], seconds: float) -> list[Li
     """
     if not targets:
         return []
-    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(targets))) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(AT_ONCE, len(targets))) as pool:
         return list(pool.map(lambda one: _try(sender, one, seconds), targets))
 
 
 def _try(sender: int, to: Target, seconds: float) -> Line:
     host = f"[{to.address}]" if ":" in to.address else to.address
-    line = Line(sender, to.rank, f"{host}:{to.port}", stage="connect")
+    line = Line(sender, to.rank, f"{host}:{to.port}", stage="connect", interface=to.interface)
     try:
         with socket.create_connection((to.address, to.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,7 +130,6 @@ def _try(sender: int, to: Target, seconds: float) -> Line:
                 _ping(connection, line)
             line.stage = "large"
             _send_large(connection, seconds)
-            line.mtu = _mtu_of(connection)
     except OSError as error:
         waited = isinstance(error, TimeoutError)
         line.error = f"no answer within {seconds:g} s" if waited else error.strerror or str(error)
@@ -150,12 +154,3 @@ def _send_large(connection: socket.socket, seconds: float) -> None:
     connection.sendall(data)
     if _receive(connection, _LARGE) != data:
         raise ConnectionError("the bytes that came back are not those that were sent")
-
-
-def _mtu_of(connection: socket.socket) -> int:
-    six = connection.family == socket.AF_INET6
-    level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if six else (socket.IPPROTO_IP, _IP_MTU)
-    try:
-        return connection.getsockopt(level, option)
-    except OSError:  # a kernel or a sandbox without it
-        return 0

@@ -21,7 +21,7 @@ class Finding:
         found: what, with numbers.
         todo: a sentence or a command.
         ranks: whose, in ascending order.
-        host: of these ranks; "" for several hosts.
+        hosts: the names of the hosts of these ranks, as far as they are known.
     """
 
     check: str
@@ -29,17 +29,20 @@ class Finding:
     found: str
     todo: str
     ranks: tuple[int, ...] = ()
-    host: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 def arranged(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first; what several ranks of a host have said of themselves is said once."""
+    """The worst first; what was found of several ranks or hosts in the same words is said once."""
     merged: dict[tuple[str, ...], Finding] = {}
     for one in findings:
-        key = (one.check, one.severity, one.found, one.todo, one.host)
-        before = merged.get(key)
-        ranks = set(one.ranks) | set(before.ranks if before else ())
-        merged[key] = dataclasses.replace(one, ranks=tuple(sorted(ranks)))
+        key = (one.check, one.severity, one.found, one.todo)
+        before = merged.get(key, one)
+        merged[key] = dataclasses.replace(
+            one,
+            ranks=tuple(sorted({*before.ranks, *one.ranks})),
+            hosts=tuple(dict.fromkeys((*before.hosts, *one.hosts))),
+        )
     return sorted(merged.values(), key=lambda one: _ORDER.index(one.severity))
 
 
@@ -49,16 +52,13 @@ def status_of(findings: Sequence[Finding]) -> int:
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    """A list with an object for each finding; rank is the first of ranks, or null."""
+    """A list with an object for each finding; host is "" for several, rank the first of ranks."""
     rows = [
         {
             "rank": one.ranks[0] if one.ranks else None,
-            "ranks": list(one.ranks),
-            "host": one.host,
-            "check": one.check,
-            "severity": one.severity,
-            "found": one.found,
-            "todo": one.todo,
+            "ranks": one.ranks,
+            "host": one.hosts[0] if len(one.hosts) == 1 else "",
+            **{name: getattr(one, name) for name in ("check", "severity", "found", "todo")},
         }
         for one in findings
     ]
@@ -69,23 +69,25 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     """A paragraph for each finding under a heading, and a last line with their number."""
     lines = [heading]
     for one in findings:
-        where = ranks_text(one.ranks)
-        if one.host:
-            where += f" on {one.host}" if where else f"host {one.host}"
-        lines.append(f"{one.severity}  {one.check}" + (f"  ({where})" if where else ""))
-        for label, text in (("", one.found), ("to do: ", one.todo)):
+        hosts = one.hosts[0] if len(one.hosts) == 1 else f"{len(one.hosts)} hosts"
+        where = ranks_text(one.ranks) + f" on {hosts}" * bool(one.hosts)
+        lines.append(f"{one.severity}  {one.check}" + f"  ({where})" * bool(where))
+        for text in (one.found, f"to do: {one.todo}"):
             lines += textwrap.wrap(
-                label + text,
+                text,
                 _WIDTH,
                 initial_indent="    ",
                 subsequent_indent="    ",
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-    counts = {kind: sum(one.severity == kind for one in findings) for kind in _ORDER}
-    said = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items() if n)
-    said = said.replace("slows", "slow")
-    lines.append(said or "nothing found: fit for ringreduce")
+    kinds = [one.severity for one in findings]
+    counts = [
+        f"{kinds.count(kind)} {kind}" + "s" * (kind != "slow" and kinds.count(kind) > 1)
+        for kind in _ORDER
+        if kind in kinds
+    ]
+    lines.append(", ".join(counts) or "nothing found: fit for ringreduce")
     return "\n".join(lines)
 
 
@@ -97,8 +99,5 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [
-        [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run] for run in runs
-    ]
-    words = ", ".join(part for run in parts for part in run)
-    return words and ("rank " if len(ranks) == 1 else "ranks ") + words
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}" if words else ""
