@@ -6,11 +6,13 @@ launchers and between emulated hosts.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,10 @@ from typing import Any
 import launchers
 import pytest
 from hosts import Hosts, why_not
+from processes import free_port
+from torch.distributed import TCPStore
 
+from ringreduce.doctor import __main__ as command
 from ringreduce.doctor import facts as reading
 from ringreduce.doctor.__main__ import judge, main
 from ringreduce.doctor.exchange import Gathered
@@ -259,6 +264,55 @@ def test_a_seeded_fault_is_found_and_nothing_else(
     assert status_of(found) == (severity != "note")
 
 
+@pytest.mark.parametrize(
+    ("fails", "ranks", "where"),
+    [
+        (lambda a, b: b == 5, {10, 11}, "to node5 (rank 10) for 15 of 15"),
+        (lambda a, b: a == 5, {10}, "from node5 (rank 10) for 15 of 15"),
+        (lambda a, b: 5 in (a, b), {10, 11}, "to and from node5 (rank 10) for 15 of 15"),
+        (lambda a, b: True, set(range(32)), "for 240 of the 240 ordered pairs"),
+        (lambda a, b: (a, b) == (3, 4), {6, 8, 9}, "from node3 (rank 6) to node4 (rank 8)"),
+    ],
+    ids=["to one", "from one", "one", "all", "pair"],
+)
+def test_many_failing_lines_with_one_cause_are_one_finding(
+    fails: Callable[[int, int], bool], ranks: set[int], where: str
+) -> None:
+    gathered = job(16)
+
+    def of_hosts(line: Line) -> bool:
+        return fails(line.sender // 2, line.receiver // 2)
+
+    lines(of_hosts, error=NO_ANSWER, stage="connect")(gathered)
+    (one,) = judge(gathered)
+    assert (one.check, set(one.ranks)) == ("reach", ranks)
+    assert where in one.found
+    assert len(to_text([one], "").splitlines()) < 10
+
+
+def test_two_hosts_that_fail_and_two_reasons_are_findings_of_their_own() -> None:
+    gathered = job(16)
+    lines(lambda line: line.receiver in (10, 11, 20, 21), error=NO_ANSWER, stage="connect")(
+        gathered
+    )
+    lines(lambda line: line.receiver in (4, 5), error="Connection refused", stage="connect")(
+        gathered
+    )
+    found = judge(gathered)
+    assert {one.ranks for one in found} == {(10, 11), (20, 21), (4, 5)}
+    assert {one.check for one in found} == {"reach"}
+
+
+def test_an_interface_that_no_host_reaches_is_one_finding() -> None:
+    gathered = job(4)
+    for line in [one for one in gathered.lines if one.receiver != 0]:
+        gathered.lines.append(
+            Line(line.sender, line.receiver, "x:1", NO_ANSWER, "connect", interface="eth1")
+        )
+    (one,) = judge(gathered)
+    assert one.check == "address" and "=^eth1" in one.todo
+
+
 def test_a_long_path_without_bbr() -> None:
     gathered = job(2)
     of(congestions=["reno", "cubic"])(gathered)
@@ -328,6 +382,41 @@ def test_variables_of_a_launcher_that_contradict_each_other(
 # ---- for real
 
 
+def as_rank(rank: int, port: int) -> dict[str, str]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "WORLD_SIZE": "2", **place}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_of_a_program_that_says_nothing(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 cannot have the port, and rank 1 waits there no longer than it is told to."""
+    monkeypatch.setattr(command, "_RANK_0_TELLS", 0.0)
+    with (
+        socket.create_server(("", 0)) as mute,
+        launchers.environment(as_rank(rank, mute.getsockname()[1])),
+    ):
+        assert main(["--timeout", "1"]) == 1
+    written = capsys.readouterr()
+    said = written.err if rank else written.out
+    assert f"fault  store  (rank {rank}" in said
+    assert ("no way to rank 0's store" if rank else "rank 0 cannot listen") in said
+
+
+def test_a_rank_that_comes_and_falls_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has connected to rank 0's store, and tells nothing: rank 0 names it."""
+    port = free_port()
+    with (
+        launchers.environment(as_rank(0, port)),
+        concurrent.futures.ThreadPoolExecutor(1) as other,
+    ):
+        there = other.submit(TCPStore, "127.0.0.1", port, 2, False)
+        assert main(["--timeout", "1", "--json"]) == 1
+        there.result()
+    assert finding(capsys.readouterr().out, "absent")["ranks"] == [1]
+
+
 def rows_of(output: str) -> list[dict[str, Any]]:
     """The report of rank 0, behind what torch or a launcher may have written."""
     found = re.search(r"^\[\]$|^\[$.*?^\]$", output, re.MULTILINE | re.DOTALL)
@@ -369,7 +458,13 @@ def test_this_machine_is_sound() -> None:
     ("check", "prefix", "env", "words"),
     [
         ("open-files", ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"], {}, "ulimit -n is 64"),
-        ("threads", ["taskset", "-c", CORE], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is 2"),
+        pytest.param(
+            "threads",
+            ["taskset", "-c", CORE],
+            {"OMP_NUM_THREADS": "2"},
+            "OMP_NUM_THREADS is 2",
+            marks=needs_two_cores,
+        ),
         ("variable", [], {"RINGREDUCE_LANES": "65"}, "RINGREDUCE_LANES=65"),
         ("unknown-variable", [], {"RINGREDUCE_WIRES": "tcp"}, "RINGREDUCE_WIRES"),
     ],

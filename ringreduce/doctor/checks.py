@@ -1,6 +1,7 @@
 """The checks of versions, variables, limits, memory, cores and GPUs: pure functions of facts."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from ringreduce.doctor.exchange import Gathered
@@ -10,6 +11,7 @@ from ringreduce.doctor.report import ranks_text
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
 TESTED_TORCH = tuple((2, minor) for minor in range(11, 16))
+OLDEST, NEWEST = (".".join(map(str, TESTED_TORCH[i])) for i in (0, -1))
 
 # What a rank may need: torch and the program have descriptors and threads of their own.
 _FEW_FILES, _FILES_PER_PEER = 256, 4  # a group takes 3 for each peer on its host
@@ -23,29 +25,24 @@ _MUCH_STEAL, _MUCH_PRESSURE = 0.1, 0.3
 # ---- versions and builds
 
 
-def _release(one: Facts) -> tuple[int, ...]:
-    parts = one.torch.split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdecimal())
-
-
-def _tested() -> tuple[str, str]:
-    oldest, newest = (".".join(map(str, TESTED_TORCH[i])) for i in (0, -1))
-    return oldest, f"ringreduce is tested with {oldest} to {newest}"
+def _torch(one: Facts) -> tuple[tuple[int, ...], str]:
+    """Its minor release, and what to say of it."""
+    release = tuple(int(part) for part in re.findall(r"\d+", one.torch)[:2])
+    return release, f"torch {one.torch}; ringreduce is tested with {OLDEST} to {NEWEST}"
 
 
 @check("rank", "fault", "torch-version")
 def old_torch(one: Facts) -> Said:
-    oldest, tested = _tested()
-    if _release(one) < TESTED_TORCH[0]:
-        todo = f"pip install 'torch>={oldest}', then build ringreduce again."
-        yield f"torch {one.torch}; {tested}", todo
+    release, said = _torch(one)
+    if release < TESTED_TORCH[0]:
+        yield said, f"pip install 'torch>={OLDEST}', then build ringreduce again."
 
 
 @check("rank", "note", "torch-version")
 def new_torch(one: Facts) -> Said:
-    if _release(one) > TESTED_TORCH[-1]:
-        todo = "Run ringreduce's tests with it first: make torch-smoke NEWEST=VERSION."
-        yield f"torch {one.torch}; {_tested()[1]}", todo
+    release, said = _torch(one)
+    if release > TESTED_TORCH[-1]:
+        yield said, "Run ringreduce's tests with it first: make torch-smoke NEWEST=VERSION."
 
 
 @check("rank", "fault", "build-cuda")
@@ -85,19 +82,17 @@ def _same_version(gathered: Gathered, name: str, why: str) -> Said:
 
 @check("job", "fault", "same-ringreduce")
 def same_ringreduce(gathered: Gathered) -> Said:
-    why = "ranks whose wire protocols differ refuse to form a group"
-    yield from _same_version(gathered, "ringreduce", why)
+    return _same_version(gathered, "ringreduce", "ranks of two versions may refuse to form a group")
 
 
 @check("job", "fault", "same-torch")
 def same_torch(gathered: Gathered) -> Said:
-    yield from _same_version(gathered, "torch", "their groups and results may differ")
+    return _same_version(gathered, "torch", "their groups and results may differ")
 
 
 @check("job", "note", "same-python")
 def same_python(gathered: Gathered) -> Said:
-    why = "objects that one rank pickles another may not read"
-    yield from _same_version(gathered, "python", why)
+    return _same_version(gathered, "python", "an object that a rank pickles may be unreadable")
 
 
 # ---- variables

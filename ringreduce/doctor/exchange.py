@@ -3,8 +3,8 @@
 It all goes through a store at the master's address, which is torchrun's where torchrun has one:
 
     facts/R     of rank R, with the ports at which it listens
-    roster      rank 0 has the facts of all, or has waited long enough: who is there
-    lines/R     what rank R, the first of its host, found between its host and the others
+    plan/R      rank 0 has the facts of all, or has waited long enough: where rank R connects
+    lines/R     what came of it; only the first rank of each host connects
     done        rank 0 needs the others no longer
     left/R      rank R needs the store no longer
 
@@ -35,10 +35,10 @@ from ringreduce.launch import meeting_place
 
 _POLL_SECONDS = 0.05
 _STEP_SECONDS = 5.0  # for a step of a connection between hosts
+_ADDRESSES = 8  # that a rank listens at, at most
 _LEAVING_SECONDS = 5.0  # rank 0's store outlives the others' last look at it
 
 T = TypeVar("T")
-Roster = list[tuple[int, str, str, list[tuple[str, str, int]]]]  # rank, host, token, listening
 
 
 class CannotMeet(Exception):
@@ -93,9 +93,9 @@ def collect(me: Identity, seconds: float) -> Gathered | None:
         return Gathered([gather(me)], seconds=seconds)
     store, where = _store(me, seconds)
     facts = gather(me)
-    token = secrets.token_bytes(16)
+    token = secrets.token_hex(probe.TOKEN_BYTES)
     probe.serve(_listen(facts, where), token)
-    own = {"facts": dataclasses.asdict(facts), "token": token.hex()}
+    own = {"facts": dataclasses.asdict(facts), "token": token}
 
     def take_part() -> Gathered | None:
         store.set(f"facts/{me.rank}", json.dumps(own))
@@ -105,7 +105,7 @@ def collect(me: Identity, seconds: float) -> Gathered | None:
         return None
 
     # As long as rank 0 may need: for the facts of all, its own lines, those of the others.
-    most = 2 * seconds + 3 * _most_seconds(8 * me.world_size) + _LEAVING_SECONDS
+    most = 2 * seconds + 3 * _most_seconds(_ADDRESSES * me.world_size) + _LEAVING_SECONDS
     try:
         return _within(most, take_part)
     except (RuntimeError, concurrent.futures.TimeoutError) as error:  # torch's, and _within's
@@ -201,30 +201,31 @@ def _lead(store: Any, me: Identity, seconds: float) -> Gathered:
     everyone = set(range(me.world_size))
     present = _wait_for("facts", everyone, store, seconds)
     told = {rank: json.loads(store.get(f"facts/{rank}")) for rank in present}
-    facts = [Facts(**one["facts"]) for one in told.values()]
-    roster: Roster = [(o.rank, o.host_id, told[o.rank]["token"], o.listening) for o in facts]
-    store.set("roster", json.dumps(roster))
-    lines = _try_others(0, roster)
-    leaders = _leaders(roster) - {0}
-    answered = _wait_for("lines", leaders, store, _most_seconds(_addresses(roster)))
+    absent = sorted(everyone - set(present))
+    gathered = Gathered([Facts(**o["facts"]) for o in told.values()], absent, seconds=seconds)
+    plans = _plans(gathered, {rank: one["token"] for rank, one in told.items()})
+    for rank in present:
+        store.set(f"plan/{rank}", json.dumps(plans.get(rank, [])))
+    gathered.lines = probe.try_lines(0, plans[0], _STEP_SECONDS)
+    others = set(plans) - {0}
+    answered = _wait_for("lines", others, store, _most_seconds(max(map(len, plans.values()))))
     for rank in answered:
-        lines += [probe.Line(**line) for line in json.loads(store.get(f"lines/{rank}"))]
+        gathered.lines += [probe.Line(**line) for line in json.loads(store.get(f"lines/{rank}"))]
+    gathered.silent = sorted(others - set(answered))
     store.set("done", "1")
     # The store may be this process's.
     _wait_for("left", set(present) - {0}, store, _LEAVING_SECONDS)
-    absent, silent = sorted(everyone - set(present)), sorted(leaders - set(answered))
-    return Gathered(facts, absent, silent, lines, seconds)
+    return gathered
 
 
 def _follow(store: Any, me: Identity, seconds: float) -> None:
     """The other ranks' part."""
-    store.wait(["roster"], timedelta(seconds=2 * seconds))
-    roster: Roster = json.loads(store.get("roster"))
-    if me.rank in _leaders(roster):
-        lines = [dataclasses.asdict(one) for one in _try_others(me.rank, roster)]
-        store.set(f"lines/{me.rank}", json.dumps(lines))
+    store.wait([f"plan/{me.rank}"], timedelta(seconds=2 * seconds))
+    targets = [probe.Target(*target) for target in json.loads(store.get(f"plan/{me.rank}"))]
+    lines = probe.try_lines(me.rank, targets, _STEP_SECONDS)
+    store.set(f"lines/{me.rank}", json.dumps([dataclasses.asdict(line) for line in lines]))
     # Until then others connect to the port of this process.
-    store.wait(["done"], timedelta(seconds=2 * _most_seconds(_addresses(roster))))
+    store.wait(["done"], timedelta(seconds=2 * _most_seconds(_ADDRESSES * me.world_size)))
     store.set(f"left/{me.rank}", "1")
 
 
@@ -239,30 +240,21 @@ def _wait_for(what: str, ranks: set[int], store: Any, seconds: float) -> list[in
     return sorted(ranks - missing)
 
 
-def _leaders(roster: Roster) -> set[int]:
-    """The first rank of each host."""
-    first: dict[str, int] = {}
-    for rank, host, _, _ in roster:
-        first.setdefault(host, rank)
-    return set(first.values())
+def _plans(gathered: Gathered, tokens: dict[int, str]) -> dict[int, list[probe.Target]]:
+    """What the first rank of each host is to try: all addresses of all ranks of other hosts."""
+    hosts = gathered.hosts()
+    return {
+        here[0].rank: [
+            probe.Target(one.rank, *where, tokens[one.rank])
+            for there in hosts
+            for one in there
+            for where in one.listening
+            if there is not here
+        ]
+        for here in hosts
+    }
 
 
-def _addresses(roster: Roster) -> int:
-    return sum(len(listening) for *_, listening in roster)
-
-
-def _most_seconds(addresses: int) -> float:
+def _most_seconds(lines: int) -> float:
     """How long a rank may take to try its lines: connect, a few packets, many packets."""
-    return 5 * _STEP_SECONDS * (1 + addresses // probe.AT_ONCE)
-
-
-def _try_others(rank: int, roster: Roster) -> list[probe.Line]:
-    """The lines from this rank's host to all ranks of other hosts."""
-    mine = next(host for number, host, _, _ in roster if number == rank)
-    targets = [
-        probe.Target(number, interface, address, port, bytes.fromhex(token))
-        for number, host, token, listening in roster
-        if host != mine
-        for interface, address, port in listening
-    ]
-    return probe.try_lines(rank, targets, _STEP_SECONDS)
+    return 5 * _STEP_SECONDS * (1 + lines // probe.AT_ONCE)

@@ -4,9 +4,11 @@ All of it is plain numbers, texts, lists and dictionaries, so that it travels as
 make it up.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -85,14 +87,8 @@ class Facts:
 
     def given(self, variable: str) -> str:
         """A variable's value, if it is set; else ""."""
-        return next(
-            (
-                row["value"]
-                for row in self.variables
-                if row["name"] == variable and row["source"] == "environment"
-            ),
-            "",
-        )
+        here = {o["name"]: o["value"] for o in self.variables if o["source"] == "environment"}
+        return here.get(variable, "")
 
     @property
     def host_id(self) -> str:
@@ -117,12 +113,8 @@ def gather(me: Identity) -> Facts:
         machine=_read("/proc/sys/kernel/random/boot_id") + os.readlink("/proc/self/ns/net"),
         uid=os.geteuid(),
     )
-    _versions(facts)
-    _variables(facts)
-    _limits(facts)
-    _memory(facts)
-    _cores(facts)
-    _network(facts)
+    for read in (_versions, _variables, _limits, _memory, _cores, _network):
+        read(facts)
     _gpus(facts, me)
     return facts
 
@@ -180,27 +172,21 @@ def _error_of(attempt: Callable[[], None]) -> str:
 
 
 def _try_memfd() -> None:
-    fd = os.memfd_create("ringreduce-doctor", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, 1 << 20)
-        os.pwrite(fd, b"1", (1 << 20) - 1)
-    finally:
-        os.close(fd)
+    with open(os.memfd_create("ringreduce-doctor"), "wb") as file:
+        file.write(bytes(1 << 20))
 
 
 def _try_unix_socket() -> None:
     """Passes a descriptor over an abstract socket, as ranks of one host pass their memory."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    kind = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with socket.socket(*kind) as listener, socket.socket(*kind) as caller:
         listener.bind("\0ringreduce-doctor-" + os.urandom(8).hex())
         listener.listen()
-        listener.settimeout(5.0)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-            caller.connect(listener.getsockname())
-            socket.send_fds(caller, [b"1"], [listener.fileno()])
-            accepted, _ = listener.accept()
-            with accepted:
-                for fd in socket.recv_fds(accepted, 1, 1)[1]:
-                    os.close(fd)
+        caller.connect(listener.getsockname())
+        socket.send_fds(caller, [b"1"], [listener.fileno()])
+        with listener.accept()[0] as accepted:
+            for fd in socket.recv_fds(accepted, 1, 1)[1]:
+                os.close(fd)
 
 
 def _cgroups(controller: str) -> list[Path]:
@@ -224,31 +210,28 @@ def _below(path: str) -> list[str]:
 
 
 def _memory(facts: Facts) -> None:
-    meminfo: dict[str, int] = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        meminfo[name] = int(rest.split()[0]) * 1024
-    facts.memory_free = meminfo.get("MemAvailable", facts.memory_free)
+    meminfo = dict(re.findall(r"^(\w+): +(\d+) kB", _read("/proc/meminfo"), re.M))
+    total = int(meminfo.get("MemTotal", 1 << 52)) << 10
+    facts.memory_free = int(meminfo.get("MemAvailable", 1 << 52)) << 10
     for folder in _cgroups("memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit = _number(_read(folder / limit_name))
-            if limit is None or limit >= meminfo.get("MemTotal", 1 << 62):
-                continue
-            facts.memory_limit = min(limit, facts.memory_limit or limit)
-            used = _number(_read(folder / used_name)) or 0
-            stat = _read(folder / "memory.stat")
-            # Version 1 tells its own first, and then (total_) that of the cgroups below, too.
-            cached = dict(re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", stat, re.M))
-            free = limit - used + sum(map(int, cached.values()))
-            facts.memory_free = min(facts.memory_free, free)
-    try:
+        limit, used = (  # version 2's names, or those of version 1
+            _number(_read(folder / new) or _read(folder / old))
+            for new, old in (
+                ("memory.max", "memory.limit_in_bytes"),
+                ("memory.current", "memory.usage_in_bytes"),
+            )
+        )
+        if limit is None or limit >= total:
+            continue
+        # Version 1 tells its own first, and then (total_) that of the cgroups below, too.
+        stat = _read(folder / "memory.stat")
+        cached = dict(re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", stat, re.M))
+        free = limit - (used or 0) + sum(map(int, cached.values()))
+        facts.memory_limit = min(limit, facts.memory_limit or limit)
+        facts.memory_free = min(free, facts.memory_free)
+    with contextlib.suppress(OSError):  # there may be none
         shm = os.statvfs("/dev/shm")
         facts.shm_bytes = shm.f_blocks * shm.f_frsize
-    except OSError:
-        facts.shm_bytes = None
 
 
 def _cores(facts: Facts) -> None:
@@ -257,44 +240,37 @@ def _cores(facts: Facts) -> None:
     facts.affinity = sorted(os.sched_getaffinity(0))
     facts.threads = torch.get_num_threads()
     for folder in _cgroups("cpu"):
-        given, period = ([*_read(folder / "cpu.max").split(), "", ""])[:2]
-        given = given or _read(folder / "cpu.cfs_quota_us")
-        period = period or _read(folder / "cpu.cfs_period_us")
-        if given.isdecimal() and period.isdecimal():
-            share = int(given) / int(period)
-            facts.quota = share if facts.quota is None else min(share, facts.quota)
-    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        if cores := parse_list(_read(node)):
-            facts.nodes.append(cores)
+        text = _read(folder / "cpu.max") or " ".join(
+            _read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+        )
+        if share := re.fullmatch(r"(\d+) (\d+)", text):
+            facts.quota = min(int(share[1]) / int(share[2]), facts.quota or float("inf"))
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    facts.nodes = [cores for node in nodes if (cores := parse_list(_read(node)))]
     # Not of the last 10 s, in which the ranks themselves have started.
     some = re.search(r"some .*avg60=([\d.]+)", _read("/proc/pressure/cpu"))
     facts.pressure = float(some[1]) / 100 if some else 0.0
     time.sleep(_STEAL_SECONDS)
-    after = _times()
-    passed = [b - a for a, b in zip(before, after, strict=True)]
-    if len(passed) > 7 and sum(passed[:8]) > 0:
-        facts.steal = passed[7] / sum(passed[:8])
+    passed = [b - a for a, b in zip(before, _times(), strict=True)]
+    facts.steal = passed[-1] / max(1, sum(passed))
 
 
 def _times() -> list[int]:
     """The machine's times by kind, the eighth of which is that of the hypervisor."""
     first = _read("/proc/stat").partition("\n")[0].split()
-    return [int(text) for text in first[1:]]
+    return [int(text) for text in first[1:9]] or [0]
 
 
 def parse_list(text: str) -> list[int]:
     """The numbers of a kernel's list: "0-2,8" is 0, 1, 2, 8."""
-    numbers: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
+    ends = [part.split("-") for part in text.split(",") if part]
+    return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
 
 
 def _network(facts: Facts) -> None:
     for name in ("rmem", "wmem"):
         sizes = _read(f"/proc/sys/net/ipv4/tcp_{name}").split()
-        setattr(facts, name, int(sizes[2]) if len(sizes) == 3 else 0)
+        setattr(facts, name, int(sizes[-1]) if sizes else 0)
     facts.congestions = _read("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
 
 
@@ -313,9 +289,6 @@ def _gpus(facts: Facts, me: Identity) -> None:
     if me.local_rank is not None:
         mine = me.local_rank % facts.gpus
         facts.gpu = str(getattr(torch.cuda.get_device_properties(mine), "uuid", mine))
-    facts.no_peer_access = [
-        (a, b)
-        for a in range(facts.gpus)
-        for b in range(facts.gpus)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
+    pairs = itertools.permutations(range(facts.gpus), 2)
+    can = torch.cuda.can_device_access_peer
+    facts.no_peer_access = [(a, b) for a, b in pairs if not can(a, b)]

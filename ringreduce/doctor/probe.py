@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _PINGS = 5
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16
 _LARGE = 256 << 10
 _PIECE = 64 << 10
 AT_ONCE = 64
@@ -32,7 +32,7 @@ class Target(NamedTuple):
     interface: str
     address: str
     port: int
-    token: bytes
+    token: str
 
 
 @dataclasses.dataclass
@@ -59,14 +59,14 @@ class Line:
     interface: str = ""
 
 
-def serve(listeners: Sequence[socket.socket], token: bytes) -> None:
+def serve(listeners: Sequence[socket.socket], token: str) -> None:
     """Echoes to whoever knows the token, in threads that end with the process."""
 
     for listener in listeners:
         threading.Thread(target=_accept, args=(listener, token), daemon=True).start()
 
 
-def _accept(listener: socket.socket, token: bytes) -> None:
+def _accept(listener: socket.socket, token: str) -> None:
     listener.setblocking(True)
     while True:
         try:
@@ -77,11 +77,11 @@ def _accept(listener: socket.socket, token: bytes) -> None:
         threading.Thread(target=_echo, args=(accepted, token), daemon=True).start()
 
 
-def _echo(connection: socket.socket, token: bytes) -> None:
+def _echo(connection: socket.socket, token: str) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(30.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not secrets.compare_digest(_receive(connection, _TOKEN_BYTES), token):
+        if not secrets.compare_digest(_receive(connection, TOKEN_BYTES).hex(), token):
             return
         for _ in range(_PINGS):
             _receive(connection, _CLOCK.size)
@@ -112,9 +112,7 @@ def try_lines(sender: int, targets: Sequence[Target], seconds: float) -> list[Li
     Returns:
         A line for each target, in their order.
     """
-    if not targets:
-        return []
-    with concurrent.futures.ThreadPoolExecutor(min(AT_ONCE, len(targets))) as pool:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda one: _try(sender, one, seconds), targets))
 
 
@@ -125,16 +123,18 @@ def _try(sender: int, to: Target, seconds: float) -> Line:
         with socket.create_connection((to.address, to.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.stage = "small"
-            connection.sendall(to.token)
+            connection.sendall(bytes.fromhex(to.token))
             for _ in range(_PINGS):
                 _ping(connection, line)
             line.stage = "large"
-            _send_large(connection, seconds)
+            # The other end echoes when it has all, so that this end need not read meanwhile.
+            connection.settimeout(2 * seconds)
+            connection.sendall(bytes(_LARGE))
+            _receive(connection, _LARGE)
+            line.stage = ""
     except OSError as error:
         waited = isinstance(error, TimeoutError)
         line.error = f"no answer within {seconds:g} s" if waited else error.strerror or str(error)
-        return line
-    line.stage = ""
     return line
 
 
@@ -145,12 +145,3 @@ def _ping(connection: socket.socket, line: Line) -> None:
     took = time.perf_counter() - begin
     if line.round_trip == 0 or took < line.round_trip:
         line.round_trip, line.ahead = took, there - sent - took / 2
-
-
-def _send_large(connection: socket.socket, seconds: float) -> None:
-    # The other end echoes all at once when it has all, so that this end need not read meanwhile.
-    connection.settimeout(2 * seconds)
-    data = bytes(_LARGE)
-    connection.sendall(data)
-    if _receive(connection, _LARGE) != data:
-        raise ConnectionError("the bytes that came back are not those that were sent")
