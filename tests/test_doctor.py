@@ -211,7 +211,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
         of(variables=[row("RINGREDUCE_HOSTID", "a")]),
         "RINGREDUCE_HOSTID=a",
     ),
-    ("placement", "slow", 2, moved, "rank 1 is node1"),
+    ("placement", "slow", 2, moved, "rank 1 on node1"),
     (
         "uneven",
         "note",

@@ -30,7 +30,7 @@ from ringreduce._backend import extension
 from ringreduce._launchers import Identity
 from ringreduce.doctor import probe
 from ringreduce.doctor.facts import Facts, gather, mtu_of
-from ringreduce.doctor.report import Finding
+from ringreduce.doctor.report import fault
 from ringreduce.launch import meeting_place
 
 _POLL_SECONDS = 0.05
@@ -46,7 +46,7 @@ class CannotMeet(Exception):
 
     def __init__(self, me: Identity, found: str, todo: str) -> None:
         super().__init__(found)
-        self.finding = Finding("store", "fault", found, todo, (me.rank,), (socket.gethostname(),))
+        self.finding = fault("store", found, todo, (me.rank,), (socket.gethostname(),))
 
 
 @dataclasses.dataclass

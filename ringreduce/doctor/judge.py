@@ -1,35 +1,35 @@
 """The table of checks, and what they all find.
 
-A check is a function that yields pairs, what was found and what to do; a third value, if there is
-one, names the ranks, which otherwise are all those that the check looks at:
+A check is a function that yields findings.  Their ranks, if it names none, are all at which it
+looks:
 
-    @check("rank", "fault", "open-files")
-    def open_files(one: Facts) -> Said: ...
+    @check("rank")
+    def open_files(one: Facts) -> Found: ...
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from ringreduce.doctor.exchange import Gathered
 from ringreduce.doctor.facts import Facts
-from ringreduce.doctor.report import Finding, Severity, arranged
+from ringreduce.doctor.report import Finding, arranged
 
 Ranks = Sequence[Facts]
-Said = Iterator[tuple[str, str] | tuple[str, str, Sequence[int]]]
+Found = Iterator[Finding]
+Check = Callable[[Any], Found]
 # What a check takes: the facts of a rank; those of all ranks of a host; all that was gathered, of
 # any job; the same of a job on several hosts.
 Scope = Literal["rank", "host", "job", "hosts"]
 _MOST_NAMED = 4
-_checks: list[tuple[Scope, Severity, str, Callable[[Any], Said]]] = []
+_checks: list[tuple[Scope, Check]] = []
 
 
-def check(
-    scope: Scope, severity: Severity, name: str
-) -> Callable[[Callable[[Any], Said]], Callable[[Any], Said]]:
+def check(scope: Scope) -> Callable[[Check], Check]:
     """Enters a function in the table."""
 
-    def enter(function: Callable[[Any], Said]) -> Callable[[Any], Said]:
-        _checks.append((scope, severity, name, function))
+    def enter(function: Check) -> Check:
+        _checks.append((scope, function))
         return function
 
     return enter
@@ -46,12 +46,12 @@ def judge(gathered: Gathered) -> list[Finding]:
     }
     names = {one.rank: one.host for one in gathered.facts}
     found = []
-    for scope, severity, name, function in _checks:
+    for scope, function in _checks:
         for subject, ranks in subjects[scope]:
-            for what, todo, *whose in function(subject):
-                numbers = sorted(whose[0] if whose else [one.rank for one in ranks])
-                on = tuple(dict.fromkeys(names[rank] for rank in numbers if rank in names))
-                found.append(Finding(name, severity, what, todo, tuple(numbers), on))
+            for one in function(subject):
+                numbers = sorted(one.ranks or [facts.rank for facts in ranks])
+                on = dict.fromkeys(names[rank] for rank in numbers if rank in names)
+                found.append(dataclasses.replace(one, ranks=tuple(numbers), hosts=tuple(on)))
     return arranged(found)
 
 

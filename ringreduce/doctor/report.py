@@ -1,6 +1,7 @@
 """What a check has found, and how it is told to people and to programs."""
 
 import dataclasses
+import functools
 import json
 import textwrap
 from collections.abc import Sequence
@@ -16,20 +17,23 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        check: the name of the check; docs/doctor.md lists them.
         severity: "fault" (it will not work, or not as asked), "slow", or "note".
+        check: the name of the check; docs/doctor.md lists them.
         found: what, with numbers.
         todo: a sentence or a command.
         ranks: whose, in ascending order.
         hosts: the names of the hosts of these ranks, as far as they are known.
     """
 
-    check: str
     severity: Severity
+    check: str
     found: str
     todo: str
-    ranks: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = ()
+    ranks: Sequence[int] = ()
+    hosts: Sequence[str] = ()
+
+
+fault, slow, note = (functools.partial(Finding, severity) for severity in _ORDER)
 
 
 def arranged(findings: Sequence[Finding]) -> list[Finding]:
