@@ -191,7 +191,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
     ),
     ("shm-size", "note", 1, of(shm_bytes=64 * MIB), "--shm-size"),
     ("user", "fault", 1, of(1, uid=1000), "0, 1000"),
-    ("cores", "slow", 1, of(cores=1, affinity=[0], nodes=[[0]]), "2 ranks on 1 cores"),
+    ("cores", "slow", 1, of(cores=1, affinity=[0], nodes=[[0]]), "2 ranks on 1 core"),
     ("affinity", "slow", 1, of(affinity=[3]), "bound to 1 of 8 cores"),
     ("quota", "slow", 1, of(quota=1.5), "1.5 cores for 2 ranks"),
     ("threads", "slow", 1, of(threads=8, environment={"OMP_NUM_THREADS": "8"}), "NUM_THREADS=4"),

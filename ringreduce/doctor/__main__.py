@@ -10,7 +10,7 @@ from ringreduce._launchers import identify
 from ringreduce.doctor import checks, network  # noqa: F401 (they enter their checks in the table)
 from ringreduce.doctor.exchange import CannotMeet, Gathered, collect
 from ringreduce.doctor.judge import judge
-from ringreduce.doctor.report import status_of, to_json, to_text
+from ringreduce.doctor.report import counted, status_of, to_json, to_text
 
 _USAGE = 2  # as argparse's own
 _RANK_0_TELLS = 5.0  # seconds; a launcher may end rank 0 when this rank ends with an error
@@ -19,11 +19,11 @@ _RANK_0_TELLS = 5.0  # seconds; a launcher may end rank 0 when this rank ends wi
 def _heading(gathered: Gathered, aside: str) -> str:
     """What was looked at."""
     one = gathered.facts[0]
-    hosts = len(gathered.hosts())
     came = f"{len(gathered.facts)} of " * bool(gathered.absent)
     text = (
-        f"ringreduce {one.ringreduce}, torch {one.torch}; {came}{one.world_size} rank"
-        f"{'s' * (one.world_size > 1)} ({one.launcher}) on {hosts} host{'s' * (hosts > 1)}"
+        f"ringreduce {one.ringreduce}, torch {one.torch}; {came}"
+        f"{counted(one.world_size, 'rank')} ({one.launcher}) on "
+        f"{counted(len(gathered.hosts()), 'host')}"
     )
     if gathered.lines:
         trips = sorted(line.round_trip * 1e3 for line in gathered.lines if not line.error)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ringreduce.doctor.exchange import Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.judge import Found, Ranks, check
-from ringreduce.doctor.report import fault, note, ranks_text, slow
+from ringreduce.doctor.report import counted, fault, note, ranks_text, slow
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
 TESTED_TORCH = tuple((2, minor) for minor in range(11, 16))
@@ -147,7 +147,7 @@ def limits_of_host(ranks: Ranks) -> Found:
     if left < need:
         yield fault(
             "threads-limit",
-            f"{left} more threads are allowed; {len(ranks)} ranks may need {need}",
+            f"{left} more threads are allowed; {counted(len(ranks), 'rank')} may need {need}",
             f"ulimit -u {4 * need}, or the cgroup's pids.max (Docker: --pids-limit {4 * need}).",
         )
     free = min(one.memory_free for one in ranks)
@@ -156,7 +156,7 @@ def limits_of_host(ranks: Ranks) -> Found:
         of = f" of the cgroup's {limit >> 20}" if limit else ""
         yield fault(
             "memory",
-            f"{free >> 20} MiB{of} are free for the gradients and buckets of {len(ranks)} ranks",
+            f"{free >> 20} MiB{of} are free for the buckets of {counted(len(ranks), 'rank')}",
             "Start fewer ranks there, or give the cgroup more (Docker: --memory, Slurm: --mem, "
             "Kubernetes: limits.memory).",
         )
@@ -201,12 +201,12 @@ def cores(ranks: Ranks) -> Found:
     usable = min([there, *(one.quota for one in ranks if one.quota is not None)])
     total = sum(one.threads for one in ranks)
     if count > there == ranks[0].cores:
-        todo = f"Start at most {there} ranks on this host."
-        yield slow("cores", f"{count} ranks on {there} cores", todo)
+        todo = f"Start at most {counted(there, 'rank')} on this host."
+        yield slow("cores", f"{counted(count, 'rank')} on {counted(there, 'core')}", todo)
     elif usable < count <= there:
         yield slow(
             "quota",
-            f"the cgroup's quota (cpu.max) is {usable:g} cores for {count} ranks",
+            f"the cgroup's quota (cpu.max) is {usable:g} cores for {counted(count, 'rank')}",
             f"Give it {count} cores or more (Docker: --cpus, Kubernetes: limits.cpu).",
         )
     elif count <= usable < total:
@@ -214,7 +214,7 @@ def cores(ranks: Ranks) -> Found:
         said = f"OMP_NUM_THREADS is {given}" if given else "OMP_NUM_THREADS is not set"
         yield slow(
             "threads",
-            f"{count} ranks with {total} threads in all on {usable:g} cores ({said})",
+            f"{counted(count, 'rank')} with {total} threads on {usable:g} cores ({said})",
             f"export OMP_NUM_THREADS={int(usable) // count} before the launcher starts.",
         )
 

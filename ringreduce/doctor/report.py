@@ -73,7 +73,7 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     """A paragraph for each finding under a heading, and a last line with their number."""
     lines = [heading]
     for one in findings:
-        hosts = one.hosts[0] if len(one.hosts) == 1 else f"{len(one.hosts)} hosts"
+        hosts = one.hosts[0] if len(one.hosts) == 1 else counted(len(one.hosts), "host")
         where = ranks_text(one.ranks) + f" on {hosts}" * bool(one.hosts)
         lines.append(f"{one.severity}  {one.check}" + f"  ({where})" * bool(where))
         for text in (one.found, f"to do: {one.todo}"):
@@ -93,6 +93,11 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     ]
     lines.append(", ".join(counts) or "nothing found: fit for ringreduce")
     return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 rank", "2 ranks" """
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
