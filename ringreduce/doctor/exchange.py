@@ -161,7 +161,7 @@ def _store(me: Identity, seconds: float) -> tuple[Any, str]:
         raise CannotMeet(
             me,
             f"no way to rank 0's store at {addr}:{port} within {seconds:g} s: {_why(error)}",
-            f"Look whether rank 0 runs and another program has its port, whether {addr} is an "
+            f"Look whether rank 0 runs, whether another program has its port, whether {addr} is an "
             f"address of its host that this host reaches (getent hosts {addr}; ping {addr}), and "
             f"whether a firewall allows TCP port {port} there.",
         ) from error
