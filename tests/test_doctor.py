@@ -461,7 +461,7 @@ def test_this_machine_is_sound() -> None:
         pytest.param(
             "threads",
             ["taskset", "-c", CORE],
-            {"OMP_NUM_THREADS": "2"},
+            {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
             "OMP_NUM_THREADS is 2",
             marks=needs_two_cores,
         ),
