@@ -1,22 +1,25 @@
 """Times State.commit of ringreduce.elastic, and the commit in which a new rank joins.
 
-    python -m ringreduce.supervise --nproc 2 benchmarks/commit.py
+    python -m ringreduce.supervise --nproc 2 benchmarks/commit.py [--out FILE.json]
 
 Rank 1 kills itself and is started again.  Medians of rounds, with the lowest and the highest; the
 all_reduce has as many bytes as that of the commit.
 """
 
+import argparse
 import os
 import signal
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import ringreduce
 from ringreduce import elastic
+from ringreduce.bench.results import write_json
 
 ROUNDS, CALLS = 9, 2000
 STATE_MB = 100
@@ -30,14 +33,17 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a file for all times")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     ringreduce.init(pg_options=ringreduce.Options(on_loss="continue"))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state = elastic.State(is_timed=False, weights=torch.zeros(STATE_MB << 18))
     state.restore()
+    times: dict[str, list[float]] = {"commit": [], "all_reduce": []}
     if not state.is_timed:
         votes = torch.zeros(2 * world_size, dtype=torch.int64)
-        times: dict[str, list[float]] = {"commit": [], "all_reduce": []}
         for _ in range(ROUNDS):
             times["commit"].append(microseconds(state.commit))
             times["all_reduce"].append(
@@ -60,6 +66,8 @@ def main() -> None:
         was_alone |= len(state.live_ranks) < world_size
     if rank == 0:
         print(f"the commit in which a rank joined, with a state of {STATE_MB} MiB: {seconds:.3f} s")
+        if args.out:
+            write_json(args.out, {"us": times, "join_s": seconds, "state_mib": STATE_MB})
     dist.destroy_process_group()
 
 

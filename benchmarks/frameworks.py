@@ -8,8 +8,9 @@ Three ways: "gloo" is the script as the framework's users write it.  "switch" is
 under RINGREDUCE_DEFAULT=cpu and RINGREDUCE_REPLACE=gloo.  "named" names ringreduce where the
 framework has a place for it: its backend, or its hook in lightning-ddp-hook.  Each trains the same
 model on the same data, all on CPUs, with so many ranks in a group that each sum has two addends:
-their order does not matter, so the weights must be equal to the bit.  Prints a table; the exit
-status is 1 if weights differ or gradients went another way than they should have.
+their order does not matter, so the weights must be equal to the bit.  Prints a table; --out FILE
+has all runs, as JSON.  The exit status is 1 if weights differ or gradients went another way than
+they should have.
 """
 
 from __future__ import annotations
@@ -472,11 +473,13 @@ def run(name: str, way: str, steps: int) -> dict[str, Any]:
     return dict(told[0])
 
 
-def compare(name: str, steps: int, rounds: int) -> tuple[str, bool]:
-    """A row of the table, and whether all was right."""
+def compare(
+    name: str, steps: int, rounds: int, runs: dict[str, list[dict[str, Any]]]
+) -> tuple[str, bool]:
+    """A row of the table, and whether all was right; adds what ranks told to `runs`, by way."""
     framework, right = FRAMEWORKS[name], True
     version = importlib.metadata.version(framework.package)
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in framework.ways}
+    runs |= {way: [] for way in framework.ways}
     for _ in range(rounds):
         for way in framework.ways:
             runs[way].append(run(name, way, steps))
@@ -510,6 +513,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way, by turns")
+    parser.add_argument("--out", type=Path, help="a file for all runs")
     parser.add_argument("--rank-of", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
@@ -517,15 +521,19 @@ def main() -> int:
         return 0
     print("| framework | ranks | gloo | switch | named |\n|---|---|---|---|---|", flush=True)
     all_right = True
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name in given.only:
         try:
             importlib.metadata.version(FRAMEWORKS[name].package)
         except importlib.metadata.PackageNotFoundError:
             print(f"| {name} | | not installed | | |", flush=True)
             continue
-        row, right = compare(name, given.steps, given.rounds)
+        found[name] = {}
+        row, right = compare(name, given.steps, given.rounds, found[name])
         all_right = all_right and right
         print(row, flush=True)
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if all_right else 1
 
 

@@ -6,7 +6,8 @@ Models, on CPUs: the wide MLP of benchmarks/ddp.py (17.1 million parameters in 6
 small GPT (0.8 million in 51 tensors), whose step takes more of the coordinator and less of the
 wire.
 The ways take turns in the same processes: DDP, hvd.DistributedOptimizer, and no sync.  Figures are
-medians of the rounds, with p10 and p90; the ratio is the median of the rounds' ratios.
+medians of the rounds, with p10 and p90; the ratio is the median of the rounds' ratios.  --out FILE
+has all rounds, as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 import ringreduce.horovod as hvd
+from ringreduce.bench.results import write_json
 
 WAYS = ("DDP", "hvd", "no sync")
 SIZES = {
@@ -63,13 +66,16 @@ def main() -> None:
     parser.add_argument("--models", default="mlp,gpt2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a round of one way")
+    parser.add_argument("--out", type=Path, help="a file for all times")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ringreduce.init()
     hvd.init()
+    found_of: dict[str, dict[str, list[float]]] = {}
     for name in args.models.split(","):
         steps = steps_of(name)
         times: dict[str, list[float]] = {way: [] for way in WAYS}
+        found_of[name] = times
         calls = 1
         for turn in range(args.rounds + 2):
             for way, step in steps.items():
@@ -94,6 +100,8 @@ def main() -> None:
                     f"  {way:<8}{statistics.median(found) * 1e3:8.1f} ms "
                     f"({deciles[0] * 1e3:.1f}-{deciles[-1] * 1e3:.1f}){ratio:7.2f} x DDP"
                 )
+    if args.out and hvd.rank() == 0:
+        write_json(args.out, {"ranks": hvd.size(), "seconds": found_of})
     hvd.shutdown()
     dist.destroy_process_group()
 

@@ -10,7 +10,8 @@
     dispatch    the operator on a meta tensor, where it does nothing: torch's part of it
     barrier     dist.barrier of all ranks
 
-Microseconds a call, back to back: medians of the rounds with p10 and p90, on rank 0.
+Microseconds a call, back to back: medians of the rounds with p10 and p90, on rank 0.  --out FILE
+has all rounds, as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import ringreduce
+from ringreduce.bench.results import write_json
 
 
 def main() -> None:
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--calls", type=int, default=5000)
+    parser.add_argument("--out", type=Path, help="a file for all times")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ringreduce.init()
@@ -64,6 +68,8 @@ def main() -> None:
         for name, found in times.items():
             deciles = statistics.quantiles(found, n=10)
             print(f"{name:<12}{statistics.median(found):7.2f}  {deciles[0]:.2f}-{deciles[-1]:.2f}")
+        if args.out:
+            write_json(args.out, {"bytes": args.bytes, "us": times})
     dist.destroy_process_group()
 
 

@@ -4,7 +4,8 @@
 
 Each round measures, with every tool in turn: all-reduces of 1 KiB, back to back, and steps of the
 wide MLP of benchmarks/ddp.py.  Medians of the rounds with p10 and p90, on rank 0; and the median of
-the ratios to the same round without a tool.  The records themselves are always kept.
+the ratios to the same round without a tool.  The records themselves are always kept.  --out FILE
+has all rounds, as JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import metrics
+from ringreduce.bench.results import write_json
 
 
 class NoWriter:
@@ -55,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=20_000, help="all-reduces of a round")
     parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--out", type=Path, help="a file for all times")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ringreduce.init()
@@ -102,6 +106,8 @@ def main() -> None:
         for name in names:
             columns = (told(times[name], times["nothing"]) for times in (calls, steps))
             print(f"{name:<20}{''.join(columns)}")
+        if args.out:
+            write_json(args.out, {"call_us": calls, "step_ms": steps})
     shutil.rmtree(folder)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Trains two real models over gloo and over ringreduce, and compares losses, weights and times.
 
     python examples/demo.py           # a minute on two cores
-    python examples/demo.py --full    # as for docs/performance.md: two to three minutes
+    python examples/demo.py --full    # two to three minutes
 
 1. train_gpt.py, a character GPT on the source of Python's standard library, once per backend.
    With two ranks a + b = b + a, so both runs must agree in every bit; that is checked.

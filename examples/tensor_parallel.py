@@ -10,14 +10,17 @@ waits for 2 x layers of them: with one token at a time they are small, and laten
 The same weights run over each backend by turns, and over a group whose operations do nothing: what
 a token takes longer than there is its time in sync.  The exit status is 1 if the scores are not
 those of the whole model on one rank.  The weights are random, since speed does not depend on them.
+--out FILE has the times of all texts, as JSON.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -187,6 +190,7 @@ def main() -> None:
         choices=["inductor", "aot_eager", "none"],
         help="of torch.compile; with none the work of DTensor in Python hides the sync",
     )
+    parser.add_argument("--out", type=Path, help="a file for all times")
     args = parser.parse_args()
     args.context = args.prompt + args.tokens
 
@@ -221,6 +225,9 @@ def main() -> None:
         print(f"{args.rounds} texts of {args.prompt} + {args.tokens} tokens, batch {args.batch}")
         print(f"{'backend':12} {'':8} {'tokens/s':>9} {'quartiles':>20} {ratio:>9} {'in sync':>7}")
         print("\n".join(table(writers, args)))
+        if args.out:
+            ms = {name: {"prefill": w.prefill, "decode": w.decode} for name, w in writers.items()}
+            args.out.write_text(json.dumps({"prompt": args.prompt, "ms": ms}) + "\n")
     for backend in args.backends:
         whole.write(args.tokens, writers[backend].text)
         error = (writers[backend].scores - whole.scores).abs().max().item()

@@ -51,7 +51,7 @@ def summary(suite: Suite) -> list[str]:
             lines.append([f"{report.collective} (no size)", only, *["-"] * (len(columns) - 1)])
     for name in suite.refused:
         lines.append([name, *["refused"] * len(columns)])
-    return [f"{first.settings['world']} ranks: {says}", "", *_align(lines)]
+    return [f"{first.settings['world']} ranks: {says}", "", *markdown_table(lines)]
 
 
 def _took_part(suite: Suite, peer: str) -> bool:
@@ -67,7 +67,7 @@ def _cell(report: Report, row: Row, peers: list[str]) -> str:
     return " / ".join(texts) + (" WRONG" if wrong else "")
 
 
-def _align(lines: list[list[str]]) -> list[str]:
+def markdown_table(lines: list[list[str]]) -> list[str]:
     """Rows of cells as a Markdown table whose columns stand under each other; a head first."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     head, *rest = (
