@@ -12,13 +12,15 @@ TORCHES ?= 2.11.0 2.13.0 2.14.1 $(NEWEST)
 BASE_VENV ?=
 JOBS ?= $(shell nproc)
 WORLD ?= 3
-# full: make demo takes its time, as for the figures in docs/performance.md.
+# full: make demo takes its time.
 DEMO ?=
 # For make t: part of a test's name.
 T ?=
 # For fuzz.
 CLANG ?= clang++
 FUZZ_SECONDS ?= 60
+# Arguments for benchmarks/figures.py.
+FIGURES ?=
 # For net-faults and survive: how many, and the first one's seed.
 RUNS ?= 200
 SEED ?= 0
@@ -83,7 +85,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 .NOTPARALLEL:
 .PHONY: help venv build demo demo-survive demo-see quick t test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan arm fuzz \
-  bench bench-net net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
+  bench bench-net figures net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
 help:
 	@echo "make demo      train two models on gloo and on ringreduce, side by side (DEMO=full: longer)"
@@ -91,6 +93,7 @@ help:
 	@echo "make demo-see  a rank is late: how it is found, live and afterwards"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
+	@echo "make figures   measure the times in README.md and docs anew, about 35 minutes (needs root for emulated lines)"
 	@echo "make quick     check what you changed: format, lint, build, the tests of that layer"
 	@echo "make t T=ring  the C++ programs and Python tests with \"ring\" in the name"
 	@echo "make test      the C++ tests and the Python tests"
@@ -108,7 +111,7 @@ help:
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
-	@echo "make lint      formatting, lint and types          (make format: put the formatting right)"
+	@echo "make lint      formatting, lint, types, the origin of figures in docs  (make format: put the formatting right)"
 	@echo "make includes  compile each file of the core by itself: it includes what it uses"
 	@echo "make build     build and install ringreduce into $(VENV)"
 	@echo "make cuda-build   compile and link all that is for GPUs; needs neither a GPU nor nvcc"
@@ -187,6 +190,11 @@ bench: build
 bench-net: build
 	$(BIN)/python benchmarks/net/compare.py --out benchmarks/results
 	$(BIN)/python benchmarks/net/ring_order.py
+
+# All on one machine, of one commit; FIGURES="--only NAME" measures some of it, FIGURES=--list lists it.
+figures: build
+	$(BIN)/python -m pip install -q mpi4py matplotlib
+	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 # Each run has a seed and can be had again: make net-faults RUNS=1 SEED=17
 net-faults: build
@@ -372,6 +380,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/figures.py check
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 # Other builds compile the files of a folder as one, which hides a missing include.  Those of csrc/cuda
