@@ -269,8 +269,9 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 2 for bad usage or no constants."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
         if command == "measure":
@@ -284,4 +285,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

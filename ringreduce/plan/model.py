@@ -25,7 +25,7 @@ from ringreduce.plan.lines import Line
 _SLICES, _LEAST_SLICE, _LARGEST_SLICE = 16, 16 << 10, 256 << 10
 _HEADER = 64  # bytes of a frame, beyond those of full packets
 # Bytes that each codec makes of one of float32 (docs/compression.md).
-_SHORTEST = 8192.0  # bytes of a flow that a connection sends at once
+_SHORTEST = 16384.0  # bytes of a flow: TCP sends its first ten packets at once
 _QUEUES = 8  # how many times as much as a long line its queues hold
 _LESS_SURE = 0.03  # what the logarithm of an interval gains by twice the ranks that were measured
 _RING_SAVES = 0.8  # of csrc/algorithm/choose.h: a ring of coded values is taken below this part
