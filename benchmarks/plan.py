@@ -352,8 +352,9 @@ def main() -> int:
         rows += PARTS[part](options)
         print(f"# {part}: {time.monotonic() - begin:.0f} s", flush=True)
         if options.out:
-            document = {"machine": describe_machine(), "rows": rows}
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
+            lines = ",\n".join(map(json.dumps, rows))
+            head = json.dumps({"machine": describe_machine()})[:-1]
+            options.out.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
     print("\n".join(summary(rows)))
     return 0
 
