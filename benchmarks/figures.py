@@ -143,9 +143,8 @@ def visit(one: Measurement, log: Path, limit: float) -> Any:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise RuntimeError(f"ended with status {status}: {log}\n{end}")
         if one.folder:
-            return {
-                path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*.json"))
-            }
+            paths = sorted(output.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+            return {path.stem: json.loads(path.read_text()) for path in paths}
         return json.loads(output.read_text())
 
 
@@ -160,9 +159,11 @@ def schedule(names: Sequence[str], visits: int | None) -> list[str]:
 
 def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[dict[str, Any], bool]:
     """Runs all visits; the results of what was measured completely, and whether nothing failed."""
+    from ringreduce._processes import exit_at
     from ringreduce.bench.machine import describe_machine
     from ringreduce.bench.results import write_json
 
+    exit_at(signal.SIGTERM, signal.SIGHUP)  # so that the command that runs is ended too
     logs = DRAFTS / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     wanted, failed = [], set()
@@ -318,6 +319,7 @@ def draw(visits: Sequence[dict[str, Any]], path: Path) -> None:
 def write_pages(results: dict[str, Any]) -> None:
     """Puts the tables into the pages, and says what lint will refuse."""
     tables = complete(results)
+    pages: dict[Path, str] = {}
     for path in PAGES:
         page = path.relative_to(ROOT).as_posix()
         here = [name for name in tables if page in TABLES[name].pages]
@@ -330,8 +332,10 @@ def write_pages(results: dict[str, Any]) -> None:
         if usual:
             usual = list(dict.fromkeys(usual))
             written[WHERE] = (*origin_of(usual, results), where_lines(usual, results))
-        path.write_text(replace_blocks(path.read_text(), written))
-        print(f"written: {page}: {', '.join(here)}")
+        pages[path] = replace_blocks(path.read_text(), written)
+    for path, text in pages.items():  # now that nothing failed
+        path.write_text(text)
+    print(f"written: {', '.join(tables)}")
     if "all_reduce" in results:
         draw(results["all_reduce"]["visits"], RESULTS.parent / "all_reduce_2.png")
     for fault in check(PAGES):
