@@ -3,7 +3,7 @@
     python benchmarks/plan.py                          # all parts; between hosts as root
     python benchmarks/plan.py --parts shared,lan --out benchmarks/results/plan.json
 
-    shared  ranks of one host; other sizes than fitted, and other numbers of ranks
+    shared  ranks of one host, other sizes than fitted
     lan     emulated hosts; fitted with 2, 3 and 4 on a line of 200 Mbit/s, predicted to 8 on others
     wan     the same with 20 ms round trip and 50 Mbit/s
     steps   DDP; from a timeline of 2 hosts, for other hosts, lines and codecs
@@ -179,12 +179,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def shared(options: Any) -> list[dict[str, Any]]:
-    """Ranks of one host; 6 are more than were fitted."""
+    """Ranks of one host."""
     points = measure.measure_here(options.rounds, options.span, lambda what: print(f"# {what}"))
     model = constants.fit(points, Model(cores=CORES))
     calls = [measure.Call(kind, size) for kind in KINDS for size in SHARED_TESTED]
     rows = []
-    for ranks in (2, 4, 6):
+    for ranks in (2, 4):
         times = measure.start_ranks(calls, ranks, options.rounds, options.span, {})
         points = measure.points_of(calls, times, Job(ranks, cores=CORES))
         rows += compared(model, points, "shared")

@@ -35,7 +35,7 @@ KIB, MIB = 1 << 10, 1 << 20
 INSIDE = {
     # From 32 KiB on three and more ranks run another algorithm.
     "all_reduce": tuple(k * KIB for k in (1, 4, 16, 28, 32, 64, 256, 1024, 4096, 16384, 32768)),
-    **dict.fromkeys(KINDS[1:], tuple(k * KIB for k in (1, 16, 64, 256, 1024, 4096, 32768))),
+    **dict.fromkeys(KINDS[1:], tuple(k * KIB for k in (1, 16, 64, 256, 1024, 4096, 16384, 32768))),
 }
 BETWEEN = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB)
 CODECS = ("bfloat16", "int8")
