@@ -1,7 +1,8 @@
 """Ranks that are forked from a notebook's kernel, as by Lightning's ddp_notebook and Accelerate's
 notebook_launcher: the kernel has torch and ringreduce loaded, and goes on after them.
 
-The notebooks are executed by nbclient, as `jupyter execute` does.
+The notebooks are executed by nbclient, as `jupyter execute` does.  The tutorial that is a notebook
+is a page of the docs too, with what it prints there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ pytest.importorskip("ipykernel", reason="needs `pip install nbclient ipykernel`"
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
+TUTORIAL = HERE.parent / "examples" / "tutorials" / "two_ranks.ipynb"
 
 # launch(function) forks two ranks, with torchrun's variables, and returns what each returned; an
 # error of a rank is raised in the cell.
@@ -112,3 +114,31 @@ def test_ranks_forked_from_a_kernel(tmp_path: Path) -> None:
     assert "default process group twice" in answer["join"]
     assert "was forked from rank 0" in answer["use"]
     assert answer["kernel"] == [1.0] * 3
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    notebook = nbformat.read(TUTORIAL, as_version=4)
+    answer = execute(
+        tmp_path,
+        *(cell.source for cell in notebook.cells if cell.cell_type == "code"),
+        """
+        answer = {"sums": sums, "records": records, "error": error}
+        answer |= {str(codec): ranks for codec, ranks in trained.items()}
+        """,
+    )
+    assert answer["sums"] == [[10.0, 12.0, 14.0, 16.0]] * 2
+    for codec in ("None", "int8"):
+        for first, last, are_same in answer[codec]:
+            assert last < first / 2
+            assert are_same
+    assert answer["None"] != answer["int8"]
+    _, last_rank, late_ms = answer["records"][2]
+    assert last_rank == 1
+    assert late_ms > 25
+    assert "PeerLost, rank 1" in answer["error"]
+
+
+def test_the_tutorial_is_stored_without_outputs() -> None:
+    """They are made when it is run: by a reader, or for the docs."""
+    notebook = nbformat.read(TUTORIAL, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
