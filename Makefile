@@ -83,7 +83,7 @@ RUN_ON_FAKE = PYTHONPATH=. FAKE_HIDES_MEMORY=0 LD_LIBRARY_PATH=$(ON_FAKE)/lib \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo demo-survive demo-see quick t test test-full test-c10d test-tcp test-cpp test-python \
+.PHONY: help venv build demo demo-survive demo-see quick t docs test test-full test-c10d test-tcp test-cpp test-python \
   torch-suite torch-suite-tcp torch-matrix torch-smoke frameworks launchers lint includes format sanitize asan tsan arm fuzz \
   bench bench-net figures net-faults survive nightly clean cuda-build torch-on-fake gpu-check gpu-build gpu-study
 
@@ -111,6 +111,7 @@ help:
 	@echo "make fuzz      libFuzzer on what reads bytes of strangers, for FUZZ_SECONDS; needs clang"
 	@echo "make survive   RUNS training runs with random kills and newcomers (docs/survive.md)"
 	@echo "make net-faults  RUNS random faults between hosts: kills, cuts, partitions (needs root)"
+	@echo "make docs      the docs as a site, in build/docs: open build/docs/index.html (Python 3.11 or newer)"
 	@echo "make lint      formatting, lint, types, the origin of figures in docs  (make format: put the formatting right)"
 	@echo "make includes  compile each file of the core by itself: it includes what it uses"
 	@echo "make build     build and install ringreduce into $(VENV)"
@@ -276,6 +277,15 @@ frameworks: build
 	$(FRAMEWORKS_VENV)/bin/python -m pip install -q $(FRAMEWORKS)
 	$(FRAMEWORKS_VENV)/bin/python -m pytest -q tests/test_lightning.py tests/test_accelerate.py
 	$(FRAMEWORKS_VENV)/bin/python benchmarks/frameworks.py $(FRAMEWORKS_ARGS)
+
+# Each warning is an error, such as a link to nothing.  tests/test_docs.py builds it by the same command.
+docs: build $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W -c docs . build/docs
+	@echo "The first page is build/docs/index.html"
+
+$(VENV)/.docs: requirements-docs.txt $(VENV)/.ready
+	$(BIN)/python -m pip install -q -r requirements-docs.txt
+	@touch $@
 
 # Real launchers.  What is not installed is skipped, and the end of the output says what to install.
 launchers: build

@@ -1,14 +1,16 @@
 """Bucketed ring all-reduce for PyTorch: a torch.distributed backend and a DDP hook.
 
-dist.init_process_group("ringreduce")        # as a backend, no import needed
-ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
-ringreduce.average_gradients(model)          # in a loop without DDP
-ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
-ringreduce.set_default("cpu")                # for groups that name no backend
-ringreduce.commit()                          # before a step that no lost rank may spoil
-ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
-ringreduce.timeline("traces")                # a trace of what all ranks did
-ringreduce.prometheus()                      # counts for /metrics
+What there is, in a line each:
+
+    dist.init_process_group("ringreduce")        # as a backend, no import needed
+    ringreduce.register_comm_hook(ddp_model)     # as a hook, beside gloo or nccl
+    ringreduce.average_gradients(model)          # in a loop without DDP
+    ringreduce.init()                            # as a backend, under torchrun, mpirun or srun
+    ringreduce.set_default("cpu")                # for groups that name no backend
+    ringreduce.commit()                          # before a step that no lost rank may spoil
+    ringreduce.dump_records("dumps")             # what each rank did, for ringreduce.recorder
+    ringreduce.timeline("traces")                # a trace of what all ranks did
+    ringreduce.prometheus()                      # counts for /metrics
 """
 
 import importlib.metadata

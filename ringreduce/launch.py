@@ -92,7 +92,7 @@ def init(
         ValueError: variables that are incomplete, contradict each other or make no sense, or
             nothing says where rank 0 is; names the variables.
         torch.distributed.DistNetworkError: the ranks could not meet at that address and port.
-        And whatever init_process_group raises.
+        Exception: whatever else init_process_group raises.
     """
     me = identify(os.environ, rank, world_size, local_rank, master_addr)
     if me.launcher == "none":

@@ -90,7 +90,7 @@ class Record:
 
     @property
     def last_rank(self) -> int:
-        """The rank that came last; -1: not known."""
+        """The rank that came last; -1 if none is known."""
         return self.late[0][0] if self.late else -1
 
     @property

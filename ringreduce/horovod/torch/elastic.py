@@ -69,7 +69,8 @@ def run(
 
     Raises:
         TimeoutError: not enough ranks are left; says how many, and which are missing.
-        And what the function raises, but for HorovodInternalError and HostsUpdatedInterrupt.
+        Exception: what the function raises, but for HorovodInternalError and
+            HostsUpdatedInterrupt.
     """
 
     @functools.wraps(func)
