@@ -112,7 +112,7 @@ def _residuals(model: Model, logs: Sequence[float], points: Sequence[Point]) -> 
         _PULL * (log - math.log(getattr(default, name)))
         for log, name in zip(logs, _NAMES, strict=True)
     ]
-    return torch.tensor(ratios + pulls, dtype=torch.float64)
+    return torch.tensor(ratios + pulls, dtype=torch.float64, device="cpu")
 
 
 def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
@@ -130,7 +130,7 @@ def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
             columns.append((_residuals(model, moved, points) - found) / _STEP)
         weight = found.abs().clamp(min=0.03).rsqrt()
         slope = torch.stack(columns, 1) * weight[:, None]
-        matrix = slope.T @ slope + damping * torch.eye(len(logs), dtype=torch.float64)
+        matrix = slope.T @ slope + damping * torch.eye(len(logs), dtype=torch.float64, device="cpu")
         step = torch.linalg.solve(matrix, slope.T @ (weight * found)).clamp(-1, 1)
         moved = [log - change for log, change in zip(logs, step.tolist(), strict=True)]
         better = _residuals(model, moved, points)

@@ -74,7 +74,9 @@ def calls_between(sizes: Sequence[int] = BETWEEN, codecs: Sequence[str] = CODECS
 
 def _function(call: Call, world: int, memory: _Memory) -> Callable[[], object]:
     def tensor(name: str, elements: int) -> torch.Tensor:
-        return memory.setdefault((name, elements), torch.ones(elements, dtype=torch.float32))
+        return memory.setdefault(
+            (name, elements), torch.ones(elements, dtype=torch.float32, device="cpu")
+        )
 
     count = max(1, call.size // 4)
     share = max(1, count // world)
@@ -101,7 +103,7 @@ def time_calls(calls: Sequence[Call], rounds: int, span: float) -> list[list[flo
     In a round each call takes its turn for `span` seconds, again and again, or once if it takes
     longer.  The time is that of the slowest rank.
     """
-    slowest = torch.zeros(1, dtype=torch.float64)
+    slowest = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def of_all(seconds: float) -> float:
         slowest[0] = seconds
@@ -195,7 +197,7 @@ def start_ranks(
 def flops_of_a_rank() -> float:
     """Floating point operations a second of a matrix product in float32, with torch's threads."""
     side = 768
-    a = torch.rand(side, side)
+    a = torch.rand(side, side, dtype=torch.float32, device="cpu")
     best = float("inf")
     for _ in range(8):
         begin = time.perf_counter()
