@@ -60,7 +60,8 @@ using namespace wan;
 class Emulator {
  public:
   explicit Emulator(const Options& options)
-      : options_(options), network_(options.plan.hosts, options.link, options.seed, options.shared) {
+      : options_(options),
+        network_(options.plan.hosts, options.link, options.seed, options.shared) {
     if (options.veth) {
       veth_ = std::make_unique<VethHosts>(options.plan);
       hosts_ = veth_->hosts();

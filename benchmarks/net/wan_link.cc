@@ -62,16 +62,14 @@ void Network::take(int from, int to, const Run& run) {
     }
     const int64_t bytes = run.bytesOf(first, count);
     // What is lost is lost on the way: it has taken its time on the line.
-    free_at =
-        rate > 0 ? start + static_cast<Nanos>(static_cast<double>(bytes) * 8 / rate) : start;
+    free_at = rate > 0 ? start + static_cast<Nanos>(static_cast<double>(bytes) * 8 / rate) : start;
     if (lost) {
       ++link.lost;
       drawLoss(link);
       continue;
     }
     link.until_loss -= count;
-    link.last_due =
-        std::max(link.last_due, free_at + link.delay - std::min(kEarly, link.delay));
+    link.last_due = std::max(link.last_due, free_at + link.delay - std::min(kEarly, link.delay));
     link.packets += count;
     link.bytes += bytes;
     waiting_.push_back({link.last_due, order_++, &link, to, count, run.piece(first, count)});

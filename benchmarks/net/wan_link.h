@@ -74,7 +74,7 @@ class Network {
   int hosts_;
   bool shared_;
   std::vector<Link> links_;
-  std::vector<Nanos> free_at_;       // when each line is idle again
+  std::vector<Nanos> free_at_;    // when each line is idle again
   std::vector<Waiting> waiting_;  // a heap, the earliest first
   std::mt19937_64 random_;
   uint64_t order_ = 0;
