@@ -279,8 +279,9 @@ frameworks: build
 	$(FRAMEWORKS_VENV)/bin/python benchmarks/frameworks.py $(FRAMEWORKS_ARGS)
 
 # Each warning is an error, such as a link to nothing.  tests/test_docs.py builds it by the same command.
+# A page is not looked at again before it changes, so what has warned does not stay.
 docs: build $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -W -c docs . build/docs
+	$(BIN)/python -m sphinx -q -W -c docs . build/docs || { rm -rf build/docs; exit 1; }
 	@echo "The first page is build/docs/index.html"
 
 $(VENV)/.docs: requirements-docs.txt $(VENV)/.ready

@@ -210,7 +210,7 @@ class CompressionState:
 
     @property
     def choice(self) -> str:
-        """The codec in use: with "auto" also "exact", or "measuring" while that is found out."""
+        """The codec in use; with "auto" also "exact", or "measuring" while that is found out."""
         name: str = self._state.choice()
         return name
 

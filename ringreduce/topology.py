@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def slowest(self) -> tuple[int, int, float] | None:
-        """The ring's slowest link: from which host, to which, and Mbit/s; None if not measured."""
+        """The ring's slowest link as (from host, to host, Mbit/s); None if it was not measured."""
         if len(self.matrix) < 2:
             return None
         links = zip(self.ring, self.ring[1:] + self.ring[:1], strict=True)
