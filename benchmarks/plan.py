@@ -297,7 +297,7 @@ def trained(net: Net, hosts: int, codec: str) -> step.Step:
         for outcome in network.start(command, environment=net.environment).wait(PATIENCE):
             if outcome.code:
                 raise RuntimeError(f"rank {outcome.rank}: {outcome.output[-2000:]}")
-        return step.replayed(Path(folder))
+        return step.replayed(Path(folder)).step
 
 
 def steps(options: Any) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ from ringreduce.plan.model import CODECS, KINDS, Job, Model
 
 _DEFAULT_SIZES = "1K,64K,1M,25M,256M"
 _Answer = tuple[dict[str, Any], list[str]]  # a document, and the same as lines
+_MOST_RANKS = 1_000_000
+_LONGEST_SPAN = 60.0
+_JITTER = "2%"
 _TOKENS = 2048  # of a rank in a step, of the GPT, where nothing says how long it computes
 
 
@@ -37,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="predict steps: mlp, gpt:7B, 350M (parameters), or from:FOLDER, a timeline")
     add("--compute", help="seconds of a rank's computation in a step: 350ms")
-    add("--jitter", default="2%", help="its standard deviation between ranks and steps (2%%)")
-    add("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the gradients")
+    add("--jitter", help="its standard deviation between ranks and steps (2%%)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the gradients (float32)")
     add("--no-overlap", action="store_true", help="the program waits for each call of a timeline")
     add("--codec", default="", choices=["", *CODECS, "best"], help="of the gradients")
     add("--collective", default="all_reduce", choices=KINDS)
@@ -75,7 +78,7 @@ def _check_parser() -> argparse.ArgumentParser:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", default="2", help="numbers of ranks, with commas (2)")
+    add("--ranks", help="numbers of ranks, with commas (2)")
     add("--hosts", type=int, help="that hold them, as many each (1; with --link as many as ranks)")
     add("--per-host", type=int, help="ranks on each host, instead of --hosts")
     add("--link", help="of each host: 10Gbit,0.2ms,0.01%%[,mtu=9000][,burst=64K][,bbr]")
@@ -86,67 +89,100 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("-c", "--constants", type=Path, default=constants.default_path(), metavar="FILE")
 
 
+def _counts(text: str) -> list[int]:
+    """Numbers of ranks. Raises ValueError."""
+    words = text.split(",")
+    if not all(word.isdecimal() and 0 < int(word) <= _MOST_RANKS for word in words):
+        raise ValueError(f"--ranks are numbers from 1 to {_MOST_RANKS:,} with commas, not '{text}'")
+    return [int(word) for word in words]
+
+
 def _job(options: argparse.Namespace, ranks: int, model: Model) -> Job:
-    line = lines.parse(options.link) if options.link else None
+    line = None if options.link is None else lines.parse(options.link)
+    cores = model.cores if options.cores is None else options.cores
+    for name in ("hosts", "per_host", "cores"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is at least 1")
+    if options.per_host and options.hosts:
+        raise ValueError("--hosts and --per-host say the same: give one of them")
     if options.per_host:
         if ranks % options.per_host:
             raise ValueError(f"{ranks} ranks do not fill hosts of {options.per_host}")
         hosts = ranks // options.per_host
     else:
         hosts = options.hosts or (ranks if line else 1)
-    cores = model.cores if options.cores is None else options.cores
     return Job(ranks, hosts, line, cores, options.emulated, options.bandwidth_known)
 
 
 def _seconds(text: str) -> float:
     for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
+        if text.endswith(unit) and text[: -len(unit)].replace(".", "", 1).isdecimal():
             return float(text[: -len(unit)]) * factor
-    raise ValueError(f"'{text}' has no unit: 350ms, 2s")
+    raise ValueError(f"--compute is a number with us, ms or s, such as 350ms, and not '{text}'")
+
+
+def _part(text: str) -> float:
+    number = text.removesuffix("%")
+    if number == text or not number.replace(".", "", 1).isdecimal() or float(number) > 100:
+        raise ValueError(f"--jitter is 0% to 100%, and not '{text}'")
+    return float(number) / 100
 
 
 def _step(options: argparse.Namespace, model: Model) -> tuple[steps.Step, str]:
     """What is synchronized, and what is assumed of it."""
+    width = 2 if options.dtype == "bfloat16" else 4
     if options.model.startswith("from:"):
+        if options.compute or options.jitter or options.dtype:
+            raise ValueError("a timeline has its own computation, jitter and dtype")
         found = steps.replayed(Path(options.model[5:]), not options.no_overlap)
-        return found, f"{len(found.buckets)} collectives a step, as in {options.model[5:]}"
+        text = f"collectives in a step: {len(found.step.buckets)}, of {found.ranks} ranks, as in "
+        return found.step, "; ".join((text + options.model[5:], *found.notes))
+    if options.no_overlap:
+        raise ValueError("--no-overlap is for timelines: a described model is one of DDP")
     count = steps.parameters_of(options.model)
     if options.compute:
         compute, why = _seconds(options.compute), "as given"
     else:
         compute = 6 * count * _TOKENS / model.flops
-        why = f"{_TOKENS} tokens at {model.flops / 1e9:.0f} GFLOP/s of this machine, 6 a parameter"
-    width = 2 if options.dtype == "bfloat16" else 4
-    jitter = float(options.jitter.rstrip("%")) / 100
-    found = steps.described(count, width, compute, jitter)
-    return found, (
-        f"{count / 1e6:,.0f} M parameters, {options.dtype}, {len(found.buckets)} buckets; "
-        f"{format_time(compute)} of computation ({why}), two thirds of it backward, "
-        f"jitter {jitter:.0%}"
+        why = (
+            f"{_TOKENS} tokens, 6 operations a parameter, at {model.flops / 1e9:.0f} GFLOP/s, this "
+            "machine's at best"
+        )
+    jitter = _part(options.jitter or _JITTER)
+    step = steps.described(count, width, compute, jitter)
+    return step, (
+        f"{count / 1e6:,.3g} M parameters, {options.dtype or 'float32'}, buckets: "
+        f"{len(step.buckets)}; {format_time(compute)} of computation ({why}), two thirds of it "
+        f"backward, jitter {jitter:.1%}"
     )
 
 
 def _collectives(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _Answer:
     """The times of collectives."""
     rows, text = [], [_columns("ranks", "size", "time", "interval", "busbw Mbit/s", "algorithm")]
+    width, kind = 2 if options.dtype == "bfloat16" else 4, options.collective
+    if options.codec and kind != "all_reduce":
+        raise ValueError(f"a codec is for all_reduce only, and not for {kind}")
     for job in jobs:
         for size in parse_sizes(options.sizes):
             if options.codec == "best":
-                codec, found = model.best(size, job, ("", *CODECS) if job.hosts > 1 else ("",))
+                codec, found = model.best(size, job, width)
             else:
-                codec = options.codec
-                found = model.collective(options.collective, size, job, codec)
+                codec = options.codec if job.hosts > 1 else ""
+                found = model.collective(kind, size, job, codec, width)
             rows.append({"ranks": job.ranks, "bytes": size, "codec": codec, **asdict(found)})
-            factor = 2 if options.collective == "all_reduce" else 1
-            busbw = factor * (job.ranks - 1) / job.ranks * size / max(found.seconds, 1e-12)
+            factor = {"all_reduce": 2 * (job.ranks - 1) / job.ranks, "broadcast": 1.0}
+            busbw = factor.get(kind, (job.ranks - 1) / job.ranks) * size / max(found.seconds, 1e-12)
             way = " ".join(filter(None, (found.algorithm, codec)))
             text.append(
                 _columns(
                     str(job.ranks), format_size(size), format_time(found.seconds),
                     _interval(found.low, found.high), f"{busbw * 8e-6:.0f}",
-                    f"{way}, bound by {found.bound}",
+                    f"{way or 'slots'}, bound by {found.bound}",
                 )
             )  # fmt: skip
+    if options.codec and any(job.hosts == 1 for job in jobs):
+        text.append("# on one host nothing is coded")
     return {"collectives": rows}, text
 
 
@@ -157,12 +193,12 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
     rows, text = [], [f"# {assumed}", _columns(*heads)]
     for job in jobs:
         codecs: list[str | None] = [options.codec]
-        if job.hosts == 1:
-            codecs = [""]
-        elif options.codec == "best":
+        if options.codec == "best":
             codecs = ["", *CODECS]
         elif options.codec == "" and options.model.startswith("from:"):
             codecs = [None]
+        if job.hosts == 1:
+            codecs = [""]
         found, codec = min(
             ((steps.predict(step, job, model, one), one) for one in codecs),
             key=lambda pair: pair[0].seconds,
@@ -171,11 +207,12 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
         del row["buckets"]
         row |= {"ranks": job.ranks, "hosts": job.hosts, "codec": codec or ""}
         rows.append(row | {"efficiency": found.efficiency})
+        coded = "as recorded" if codec is None else codec or "exact"
         text.append(
             _columns(
                 str(job.ranks), str(job.hosts), format_time(found.seconds),
                 _interval(found.low, found.high), format_time(found.compute),
-                f"{found.efficiency:10.1%}  {'as recorded' if codec is None else codec or 'exact'}",
+                f"{found.efficiency:10.1%}  {coded}",
             )
         )  # fmt: skip
     return {"assumed": assumed, "steps": rows}, text
@@ -206,11 +243,11 @@ def _interval(low: float, high: float) -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     model, about = constants.load(options.constants)
-    jobs = [_job(options, int(word), model) for word in options.ranks.split(",")]
-    answer = (_steps if options.model else _collectives)(options, model, jobs)
+    jobs = [_job(options, count, model) for count in _counts(options.ranks or "2")]
+    answer = (_collectives if options.model is None else _steps)(options, model, jobs)
     document, text = {"constants": about, **answer[0]}, answer[1]
     if options.curve:
-        if not options.model:
+        if options.model is None:
             raise ValueError("a curve is of a model: --model gpt:7B")
         more = _curve(options, model, jobs[0], about)
         document, text = document | more[0], text + more[1]
@@ -220,6 +257,11 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _between(point: constants.Point) -> bool:
+    """Whether it is a time between hosts."""
+    return point.job.line not in (None, measure.LOOPBACK)
+
+
 def _measure(options: argparse.Namespace) -> int:
     def tell(what: str) -> None:
         print(f"# {what}", file=sys.stderr, flush=True)
@@ -227,7 +269,13 @@ def _measure(options: argparse.Namespace) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     earlier: list[constants.Point] = []
     base = Model()
-    if options.constants.exists() and (world > 1 or options.add):
+    if options.rounds < 1 or not 0 < options.span < _LONGEST_SPAN:
+        raise ValueError(f"--rounds is at least 1, --span above 0 and below {_LONGEST_SPAN:g}")
+    if options.link and world == 1:
+        raise ValueError("--link is for a launcher that starts a rank on each host")
+    if int(os.environ.get("RANK", "0")) == 0:
+        constants.require_writable(options.constants)
+    if options.constants.exists():
         base, _ = constants.load(options.constants)
         earlier = constants.load_points(options.constants)
     if world > 1:
@@ -242,11 +290,11 @@ def _measure(options: argparse.Namespace) -> int:
         if rank != 0:
             return 0
         if not options.add:
-            earlier = [p for p in earlier if p.job.hosts == 1]
+            earlier = [p for p in earlier if not _between(p)]
     else:
         points = measure.measure_here(options.rounds, options.span, tell)
         base = replace(base, cores=len(os.sched_getaffinity(0)), flops=measure.flops_of_a_rank())
-        earlier = []
+        earlier = [p for p in earlier if _between(p)]
     model = constants.fit([*earlier, *points], replace(base, spread={}))
     about = {"machine": describe_machine(), "created": constants.today()}
     constants.save(options.constants, model, about, [*earlier, *points])
@@ -256,16 +304,19 @@ def _measure(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     model, _ = constants.load(options.constants)
-    ran = steps.replayed(options.directory, not options.no_overlap)
-    base = steps.replayed(options.base, not options.no_overlap) if options.base else ran
-    job = _job(options, int(options.ranks), model)
-    rows = check.compared(options.directory, base, ran, job, model)
+    overlaps = not options.no_overlap
+    ran = steps.replayed(options.directory, overlaps)
+    base = steps.replayed(options.base, overlaps) if options.base else ran
+    counts = [ran.ranks] if options.ranks is None else _counts(options.ranks)
+    if counts != [ran.ranks]:
+        raise ValueError(f"the timeline is of {ran.ranks} ranks, and not of {options.ranks}")
+    rows = check.compared(ran, base, _job(options, ran.ranks, model), model)
     if options.json:
         print(
             json.dumps([asdict(row) | {"error": row.error, "inside": row.inside} for row in rows])
         )
     else:
-        print("\n".join(check.table(rows)))
+        print("\n".join([*check.table(rows), *(f"# {note}" for note in ran.notes)]))
     return 0
 
 
@@ -279,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "check":
             return _check(_check_parser().parse_args(rest))
         return _plan(_parser().parse_args(arguments))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"python -m ringreduce.plan: {error}", file=sys.stderr)
         return 2
 

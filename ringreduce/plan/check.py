@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ringreduce.bench.settings import format_size
 from ringreduce.bench.summary import format_time
 from ringreduce.plan.model import KINDS, Estimate, Job, Model
-from ringreduce.plan.step import Step, StepEstimate, moving_times, predict
+from ringreduce.plan.step import Recorded, StepEstimate, predict
+
+_LEAST_TIMES = 3  # of a size; calls that set up a program come once
 
 
 @dataclass(frozen=True)
@@ -49,25 +50,24 @@ def row_of(name: str, times: Sequence[float], predicted: Estimate | StepEstimate
     )
 
 
-def compared(directory: Path, step: Step, ran: Step, job: Job, model: Model) -> list[Row]:
+def compared(ran: Recorded, base: Recorded, job: Job, model: Model) -> list[Row]:
     """Rows for the collectives of a timeline, and for its step.
 
     Args:
-        directory: of the timeline of the run.
-        step: what the step is predicted from; of this timeline or of another run's.
-        ran: the step of this timeline.
-        job: who took part in it.
+        ran: the timeline.
+        base: what the step is predicted from; `ran`, or the timeline of another run.
+        job: who took part in `ran`.
         model: the constants.
     """
     rows = []
-    for (kind, size, codec), times in sorted(moving_times(directory).items()):
-        if kind not in KINDS:
+    for (kind, size, codec, width), times in sorted(ran.moving.items()):
+        if kind not in KINDS or len(times) < _LEAST_TIMES:
             continue
         name = f"{kind} {format_size(size)}" + (f" {codec}" if codec else "")
-        rows.append(row_of(name, times, model.collective(kind, size, job, codec)))
-    codecs = {bucket.codec for bucket in ran.buckets}
-    one = codecs.pop() if len(codecs) == 1 else None
-    rows.append(row_of("step", ran.times, predict(step, job, model, one)))
+        found = model.collective(kind, size, job, codec if job.hosts > 1 else "", width)
+        rows.append(row_of(name, times, found))
+    codec = next((bucket.codec for bucket in ran.step.buckets if bucket.codec), "")
+    rows.append(row_of("step", ran.step.times, predict(base.step, job, model, codec)))
     return rows
 
 
@@ -81,7 +81,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         interval = f"{format_time(row.predicted.low)} - {format_time(row.predicted.high)}"
         lines.append(
             f"{row.name:24}{row.count:7}{format_time(row.median):>11}{measured:>20}"
-            f"{format_time(row.predicted.seconds):>11}{interval:>20}{row.error * 100:7.1f}%"
+            f"{format_time(row.predicted.seconds):>11}{interval:>20}  {row.error * 100:7.1f}%"
             + ("" if row.inside else "  outside")
         )
     return lines

@@ -20,6 +20,7 @@ _VERSION = 1
 _STEP = 1e-3  # of a derivative, in logarithms
 _PULL = 0.03  # to the defaults, for constants that the times say nothing of
 _LEAST_SPREAD = 0.05
+_ONE_COUNT = 0.15  # at least, where one number of hosts was measured
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,23 @@ def default_path() -> Path:
     return Path(cache).expanduser() / "ringreduce" / "plan.json"
 
 
+def require_writable(path: Path) -> None:
+    """Raises OSError, before minutes are spent, if the file could not be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.new").touch()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+
+
 def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point]) -> None:
     """Writes them, with the times that they were fitted to."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "version": _VERSION, "about": about, "model": asdict(model),
         "points": [asdict(point) for point in points],
     }  # fmt: skip
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(document, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def load(path: Path) -> tuple[Model, dict[str, Any]]:
@@ -61,19 +71,33 @@ def load(path: Path) -> tuple[Model, dict[str, Any]]:
     try:
         document = json.loads(path.read_text())
         if document["version"] != _VERSION:
-            raise ValueError(f"{path} is of another version of ringreduce: {measure}")
+            raise ValueError("it is of another version of ringreduce")
         found = document["model"]
+        _require_numbers(found)
         shared: Table = {
             int(ranks): {kind: [(s, t) for s, t in points] for kind, points in kinds.items()}
             for ranks, kinds in found.pop("shared").items()
         }
         sockets = Sockets(**found.pop("sockets"))
-        fitted = tuple(found.pop("fitted"))
-        return Model(sockets=sockets, shared=shared, fitted=fitted, **found), document["about"]
+        ranks, hosts = found.pop("fitted")
+        if min(ranks, hosts) < 1:
+            raise ValueError("it was fitted to nothing")
+        model = Model(sockets=sockets, shared=shared, fitted=(ranks, hosts), **found)
+        about = document["about"]
+        return model, about | {"machine": {"cpu": "?", "cores": 0, **about.get("machine", {})}}
     except FileNotFoundError:
-        raise ValueError(f"there are no constants of this installation: {measure}") from None
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}): {measure}") from None
+        raise ValueError(f"there are no constants in {path}: {measure}") from None
+    except (OSError, LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used ({error!r}): {measure}") from None
+
+
+def _require_numbers(found: Any) -> None:
+    """Raises ValueError for a number that is none, or not above 0."""
+    for value in found.values() if isinstance(found, dict) else found:
+        if isinstance(value, (dict, list)):
+            _require_numbers(value)
+        elif not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{value} is no time")
 
 
 def load_points(path: Path) -> list[Point]:
@@ -146,7 +170,7 @@ def fit_sockets(model: Model, points: Sequence[Point]) -> Sockets:
 def table_of(points: Sequence[Point]) -> Table:
     """Of the times inside a host."""
     found: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for p in sorted((p for p in points if p.job.hosts == 1), key=lambda p: p.size):
+    for p in sorted((p for p in points if p.job.hosts == 1 and not p.codec), key=lambda p: p.size):
         found.setdefault(p.job.ranks, {}).setdefault(p.kind, []).append((p.size, p.seconds))
     return {ranks: dict(kinds) for ranks, kinds in found.items()}
 
@@ -174,12 +198,12 @@ def fit(points: Sequence[Point], base: Model) -> Model:
     errors: list[tuple[str, float]] = []
     for p in inside:
         rest = [q for q in inside if q is not p and (q.job, q.kind) == (p.job, p.kind)]
-        sizes = [q.size for q in rest]
-        errors.append(("memory", math.log(p.high / p.seconds)))
+        sizes, error = [q.size for q in rest], 0.0
         if sizes and min(sizes) < p.size < max(sizes):
             guess = replace(model, shared=table_of(rest)).collective(p.kind, p.size, p.job).seconds
             # With the point the gap is half as wide, and what a curve misses is a fourth.
-            errors.append(("memory", math.log(guess / p.seconds) / 4))
+            error = math.log(guess / p.seconds) / 4
+        errors.append(("memory", math.hypot(math.log(p.high / p.seconds), error)))
     if between:
         counts = {p.job.hosts for p in between}
         parts = [p.job.hosts if len(counts) > 1 else i % 2 for i, p in enumerate(between)]
@@ -195,4 +219,10 @@ def fit(points: Sequence[Point], base: Model) -> Model:
         max((p.job.ranks for p in inside), default=base.fitted[0]),
         max((p.job.hosts for p in between), default=base.fitted[1]),
     )
-    return replace(model, spread={**base.spread, **spread_of(errors)}, fitted=fitted)
+    spread = spread_of(errors)
+    if between and len({p.job.hosts for p in between}) == 1:  # other numbers are less certain
+        spread = {
+            bound: found if bound == "memory" else max(found, _ONE_COUNT)
+            for bound, found in spread.items()
+        }
+    return replace(model, spread={**base.spread, **spread}, fitted=fitted)

@@ -11,10 +11,15 @@ from ringreduce.plan.step import Step, predict
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000)
 
 
-def counts(per_host: int, most: int = RANKS[-1]) -> list[int]:
-    """Numbers of ranks that fill their hosts, from one host to `most` ranks."""
-    found = {max(1, count // per_host) * per_host for count in RANKS if count <= most}
-    return sorted(found | {most // per_host * per_host} - {0, 1})
+def counts(per_host: int) -> list[int]:
+    """Numbers of ranks that fill their hosts, from one host to 100,000 ranks.
+
+    Raises:
+        ValueError: a host has more.
+    """
+    if per_host > RANKS[-1]:
+        raise ValueError(f"a curve ends at {RANKS[-1]:,} ranks")
+    return sorted({max(1, count // per_host) * per_host for count in RANKS} - {1})
 
 
 def draw(
@@ -27,9 +32,14 @@ def draw(
         By codec ("exact" for none) the efficiency at each number of ranks.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ValueError: matplotlib is not installed.
+        OSError: the picture cannot be written there.
     """
-    import matplotlib
+    path.touch()
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("a curve needs matplotlib: pip install matplotlib") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -43,14 +53,14 @@ def draw(
         (line,) = axes.plot(ranks, found[name], marker="o", markersize=3, label=name)
         axes.fill_between(
             ranks,
-            [min(1.0, e.compute / e.high) for e in estimates],
-            [min(1.0, e.compute / e.low) for e in estimates],
+            [min(1.0, e.mean / e.high) for e in estimates],
+            [min(1.0, e.mean / e.low) for e in estimates],
             color=line.get_color(), alpha=0.15, linewidth=0,
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("ranks")
-    axes.set_ylabel("part of a step that is computation")
+    axes.set_ylabel("part of a step that a rank computes")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
     figure.suptitle("\n".join(assumptions), fontsize=8, x=0.01, ha="left")

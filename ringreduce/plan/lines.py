@@ -41,7 +41,7 @@ class Line:
     @property
     def is_long(self) -> bool:
         """Whether ringreduce takes it for a long path."""
-        return self.round_trip >= _LONG
+        return self.round_trip > _LONG
 
     @property
     def byte(self) -> float:

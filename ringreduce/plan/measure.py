@@ -181,13 +181,15 @@ def start_ranks(
                     start_new_session=True,
                 )
             )  # fmt: skip
-        output, _ = processes[0].communicate(timeout=_LONGEST_START)
+        output, first = processes[0].communicate(timeout=_LONGEST_START)
         for rank, process in enumerate(processes):
-            _, said = process.communicate(timeout=30) if rank else ("", "")
+            _, said = process.communicate(timeout=30) if rank else ("", first)
             if process.returncode:
                 raise RuntimeError(
                     f"rank {rank} of {ranks} failed while it measured: {said[-2000:]}"
                 )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{ranks} ranks did not end within {_LONGEST_START:.0f} s") from None
     finally:
         end(processes)
     found: list[list[float]] = json.loads(output.splitlines()[-1])
@@ -228,24 +230,28 @@ def measure_here(rounds: int, span: float, tell: Callable[[str], None]) -> list[
 
 
 def measure_between(line: Line, rounds: int, span: float, emulated: bool) -> list[Point]:
-    """Times between the hosts of this job; collective.
+    """Times between the hosts of this job, of one rank each; collective.
 
     Args:
         line: between them.
         rounds, span: as for `time_calls`.
         emulated: the hosts are on one machine, and share its cores.
+
+    Raises:
+        ValueError: there is one host, or several ranks on one.
     """
+    dist.all_reduce(torch.ones(1, dtype=torch.float32, device="cpu"))  # the hosts are known then
+    hosts, ranks = len(topology.of().hosts), dist.get_world_size()
+    if hosts < 2 or hosts != ranks:
+        raise ValueError(
+            f"start it with one rank on each of several hosts, and not {ranks} on {hosts}; without "
+            "a launcher it measures one host"
+        )
     calls = calls_between()
     times = time_calls(calls, rounds, span)
-    hosts = topology.of().hosts
-    job = Job(
-        dist.get_world_size(),
-        len(hosts),
-        line,
-        cores=len(os.sched_getaffinity(0)),
-        emulated=emulated,
-    )
-    return points_of(calls, times, job)
+    known = bool(os.environ.get("RINGREDUCE_BANDWIDTH_MBIT"))
+    cores = len(os.sched_getaffinity(0))
+    return points_of(calls, times, Job(hosts, hosts, line, cores, emulated, known))
 
 
 if __name__ == "__main__":

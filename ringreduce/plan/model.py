@@ -16,21 +16,22 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ringreduce._backend import extension
 from ringreduce.plan.lines import Line
 
 # Of csrc/collectives/stream_algorithms.h.
 _SLICES, _LEAST_SLICE, _LARGEST_SLICE = 16, 16 << 10, 256 << 10
-_HEADER = 64  # bytes of a frame, beyond those of full packets
 # Bytes that each codec makes of one of float32 (docs/compression.md).
+_UNDER_WAY, _MOST_RATE = 1024, 5e9  # slices, and bytes a second
+_HEADER = 64  # bytes of a frame, beyond those of full packets
 _SHORTEST = 16384.0  # bytes of a flow: TCP sends its first ten packets at once
 _QUEUES = 8  # how many times as much as a long line its queues hold
 _LESS_SURE = 0.03  # what the logarithm of an interval gains by twice the ranks that were measured
 _RING_SAVES = 0.8  # of csrc/algorithm/choose.h: a ring of coded values is taken below this part
-CODECS = {"bfloat16": 0.5, "int8": 34 / 128, "int4": 18 / 128}
-# What a group of several hosts runs for each kind, by its algorithm.
+# Bytes that each codec makes of one of float32 (docs/compression.md).
+CODECS = {"bfloat16": 0.5, "float16": 0.5, "int8": 34 / 128, "int4": 18 / 128}
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
@@ -145,8 +146,24 @@ def bruck_radix(world: int, hop: float, message: float) -> int:
         hops, messages = bruck_shape(world, radix)
         return hops * hop + messages * message, -radix
 
-    # Beyond this many ranks a radix of more than 64 never pays.
-    return min(range(2, world + 1 if world <= 512 else 65), key=overhead)
+    # Of the radixes with as many hops the least has the fewest messages, of equal ones the largest.
+    roots: list[int] = [
+        math.ceil(float(world) ** (1 / hops)) for hops in range(1, world.bit_length() + 1)
+    ]
+    near = {max(2, root + more) for root in roots for more in (-1, 0, 1)}
+    candidates = {*range(2, min(world, 64) + 1), *(r for r in near if r <= world)}
+    best: int = min(sorted(candidates), key=overhead)
+    return best
+
+
+def crowding(world: int, per_host: int, crowd: float) -> float:
+    """As in csrc/algorithm/choose.h: by how much a byte costs more if all ranks send to all."""
+    return flows_of_a_host(world, per_host) * (1 + crowd * (world - 2))
+
+
+def flows_of_a_host(world: int, per_host: int) -> float:
+    """How many ranks' bytes share a host's line if all ranks send to all."""
+    return max(1.0, per_host * (world - per_host) / (world - 1))
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -208,8 +225,8 @@ def _slice_of(share: float) -> float:
 
 
 def _lanes(line: Line) -> int:
-    """How many connections carry a stream (docs/hosts.md)."""
-    return 16 if line.is_long else 1
+    """How many connections a stream has come to after a while, at least (docs/hosts.md)."""
+    return 16 if line.is_long or line.loss else 1
 
 
 def _wire(line: Line, costs: Sockets, flows: int, flow: float) -> float:
@@ -220,59 +237,99 @@ def _wire(line: Line, costs: Sockets, flows: int, flow: float) -> float:
     return 1 + costs.wire_long + costs.meet * (1 - 1 / flows) * min(1.0, flows * flow / held)
 
 
-def stream_parts(
-    kind: str, algorithm: str, size: float, codec: str, job: Job, costs: Sockets,
-    cost: dict[str, float],
-) -> _Parts:  # fmt: skip
-    """The parts of a call among hosts with one rank each.
+@dataclass(frozen=True)
+class _Stream:
+    """A call over streams.
 
-    Args:
-        kind, algorithm, size, codec: bytes of the whole message, before coding.
-        job: who takes part; its hosts are the ranks here.
-        costs: of sockets.
-        cost: by which the group chooses (extension().wire_cost), for Bruck's radix.
+    Attributes:
+        kind, algorithm: what runs.
+        size: bytes of the whole message.
+        width: bytes of an element.
+        codec: of the values, or "".
+        world: ranks that take part in it.
+        line: of each host.
+        crowd: how many ranks share a core.
+        flows: how many ranks' bytes share a host's line where all send to all.
+        cost: by which the group chooses, for Bruck's radix and the ring's window.
     """
-    line = job.line
-    assert line is not None
-    P, crowd = job.hosts, job.crowd
-    coded = size * CODECS.get(codec, 1.0)
-    share = coded / P
-    # A flow of a stage: what a rank sends to another before it needs an answer.
-    gathers = algorithm in ("bruck", "direct")
-    flow = size if gathers and kind == "all_reduce" else share
-    flows = 1 if algorithm == "ring" else P - 1
-    beta = max(line.byte * _wire(line, costs, flows, flow), 1 / line.loss_rate(_lanes(line)))
+
+    kind: str
+    algorithm: str
+    size: float
+    width: int
+    codec: str
+    world: int
+    line: Line
+    crowd: float
+    flows: float
+    cost: dict[str, float]
+
+    @property
+    def carried(self) -> float:
+        """Bytes of the message on the line: a codec takes 16-bit values as float32."""
+        return self.size * 4 / self.width * CODECS[self.codec] if self.codec else self.size
+
+
+def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
+    """The parts of a call among ranks that talk over TCP."""
+    P, line, kind, algorithm = call.world, call.line, call.kind, call.algorithm
+    crowd = max(1.0, call.crowd)
     hop = line.delay + (costs.hop + (costs.switch if crowd > 1 else 0)) * crowd
     message = costs.message * crowd
+    whole, share = call.carried, call.carried / P
+    gathers = algorithm in ("bruck", "direct")
+    # What a rank sends to another before it needs an answer, and to how many.
+    flow = whole if (gathers and kind == "all_reduce") or kind == "broadcast" else share
+    flows = 1 if algorithm in ("ring", "chain", "tree") else P - 1
+    on_wire = _wire(line, costs, flows, flow)
+    if flows > 1:
+        on_wire *= call.flows
+    beta = max(line.byte * on_wire, 1 / line.loss_rate(_lanes(line)))
+    burst = line.burst / line.rate  # a shaped line that was idle lets as much pass at once
+    slice_ = _slice_of(flow)
     if gathers:
+        cost = call.cost
         radix = bruck_radix(P, cost["hop"], cost["message"]) if algorithm == "bruck" else P
         hops, messages = bruck_shape(P, radix)
         carried = (P - 1) * (flow + _HEADER)
         path = hops * hop + messages * message
-        added = P * size if kind == "all_reduce" else 0.0
-        # A shaped line that was idle lets as much pass at once.
-        credit = min(path, line.burst / line.rate)
-        on_line = max(path, path + carried * beta - credit)
+        added = P * whole if kind == "all_reduce" else 0.0
+        on_line = max(path, path + carried * beta - min(path, burst))
+    elif kind == "broadcast":
+        carried = flow + _HEADER
+        levels = P - 1 if algorithm == "chain" else math.ceil(math.log2(P))
+        each = hop + message + (slice_ if algorithm == "chain" else flow) * beta
+        path = levels * each + (flow - slice_ if algorithm == "chain" else 0) * beta
+        added, on_line = 0.0, carried * beta + hop
     else:
-        # Halves of an all-reduce: a reduce-scatter and an all-gather.
+        # Halves of an all-reduce: a reduce-scatter and an all-gather.  On a ring all hops but the
+        # first carry partial sums until the results go round.
         halves = 2 if kind == "all_reduce" else 1
-        slice_ = _slice_of(share)
-        # Else all ranks send to all: two-shot, or its halves, or a codec's owners.
         stages = halves * (P - 1) if algorithm == "ring" else halves
         step = hop + flows * message
         carried = halves * (P - 1) * (share + _HEADER)
+        if algorithm == "ring" and call.width == 2 and not call.codec and kind != "all_gather":
+            carried += (P - 2) * share
         # Each stage waits for its first slice, unless the line is busy until then.
-        path = stages * (step + flows * slice_ * beta) + flows * (share - slice_) * beta
-        credit = min(stages * step, line.burst / line.rate)
-        path = max(path - credit, stages * step)
-        on_line = carried * beta + max(0.0, step - line.burst / line.rate)
-        added = size if kind != "all_gather" else 0.0
+        rounds = _rounds(share, slice_, P, call.cost["hop"]) if algorithm == "ring" else 1
+        path = rounds * stages * (step + flows * slice_ * beta) + flows * (share - slice_) * beta
+        path = max(path - min(stages * step, burst), stages * step)
+        on_line = carried * beta + max(0.0, step - burst)
+        added = whole if kind != "all_gather" else 0.0
     if line.is_long and line.congestion == "bbr" and _SHORTEST < flow < line.rate * line.round_trip:
         on_line += costs.pace * line.round_trip
         path += costs.pace * line.round_trip
-    used = 2 * carried * costs.byte + added * costs.add + (3 * size * costs.code if codec else 0)
-    processors = used * crowd + hop
-    return _Parts(on_line, path, processors)
+    coded = 3 * call.size * 4 / call.width * costs.code if call.codec else 0.0
+    used = 2 * carried * costs.byte + added * costs.add + coded
+    return _Parts(on_line, path, used * crowd + hop)
+
+
+def _rounds(share: float, slice_: float, ranks: int, hop: float) -> int:
+    """How often a ring's window of slices goes round (csrc/collectives/stream_algorithms.h)."""
+    slices = max(1, math.ceil(share / max(1.0, slice_)))
+    under_way = max(1, _UNDER_WAY // ranks)
+    window = min(slices, under_way, math.ceil((3 * _LARGEST_SLICE + hop * _MOST_RATE) / slice_))
+    return math.ceil(slices / window)
 
 
 @dataclass(frozen=True)
@@ -307,64 +364,69 @@ class Model:
         cost["ranks_on_host"] = job.per_host
         return cost
 
-    def choice(self, kind: str, size: float, codec: str, job: Job) -> str:
-        """The algorithm that a group takes between hosts."""
+    def choice(self, kind: str, size: float, codec: str, job: Job, width: int = 4) -> str:
+        """The algorithm that a group takes between hosts (csrc/algorithm/choose.h)."""
         cost = self.chooser_cost(job)
-        if codec:
-            return self._schedule(size, codec, job, cost)
-        model = {key: value for key, value in cost.items() if key != "ranks_on_host"}
-        P, beta = job.hosts, cost["byte"]
+        P, p, beta = job.ranks, job.per_host, cost["byte"]
         hop, message = cost["hop"], cost["message"]
+        if codec:
+            return self._schedule(size * 4 / width, codec, job, cost)
+        partial = 2 * size if width == 2 else size
         if kind == "all_reduce":
-            chosen, _, _ = extension().explain(
-                int(size), int(size), job.ranks, job.per_host, False, "auto", model
-            )
+            model = {key: value for key, value in cost.items() if key != "ranks_on_host"}
+            chosen, _, _ = extension().explain(int(size), int(partial), P, p, False, "auto", model)
             return str(chosen)
-        hops, messages = bruck_shape(P, bruck_radix(P, hop, message))
-        crowd = 1 + cost["crowd"] * (P - 2)
-        on_ring = size * (P - 1) / P * beta
-        ring = (P - 1) * (hop + message) + on_ring
+        if kind == "broadcast":
+            levels = math.ceil(math.log2(P))
+            chain = (P - 1) * (hop + message) + size * beta
+            return "chain" if chain < levels * (hop + message + size * beta) else "tree"
+        crowd, on_line = crowding(P, p, cost["crowd"]), size * (P - 1) / P * beta
         if kind == "all_gather":
-            return "ring" if ring < hops * hop + messages * message + on_ring * crowd else "bruck"
-        return "ring" if ring < hop + (P - 1) * message + on_ring * crowd else "twoshot"
+            hops, messages = bruck_shape(P, bruck_radix(P, hop, message))
+            other, on_ring = hops * hop + messages * message, on_line
+        else:
+            other, on_ring = hop + (P - 1) * message, (size + (P - 2) * partial) / P * beta
+        if (P - 1) * (hop + message) + on_ring < other + on_line * crowd:
+            return "ring"
+        return "bruck" if kind == "all_gather" else "twoshot"
 
     def _schedule(self, size: float, codec: str, job: Job, cost: dict[str, float]) -> str:
-        """Of coded values: as chooseCoded in csrc/algorithm/choose.h."""
-        P = job.hosts
-        on_line = 2 * (P - 1) / P * size * CODECS[codec] * cost["byte"]
-        coding = 3 * size * cost["memory"]
+        """Of coded values; where hosts hold several ranks, each has a part and its own ring."""
+        P, part = job.hosts, size / job.per_host
+        on_line = 2 * (P - 1) / P * part * CODECS[codec] * cost["byte"]
+        coding = 3 * part * cost["memory"]
         owner = 2 * (cost["hop"] + (P - 1) * cost["message"]) + coding
-        owner += on_line * (1 + cost["crowd"] * (P - 2))
+        owner += on_line * crowding(P, min(P - 1, job.per_host), cost["crowd"])
         ring = 2 * (P - 1) * (cost["hop"] + cost["message"]) + coding + on_line
         return "ring" if P > 2 and ring < _RING_SAVES * owner else "owner"
 
-    def _parts(self, kind: str, algorithm: str, size: float, codec: str, job: Job) -> _Parts:
+    def _parts(
+        self, kind: str, algorithm: str, size: float, codec: str, job: Job, width: int
+    ) -> _Parts:
         """Of a call on several hosts."""
-        cost = self.chooser_cost(job)
-        one_each = replace(job, ranks=job.hosts)
-        if job.per_host == 1:
-            return stream_parts(kind, algorithm, size, codec, job, self.sockets, cost)
-        if algorithm == "hierarchical" or codec:
-            # Inside the host a reduce-scatter and an all-gather; between them as many rings as a
-            # host has ranks share its line.
-            way = "ring" if algorithm == "hierarchical" else algorithm
-            between = stream_parts(kind, way, size, codec, one_each, self.sockets, cost)
-            inside = sum(
-                shared_time(self.shared, half, size, job.per_host)
-                for half in ("reduce_scatter", "all_gather")
-            )
-            return _Parts(between.line + inside, between.path + inside, between.processors + inside)
-        everyone = replace(job, hosts=job.ranks)
-        parts = stream_parts(kind, algorithm, size, codec, everyone, self.sockets, cost)
-        if algorithm == "ring":  # of a host's ranks only one sends to another host
+        assert job.line is not None
+        among_hosts = job.per_host > 1 and (algorithm == "hierarchical" or bool(codec))
+        call = _Stream(
+            kind, "ring" if algorithm == "hierarchical" else algorithm, size, width, codec,
+            job.hosts if among_hosts else job.ranks, job.line, job.crowd,
+            1.0 if among_hosts else flows_of_a_host(job.ranks, job.per_host),
+            self.chooser_cost(job),
+        )  # fmt: skip
+        parts = stream_parts(call, self.sockets)
+        if not among_hosts:
             return parts
-        # All ranks of a host send to all ranks of the others, over one line.
-        p, P = job.per_host, job.ranks
-        flows = p * (P - p) / (P - 1)
-        return _Parts(parts.line * flows, parts.path, parts.processors)
+        # Inside the host a reduce-scatter and an all-gather.  Between hosts each rank has a part;
+        # all parts share the line.
+        inside = sum(
+            shared_time(self.shared, half, size, job.per_host)
+            for half in ("reduce_scatter", "all_gather")
+        )
+        return _Parts(
+            parts.line + inside, parts.path + inside, parts.processors / job.per_host + inside
+        )
 
     def collective(
-        self, kind: str, size: float, job: Job, codec: str = "", algorithm: str = ""
+        self, kind: str, size: float, job: Job, codec: str = "", width: int = 4
     ) -> Estimate:
         """The time of one call, in a row of such calls.
 
@@ -372,32 +434,32 @@ class Model:
             kind: one of KINDS.
             size: bytes of the whole message of a rank, before a codec.
             job: who takes part.
-            codec: of CODECS, or "" for the exact call.
-            algorithm: instead of the one that the group takes.
+            codec: of CODECS, or "" for the exact call.  Inside a host there is none.
+            width: bytes of an element.
 
         Raises:
-            ValueError: it was not measured, or there is no such codec.
+            ValueError: it is not modelled or was not measured.
         """
+        if kind not in KINDS:
+            raise ValueError(f"{kind} is not modelled: {', '.join(KINDS)} are")
         if codec and codec not in CODECS:
-            raise ValueError(f"there is no codec '{codec}': {', '.join(CODECS)}")
+            raise ValueError(f"there is no codec '{codec}': {', '.join(CODECS)} are")
+        if codec and kind != "all_reduce":
+            raise ValueError(f"a codec is for all_reduce only, and not for {kind}")
+        if job.ranks == 1:
+            return Estimate(0.0, 0.0, 0.0, "", "memory")
         if job.hosts == 1:
             seconds = shared_time(self.shared, kind, size, job.ranks)
             name = "direct" if job.ranks == 2 or size < 32 << 10 else "twoshot"
             return self._around(seconds, name if kind == "all_reduce" else "", "memory", job)
-        name = algorithm or self.choice(kind, size, codec, job)
-        parts = self._parts(kind, name, size, codec, job)
+        name = self.choice(kind, size, codec, job, width)
+        parts = self._parts(kind, name, size, codec, job, width)
         return self._around(parts.seconds, name, parts.bound, job)
 
-    def best(self, size: float, job: Job, codecs: tuple[str, ...] = ("",)) -> tuple[str, Estimate]:
-        """The codec and algorithm with the shortest all-reduce."""
-        found = []
-        for codec in codecs:
-            names = ["owner"] if codec else ["bruck", "twoshot", "ring"]
-            if not codec and job.per_host > 1:
-                names.append("hierarchical")
-            if job.hosts == 1:
-                names = [""]
-            found += [(codec, self.collective("all_reduce", size, job, codec, n)) for n in names]
+    def best(self, size: float, job: Job, width: int = 4) -> tuple[str, Estimate]:
+        """The codec with the shortest all-reduce, or ""; and its time."""
+        codecs = ("", *CODECS) if job.hosts > 1 else ("",)
+        found = [(c, self.collective("all_reduce", size, job, c, width)) for c in codecs]
         return min(found, key=lambda pair: pair[1].seconds)
 
     def _around(self, seconds: float, algorithm: str, bound: str, job: Job) -> Estimate:
@@ -407,7 +469,3 @@ class Model:
         spread += _LESS_SURE * max(0.0, math.log2(count / known))
         factor = math.exp(spread)
         return Estimate(seconds, seconds / factor, seconds * factor, algorithm, bound)
-
-    def to_json(self) -> dict[str, object]:
-        """For the file of constants."""
-        return asdict(self)

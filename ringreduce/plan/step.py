@@ -10,6 +10,7 @@ whose tail beyond the 90th percentile is continued as an exponential one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -26,17 +27,28 @@ from ringreduce.timeline import _Group, _load
 _BUCKET, _FIRST_BUCKET = 25 << 20, 1 << 20  # of DDP
 _COMMON = 0.9  # the part of the distribution that is taken as it is
 _LEAST_STEPS = 3
+_LEAST_AWAY, _MOST_AWAY = 0.02, 0.1
+_WARM_UP = 2  # steps of a timeline that are left out: connections and memory are new
+_WIDTHS = {"float16": 2, "bfloat16": 2}
 _EXACT = 4096.0  # bytes of a bucket's exact elements, beside a codec
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A collective of a step: `size` bytes, called `ready` seconds after the step's first one."""
+    """A collective of a step.
+
+    Attributes:
+        size: bytes.
+        ready: when it is called, in seconds after the step's first one.
+        kind, codec: as in records.
+        width: bytes of an element.
+    """
 
     size: float
     ready: float
     kind: str = "all_reduce"
     codec: str = ""
+    width: int = 4
 
 
 @dataclass(frozen=True)
@@ -58,27 +70,36 @@ class Step:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Predicted seconds: of a step with the limits of 9 of 10, of its computation, of its sync."""
+    """Predicted seconds.
+
+    Attributes:
+        seconds, low, high: of a step, with its interval.
+        mean: of the computation of a rank.
+        compute: of that of the slowest rank.
+        exposed: of collectives that the computation does not hide.
+        buckets: of each collective.
+    """
 
     seconds: float
     low: float
     high: float
+    mean: float
     compute: float
     exposed: float
     buckets: tuple[Estimate, ...]
 
     @property
     def efficiency(self) -> float:
-        """The part of the step in which the ranks compute, beside one rank that waits for none."""
-        return self.compute / self.seconds
+        """The part of the step that a rank computes, on average; it waits for the rest."""
+        return self.mean / self.seconds if self.seconds else 1.0
 
 
 def expected_maximum(samples: Sequence[float], ranks: int) -> float:
     """The expected maximum of that many independent draws.
 
     Up to the 90th percentile draws are those of the samples.  Beyond, they are exponential with the
-    mean of what the samples have there: the maximum of n of them is that mean times the harmonic
-    number of n (Renyi, 1953).
+    mean of what the samples have there: the maximum of k of them is that mean times the harmonic
+    number of k (Renyi, 1953), and k is binomial.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -89,14 +110,9 @@ def expected_maximum(samples: Sequence[float], ranks: int) -> float:
     total = 0.0
     for i, x in enumerate(ordered[:split]):  # the maximum is the i-th of these
         total += x * (((i + 1) / count) ** ranks - (i / count) ** ranks)
-    none_beyond = (1 - beyond) ** ranks
     excess = statistics.fmean(tail) if tail else 0.0
-    # Given that k are beyond, which is about their expected number.
-    expected = beyond * ranks / max(1e-12, 1 - none_beyond)
-    harmonic = (
-        math.log(expected) + 0.5772 + 0.5 / expected if expected > 1.5 else 1 + 0.5 * (expected - 1)
-    )
-    return total + (1 - none_beyond) * (threshold + excess * harmonic)
+    harmonic = math.fsum((1 - (1 - beyond) ** k) / k for k in range(1, ranks + 1))
+    return total + (1 - (1 - beyond) ** ranks) * threshold + excess * harmonic
 
 
 def simulated(step: Step, times: Sequence[float]) -> float:
@@ -118,29 +134,39 @@ def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> Ste
         model: the constants.
         codec: of all buckets; "": none; None: as in `step`.
     """
-    found = [
-        model.collective(b.kind, b.size, job, b.codec if codec is None else codec)
-        for b in step.buckets
-    ]
-    if codec and job.hosts > 1:  # a hook sends norms and biases apart, exactly
-        extra = model.collective("all_reduce", _EXACT, job)
-        found = [
-            e if b.codec else replace(
-                e, seconds=e.seconds + extra.seconds, low=e.low + extra.low,
-                high=e.high + extra.high,
-            )
-            for b, e in zip(step.buckets, found, strict=True)
-        ]  # fmt: skip
+
+    @functools.cache
+    def estimate(bucket: Bucket) -> Estimate:
+        one = bucket.codec if codec is None or bucket.kind != "all_reduce" else codec
+        # Beside coded buckets those without a codec are norms and biases, which stay exact.
+        if codec and mixed and not bucket.codec:
+            one = ""
+        if not one or job.hosts == 1:
+            return model.collective(bucket.kind, bucket.size, job, width=bucket.width)
+        found = model.collective(bucket.kind, bucket.size, job, one, bucket.width)
+        if bucket.codec:
+            return found
+        extra = model.collective("all_reduce", _EXACT, job)  # what the hook sends exactly
+        return replace(
+            found,
+            seconds=found.seconds + extra.seconds,
+            low=found.low + extra.low,
+            high=found.high + extra.high,
+        )
+
+    mixed = any(b.codec for b in step.buckets)
+    found = [estimate(replace(b, ready=0.0)) for b in step.buckets]
     compute = expected_maximum(step.compute, job.ranks)
-    exposed = simulated(step, [e.seconds for e in found])
-    low = simulated(step, [e.low for e in found])
-    high = simulated(step, [e.high for e in found])
-    ordered = sorted(step.compute)
-    away = min(0.1, (ordered[-1 - len(ordered) // 10] - ordered[len(ordered) // 10]) / compute / 2)
-    away = max(0.02, away)
+    exposed, low, high = (
+        simulated(step, [getattr(e, name) for e in found]) for name in ("seconds", "low", "high")
+    )
+    # The computation itself differs from run to run, and by how much its samples do.
+    middle = statistics.quantiles(step.compute, n=10) if len(step.compute) > 1 else [compute]
+    away = min(_MOST_AWAY, (middle[-1] - middle[0]) / 2 / compute if compute else 0.0)
+    away = max(_LEAST_AWAY, away)
     return StepEstimate(
-        compute + exposed, compute * (1 - away) + low, compute * (1 + away) + high, compute,
-        exposed, tuple(found),
+        compute + exposed, compute * (1 - away) + low, compute * (1 + away) + high,
+        statistics.fmean(step.compute), compute, exposed, tuple(found),
     )  # fmt: skip
 
 
@@ -158,8 +184,8 @@ def parameters_of(text: str) -> float:
     """
     if text == "mlp":
         return _WIDE_MLP
-    number = re.fullmatch(r"(?:gpt:)?([0-9.]+)([kmbt])", text.lower())
-    if number is None:
+    number = re.fullmatch(r"(?:gpt:)?([0-9]+(?:\.[0-9]+)?)([kmbt])", text.lower())
+    if number is None or float(number[1]) == 0:
         raise ValueError(f"a model is mlp, gpt:7B, 350M or from:FOLDER, and not '{text}'")
     return float(number[1]) * _COUNTS[number[2]]
 
@@ -188,9 +214,12 @@ def described(
         done += size
         ready = backward * done / total
         first = first or ready
-        buckets.append(Bucket(size, ready - first))
-    normal = statistics.NormalDist(compute, compute * jitter)
-    samples = [normal.inv_cdf((i + 0.5) / 100) for i in range(100)] if jitter else [compute]
+        buckets.append(Bucket(size, ready - first, width=width))
+    samples = [compute]
+    if jitter and compute:  # log-normal, so that none is negative
+        normal = statistics.NormalDist(0, math.sqrt(math.log1p(jitter**2)))
+        drawn = [math.exp(normal.inv_cdf((i + 0.5) / 100)) for i in range(100)]
+        samples = [compute * x / statistics.fmean(drawn) for x in drawn]
     return Step(tuple(buckets), tuple(samples))
 
 
@@ -205,8 +234,39 @@ def _group_of(directory: Path) -> _Group:
     return max(groups, key=lambda g: sum(r.bytes for s in g.series.values() for r in s.records))
 
 
-def replayed(directory: Path, overlaps: bool = True) -> Step:
-    """The steps of a timeline (RINGREDUCE_TIMELINE).
+@dataclass(frozen=True)
+class Recorded:
+    """What a timeline has.
+
+    Attributes:
+        step: its steps.
+        ranks: how many there were.
+        moving: seconds from the last rank's arrival to the last rank's end, of the operations of
+            each kind, size, codec and width.
+        notes: what a reader should know: files that are missing, and the like.
+    """
+
+    step: Step
+    ranks: int
+    moving: dict[Shape, list[float]]
+    notes: tuple[str, ...]
+
+
+Shape = tuple[str, int, str, int]
+
+
+def _shape(record: Record) -> Shape:
+    """Kind, bytes, codec and width; a compressed all-reduce is one with a codec."""
+    kind = record.kind.removeprefix("compressed ")
+    return kind, record.bytes, record.codec, _WIDTHS.get(record.dtype, 4)
+
+
+def _bytes_of(group: _Group) -> int:
+    return sum(record.bytes for series in group.series.values() for record in series.records)
+
+
+def replayed(directory: Path, overlaps: bool = True) -> Recorded:
+    """Reads a timeline (RINGREDUCE_TIMELINE), of the group that moved most bytes.
 
     Args:
         directory: of the files.
@@ -215,7 +275,10 @@ def replayed(directory: Path, overlaps: bool = True) -> Step:
     Raises:
         ValueError: there are no files, or fewer than three steps that are alike.
     """
-    group = _group_of(directory)
+    files = _load(directory)
+    if not files.groups:
+        raise ValueError(f"{directory} has no operations of a group")
+    group = max(files.groups, key=_bytes_of)
     steps: list[list[Record]] = []
     following: list[Record | None] = []
     for series in group.series.values():
@@ -223,60 +286,62 @@ def replayed(directory: Path, overlaps: bool = True) -> Step:
         for record in series.records:
             if record.state == "done" and record.bytes:
                 by_step.setdefault(record.step, []).append(record)
-        for number, found in by_step.items():
-            steps.append(found)
+        for number in sorted(by_step)[_WARM_UP:]:
+            steps.append(by_step[number])
             following.append(by_step[number + 1][0] if number + 1 in by_step else None)
-    shapes = Counter(tuple((r.kind, r.bytes, r.codec) for r in records) for records in steps)
-    if not shapes:
-        raise ValueError(f"{directory} has no steps")
-    shape, _ = shapes.most_common(1)[0]
-    ready: list[list[float]] = [[] for _ in shape]
+    shapes = Counter(tuple(map(_shape, records)) for records in steps)
+    alike = [
+        (records, after) for records, after in zip(steps, following, strict=True)
+        if after is not None and tuple(map(_shape, records)) == shapes.most_common(1)[0][0]
+    ]  # fmt: skip
+    if len(alike) < _LEAST_STEPS * len(group.series):
+        raise ValueError(
+            f"{directory} has fewer than {_LEAST_STEPS} steps that are alike, after {_WARM_UP} to "
+            "warm up; steps are counted by torch's optimizers"
+        )
+    notes = files.notes()
+    if len(files.groups) > 1:
+        notes.append(f"of {len(files.groups)} groups, {group} is taken, which moved most")
+    waits = [all(b.posted_ns >= a.done_ns for a, b in itertools.pairwise(r)) for r, _ in alike]
+    if overlaps and len(alike[0][0]) > 1 and all(waits):
+        notes.append("each call came after the end of the one before: --no-overlap if it waits")
+    step = _step_of(alike, overlaps)
+    return Recorded(step, len(group.ranks), _moving(group), tuple(notes))
+
+
+def _step_of(alike: Sequence[tuple[list[Record], Record | None]], overlaps: bool) -> Step:
+    """The step of records that are alike, each with the first one of the step after it."""
+    ready: list[list[float]] = [[] for _ in alike[0][0]]
     compute, times = [], []
-    for records, after in zip(steps, following, strict=True):
-        if after is None or tuple((r.kind, r.bytes, r.codec) for r in records) != shape:
-            continue
+    for records, after in alike:
+        assert after is not None
         first = records[0].posted_ns
         for at, record in zip(ready, records, strict=True):
             at.append((record.posted_ns - first) / 1e9)
-        ended = max(r.done_ns for r in records)
-        away = (after.posted_ns - ended) / 1e9
+        away = (after.posted_ns - max(r.done_ns for r in records)) / 1e9
         between = sum(max(0, b.posted_ns - a.done_ns) for a, b in itertools.pairwise(records))
-        compute.append(away + (ready[-1][-1] if overlaps else between / 1e9))
+        compute.append(max(0.0, away + (ready[-1][-1] if overlaps else between / 1e9)))
         times.append((after.posted_ns - first) / 1e9)
-    if len(times) < _LEAST_STEPS * len(group.series):
-        raise ValueError(f"{directory} has fewer than {_LEAST_STEPS} steps that are alike")
     buckets = tuple(
-        Bucket(size, statistics.median(at), kind, codec)
-        for (kind, size, codec), at in zip(shape, ready, strict=True)
+        Bucket(size, statistics.median(at), kind, codec, width)
+        for (kind, size, codec, width), at in zip(map(_shape, alike[0][0]), ready, strict=True)
     )
     return Step(buckets, tuple(compute), tuple(times), overlaps)
 
 
-def scaled(step: Step, factor: float) -> Step:
-    """With computation that takes `factor` times as long."""
-    return replace(
-        step,
-        buckets=tuple(replace(b, ready=b.ready * factor) for b in step.buckets),
-        compute=tuple(x * factor for x in step.compute),
-    )
-
-
-def moving_times(directory: Path) -> dict[tuple[str, int, str], list[float]]:
-    """Seconds from the last rank's arrival to the last rank's end, of the operations of each kind,
-    size and codec in a timeline.
-
-    On ranks whose clocks are not known it is left out.
-    """
-    found: dict[tuple[str, int, str], list[float]] = {}
-    for operation in _group_of(directory).operations:
-        ends = []
-        for rank, record in operation.records.items():
-            clock = operation.group.clock(rank, record.done_ns)
-            if clock is not None and record.state == "done":
-                ends.append(record.done_ns - clock[0])
-        if not ends or not operation.arrivals or not operation.any_record.bytes:
-            continue
+def _moving(group: _Group) -> dict[Shape, list[float]]:
+    """Without operations of which not all ranks' records are there, or whose clocks are vague."""
+    found: dict[Shape, list[float]] = {}
+    for operation in group.operations:
         record = operation.any_record
+        ends = []
+        for rank, one in operation.records.items():
+            clock = operation.group.clock(rank, one.done_ns)
+            if clock is not None and one.state == "done":
+                ends.append(one.done_ns - clock[0])
+        if len(ends) < len(group.ranks) or not operation.arrivals or not record.bytes:
+            continue
         moving = max(ends) - max(operation.arrivals.values())
-        found.setdefault((record.kind, record.bytes, record.codec), []).append(moving / 1e9)
+        if operation.clock_error <= 0.1 * moving:
+            found.setdefault(_shape(record), []).append(moving / 1e9)
     return found
