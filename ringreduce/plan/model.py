@@ -7,8 +7,9 @@ interpolated.  Between hosts a time is the longest of three:
     path        the hops one after the other, each with its first slice
     processors  bytes through sockets, added and coded, and the hops
 
-The hops, messages and bytes of each algorithm are those of csrc/algorithm/choose.h, whose choice is
-asked for.  How a ring and a two-shot flow in slices is in csrc/collectives/stream_algorithms.h.
+The hops, messages and bytes of each algorithm are those of csrc/algorithm/choose.h.  Of an
+all-reduce its choice is asked for, the other choices are copied here.  How a ring and a two-shot
+flow in slices is in csrc/collectives/stream_algorithms.h.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from dataclasses import dataclass, field
 from ringreduce._backend import extension
 from ringreduce.plan.lines import Line
 
-# Of csrc/collectives/stream_algorithms.h.
+# Of csrc/collectives/stream_algorithms.h: how a chunk is cut, and how many slices are under way.
 _SLICES, _LEAST_SLICE, _LARGEST_SLICE = 16, 16 << 10, 256 << 10
-# Bytes that each codec makes of one of float32 (docs/compression.md).
 _UNDER_WAY, _MOST_RATE = 1024, 5e9  # slices, and bytes a second
 _HEADER = 64  # bytes of a frame, beyond those of full packets
 _SHORTEST = 16384.0  # bytes of a flow: TCP sends its first ten packets at once
@@ -47,7 +47,7 @@ class Sockets:
         add: for a byte that is added.
         code: for a byte that a codec takes, encodes once and decodes twice.
         wire: the part by which lines take longer than rate and headers say; `wire_long`: lines with
-            a round trip of 2 ms or more.
+            a round trip above 2 ms.
         meet: more of it on long lines for many flows that meet there, once they are longer than
             the line and its queue hold, and lose packets.
         pace: of a round trip, by how much a call takes longer under BBR whose flows are too short
