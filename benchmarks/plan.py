@@ -4,6 +4,7 @@
     python benchmarks/plan.py --parts shared,lan --out benchmarks/results/plan.json
 
     shared  ranks of one host, other sizes than fitted
+    beyond  the same with three ranks on a core, of which nothing is fitted
     lan     emulated hosts; fitted with 2, 3 and 4 on a line of 200 Mbit/s, predicted to 8 on others
     wan     the same with 20 ms round trip and 50 Mbit/s
     steps   DDP; from a timeline of 2 hosts, for other hosts, lines and codecs
@@ -46,6 +47,7 @@ CORES = len(os.sched_getaffinity(0))
 TESTED = (2 * KIB, 12 * KIB, 48 * KIB, 192 * KIB, 768 * KIB, 3 * MIB)
 SHARED_TESTED = (*TESTED, 12 * MIB, 25 * MIB)
 PATIENCE = 600.0
+Rows = list[dict[str, Any]]  # a prediction and what was measured, in seconds
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def row(what: str, seconds: float, low: float, high: float, predicted: Any) -> d
     }  # fmt: skip
 
 
-def compared(model: Model, points: Sequence[Point], part: str) -> list[dict[str, Any]]:
+def compared(model: Model, points: Sequence[Point], part: str) -> Rows:
     """A row for each measured call."""
     rows = []
     for p in points:
@@ -160,7 +162,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     for r in rows:
         groups.setdefault(f"{r['part']}: {r['where']}", []).append(r)
         groups.setdefault(f"all of {r['part']}", []).append(r)
-        if r["part"] != "steps":
+        if r["part"] not in ("steps", "beyond"):
             groups.setdefault("all collectives", []).append(r)
     for name, found in groups.items():
         errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in found)
@@ -178,16 +180,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 # ---- the parts
 
 
-def shared(options: Any) -> list[dict[str, Any]]:
+def shared(options: Any, part: str = "shared", counts: Sequence[int] = (2, 4)) -> Rows:
     """Ranks of one host."""
     points = measure.measure_here(options.rounds, options.span, lambda what: print(f"# {what}"))
     model = constants.fit(points, Model(cores=CORES))
     calls = [measure.Call(kind, size) for kind in KINDS for size in SHARED_TESTED]
     rows = []
-    for ranks in (2, 4):
+    for ranks in counts:
         times = measure.start_ranks(calls, ranks, options.rounds, options.span, {})
         points = measure.points_of(calls, times, Job(ranks, cores=CORES))
-        rows += compared(model, points, "shared")
+        rows += compared(model, points, part)
     return rows
 
 
@@ -210,7 +212,7 @@ def fitted_to(nets: Fitted, options: Any) -> Model:
 
 def between(
     part: str, fitted: Fitted, tested: Sequence[tuple[Net, Sequence[int]]], options: Any
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Emulated hosts: constants of some, predictions of others."""
     model = fitted_to(fitted, options)
     rows = []
@@ -221,13 +223,13 @@ def between(
     return rows
 
 
-def lan(options: Any) -> list[dict[str, Any]]:
+def lan(options: Any) -> Rows:
     """Lines without delay."""
     tested = [(Net(200), (8,)), (Net(100), (2, 4, 8)), (Net(300), (3, 6))]
     return between("lan", LAN, tested, options)
 
 
-def wan(options: Any) -> list[dict[str, Any]]:
+def wan(options: Any) -> Rows:
     """Lines with delay, and one with loss."""
     tested = [
         (Net(30, 20), (2, 4)), (Net(80, 5), (2, 8)),
@@ -300,7 +302,7 @@ def trained(net: Net, hosts: int, codec: str) -> step.Step:
         return step.replayed(Path(folder)).step
 
 
-def steps(options: Any) -> list[dict[str, Any]]:
+def steps(options: Any) -> Rows:
     """DDP steps: the timeline of 2 hosts on one line, replayed for others."""
     model = fitted_to((*LAN, *WAN), options)
     base = trained(Net(200), 2, "")
@@ -313,18 +315,20 @@ def steps(options: Any) -> list[dict[str, Any]]:
     ):  # fmt: skip
         ran = trained(net, hosts, codec)
         found = step.predict(base, net.job(hosts), model, codec)
-        ordered = sorted(ran.times)
-        tenth = len(ordered) // 10
         rows.append(
-            row(f"step {codec}".strip(), statistics.median(ordered), ordered[tenth],
-                ordered[-1 - tenth], found)
+            row(f"step {codec}".strip(), *constants.quantiles(ran.times), found)
             | {"part": "steps", "where": f"{hosts} hosts, {net}", "ranks": hosts, "codec": codec}
         )  # fmt: skip
         show(rows[-1:])
     return rows
 
 
-PARTS = {"shared": shared, "lan": lan, "wan": wan, "steps": steps}
+def beyond(options: Any) -> Rows:
+    """Ranks of one host, more than were measured."""
+    return shared(options, "beyond", (3 * CORES,))
+
+
+PARTS = {"shared": shared, "lan": lan, "wan": wan, "steps": steps, "beyond": beyond}
 
 
 def main() -> int:

@@ -160,7 +160,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
         "no nvcc",
     ),
     ("same-ringreduce", "fault", 2, of(3, ringreduce="0.2.0"), "0.2.0 on rank 3"),
-    ("same-torch", "fault", 2, of(2, 3, torch="2.14.1+cpu"), "2.14.1+cpu on ranks 2, 3"),
+    ("same-torch", "fault", 2, of(2, 3, torch="2.14.1+cpu"), "2.14.1+cpu on ranks 2 and 3"),
     ("same-python", "note", 2, of(0, python="3.12.1"), "3.12.1 on rank 0"),
     (
         "variable",
@@ -176,7 +176,7 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
         "fault",
         2,
         of(2, 3, variables=[row("RINGREDUCE_TLS", "1", holds="the same on all ranks")]),
-        "1 on ranks 2, 3",
+        "1 on ranks 2 and 3",
     ),
     ("shared-memory", "fault", 1, of(memfd_error="Operation not permitted"), "seccomp"),
     ("unix-socket", "fault", 1, of(unix_error="Address family not supported"), "AF_UNIX"),
@@ -343,7 +343,7 @@ def test_equal_findings_of_ranks_are_told_once_and_the_worst_first() -> None:
         ("shm-size", (0, 1, 2)),
     ]
     text = to_text(found, "heading")
-    assert "(rank 2 on node0)" in text and "(ranks 0 to 2 on node0)" in text
+    assert "(rank 2 on node0)" in text and "(ranks 0-2 on node0)" in text
     assert text.endswith("1 fault, 1 note")
     rows = json.loads(to_json(found))
     assert [set(row) for row in rows] == [

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from ringreduce.doctor.exchange import Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.judge import Found, Ranks, check
-from ringreduce.doctor.report import counted, fault, note, ranks_text, slow
+from ringreduce.doctor.report import counted, fault, note, slow
+from ringreduce.record import ranks_text
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
 TESTED_TORCH = tuple((2, minor) for minor in range(11, 16))

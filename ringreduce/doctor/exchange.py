@@ -8,8 +8,9 @@ It all goes through a store at the master's address, which is torchrun's where t
     done        rank 0 needs the others no longer
     left/R      rank R needs the store no longer
 
-No rank waits for ever, whoever dies or falls silent.  torch's store may: for a program that takes
-its connection and says nothing, or a host that is cut off.  So it is used in a thread of its own.
+Each wait of a rank has a deadline.  Calls of torch's store can exceed theirs: if another program
+accepts the connection and never answers, or if the master's host is cut off.  So a thread of its
+own calls the store, and the rank gives up on that thread.
 """
 
 import concurrent.futures

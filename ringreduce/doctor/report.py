@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
+from ringreduce.record import ranks_text
+
 Severity = Literal["fault", "slow", "note"]
 _ORDER: tuple[Severity, ...] = ("fault", "slow", "note")
 _WIDTH = 100
@@ -74,7 +76,7 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
     lines = [heading]
     for one in findings:
         hosts = one.hosts[0] if len(one.hosts) == 1 else counted(len(one.hosts), "host")
-        where = ranks_text(one.ranks) + f" on {hosts}" * bool(one.hosts)
+        where = (ranks_text(one.ranks) if one.ranks else "") + f" on {hosts}" * bool(one.hosts)
         lines.append(f"{one.severity}  {one.check}" + f"  ({where})" * bool(where))
         for text in (one.found, f"to do: {one.todo}"):
             lines += textwrap.wrap(
@@ -98,15 +100,3 @@ def to_text(findings: Sequence[Finding], heading: str) -> str:
 def counted(number: int, what: str) -> str:
     """ "1 rank", "2 ranks" """
     return f"{number} {what}" + "s" * (number != 1)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words: "rank 3", "ranks 0 to 6, 9"; "" for none."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}" if words else ""

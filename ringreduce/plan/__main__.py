@@ -257,48 +257,40 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _between(point: constants.Point) -> bool:
-    """Whether it is a time between hosts."""
-    return point.job.line not in (None, measure.LOOPBACK)
-
-
 def _measure(options: argparse.Namespace) -> int:
     def tell(what: str) -> None:
         print(f"# {what}", file=sys.stderr, flush=True)
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    earlier: list[constants.Point] = []
-    base = Model()
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if options.rounds < 1 or not 0 < options.span < _LONGEST_SPAN:
         raise ValueError(f"--rounds is at least 1, --span above 0 and below {_LONGEST_SPAN:g}")
-    if options.link and world == 1:
-        raise ValueError("--link is for a launcher that starts a rank on each host")
-    if int(os.environ.get("RANK", "0")) == 0:
+    if bool(options.link) != launched:
+        raise ValueError("--link is for a launcher that starts a rank on each host, which needs it")
+    if not launched:
         constants.require_writable(options.constants)
-    if options.constants.exists():
-        base, _ = constants.load(options.constants)
-        earlier = constants.load_points(options.constants)
-    if world > 1:
-        if not options.link:
-            raise ValueError("between hosts `measure` needs their line: --link 10Gbit,0.2ms")
+        points = measure.measure_here(options.rounds, options.span, tell)
+    else:
+        line = lines.parse(options.link)
         dist.init_process_group("ringreduce")
-        points = measure.measure_between(
-            lines.parse(options.link), options.rounds, options.span, options.emulated
-        )
+        points = measure.measure_between(line, options.rounds, options.span, options.emulated)
         rank = dist.get_rank()
         dist.destroy_process_group()
         if rank != 0:
             return 0
-        if not options.add:
-            earlier = [p for p in earlier if not _between(p)]
-    else:
-        points = measure.measure_here(options.rounds, options.span, tell)
+    base, earlier = Model(), []
+    if options.constants.exists():
+        try:
+            base, _ = constants.load(options.constants)
+            earlier = constants.load_points(options.constants)
+        except ValueError as error:
+            tell(f"what was there is replaced: {error}")
+    if not launched:
         base = replace(base, cores=len(os.sched_getaffinity(0)), flops=measure.flops_of_a_rank())
-        earlier = [p for p in earlier if _between(p)]
-    model = constants.fit([*earlier, *points], replace(base, spread={}))
+    points = constants.joined(earlier, points, options.add)
+    model = constants.fit(points, replace(base, spread={}))
     about = {"machine": describe_machine(), "created": constants.today()}
-    constants.save(options.constants, model, about, [*earlier, *points])
-    print(f"{len(points)} times measured; the constants are in {options.constants}")
+    constants.save(options.constants, model, about, points)
+    print(f"fitted to {len(points)} times; the constants are in {options.constants}")
     return 0
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringreduce.bench.settings import format_size
 from ringreduce.bench.summary import format_time
+from ringreduce.plan.constants import quantiles
 from ringreduce.plan.model import KINDS, Estimate, Job, Model
 from ringreduce.plan.step import Recorded, StepEstimate, predict
 
@@ -38,16 +38,7 @@ class Row:
 
 def row_of(name: str, times: Sequence[float], predicted: Estimate | StepEstimate) -> Row:
     """The quantiles of the measured times beside the prediction."""
-    ordered = sorted(times)
-    tenth = len(ordered) // 10
-    return Row(
-        name,
-        len(ordered),
-        statistics.median(ordered),
-        ordered[tenth],
-        ordered[-1 - tenth],
-        predicted,
-    )
+    return Row(name, len(times), *quantiles(times), predicted)
 
 
 def compared(ran: Recorded, base: Recorded, job: Job, model: Model) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
@@ -17,6 +18,8 @@ from ringreduce.plan.lines import Line
 from ringreduce.plan.model import Job, Model, Sockets, Table
 
 _VERSION = 1
+# Of the loopback interface: no line limits it.
+LOOPBACK = Line(rate=1e12, mtu=65535)
 _STEP = 1e-3  # of a derivative, in logarithms
 _PULL = 0.03  # to the defaults, for constants that the times say nothing of
 _LEAST_SPREAD = 0.05
@@ -36,6 +39,13 @@ class Point:
     high: float
 
 
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The median, p10 and p90; of fewer than ten times the least and the greatest."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return statistics.median(ordered), ordered[tenth], ordered[-1 - tenth]
+
+
 def default_path() -> Path:
     """Where the constants are, unless a command is told otherwise."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -45,9 +55,11 @@ def default_path() -> Path:
 def require_writable(path: Path) -> None:
     """Raises OSError, before minutes are spent, if the file could not be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(f"{path.name}.new").touch()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.touch()
+    fresh.unlink()
 
 
 def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point]) -> None:
@@ -101,7 +113,7 @@ def _require_numbers(found: Any) -> None:
 
 
 def load_points(path: Path) -> list[Point]:
-    """The times that the constants in a file were fitted to."""
+    """The times that the constants in a file were fitted to; the file is one that `load` takes."""
     found = []
     for entry in json.loads(path.read_text())["points"]:
         job = entry.pop("job")
@@ -113,6 +125,26 @@ def load_points(path: Path) -> list[Point]:
 def today() -> str:
     """The date, for a file."""
     return datetime.now(timezone.utc).date().isoformat()
+
+
+def joined(earlier: Sequence[Point], new: Sequence[Point], add: bool) -> list[Point]:
+    """What constants are fitted to after a measurement.
+
+    New times inside a host replace earlier ones.  New times between hosts do too, unless they are
+    to be added.  Those of the loopback interface stand in for a line until one was measured.
+
+    Args:
+        earlier, new: the times in the file, and those just measured.
+        add: keep earlier times between hosts beside new ones.
+    """
+    if any(p.job.hosts == 1 for p in new):
+        kept = [p for p in earlier if p.job.hosts > 1 and p.job.line != LOOPBACK]
+    else:
+        kept = [p for p in earlier if p.job.hosts == 1 or add]
+    found = [*kept, *new]
+    if any(p.job.line not in (None, LOOPBACK) for p in found):
+        found = [p for p in found if p.job.line != LOOPBACK]
+    return found
 
 
 # ---- fitting

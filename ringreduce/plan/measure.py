@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ringreduce import topology
 from ringreduce._backend import backend_of, extension, ringreduce_group
 from ringreduce._processes import end, torchrun_variables
-from ringreduce.plan.constants import Point
+from ringreduce.plan.constants import LOOPBACK, Point, quantiles
 from ringreduce.plan.lines import Line
 from ringreduce.plan.model import KINDS, Job
 
@@ -39,8 +38,6 @@ INSIDE = {
 }
 BETWEEN = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB)
 CODECS = ("bfloat16", "int8")
-# Of the loopback interface: no line limits it.
-LOOPBACK = Line(rate=1e12, mtu=65535)
 _Memory = dict[tuple[str, int], torch.Tensor]
 _MOST_CALLS, _LONGEST_START = 2000, 300.0
 
@@ -134,14 +131,10 @@ def time_calls(calls: Sequence[Call], rounds: int, span: float) -> list[list[flo
 
 def points_of(calls: Sequence[Call], times: Sequence[Sequence[float]], job: Job) -> list[Point]:
     """The medians of the rounds."""
-    points = []
-    for call, found in zip(calls, times, strict=True):
-        ordered = sorted(found)
-        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-        points.append(
-            Point(call.kind, call.size, call.codec, job, statistics.median(ordered), low, high)
-        )
-    return points
+    return [
+        Point(call.kind, call.size, call.codec, job, *quantiles(found))
+        for call, found in zip(calls, times, strict=True)
+    ]
 
 
 def worker(spec: dict[str, Any]) -> list[list[float]]:

@@ -226,14 +226,6 @@ def described(
 # ---- of a timeline
 
 
-def _group_of(directory: Path) -> _Group:
-    """The group that moved most bytes."""
-    groups = _load(directory).groups
-    if not groups:
-        raise ValueError(f"{directory} has no operations of a group")
-    return max(groups, key=lambda g: sum(r.bytes for s in g.series.values() for r in s.records))
-
-
 @dataclass(frozen=True)
 class Recorded:
     """What a timeline has.
