@@ -153,6 +153,16 @@ def explain(
     cost: dict[str, float],  # as of wire_cost; what is left out is the default
     order: str = "ring",
 ) -> tuple[str, str, list[tuple[str, float, float, float]]]: ...
+def choose_stream(
+    kind: str,
+    bytes: int,
+    partial_bytes: int,
+    coded_bytes: int,  # 0: without a codec
+    world_size: int,
+    ranks_on_host: int,
+    cost: dict[str, float],  # as of explain
+) -> tuple[str, int, int]: ...  # what runs; the hops and messages of Bruck's all-gather
+def coded_bytes(codec: str, elements: int) -> int: ...
 def wire_cost(backend: Any) -> dict[str, float]: ...  # the default's, for None
 def config() -> list[dict[str, str]]: ...  # a dictionary for each environment variable
 def listen_for(

@@ -68,20 +68,29 @@ def test_a_loss_slows_down_all_but_bbr() -> None:
 # ---- collectives
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8, 16, 33, 100, 600, 1024])
-def test_hops_are_those_of_the_core(world: int) -> None:
-    for hop in (20e-6, 1e-3, 25e-3):
-        cost = {"hop": hop, "message": 8e-6}
-        _, _, found = extension().explain(1024, 1024, world, 1, False, "auto", cost)
-        hops = {name: hops for name, _, hops, _ in found}
-        radix = model.bruck_radix(world, hop, 8e-6)
-        assert model.bruck_shape(world, radix)[0] == hops["bruck"]
-        overhead = sum(
-            map(math.prod, zip(model.bruck_shape(world, radix), (hop, 8e-6), strict=True))
+@pytest.mark.parametrize("known", [False, True])
+def test_a_group_is_predicted_by_what_it_takes(known: bool) -> None:
+    """The choice is the core's own, of all ranks, by the cost that a group would have."""
+    slow = Line(rate=100e6 / 8)
+    for per_host in (1, 4):
+        job = Job(8 * per_host, 8, slow, bandwidth_known=known)
+        cost = {"hop": 20e-6} | ({"byte": 1 / slow.rate} if known else {})
+        for size in (KIB, 16 * KIB, 256 * KIB, 4 * MIB):
+            taken, _, _ = extension().explain(
+                size, size, 8 * per_host, per_host, False, "auto", cost
+            )
+            assert Model().choice("all_reduce", size, "", job) == taken
+    ways = {
+        (kind, size): Model().choice(kind, size, codec, between(16))
+        for kind, codec in (
+            ("all_reduce", "int8"), ("all_gather", ""), ("reduce_scatter", ""), ("broadcast", "")
         )
-        for other in range(2, world + 1):
-            hops_, messages = model.bruck_shape(world, other)
-            assert overhead <= hops_ * hop + messages * 8e-6 + 1e-12
+        for size in (KIB, 256 * MIB)
+    }  # fmt: skip
+    assert ways["all_gather", KIB] == "bruck" and ways["all_gather", 256 * MIB] == "ring"
+    assert ways["reduce_scatter", KIB] == "twoshot"
+    assert ways["broadcast", KIB] == "tree" and ways["broadcast", 256 * MIB] == "chain"
+    assert ways["all_reduce", KIB] == "owner"
 
 
 def test_large_messages_take_the_time_of_their_bytes() -> None:

@@ -20,6 +20,7 @@
 #include "bootstrap/topology.h"
 #include "group/network.h"
 #include "group/wires.h"
+#include "kernels/codec.h"
 #include "kernels/reduce.h"
 #include "torch/arguments.h"
 #include "torch/backend.h"
@@ -364,6 +365,35 @@ py::tuple explain(size_t bytes, size_t partial_bytes, int world_size, int ranks_
   return py::make_tuple(kAlgorithmNames[static_cast<size_t>(found.choice)], found.why, candidates);
 }
 
+// What ranks on several hosts run for a call, and the hops and messages of Bruck's all-gather
+// there. `coded_bytes` of 0: without a codec.
+py::tuple chooseStream(const std::string& kind, size_t bytes, size_t partial_bytes,
+                       size_t coded_bytes, int world_size, int ranks_on_host,
+                       const py::dict& given) {
+  if (world_size < 2 || ranks_on_host < 1) throw py::value_error("there is no such group");
+  WireCost cost = costFrom(given);
+  cost.ranks_on_host = ranks_on_host;
+  const auto choice = [&]() -> const char* {
+    if (kind == "all_reduce" && coded_bytes > 0)
+      return chooseCoded(bytes, coded_bytes, world_size, CodedSchedule::kAuto, cost) ==
+                     CodedSchedule::kRing
+                 ? "ring"
+                 : "owner";
+    if (kind == "all_reduce")
+      return kAlgorithmNames[static_cast<size_t>(explainStreamAllReduce(bytes, partial_bytes,
+                                                                        world_size, ranks_on_host,
+                                                                        Algorithm::kAuto, cost)
+                                                     .choice)];
+    if (kind == "all_gather") return gathersByRing(bytes, world_size, cost) ? "ring" : "bruck";
+    if (kind == "reduce_scatter")
+      return scattersByRing(bytes, partial_bytes, world_size, cost) ? "ring" : "twoshot";
+    if (kind == "broadcast") return broadcastsByChain(bytes, world_size, cost) ? "chain" : "tree";
+    throw py::value_error("no algorithm is chosen for " + kind);
+  }();
+  const BruckShape shape = bruckShape(world_size, bruckRadix(world_size, cost));
+  return py::make_tuple(choice, shape.hops, shape.messages);
+}
+
 // ---- compressed all-reduces and the compressing hook
 
 // The value that `find` finds by a name, or ValueError.
@@ -621,6 +651,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("best_ring", &bestRingOf, "rates"_a);
   m.def("explain", &explain, "bytes"_a, "partial_bytes"_a, "world_size"_a, "ranks_on_host"_a,
         "sockets"_a, "wanted"_a, "cost"_a, "order"_a = "ring");
+  m.def("choose_stream", &chooseStream, "kind"_a, "bytes"_a, "partial_bytes"_a, "coded_bytes"_a,
+        "world_size"_a, "ranks_on_host"_a, "cost"_a);
+  m.def(
+      "coded_bytes",
+      [](const std::string& codec, size_t elements) {
+        return codedBytes(codecOf(codec), elements);
+      },
+      "codec"_a, "elements"_a);
   m.def(
       "wire_cost",
       [](const BackendPtr& backend) {

@@ -7,9 +7,9 @@ interpolated.  Between hosts a time is the longest of three:
     path        the hops one after the other, each with its first slice
     processors  bytes through sockets, added and coded, and the hops
 
-The hops, messages and bytes of each algorithm are those of csrc/algorithm/choose.h.  Of an
-all-reduce its choice is asked for, the other choices are copied here.  How a ring and a two-shot
-flow in slices is in csrc/collectives/stream_algorithms.h.
+The hops, messages and bytes of each algorithm are those of csrc/algorithm/choose.h, which is also
+asked what a group takes.  How a ring and a two-shot flow in slices is in
+csrc/collectives/stream_algorithms.h.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ringreduce._backend import extension
 from ringreduce.plan.lines import Line
@@ -29,9 +29,7 @@ _HEADER = 64  # bytes of a frame, beyond those of full packets
 _SHORTEST = 16384.0  # bytes of a flow: TCP sends its first ten packets at once
 _QUEUES = 8  # how many times as much as a long line its queues hold
 _LESS_SURE = 0.03  # what the logarithm of an interval gains by twice the ranks that were measured
-_RING_SAVES = 0.8  # of csrc/algorithm/choose.h: a ring of coded values is taken below this part
-# Bytes that each codec makes of one of float32 (docs/compression.md).
-CODECS = {"bfloat16": 0.5, "float16": 0.5, "int8": 34 / 128, "int4": 18 / 128}
+CODECS = ("bfloat16", "float16", "int8", "int4")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
@@ -129,38 +127,6 @@ class Estimate:
     bound: str
 
 
-def bruck_shape(world: int, radix: int) -> tuple[int, int]:
-    """The hops of an all-gather with that radix, and the messages that a rank sends."""
-    hops, messages, near = 0, 0, 1
-    while near < world:
-        messages += min(radix - 1, (world - 1) // near)
-        near *= radix
-        hops += 1
-    return hops, messages
-
-
-def bruck_radix(world: int, hop: float, message: float) -> int:
-    """The radix with the least overhead; of equal ones the largest."""
-
-    def overhead(radix: int) -> tuple[float, int]:
-        hops, messages = bruck_shape(world, radix)
-        return hops * hop + messages * message, -radix
-
-    # Of the radixes with as many hops the least has the fewest messages, of equal ones the largest.
-    roots: list[int] = [
-        math.ceil(float(world) ** (1 / hops)) for hops in range(1, world.bit_length() + 1)
-    ]
-    near = {max(2, root + more) for root in roots for more in (-1, 0, 1)}
-    candidates = {*range(2, min(world, 64) + 1), *(r for r in near if r <= world)}
-    best: int = min(sorted(candidates), key=overhead)
-    return best
-
-
-def crowding(world: int, per_host: int, crowd: float) -> float:
-    """As in csrc/algorithm/choose.h: by how much a byte costs more if all ranks send to all."""
-    return flows_of_a_host(world, per_host) * (1 + crowd * (world - 2))
-
-
 def flows_of_a_host(world: int, per_host: int) -> float:
     """How many ranks' bytes share a host's line if all ranks send to all."""
     return max(1.0, per_host * (world - per_host) / (world - 1))
@@ -250,7 +216,8 @@ class _Stream:
         line: of each host.
         crowd: how many ranks share a core.
         flows: how many ranks' bytes share a host's line where all send to all.
-        cost: by which the group chooses, for Bruck's radix and the ring's window.
+        hop: of the cost by which the group chooses, for the ring's window.
+        bruck: the hops and messages of Bruck's all-gather.
     """
 
     kind: str
@@ -262,12 +229,19 @@ class _Stream:
     line: Line
     crowd: float
     flows: float
-    cost: dict[str, float]
+    hop: float
+    bruck: tuple[int, int]
 
     @property
     def carried(self) -> float:
-        """Bytes of the message on the line: a codec takes 16-bit values as float32."""
-        return self.size * 4 / self.width * CODECS[self.codec] if self.codec else self.size
+        """Bytes of the message on the line."""
+        return coded_size(self.size, self.codec, self.width) if self.codec else self.size
+
+
+def coded_size(size: float, codec: str, width: int) -> int:
+    """Bytes that a codec makes of a message with elements of `width` bytes."""
+    coded: int = extension().coded_bytes(codec, max(1, int(size / width)))
+    return coded
 
 
 def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
@@ -288,9 +262,7 @@ def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
     burst = line.burst / line.rate  # a shaped line that was idle lets as much pass at once
     slice_ = _slice_of(flow)
     if gathers:
-        cost = call.cost
-        radix = bruck_radix(P, cost["hop"], cost["message"]) if algorithm == "bruck" else P
-        hops, messages = bruck_shape(P, radix)
+        hops, messages = call.bruck if algorithm == "bruck" else (1, P - 1)
         carried = (P - 1) * (flow + _HEADER)
         path = hops * hop + messages * message
         added = P * whole if kind == "all_reduce" else 0.0
@@ -311,7 +283,7 @@ def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
         if algorithm == "ring" and call.width == 2 and not call.codec and kind != "all_gather":
             carried += (P - 2) * share
         # Each stage waits for its first slice, unless the line is busy until then.
-        rounds = _rounds(share, slice_, P, call.cost["hop"]) if algorithm == "ring" else 1
+        rounds = _rounds(share, slice_, P, call.hop) if algorithm == "ring" else 1
         path = rounds * stages * (step + flows * slice_ * beta) + flows * (share - slice_) * beta
         path = max(path - min(stages * step, burst), stages * step)
         on_line = carried * beta + max(0.0, step - burst)
@@ -361,64 +333,41 @@ class Model:
         cost["hop"] = system + job.line.delay
         if job.bandwidth_known:
             cost["byte"] = 1 / job.line.rate
-        cost["ranks_on_host"] = job.per_host
         return cost
 
-    def choice(self, kind: str, size: float, codec: str, job: Job, width: int = 4) -> str:
-        """The algorithm that a group takes between hosts (csrc/algorithm/choose.h)."""
-        cost = self.chooser_cost(job)
-        P, p, beta = job.ranks, job.per_host, cost["byte"]
-        hop, message = cost["hop"], cost["message"]
-        if codec:
-            return self._schedule(size * 4 / width, codec, job, cost)
-        partial = 2 * size if width == 2 else size
-        if kind == "all_reduce":
-            model = {key: value for key, value in cost.items() if key != "ranks_on_host"}
-            chosen, _, _ = extension().explain(int(size), int(partial), P, p, False, "auto", model)
-            return str(chosen)
-        if kind == "broadcast":
-            levels = math.ceil(math.log2(P))
-            chain = (P - 1) * (hop + message) + size * beta
-            return "chain" if chain < levels * (hop + message + size * beta) else "tree"
-        crowd, on_line = crowding(P, p, cost["crowd"]), size * (P - 1) / P * beta
-        if kind == "all_gather":
-            hops, messages = bruck_shape(P, bruck_radix(P, hop, message))
-            other, on_ring = hops * hop + messages * message, on_line
-        else:
-            other, on_ring = hop + (P - 1) * message, (size + (P - 2) * partial) / P * beta
-        if (P - 1) * (hop + message) + on_ring < other + on_line * crowd:
-            return "ring"
-        return "bruck" if kind == "all_gather" else "twoshot"
-
-    def _schedule(self, size: float, codec: str, job: Job, cost: dict[str, float]) -> str:
-        """Of coded values; where hosts hold several ranks, each has a part and its own ring."""
-        P, part = job.hosts, size / job.per_host
-        on_line = 2 * (P - 1) / P * part * CODECS[codec] * cost["byte"]
-        coding = 3 * part * cost["memory"]
-        owner = 2 * (cost["hop"] + (P - 1) * cost["message"]) + coding
-        owner += on_line * crowding(P, min(P - 1, job.per_host), cost["crowd"])
-        ring = 2 * (P - 1) * (cost["hop"] + cost["message"]) + coding + on_line
-        return "ring" if P > 2 and ring < _RING_SAVES * owner else "owner"
-
-    def _parts(
-        self, kind: str, algorithm: str, size: float, codec: str, job: Job, width: int
-    ) -> _Parts:
-        """Of a call on several hosts."""
+    def _stream(self, kind: str, size: float, codec: str, job: Job, width: int) -> _Stream:
+        """What a group on several hosts runs for a call."""
         assert job.line is not None
-        among_hosts = job.per_host > 1 and (algorithm == "hierarchical" or bool(codec))
-        call = _Stream(
-            kind, "ring" if algorithm == "hierarchical" else algorithm, size, width, codec,
-            job.hosts if among_hosts else job.ranks, job.line, job.crowd,
-            1.0 if among_hosts else flows_of_a_host(job.ranks, job.per_host),
-            self.chooser_cost(job),
+        cost = self.chooser_cost(job)
+        # Where hosts hold several ranks, each has a part of coded values, and its own ring.
+        world, part = (job.hosts, size / job.per_host) if codec else (job.ranks, size)
+        coded = coded_size(part, codec, width) if codec else 0
+        elements = int(part / width)
+        algorithm, hops, messages = extension().choose_stream(
+            kind, elements * 4 if codec else int(part), elements * 4 if width == 2 else int(part),
+            coded, world, job.per_host, cost,
         )  # fmt: skip
-        parts = stream_parts(call, self.sockets)
-        if not among_hosts:
-            return parts
+        among_hosts = algorithm == "hierarchical" or (bool(codec) and job.per_host > 1)
+        return _Stream(
+            kind, algorithm, size, width, codec, job.hosts if among_hosts else job.ranks, job.line,
+            job.crowd, 1.0 if among_hosts else flows_of_a_host(job.ranks, job.per_host),
+            cost["hop"], (hops, messages),
+        )  # fmt: skip
+
+    def choice(self, kind: str, size: float, codec: str, job: Job, width: int = 4) -> str:
+        """The algorithm that a group takes between hosts."""
+        return self._stream(kind, size, codec, job, width).algorithm
+
+    def _parts(self, call: _Stream, job: Job) -> _Parts:
+        """Of a call on several hosts."""
+        if call.world == job.ranks:
+            return stream_parts(call, self.sockets)
         # Inside the host a reduce-scatter and an all-gather.  Between hosts each rank has a part;
         # all parts share the line.
+        way = "ring" if call.algorithm == "hierarchical" else call.algorithm
+        parts = stream_parts(replace(call, algorithm=way), self.sockets)
         inside = sum(
-            shared_time(self.shared, half, size, job.per_host)
+            shared_time(self.shared, half, call.size, job.per_host)
             for half in ("reduce_scatter", "all_gather")
         )
         return _Parts(
@@ -452,9 +401,9 @@ class Model:
             seconds = shared_time(self.shared, kind, size, job.ranks)
             name = "direct" if job.ranks == 2 or size < 32 << 10 else "twoshot"
             return self._around(seconds, name if kind == "all_reduce" else "", "memory", job)
-        name = self.choice(kind, size, codec, job, width)
-        parts = self._parts(kind, name, size, codec, job, width)
-        return self._around(parts.seconds, name, parts.bound, job)
+        call = self._stream(kind, size, codec, job, width)
+        parts = self._parts(call, job)
+        return self._around(parts.seconds, call.algorithm, parts.bound, job)
 
     def best(self, size: float, job: Job, width: int = 4) -> tuple[str, Estimate]:
         """The codec with the shortest all-reduce, or ""; and its time."""
