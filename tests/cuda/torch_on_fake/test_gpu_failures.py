@@ -371,7 +371,9 @@ def ruined(me: Rank, style: str) -> list[str]:
     x = torch.ones(50_000, device=use_gpu(me))
     dist.all_reduce(x)
     torch.cuda.synchronize()
+    me.tell("reduced")
     if me.rank == 1:
+        me.hear()  # until then the call of a slower rank may not have returned
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         fake_rules.runtime.fakeFault(stream, fake_rules.ILLEGAL_ADDRESS)
         while style == "noticed" and not fake_rules.runtime.fakeRuinOf(x.device.index):
@@ -398,7 +400,10 @@ def ruined(me: Rank, style: str) -> list[str]:
 
 @pytest.mark.parametrize("style", ["blocking", "async", "noticed", "staged", "barrier"])
 def test_a_ruined_gpu_is_named_and_nothing_waits_for_it(machine: Machine, style: str) -> None:
-    results = machine.start(ruined, 3, style, fresh=True).results(40)
+    call = machine.start(ruined, 3, style, fresh=True)
+    call.hear_all("reduced")
+    call.tell(1)
+    results = call.results(40)
     for rank, said in enumerate(results):
         if rank != 1:
             assert blamed(said[0]) == blamed(said[1]) == {1}, results
