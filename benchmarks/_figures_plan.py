@@ -56,74 +56,75 @@ MEASUREMENTS = {
     for one in (
         Measurement(
             "all_reduce",
-            f"{BENCH} all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M --compare gloo --rounds 4",
-            27,
+            f"{BENCH} all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M --compare gloo --rounds 5",
+            30,
             output="--json",
         ),
         Measurement(
             "all_reduce_4",
-            f"{BENCH} all_reduce --nproc 4 --sizes 1K,1M,25M --compare gloo,shared --rounds 3",
+            f"{BENCH} all_reduce --nproc 4 --sizes 1K,1M,25M --compare gloo,shared"
+            " --rounds 5 --seconds 0.06",
             29,
             output="--json",
         ),
         Measurement(
             "calls",
-            f"{BENCH} all --nproc 2 --sizes 1K,1M,25M --compare gloo --rounds 2",
-            44,
+            f"{BENCH} all --nproc 2 --sizes 1K,1M,25M --compare gloo --rounds 5 --seconds 0.04",
+            46,
             output="--json",
         ),
         Measurement(
             "shared",
             f"{BENCH} all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M"
-            " --compare mpi,shared,operator --rounds 3",
-            38,
+            " --compare mpi,shared,operator --rounds 5 --seconds 0.06",
+            44,
             MPI,
             output="--json",
         ),
         Measurement(
             "shared_calls",
             f"{BENCH} reduce,reduce_scatter,broadcast,all_gather,all_to_all --nproc 2"
-            " --sizes 64K,1M,25M --compare shared --rounds 2",
+            " --sizes 64K,1M,25M --compare shared --rounds 5 --seconds 0.04",
             18,
             output="--json",
         ),
         Measurement("small_call", f"{TWO} benchmarks/small_call.py --rounds 7", 7, visits=5),
         Measurement(
-            "step", "python benchmarks/ddp.py --models mlp --rounds 3 --steps 4 --warmup 1", 45
+            "step", "python benchmarks/ddp.py --models mlp --rounds 5 --steps 2 --warmup 1", 45
         ),
         Measurement(
             "net",
-            "python benchmarks/net/compare.py --rounds 2"
+            "python benchmarks/net/compare.py --rounds 5"
             " --paths loopback,lan_2,lan_300,lan_4,wan_bbr,hierarchical",
-            95,
+            155,
             ROOT_ONLY,
             folder=True,
         ),
         Measurement(
             "net_losses",
-            "python benchmarks/net/compare.py --rounds 1 --sizes 4M --paths wan_cubic,wan_reno",
-            39,
+            "python benchmarks/net/compare.py --rounds 4 --sizes 4M --paths wan_cubic,wan_reno",
+            76,
             ROOT_ONLY,
             folder=True,
         ),
         Measurement(
             "net_codecs",
-            "python benchmarks/net/compare.py --rounds 2 --sizes 8M --paths slow_2",
-            30,
+            "python benchmarks/net/compare.py --rounds 5 --sizes 8M --paths slow_2",
+            43,
             ROOT_ONLY,
             folder=True,
         ),
         Measurement(
             "net_step",
             "python benchmarks/net/train.py --ways stock,ours,bfloat16,int8,int4,auto"
-            " --rounds 1 --steps 3",
-            110,
+            " --rounds 5 --steps 1",
+            140,
             ROOT_ONLY,
         ),
         Measurement(
             "shm_step",
-            "python benchmarks/net/train.py --hosts 1 --ways ours,auto --rounds 3 --steps 4",
-            18,
+            "python benchmarks/net/train.py --hosts 1 --ways ours,auto --rounds 6 --steps 2",
+            20,
         ),
         Measurement("deaths", "python benchmarks/loss.py deaths --nproc 3 --deaths 8", 9, visits=5),
         Measurement(
@@ -141,18 +142,19 @@ MEASUREMENTS = {
             13,
         ),
         Measurement(
-            "commit", "python -m ringreduce.supervise --nproc 2 benchmarks/commit.py", 6, visits=5
+            "commit", "python -m ringreduce.supervise --nproc 2 benchmarks/commit.py", 6, visits=8
         ),
         Measurement(
             "deaths_of_ways",
             "python benchmarks/survive.py --runs 1 --ways gloo restarted ringreduce",
             52,
+            visits=5,
         ),
         Measurement(
-            "watching", f"{TWO} benchmarks/watching.py --rounds 3 --calls 3000 --steps 4", 17
+            "watching", f"{TWO} benchmarks/watching.py --rounds 5 --calls 2000 --steps 3", 18
         ),
-        Measurement("horovod", f"{TWO} benchmarks/horovod_step.py --rounds 4 --seconds 0.4", 20),
-        Measurement("horovod_4", f"{FOUR} benchmarks/horovod_step.py --rounds 3 --seconds 0.4", 19),
+        Measurement("horovod", f"{TWO} benchmarks/horovod_step.py --rounds 5 --seconds 0.3", 20),
+        Measurement("horovod_4", f"{FOUR} benchmarks/horovod_step.py --rounds 5 --seconds 0.3", 20),
         Measurement("tensor_parallel", f"{TWO} examples/tensor_parallel.py --rounds 4", 70),
         Measurement(
             "tensor_parallel_4", f"{FOUR} examples/tensor_parallel.py --rounds 2 --tokens 32", 145

@@ -110,7 +110,7 @@ def test_the_pages_of_this_tree():
 def test_a_program_and_pages_that_fit():
     assert ROWS.keys() == TABLES.keys()
     assert {name for table in TABLES.values() for name in table.measured} == MEASUREMENTS.keys()
-    assert sum(MEASUREMENTS[n].seconds * MEASUREMENTS[n].visits for n in in_run()) <= 35 * 60
+    assert sum(MEASUREMENTS[n].seconds * MEASUREMENTS[n].visits for n in in_run()) <= 45 * 60
     assert all(one.visits >= 3 for one in MEASUREMENTS.values())
 
 

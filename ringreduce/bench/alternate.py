@@ -15,7 +15,6 @@ from ringreduce.bench.launch import Controller, RankSet
 from ringreduce.bench.results import Measurement, Row
 from ringreduce.bench.settings import OURS, ROOFLINE, BenchError, Settings, Unsupported
 
-ROUND_SECONDS = 0.1
 MOST_ITERATIONS = 50_000
 SLEEP_SECONDS = 0.1  # below this the answers' own CPU time hides whether a set has slept
 
@@ -62,7 +61,7 @@ def measure_row(
             )
             measurement = Measurement()
             check(ranks, measurement, salt=1, error=bool(settings.codecs))
-            calls[key] = settings.iterations or calibrate(ranks)
+            calls[key] = settings.iterations or calibrate(ranks, settings.round_seconds)
         except BenchError as error:
             drop(key, error)
             continue
@@ -82,9 +81,11 @@ def measure_row(
             ranks = controller.sets[key]
             try:
                 answers = run_round(ranks, calls[key], settings.warmup)
-                if not settings.iterations and too_short(answers, calls[key]):
+                if not settings.iterations and too_short(
+                    answers, calls[key], settings.round_seconds
+                ):
                     # It was calibrated in a bad moment, or this is a good one: once more.
-                    calls[key] = calibrate(ranks)
+                    calls[key] = calibrate(ranks, settings.round_seconds)
                     answers = run_round(ranks, calls[key], settings.warmup)
             except BenchError as error:
                 drop(key, error)
@@ -112,9 +113,9 @@ def run_round(ranks: RankSet, calls: int, warmup: int | None) -> list[Message]:
     return ranks.ask("round", warmup=warmup, iterations=calls)
 
 
-def too_short(answers: list[Message], calls: int) -> bool:
+def too_short(answers: list[Message], calls: int, wanted: float) -> bool:
     """Whether a round ended so soon that its time says little."""
-    return slowest(answers) < ROUND_SECONDS / 4 and calls < MOST_ITERATIONS
+    return slowest(answers) < wanted / 4 and calls < MOST_ITERATIONS
 
 
 def slowest(answers: list[Message]) -> float:
@@ -122,15 +123,15 @@ def slowest(answers: list[Message]) -> float:
     return max(float(answer["seconds"]) for answer in answers)
 
 
-def calibrate(ranks: RankSet) -> int:
-    """How many calls fill a round of ROUND_SECONDS."""
+def calibrate(ranks: RankSet, round_seconds: float) -> int:
+    """How many calls fill a round."""
     ranks.ask("round", warmup=1, iterations=1)
     calls = 1
     while True:
         # The better of two, so that a disturbance does not make for short rounds.
         seconds = min(slowest(ranks.ask("round", warmup=0, iterations=calls)) for _ in range(2))
-        wanted = max(1, min(MOST_ITERATIONS, round(ROUND_SECONDS * calls / seconds)))
-        if seconds > ROUND_SECONDS / 8 or calls == MOST_ITERATIONS:
+        wanted = max(1, min(MOST_ITERATIONS, round(round_seconds * calls / seconds)))
+        if seconds > round_seconds / 8 or calls == MOST_ITERATIONS:
             return wanted
         calls = max(2 * calls, wanted // 4)
         calls = min(calls, MOST_ITERATIONS)

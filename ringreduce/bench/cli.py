@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -60,7 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         "int8@ring ask for a schedule; adds their errors against the exact sum")  # fmt: skip
     add("--algorithm", help="ringreduce's algorithm (that of RINGREDUCE_ALGORITHM, or on GPUs "
         "RINGREDUCE_CUDA_ALGORITHM; else auto)")  # fmt: skip
-    add("--iters", type=_positive, help="timed calls a round (enough to fill 0.1 s)")
+    add("--seconds", default=0.1, type=_seconds, help="how long a round's timed calls take (0.1)")
+    add("--iters", type=_positive, help="their number (enough to fill --seconds)")
     add("--warmup", type=int, help="untimed calls before them, in every round (a tenth)")
     add("--rounds", type=_positive, default=7)
     add("--timeout", type=float, default=120.0, help="seconds that any one step may take")
@@ -96,6 +99,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
 
 
 def _codecs(text: str) -> tuple[str, ...]:
@@ -174,6 +184,7 @@ def read_settings(
         algorithm=algorithm,
         compare=options.compare,
         iterations=options.iters,
+        round_seconds=options.seconds,
         warmup=options.warmup,
         rounds=options.rounds,
         timeout=options.timeout,

@@ -98,7 +98,10 @@ def format_size(size: int) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the benchmark. `iterations` and `warmup` of None mean: chosen by size."""
+    """One run of the benchmark.
+
+    `iterations` of None: as many calls as take `round_seconds`; `warmup` of None: a tenth of them.
+    """
 
     collective: str
     world: int
@@ -109,6 +112,7 @@ class Settings:
     algorithm: str = "auto"
     compare: tuple[str, ...] = ()
     iterations: int | None = None
+    round_seconds: float = 0.1
     warmup: int | None = None
     rounds: int = 7
     timeout: float = 120.0
