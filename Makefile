@@ -93,7 +93,7 @@ help:
 	@echo "make demo-see  a rank is late: how it is found, live and afterwards"
 	@echo "make bench     time all-reduce on gloo and on ringreduce, side by side"
 	@echo "make bench-net the same between hosts: namespaces on emulated lines (needs root)"
-	@echo "make figures   measure the times in README.md and docs anew, about 45 minutes (needs root for emulated lines)"
+	@echo "make figures   measure the times in README.md and docs anew, about 40 minutes (needs root for emulated lines)"
 	@echo "make quick     check what you changed: format, lint, build, the tests of that layer"
 	@echo "make t T=ring  the C++ programs and Python tests with \"ring\" in the name"
 	@echo "make test      the C++ tests and the Python tests"

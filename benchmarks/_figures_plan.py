@@ -57,7 +57,7 @@ MEASUREMENTS = {
         Measurement(
             "all_reduce",
             f"{BENCH} all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M --compare gloo --rounds 5",
-            30,
+            27,
             output="--json",
         ),
         Measurement(
@@ -70,14 +70,14 @@ MEASUREMENTS = {
         Measurement(
             "calls",
             f"{BENCH} all --nproc 2 --sizes 1K,1M,25M --compare gloo --rounds 5 --seconds 0.04",
-            46,
+            42,
             output="--json",
         ),
         Measurement(
             "shared",
             f"{BENCH} all_reduce --nproc 2 --sizes 1K,64K,1M,25M,256M"
             " --compare mpi,shared,operator --rounds 5 --seconds 0.06",
-            44,
+            35,
             MPI,
             output="--json",
         ),
@@ -85,12 +85,12 @@ MEASUREMENTS = {
             "shared_calls",
             f"{BENCH} reduce,reduce_scatter,broadcast,all_gather,all_to_all --nproc 2"
             " --sizes 64K,1M,25M --compare shared --rounds 5 --seconds 0.04",
-            18,
+            16,
             output="--json",
         ),
         Measurement("small_call", f"{TWO} benchmarks/small_call.py --rounds 7", 7, visits=5),
         Measurement(
-            "step", "python benchmarks/ddp.py --models mlp --rounds 5 --steps 2 --warmup 1", 45
+            "step", "python benchmarks/ddp.py --models mlp --rounds 5 --steps 2 --warmup 1", 34
         ),
         Measurement(
             "net",
@@ -118,7 +118,7 @@ MEASUREMENTS = {
             "net_step",
             "python benchmarks/net/train.py --ways stock,ours,bfloat16,int8,int4,auto"
             " --rounds 5 --steps 1",
-            140,
+            95,
             ROOT_ONLY,
         ),
         Measurement(
@@ -153,7 +153,7 @@ MEASUREMENTS = {
         Measurement(
             "watching", f"{TWO} benchmarks/watching.py --rounds 5 --calls 2000 --steps 3", 18
         ),
-        Measurement("horovod", f"{TWO} benchmarks/horovod_step.py --rounds 5 --seconds 0.3", 20),
+        Measurement("horovod", f"{TWO} benchmarks/horovod_step.py --rounds 5 --seconds 0.3", 16),
         Measurement("horovod_4", f"{FOUR} benchmarks/horovod_step.py --rounds 5 --seconds 0.3", 20),
         Measurement("tensor_parallel", f"{TWO} examples/tensor_parallel.py --rounds 4", 70),
         Measurement(

@@ -309,7 +309,7 @@ def auto(found: Found) -> Cells:
     }.items():
         ways = ways_of(found[key])
         exact, way = ways["ours"]["step"], ways["auto"]["step"]
-        cells.append([title, ms(exact), ms(way), told(over(way, exact)), chosen(found[key])])
+        cells.append([title, ms(exact), ms(way), times(over(way, exact)), chosen(found[key])])
     return cells
 
 
@@ -328,7 +328,7 @@ def horovod(found: Found) -> Cells:
             }
             cells.append(
                 [name if key == "horovod" else "", str(visits[0]["ranks"]), ms(ways["DDP"]),
-                 ms(ways["hvd"]), told(over(ways["hvd"], ways["DDP"])), ms(ways["no sync"])]
+                 ms(ways["hvd"]), times(over(ways["hvd"], ways["DDP"])), ms(ways["no sync"])]
             )  # fmt: skip
     return cells
 
@@ -427,7 +427,7 @@ def watching(found: Found) -> Cells:
                 [value for visit in visits for value in visit[what][name]]
                 for name in (key, "nothing")
             )
-            line += [told(mine), told(over(mine, none)) if key != "nothing" else "1"]
+            line += [told(mine), times(over(mine, none)) if key != "nothing" else "1"]
         cells.append(line)
     return cells
 

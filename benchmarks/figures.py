@@ -17,6 +17,7 @@ A command that fails, or needs what is not there, leaves its tables as they are.
 1 if any failed.
 
 `compare` names the figures of NEW whose median lies outside the spread that is printed in OLD.
+Times move with the machine, and ratios less, so it counts them apart.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,10 @@ from _figures_plan import (
 RESULTS = ROOT / "benchmarks" / "results" / "figures"
 DRAFTS = ROOT / "build" / "figures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# A figure in a cell: the median, a unit perhaps, and the spread.
-FIGURE = re.compile(r"([\d.,]+)(?: [A-Za-z%/]+)? \(([\d.,]+)-([\d.,]+)\)")
+# A figure in a cell: the median, a unit perhaps ("x" of a ratio), and the spread.
+FIGURE = re.compile(r"([\d.,]+)(?: ([A-Za-z%/]+))? \(([\d.,]+)-([\d.,]+)\)")
+
+SECONDS = {"us": 1e-6, "ms": 1e-3}  # of units that a cell may change for a larger one
 
 
 def why_not(one: Measurement) -> str:
@@ -345,9 +349,19 @@ def write_pages(results: dict[str, Any]) -> None:
 # ---- two runs
 
 
-def outside(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]]) -> tuple[list[str], int]:
-    """The figures of a table that left the old spread, and how many were compared."""
-    found, count = [], 0
+@dataclass
+class Compared:
+    """How many figures or ratios were compared, and how many left the old spread."""
+
+    count: int = 0
+    left: int = 0
+
+
+def outside(
+    old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], counts: dict[bool, Compared]
+) -> list[str]:
+    """The figures of a table that left the old spread; adds to `counts`, of ratios by True."""
+    found = []
     titles = old[0]
     known = {row_key(old, number): row for number, row in enumerate(old)}
     for number, row in enumerate(new):
@@ -356,13 +370,18 @@ def outside(old: Sequence[Sequence[str]], new: Sequence[Sequence[str]]) -> tuple
             continue
         for title, mine, theirs in zip(titles[1:], row[1:], before[1:], strict=True):
             pairs = zip(FIGURE.findall(mine), FIGURE.findall(theirs), strict=False)
-            for (middle, *_), (_, low, high) in pairs:
-                count += 1
-                value, least, most = (float(text.replace(",", "")) for text in (middle, low, high))
+            for (middle, unit, *_), (_, its, low, high) in pairs:
+                counts[unit == "x"].count += 1
+                value, least, most = (
+                    SECONDS.get(one, 1.0) * float(text.replace(",", ""))
+                    for text, one in ((middle, unit), (low, its), (high, its))
+                )
                 if not least <= value <= most:
                     what = f"{' '.join(row_key(new, number))}, {title}"
-                    found.append(f"{what}: {middle}, and before {low}-{high}")
-    return found, count
+                    units = f" {unit}" * bool(unit), f" {its}" * bool(its)
+                    found.append(f"{what}: {middle}{units[0]}, and before {low}-{high}{units[1]}")
+                    counts[unit == "x"].left += 1
+    return found
 
 
 def row_key(rows: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
@@ -374,17 +393,16 @@ def row_key(rows: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
 def compare(old: Path, new: Path) -> int:
     """Prints what left its spread; the exit status is 1 if anything did."""
     before, after = read_results(old), read_results(new)
-    status, compared = 0, 0
+    counts = {True: Compared(), False: Compared()}
     for name in complete(after):
         if any(m not in before for m in TABLES[name].measured):
             continue
-        found, count = outside(cells_of(name, before), cells_of(name, after))
-        compared += count
-        for line in found:
+        for line in outside(cells_of(name, before), cells_of(name, after), counts):
             print(f"{name}: {line}")
-            status = 1
-    print(f"{compared} figures compared")
-    return status if compared else 1
+    for is_ratio, what in ((True, "ratios"), (False, "times, rates and counts")):
+        print(f"{counts[is_ratio].left} of {counts[is_ratio].count} {what} left the spread")
+    compared = sum(one.count for one in counts.values())
+    return 1 if not compared or any(one.left for one in counts.values()) else 0
 
 
 # ---- the command line
