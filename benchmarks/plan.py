@@ -45,7 +45,9 @@ from ringreduce.plan.model import KINDS, Job, Model  # noqa: E402
 KIB, MIB = 1 << 10, 1 << 20
 CORES = len(os.sched_getaffinity(0))
 TESTED = (2 * KIB, 12 * KIB, 48 * KIB, 192 * KIB, 768 * KIB, 3 * MIB)
-SHARED_TESTED = (*TESTED, 12 * MIB, 25 * MIB)
+SHARED_CALLS = [
+    measure.Call(kind, size) for kind in KINDS for size in (*TESTED, 12 * MIB, 25 * MIB)
+]
 PATIENCE = 600.0
 Rows = list[dict[str, Any]]  # a prediction and what was measured, in seconds
 
@@ -180,17 +182,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 # ---- the parts
 
 
-def shared(options: Any, part: str = "shared", counts: Sequence[int] = (2, 4)) -> Rows:
-    """Ranks of one host."""
-    points = measure.measure_here(options.rounds, options.span, lambda what: print(f"# {what}"))
-    model = constants.fit(points, Model(cores=CORES))
-    calls = [measure.Call(kind, size) for kind in KINDS for size in SHARED_TESTED]
-    rows = []
-    for ranks in counts:
-        times = measure.start_ranks(calls, ranks, options.rounds, options.span, {})
-        points = measure.points_of(calls, times, Job(ranks, cores=CORES))
-        rows += compared(model, points, part)
-    return rows
+def inside(calls: Sequence[measure.Call], ranks: int, options: Any) -> list[Point]:
+    """Times of the calls among ranks of this machine, which take turns."""
+    times = measure.start_ranks(calls, ranks, options.rounds, options.span, {})
+    return measure.points_of(calls, times, Job(ranks, cores=CORES))
+
+
+def shared(options: Any) -> Rows:
+    """Ranks of one host. Fitted and predicted sizes take turns, so both see the same neighbours."""
+    fitted, points, tested = measure.calls_inside(), [], []
+    for ranks in (2, 4):
+        found = inside([*fitted, *SHARED_CALLS], ranks, options)
+        points += found[: len(fitted)]
+        tested += found[len(fitted) :]
+    return compared(constants.fit(points, Model(cores=CORES)), tested, "shared")
 
 
 Fitted = Sequence[tuple[Net, int]]
@@ -325,7 +330,9 @@ def steps(options: Any) -> Rows:
 
 def beyond(options: Any) -> Rows:
     """Ranks of one host, more than were measured."""
-    return shared(options, "beyond", (3 * CORES,))
+    points = measure.measure_here(options.rounds, options.span, lambda what: print(f"# {what}"))
+    model = constants.fit(points, Model(cores=CORES))
+    return compared(model, inside(SHARED_CALLS, 3 * CORES, options), "beyond")
 
 
 PARTS = {"shared": shared, "lan": lan, "wan": wan, "steps": steps, "beyond": beyond}
