@@ -189,7 +189,8 @@ bench: build
 	$(BIN)/python -m ringreduce.bench all_reduce --nproc 2 --compare gloo
 
 bench-net: build
-	$(BIN)/python benchmarks/net/compare.py --out benchmarks/results
+	mkdir -p build/bench-net
+	$(BIN)/python benchmarks/net/compare.py --out build/bench-net
 	$(BIN)/python benchmarks/net/ring_order.py
 
 # All on one machine, of one commit; FIGURES="--only NAME" measures some of it, FIGURES=--list lists it.

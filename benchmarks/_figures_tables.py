@@ -269,7 +269,12 @@ def step(found: Found) -> Cells:
         way = ways[key]
         sync = ms(less(way["step"], way["no_sync"]))
         cells.append(
-            [title, ms(way["step"]), sync, times(over(ways["stock"]["step"], way["step"]))]
+            [
+                title,
+                ms(way["step"]),
+                sync,
+                times(over(ways["stock"]["step"], way["step"])) if key != "stock" else "1",
+            ]
         )
     return [*cells, ["no sync", ms(ways["bare"]["step"]), "-", "-"]]
 
@@ -290,7 +295,8 @@ def net_step(found: Found) -> Cells:
         )
         cells.append(
             [title, ms(way["step"]), ms(less(way["step"], way["no_sync"])),
-             times(over(ways["stock"]["step"], way["step"])), f"{at_link:.4f}"]
+             times(over(ways["stock"]["step"], way["step"])) if key != "stock" else "1",
+             f"{at_link:.4f}"]
         )  # fmt: skip
     return cells
 
@@ -398,7 +404,7 @@ def by_ways(visits: Visits, title: str, ways: dict[str, str], figures: dict[str,
     cells = [[title, *ways.values()]]
     for key, name in figures.items():
         runs = {way: [run[key] for visit in visits for run in visit["runs"][way]] for way in ways}
-        cells.append([name, *(told(values) for values in runs.values())])
+        cells.append([name, *(told(v) if min(v) < max(v) else f"{v[0]:g}" for v in runs.values())])
     return cells
 
 

@@ -60,7 +60,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A figure in a cell: the median, a unit perhaps ("x" of a ratio), and the spread.
 FIGURE = re.compile(r"([\d.,]+)(?: ([A-Za-z%/]+))? \(([\d.,]+)-([\d.,]+)\)")
 
-SECONDS = {"us": 1e-6, "ms": 1e-3}  # of units that a cell may change for a larger one
+UNIT_SECONDS = {"us": 1e-6, "ms": 1e-3}  # two runs may write a time in different units
+RATIOS, OTHERS = "ratios", "times, rates and counts"
 
 
 def why_not(one: Measurement) -> str:
@@ -276,7 +277,7 @@ def where_lines(names: Sequence[str], results: dict[str, Any]) -> list[str]:
     """What the block `where` of a page says."""
     commit, machine = origin_of(names, results)
     return wrap(
-        "`make figures` measured the tables that stand under their commands here at commit "
+        "`make figures` measured the tables that stand right under their commands here at commit "
         f"{commit}, on {machine}: {how(names, results)}. A figure is the median of all "
         "rounds, with the lowest and the highest of them behind it. A ratio is that of two times "
         "of the same round, "
@@ -351,16 +352,16 @@ def write_pages(results: dict[str, Any]) -> None:
 
 @dataclass
 class Compared:
-    """How many figures or ratios were compared, and how many left the old spread."""
+    """How many figures were compared, and how many left the old spread."""
 
     count: int = 0
     left: int = 0
 
 
 def outside(
-    old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], counts: dict[bool, Compared]
+    old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], counts: dict[str, Compared]
 ) -> list[str]:
-    """The figures of a table that left the old spread; adds to `counts`, of ratios by True."""
+    """The figures of a table that left the old spread; adds to the counts of RATIOS and OTHERS."""
     found = []
     titles = old[0]
     known = {row_key(old, number): row for number, row in enumerate(old)}
@@ -370,18 +371,21 @@ def outside(
             continue
         for title, mine, theirs in zip(titles[1:], row[1:], before[1:], strict=True):
             pairs = zip(FIGURE.findall(mine), FIGURE.findall(theirs), strict=False)
-            for (middle, unit, *_), (_, its, low, high) in pairs:
-                counts[unit == "x"].count += 1
-                value, least, most = (
-                    SECONDS.get(one, 1.0) * float(text.replace(",", ""))
-                    for text, one in ((middle, unit), (low, its), (high, its))
-                )
-                if not least <= value <= most:
+            for (middle, new_unit, *_), (_, old_unit, low, high) in pairs:
+                compared = counts[RATIOS if new_unit == "x" else OTHERS]
+                compared.count += 1
+                value = number_of(middle, new_unit)
+                if not number_of(low, old_unit) <= value <= number_of(high, old_unit):
+                    compared.left += 1
                     what = f"{' '.join(row_key(new, number))}, {title}"
-                    units = f" {unit}" * bool(unit), f" {its}" * bool(its)
-                    found.append(f"{what}: {middle}{units[0]}, and before {low}-{high}{units[1]}")
-                    counts[unit == "x"].left += 1
+                    now, before_it = f"{middle} {new_unit}", f"{low}-{high} {old_unit}"
+                    found.append(f"{what}: {now.strip()}, and before {before_it.strip()}")
     return found
+
+
+def number_of(text: str, unit: str) -> float:
+    """The number in a cell, a time in seconds."""
+    return float(text.replace(",", "")) * UNIT_SECONDS.get(unit, 1.0)
 
 
 def row_key(rows: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
@@ -393,16 +397,16 @@ def row_key(rows: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
 def compare(old: Path, new: Path) -> int:
     """Prints what left its spread; the exit status is 1 if anything did."""
     before, after = read_results(old), read_results(new)
-    counts = {True: Compared(), False: Compared()}
+    counts = {RATIOS: Compared(), OTHERS: Compared()}
     for name in complete(after):
         if any(m not in before for m in TABLES[name].measured):
             continue
         for line in outside(cells_of(name, before), cells_of(name, after), counts):
             print(f"{name}: {line}")
-    for is_ratio, what in ((True, "ratios"), (False, "times, rates and counts")):
-        print(f"{counts[is_ratio].left} of {counts[is_ratio].count} {what} left the spread")
-    compared = sum(one.count for one in counts.values())
-    return 1 if not compared or any(one.left for one in counts.values()) else 0
+    for what, compared in counts.items():
+        print(f"{compared.left} of {compared.count} {what} left the spread")
+    all_stayed = not any(compared.left for compared in counts.values())
+    return 0 if all_stayed and any(compared.count for compared in counts.values()) else 1
 
 
 # ---- the command line

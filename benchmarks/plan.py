@@ -9,9 +9,10 @@
     wan     the same with 20 ms round trip and 50 Mbit/s
     steps   DDP; from a timeline of 2 hosts, for other hosts, lines and codecs
 
-Each part fits constants to its own measurements and then measures what it has predicted.  All hosts
-are network namespaces of this machine and share its cores, which the model is told; the backward of
-`steps` sleeps, as if it ran on an accelerator.  --out keeps what other parts have written.
+Each part fits constants to its own measurements and predicts others: in `shared` these take turns
+in the same rounds, elsewhere the others are measured afterwards.  All hosts are network namespaces
+of this machine and share its cores, which the model is told; the backward of `steps` sleeps, as if it
+ran on an accelerator.  --out keeps what other parts have written.
 """
 
 from __future__ import annotations

@@ -30,6 +30,13 @@ from ringreduce.bench.summary import summary
 # --- What it is asked for -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
+def test_a_round_takes_some_time(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["all_reduce", "--seconds", text])
+    assert "is no number of seconds above 0" in capsys.readouterr().err
+
+
 def test_the_choice_of_algorithm_is_explained(capsys):
     def table(arguments: str) -> dict[str, str]:
         assert main(["--explain", *arguments.split()]) == 0
@@ -70,10 +77,10 @@ class Ranks:
         return [{}] * 2
 
 
-def measure(collective="all_reduce", rounds=2, codecs=()):
+def measure(collective="all_reduce", rounds=2, codecs=(), **more):
     """The row, and what was asked of whom in which order."""
-    settings = Settings(collective, 2, (1024,), compare=("gloo",), iterations=100, rounds=rounds,
-                        codecs=codecs)  # fmt: skip
+    settings = Settings(collective, 2, (1024,), compare=("gloo",), rounds=rounds, codecs=codecs,
+                        **{"iterations": 100} | more)  # fmt: skip
     log: list[tuple[str, str]] = []
     contenders = contenders_of(settings, Placing("cpu", 2, 2), roofline=False)
     sets = {contender.key: Ranks(contender, log) for contender in contenders}
@@ -98,6 +105,13 @@ def test_time_is_that_of_one_call_of_the_slowest_rank():
         assert {key: m.seconds for key, m in row.measurements.items()} == {
             key: [pytest.approx(seconds)] * 2 for key in ("ours", "gloo")
         }
+
+
+def test_calls_fill_a_round_unless_their_number_is_given():
+    for seconds in (0.02, 0.1):
+        row, _, _ = measure(iterations=None, round_seconds=seconds)
+        for measurement in row.measurements.values():
+            assert measurement.iterations == [round(seconds / 1e-5)] * 2
 
 
 # --- Right and wrong ------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class TestRuns:
         json_path, plot_path = tmp_path / "run.json", tmp_path / "run.png"
         status, out, err = finish(
             start(*GLOO, "--compare", "gloo", "--nproc", "2", "--sizes", "1K,64K", "--rounds", "2",
-                  "--seconds", "0.02", "--json", str(json_path), "--plot", str(plot_path))
+                  "--json", str(json_path), "--plot", str(plot_path))
         )  # fmt: skip
         assert status == 0, err
         assert [(row[0], row[8]) for row in rows_of(out)] == [("1024", "0"), ("65536", "0")]

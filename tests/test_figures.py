@@ -190,6 +190,19 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert len(said) == 6 and said[4].startswith("4 of 4 ratios")
 
 
+def test_times_are_compared_across_units_and_counted_apart():
+    old = [["", "time", "rate"], ["a call", "990 us (900-1,100)", "1.50 x (1.40-1.60)"]]
+    same = [old[0], ["a call", "1.01 ms (0.95-1.20)", "1.41 x (1.40-1.60)"]]
+    slower = [old[0], ["a call", "1.20 ms (1.10-1.30)", "1.50 x (1.40-1.60)"]]
+    counts = {figures.RATIOS: figures.Compared(), figures.OTHERS: figures.Compared()}
+    assert figures.outside(old, same, counts) == []
+    left = figures.outside(old, slower, counts)
+    assert left == ["a call, time: 1.20 ms, and before 900-1,100 us"]
+    assert counts == {
+        figures.RATIOS: figures.Compared(2, 0), figures.OTHERS: figures.Compared(2, 1),
+    }  # fmt: skip
+
+
 def test_a_ratio_is_that_of_a_round():
     assert over([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     with pytest.raises(ValueError):

@@ -113,9 +113,9 @@ def run_round(ranks: RankSet, calls: int, warmup: int | None) -> list[Message]:
     return ranks.ask("round", warmup=warmup, iterations=calls)
 
 
-def too_short(answers: list[Message], calls: int, wanted: float) -> bool:
+def too_short(answers: list[Message], calls: int, round_seconds: float) -> bool:
     """Whether a round ended so soon that its time says little."""
-    return slowest(answers) < wanted / 4 and calls < MOST_ITERATIONS
+    return slowest(answers) < round_seconds / 4 and calls < MOST_ITERATIONS
 
 
 def slowest(answers: list[Message]) -> float:

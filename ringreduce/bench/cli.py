@@ -62,8 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         "int8@ring ask for a schedule; adds their errors against the exact sum")  # fmt: skip
     add("--algorithm", help="ringreduce's algorithm (that of RINGREDUCE_ALGORITHM, or on GPUs "
         "RINGREDUCE_CUDA_ALGORITHM; else auto)")  # fmt: skip
-    add("--seconds", default=0.1, type=_seconds, help="how long a round's timed calls take (0.1)")
-    add("--iters", type=_positive, help="their number (enough to fill --seconds)")
+    add("--seconds", default=0.1, type=_seconds,
+        help="how long the timed calls of a round take, 50,000 of them at most (0.1)")  # fmt: skip
+    add("--iters", type=_positive, help="timed calls a round, in place of --seconds")
     add("--warmup", type=int, help="untimed calls before them, in every round (a tenth)")
     add("--rounds", type=_positive, default=7)
     add("--timeout", type=float, default=120.0, help="seconds that any one step may take")
