@@ -11,8 +11,8 @@
 
 Each part fits constants to its own measurements and predicts others: in `shared` these take turns
 in the same rounds, elsewhere the others are measured afterwards.  All hosts are network namespaces
-of this machine and share its cores, which the model is told; the backward of `steps` sleeps, as if it
-ran on an accelerator.  --out keeps what other parts have written.
+of this machine and share its cores, which the model is told; the backward of `steps` sleeps, as if
+it ran on an accelerator.  --out keeps what other parts have written.
 """
 
 from __future__ import annotations
