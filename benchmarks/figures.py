@@ -222,8 +222,17 @@ def measure(names: Sequence[str], visits: int | None, results: Path) -> tuple[di
 
 def read_results(folder: Path) -> dict[str, Any]:
     """All results of a folder. Raises OSError, ValueError."""
-    paths = {name: folder / f"{name}.json" for name in MEASUREMENTS}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+    found = {}
+    for name in MEASUREMENTS:
+        path = folder / f"{name}.json"
+        if path.is_file():
+            try:
+                found[name] = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            if not (isinstance(found[name], dict) and found[name].get("visits")):
+                raise ValueError(f"{path} holds no measurements")
+    return found
 
 
 def cells_of(name: str, results: dict[str, Any]) -> list[list[str]]:
@@ -395,11 +404,16 @@ def row_key(rows: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Prints what left its spread; the exit status is 1 if anything did."""
+    """Prints what left its spread; the exit status is 1 if anything did. Raises as read_results."""
     before, after = read_results(old), read_results(new)
+    for folder, results in ((old, before), (new, after)):
+        if not results:
+            raise ValueError(f"{folder} holds no results")
     counts = {RATIOS: Compared(), OTHERS: Compared()}
-    for name in complete(after):
-        if any(m not in before for m in TABLES[name].measured):
+    for name in TABLES:
+        if name not in complete(before) or name not in complete(after):
+            if name in complete(before) or name in complete(after):
+                print(f"{name}: not compared, for only one folder has it")
             continue
         for line in outside(cells_of(name, before), cells_of(name, after), counts):
             print(f"{name}: {line}")
@@ -451,15 +465,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         list_all()
         return 0
-    if options.action == "check":
-        faults = check([path.resolve() for path in options.paths] or PAGES)
-        print("\n".join(faults) if faults else "figures: all tables of times have their origin")
-        return 1 if faults else 0
-    if options.action == "compare":
-        if len(options.paths) != 2:
-            parser.error("compare takes two folders with results")
-        return compare(*options.paths)
+    if options.visits is not None and options.visits < 1:
+        parser.error("--visits takes a number above 0")
+    if options.action == "compare" and len(options.paths) != 2:
+        parser.error("compare takes two folders with results")
     try:
+        if options.action == "check":
+            faults = check([path.resolve() for path in options.paths] or PAGES)
+            print("\n".join(faults) if faults else "figures: all tables of times have their origin")
+            return 1 if faults else 0
+        if options.action == "compare":
+            return compare(*options.paths)
         if options.action == "write":
             write_pages(read_results(RESULTS))
             return 0

@@ -190,6 +190,22 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert len(said) == 6 and said[4].startswith("4 of 4 ratios")
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{", "cost.json: "),
+        ("[]", "holds no measurements"),
+        ('{"visits": []}', "cost.json holds no"),
+    ],
+)
+def test_damaged_results_are_named(tmp_path, capsys, text, fault):
+    (tmp_path / "cost.json").write_text(text)
+    assert figures.main(["compare", str(tmp_path), str(tmp_path)]) == 1
+    assert fault in capsys.readouterr().err
+    assert figures.main(["compare", str(tmp_path / "none"), str(tmp_path / "none")]) == 1
+    assert "none holds no results" in capsys.readouterr().err
+
+
 def test_times_are_compared_across_units_and_counted_apart():
     old = [["", "time", "rate"], ["a call", "990 us (900-1,100)", "1.50 x (1.40-1.60)"]]
     same = [old[0], ["a call", "1.01 ms (0.95-1.20)", "1.41 x (1.40-1.60)"]]

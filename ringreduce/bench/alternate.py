@@ -130,7 +130,7 @@ def calibrate(ranks: RankSet, round_seconds: float) -> int:
     while True:
         # The better of two, so that a disturbance does not make for short rounds.
         seconds = min(slowest(ranks.ask("round", warmup=0, iterations=calls)) for _ in range(2))
-        wanted = max(1, min(MOST_ITERATIONS, round(round_seconds * calls / seconds)))
+        wanted = max(1, round(min(MOST_ITERATIONS, round_seconds * calls / seconds)))
         if seconds > round_seconds / 8 or calls == MOST_ITERATIONS:
             return wanted
         calls = max(2 * calls, wanted // 4)
