@@ -64,6 +64,11 @@ def over(one: Iterable[float], other: Iterable[float]) -> list[float]:
     return [a / b for a, b in zip(one, other, strict=True)]
 
 
+def beside(one: Sequence[float], other: Sequence[float]) -> str:
+    """The ratio in a cell; "1" where something stands beside itself."""
+    return "1" if one == other else times(over(one, other))
+
+
 def less(one: Iterable[float], other: Iterable[float]) -> list[float]:
     """The difference in each round."""
     return [a - b for a, b in zip(one, other, strict=True)]
@@ -268,14 +273,7 @@ def step(found: Found) -> Cells:
     for key, title in titles.items():
         way = ways[key]
         sync = ms(less(way["step"], way["no_sync"]))
-        cells.append(
-            [
-                title,
-                ms(way["step"]),
-                sync,
-                times(over(ways["stock"]["step"], way["step"])) if key != "stock" else "1",
-            ]
-        )
+        cells.append([title, ms(way["step"]), sync, beside(ways["stock"]["step"], way["step"])])
     return [*cells, ["no sync", ms(ways["bare"]["step"]), "-", "-"]]
 
 
@@ -295,8 +293,7 @@ def net_step(found: Found) -> Cells:
         )
         cells.append(
             [title, ms(way["step"]), ms(less(way["step"], way["no_sync"])),
-             times(over(ways["stock"]["step"], way["step"])) if key != "stock" else "1",
-             f"{at_link:.4f}"]
+             beside(ways["stock"]["step"], way["step"]), f"{at_link:.4f}"]
         )  # fmt: skip
     return cells
 
@@ -433,7 +430,7 @@ def watching(found: Found) -> Cells:
                 [value for visit in visits for value in visit[what][name]]
                 for name in (key, "nothing")
             )
-            line += [told(mine), times(over(mine, none)) if key != "nothing" else "1"]
+            line += [told(mine), beside(mine, none)]
         cells.append(line)
     return cells
 

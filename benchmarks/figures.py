@@ -370,13 +370,14 @@ class Compared:
 def outside(
     old: Sequence[Sequence[str]], new: Sequence[Sequence[str]], counts: dict[str, Compared]
 ) -> list[str]:
-    """The figures of a table that left the old spread; adds to the counts of RATIOS and OTHERS."""
+    """What left the old spread in a table, or has none; adds to the counts of RATIOS and OTHERS."""
     found = []
     titles = old[0]
     known = {row_key(old, number): row for number, row in enumerate(old)}
     for number, row in enumerate(new):
         before = known.get(row_key(new, number))
         if before is None:
+            found.append(f"{' '.join(row_key(new, number))}: not compared, the row is new")
             continue
         for title, mine, theirs in zip(titles[1:], row[1:], before[1:], strict=True):
             pairs = zip(FIGURE.findall(mine), FIGURE.findall(theirs), strict=False)

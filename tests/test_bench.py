@@ -35,6 +35,9 @@ def test_a_round_takes_some_time(text, capsys):
     with pytest.raises(SystemExit):
         main(["all_reduce", "--seconds", text])
     assert "is no number of seconds above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["all_reduce", "--seconds", "5", "--timeout", "5"])
+    assert "would outlast --timeout" in capsys.readouterr().err
 
 
 def test_the_choice_of_algorithm_is_explained(capsys):

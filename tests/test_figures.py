@@ -114,6 +114,13 @@ def test_a_program_and_pages_that_fit():
     assert all(one.visits >= 3 for one in MEASUREMENTS.values())
 
 
+def test_no_visits_are_a_usage_error_and_measure_nothing(capsys):
+    for visits in ("0", "-1"):
+        with pytest.raises(SystemExit):
+            figures.main(["--draft", "--visits", visits])
+        assert "--visits takes a number above 0" in capsys.readouterr().err
+
+
 def test_visits_are_spread_over_the_run():
     names = ["small_call", "commit", "cost"]
     assert figures.schedule(names, 3) == names * 3
@@ -212,6 +219,8 @@ def test_times_are_compared_across_units_and_counted_apart():
     slower = [old[0], ["a call", "1.20 ms (1.10-1.30)", "1.50 x (1.40-1.60)"]]
     counts = {figures.RATIOS: figures.Compared(), figures.OTHERS: figures.Compared()}
     assert figures.outside(old, same, counts) == []
+    fresh = [old[0], ["another call", "990 us (900-1,100)", "1.50 x (1.40-1.60)"]]
+    assert figures.outside(old, fresh, counts) == ["another call: not compared, the row is new"]
     left = figures.outside(old, slower, counts)
     assert left == ["a call, time: 1.20 ms, and before 900-1,100 us"]
     assert counts == {

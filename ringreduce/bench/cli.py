@@ -151,6 +151,8 @@ def read_settings(
     """The settings of the collective `name`; exits with a usage message."""
     cls = COLLECTIVES[name]
     itemsize = item_size(options.dtype)
+    if options.seconds >= options.timeout:
+        parser.error(f"a round of --seconds {options.seconds:g} would outlast --timeout")
     if world < cls.least_ranks:
         parser.error(f"{name} needs {cls.least_ranks} ranks, and not {world} (--nproc)")
     if cls.has_size:
