@@ -11,14 +11,23 @@ import functools
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 NAME = "ringreduce"
+GLOO = "gloo"
 
 _log = logging.getLogger(NAME)
 _chooses = False  # torch is wrapped: some groups are made by ringreduce that were not named so
 _replaces_gloo = False
 _told = False  # rank 0 said that gloo is replaced
+
+
+class _Default(str):
+    """The name that a framework finds as torch's default for CPUs and passes on.
+
+    By its type a group that a framework names so is told from one that a program names ringreduce.
+    """
 
 
 def _create(dist_backend_opts: Any, backend_options: Any) -> Any:
@@ -78,14 +87,50 @@ def set_default(devices: str) -> None:
     if "cuda" in wanted and not torch.cuda._is_compiled():
         raise ValueError(f"{devices!r} has cuda, which torch {torch.__version__} was built without")
     _wrap_torch()
+    default = dist.Backend.default_device_backend_map
     for device in wanted:
-        dist.Backend.default_device_backend_map[device] = NAME
+        is_gloo = device == "cpu" and default.get(device) == GLOO
+        default[device] = _Default(NAME) if is_gloo else NAME
+
+
+def replaces(group: Any = None) -> str | None:
+    """The name that torch shows for a group of ringreduce, if that is another backend's.
+
+    RINGREDUCE_REPLACE, RINGREDUCE_DEFAULT and `set_default` put ringreduce where torch would make a
+    group of gloo.  Programs that read the name then find the one that they know: `get_backend`,
+    `get_backend_config` and `group.name()` say "gloo".  The group's backend,
+    `group._get_backend(device)`, is ringreduce's and says so.
+
+    Args:
+        group: None for the default group.
+
+    Returns:
+        "gloo"; None for a group that is named ringreduce, and for one of another backend.
+
+    Raises:
+        RuntimeError: there is no default group.
+    """
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError("call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    shown = c10d._world.pg_map.get(group)
+    if shown is None:
+        return None
+    from ringreduce import _backend
+
+    of_gloo = [device for device, name in _pairs(str(shown[0])) if name == GLOO]
+    own = any(_backend.backend_of(group, *([d] if d else [])) is not None for d in of_gloo)
+    return GLOO if own else None
 
 
 def _replace_gloo() -> None:
     """Makes "gloo" mean ringreduce wherever a program names it, or torch chooses it."""
     global _replaces_gloo
-    set_default("cpu")
+    _wrap_torch()
     _replaces_gloo = True
 
 
@@ -130,17 +175,25 @@ def _refuse_groups(reason: str) -> None:
 
 
 def _wrap_torch() -> None:
-    """Wraps the function with which torch makes every group; it has no public counterpart."""
+    """Wraps the functions with which torch makes and names groups, none of which is public."""
     global _chooses
     import torch
     import torch.distributed as dist
+    import torch.distributed.device_mesh as device_mesh
     import torch.distributed.distributed_c10d as c10d
 
     make: Any = getattr(c10d, "_new_process_group_helper", None)
     if getattr(make, "_ringreduce", False):
         return
     signature = inspect.signature(make) if make else None
-    if signature is None or not {"group_rank", "backend"} <= set(signature.parameters):
+    with_tag: Any = getattr(c10d, "_new_group_with_tag", None)
+    if (
+        signature is None
+        or not {"group_rank", "backend"} <= set(signature.parameters)
+        or with_tag is None
+        or "backend" not in inspect.signature(with_tag).parameters
+        or not isinstance(dist.Backend.default_device_backend_map, dict)
+    ):
         raise RuntimeError(
             f"torch {torch.__version__} does not make groups by "
             "_new_process_group_helper(group_rank, backend, ...), as torch 2.11 to 2.15 do.  Name "
@@ -150,52 +203,111 @@ def _wrap_torch() -> None:
     @functools.wraps(make)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        put = _name_backend(call.arguments)
+        shown = _name_backend(call.arguments)
         try:
-            return make(*call.args, **call.kwargs)
+            made = make(*call.args, **call.kwargs)
         except dist.DistBackendError as error:
-            if put and type(error).__name__ in ("Timeout", "Error"):  # or the store is gone
+            if shown and type(error).__name__ in ("Timeout", "Error"):  # or the store is gone
                 _log.error(
                     "the ranks that did not join may wait in another backend: this group is "
                     "ringreduce's by RINGREDUCE_DEFAULT, RINGREDUCE_REPLACE or set_default.  "
                     "Set them for all ranks"
                 )
             raise
+        group = made[0]
+        if shown and group in c10d._world.pg_map:  # and not one that this rank is not in
+            c10d._world.pg_map[group] = (shown, c10d._world.pg_map[group][1])
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(shown)))
+        return made
 
     new_group._ringreduce = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = new_group
+    c10d._new_group_with_tag = _with_backend(with_tag, _of_new_group)
+    init = _with_backend(
+        c10d.init_process_group, lambda name: None if isinstance(name, _Default) else name
+    )
+    for module in (dist, c10d, device_mesh):
+        module.init_process_group = init  # type: ignore[attr-defined]
+    for name in ("name", "_get_backend_name"):
+        setattr(dist.ProcessGroup, name, _shown_name(getattr(dist.ProcessGroup, name)))
     _chooses = True
 
 
-def _name_backend(arguments: dict[str, Any]) -> bool:
+def _with_backend(function: Any, change: Callable[[Any], Any]) -> Any:
+    """A function of torch whose argument `backend` is changed before the call."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.arguments["backend"] = change(call.arguments.get("backend"))
+        return function(*call.args, **call.kwargs)
+
+    return changed
+
+
+def _of_new_group(backend: Any) -> Any:
+    """The backend that a new group is asked for: none is that of the default group.
+
+    torch takes its name then, and a group of gloo that is not named would be one of gloo.
+    """
+    import torch.distributed as dist
+
+    inherits = not backend and not _replaces_gloo and dist.is_initialized() and replaces()
+    return dist.Backend.UNDEFINED if inherits or isinstance(backend, _Default) else backend
+
+
+def _shown_name(real: Any) -> Any:
+    """A method of ProcessGroup that gives the name of its backend, as `replaces` says."""
+
+    @functools.wraps(real)
+    def name(group: Any) -> str:
+        found = str(real(group))
+        plugin = found in ("custom", NAME)  # the former is what torch calls every plugin
+        return (replaces(group) if plugin else None) or found
+
+    return name
+
+
+def _pairs(backend: str) -> list[tuple[str, str]]:
+    """("cpu", "gloo"), ("cuda", "nccl") of "cpu:gloo,cuda:nccl"; ("", "gloo") of "gloo"."""
+    pairs = [pair.rpartition(":") for pair in backend.lower().split(",")]
+    return [(device, name) for device, _, name in pairs]
+
+
+def _name_backend(arguments: dict[str, Any]) -> str | None:
     """Writes the backend that a group gets into the arguments that torch makes it with.
 
-    Returns whether ringreduce was put there, in place of another name or of none.
+    Returns the name that torch is to show for it if ringreduce was put there, in place of another
+    name or of none.
     """
     global _told
     import torch.distributed as dist
 
     backend = str(arguments["backend"]).lower()
-    put = False
-    pairs = [pair.rpartition(":") for pair in backend.split(",")]
+    pairs = _pairs(backend)
     default = dist.Backend.default_device_backend_map
+    shown = None
     if backend == dist.Backend.UNDEFINED:
-        if default.get(_device()) == NAME:
+        device = _device()
+        chosen = default.get(device)
+        if chosen == NAME or (_replaces_gloo and device == "cpu" and chosen == GLOO):
             # Else torch would call the group's backend "undefined".
             arguments["backend"] = dist.Backend(NAME)
-            put = True
-    elif _replaces_gloo and any(name == "gloo" for *_, name in pairs):
-        named = [device + colon + (NAME if n == "gloo" else n) for device, colon, n in pairs]
-        arguments["backend"] = dist.Backend(",".join(named))
-        put = True
+            shown = GLOO if device == "cpu" else NAME
+    elif _replaces_gloo and any(name == GLOO for _, name in pairs):
+        named = [(device, NAME if name == GLOO else name) for device, name in pairs]
+        arguments["backend"] = dist.Backend(",".join(":".join(filter(None, p)) for p in named))
+        shown = backend
+    if _replaces_gloo and shown and shown != NAME and not _told:
         rank = dist.get_rank() if dist.is_initialized() else arguments["group_rank"]
-        if rank == 0 and not _told:
+        if rank == 0:
             _told = True
             # A warning, because Python prints nothing below that unless the program asks for it.
             _log.warning("groups of the backend gloo are made by ringreduce (RINGREDUCE_REPLACE)")
     if NAME in str(arguments["backend"]) and default.get("cuda") == NAME and _device() == "cuda":
         _require_cuda()
-    return put
+    return shown
 
 
 def _device() -> str:

@@ -18,7 +18,7 @@ import importlib.metadata
 import torch.distributed as dist
 
 import _ringreduce_autoload
-from _ringreduce_autoload import set_default
+from _ringreduce_autoload import replaces, set_default
 from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
@@ -57,6 +57,7 @@ __all__ = [
     "prometheus",
     "records",
     "register_comm_hook",
+    "replaces",
     "set_default",
     "share_",
     "staging_bytes",
