@@ -69,6 +69,11 @@ def reduce(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out.contiguous().view(-1), error
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Also of NaNs: many of these values are infinite as float16."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
 # Around blocks, chunks and slots.
 SIZES = (0, 1, 31, 33, 128, 129, 1000, 4097, 70_001)
 
@@ -79,7 +84,7 @@ def run_cases(me: Rank, cases: list[Case]) -> list[str]:
     for case in cases:
         found = reduce(case, me.rank)
         plain = reduce(replace(case, layout="plain", in_place=True), me.rank)
-        assert all(map(torch.equal, found, plain)), case
+        assert all(map(same_bits, found, plain)), case
         if me.world_size == 1:
             assert torch.equal(found[0], case.values(0)), f"{case}: alone, yet coded"
         digests.append(oracle.digest(found[0]))
@@ -117,7 +122,7 @@ def test_several_at_once(me: Rank) -> None:
     works.append(dist.all_reduce(exact, async_op=True))
     for work in works:
         work.wait()
-    assert exact.eq(me.world_size).all() and all(map(torch.equal, alone, outs))
+    assert exact.eq(me.world_size).all() and all(map(same_bits, alone, outs))
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 from typing import Any
@@ -21,7 +22,9 @@ from test_compressed_hook import (
     mean_residual,
     train,
 )
+from test_training import bf16_by_another_name
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
@@ -213,8 +216,10 @@ def poisoned(me: Rank, codec: str, bad: float, where: str) -> tuple[bool, bool, 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "float16", "int8", "int4"])
 def test_what_is_not_finite_leaves_residuals(pool: Pool, world: MakeWorld, codec: str) -> None:
-    for bad in ("inf", "-inf", "nan"):
-        for where in ("weight", "bias"):  # coded, and exact in another bucket
+    overflow = ("1e6",) if codec == "float16" else ()
+    for bad in ("inf", "-inf", "nan", *overflow):
+        # Coded, and exact in another bucket.
+        for where in ("weight",) if bad in overflow else ("weight", "bias"):
             found = pool.run(poisoned, world(3), codec, float(bad), where)
             assert found == [(True, True, True)] * 3, (bad, where)
 
@@ -247,6 +252,74 @@ def test_grad_scaler_skips_everywhere(me: Rank) -> None:
         seen.append((taken, scaler.get_scale()))
     assert [taken for taken, _ in seen] == [True] * 4 + [False] + [True] * 3
     assert [scale for _, scale in seen] == [1024, 1024, 2048, 2048, 1024, 1024, 1024, 2048]
+
+
+STEPS = 60
+
+
+def trained_with_scaler(
+    me: Rank, seed: int, start: float, settings: dict[str, Any], stock: str
+) -> tuple[list[float], float, int]:
+    """Trains for so many steps that are not skipped, with a scale that grows after every third.
+
+    Returns the scales, the last loss, and how many steps were skipped.
+    """
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+    model = DDP(net)
+    if stock:
+        model.register_comm_hook(None, STOCK[stock])
+    else:
+        attach(model, **settings)
+    # Gradients are large, so that a scale can be too large for float32 too.
+    large = 2.0**16
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 / large, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=3)
+    task = torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)) / 5
+    scales, taken = [start], 0
+    while taken < STEPS and len(scales) < 3 * STEPS:
+        draw = torch.Generator().manual_seed(10_000 * seed + 10 * taken + me.rank)
+        x = torch.randn(16, 24, generator=draw)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), x @ task)
+        scaler.scale(large * loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        taken += scales[-1] >= scales[-2]
+    x = torch.randn(512, 24, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(net(x), x @ task)
+    return scales, float(loss), len(scales) - 1 - taken
+
+
+# torch's own hook of the same range.
+STOCK = {
+    "float16": default_hooks.fp16_compress_hook,
+    "bfloat16": bf16_by_another_name,
+    "exact": default_hooks.allreduce_hook,
+}
+
+
+@pytest.mark.parametrize("size, schedule", [(2, "owner"), (3, "ring")])
+@pytest.mark.parametrize("codec", ["bfloat16", "float16", "int8", "int4"])
+def test_a_scale_that_grows_is_found_to_be_too_large(
+    pool: Pool, world: MakeWorld, codec: str, size: int, schedule: str
+) -> None:
+    """Every codec's overflow reaches the GradScaler of all ranks, as that of torch's hooks does."""
+    stock = codec if codec in STOCK else "exact"
+    start = 1.0 if codec == "float16" else 2.0**112
+    for seed in range(4):
+        run = functools.partial(pool.run, trained_with_scaler, world(size), seed)
+        exact = run(1.0, {}, "exact")[0]
+        theirs = run(start, {}, stock)[0]
+        ours = run(start, {"codec": codec, "schedule": schedule}, "")
+        scales, loss, skipped = ours[0]
+        told = f"seed {seed}: {ours[0]}, of {stock} {theirs[0]}, exact loss {exact[1]}"
+        assert all(other == ours[0] for other in ours), "ranks differ"
+        assert skipped > 3 and max(scales) <= 4 * max(theirs[0]), told
+        assert theirs[0][-1] / 4 <= scales[-1] <= 4 * theirs[0][-1], told
+        assert loss < 1.05 * exact[1], told
 
 
 @on_ranks(2)

@@ -13,6 +13,11 @@
 // ranks decode the coded sums, the owners too, so all end with the same bits.  These depend on the
 // schedule, but not on slices or wires.
 //
+// A sum of several ranks' addends may be beyond the range of float16 where their average is not. So
+// where such sums are coded for an average, they are coded in units of a power of two: partial sums
+// of the ring, and addends that are the sums of whole hosts.  Finished sums are not, and what does
+// not fit there is infinite on all ranks.
+//
 // Shared memory: slots hold coded slices, and nothing is kept besides but the sum of one slice.
 // This is for trying a codec on one host, and for the same bits as between hosts.  If a rank is
 // lost on the way, its addends are in the slices that it has posted.  All ranks add the chunk of a
@@ -24,6 +29,7 @@
 // The owner also has room for the addends of each other rank that may be under way.  Floats lie in
 // the caller's memory and in one slice of a sum.
 #include <algorithm>
+#include <bit>
 #include <iterator>
 #include <numeric>
 #include <string>
@@ -62,14 +68,16 @@ namespace {
 
 class CodedMessage {
  public:
-  // `rank` is a place among `size`, which is at least 2.  An average divides by `world_size`.  A
-  // slice has `slice` elements, a multiple of kChunkElements.
+  // `call` has a schedule that is not kAuto.  `rank` is a place among `size`, which is at least 2.
+  // An average divides by `world_size`.  A slice has `slice` elements, a multiple of
+  // kChunkElements.
   CodedMessage(const CompressedAllReduce& call, int rank, int size, int world_size, size_t slice)
       : call_(call),
         cut_{call.count, size},
         slice_(slice),
         slices_(std::max<size_t>(1, ceilDiv(cut_.chunkSize(), slice))),
         world_size_(world_size),
+        unit_(unitOf(call, size, world_size)),
         seed_(mixedSeed(call.coding.seed, static_cast<uint64_t>(rank))),
         sum_(std::min(slice, cut_.chunkSize())) {}
 
@@ -81,7 +89,7 @@ class CodedMessage {
   size_t place(Span s) const { return codedBytes(call_.coding.codec, s.begin); }
 
   // This rank's addends, coded.
-  void encodeAddends(std::byte* out, Span s) const { encode(out, call_.input + s.begin, s); }
+  void encodeAddends(std::byte* out, Span s) { encodePart(out, call_.input + s.begin, s); }
 
   // ---- The sum of the others' addends, one rank at a time.  False for bytes that no rank encodes.
   bool begin(const std::byte* in, Span s) { return read(sum_.data(), in, s); }
@@ -89,6 +97,7 @@ class CodedMessage {
     return decodeAdd(call_.coding.codec, sum_.data(), in, bytes(s), s.size);
   }
   void addOwn(Span s) {
+    takeUnits(s);
     reduceKernels(DType::kFloat32, ReduceOp::kSum)
         .combine(sum_.data(), sum_.data(), call_.input + s.begin, s.size);
   }
@@ -97,22 +106,23 @@ class CodedMessage {
   // Of so many ranks: some may be lost.
   void finish(Span s, int addends) {
     addends_ = addends;
+    takeUnits(s);
     reduceKernels(DType::kFloat32, call_.op)
         .finishSums(sum_.data(), sum_.data(), call_.input + s.begin, s.size, addends);
   }
   // The sum of so many ranks' coded addends is the result.
   void useSum(Span s, int addends) {
+    takeUnits(s);
     const void* sum = sum_.data();
     reduceKernels(DType::kFloat32, call_.op)
         .reduce(call_.output + s.begin, &sum, 1, s.size, addends);
   }
   void clearSum() { std::ranges::fill(sum_, 0.0F); }
   // The sum, coded.
-  void encodeSum(std::byte* out, Span s, bool finished) const {
+  void encodeSum(std::byte* out, Span s, bool finished) {
+    if (!finished) return encodePart(out, sum_.data(), s);
     encode(out, sum_.data(), s);
-    if (!finished || !call_.error || call_.op != ReduceOp::kAvg) return;
-    const auto ranks = static_cast<float>(addends_);
-    for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= ranks;
+    if (call_.op == ReduceOp::kAvg) multiplyError(s, static_cast<float>(addends_));
   }
 
   // The result, when it has arrived.
@@ -121,6 +131,30 @@ class CodedMessage {
   }
 
  private:
+  // What stands for 1 in the codes of addends and partial sums.
+  static float unitOf(const CompressedAllReduce& call, int size, int world_size) {
+    if (call.coding.codec != Codec::kFloat16 || call.op != ReduceOp::kAvg) return 1;
+    const int ranks = call.schedule == CodedSchedule::kRing ? world_size : world_size / size;
+    return static_cast<float>(std::bit_ceil(static_cast<unsigned>(ranks)));
+  }
+  void scaleTo(float* out, const float* in, Span s, float factor) const {
+    scale(DType::kFloat32, out, in, s.size, static_cast<double>(factor));
+  }
+  // After the last decoded part.
+  void takeUnits(Span s) {
+    if (unit_ != 1) scaleTo(sum_.data(), sum_.data(), s, unit_);
+  }
+  void encodePart(std::byte* out, const float* in, Span s) {
+    if (unit_ == 1) return encode(out, in, s);
+    scaleTo(sum_.data(), in, s, 1 / unit_);
+    encode(out, sum_.data(), s);
+    multiplyError(s, unit_);
+  }
+  void multiplyError(Span s, float factor) const {
+    if (!call_.error) return;
+    for (size_t i = s.begin; i < s.end(); ++i) call_.error[i] *= factor;
+  }
+
   bool read(float* out, const std::byte* in, Span s) const {
     return decode(call_.coding.codec, out, in, bytes(s), s.size);
   }
@@ -134,6 +168,7 @@ class CodedMessage {
   const Cut cut_;
   const size_t slice_, slices_;
   const int world_size_;
+  const float unit_;        // of addends and partial sums
   int addends_ = 0;         // of the finished sum
   const uint64_t seed_;     // of this rank's draws
   std::vector<float> sum_;  // a slice
@@ -514,15 +549,16 @@ class CodedRing : CodedPass {
 }  // namespace
 
 void compressedAllReduce(StreamCommunicator& c, const CompressedAmong& among) {
-  const CompressedAllReduce& a = among.call;
+  CompressedAmong chosen = among;
+  CompressedAllReduce& a = chosen.call;
   const int P = static_cast<int>(among.ranks.size());
   const size_t n = a.chosen_for ? a.chosen_for : a.count;
-  const CodedSchedule schedule =
+  a.schedule =
       chooseCoded(n * sizeof(float), codedBytes(a.coding.codec, n), P, a.schedule, c.options.cost);
-  if (schedule == CodedSchedule::kRing)
-    CodedRing(c, among).run();
+  if (a.schedule == CodedSchedule::kRing)
+    CodedRing(c, chosen).run();
   else
-    ByOwners(c, among).run();
+    ByOwners(c, chosen).run();
 }
 
 void compressedAllReduce(StreamCommunicator& c, const CompressedAllReduce& a) {

@@ -6,9 +6,9 @@
 // bits on every machine, with or without fused multiply-adds, in any mode for subnormals.  Encoding
 // gives the same bytes in all instruction sets.
 //
-// Finite values stay finite: values too large for a code saturate, and the difference is error.  An
-// infinity or a NaN never decodes as a finite value; the integer codecs make all of its block NaN.
-// -0.0 may decode as 0.0.
+// An infinity or a NaN never decodes as a finite value; the integer codecs make all of its block
+// NaN.  Nor does a value from 65520 on as a float16: it becomes infinite.  The other codecs have
+// the range of float32, and finite values stay finite.  -0.0 may decode as 0.0.
 //
 // Pointers need no alignment.  No kernel allocates, blocks or throws.
 #pragma once

@@ -1,5 +1,8 @@
 // The codecs of 16 bits.  bfloat16: the upper half of a float32; the only NaN is 0x7fc0.  float16:
 // 10 bits of mantissa, up to 65504, subnormals in units of 2^-24; the only NaN is 0x7e00.
+//
+// Only a bfloat16 has the range of float32.  A value that is not nearer to 65504 than to 65536
+// becomes an infinite float16, also where rounding is random.
 #pragma once
 
 #include "kernels/codec_block.h"
@@ -55,8 +58,8 @@ struct Float16Code {
     Word code = (magnitude - kBias + more) >> 13;
     // One unit beyond the subnormals is the first normal number, and has its code.
     code = ifBelow<L>(magnitude, kLeastNormal, subnormal, code);
-    code = ifBelow<L>(code, kInfinite, code, Word{} + (kInfinite - 1));
-    code = ifBelow<L>(magnitude, kInfinity, code, Word{} + kInfinite);
+    if constexpr (kStochastic) code = ifBelow<L>(code, kInfinite, code, Word{} + (kInfinite - 1));
+    code = ifBelow<L>(magnitude, kOverflow, code, Word{} + kInfinite);
     code |= (bits >> 16) & 0x8000;
     return ifBelow<L>(magnitude, kInfinity + 1, code, Word{} + kNan);
   }
@@ -77,6 +80,7 @@ struct Float16Code {
 
  private:
   static constexpr uint32_t kBias = uint32_t{127 - 15} << 23, kLeastNormal = 0x38800000;  // 2^-14
+  static constexpr uint32_t kOverflow = 0x477ff000;                                       // 65520
 };
 
 }  // namespace ringreduce::codec

@@ -137,7 +137,8 @@ inline bool sameBits(float a, float b) {
   return as<uint32_t>(a) == as<uint32_t>(b);
 }
 
-// Values of a kind, and now and then one that is special.  No NaN or infinity unless `wild`.
+// Values of a kind, and now and then one that is special, or too large for a float16.  No NaN or
+// infinity unless `wild`.
 inline std::vector<float> someValues(size_t n, uint64_t seed, bool wild) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;

@@ -72,7 +72,7 @@ struct Case {
           // What came so far and this rank's own, coded by it.
           if (k == 0) sum.assign(own, own + chunk.size);
           for (size_t i = 0; k > 0 && i < chunk.size; ++i) sum[i] += own[i];
-          sum = coded(sum, r, chunk);
+          sum = coded(sum, r, chunk, unit());
         } else {
           const Floats theirs = coded({own, own + chunk.size}, r, chunk);
           if (k == 0) sum = theirs;
@@ -91,9 +91,16 @@ struct Case {
     }
   }
 
+  // A sum so far of an average, in the ring, is coded as float16 in these units.
+  float unit() const {
+    const bool small = coding.codec == Codec::kFloat16 && op == ReduceOp::kAvg;
+    return small && schedule == CodedSchedule::kRing ? std::exp2(std::ceil(std::log2(P))) : 1;
+  }
+
   // What is left of these values of a chunk when they have been coded by a rank, which has the
   // error.
-  Floats coded(const Floats& values, int rank, Span chunk) {
+  Floats coded(Floats values, int rank, Span chunk, float unit = 1) {
+    for (float& value : values) value /= unit;
     const size_t bytes = codedBytes(coding.codec, values.size());
     std::vector<std::byte> code(bytes);
     const Draw draw{.seed = mixedSeed(coding.seed, static_cast<uint64_t>(rank)),
@@ -102,6 +109,10 @@ struct Case {
            values.size(), coding.stochastic ? &draw : nullptr);
     Floats left(values.size());
     CHECK(decode(coding.codec, left.data(), code.data(), bytes, left.size()));
+    for (size_t i = 0; i < left.size(); ++i) {
+      left[i] *= unit;
+      errors[at(rank)][chunk.begin + i] *= unit;
+    }
     return left;
   }
 

@@ -1,6 +1,7 @@
 // Compressed all-reduce in whole groups, over shared memory, over sockets and between hosts of
 // several ranks: the same bits, the failures, and the bytes that go out.
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <thread>
 
@@ -175,6 +176,37 @@ TEST(between_hosts_only_what_leaves_them_is_coded) {
         CHECK_EQ(unaccounted(inputs, errors, Floats(shared, shared + count), true), 0u);
         munmap(shared, all);
       }
+  }
+}
+
+// The sum of a host may be beyond a codec's range where the average is not.
+TEST(averages_of_several_hosts_are_finite_if_they_and_all_values_are) {
+  constexpr size_t kCount = 3000, kBad = 777;
+  for (const std::string letters : {"aabb", "abcabcabc"}) {
+    const int P = static_cast<int>(letters.size());
+    processes::SharedStore store;
+    const auto ends = processes::run(P, [&](int r) {
+      const ranks::Setting host("RINGREDUCE_HOSTID", letters.substr(at(r), 1));
+      const auto group = Group::create(store, r, P, {.name = "test"});
+      for (int codec = 0; codec < kCodecs; ++codec)
+        for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing})
+          for (const float bad : {60'000.F, NAN, -INFINITY}) {
+            Floats data(kCount, 60'000.F), error(kCount, 7.F);
+            if (r == 1) data[kBad] = bad;
+            group->run({CompressedAllReduce{.input = data.data(),
+                                            .output = data.data(),
+                                            .count = kCount,
+                                            .coding = {static_cast<Codec>(codec)},
+                                            .op = ReduceOp::kAvg,
+                                            .schedule = schedule,
+                                            .error = error.data()}});
+            CHECK_EQ(std::isfinite(data[kBad]), std::isfinite(bad));
+            for (const float e : error) CHECK(std::isfinite(e));
+            for (size_t i = 0; i < kCount; ++i)
+              CHECK(i / kCodecBlock == kBad / kCodecBlock || std::fabs(data[i] - 60'000) < 600);
+          }
+    });
+    for (const std::string& end : ends) CHECK_EQ(end, "");
   }
 }
 

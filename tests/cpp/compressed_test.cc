@@ -207,3 +207,36 @@ TEST(what_is_not_finite_arrives_as_such_everywhere) {
         });
       }
 }
+
+// All values fit into a float16, and so does their average, but not their sum.
+TEST(an_average_of_what_fits_is_finite) {
+  const float each = 60'000;
+  for (const int P : {2, 3, 4, 7})
+    for (int codec = 0; codec < kCodecs; ++codec)
+      for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing})
+        for (const bool stochastic : {false, true}) {
+          Case c(P, 1000, {static_cast<Codec>(codec), stochastic, 5}, ReduceOp::kAvg, schedule);
+          for (Floats& input : c.inputs) std::ranges::fill(input, each);
+          c.compute();
+          overStandIn(P, [&](stream_cases::Caller& call) {
+            c.run(call.transport.rank(), [&](const CompressedAllReduce& a) { call(a); });
+          });
+          for (const float value : c.result) CHECK(std::fabs(value - each) < 0.25F * each);
+          CHECK_EQ(unaccounted(c.inputs, c.errors, c.result, true), 0u);
+        }
+}
+
+// No rank has 65504 instead.
+TEST(what_does_not_fit_arrives_as_infinite) {
+  for (const int P : {2, 3, 5})
+    for (const CodedSchedule schedule : {CodedSchedule::kOwner, CodedSchedule::kRing})
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg}) {
+        Case c(P, 1000, {Codec::kFloat16}, op, schedule);
+        for (Floats& input : c.inputs) std::ranges::fill(input, -2 * 65504.F);
+        c.compute();
+        for (const float value : c.result) CHECK_EQ(value, -INFINITY);
+        overStandIn(P, [&](stream_cases::Caller& call) {
+          c.run(call.transport.rank(), [&](const CompressedAllReduce& a) { call(a); });
+        });
+      }
+}

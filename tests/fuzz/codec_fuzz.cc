@@ -3,7 +3,8 @@
 //
 // Whatever comes: all instruction sets say the same of it, they take what an encoder could have
 // made and nothing else, write n elements and no more, and what they took is finite or NaN by whole
-// blocks.  Any floats come back from an encoder as a message that is taken.
+// blocks.  Any floats come back from an encoder as a message that is taken, and are finite there
+// only if they were and are in its range.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -77,6 +78,15 @@ bool couldBeEncoded(Codec codec, const std::byte* in, size_t bytes, size_t n) {
   return true;
 }
 
+// Whether an element is finite and in the codec's range; of integers, all of its block.
+bool fits(Codec codec, const std::vector<float>& in, size_t i) {
+  if (codec == Codec::kFloat16) return std::fabs(in[i]) < 65520;
+  if (!isInteger(codec)) return std::isfinite(in[i]);
+  const size_t first = i / kCodecBlock * kCodecBlock;
+  return std::all_of(&in[first], &in[first] + std::min(kCodecBlock, in.size() - first),
+                     [](float value) { return std::isfinite(value); });
+}
+
 class Play {
  public:
   // `trusting`: takes for granted that what has the right length is right.
@@ -143,9 +153,11 @@ class Play {
       set.codecs(codec).encode(coded, error.data(), in.data(), n, stochastic ? &draw : nullptr);
       if (!couldBeEncoded(codec, coded, size, n)) wrong_ = "encoded what is to be refused";
       if (!set.codecs(codec).decode(out.data(), coded, size, n)) wrong_ = "refuses its own";
-      for (size_t i = 0; i < n; ++i)
+      for (size_t i = 0; i < n; ++i) {
         if (error[i] != (std::isfinite(out[i]) ? in[i] - out[i] : 0))
           wrong_ = "lost something else";
+        if (std::isfinite(out[i]) != fits(codec, in, i)) wrong_ = "hides an overflow or makes one";
+      }
     }
   }
 
