@@ -295,6 +295,13 @@ void HostLinks::join(const Hosts& hosts, Store& store,
   }
 }
 
+void HostLinks::leave(Store& store) const {
+  if (rank_ == 0)
+    awaitReaders(store, nonce_, size_, options_);
+  else
+    confirmReason(store, nonce_, rank_, options_);
+}
+
 // Reads the settings of all ranks.  Throws, on all ranks, if only some want encryption.
 void HostLinks::readOptions(const Hosts& hosts) {
   std::optional<int> encrypted, plain;

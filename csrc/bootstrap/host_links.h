@@ -46,6 +46,8 @@ class HostLinks {
   // After join() has thrown: its failure, for ranks that may have ended the last round, and their
   // connections.  They have the group and do not look into the store any more.
   const std::optional<GroupFailure>& failureOfLastRound() const { return failure_of_last_round_; }
+  // After that, and before this process may end: all ranks that look into the store know why.
+  void leave(Store& store) const;
   std::array<net::Socket*, 2> neighbours() { return {&next_, &previous_}; }
 
   // Makes a connection to a rank and proves it.  Waits.

@@ -90,6 +90,47 @@ std::string storeReason(Store& store, const std::string& key, const std::string&
   return reason;
 }
 
+namespace {
+
+std::string readKey(const std::string& nonce, int rank) {
+  return reasonKey(nonce) + "/" + std::to_string(rank);
+}
+
+}  // namespace
+
+void confirmReason(Store& store, const std::string& nonce, int rank, const GroupOptions& options) {
+  try {
+    store.set(readKey(nonce, rank), "1");
+  } catch (const std::exception& error) {  // the reason matters more
+    log("rank " + options.shown(rank) + " cannot tell rank " + options.shown(0) +
+        " that it knows why the group is not made: " + error.what());
+  }
+}
+
+void awaitReaders(Store& store, const std::string& nonce, int size, const GroupOptions& options) {
+  std::vector<int> readers;
+  for (int r = 1; r < size; ++r) readers.push_back(r);
+  try {
+    size_t before = 0;
+    do {
+      before = readers.size();
+      AttemptClock::await(
+          [&] {
+            std::erase_if(readers, [&](int r) {
+              if (!store.get(readKey(nonce, r))) return false;
+              store.remove(readKey(nonce, r));
+              return true;
+            });
+            return readers.size() < before;
+          },
+          AttemptClock::kReadersTime);
+    } while (!readers.empty() && readers.size() < before);
+  } catch (const std::exception& error) {  // the reason matters more
+    log("rank " + options.shown(0) + " cannot see whether " + options.rankList(readers) +
+        " know why the group is not made: " + error.what());
+  }
+}
+
 // ---- the leader
 
 HostLeader::HostLeader(LocalRanks ranks, Check check)

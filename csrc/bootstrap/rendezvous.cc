@@ -713,8 +713,9 @@ class Meeting {
     if (is_put_) tellRank0(reason);
     // Rank 0 may have seen all confirmations already, and goes on to make connections.
     if (mine_.contains("seen")) {
-      const std::string own = encode(reason, /*culprit=*/0);
-      const std::string stored = storeReason(store_, reasonKey(fieldOf(mine_, "seen")), own);
+      const std::string own = encode(reason, /*culprit=*/0), nonce = fieldOf(mine_, "seen");
+      const std::string stored = storeReason(store_, reasonKey(nonce), own);
+      confirmReason(store_, nonce, rank_, options_);
       const Fields fields = decode(stored);
       if (stored != own)
         throw Error(kindOf(fields), fieldOf(fields, "text") + ", learned by " + shown(rank_));

@@ -53,7 +53,6 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
   };
   try {
     links->join(hosts, store, makeLocal);
-    if (rank == 0) removeTable(store);
   } catch (...) {
     if (const auto& failure = links->failureOfLastRound()) {
       // A rank that still waits for the token does not take the heartbeat for one.
@@ -61,8 +60,10 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
       for (net::Socket* neighbour : links->neighbours())
         if (*neighbour) neighbour->send(frames.data(), frames.size());
     }
+    links->leave(store);
     throw;
   }
+  if (rank == 0) removeTable(store);
   auto network = std::make_unique<Network>(std::move(links));
   return std::shared_ptr<Epoch>(new Epoch(rank, std::move(network), std::move(*met.hosts),
                                           std::move(local_members), made, executor));

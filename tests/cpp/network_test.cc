@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -20,6 +21,7 @@
 #include "p2p/engine.h"
 #include "processes.h"
 #include "ranks.h"
+#include "transport/tcp/tls.h"
 
 using namespace ringreduce;
 using messages::Letter;
@@ -338,17 +340,21 @@ TEST(what_cannot_be_read_of_one_ranks_settings_is_told_to_all) {
 // As where the process of rank 0 holds the store and ends with its error.
 TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
   auto& gone = shared<std::atomic<bool>>();
-  gone = false;
   class Passing final : public Store {
    public:
-    Passing(Store& store, const std::atomic<bool>& over) : store_(store), over_(over) {}
+    Passing(Store& store, const std::atomic<bool>& over, int pause_ms, std::string fails_at)
+        : store_(store), over_(over), pause_ms_(pause_ms), fails_at_(std::move(fails_at)) {}
     void set(const std::string& key, const std::string& value) override {
       look();
       store_.set(key, value);
     }
     std::optional<std::string> get(const std::string& key) override {
-      sleepMs(20);  // slower than rank 0
+      sleepMs(pause_ms_);  // slower than rank 0
       look();
+      if (!fails_at_.empty() && key.ends_with(fails_at_)) {
+        fails_at_.clear();
+        throw Error(Failure::kSetup, "no such answer");
+      }
       return store_.get(key);
     }
     void remove(const std::string& key) override { store_.remove(key); }
@@ -359,18 +365,40 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
     }
     Store& store_;
     const std::atomic<bool>& over_;
+    const int pause_ms_;
+    std::string fails_at_;  // once
   };
-  const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
-    const ranks::Setting ports("RINGREDUCE_PORTS", r == 0 ? "1-0" : "47000-47100");
-    Passing passing(store, gone);
-    try {
-      Group::create(r == 0 ? store : passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
-    } catch (...) {
-      if (r == 0) gone = true;
-      throw;
-    }
-  });
-  for (const std::string& end : ends) CHECK(end.find("RINGREDUCE_PORTS=1-0") != std::string::npos);
+  struct Case {
+    const char* name;
+    std::vector<const char*> values;  // by rank
+    const char* words;
+    int fails = -1;  // this rank, while it waits for connections
+  };
+  const char* orders = "RINGREDUCE_RING is not set at rank 0 (pid ";
+  for (const Case& c :
+       {Case{"RINGREDUCE_PORTS", {"1-0", "", ""}, "RINGREDUCE_PORTS=1-0"},
+        {"RINGREDUCE_PORTS", {"", "", "1-0"}, "RINGREDUCE_PORTS=1-0"},
+        {"RINGREDUCE_RING", {"", "0,2,1", "0,2,1"}, orders},
+        {"RINGREDUCE_RING", {"", "", "0,2,1"}, orders},
+        {"RINGREDUCE_RING", {"0,1", "0,1", "0,1"}, "is no order for group 'test'"},
+        {"RINGREDUCE_TLS", {"1", "", ""}, net::Tls::isBuiltIn() ? "1 is set on rank 0 (pid " : ""},
+        {"RINGREDUCE_TLS", {"", "", "1"}, net::Tls::isBuiltIn() ? "1 is set on rank 2 (pid " : ""},
+        {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 0},
+        {"RINGREDUCE_LOG", {"", "", ""}, "(no such answer)", 1}}) {
+    gone = false;
+    const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
+      const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
+      Passing passing(store, gone, std::vector{0, 20, 200}[static_cast<size_t>(r)],
+                      r == c.fails ? "/failed" : "");
+      try {
+        Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
+      } catch (...) {
+        if (r == 0) gone = true;
+        throw;
+      }
+    });
+    for (const std::string& end : ends) CHECK(end.find(c.words) != std::string::npos);
+  }
 }
 
 TEST(a_store_that_goes_is_an_error_of_a_named_rank) {
