@@ -524,6 +524,18 @@ def test_ranks_of_several_hosts_are_mpiruns_or_sruns(
     assert found == "srun --ntasks=4 --ntasks-per-node=2 --nodelist=a,b python train.py"
 
 
+def test_a_file_of_hosts_that_cannot_be_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile = tmp_path / "hosts"
+    for content in (b"\xff\xfea\x00 \x00", b"\x7fELF\x02\x01\x00", b"a slots=two\n", b"a 2 3\n"):
+        hostfile.write_bytes(content)
+        error = refused(capsys, "-np", "2", "--hostfile", str(hostfile), "a")
+        assert str(hostfile) in error and "host1 slots=2" in error
+    for path in (tmp_path, tmp_path / "missing"):
+        assert str(path) in refused(capsys, "-np", "2", "--hostfile", str(path), "a")
+
+
 def test_options_that_cannot_be_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, text in {
         "python": "-np/--num-proc",

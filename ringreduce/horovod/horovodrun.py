@@ -222,12 +222,19 @@ def _hosts(text: str) -> list[tuple[str, int]]:
 
 def _hostfile(path: str) -> list[tuple[str, int]]:
     pairs = []
-    for line in Path(path).read_text().splitlines():
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not a text file with lines such as: host1 slots=2 ({error})"
+        ) from None
+    for line in text.splitlines():
         words = line.partition("#")[0].split()
         if not words:
             continue
         slots = words[1].removeprefix("slots=") if len(words) == 2 else "1"
-        if len(words) > 2 or not slots.isdecimal() or int(slots) < 1:
+        readable = line.replace("\t", " ").isprintable()
+        if not readable or len(words) > 2 or not slots.isdecimal() or int(slots) < 1:
             raise ValueError(f"{line.strip()!r} in {path} is not such as: host1 slots=2")
         pairs.append((words[0], int(slots)))
     return pairs
