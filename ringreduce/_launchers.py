@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 Environment = Mapping[str, str]
 
+# Slurm's ids of steps without tasks (pending, extern, batch, interactive) are above the others.
+_RESERVED_STEPS = 0xFFFFFFF0
+
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
@@ -183,10 +186,18 @@ def _pmi(env: Environment) -> Identity | None:
 
 
 def _slurm(env: Environment) -> Identity | None:
-    """A task of srun.  A batch script has SLURM_PROCID=0 too, but no SLURM_STEP_ID."""
-    if not env.get("SLURM_STEP_ID"):
+    """A task of srun.
+
+    Not the shell of a job: a batch script has SLURM_PROCID=0 too, but no SLURM_STEP_ID or a
+    reserved one, as has the shell that salloc starts on a node (LaunchParameters with
+    use_interactive_step).  In such a shell SLURM_NTASKS is that of the job.
+    """
+    step = whole(env, "SLURM_STEP_ID")
+    if step is None or step >= _RESERVED_STEPS:
         return None
-    pair = _pair(env, "SLURM_PROCID", "SLURM_NTASKS")
+    # `srun --preserve-env` lets SLURM_NTASKS be that of the job.
+    own = "SLURM_STEP_NUM_TASKS"
+    pair = _pair(env, "SLURM_PROCID", own if env.get(own) else "SLURM_NTASKS")
     if pair is None:
         return None
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
@@ -197,7 +208,7 @@ def _slurm(env: Environment) -> Identity | None:
         tasks_here(env),
         launcher="Slurm",
         said=pair[2],
-        job=f"Slurm {job}.{env['SLURM_STEP_ID']}" if job else None,
+        job=f"Slurm {job}.{step}" if job else None,
         first_host=first_host(hosts) if hosts else None,
         started=True,
     )

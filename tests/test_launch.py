@@ -66,6 +66,12 @@ def srun(rank: int, size: int, local: int, hosts: str, per_node: str, node: int)
     }
 
 
+def in_a_shell(step: str) -> dict[str, str]:
+    """The shell of a step of one task, in a job of four on one host."""
+    own = {"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    return srun(0, 4, 0, "vm", "4", 0) | own
+
+
 TWO_HOSTS = srun(3, 4, 1, "gpu[07-08]", "2(x2)", 1)
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_JOBID": "31.2"}  # srun --mpi=pmi2 says no more
 
@@ -94,6 +100,28 @@ SAID: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
         (0, 1, 0, 1, "none"),
     ),
     "salloc": ({"SLURM_JOB_ID": "31", "SLURM_NTASKS": "4"}, (0, 1, 0, 1, "none")),
+    "salloc, shell on a node": (in_a_shell("4294967290"), (0, 1, 0, 1, "none")),
+    "batch script with a step": (in_a_shell("4294967291"), (0, 1, 0, 1, "none")),
+    "external step": (in_a_shell("4294967292"), (0, 1, 0, 1, "none")),
+    "pending step": (in_a_shell("4294967293"), (0, 1, 0, 1, "none")),
+    "batch script of an old Slurm": (in_a_shell("4294967294"), (0, 1, 0, 1, "none")),
+    "torchrun in such a shell": (torchrun(1, 2) | in_a_shell("4294967290"), (1, 2, 1, 2)),
+    "mpirun in such a shell": (open_mpi(3, 4, 3, 4) | in_a_shell("4294967290"), (3, 4, 3, 4)),
+    "mpiexec in such a shell": (hydra(3, 4, 3, 4) | in_a_shell("4294967290"), (3, 4, 3, 4, "PMI")),
+    "by hand in such a shell": (
+        by_hand(1, 2) | in_a_shell("4294967290"),
+        (1, 2, None, None, "environment"),
+    ),
+    # A step of the job's variables, which are not the step's (srun --preserve-env), and its shell.
+    "srun --preserve-env": (
+        srun(1, 2, 1, "vm", "2", 0)
+        | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_TASKS_PER_NODE": "4"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "2"},
+        (1, 2, 1, 2, "Slurm"),
+    ),
+    "srun --pty": (in_a_shell("0"), (0, 1, 0, 1, "Slurm")),
+    # An indexed Job says no world size: its pods get RANK and WORLD_SIZE, or are alone.
+    "a pod": ({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}, (0, 1, 0, 1, "none")),
 }
 
 
@@ -253,6 +281,7 @@ JOBS: dict[str, tuple[dict[str, str], int, int, tuple[str, str]]] = {
     "Open MPI": (open_mpi(3, 4, 1, 2), 3, 4, ("Open MPI", "77")),
     "PMI": (PMI2, 3, 4, ("PMI", "31.2")),
     "srun": (TWO_HOSTS, 3, 4, ("Slurm", "31.2")),
+    "a shell of salloc": (in_a_shell("4294967290"), 0, 1, ("", "")),
     # A step of one task each: they are not the ranks.
     "srun of a launcher": (srun(0, 1, 0, "vm", "1", 0), 0, 4, ("", "")),
     "a pod": ({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}, 1, 4, ("Kubernetes", "train")),
