@@ -32,9 +32,11 @@ from ringreduce.bench.summary import summary
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
 def test_a_round_takes_some_time(text, capsys):
-    with pytest.raises(SystemExit):
-        main(["all_reduce", "--seconds", text])
-    assert "is no number of seconds above 0" in capsys.readouterr().err
+    for option in ("--seconds", "--timeout"):
+        with pytest.raises(SystemExit):
+            main(["all_reduce", option, text])
+        said = capsys.readouterr().err
+        assert option in said and "is no number of seconds above 0" in said
     with pytest.raises(SystemExit):
         main(["all_reduce", "--seconds", "5", "--timeout", "5"])
     assert "would outlast --timeout" in capsys.readouterr().err
@@ -57,6 +59,15 @@ def test_the_choice_of_algorithm_is_explained(capsys):
     assert rows["64B"].startswith("bruck") and rows["25MiB"].startswith("twoshot")
     rows = table("--nproc 4 --hosts 1 --sizes 1K,1M")  # inside a host there are no times
     assert rows["1KiB"].startswith("direct") and rows["1MiB"].startswith("twoshot - - - -")
+
+
+@pytest.mark.parametrize("option", ["--round-trip-ms", "--bandwidth-mbit"])
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9"])
+def test_a_line_that_cannot_be_is_not_explained(option, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--explain", "--nproc", "4", option, text])
+    assert ended.value.code == 2
+    assert f"{option} can be" in capsys.readouterr().err
 
 
 # --- How it measures ------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def between(hosts: int, line: Line = LAN) -> Job:
         ("300Mbit/s, 50us", Line(rate=37.5e6, round_trip=50e-6)),
         ("0.01%,20ms,1gbit,bbr", Line(125e6, 0.02, 1e-4, congestion="bbr")),
         ("1Gbit,mtu=9000,burst=64K", Line(125e6, mtu=9000, burst=65536)),
+        ("0.1tbit/s,burst=1m,1s,cubic", Line(1.25e10, 1.0, burst=1 << 20)),
     ],
 )
 def test_a_line_is_read(text: str, line: Line) -> None:
@@ -52,10 +53,63 @@ def test_a_line_is_read(text: str, line: Line) -> None:
     assert dataclasses.astuple(found)[2:] == dataclasses.astuple(line)[2:]
 
 
-@pytest.mark.parametrize("text", ["", "1ms", "fast", "0Gbit", "1Gbit,120%", "1Gbit,mtu=9"])
-def test_a_bad_line_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"10Gbit|MTU"):
+# A line, and the word that its error names, with what the word is not.
+BAD_LINES = [
+    ("", "''", "no rate"), ("1ms", "'1ms'", "no rate"), ("bbr", "'bbr'", "no rate"),
+    ("fast", "'fast'", "none of a rate"), ("10", "'10'", "none of a rate"),
+    ("10Mb", "'10Mb'", "none of a rate"), ("10Mbit/h", "'10Mbit/h'", "none of a rate"),
+    ("1.2.3Gbit", "'1.2.3Gbit'", "none of a rate"), ("1Gbit,1ms/s", "'1ms/s'", "none of a rate"),
+    ("1Gbit,,1ms", "''", "none of a rate"), ("1Gbit,reno", "'reno'", "none of a rate"),
+    ("0Gbit", "'0Gbit'", "no rate of"), ("-1Gbit", "'-1Gbit'", "no rate of"),
+    ("nanGbit", "'nanGbit'", "no rate of"), ("infGbit", "'infGbit'", "no rate of"),
+    ("99999Tbit", "'99999Tbit'", "no rate of"),
+    ("1Gbit,-1ms", "'-1ms'", "no round trip of"), ("1Gbit,nanms", "'nanms'", "no round trip of"),
+    ("1Gbit,61s", "'61s'", "no round trip of"),
+    ("1Gbit,99.99%,bbr", "'99.99%'", "no loss of"), ("1Gbit,120%", "'120%'", "no loss of"),
+    ("1Gbit,-1%", "'-1%'", "no loss of"), ("1Gbit,nan%", "'nan%'", "no loss of"),
+    ("1Gbit,mtu=9", "'mtu=9'", "no MTU of"), ("1Gbit,mtu=-9000", "'mtu=-9000'", "no MTU of"),
+    ("1Gbit,mtu=1500.5", "'mtu=1500.5'", "whole number"),
+    ("1Gbit,mtu=nan", "'mtu=nan'", "no MTU of"), ("1Gbit,mtu=9k", "'mtu=9k'", "none of a rate"),
+    ("1Gbit,mtu=", "'mtu='", "none of a rate"), ("1Gbit,burst=", "'burst='", "none of a rate"),
+    ("1Gbit,burst=-1", "'burst=-1'", "no burst of"), ("1Gbit,burst=9T", "'burst=9T'", "none of"),
+    ("1Gbit,burst=nan", "'burst=nan'", "no burst of"), ("1Gbit,burst=2G", "'burst=2G'", "no burst"),
+    ("1Gbit,10Gbit", "'10Gbit'", "a second rate, after '1Gbit'"),
+    ("1ms,1Gbit,2ms", "'2ms'", "a second round trip, after '1ms'"),
+    ("1Gbit,1%,1%", "'1%'", "a second loss"), ("1Gbit,mtu=900,mtu=9", "'mtu=9'", "a second MTU"),
+    ("1Gbit,burst=0,burst=1", "'burst=1'", "a second burst"),
+    ("1Gbit,bbr,cubic", "'cubic'", "a second congestion control, after 'bbr'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "word", "why"), BAD_LINES)
+def test_a_bad_line_is_refused(text: str, word: str, why: str) -> None:
+    with pytest.raises(ValueError) as raised:
         lines.parse(text)
+    for part in (f"line '{text}'", word, why):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("congestion", ["bbr", "cubic"])
+@pytest.mark.parametrize("round_trip", [0.0, 0.02])
+def test_a_loss_costs_time(congestion: str, round_trip: float) -> None:
+    """What is lost is carried again, and a small message waits until it is sent again."""
+    kept = Line(50e6 / 8, round_trip, congestion=congestion)
+    assert kept.again(1e9) == 0
+    for size in (1, 64 * KIB, 16 * MIB):
+        for kind in model.KINDS:
+            for hosts in (2, 8, 64):
+                times = [
+                    Model()
+                    .collective(kind, size, between(hosts, dataclasses.replace(kept, loss=loss)))
+                    .seconds
+                    for loss in (0.0, 1e-4, 0.01, 0.1, 0.5)
+                ]
+                assert times == sorted(times) and len(set(times)) == len(times)
+                assert size < 16 * MIB or times[-1] >= times[0] / 0.5
+    lossy = [dataclasses.replace(kept, loss=loss) for loss in (0.1, 0.5)]
+    # A packet has 1 / (1 - loss) tries, of which the first costs nothing more.
+    assert lossy[1].again(1) / lossy[0].again(1) == pytest.approx(1 / (0.1 / 0.9))
+    assert lossy[0].again(1) >= 0.1 / 0.9 * 2 * round_trip
 
 
 def test_a_loss_slows_down_all_but_bbr() -> None:

@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--iters", type=_positive, help="timed calls a round, in place of --seconds")
     add("--warmup", type=int, help="untimed calls before them, in every round (a tenth)")
     add("--rounds", type=_positive, default=7)
-    add("--timeout", type=float, default=120.0, help="seconds that any one step may take")
+    add("--timeout", type=_seconds, default=120.0, help="seconds that any one step may take")
     add("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     add("--plot", type=Path, metavar="FILE.png", help="write a picture (needs matplotlib)")
     add("--explain", action="store_true",

@@ -78,11 +78,15 @@ def world_of(options: argparse.Namespace) -> World:
     if ranks < 2 or hosts < 1 or ranks % hosts:
         raise ValueError(f"{ranks} ranks on {hosts} hosts: it needs two at least, as many on each")
     cost = extension().wire_cost(None)
+    # The limits of RINGREDUCE_ROUND_TRIP_MS, which may be 0 here, and of RINGREDUCE_BANDWIDTH_MBIT.
+    for name, least, most in (("round_trip_ms", 0, 60_000), ("bandwidth_mbit", 1e-3, 1e7)):
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:  # nor NaN
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} can be {least:g} to {most:g}, and not {value:g}")
     if options.round_trip_ms is not None:
         cost["hop"] = cost["system"] + options.round_trip_ms * 0.5e-3
     if options.bandwidth_mbit is not None:
-        if options.bandwidth_mbit <= 0:
-            raise ValueError("--bandwidth-mbit must be above 0")
         cost["byte"] = 8e-6 / options.bandwidth_mbit
     return World(ranks, hosts, ranks // hosts, cost)
 

@@ -264,13 +264,14 @@ def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
     if gathers:
         hops, messages = call.bruck if algorithm == "bruck" else (1, P - 1)
         carried = (P - 1) * (flow + _HEADER)
-        path = hops * hop + messages * message
+        path = hops * (hop + line.again(carried / hops)) + messages * message
         added = P * whole if kind == "all_reduce" else 0.0
         on_line = max(path, path + carried * beta - min(path, burst))
     elif kind == "broadcast":
         carried = flow + _HEADER
         levels = P - 1 if algorithm == "chain" else math.ceil(math.log2(P))
-        each = hop + message + (slice_ if algorithm == "chain" else flow) * beta
+        first = slice_ if algorithm == "chain" else flow
+        each = hop + message + first * beta + line.again(first)
         path = levels * each + (flow - slice_ if algorithm == "chain" else 0) * beta
         added, on_line = 0.0, carried * beta + hop
     else:
@@ -278,7 +279,7 @@ def stream_parts(call: _Stream, costs: Sockets) -> _Parts:
         # first carry partial sums until the results go round.
         halves = 2 if kind == "all_reduce" else 1
         stages = halves * (P - 1) if algorithm == "ring" else halves
-        step = hop + flows * message
+        step = hop + flows * message + line.again(flows * slice_)
         carried = halves * (P - 1) * (share + _HEADER)
         if algorithm == "ring" and call.width == 2 and not call.codec and kind != "all_gather":
             carried += (P - 2) * share
