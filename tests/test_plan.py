@@ -13,14 +13,15 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringreduce._backend import extension
-from ringreduce._processes import torchrun_variables
-from ringreduce.plan import constants, lines, model, step
+from ringreduce._processes import end, torchrun_variables
+from ringreduce.plan import constants, lines, measure, model, step
 from ringreduce.plan.__main__ import main
 from ringreduce.plan.constants import Point
 from ringreduce.plan.lines import Line
@@ -286,6 +287,54 @@ def test_constants_are_kept_in_a_file(tmp_path: Path) -> None:
     assert constants.load(path)[0] == fitted
     assert constants.load(path)[1]["created"] == "today"
     assert constants.load_points(path) == [*points, *inside]
+
+
+def test_what_other_programs_took_is_no_rank_of_ours() -> None:
+    def part(cores: float, own: float, everyones: float | None = None) -> float:
+        before = measure.Used(10.0, 100.0, 5.0)
+        return measure.others_part(
+            before, measure.Used(14.0, 100.0 + cores, 5.0 + own), 2, everyones
+        )
+
+    assert part(8.0, 8.0) == 0  # our ranks had both cores for all of 4 s
+    assert part(8.0, 2.0) == pytest.approx(0.75)
+    assert part(8.0, 2.0, everyones=6.0) == pytest.approx(0.25)
+    assert part(0.0, 3.9) == 0 and part(9.0, 0.0) == 1  # rounded by ticks
+
+    # Processes count as others until they have ended, like ranks whose time was measured.
+    before = measure.used()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        time.sleep(1.0)
+        during = measure.used()
+    finally:
+        end(busy)
+    ran = measure.used().own - before.own
+    assert ran > 0 and during.own - before.own < 0.5 * ran
+    assert during.cores - before.cores > 0.5 * ran
+
+
+def test_constants_of_a_busy_machine_say_so_wherever_they_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(others: float) -> list[Point]:
+        times = [Point("all_reduce", s, "", Job(2), s * 1e-9, 1e-9, 1e-9) for s in (KIB, MIB)]
+        return [dataclasses.replace(times[0], others=others), times[1]]
+
+    path = tmp_path / "plan.json"
+    monkeypatch.setattr(measure, "flops_of_a_rank", lambda: 1e9)
+    for others, says in ((0.02, ""), (0.83, "other programs took 83% of the cores")):
+        monkeypatch.setattr(measure, "measure_here", lambda *_, part=others: measured(part))
+        assert main(["measure", "-o", str(path)]) == 0
+        assert (says in capsys.readouterr().out) if says else ("warning" not in path.read_text())
+        assert json.loads(path.read_text())["about"]["others"] == others
+        # Times that are kept beside new ones keep it.
+        assert max(point.others for point in constants.load_points(path)) == others
+        assert main(["-c", str(path), "--sizes", "1K"]) == 0
+        out = capsys.readouterr().out
+        assert says in out and ("warning" in out) == bool(says)
+        assert main(["-c", str(path), "--sizes", "1K", "--json"]) == 0
+        assert says in json.loads(capsys.readouterr().out).get("warning", "")
 
 
 def test_a_line_that_was_measured_replaces_the_loopback() -> None:

@@ -223,12 +223,14 @@ def _curve(options: argparse.Namespace, model: Model, job: Job, about: dict[str,
     step, assumed = _step(options, model)
     ranks = curve.counts(job.per_host)
     machine = f"{about['machine']['cpu']}, {about['created']}"
+    warning = constants.warning(about["others"])
     drawn = curve.draw(
         options.curve, step, model,
         lambda count: replace(job, ranks=count, hosts=count // job.per_host),
         ranks, ["", *CODECS],
         [assumed, f"{job.per_host} rank(s) on a host; each host's line: {job.line}",
-         f"constants of {machine}; each host has its own cores; shaded: 9 of 10 predictions"],
+         f"constants of {machine}; each host has its own cores; shaded: 9 of 10 predictions",
+         *([warning] if warning else [])],
     )  # fmt: skip
     return {"curve": {"ranks": ranks, **drawn}}, [f"# drawn: {options.curve}"]
 
@@ -252,8 +254,11 @@ def _plan(options: argparse.Namespace) -> int:
         more = _curve(options, model, jobs[0], about)
         document, text = document | more[0], text + more[1]
     machine = about["machine"]
-    head = f"# constants: {machine['cpu']}, {machine['cores']} cores, {about['created']}"
-    print(json.dumps(document) if options.json else "\n".join([head, *text]))
+    head = [f"# constants: {machine['cpu']}, {machine['cores']} cores, {about['created']}"]
+    if warning := constants.warning(about["others"]):
+        head.append(f"# {warning}")
+        document["warning"] = warning
+    print(json.dumps(document) if options.json else "\n".join([*head, *text]))
     return 0
 
 
@@ -291,11 +296,13 @@ def _measure(options: argparse.Namespace) -> int:
     about = {"machine": describe_machine(), "created": constants.today()}
     constants.save(options.constants, model, about, points)
     print(f"fitted to {len(points)} times; the constants are in {options.constants}")
+    if warning := constants.warning(max(point.others for point in points)):
+        print(warning)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    model, _ = constants.load(options.constants)
+    model, about = constants.load(options.constants)
     overlaps = not options.no_overlap
     ran = steps.replayed(options.directory, overlaps)
     base = steps.replayed(options.base, overlaps) if options.base else ran
@@ -303,6 +310,8 @@ def _check(options: argparse.Namespace) -> int:
     if counts != [ran.ranks]:
         raise ValueError(f"the timeline is of {ran.ranks} ranks, and not of {options.ranks}")
     rows = check.compared(ran, base, _job(options, ran.ranks, model), model)
+    if warning := constants.warning(about["others"]):
+        print(f"# {warning}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(
             json.dumps([asdict(row) | {"error": row.error, "inside": row.inside} for row in rows])

@@ -20,6 +20,7 @@ from ringreduce.plan.model import Job, Model, Sockets, Table
 _VERSION = 1
 # Of the loopback interface: no line limits it.
 LOOPBACK = Line(rate=1e12, mtu=65535)
+_UNNOTICED = 0.1  # of the cores, for other programs
 _STEP = 1e-3  # of a derivative, in logarithms
 _PULL = 0.03  # to the defaults, for constants that the times say nothing of
 _LEAST_SPREAD = 0.05
@@ -28,7 +29,10 @@ _ONE_COUNT = 0.15  # at least, where one number of hosts was measured
 
 @dataclass(frozen=True)
 class Point:
-    """A measured call: the median of its rounds in seconds, and their p10 and p90."""
+    """A measured call: the median of its rounds in seconds, and their p10 and p90.
+
+    `others`: the part of the cores that other programs took meanwhile.
+    """
 
     kind: str
     size: int
@@ -37,6 +41,7 @@ class Point:
     seconds: float
     low: float
     high: float
+    others: float = 0.0
 
 
 def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
@@ -64,8 +69,9 @@ def require_writable(path: Path) -> None:
 
 def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point]) -> None:
     """Writes them, with the times that they were fitted to."""
+    others = max((point.others for point in points), default=0.0)
     document = {
-        "version": _VERSION, "about": about, "model": asdict(model),
+        "version": _VERSION, "about": about | {"others": others}, "model": asdict(model),
         "points": [asdict(point) for point in points],
     }  # fmt: skip
     fresh = path.with_name(f"{path.name}.new")
@@ -74,7 +80,7 @@ def save(path: Path, model: Model, about: dict[str, Any], points: Sequence[Point
 
 
 def load(path: Path) -> tuple[Model, dict[str, Any]]:
-    """The constants, and what they were measured on.
+    """The constants, and what they were measured on and beside (`warning`).
 
     Raises:
         ValueError: there is no such file, or it is of another version; the text says what to do.
@@ -96,11 +102,23 @@ def load(path: Path) -> tuple[Model, dict[str, Any]]:
             raise ValueError("it was fitted to nothing")
         model = Model(sockets=sockets, shared=shared, fitted=(ranks, hosts), **found)
         about = document["about"]
+        about["others"] = float(about.get("others", 0.0))
         return model, about | {"machine": {"cpu": "?", "cores": 0, **about.get("machine", {})}}
     except FileNotFoundError:
         raise ValueError(f"there are no constants in {path}: {measure}") from None
     except (OSError, LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"{path} cannot be used ({error!r}): {measure}") from None
+
+
+def warning(others: float) -> str:
+    """What to say of times that were measured beside other programs; "" if nothing."""
+    if others <= _UNNOTICED:
+        return ""
+    return (
+        f"warning: other programs took {others:.0%} of the cores while these constants were "
+        "measured, so predicted times may be too long: run `python -m ringreduce.plan measure` "
+        "again when nothing else runs"
+    )
 
 
 def _require_numbers(found: Any) -> None:

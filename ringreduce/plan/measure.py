@@ -9,6 +9,7 @@ the cores, and ranks that talk over TCP by loopback.  Calls of all kinds and siz
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -129,10 +130,53 @@ def time_calls(calls: Sequence[Call], rounds: int, span: float) -> list[list[flo
     return found
 
 
-def points_of(calls: Sequence[Call], times: Sequence[Sequence[float]], job: Job) -> list[Point]:
+@dataclass(frozen=True)
+class Used:
+    """Seconds up to a moment: of the clock, of the cores, and of this process's own.
+
+    Attributes:
+        at: of the clock.
+        cores: that all programs ran, and other virtual machines in this one's place; summed over
+            the cores that this process may use.
+        own: that this process and those of its children ran which have ended.
+    """
+
+    at: float
+    cores: float
+    own: float
+
+
+def used() -> Used:
+    """The seconds up to now; without /proc/stat nothing is known of the cores."""
+    ticks, mine = 0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with contextlib.suppress(OSError), open("/proc/stat") as lines:
+        for name, *columns in map(str.split, lines):
+            if name in mine:
+                user, nice, system, _, _, _, _, steal = map(int, columns[:8])
+                ticks += user + nice + system + steal
+    seconds = ticks / os.sysconf("SC_CLK_TCK")
+    return Used(time.monotonic(), seconds, sum(os.times()[:4]))
+
+
+def others_part(before: Used, after: Used, cores: int, own: float | None = None) -> float:
+    """The part of the cores that other programs took in between.
+
+    Args:
+        before, after: when it began, and ended.
+        cores: how many there are.
+        own: seconds of the measuring processes, where they are more than this one's.
+    """
+    own = after.own - before.own if own is None else own
+    part = (after.cores - before.cores - own) / (cores * (after.at - before.at))
+    return min(1.0, max(0.0, part))
+
+
+def points_of(
+    calls: Sequence[Call], times: Sequence[Sequence[float]], job: Job, others: float = 0.0
+) -> list[Point]:
     """The medians of the rounds."""
     return [
-        Point(call.kind, call.size, call.codec, job, *quantiles(found))
+        Point(call.kind, call.size, call.codec, job, *quantiles(found), others)
         for call, found in zip(calls, times, strict=True)
     ]
 
@@ -205,17 +249,20 @@ def measure_here(rounds: int, span: float, tell: Callable[[str], None]) -> list[
     """Times among ranks of this machine."""
     cores = len(os.sched_getaffinity(0))
     points: list[Point] = []
+
+    def add(calls: Sequence[Call], job: Job, environment: dict[str, str]) -> None:
+        before = used()
+        times = start_ranks(calls, job.ranks, rounds, span, environment)
+        others = others_part(before, used(), cores)
+        points.extend(points_of(calls, times, job, others))
+
     for ranks in sorted({2, 4, cores, cores + 1, 2 * cores} - {1}):
         tell(f"{ranks} ranks in shared memory")
-        calls = calls_inside()
-        times = start_ranks(calls, ranks, rounds, span, {})
-        points += points_of(calls, times, Job(ranks, cores=cores))
+        add(calls_inside(), Job(ranks, cores=cores), {})
     for ranks in sorted({2, min(4, max(3, cores))}):
         tell(f"{ranks} ranks over TCP")
-        calls = calls_between()
-        times = start_ranks(calls, ranks, rounds, span, {"RINGREDUCE_WIRE": "tcp"})
         job = Job(ranks, ranks, LOOPBACK, cores=cores, emulated=True)
-        points += points_of(calls, times, job)
+        add(calls_between(), job, {"RINGREDUCE_WIRE": "tcp"})
     return points
 
 
@@ -241,10 +288,19 @@ def measure_between(line: Line, rounds: int, span: float, emulated: bool) -> lis
             "a launcher it measures one host"
         )
     calls = calls_between()
+    before = used()
     times = time_calls(calls, rounds, span)
+    after = used()
+    own = torch.tensor([after.own - before.own], dtype=torch.float64, device="cpu")
+    if emulated:  # the others' processes are not other programs
+        dist.all_reduce(own)
+    part = others_part(before, after, len(os.sched_getaffinity(0)), float(own))
+    others = torch.tensor([part], dtype=torch.float64, device="cpu")
+    dist.all_reduce(others, op=dist.ReduceOp.MAX)
     known = bool(os.environ.get("RINGREDUCE_BANDWIDTH_MBIT"))
     cores = len(os.sched_getaffinity(0))
-    return points_of(calls, times, Job(hosts, hosts, line, cores, emulated, known))
+    job = Job(hosts, hosts, line, cores, emulated, known)
+    return points_of(calls, times, job, float(others))
 
 
 if __name__ == "__main__":
