@@ -70,6 +70,7 @@ dist.destroy_process_group()
     [
         pytest.param({}, "by which the store's host 10.88.0.1 is reached", marks=pytest.mark.slow),
         ({"RINGREDUCE_IF": "eth1"}, "as RINGREDUCE_IF=eth1 has it"),
+        ({"RINGREDUCE_BANDWIDTH_MBIT": "500"}, "by which the store's host 10.88.0.1 is reached"),
     ],
 )
 def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: str) -> None:
@@ -89,6 +90,13 @@ def test_a_line_says_which_interface_and_why(variables: dict[str, str], reason: 
                     rf"rank {outcome.rank} \(.*\) of group '.*' is reached at {name} \([0-9.:]+\)"
                 )
                 assert bool(re.search(f"{line}.*, {reason}", outcome.output)) == bool(level)
+                # Rank 0 says by what the group chooses algorithms.
+                told = "RINGREDUCE_BANDWIDTH_MBIT" in variables
+                assumed = r"for round trips of [0-9.]+ ms and {} Mbit/s of a host{}\n".format(
+                    *(("500", "") if told else ("8000", ", which nothing has told or measured: .*"))
+                )
+                logged = re.search(assumed, outcome.output)
+                assert bool(logged) == (bool(level) and outcome.rank == 0)
 
 
 def congestion_controls(me: Rank) -> set[str]:

@@ -121,7 +121,9 @@ const Row kRows[] = {
     {"RINGREDUCE_STALL_SECONDS", "10", "0.01 to 1e9 seconds", "waits longer than this are logged",
      kOwn, [](C& c, Given& g) { c.stall_seconds = g.number("seconds", 0.01, 1e9); }},
     {"RINGREDUCE_LOG", "errors and stalls only", "info",
-     "info: also logs the interface, the ring order and the choice of compression", kOwn,
+     "info: also logs the interface, the ring order, what is assumed of lines and the choice of "
+     "compression",
+     kOwn,
      [](C& c, Given& g) {
        if (g.text == "info")
          c.log = g.text;

@@ -268,6 +268,8 @@ void HostLinks::join(const Hosts& hosts, Store& store,
     reserveDescriptors();
     agree(poll);
     agreed_cost_.applyTo(cost_);
+    if (rank_ == 0 && hosts.count() > 1 && logsInfo())
+      log("group '" + options_.name + "': " + agreed_cost_.describe());
     if (rank_ == 0 && host_ring_.source == HostRing::Source::kMeasured)
       store.remove(ringKey(nonce_));
     guard.cleanUp();

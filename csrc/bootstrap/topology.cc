@@ -282,4 +282,16 @@ void AgreedWireCost::applyTo(WireCost& cost) const {
   if (byte_ > 0) cost.byte = static_cast<double>(byte_) * 1e-15;
 }
 
+std::string AgreedWireCost::describe() const {
+  WireCost cost;
+  applyTo(cost);
+  std::string text = "algorithms are chosen for round trips of ";
+  text += shortText(cost.roundTrip() * 1e3, 3) + " ms and " + rateText(8e-6 / cost.byte) +
+          " Mbit/s of a host";
+  if (byte_ > 0) return text;
+  return text +
+         ", which nothing has told or measured: if lines are slower, set RINGREDUCE_BANDWIDTH_MBIT "
+         "for all ranks, or RINGREDUCE_RING=measure";
+}
+
 }  // namespace ringreduce

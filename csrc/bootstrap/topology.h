@@ -129,6 +129,8 @@ class AgreedWireCost {
   void merge(const std::string& text);
 
   void applyTo(WireCost& cost) const;
+  // What is assumed of the wire, and whether that is known.  For the log.
+  std::string describe() const;
 
  private:
   // Whole numbers, so that all ranks have the very same; 0: nothing is known.
