@@ -148,6 +148,45 @@ def test_a_group_is_predicted_by_what_it_takes(known: bool) -> None:
     assert ways["all_reduce", KIB] == "owner"
 
 
+def test_a_group_that_does_not_know_a_slow_line_is_hinted_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    constants.save(path, Model(cores=2), {"created": "today"}, [])
+
+    def said(*arguments: str) -> tuple[list[str], list[str]]:
+        """The lines of hints, and the hints in the document."""
+        command = ["-c", str(path), "--link", "100Mbit,20ms", *arguments]
+        assert main(command) == 0
+        shown = [line[2:] for line in capsys.readouterr().out.splitlines() if "hint: " in line]
+        assert main([*command, "--json"]) == 0
+        return shown, json.loads(capsys.readouterr().out)["hints"]
+
+    sizes = ("--sizes", "1K,16K,64K,256K")
+    shown, hints = said("--ranks", "2,64", *sizes)
+    assert shown == hints and len(hints) == 1  # of two ranks all algorithms are the same
+    slow = Job(64, 64, lines.parse("100Mbit,20ms"), 2)
+    taken, told = (
+        Model().collective("all_reduce", 64 * KIB, dataclasses.replace(slow, bandwidth_known=known))
+        for known in (False, True)
+    )
+    assert taken.seconds > 5 * told.seconds
+    for words in (
+        "64 ranks, all_reduce of 64 KiB",
+        f"{taken.algorithm}, which is {taken.seconds / told.seconds:.1f} times slower",
+        f"than {told.algorithm}", "believes in 8000 Mbit/s",
+        "RINGREDUCE_BANDWIDTH_MBIT=100 ", "RINGREDUCE_RING=measure",
+    ):  # fmt: skip
+        assert words in hints[0]
+    assert said("--ranks", "64", "--bandwidth-known", *sizes) == ([], [])
+    assert said("--ranks", "64", "--sizes", "1K,256K") == ([], [])  # these take the same
+    # A step has what its buckets take.
+    for codec in ((), ("--codec", "int8"), ("--codec", "best")):
+        said("--ranks", "64", "--model", "20K", "--compute", "1ms", *codec)
+    shown, hints = said("--ranks", "64", "--model", "16K", "--compute", "1ms")
+    assert shown == hints and "all_reduce of 64000 B" in hints[0]
+
+
 def test_large_messages_take_the_time_of_their_bytes() -> None:
     free = Model(Sockets(wire=1e-9, wire_long=1e-9))
     for hosts in (2, 4, 8):

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ringreduce._backend import extension
 from ringreduce.bench.machine import describe_machine
 from ringreduce.bench.settings import format_size, parse_sizes
 from ringreduce.bench.summary import format_time
@@ -22,6 +23,7 @@ from ringreduce.plan.model import CODECS, KINDS, Job, Model
 
 _DEFAULT_SIZES = "1K,64K,1M,25M,256M"
 _Answer = tuple[dict[str, Any], list[str]]  # a document, and the same as lines
+_Call = tuple[str, float, str, int]  # kind, bytes, codec, bytes of an element
 _MOST_RANKS = 1_000_000
 _LONGEST_SPAN = 60.0
 _JITTER = "2%"
@@ -157,19 +159,38 @@ def _step(options: argparse.Namespace, model: Model) -> tuple[steps.Step, str]:
     )
 
 
+def _hints(model: Model, job: Job, calls: Iterable[_Call]) -> list[str]:
+    """What the group should be told of its line, by the call for which that matters most."""
+    found = [(call, told) for call in calls if (told := model.told(*call[:2], job, *call[2:]))]
+    if not found or job.line is None:
+        return []
+    (kind, size, *_), (taken, better) = max(found, key=lambda f: f[1][0].seconds / f[1][1].seconds)
+    believed = 8e-6 / extension().wire_cost(None)["byte"]
+    return [
+        f"hint: {job.ranks} ranks, {kind} of {format_size(int(size))}: the group takes "
+        f"{taken.algorithm}, which is {taken.seconds / better.seconds:.1f} times slower than "
+        f"{better.algorithm}, as it believes in {believed:.0f} Mbit/s: set "
+        f"RINGREDUCE_BANDWIDTH_MBIT={job.line.rate * 8e-6:.6g} for all ranks (or "
+        "RINGREDUCE_RING=measure), and --bandwidth-known here"
+    ]
+
+
 def _collectives(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _Answer:
     """The times of collectives."""
     rows, text = [], [_columns("ranks", "size", "time", "interval", "busbw Mbit/s", "algorithm")]
+    hints: list[str] = []
     width, kind = 2 if options.dtype == "bfloat16" else 4, options.collective
     if options.codec and kind != "all_reduce":
         raise ValueError(f"a codec is for all_reduce only, and not for {kind}")
     for job in jobs:
+        calls: list[_Call] = []
         for size in parse_sizes(options.sizes):
             if options.codec == "best":
                 codec, found = model.best(size, job, width)
             else:
                 codec = options.codec if job.hosts > 1 else ""
                 found = model.collective(kind, size, job, codec, width)
+            calls.append((kind, size, codec, width))
             rows.append({"ranks": job.ranks, "bytes": size, "codec": codec, **asdict(found)})
             factor = {"all_reduce": 2 * (job.ranks - 1) / job.ranks, "broadcast": 1.0}
             busbw = factor.get(kind, (job.ranks - 1) / job.ranks) * size / max(found.seconds, 1e-12)
@@ -181,9 +202,10 @@ def _collectives(options: argparse.Namespace, model: Model, jobs: Sequence[Job])
                     f"{way or 'slots'}, bound by {found.bound}",
                 )
             )  # fmt: skip
+        hints += _hints(model, job, calls)
     if options.codec and any(job.hosts == 1 for job in jobs):
         text.append("# on one host nothing is coded")
-    return {"collectives": rows}, text
+    return {"collectives": rows, "hints": hints}, [*text, *(f"# {hint}" for hint in hints)]
 
 
 def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _Answer:
@@ -191,6 +213,7 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
     step, assumed = _step(options, model)
     heads = ("ranks", "hosts", "step", "interval", "compute", "efficiency  codec")
     rows, text = [], [f"# {assumed}", _columns(*heads)]
+    hints: list[str] = []
     for job in jobs:
         codecs: list[str | None] = [options.codec]
         if options.codec == "best":
@@ -203,6 +226,8 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
             ((steps.predict(step, job, model, one), one) for one in codecs),
             key=lambda pair: pair[0].seconds,
         )
+        calls = {(b.kind, b.size, steps.codec_of(b, step, codec), b.width) for b in step.buckets}
+        hints += _hints(model, job, calls)
         row = asdict(found)
         del row["buckets"]
         row |= {"ranks": job.ranks, "hosts": job.hosts, "codec": codec or ""}
@@ -215,7 +240,8 @@ def _steps(options: argparse.Namespace, model: Model, jobs: Sequence[Job]) -> _A
                 f"{found.efficiency:10.1%}  {coded}",
             )
         )  # fmt: skip
-    return {"assumed": assumed, "steps": rows}, text
+    document = {"assumed": assumed, "steps": rows, "hints": hints}
+    return document, [*text, *(f"# {hint}" for hint in hints)]
 
 
 def _curve(options: argparse.Namespace, model: Model, job: Job, about: dict[str, Any]) -> _Answer:
@@ -309,9 +335,12 @@ def _check(options: argparse.Namespace) -> int:
     counts = [ran.ranks] if options.ranks is None else _counts(options.ranks)
     if counts != [ran.ranks]:
         raise ValueError(f"the timeline is of {ran.ranks} ranks, and not of {options.ranks}")
-    rows = check.compared(ran, base, _job(options, ran.ranks, model), model)
-    if warning := constants.warning(about["others"]):
-        print(f"# {warning}", file=sys.stderr if options.json else sys.stdout)
+    job = _job(options, ran.ranks, model)
+    rows = check.compared(ran, base, job, model)
+    calls = [shape for shape in ran.moving if shape[0] in KINDS]
+    for said in (constants.warning(about["others"]), *_hints(model, job, calls)):
+        if said:
+            print(f"# {said}", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(
             json.dumps([asdict(row) | {"error": row.error, "inside": row.inside} for row in rows])

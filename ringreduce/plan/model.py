@@ -28,6 +28,7 @@ _UNDER_WAY, _MOST_RATE = 1024, 5e9  # slices, and bytes a second
 _HEADER = 64  # bytes of a frame, beyond those of full packets
 _SHORTEST = 16384.0  # bytes of a flow: TCP sends its first ten packets at once
 _QUEUES = 8  # how many times as much as a long line its queues hold
+_MUCH = 1.5  # times as slow, for a hint
 _LESS_SURE = 0.03  # what the logarithm of an interval gains by twice the ranks that were measured
 CODECS = ("bfloat16", "float16", "int8", "int4")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -405,6 +406,26 @@ class Model:
         call = self._stream(kind, size, codec, job, width)
         parts = self._parts(call, job)
         return self._around(parts.seconds, call.algorithm, parts.bound, job)
+
+    def told(
+        self, kind: str, size: float, job: Job, codec: str = "", width: int = 4
+    ) -> tuple[Estimate, Estimate] | None:
+        """Whether a group would choose much better if it knew the rate of its line.
+
+        Args:
+            kind, size, job, codec, width: as for `collective`.
+
+        Returns:
+            The time of what the group takes, and of what it would take; None if that is the same,
+            or if the former is not slower by half.
+        """
+        if job.hosts == 1 or job.bandwidth_known:
+            return None
+        taken = self.collective(kind, size, job, codec, width)
+        better = self.collective(kind, size, replace(job, bandwidth_known=True), codec, width)
+        if better.algorithm == taken.algorithm or taken.seconds <= _MUCH * better.seconds:
+            return None
+        return taken, better
 
     def best(self, size: float, job: Job, width: int = 4) -> tuple[str, Estimate]:
         """The codec with the shortest all-reduce, or ""; and its time."""

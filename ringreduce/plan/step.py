@@ -125,6 +125,15 @@ def simulated(step: Step, times: Sequence[float]) -> float:
     return max(0.0, free - step.buckets[-1].ready)
 
 
+def codec_of(bucket: Bucket, step: Step, codec: str | None) -> str:
+    """The codec of a step's bucket where `codec` is that of all, as for `predict`."""
+    if codec is None or bucket.kind != "all_reduce":
+        return bucket.codec
+    # Beside coded buckets those without a codec are norms and biases, which stay exact.
+    exact = codec and not bucket.codec and any(b.codec for b in step.buckets)
+    return "" if exact else codec
+
+
 def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> StepEstimate:
     """The time of a step of that job.
 
@@ -137,10 +146,7 @@ def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> Ste
 
     @functools.cache
     def estimate(bucket: Bucket) -> Estimate:
-        one = bucket.codec if codec is None or bucket.kind != "all_reduce" else codec
-        # Beside coded buckets those without a codec are norms and biases, which stay exact.
-        if codec and mixed and not bucket.codec:
-            one = ""
+        one = codec_of(bucket, step, codec)
         if not one or job.hosts == 1:
             return model.collective(bucket.kind, bucket.size, job, width=bucket.width)
         found = model.collective(bucket.kind, bucket.size, job, one, bucket.width)
@@ -154,7 +160,6 @@ def predict(step: Step, job: Job, model: Model, codec: str | None = None) -> Ste
             high=found.high + extra.high,
         )
 
-    mixed = any(b.codec for b in step.buckets)
     found = [estimate(replace(b, ready=0.0)) for b in step.buckets]
     compute = expected_maximum(step.compute, job.ranks)
     exposed, low, high = (
