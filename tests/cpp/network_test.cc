@@ -388,7 +388,7 @@ TEST(why_no_group_is_made_is_known_to_all_before_the_store_goes) {
     gone = false;
     const processes::Ends ends = onHosts("abc", [&](int r, Store& store) {
       const ranks::Setting setting(c.name, c.values[static_cast<size_t>(r)]);
-      Passing passing(store, gone, std::vector{0, 20, 200}[static_cast<size_t>(r)],
+      Passing passing(store, gone, std::vector{0, 20, 100}[static_cast<size_t>(r)],
                       r == c.fails ? "/failed" : "");
       try {
         Group::create(passing, r, 3, {.name = "test", .timeout = 30 * kSecond});
