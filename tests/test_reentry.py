@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from blame import blamed
 from conftest import MakeWorld
 from pool import Died, Done, Pool, Raised, Rank
+from processes import asleep, wait_until
 from test_failures import signal_a_wait
 
 from ringreduce import _clock
@@ -53,10 +55,119 @@ def test_a_signal_handler_uses_the_group(pool: Pool, world: MakeWorld, does: str
     assert isinstance(outcome, Done), outcome
     if does == "destroy":
         assert "Aborted" in outcome.value and "signal handler" in outcome.value
-    elif does == "all_reduce":
-        assert "cannot wait for an operation" in outcome.value and "Timeout" in outcome.value
+    elif does == "all_reduce":  # it waits for the call, and both fail
+        assert outcome.value.startswith("Timeout"), outcome.value
     else:
         assert outcome.value.startswith("went on / Timeout"), outcome.value
+
+
+class Preempted(Exception):
+    pass
+
+
+def save_amid_a_call(me: Rank, call: str, ends: str) -> list[object]:
+    """Rank 0 comes late; the signal of all others comes in the call, in which they wait for it."""
+    saved: list[object] = []
+    other = dist.new_group() if call == "two groups" else None
+
+    def save(number: int, frame: object) -> None:
+        """As schedulers ask for: a checkpoint that all ranks know to be complete."""
+        saved.append("begun")
+        every: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, me.rank)
+        dist.barrier()
+        saved.append(every)
+        if ends == "raises":
+            raise Preempted
+
+    def make() -> torch.Tensor:
+        if call == "backward":
+            ddp(torch.full((1, 300), me.rank + 1.0)).sum().backward()
+            assert module.weight.grad is not None
+            return module.weight.grad * dist.get_world_size()
+        given = torch.full((300, 300), me.rank + 1.0)
+        if call == "async":
+            works = [dist.all_reduce(t, async_op=True) for t in (given, given.clone())]
+            works[1].wait()
+            works[0].wait()
+        else:
+            dist.all_reduce(given, group=other)
+        return given
+
+    signal.signal(signal.SIGUSR1, save)
+    module = torch.nn.Linear(300, 300, bias=False)
+    ddp = torch.nn.parallel.DistributedDataParallel(module) if call == "backward" else module
+    me.tell("waiting")
+    if me.rank == 0:
+        me.hear()
+    try:
+        found = make()
+        if me.rank == 0:
+            save(signal.SIGUSR1, None)
+    except Preempted:
+        saved.append("raised")
+        found = None
+    expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+    right = found is None or found.eq(expected).all().item()
+    after = torch.full((5,), float(me.rank))
+    dist.all_reduce(after)
+    return [saved, right, after[0].item()]
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises"])
+@pytest.mark.parametrize("call", ["all_reduce", "async", "backward", "two groups"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_signal_handler_calls_collectives_after_the_call(
+    pool: Pool, world: MakeWorld, size: int, call: str, ends: str
+) -> None:
+    job = pool.start(save_amid_a_call, world(size), call, ends, remade=True)
+    job.hear_all("waiting")
+    time.sleep(0.3)
+    for rank in range(1, size):
+        assert wait_until(lambda rank=rank: asleep(job.workers[rank].pid), 20.0)
+        job.signal(rank, signal.SIGUSR1)
+    time.sleep(0.3)
+    job.tell(0)
+    for saved, right, after in job.results():
+        every = list(range(size))
+        assert saved == ["begun", every, *(["raised"] if ends == "raises" else [])]
+        assert right and after == sum(every)
+
+
+def raise_amid_a_call(me: Rank) -> str:
+    """A handler has stepped aside for the call when another raises."""
+    if me.rank == 1:
+        me.hear()
+        return ""
+
+    def save(number: int, frame: object) -> None:
+        me.tell("in the handler")
+        dist.barrier()
+
+    def stop(number: int, frame: object) -> None:
+        raise Preempted
+
+    signal.signal(signal.SIGUSR1, save)
+    signal.signal(signal.SIGALRM, stop)
+    me.tell("waiting")
+    try:
+        dist.all_reduce(torch.ones(8))
+    except Preempted:
+        return "raised"
+    return "went on"
+
+
+def test_a_handler_that_raises_ends_the_call_at_once(pool: Pool, world: MakeWorld) -> None:
+    job = pool.start(raise_amid_a_call, world(2), remade=True)
+    assert job.heard(0) == "waiting"
+    time.sleep(0.3)
+    job.signal(0, signal.SIGUSR1)
+    assert job.heard(0) == "in the handler"
+    job.signal(0, signal.SIGALRM)
+    job.await_end([0], 20.0)
+    job.tell(1)
+    outcome, _ = job.outcomes()
+    assert isinstance(outcome, Done) and outcome.value == "raised", outcome
 
 
 def test_a_signal_handler_reads_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

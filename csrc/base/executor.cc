@@ -199,6 +199,7 @@ struct Executor::State : std::enable_shared_from_this<State> {
     Ended ended{.handle = std::move(item.handle), .due = {}};
     std::exception_ptr& error = ended.due.error;
     try {
+      const OperationHere here;
       item.work(in_users_thread);
     } catch (const Error&) {
       error = std::current_exception();
@@ -331,9 +332,19 @@ std::shared_ptr<OperationHandle> Executor::submit(Work work, Completion completi
   return handle;
 }
 
+void Executor::finishAsidesOf(std::exception_ptr error) {
+  try {
+    finishAsides();
+  } catch (...) {
+    log("a signal handler that waited for the operation has failed as the operation has");
+  }
+  std::rethrow_exception(error);
+}
+
 void Executor::runUntil(const OperationHandle& handle) {
   const std::shared_ptr<State> state = state_;
   std::exception_ptr interrupt;  // in an earlier operation
+  std::exception_ptr handlers;   // of a signal handler, after an operation
   std::unique_lock lock(state->mutex);
   while (!handle.isDone()) {
     if (state->busy || state->queue.empty()) {
@@ -343,6 +354,13 @@ void Executor::runUntil(const OperationHandle& handle) {
     State::Ended ended = state->runFirst(lock, /*in_users_thread=*/true);
     const bool is_own = ended.handle.get() == &handle;
     if (ended.interrupted && !is_own) interrupt = ended.due.error;
+    lock.unlock();
+    try {
+      finishAsides();
+    } catch (...) {
+      if (!handlers) handlers = std::current_exception();
+    }
+    lock.lock();
     if (!ended.due.completion) continue;
     if (is_own) {  // a thread that waits may call its own completion, which may wait for what is
                    // queued
@@ -360,6 +378,7 @@ void Executor::runUntil(const OperationHandle& handle) {
   if (state->asleep && !state->queue.empty()) state->for_worker.notify_one();
   lock.unlock();
   if (interrupt && handle.error()) std::rethrow_exception(interrupt);
+  if (handlers && !(handle.isDone() && handle.error())) std::rethrow_exception(handlers);
 }
 
 void Executor::hurry() {

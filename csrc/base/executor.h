@@ -20,6 +20,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/aside.h"
 #include "base/fd.h"
 
 namespace ringreduce {
@@ -62,16 +63,21 @@ class Executor {
   ~Executor();  // waits for queued operations, then for the threads
 
   // Whether an operation runs in this thread.  Then the caller is a signal handler, or other code
-  // that a wait called, and must not wait for another operation.
+  // that a wait called, and must not wait for another operation before it has stepped aside.
   bool runsInThisThread() const;
 
   // Runs `work` in this thread, with its exceptions, if nothing is queued or running; else returns
-  // false.
+  // false.  Throws also what a signal handler threw after it had stepped aside.
   template <class F>
   bool tryRunHere(F&& work) {
     if (!takeToken()) return false;
-    const Token token(*this);
-    work();
+    try {
+      const Token token(*this);
+      work();
+    } catch (...) {
+      finishAsidesOf(std::current_exception());
+    }
+    finishAsides();
     return true;
   }
 
@@ -80,7 +86,8 @@ class Executor {
   std::shared_ptr<OperationHandle> submit(Work work, Completion completion, bool quick);
 
   // Runs queued operations in this thread until the one of `handle` is done, or another thread runs
-  // one.  Throws what interrupted an earlier operation (Ctrl-C) if that made this one fail.
+  // one.  Throws what interrupted an earlier operation (Ctrl-C) if that made this one fail, and
+  // what a signal handler threw after it had stepped aside.
   void runUntil(const OperationHandle& handle);
 
   // Lets the worker take what is queued at once: nobody may come to wait for it.
@@ -105,7 +112,10 @@ class Executor {
     explicit Token(Executor& e) : executor(e) {}
     ~Token() { executor.returnToken(); }
     Executor& executor;
+    const OperationHere here;
   };
+  // The rest of the handlers; throws the error of the operation, whatever theirs are.
+  [[noreturn]] static void finishAsidesOf(std::exception_ptr error);
   bool takeToken();
   void startThreads();
   void returnToken();

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/aside.h"
 #include "base/error.h"
 #include "group/wires.h"
 #include "kernels/reduce.h"
@@ -27,6 +28,7 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Store> store, int rank, int
     throw Error(Failure::kSetup, "rank " + std::to_string(rank) + " of a group of " +
                                      std::to_string(world_size) + " cannot be");
   instructionSet();  // throws here, before anything is sent, where no kernel can run
+  stepAside();
   auto executor = std::make_unique<Executor>();
   std::shared_ptr<Group> local;
   const auto make_local = [&](int local_rank, Membership membership, const GroupOptions& of_host) {
@@ -93,7 +95,8 @@ void Group::refuseInChild() const {
                     "group in the child");
 }
 
-void Group::refuseInside() const {
+void Group::stepOutside() const {
+  stepAside();
   if (executor_->runsInThisThread())
     throw Error(Failure::kArgument,
                 "rank " + options_.shown(rank_) + " cannot wait for an operation of group '" +
@@ -154,11 +157,12 @@ void Group::check(const std::vector<Operation>& operations) const {
 bool Group::tryRunHere(const std::vector<Operation>& operations) {
   refuseInChild();
   check(operations);
+  stepAside();
   const bool ran = executor_->tryRunHere([&] {
     submitted_ += operations.size();
     for (const Operation& operation : operations) execute(operation, /*in_users_thread=*/true);
   });
-  if (!ran) refuseInside();  // else this thread is in none: there is one token for all
+  if (!ran) stepOutside();  // else this thread is in none: there is one token for all
   return ran;
 }
 
@@ -209,6 +213,7 @@ std::shared_ptr<Delivery> Group::post(Message message) {
 
 bool Group::await(Delivery& delivery, Nanos longest) {
   refuseInChild();
+  stepAside();
   return delivery.isDone() ||
          epochs_->epochOf(delivery)->messenger->await(delivery, longest, timeout_);
 }
@@ -220,7 +225,7 @@ void Group::expect(Delivery& delivery) {
 
 bool Group::await(OperationHandle& handle, Nanos longest) {
   refuseInChild();
-  if (!handle.isDone()) refuseInside();
+  if (!handle.isDone()) stepOutside();
   try {
     // A thread whose wait ends earlier must not begin to run it.
     if (longest == kNever)
@@ -229,6 +234,7 @@ bool Group::await(OperationHandle& handle, Nanos longest) {
       executor_->hurry();
     return handle.wait(longest, options_.interrupt);
   } catch (...) {
+    if (handle.isDone()) throw;
     // Ctrl-C.  The caller may free the buffers, and other ranks wait for an operation that this
     // rank will not finish: so the operation ends for all before this returns.
     abort("interrupted while it waited for an operation");
@@ -239,7 +245,7 @@ bool Group::await(OperationHandle& handle, Nanos longest) {
 
 void Group::drain() {
   refuseInChild();
-  refuseInside();
+  stepOutside();
   executor_->drain(options_.interrupt);
 }
 

@@ -127,7 +127,9 @@ class Group : public std::enable_shared_from_this<Group> {
         std::shared_ptr<Epoch> epoch, std::shared_ptr<Group> local,
         const std::shared_ptr<Store>& store);
   void refuseInChild() const;
-  void refuseInside() const;
+  // Before a wait for other ranks.  In a signal handler: returns when the operation that it
+  // interrupted is over (base/aside.h).
+  void stepOutside() const;
   void check(const std::vector<Operation>& operations) const;
   void execute(const Operation& operation, bool in_users_thread);
   OpRecord nextRecord(const Operation& operation);

@@ -4,11 +4,15 @@
 #include <signal.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <optional>
+#include <string_view>
 #include <utility>
+
+#include "base/aside.h"
 
 namespace ringreduce {
 namespace {
@@ -110,8 +114,18 @@ void checkSignals() {
 #else
   if (_Py_IsFinalizing()) return;
 #endif
-  const pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  const auto run = [] {
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  };
+  // Python 3.14.0 takes each stack but the thread's own for one that overflows.
+  static const bool changes_stacks = std::string_view(Py_GetVersion()).substr(0, 7) != "3.14.0 ";
+  // Handlers run in Python's main thread, which is the process's, or, in a program that embeds
+  // Python otherwise, on the stack that they interrupted.
+  if (changes_stacks && gettid() == getpid())
+    runAside(run);
+  else
+    run();
 }
 
 void watchInterrupts() {

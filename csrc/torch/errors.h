@@ -57,7 +57,9 @@ auto orAbort(F&& call, Abort&& abort) {
   }
 }
 
-// Runs Python's signal handlers; throws KeyboardInterrupt after Ctrl-C.  Waits call it.
+// Runs Python's signal handlers; throws what they raise, KeyboardInterrupt after Ctrl-C.  Waits
+// call it.  A handler that waits for the operation that it interrupted has not ended when this
+// returns (base/aside.h).
 void checkSignals();
 
 // Installs a SIGINT handler that runs before Python's, unless another handler has replaced

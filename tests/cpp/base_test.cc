@@ -15,9 +15,11 @@
 
 #include "algorithm/choose.h"
 #include "algorithm/cut.h"
+#include "base/aside.h"
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/error.h"
+#include "base/executor.h"
 #include "base/fd.h"
 #include "base/op_signature.h"
 #include "base/text.h"
@@ -330,4 +332,95 @@ TEST(the_clock_of_waits_is_one_for_all_threads) {
   for (std::thread& thread : threads) thread.join();
   CHECK(!went_back);
   CHECK(counted <= kStops * (ProcessClock::kLongestGap + 100 * kMillisecond));
+}
+
+TEST(a_handler_steps_aside_for_what_it_interrupted) {
+  std::string seen;
+  const auto operation = [&](const char* name, auto handlers) {
+    {
+      const OperationHere here;
+      seen += std::string(name) + "{";
+      handlers();
+      seen += "}";
+    }
+    finishAsides();
+  };
+  stepAside();  // in no handler
+  operation("a", [&] {
+    runAside([&] { seen += "1"; });
+    runAside([&] {
+      stepAside();
+      seen += "2";
+      try {
+        operation("b", [&] {
+          runAside([&] {
+            stepAside();
+            seen += "3";
+            throw Error(Failure::kArgument, "of 3");
+          });
+        });
+      } catch (const Error& error) {
+        // Another stack catches while this one does.
+        operation("c", [&] {
+          runAside([&] {
+            try {
+              throw Error(Failure::kArgument, "of 4");
+            } catch (const Error&) {
+              stepAside();
+              seen += "4";
+              try {
+                throw;
+              } catch (const Error& again) {
+                seen += again.what();
+              }
+            }
+          });
+        });
+        seen += error.what();
+      }
+    });
+    runAside([&] {
+      stepAside();
+      seen += "5";
+    });
+    try {
+      runAside([] { throw Error(Failure::kArgument, "at once"); });
+    } catch (const Error& error) {
+      seen += error.what();
+    }
+  });
+  CHECK_EQ(seen, "a{1at once}52b{}3c{}4of 4of 3");
+  seen.clear();
+  runAside([&] {
+    operation("d", [&] {
+      runAside([&] {
+        stepAside();
+        seen += "6";
+      });
+    });
+  });
+  CHECK_EQ(seen, "d{}6");
+}
+
+TEST(the_error_of_a_handler_follows_the_operation) {
+  Executor executor;
+  const auto errorOf = [&](auto work) -> std::string {
+    try {
+      executor.tryRunHere(work);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto handler = [] {
+    stepAside();
+    throw Error(Failure::kArgument, "of the handler");
+  };
+  CHECK_EQ(errorOf([&] { runAside(handler); }), "of the handler");
+  CHECK_EQ(errorOf([&] {
+             runAside(handler);
+             throw Error(Failure::kPeerLost, "of the operation");
+           }),
+           "of the operation");
+  CHECK(executor.isIdle());
 }
