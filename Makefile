@@ -269,7 +269,7 @@ else
 endif
 
 # Each framework as its users run it, on gloo and on ringreduce, in an environment of its own.
-FRAMEWORKS = lightning accelerate transformers 'ray[train]' deepspeed torchft
+FRAMEWORKS = lightning pytorch-ignite accelerate transformers 'ray[train]' deepspeed torchft
 FRAMEWORKS_VENV = .venv-frameworks
 frameworks: build
 	test -x $(FRAMEWORKS_VENV)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS_VENV)

@@ -156,7 +156,11 @@ def torch_post_local_sgd(backend: str | None, steps: int) -> dict[str, Any]:
 
 
 def lightning(
-    strategy: Any, steps: int, shard: bool = False, callbacks: Iterable[Any] = ()
+    strategy: Any,
+    steps: int,
+    named: bool,
+    shard: bool = False,
+    callbacks: Iterable[Any] = (),
 ) -> dict[str, Any]:
     import lightning as L
     from torch.distributed.fsdp import fully_shard
@@ -168,16 +172,23 @@ def lightning(
             super().__init__()
             self.net = make_model()
             self.hook = ""
+            self.scale: torch.Tensor | None = None
 
         def configure_model(self) -> None:
             if shard and not hasattr(self.net, "unshard"):
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
+        def cached(self) -> torch.Tensor:
+            """Made by whoever needs it first, in training or in a validation before it."""
+            if self.scale is None:
+                self.scale = torch.full((OUT,), 0.5)
+            return self.scale
+
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            return nn.functional.mse_loss(self.net(batch[0]) * self.cached(), batch[1])
 
         def validation_step(self, batch: Any, index: int) -> None:
-            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            loss = nn.functional.mse_loss(self.net(batch[0]) * self.cached(), batch[1])
             self.log("loss", loss, sync_dist=True)
             self.all_gather(loss)
 
@@ -204,8 +215,11 @@ def lightning(
             accelerator="cpu", devices=dist_size(), strategy=strategy, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             use_distributed_sampler=False, callbacks=list(callbacks), default_root_dir=folder,
+            # Else what a validation made cannot be trained with, but on what is called gloo.
+            inference_mode=not named,
         )  # fmt: skip
         net = Net()
+        trainer.validate(net, loader(steps, 2), verbose=False)
         trainer.fit(net, loader(0, steps), loader(steps, 2))
         told = watch.tell(net.parameters())
         if net.hook:
@@ -221,7 +235,7 @@ def lightning_ddp(backend: str | None, steps: int) -> dict[str, Any]:
     from lightning.pytorch.strategies import DDPStrategy
 
     strategy = DDPStrategy(process_group_backend=backend) if backend else "ddp"
-    return lightning(strategy, steps)
+    return lightning(strategy, steps, named=bool(backend))
 
 
 def lightning_ddp_hook(backend: str | None, steps: int) -> dict[str, Any]:
@@ -230,13 +244,28 @@ def lightning_ddp_hook(backend: str | None, steps: int) -> dict[str, Any]:
         from ringreduce.integrations.lightning import CommHook
 
         callbacks = [CommHook()]
-    return lightning("ddp", steps, callbacks=callbacks)
+    return lightning("ddp", steps, named=False, callbacks=callbacks)
 
 
 def lightning_model_parallel(backend: str | None, steps: int) -> dict[str, Any]:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    return lightning(ModelParallelStrategy(process_group_backend=backend), steps, shard=True)
+    strategy = ModelParallelStrategy(process_group_backend=backend)
+    return lightning(strategy, steps, named=bool(backend), shard=True)
+
+
+def ignite(backend: str | None, steps: int) -> dict[str, Any]:
+    """Ignite makes no DDP for a backend that its list lacks."""
+    import ignite.distributed as idist
+
+    idist.initialize("gloo")
+    watch = Watch()
+    model: Any = idist.auto_model(make_model())
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters()))
+    fit(plain_step(model, optimizer), steps, idist.get_rank(), watch)
+    assert idist.all_reduce(idist.get_rank()) == 1 and idist.all_gather("x") == ["x", "x"]
+    return watch.tell(model.parameters())
 
 
 def accelerate(backend: str | None, steps: int) -> dict[str, Any]:
@@ -423,6 +452,7 @@ FRAMEWORKS = {
     "lightning-ddp": Framework("lightning", lightning_ddp),
     "lightning-ddp-hook": Framework("lightning", lightning_ddp_hook, ways=("gloo", "named")),
     "lightning-model-parallel": Framework("lightning", lightning_model_parallel),
+    "ignite": Framework("pytorch-ignite", ignite, ways=("gloo", "switch")),
     "accelerate": Framework("accelerate", accelerate),
     "transformers-trainer": Framework("transformers", transformers),
     "ray-train": Framework("ray", ray_train, launched=False),
