@@ -6,7 +6,7 @@
 //     Proof      proof 32
 //     Welcome    proof 32
 //
-// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 4" and a new line, with zeros
+// Numbers are little-endian.  A build is text, "ringreduce 1.2.3 wire 5" and a new line, with zeros
 // up to its length.
 #include "transport/tcp/handshake.h"
 
@@ -123,7 +123,7 @@ bool sameDigest(const Digest& a, const Digest& b) {
 namespace {
 
 // Version of everything that ranks of different hosts send each other.
-#define RINGREDUCE_WIRE_VERSION "4"
+#define RINGREDUCE_WIRE_VERSION "5"
 
 constexpr size_t kBuildBytes = 32, kGroupBytes = 16, kProofBytes = sizeof(Digest);
 constexpr size_t kHelloBytes = kGroupBytes + 3 * 4 + 4 + sizeof(Nonce);  // without the build
