@@ -336,7 +336,8 @@ void Executor::finishAsidesOf(std::exception_ptr error) {
   try {
     finishAsides();
   } catch (...) {
-    log("a signal handler that waited for the operation has failed as the operation has");
+    log("an operation failed, and so did a signal handler that had waited for it: the operation's "
+        "error is raised");
   }
   std::rethrow_exception(error);
 }
