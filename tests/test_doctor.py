@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
 import json
 import os
+import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import launchers
@@ -24,10 +28,12 @@ from hosts import Hosts, why_not
 from processes import free_port
 from torch.distributed import TCPStore
 
+from ringreduce._launchers import Identity
 from ringreduce.doctor import __main__ as command
 from ringreduce.doctor import facts as reading
+from ringreduce.doctor import trial
 from ringreduce.doctor.__main__ import judge, main
-from ringreduce.doctor.exchange import Gathered
+from ringreduce.doctor.exchange import Came, Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.probe import Line
 from ringreduce.doctor.report import status_of, to_json, to_text
@@ -132,6 +138,22 @@ def silent(gathered: Gathered) -> None:
     gathered.silent = [2]
 
 
+def came(*who: tuple[int, int]) -> Seed:
+    """Processes of these ranks and world sizes came, and of no others."""
+
+    def seed(gathered: Gathered) -> None:
+        gathered.came = [Came(*one, "node0", pid) for pid, one in enumerate(who)]
+        gathered.absent = sorted({0, 1, 2, 3} - {rank for rank, _ in who})
+
+    return seed
+
+
+def one_fails(gathered: Gathered) -> None:
+    """Rank 2 cannot make the group of all ranks, so the others wait for it in vain."""
+    of(all_error="Timeout: rank 2 did not come")(gathered)
+    of(2, all_error="Error: a fault")(gathered)
+
+
 def two_addresses(gathered: Gathered) -> None:
     """Rank 3 has another address, which nobody reaches."""
     gathered.facts[3].listening.append(("eth1", "10.1.0.2", 40003))
@@ -178,8 +200,33 @@ FAULTS: list[tuple[str, str, int, Seed, str]] = [
         of(2, 3, variables=[row("RINGREDUCE_TLS", "1", holds="the same on all ranks")]),
         "1 on ranks 2 and 3",
     ),
-    ("shared-memory", "fault", 1, of(memfd_error="Operation not permitted"), "seccomp"),
+    (
+        "shared-memory",
+        "fault",
+        1,
+        of(memfd_error="Operation not permitted", alone_error="that"),
+        "seccomp",
+    ),
+    ("shared-memory", "note", 1, of(memfd_error="no", alone_error="no", all_error=""), "=tcp"),
     ("unix-socket", "fault", 1, of(unix_error="Address family not supported"), "AF_UNIX"),
+    ("file-size", "fault", 1, of(1, all_error="x: File too large", file_size=4096), "is 4 KiB"),
+    ("loopback", "fault", 1, of(loopback_error="Network is unreachable"), "lo up"),
+    ("proc", "note", 1, of(proc=False), "mount"),
+    ("proc", "fault", 2, of(proc=False, all_error="Timeout: rank 1"), "RINGREDUCE_HOSTID"),
+    (
+        "folder",
+        "fault",
+        1,
+        of(folders={"TMPDIR": "Read-only"}, environment={"TMPDIR": "/x"}),
+        "TMPDIR says (/x)",
+    ),
+    ("folder", "fault", 1, of(folders={"TMPDIR": "No usable folder"}), "Set TMPDIR"),
+    ("affinity", "slow", 1, of(1, affinity_error="Operation not permitted"), "sched_getaffinity"),
+    ("world-size", "fault", 1, of(world_size=10**9), "1000000000"),
+    ("group", "fault", 1, of(1, alone_error="Error: no kernel"), "rank alone can be made"),
+    ("group", "fault", 2, one_fails, "rank 2 says: Error: a fault"),
+    ("same-world-size", "fault", 2, came((0, 4), (1, 4), (2, 4), (3, 5)), "5 on rank 3"),
+    ("same-rank", "fault", 2, came((0, 4), (1, 4), (2, 4), (1, 4)), "are rank 1: process 1 on"),
     ("open-files", "fault", 1, of(open_files=64), "ulimit -n 4096"),
     ("threads-limit", "fault", 1, of(threads_left=10), "10 more threads"),
     (
@@ -388,6 +435,53 @@ def as_rank(rank: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_master_whose_name_is_not_known(
+    rank: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch's stacks in C++, and without blame of the port."""
+    monkeypatch.setattr(command, "_RANK_0_TELLS", 0.0)
+    place = as_rank(rank, free_port()) | {"MASTER_ADDR": "no-such-host.invalid"}
+    with launchers.environment(place):
+        assert main(["--timeout", "0.5"]) == 1
+    written = capfd.readouterr()
+    said = " ".join((written.err if rank else written.out).split())
+    assert f"fault store (rank {rank}" in said
+    assert "no-such-host.invalid, is not known" in said and "MASTER_ADDR" in said
+    assert "frame" not in written.err and "a port that is free" not in said
+
+
+def test_a_master_that_is_not_on_rank_0s_host(capfd: pytest.CaptureFixture[str]) -> None:
+    place = as_rank(0, free_port()) | {"MASTER_ADDR": "192.0.2.7"}  # of documentation
+    with launchers.environment(place):
+        assert main(["--timeout", "0.5", "--json"]) == 1
+    written = capfd.readouterr()
+    assert "192.0.2.7 is no address" in finding(written.out, "store")["found"]
+    assert "frame" not in written.err
+
+
+def test_a_world_size_that_no_job_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with launchers.environment(as_rank(0, free_port()) | {"WORLD_SIZE": "1000000000"}):
+        assert main(["--json"]) == 1
+    assert worse_than_notes(capsys.readouterr().out) == {"world-size"}
+
+
+def test_a_system_without_what_facts_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(reading, "_read", lambda path: "")
+    monkeypatch.setattr(reading, "_link", lambda path: "")
+    facts = reading.gather(Identity(0, 1))
+    assert facts.affinity and "sched_getaffinity" in facts.affinity_error
+
+
+def test_a_trial_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_START_SECONDS", 0.0)
+    trying = trial.Trial()
+    found = trying.first(solo=True)
+    trying.close()
+    assert found == {trial.MEMORY: "", trial.SOCKET: "", trial.ALONE: "it did not end within 0 s"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_port_of_a_program_that_says_nothing(
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,10 +547,52 @@ def test_this_machine_is_sound() -> None:
     assert done.returncode == 0
 
 
+# A program that the kernel refuses a system call, by an error or with the end of the process.
+REFUSE = """
+import ctypes, os, struct, sys
+number, verdict, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, verdict), (6, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+os.execvp(command[0], command)
+"""
+NUMBERS = {  # x86-64, AArch64
+    "ftruncate": (77, 46),
+    "sched_getaffinity": (204, 123),
+    "socketpair": (53, 199),
+}
+EPERM, KILL = 0x00050000 | errno.EPERM, 0x80000000
+
+
+def without(call: str, verdict: int = EPERM) -> list[str]:
+    number = NUMBERS[call][platform.machine() == "aarch64"]
+    return [sys.executable, "-c", REFUSE, str(number), str(verdict)]
+
+
+WITHOUT_PROC = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc; exec "$@"', "sh"]
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "prefix", "env", "words"),
     [
+        ("file-size", ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"], {}, "ulimit -f is 0"),
+        ("shared-memory", without("ftruncate"), {}, "ftruncate: Operation not permitted"),
+        ("shared-memory", without("ftruncate", KILL), {}, "signal SIGSYS"),
+        ("unix-socket", without("socketpair"), {}, "socketpair: Operation not permitted"),
+        ("affinity", without("sched_getaffinity"), {}, "Operation not permitted"),
+        ("folder", [], {"TMPDIR": "/proc/none"}, "TMPDIR says (/proc/none)"),
+        ("folder", [], {"RINGREDUCE_DUMP": "/proc/none/x"}, "RINGREDUCE_DUMP says"),
+        ("folder", [], {"RINGREDUCE_TIMELINE": "/proc/none/x"}, "RINGREDUCE_TIMELINE says"),
+        ("folder", [], {"RINGREDUCE_METRICS": f"{__file__}/x"}, "Not a directory"),
+        pytest.param(
+            "loopback", ["unshare", "-n"], {}, "loopback interface", marks=needs_namespaces
+        ),
         ("open-files", ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"], {}, "ulimit -n is 64"),
         pytest.param(
             "threads",
@@ -468,7 +604,7 @@ def test_this_machine_is_sound() -> None:
         ("variable", [], {"RINGREDUCE_LANES": "65"}, "RINGREDUCE_LANES=65"),
         ("unknown-variable", [], {"RINGREDUCE_WIRES": "tcp"}, "RINGREDUCE_WIRES"),
     ],
-    ids=["open-files", "threads", "variable", "unknown-variable"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_real_fault_of_one_process(
     check: str, prefix: list[str], env: dict[str, str], words: str
@@ -477,6 +613,54 @@ def test_a_real_fault_of_one_process(
     assert done.returncode == 1, done.stdout + done.stderr
     assert worse_than_notes(done.stdout) == {check}
     assert words in finding(done.stdout, check)["found"]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_machine_without_proc() -> None:
+    done = diagnose(*WITHOUT_PROC)
+    assert [row["check"] for row in rows_of(done.stdout) if row["check"] != "pressure"] == ["proc"]
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_folders_of_a_sound_job_are_not_made(tmp_path: Path) -> None:
+    names = ("RINGREDUCE_DUMP", "RINGREDUCE_TIMELINE", "RINGREDUCE_METRICS")
+    done = diagnose(TMPDIR=str(tmp_path), **{name: f"{tmp_path}/a/{name}" for name in names})
+    assert worse_than_notes(done.stdout) == set(), done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "whose", "who", "words"),
+    [
+        ("same-world-size", [1], [(0, 2), (1, 3)], "2 on rank 0; 3 on rank 1"),
+        ("same-world-size", [2], [(0, 2), (1, 2), (2, 3)], "2 on ranks 0 and 1; 3 on rank 2"),
+        ("same-world-size", [1], [(0, 1), (1, 2)], "1 on rank 0; 2 on rank 1"),
+        ("same-rank", [1], [(0, 3), (1, 3), (1, 3)], "2 processes are rank 1"),
+        ("same-rank", [0], [(0, 2), (0, 2)], "2 processes are rank 0"),
+        ("same-rank", [0], [(0, 2), (0, 2), (1, 2)], "2 processes are rank 0"),
+    ],
+)
+def test_processes_that_contradict_each_other(
+    check: str, whose: list[int], who: list[tuple[int, int]], words: str
+) -> None:
+    port = free_port()
+
+    def start(one: tuple[int, int]) -> subprocess.CompletedProcess[str]:
+        place = as_rank(one[0], port) | {"WORLD_SIZE": str(one[1])}
+        return launchers.run([*DOCTOR, "--json"], place, timeout=200.0)
+
+    with concurrent.futures.ThreadPoolExecutor(len(who)) as pool:
+        done = list(pool.map(start, who))
+    # The first that is rank 0 tells of it, and the others are silent.
+    (said,) = [one for one in done if one.stdout]
+    assert "cores" not in worse_than_notes(said.stdout) or len(who) > len(os.sched_getaffinity(0))
+    assert worse_than_notes(said.stdout) - {"cores"} == {check}, said.stdout + said.stderr
+    row = finding(said.stdout, check)
+    assert row["ranks"] == whose and words in row["found"]
+    assert said.returncode == 1 and sum(one.returncode for one in done) == 1
 
 
 def under_torchrun(size: int, script: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -491,6 +675,14 @@ def test_all_ranks_on_one_core_under_torchrun() -> None:
     assert worse_than_notes(done.stdout) == {"affinity"}, done.stdout + done.stderr
     assert finding(done.stdout, "affinity")["ranks"] == [0, 1]
     assert done.returncode != 0  # torchrun's, for a rank that ended with 1
+
+
+@pytest.mark.slow
+def test_what_a_job_over_sockets_does_without_under_torchrun() -> None:
+    script = f'exec {shlex.join(without("ftruncate"))} "$@"'
+    done = under_torchrun(2, script, RINGREDUCE_WIRE="tcp")
+    assert worse_than_notes(done.stdout) == set(), done.stdout + done.stderr
+    assert "shared-memory" in {row["check"] for row in rows_of(done.stdout)}
 
 
 @pytest.mark.slow
@@ -518,9 +710,9 @@ def three() -> Iterator[Hosts]:
         yield hosts
 
 
-def between(hosts: Hosts, *options: str, **env: str) -> tuple[int, str]:
+def between(hosts: Hosts, *prefix: str, **env: str) -> tuple[int, str]:
     """The status of rank 0, and what it wrote; the others write nothing and end with 0."""
-    outcomes = hosts.start([*DOCTOR, "--json", *options], environment=env).wait(120.0)
+    outcomes = hosts.start([*prefix, *DOCTOR, "--json"], environment=env).wait(120.0)
     for outcome in outcomes[1:]:
         assert outcome.code == 0, outcome
         assert '"check"' not in outcome.output, outcome
@@ -533,6 +725,54 @@ def test_three_sound_hosts(three: Hosts) -> None:
     status, output = between(three)
     assert worse_than_notes(output) == set(), output
     assert status == 0
+
+
+def on_rank(rank: int, *prefix: str) -> list[str]:
+    """Puts words before the command of one rank."""
+    script = f'if [ $RANK = {rank} ]; then exec {shlex.join(prefix)} "$@"; fi; exec "$@"'
+    return ["sh", "-c", script, "sh"]
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize(
+    ("check", "whose", "prefix", "env"),
+    [
+        ("shared-memory", [1], on_rank(1, *without("ftruncate")), {}),
+        ("unix-socket", [2], on_rank(2, *without("socketpair")), {}),
+        ("file-size", [1], on_rank(1, "sh", "-c", 'ulimit -f 1; exec "$@"', "sh"), {}),
+        ("folder", [2], on_rank(2, "env", "TMPDIR=/proc/none"), {}),
+        ("same-world-size", [2], on_rank(2, "env", "WORLD_SIZE=4"), {}),
+        ("same-rank", [1], on_rank(2, "env", "RANK=1"), {}),
+        ("same-rank", [0], on_rank(2, "env", "RANK=0"), {}),
+        ("proc", [0, 1, 2], WITHOUT_PROC, {}),
+        ("group", [0, 1, 2], [], {"RINGREDUCE_RING": "0,2,5"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_real_fault_of_three_hosts(
+    three: Hosts, check: str, whose: list[int], prefix: list[str], env: dict[str, str]
+) -> None:
+    status, output = between(three, *prefix, **env)
+    # Hosts without /proc are one to ringreduce, on whose cores there are three ranks.
+    assert worse_than_notes(output) - {"cores"} == {check}, output
+    assert finding(output, check)["ranks"] == whose
+    assert status == 1
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_loopback_interface_that_is_down(host: int) -> None:
+    """Rank 0's store needs it.  A single rank of another host does not."""
+    with Hosts(3, veth=True, rate_mbit=1000) as hosts:
+        hosts[host].run("ip", "link", "set", "lo", "down")
+        job = hosts.start([*DOCTOR, "--json", "--timeout", "15"])
+        first = job.wait(120.0)[0]
+    rows = [row for row in rows_of(first.output) if row["check"] == "loopback"]
+    assert [row["ranks"] for row in rows] == [[host]]
+    assert worse_than_notes(first.output) == {"loopback"} - ({"loopback"} if host else set())
+    assert first.code == (host == 0)
 
 
 @pytest.mark.slow

@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m ringreduce.doctor: {error}", file=sys.stderr)
         return _USAGE
     except CannotMeet as error:
-        text = to_json([error.finding]) if options.json else to_text([error.finding], "")
+        # Ranks say only what keeps them from rank 0, which says the rest.
+        found = [one for one in judge(error.gathered) if one.severity == "fault"]
+        text = to_json(found) if options.json else to_text(found, "")
         print(text.strip(), file=sys.stderr if me.rank else sys.stdout, flush=True)
         time.sleep(_RANK_0_TELLS * bool(me.rank))
         return 1

@@ -1,13 +1,15 @@
 """The checks of versions, variables, limits, memory, cores and GPUs: pure functions of facts."""
 
 import difflib
+import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from ringreduce.doctor.exchange import Gathered
+from ringreduce.doctor.exchange import MOST_RANKS, Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.judge import Found, Ranks, check
-from ringreduce.doctor.report import counted, fault, note, slow
+from ringreduce.doctor.report import Finding, counted, fault, note, slow
 from ringreduce.record import ranks_text
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
@@ -111,28 +113,80 @@ def same_variables(gathered: Gathered) -> Found:
 # ---- limits and memory
 
 
+def _weight(one: Facts) -> Callable[..., Finding]:
+    """A fault of what a group needs; a note if the group of all ranks does without it."""
+    return note if one.all_error == "" else fault
+
+
+def _too_large(text: str | None) -> bool:
+    """An error of ulimit -f, which counts shared memory as a file."""
+    return os.strerror(errno.EFBIG) in (text or "")
+
+
 @check("rank")
 def limits(one: Facts) -> Found:
-    if one.memfd_error:
-        yield fault(
+    said = [one.memfd_error, one.alone_error, one.all_error, *one.folders.values()]
+    large = next(filter(_too_large, said), "") or ""
+    if large and one.file_size is not None:
+        yield _weight(one)(
+            "file-size",
+            f"ulimit -f is {one.file_size >> 10} KiB, and shared memory counts as a file: {large}",
+            "ulimit -f unlimited before the launcher starts (systemd: LimitFSIZE, Docker: "
+            "--ulimit fsize).",
+        )
+    elif one.memfd_error:
+        yield _weight(one)(
             "shared-memory",
-            f"memfd_create does not work, which the ranks of a host need: {one.memfd_error}",
-            "Allow it in the seccomp profile; RINGREDUCE_WIRE=tcp does without shared memory.",
+            f"no shared memory can be made, which the ranks of a host need: {one.memfd_error}",
+            "Allow memfd_create, ftruncate, fcntl and mmap in the seccomp profile; with several "
+            "ranks RINGREDUCE_WIRE=tcp does without.",
         )
     if one.unix_error:
-        yield fault(
+        yield _weight(one)(
             "unix-socket",
-            f"no descriptor can be passed over an abstract Unix socket: {one.unix_error}",
-            "Allow AF_UNIX (systemd: RestrictAddressFamilies); RINGREDUCE_WIRE=tcp does without.",
+            f"the ranks of a host cannot meet by Unix sockets: {one.unix_error}",
+            "Allow AF_UNIX (systemd: RestrictAddressFamilies) and socketpair (seccomp); with "
+            "several ranks RINGREDUCE_WIRE=tcp does without.",
+        )
+    if one.loopback_error:
+        yield _weight(one)(
+            "loopback",
+            "the loopback interface carries nothing, and this host reaches its own addresses by "
+            f"no other: {one.loopback_error}",
+            "ip link set dev lo up; a container needs a network namespace where it is up.",
+        )
+    if not one.proc:
+        kind = fault if one.all_error else note
+        yield kind(
+            "proc",
+            "there is no /proc: hosts without it are taken for one, and cgroups are not seen",
+            "mount -t proc proc /proc; or give each host a RINGREDUCE_HOSTID of its own.",
         )
     need = _FEW_FILES + _FILES_PER_PEER * (one.world_size - 1)
-    if one.open_files is not None and one.open_files < need:
+    if one.world_size > MOST_RANKS:
+        yield fault(
+            "world-size",
+            f"the world size is {one.world_size} ({one.launcher}); a job has {MOST_RANKS} ranks at "
+            "most",
+            "Correct WORLD_SIZE, or the launcher's number of processes.",
+        )
+    elif one.open_files is not None and one.open_files < need:
         yield fault(
             "open-files",
             f"ulimit -n is {one.open_files}; a rank of {one.world_size} may need {need}",
             f"ulimit -n {max(need, 4096)} before the launcher starts (systemd: LimitNOFILE, "
             "Docker: --ulimit nofile).",
         )
+    for name, error in one.folders.items():
+        if error and not (_too_large(error) and one.file_size is not None):
+            yield fault(
+                "folder",
+                f"no file can be made where {name} says ({one.environment.get(name, '/tmp')}): "
+                f"{error}",
+                f"Let it name a folder that user {one.uid} may write to, or unset it."
+                if name in one.environment
+                else "Set TMPDIR to a folder that can be written to.",
+            )
     if one.shm_bytes is not None and one.shm_bytes <= _SMALL_SHM:
         yield note(
             "shm-size",
@@ -173,6 +227,16 @@ def limits_of_host(ranks: Ranks) -> Found:
 def _union(ranks: Ranks) -> tuple[int, ...]:
     """The cores that some rank may use."""
     return tuple(sorted({core for one in ranks for core in one.affinity}))
+
+
+@check("rank")
+def unknown_affinity(one: Facts) -> Found:
+    if one.affinity_error:
+        yield slow(
+            "affinity",
+            f"a rank cannot ask for its cores, and takes them for one: {one.affinity_error}",
+            "Allow sched_getaffinity in the seccomp profile.",
+        )
 
 
 @check("host")

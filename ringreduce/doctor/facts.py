@@ -7,6 +7,7 @@ make it up.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -15,6 +16,7 @@ import re
 import resource
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,10 @@ from ringreduce.config import variables
 
 _CGROUP = Path("/sys/fs/cgroup")
 _STEAL_SECONDS = 0.2
+_LOOPBACK_SECONDS = 2.0
+# Folders that ringreduce makes if they are not there, and those that Python takes for /tmp.
+_MADE_FOLDERS = ("RINGREDUCE_DUMP", "RINGREDUCE_TIMELINE", "RINGREDUCE_METRICS")
+_TEMPORARY_FOLDERS = ("TMPDIR", "TEMP", "TMP")
 _SIOCGIFMTU = 0x8921  # of <linux/sockios.h>
 
 
@@ -55,8 +61,15 @@ class Facts:
     unknown_variables: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)  # a few others
 
+    # Of trial.py.
     memfd_error: str = ""
     unix_error: str = ""
+    alone_error: str = ""  # of a group of this rank alone
+    all_error: str | None = None  # of a group of all ranks; None: it was not tried
+
+    file_size: int | None = None  # ulimit -f, in bytes; None: no limit
+    folders: dict[str, str] = dataclasses.field(default_factory=dict)  # an error by variable
+    proc: bool = True  # whether there is a /proc
     open_files: int | None = None  # ulimit -n; None: no limit
     threads_left: int | None = None  # that ulimit -u and pids.max allow; None: no limit
     memory_limit: int | None = None  # of the cgroup, bytes
@@ -65,12 +78,14 @@ class Facts:
 
     cores: int = 1  # of the machine
     affinity: list[int] = dataclasses.field(default_factory=list)
+    affinity_error: str = ""  # all cores are assumed then
     quota: float | None = None  # cores that the cgroup may use
     threads: int = 1  # of torch's operations
     nodes: list[list[int]] = dataclasses.field(default_factory=list)  # the cores of NUMA nodes
     steal: float = 0.0  # the share of time that the hypervisor took
     pressure: float = 0.0  # PSI: the share of the last minute that some thread waited for a core
 
+    loopback_error: str = ""
     listening: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
     why_there: str = ""
     listen_error: str = ""
@@ -103,17 +118,18 @@ def gather(me: Identity) -> Facts:
         me: who this process is.
 
     Returns:
-        The facts but those of listening (exchange.py).
+        The facts but those of listening (exchange.py) and of trial.py.
     """
     facts = Facts(
         rank=me.rank,
         world_size=me.world_size,
         launcher=me.launcher,
         host=socket.gethostname(),
-        machine=_read("/proc/sys/kernel/random/boot_id") + os.readlink("/proc/self/ns/net"),
+        machine=_read("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/net"),
         uid=os.geteuid(),
+        proc=os.path.exists("/proc/self/stat"),
     )
-    for read in (_versions, _variables, _limits, _memory, _cores, _network):
+    for read in (_versions, _variables, _limits, _folders, _memory, _cores, _network):
         read(facts)
     _gpus(facts, me)
     return facts
@@ -123,6 +139,14 @@ def _read(path: str | Path) -> str:
     """A file's text without blanks around it; "" where the system has no such file."""
     try:
         return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    """Where a link leads; "" where the system has no such link."""
+    try:
+        return os.readlink(path)
     except OSError:
         return ""
 
@@ -141,17 +165,19 @@ def _versions(facts: Facts) -> None:
 
 def _variables(facts: Facts) -> None:
     given = {name for name in os.environ if name.startswith("RINGREDUCE_")}
-    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *_MADE_FOLDERS, *_TEMPORARY_FOLDERS)
     facts.environment = {name: os.environ[name] for name in names if name in os.environ}
     facts.variables = variables()
     facts.unknown_variables = sorted(given - {row["name"] for row in facts.variables})
 
 
 def _limits(facts: Facts) -> None:
-    files, threads = (
-        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    files, threads, size = (
+        resource.getrlimit(kind)[0]
+        for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)
     )
     facts.open_files = None if files == resource.RLIM_INFINITY else files
+    facts.file_size = None if size == resource.RLIM_INFINITY else size
     # ulimit -u does not bind root.
     left = [] if facts.uid == 0 or threads == resource.RLIM_INFINITY else [threads]
     for folder in _cgroups("pids"):
@@ -159,34 +185,38 @@ def _limits(facts: Facts) -> None:
         if most is not None:
             left.append(most - (_number(_read(folder / "pids.current")) or 0))
     facts.threads_left = min(left, default=None)
-    facts.memfd_error = _error_of(_try_memfd)
-    facts.unix_error = _error_of(_try_unix_socket)
 
 
-def _error_of(attempt: Callable[[], None]) -> str:
+def _error_of(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except OSError as error:
-        return str(error)
+        return error.strerror or str(error)
     return ""
 
 
-def _try_memfd() -> None:
-    with open(os.memfd_create("ringreduce-doctor"), "wb") as file:
-        file.write(bytes(1 << 20))
+def _folders(facts: Facts) -> None:
+    """Whether files can be made where the variables say."""
+    for name in (*_MADE_FOLDERS, *_TEMPORARY_FOLDERS):
+        if given := os.environ.get(name):
+            folder = _existing(given) if name in _MADE_FOLDERS else Path(given)
+            facts.folders[name] = _error_of(functools.partial(_try_folder, folder))
+    named = any(name in facts.folders for name in _TEMPORARY_FOLDERS)
+    if not named and facts.file_size != 0:  # Python's choice is /tmp, or another in its place
+        facts.folders[_TEMPORARY_FOLDERS[0]] = _error_of(tempfile.gettempdir)
 
 
-def _try_unix_socket() -> None:
-    """Passes a descriptor over an abstract socket, as ranks of one host pass their memory."""
-    kind = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with socket.socket(*kind) as listener, socket.socket(*kind) as caller:
-        listener.bind("\0ringreduce-doctor-" + os.urandom(8).hex())
-        listener.listen()
-        caller.connect(listener.getsockname())
-        socket.send_fds(caller, [b"1"], [listener.fileno()])
-        with listener.accept()[0] as accepted:
-            for fd in socket.recv_fds(accepted, 1, 1)[1]:
-                os.close(fd)
+def _existing(folder: str) -> Path:
+    """The folder, or the one in which it would be made."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _try_folder(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name, or removed again
+        file.write(b"0")
 
 
 def _cgroups(controller: str) -> list[Path]:
@@ -237,7 +267,11 @@ def _memory(facts: Facts) -> None:
 def _cores(facts: Facts) -> None:
     before = _times()
     facts.cores = os.cpu_count() or 1
-    facts.affinity = sorted(os.sched_getaffinity(0))
+    try:
+        facts.affinity = sorted(os.sched_getaffinity(0))
+    except (AttributeError, OSError) as error:  # AttributeError: of a Python without it
+        facts.affinity = list(range(facts.cores))
+        facts.affinity_error = getattr(error, "strerror", None) or str(error)
     facts.threads = torch.get_num_threads()
     for folder in _cgroups("cpu"):
         text = _read(folder / "cpu.max") or " ".join(
@@ -272,6 +306,21 @@ def _network(facts: Facts) -> None:
         sizes = _read(f"/proc/sys/net/ipv4/tcp_{name}").split()
         setattr(facts, name, int(sizes[-1]) if sizes else 0)
     facts.congestions = _read("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
+
+    facts.loopback_error = _error_of(_try_loopback)
+
+
+def _try_loopback() -> None:
+    """Connects to this process, by whichever address a loopback interface has."""
+    for family, address in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")):
+        try:
+            with socket.create_server((address, 0), family=family) as listener:
+                place = listener.getsockname()[:2]
+                socket.create_connection(place, timeout=_LOOPBACK_SECONDS).close()
+                return
+        except OSError:
+            if family == socket.AF_INET:
+                raise
 
 
 def mtu_of(interface: str) -> int:

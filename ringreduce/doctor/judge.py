@@ -22,6 +22,13 @@ Check = Callable[[Any], Found]
 # any job; the same of a job on several hosts.
 Scope = Literal["rank", "host", "job", "hosts"]
 _MOST_NAMED = 4
+# Faults that keep groups from being made: the error of such a group, and a rank that is missing,
+# are then no causes of their own.
+_CAUSES = {
+    "file-size", "host-id", "listen", "loopback", "memory", "open-files", "path-mtu", "proc",
+    "reach", "same-address", "same-ringreduce", "same-variables", "shared-memory", "threads-limit",
+    "unix-socket", "user", "variable", "world-size",
+}  # fmt: skip
 _checks: list[tuple[Scope, Check]] = []
 
 
@@ -52,7 +59,9 @@ def judge(gathered: Gathered) -> list[Finding]:
                 numbers = sorted(one.ranks or [facts.rank for facts in ranks])
                 on = dict.fromkeys(names[rank] for rank in numbers if rank in names)
                 found.append(dataclasses.replace(one, ranks=tuple(numbers), hosts=tuple(on)))
-    return arranged(found)
+    faults = [one for one in found if one.severity == "fault"]
+    blamed = {rank for one in faults if one.check in _CAUSES for rank in one.ranks}
+    return arranged([one for one in found if one.check != "group" or not blamed & {*one.ranks}])
 
 
 def some_of(values: Sequence[object]) -> str:

@@ -19,6 +19,12 @@ _CONNECTIONS = 4
 _USUAL_MBIT = 1000
 _CLOCKS_APART = 0.5  # seconds
 
+_GROUP_TODO = (
+    "A job ends like this, too. Look there at what the error names, at ulimit -a, and at what a "
+    "sandbox refuses (seccomp, systemd)."
+)
+_CONSEQUENCES = ("PeerLost", "Timeout", "Aborted")  # errors
+
 Pair = tuple[str, str]  # of hosts: from, to
 
 
@@ -29,10 +35,33 @@ def _name(one: Facts) -> str:
 
 @check("job")
 def who_came(gathered: Gathered) -> Found:
-    if gathered.absent:
+    if gathered.problem is not None:
+        yield gathered.problem
+    namesakes, sizes = gathered.namesakes(), gathered.world_sizes()
+    absent = ranks_text(gathered.absent) if gathered.absent else ""
+    if len(sizes) > 1:
+        usual = max(sizes.values(), key=len)
+        said = "; ".join(f"{size} on {ranks_text({*ranks})}" for size, ranks in sizes.items())
+        yield fault(
+            "same-world-size",
+            f"the world size must be the same on all ranks: {said}",
+            "Correct WORLD_SIZE, or the launcher's number of processes, on all hosts.",
+            sorted({rank for ranks in sizes.values() if ranks is not usual for rank in ranks}),
+        )
+    for rank, ones in namesakes.items():
+        who = some_of([f"process {one.pid} on {one.host}" for one in ones])
+        missing = f"; {absent} did not come" * bool(absent)
+        yield fault(
+            "same-rank",
+            f"{len(ones)} processes are rank {rank}: {who}{missing}",
+            "Give each process a RANK of its own; a launcher does, if it is started once for all "
+            "hosts, or on each with its own --node-rank.",
+            [rank],
+        )
+    if absent and not namesakes and len(sizes) < 2:
         yield fault(
             "absent",
-            f"{ranks_text(gathered.absent)} did not come within {gathered.seconds:g} s",
+            f"{absent} did not come within {gathered.seconds:g} s",
             "Look at their own output: were they started, did they reach rank 0's store? For slow "
             "starts there is --timeout.",
             gathered.absent,
@@ -40,7 +69,8 @@ def who_came(gathered: Gathered) -> Found:
     if gathered.silent:
         yield fault(
             "absent",
-            f"{ranks_text(gathered.silent)} came, but never told of the lines of the host",
+            f"{ranks_text(gathered.silent)} came, but did not tell of their machine, the lines of "
+            "the host, or the group",
             "Look at their output; their hosts may have stopped or lost their network meanwhile.",
             gathered.silent,
         )
@@ -53,6 +83,30 @@ def who_came(gathered: Gathered) -> Found:
                 "Unset RINGREDUCE_HOSTID, or give each machine its own.",
                 [one.rank for one in ranks],
             )
+
+
+@check("rank")
+def group_alone(one: Facts) -> Found:
+    if one.alone_error and one.all_error != "":
+        yield fault(
+            "group",
+            f"no group of this rank alone can be made: {one.alone_error}",
+            _GROUP_TODO,
+        )
+
+
+@check("job")
+def group_of_all(gathered: Gathered) -> Found:
+    """The ranks' errors have one cause; those that wait for a rank, or lose it, follow from it."""
+    failed = {one.rank: one.all_error for one in gathered.facts if one.all_error}
+    if failed and not any(one.alone_error for one in gathered.facts):
+        first = min(failed, key=lambda rank: (failed[rank].startswith(_CONSEQUENCES), rank))
+        yield fault(
+            "group",
+            f"no group of all ranks can be made; rank {first} says: {failed[first]}",
+            _GROUP_TODO,
+            list(failed),
+        )
 
 
 @check("hosts")

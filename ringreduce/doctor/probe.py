@@ -66,9 +66,16 @@ def serve(listeners: Sequence[socket.socket], token: str) -> None:
         threading.Thread(target=_accept, args=(listener, token), daemon=True).start()
 
 
+def stop(listener: socket.socket) -> None:
+    """Gives its port to others."""
+    with contextlib.suppress(OSError):  # its interface is gone
+        listener.shutdown(socket.SHUT_RDWR)  # a thread that accepts would keep it
+    listener.close()
+
+
 def _accept(listener: socket.socket, token: str) -> None:
     listener.setblocking(True)
-    while True:
+    while listener.fileno() >= 0:
         try:
             accepted, _ = listener.accept()
         except OSError:  # the caller has gone again, or there are too many descriptors
