@@ -73,6 +73,10 @@ def save_amid_a_call(me: Rank, call: str, ends: str) -> list[object]:
     def save(number: int, frame: object) -> None:
         """As schedulers ask for: a checkpoint that all ranks know to be complete."""
         saved.append("begun")
+        own = torch.full((3,), float(me.rank))
+        work = dist.all_reduce(own, async_op=True)
+        work.get_future().wait()  # of torch, which polls nothing
+        saved.append(own[0].item())
         every: list[object] = [None] * dist.get_world_size()
         dist.all_gather_object(every, me.rank)
         dist.barrier()
@@ -130,7 +134,7 @@ def test_a_signal_handler_calls_collectives_after_the_call(
     job.tell(0)
     for saved, right, after in job.results():
         every = list(range(size))
-        assert saved == ["begun", every, *(["raised"] if ends == "raises" else [])]
+        assert saved == ["begun", sum(every), every, *(["raised"] if ends == "raises" else [])]
         assert right and after == sum(every)
 
 

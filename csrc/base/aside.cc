@@ -7,15 +7,10 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <cerrno>
-#include <cstring>
 #include <exception>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
-
-#include "base/error.h"
 
 // The sanitizers are told of each change of stack.
 #if defined(__SANITIZE_ADDRESS__)
@@ -43,12 +38,13 @@ constexpr size_t kStackBytes = 8 << 20, kGuardBytes = 64 << 10;
 
 class Stack {
  public:
-  Stack()
-      : memory_(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0)) {
-    if (memory_ == MAP_FAILED || mprotect(memory_, kGuardBytes, PROT_NONE) != 0)
-      throw Error(Failure::kSetup,
-                  std::string("no memory for the stack of a signal handler: ") + strerror(errno));
+  // Null without memory for it.
+  static std::unique_ptr<Stack> make() {
+    void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    std::unique_ptr<Stack> stack(new Stack(memory));
+    return mprotect(memory, kGuardBytes, PROT_NONE) == 0 ? std::move(stack) : nullptr;
   }
   ~Stack() { munmap(memory_, kStackBytes); }
   Stack(const Stack&) = delete;
@@ -56,7 +52,8 @@ class Stack {
   char* base() const { return static_cast<char*>(memory_); }
 
  private:
-  void* memory_;
+  explicit Stack(void* memory) : memory_(memory) {}
+  void* const memory_;
 };
 
 // What C++ keeps of a thread's exceptions: those that are caught belong to a stack.
@@ -176,10 +173,12 @@ OperationHere::~OperationHere() {
 void runAside(std::function<void()> run) {
   Level& level = stacks.level();
   if (level.operations == 0) return run();
+  auto stack = stacks.spare ? std::move(stacks.spare) : Stack::make();
+  if (!stack) return run();  // it cannot step aside then
   auto handler = std::make_unique<Handler>();
   handler->below = stacks.running;
   handler->run = std::move(run);
-  handler->stack = stacks.spare ? std::move(stacks.spare) : std::make_unique<Stack>();
+  handler->stack = std::move(stack);
   getcontext(&handler->own);
   handler->own.uc_stack = {.ss_sp = handler->stack->base(), .ss_flags = 0, .ss_size = kStackBytes};
   makecontext(&handler->own, &runHandler, 0);

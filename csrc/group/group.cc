@@ -179,6 +179,7 @@ std::shared_ptr<OperationHandle> Group::submitAll(std::vector<Operation> operati
                                                   Executor::Completion completion) {
   refuseInChild();
   check(operations);
+  stepAside();  // a signal handler may wait for the Future, which knows nothing of this group
   submitted_ += operations.size();
   size_t bytes = 0;
   const Nanos posted = monotonicNow();

@@ -119,7 +119,7 @@ void checkSignals() {
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
   };
   // Python 3.14.0 takes each stack but the thread's own for one that overflows.
-  static const bool changes_stacks = std::string_view(Py_GetVersion()).substr(0, 7) != "3.14.0 ";
+  static const bool changes_stacks = !std::string_view(Py_GetVersion()).starts_with("3.14.0");
   // Handlers run in Python's main thread, which is the process's, or, in a program that embeds
   // Python otherwise, on the stack that they interrupted.
   if (changes_stacks && gettid() == getpid())
