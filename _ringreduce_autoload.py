@@ -89,12 +89,13 @@ def set_default(devices: str) -> None:
     _wrap_torch()
     default = dist.Backend.default_device_backend_map
     for device in wanted:
-        is_gloo = device == "cpu" and default.get(device) == GLOO
+        found = default.get(device)
+        is_gloo = device == "cpu" and (found == GLOO or isinstance(found, _Default))
         default[device] = _Default(NAME) if is_gloo else NAME
 
 
 def replaces(group: Any = None) -> str | None:
-    """The name that torch shows for a group of ringreduce, if that is another backend's.
+    """The backend in whose place ringreduce made a group, and whose name torch shows.
 
     RINGREDUCE_REPLACE, RINGREDUCE_DEFAULT and `set_default` put ringreduce where torch would make a
     group of gloo.  Programs that read the name then find the one that they know: `get_backend`,
@@ -187,12 +188,14 @@ def _wrap_torch() -> None:
         return
     signature = inspect.signature(make) if make else None
     with_tag: Any = getattr(c10d, "_new_group_with_tag", None)
+    names = ("name", "_get_backend_name")
     if (
         signature is None
         or not {"group_rank", "backend"} <= set(signature.parameters)
         or with_tag is None
         or "backend" not in inspect.signature(with_tag).parameters
         or not isinstance(dist.Backend.default_device_backend_map, dict)
+        or not all(hasattr(dist.ProcessGroup, name) for name in names)
     ):
         raise RuntimeError(
             f"torch {torch.__version__} does not make groups by "
@@ -228,7 +231,7 @@ def _wrap_torch() -> None:
     )
     for module in (dist, c10d, device_mesh):
         module.init_process_group = init  # type: ignore[attr-defined]
-    for name in ("name", "_get_backend_name"):
+    for name in names:
         setattr(dist.ProcessGroup, name, _shown_name(getattr(dist.ProcessGroup, name)))
     _chooses = True
 
@@ -247,13 +250,15 @@ def _with_backend(function: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _of_new_group(backend: Any) -> Any:
-    """The backend that a new group is asked for: none is that of the default group.
+    """The backend that a new group is asked for.
 
-    torch takes its name then, and a group of gloo that is not named would be one of gloo.
+    Without a name it is that of the default group, whose name torch takes, or a program passes on.
+    So if ringreduce made the default group in gloo's place, "gloo" means ringreduce.
     """
     import torch.distributed as dist
 
-    inherits = not backend and not _replaces_gloo and dist.is_initialized() and replaces()
+    named_so = not backend or str(backend).lower() == GLOO
+    inherits = named_so and not _replaces_gloo and dist.is_initialized() and replaces()
     return dist.Backend.UNDEFINED if inherits or isinstance(backend, _Default) else backend
 
 

@@ -34,6 +34,7 @@ UNNAMED = """
     note("its group", dist.new_group())
     note("of many", dist.new_subgroups(group_size=1)[0])
     note("gloo named", dist.new_group(backend="gloo"))
+    note("like the default", dist.new_group(backend=dist.get_backend()))
     note("ringreduce named", dist.new_group(backend="ringreduce"))
     note("mesh", init_device_mesh("cpu", (1,)).get_group())
     note("mesh of two", init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")).get_group("a"))
@@ -55,8 +56,11 @@ UNNAMED = """
     import ringreduce
 
     ringreduce.set_default("cpu")
+    ringreduce.set_default("cpu")
+    found = dist.get_default_backend_for_device("cpu")
     dist.destroy_process_group()
     make("after the call", pg_options=dist.ProcessGroupGloo._Options())
+    note("passed on after it", dist.new_group(backend=found))
     print(json.dumps(made))
 """
 # How libraries read the name of a backend; each of them takes another way for a name it does not
@@ -153,7 +157,8 @@ def test_groups_without_a_name_are_made_by_ringreduce() -> None:
         "no name": replaced,
         "its group": replaced,
         "of many": replaced,
-        "gloo named": gloo,
+        "gloo named": replaced,
+        "like the default": replaced,
         "ringreduce named": own,
         "mesh": replaced,
         "mesh of two": replaced,
@@ -166,6 +171,7 @@ def test_groups_without_a_name_are_made_by_ringreduce() -> None:
         "found and passed on": replaced,
         "no name, no default": ["undefined", "gloo"],
         "after the call": replaced,
+        "passed on after it": replaced,
     }
 
 

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/fd.h"
+
 // The sanitizers are told of each change of stack.
 #if defined(__SANITIZE_ADDRESS__)
 #define RINGREDUCE_ASAN 1
@@ -82,6 +84,7 @@ struct Handler {
   std::exception_ptr error;
   bool done = false;
   bool is_alone = false;  // what it interrupted is over
+  const int generation = forkGeneration();
   std::unique_ptr<Stack> stack;
   ucontext_t own{}, under{};
   Exceptions exceptions;  // of the stack that does not run
@@ -193,7 +196,14 @@ void runAside(std::function<void()> run) {
 }
 
 void stepAside() {
-  if (stacks.running && !stacks.running->is_alone) goBelow(*stacks.running);
+  const Handler* handler = stacks.running;
+  // In a child that the handler forked, what lies below is the parent's.
+  if (!handler || handler->is_alone || handler->generation != forkGeneration()) return;
+  goBelow(*stacks.running);
+}
+
+bool haveAsides() {
+  return !stacks.level().aside.empty();
 }
 
 void finishAsides() {

@@ -33,6 +33,10 @@ void runAside(std::function<void()> handler);
 // returns at once.
 void stepAside();
 
+// Whether handlers have stepped aside on this stack.  Until they have ended, nothing else of the
+// program may run here that may wait.
+bool haveAsides();
+
 // Runs to their end the handlers that stepped aside in an operation of this stack, which is over.
 // Throws the first of their exceptions when all have ended.
 void finishAsides();

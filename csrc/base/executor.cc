@@ -355,16 +355,8 @@ void Executor::runUntil(const OperationHandle& handle) {
     State::Ended ended = state->runFirst(lock, /*in_users_thread=*/true);
     const bool is_own = ended.handle.get() == &handle;
     if (ended.interrupted && !is_own) interrupt = ended.due.error;
-    lock.unlock();
-    try {
-      finishAsides();
-    } catch (...) {
-      if (!handlers) handlers = std::current_exception();
-    }
-    lock.lock();
-    if (!ended.due.completion) continue;
-    if (is_own) {  // a thread that waits may call its own completion, which may wait for what is
-                   // queued
+    // A thread that waits may call its own completion, which may wait for what is queued.
+    if (ended.due.completion && is_own && !haveAsides()) {
       if (state->asleep && !state->queue.empty()) state->for_worker.notify_one();
       const auto caller = state->own_callers.insert(std::this_thread::get_id());
       lock.unlock();
@@ -372,9 +364,17 @@ void Executor::runUntil(const OperationHandle& handle) {
       ended = {};
       lock.lock();
       state->own_callers.erase(caller);
-    } else {
+    } else if (ended.due.completion) {
       state->queueCompletion(std::move(ended.due));
     }
+    // Handlers may wait for the completion, which has been called or is another thread's.
+    lock.unlock();
+    try {
+      finishAsides();
+    } catch (...) {
+      if (!handlers) handlers = std::current_exception();
+    }
+    lock.lock();
   }
   if (state->asleep && !state->queue.empty()) state->for_worker.notify_one();
   lock.unlock();
