@@ -619,7 +619,8 @@ def test_a_real_fault_of_one_process(
 @needs_namespaces
 def test_a_machine_without_proc() -> None:
     done = diagnose(*WITHOUT_PROC)
-    assert [row["check"] for row in rows_of(done.stdout) if row["check"] != "pressure"] == ["proc"]
+    found = {row["check"] for row in rows_of(done.stdout)}
+    assert found - {"pressure", "unknown-variable"} == {"proc"}  # of other jobs; of the build
     assert done.returncode == 0
 
 
