@@ -23,15 +23,19 @@ from ringreduce import hooks, topology
 from ringreduce._backend import Options, backend_of, extension, ringreduce_group
 from ringreduce.average import average_gradients
 from ringreduce.compression import CompressionState
-from ringreduce.dump import dump_records
 from ringreduce.errors import Aborted, Error, Mismatch, PeerLost, Timeout
 from ringreduce.hooks import register_comm_hook
 from ringreduce.launch import Launch, init
 from ringreduce.memory import empty, share_, zeros
-from ringreduce.metrics import prometheus, tensorboard
-from ringreduce.record import Record, records
+from ringreduce.observe import (
+    Record,
+    dump_records,
+    prometheus,
+    records,
+    straggler_detection,
+    tensorboard,
+)
 from ringreduce.step import commit, found_inf
-from ringreduce.straggler import straggler_detection
 from ringreduce.timeline import timeline
 
 __all__ = [

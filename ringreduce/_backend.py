@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,20 @@ _MADE_BY_TORCH = "default_pg/"
 # The variable that says where the memfd of supervise.py is, and the memfd's name.
 SUPERVISOR = "_RR_SUPERVISOR"
 
-DUMP_GRACE = 10.0  # seconds that the end of a process waits for a dump
+
+class Moment(list[Callable[[], None]]):
+    """Functions that the rest of the package wants called at a moment in the life of groups."""
+
+    def __call__(self) -> None:
+        for call in self:
+            call()
+
+
+# The observers (observe/__init__.py) add themselves; nothing here knows them.
+before_group = Moment()  # before this process makes a group
+on_group_made = Moment()
+before_members_change = Moment()  # a group's records are about to be replaced
+on_exit = Moment()  # once all groups have been left
 # Seconds that daemon threads have at exit to come back from the groups they waited in.
 THREADS_GRACE = 0.2
 
@@ -149,22 +162,16 @@ def extension() -> Any:
 
 
 def _leave_at_exit(module: Any) -> None:
-    """Leaves all groups, ends timelines and metrics, and lets daemon threads return to Python.
+    """Leaves all groups, ends what observes them, and lets daemon threads return to Python.
 
     One that waited in a group and comes back only after the interpreter is gone is ended by it
     inside torch's C++, which takes the process down: "terminate called without an active
     exception", exit code -6.
     """
-    from ringreduce import metrics
-    from ringreduce.dump import wait_for_dumps
-    from ringreduce.timeline import end_all
-
     try:
         module.shutdown_all()
     finally:
-        wait_for_dumps(DUMP_GRACE)
-        metrics.end()
-        end_all()
+        on_exit()
     deadline = time.monotonic() + THREADS_GRACE
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
@@ -263,9 +270,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     of_default = connect == "now" and not dist.is_initialized()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     launcher, job = job_of(os.environ, rank, size) if of_default else ("", "")
-    from ringreduce import dump  # found once the package is loaded
-
-    dump.watch()
+    before_group()
     backend = extension().create_backend(
         store=dist_backend_opts.store,
         rank=rank,
@@ -288,12 +293,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Backend:
     if connect == "now" and extension().goes_on(backend):
         note_member()
         dist_backend_opts.store.set(_MADE, "1")
-    # Both follow the groups that are made here.
-    from ringreduce import metrics
-    from ringreduce.timeline import follow_variable
-
-    follow_variable()
-    metrics.follow_variable()
+    on_group_made()
     return backend
 
 

@@ -39,11 +39,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import _clock
-from ringreduce._backend import backend_of, extension, note_member, tell_supervisor
+from ringreduce._backend import (
+    backend_of,
+    before_members_change,
+    extension,
+    note_member,
+    tell_supervisor,
+)
 from ringreduce.compression import CompressionState
 from ringreduce.errors import Aborted, Error, PeerLost, Timeout
 from ringreduce.hooks import attach, hooked_models
-from ringreduce.timeline import drain
 
 __all__ = ["ElasticSampler", "State"]
 
@@ -423,7 +428,7 @@ class State:
                 failed = f"; its last attempt to join failed: {error}"
                 _log.warning("rank %d asks again to join: %s", self._rank, error)
                 continue
-            drain()  # the old group's records
+            before_members_change()
             extension().enter_prepared(self._backend)
             alive, _ = self._vote({})
             # Without any of them, they have given this newcomer up.
@@ -607,7 +612,7 @@ class State:
             if not is_made.item():
                 extension().drop_prepared(self._backend)
                 return alive, False
-            drain()  # the old group's records
+            before_members_change()
             extension().enter_prepared(self._backend)
         except BaseException:  # newcomers are not to wait for this rank
             extension().drop_prepared(self._backend)

@@ -633,7 +633,7 @@ def one_run(seed: int, context: Any, port: int) -> Generator[Ended | None, None,
             yield from run.go()
             if os.environ.get(OBSERVED):
                 with contextlib.redirect_stdout(io.StringIO()) as told:
-                    timeline = importlib.import_module("ringreduce.timeline")
+                    timeline = importlib.import_module("ringreduce.observe.timeline")
                     code = timeline.main(["summary", f"{folder}/TIMELINE"])
                 if code != 0 or "iB" not in told.getvalue():  # of the bytes of some rank
                     run.ended.wrong.append(f"its timeline is empty: {told.getvalue()}")

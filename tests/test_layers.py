@@ -4,7 +4,9 @@ do collectives and messages; collectives reach other hosts through transport/tra
 one file knows which transport that is.  A file name is unique, and files (a header with its source)
 do not include each other in a circle.
 
-In ringreduce/, tensors are made with a device and a dtype, whatever the program's defaults are."""
+In ringreduce/, no modules import each other in a circle, and the observers of a job (observe/) only
+those before them in the order of observe/__init__.py.  What makes groups knows no observer.
+Tensors are made with a device and a dtype, whatever the program's defaults are."""
 
 import ast
 import re
@@ -117,6 +119,69 @@ def test_a_wrong_include_is_seen() -> None:
     assert violations("torch", "#include <cuda_runtime_api.h>\n") == ["<cuda_runtime_api.h>"]
     assert violations("cuda", '#include <cuda.h>\n#include "group/group.h"\n') == []
     assert violations("group", '#include "cuda/ring.h"\n') == ['"cuda/ring.h"']
+
+
+# ---- ringreduce/
+
+
+def modules() -> dict[str, str]:
+    """The sources of the package's modules; those of packages by the packages' names."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths]
+    texts = [path.read_text() for path in paths]
+    return {name.removesuffix(".__init__"): t for name, t in zip(names, texts, strict=True)}
+
+
+def imported(text: str, known: set[str]) -> set[str]:
+    """The modules that a source imports, wherever in it, but for types alone."""
+    found = set()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{name.name}" for name in node.names}
+            found |= parts & known or {node.module}
+            if not parts <= known:
+                found.add(node.module)
+    return found & known
+
+
+def import_circle(texts: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, if any do.  The package itself has no code."""
+    graph = {name: imported(text, set(texts)) - {name, "ringreduce"}
+             for name, text in texts.items() if name != "ringreduce"}  # fmt: skip
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_modules_make_no_circle() -> None:
+    assert import_circle(modules()) == []
+    wrong = {"ringreduce.a": "from ringreduce import b\n", "ringreduce.b": "import ringreduce.a\n"}
+    assert import_circle(wrong) != []
+
+
+def test_observers_import_only_those_before_them() -> None:
+    texts = modules()
+    wing = "ringreduce.observe."
+    order = re.findall(r"(\w+)\.py", ast.get_docstring(ast.parse(texts[wing[:-1]])) or "")
+    order.remove("_backend")
+    assert sorted(order) == sorted(n.removeprefix(wing) for n in texts if n.startswith(wing))
+    known = {name: imported(text, set(texts)) for name, text in texts.items()}
+    for at, name in enumerate(order):
+        before = {wing + earlier for earlier in order[:at]}
+        assert {n for n in known[wing + name] if n.startswith(wing)} <= before, name
+    fronts = {"ringreduce.timeline", "ringreduce.top", "ringreduce.recorder",
+              "ringreduce.debug_server"}  # fmt: skip
+    users = {name for name, used in known.items() if any(n.startswith(wing) for n in used)}
+    outside = {name for name in users if not name.startswith(wing[:-1])} - {"ringreduce"}
+    assert outside == fronts | {"ringreduce.plan.step"}
 
 
 def made_by_default(text: str) -> list[str]:

@@ -21,8 +21,8 @@ from pool import Pool, Rank, on_ranks, run_ranks
 from processes import wait_until
 
 import ringreduce
-from ringreduce import metrics, top
-from ringreduce.metrics import Status, statuses
+from ringreduce.observe import metrics, top
+from ringreduce.observe.metrics import Status, statuses
 
 # The debug server of torch 2.13 and newer.
 HAS_SERVER = os.path.exists(
@@ -374,7 +374,7 @@ def test_keys_sort_the_table() -> None:
 def test_what_ranks_say_is_no_html() -> None:
     from torch.distributed.debug._frontend import FrontendServer
 
-    from ringreduce import debug_server
+    from ringreduce.observe import debug_server
 
     handler = debug_server.RingreduceHandler()
     server = FrontendServer(0, [handler])
@@ -435,7 +435,7 @@ PAGE = """
 def _shows_page(rank: Rank, port: int, stop: str) -> None:
     from torch.distributed.debug import start_debug_server, stop_debug_server
 
-    from ringreduce import debug_server
+    from ringreduce.observe import debug_server
 
     os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": "2"}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank.rank == 0 else None

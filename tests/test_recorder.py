@@ -24,7 +24,7 @@ from conftest import MakeWorld
 from pool import Pool, Rank, run_ranks
 
 import ringreduce
-from ringreduce import recorder
+from ringreduce.observe import recorder
 
 ANALYSER = "torch.distributed.flight_recorder"
 

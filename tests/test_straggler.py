@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
-from ringreduce.record import Record
-from ringreduce.straggler import _CpuPressure, _Judge, _Lines
+from ringreduce.observe.record import Record
+from ringreduce.observe.straggler import _CpuPressure, _Judge, _Lines
 
 MS = 1_000_000
 

@@ -29,8 +29,8 @@ from processes import wait_until
 
 import ringreduce
 from ringreduce import _C
-from ringreduce.record import _LAYOUT, _names
-from ringreduce.timeline import _load, late_text, main, summary_text, write_trace
+from ringreduce.observe.record import _LAYOUT, _names
+from ringreduce.observe.timeline import _load, late_text, main, summary_text, write_trace
 
 MS = 1_000_000
 
@@ -123,7 +123,7 @@ def many(me: Rank, folder: str, count: int) -> int:
         for call in range(count):
             dist.all_reduce(x)
             if call % 3000 == 2999:  # on a busy host the thread may come too late for 4,096
-                sys.modules["ringreduce.timeline"].drain()
+                sys.modules["ringreduce.observe.timeline"].drain()
     return recorded.lost
 
 
@@ -157,7 +157,7 @@ def too_many(me: Rank, folder: str) -> int:
     with ringreduce.timeline(folder) as recorded:
         dist.all_reduce(x)
         assert wait_until(lambda: recorded.path is not None)
-        with sys.modules["ringreduce.timeline"]._writer.lock:  # `ringreduce.timeline` is the class
+        with sys.modules["ringreduce.observe.timeline"]._writer.lock:
             for _ in range(4196):
                 dist.all_reduce(x)
     return recorded.lost

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterable
 
+from ringreduce._words import ranks_text
 from ringreduce.doctor.exchange import MOST_RANKS, Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.judge import Found, Ranks, check
 from ringreduce.doctor.report import Finding, counted, fault, note, slow
-from ringreduce.record import ranks_text
 
 # The minor releases of torch that ringreduce is tested with (docs/torch.md).
 TESTED_TORCH = tuple((2, minor) for minor in range(11, 16))

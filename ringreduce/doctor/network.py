@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Collection, Iterator
 
 from ringreduce._launchers import is_loopback
+from ringreduce._words import ranks_text
 from ringreduce.doctor.exchange import Gathered
 from ringreduce.doctor.facts import Facts
 from ringreduce.doctor.judge import Found, check, some_of
 from ringreduce.doctor.probe import Line
 from ringreduce.doctor.report import fault, note, slow
-from ringreduce.record import ranks_text
 
 _LONG_PATH = 2e-3  # seconds; ringreduce begins with several connections there (docs/hosts.md)
 _CONNECTIONS = 4

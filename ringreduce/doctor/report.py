@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
-from ringreduce.record import ranks_text
+from ringreduce._words import ranks_text
 
 Severity = Literal["fault", "slow", "note"]
 _ORDER: tuple[Severity, ...] = ("fault", "slow", "note")

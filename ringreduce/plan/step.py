@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ringreduce.observe.record import Record
+from ringreduce.observe.timeline import _Group, _load
 from ringreduce.plan.model import Estimate, Job, Model
-from ringreduce.record import Record
-from ringreduce.timeline import _Group, _load
 
 _BUCKET, _FIRST_BUCKET = 25 << 20, 1 << 20  # of DDP
 _COMMON = 0.9  # the part of the distribution that is taken as it is

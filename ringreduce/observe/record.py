@@ -10,7 +10,6 @@ operations on CUDA tensors that do not go through the host.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -153,34 +152,6 @@ def read(backend: Backend, since: int = 0) -> list[Record]:
         The records of its group from index `since` on, oldest first.
     """
     return parse(extension().records(backend, since))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks for a sentence.
-
-    Returns:
-        "rank 3", or "ranks 0, 2-5 and 7".
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = []
-    for run in runs:
-        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    one = len(runs) == 1 and len(runs[0]) == 1
-    return ("rank " if one else "ranks ") + listed(words)
-
-
-def listed(words: Sequence[str]) -> str:
-    """Words for a sentence.
-
-    Returns:
-        "a, b and c".
-    """
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
 
 
 def records(group: dist.ProcessGroup | None = None, since: int = 0) -> list[Record]:

@@ -37,7 +37,7 @@ from ringreduce._backend import (
     ringreduce_group,
 )
 from ringreduce.errors import Error
-from ringreduce.record import Record, parse
+from ringreduce.observe.record import Record, parse
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric

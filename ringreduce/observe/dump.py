@@ -36,7 +36,7 @@ import torch.distributed as dist
 from ringreduce import errors
 from ringreduce._backend import Backend, _is_alive, extension, live_groups
 from ringreduce._launchers import job_of
-from ringreduce.record import Record, parse
+from ringreduce.observe.record import Record, parse
 
 PREFIX = "ringreduce_rank_"  # of the files' names; the rank follows
 FOLDER, SIGNAL = "RINGREDUCE_DUMP", "RINGREDUCE_DUMP_SIGNAL"
@@ -63,6 +63,7 @@ _LIBRARIES = [
     "<frozen",
     *(os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch, errors)),
 ]
+_GRACE = 10.0  # seconds that the end of a process waits for a dump
 # Seconds between two looks at the groups, for failures that no call of this rank meets.
 _LOOK = 0.1
 
@@ -408,9 +409,9 @@ _busy = threading.local()
 _dumping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def wait_for_dumps(longest: float) -> None:
-    """Waits for dumps that are being written; a file system may hang."""
-    until = time.monotonic() + longest
+def wait_for_dumps() -> None:
+    """Waits for dumps that are being written, 10 s at most: a file system may hang."""
+    until = time.monotonic() + _GRACE
     for thread in list(_dumping):
         thread.join(max(0.0, until - time.monotonic()))
 

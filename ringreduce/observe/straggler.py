@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ringreduce._backend import Backend, backend_of, extension, ranks_of, ringreduce_group
-from ringreduce.record import FROM_ROOT, Record, read
+from ringreduce.observe.record import FROM_ROOT, Record, read
 
 _POLL = 0.01  # seconds between two looks at the records
 _LOG_EVERY = 60.0  # seconds between two lines about a rank

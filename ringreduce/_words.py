@@ -1,0 +1,33 @@
+"""Ranks and lists in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks for a sentence.
+
+    Returns:
+        "rank 3", or "ranks 0, 2-5 and 7".
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = []
+    for run in runs:
+        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    one = len(runs) == 1 and len(runs[0]) == 1
+    return ("rank " if one else "ranks ") + listed(words)
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words for a sentence.
+
+    Returns:
+        "a, b and c".
+    """
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)

@@ -1,0 +1,29 @@
+"""What is seen of a job: its groups' records, who is late, what ended it.
+
+    record.py        what this rank knows of each operation
+
+and the views of them: straggler.py (live, in the program), timeline.py, dump.py and recorder.py
+(what ended a job), metrics.py, top.py and debug_server.py.  Each imports only those before it.
+`_backend.py` calls them when a group is made and when the process ends, and knows none of them.
+"""
+
+from ringreduce import _backend
+from ringreduce.observe import dump, metrics, timeline
+from ringreduce.observe.dump import dump_records
+from ringreduce.observe.metrics import prometheus, tensorboard
+from ringreduce.observe.record import Record, records
+from ringreduce.observe.straggler import straggler_detection
+
+__all__ = [
+    "Record",
+    "dump_records",
+    "prometheus",
+    "records",
+    "straggler_detection",
+    "tensorboard",
+]
+
+_backend.before_group.append(dump.watch)
+_backend.on_group_made += [timeline.follow_variable, metrics.follow_variable]
+_backend.before_members_change.append(timeline.drain)
+_backend.on_exit += [dump.wait_for_dumps, metrics.end, timeline.end_all]

@@ -1,0 +1,446 @@
+"""`python -m ringreduce.recorder DIR`: what ended a job, from the dumps that its ranks left in DIR.
+
+It prints three sentences: the operation and the group that failed, with the rank to blame; the last
+operation of each rank; the process and the line to look at.  dump.py writes the dumps.  The exit
+status is 0 if a cause was found, 1 if none was, and 2 if the dumps cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringreduce._words import listed, ranks_text
+from ringreduce.observe.dump import PREFIX
+
+Dump = dict[str, Any]
+
+_ROOTS = {"reduce": "to", "gather": "to"}
+# Ranks may give these other numbers of elements, or the records do not tell that they may not.
+_UNEVEN = ("all_to_all",)
+
+
+class _Plain(pickle.Unpickler):
+    """A dump has no objects, and one from strangers must not make any."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has an object of {module}.{name}")
+
+
+def load(folder: str | Path) -> dict[int, Dump]:
+    """Reads the dumps in a folder.
+
+    Args:
+        folder: that of RINGREDUCE_DUMP, or of dump_records.
+
+    Returns:
+        The dumps by rank, of the newest attempt.  Those of another one (a restart, another job or
+        world size) are left out, with a line on stderr.
+
+    Raises:
+        ValueError: there is no dump, or a file is none.
+        OSError: a file could not be read.
+    """
+    dumps = {}
+    for path in Path(folder).iterdir():
+        number = path.name.removeprefix(PREFIX)
+        if number == path.name or not number.isdecimal():
+            continue
+        try:
+            with open(path, "rb") as file:
+                dump = _Plain(file).load()
+            dumps[int(dump["ringreduce"]["rank"])] = dump
+        except (pickle.UnpicklingError, EOFError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"{path} is no dump of ringreduce: {error!r}") from error
+    if not dumps:
+        raise ValueError(f"{folder} has no file {PREFIX}0 or the like: no rank has left a dump")
+    newest = _attempt(max(dumps.values(), key=lambda dump: int(dump["ringreduce"]["time_ns"])))
+    earlier = [rank for rank, dump in dumps.items() if _attempt(dump) != newest]
+    if earlier:
+        print(
+            f"left out the dumps of {ranks_text(earlier)}: they are of another attempt or job",
+            file=sys.stderr,
+        )
+    return {rank: dumps[rank] for rank in sorted(dumps) if rank not in earlier}
+
+
+def _attempt(dump: Dump) -> tuple[Any, ...]:
+    about = dump["ringreduce"]
+    return about["job"], about["world_size"], about["attempt"]
+
+
+# ---- words
+
+
+def _big(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _first(error: Dump) -> str:
+    """The part of an error's text that says what happened."""
+    text: str = error["text"]
+    return text.partition(". ")[0].partition("; noticed by ")[0].removesuffix(".")
+
+
+def _seconds(nanos: float) -> str:
+    return f"{max(0.0, nanos) / 1e9:.3g} s"
+
+
+# ---- operations and groups
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation of a rank.
+
+    `age`: nanoseconds from when something last happened in it until the dump.  `began`: when it
+    began to run, by the clock of `_Group.dumped`.
+    """
+
+    own: dict[str, Any]
+    age: int
+    began: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.own['kind']} #{self.own['sequence']}"
+
+    @property
+    def about(self) -> str:
+        """What ranks must agree on, as errors show it."""
+        own = self.own
+        words = []
+        if own["dtype"]:
+            words += [own["dtype"], f"{own['elements']} elements"]
+        words += [word for word in (own["op"], own["codec"]) if word]
+        if own["root"] >= 0:
+            words.append(f"{_ROOTS.get(own['kind'], 'from')} rank {own['root']}")
+        return f"{own['kind']} ({', '.join(words)})" if words else str(own["kind"])
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        own = self.own
+        elements = 0 if own["kind"] in _UNEVEN else own["elements"]
+        return own["kind"], own["dtype"], elements, own["op"], own["root"], own["codec"]
+
+    @property
+    def came(self) -> bool:
+        """Whether it began to run, and not only after the group had failed."""
+        return self.own["state"] != "failed" or bool(self.own["arrived_ns"])
+
+    @property
+    def doing(self) -> str:
+        if self.own["state"] == "done":
+            return f"had ended {self.name}"
+        return f"{'was' if self.own['state'] == 'running' else 'failed'} in {self.name}"
+
+
+@dataclass
+class _Group:
+    """A group of the job as far as the dumps know it: calls by rank and number.
+
+    `to_common`: what makes the times of each rank comparable; `dumped`: when each rank dumped, so.
+    """
+
+    name: str
+    desc: str
+    ranks: list[int]
+    calls: dict[int, dict[int, _Call]] = field(default_factory=dict)
+    to_common: dict[int, int] = field(default_factory=dict)
+    dumped: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        desc = "" if self.desc in ("", "undefined", self.name) else f" ({self.desc})"
+        return f"group '{self.name}'{desc} of {ranks_text(self.ranks)}"
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks without a dump of the group."""
+        return [rank for rank in self.ranks if rank not in self.calls]
+
+    def first(self, wrong: Callable[[int], bool]) -> int | None:
+        """The first operation for which `wrong` holds, of those whose records are all there."""
+        if not any(self.calls.values()):
+            return None
+        kept = [min(calls) for calls in self.calls.values() if calls]
+        end = max(max(calls) for calls in self.calls.values() if calls)
+        return next((n for n in range(max(kept), end + 1) if wrong(n)), None)
+
+
+def _groups_of(dumps: dict[int, Dump]) -> list[_Group]:
+    groups: dict[tuple[str, str], _Group] = {}
+    for rank, dump in dumps.items():
+        about = dump["ringreduce"]
+        here: dict[str, _Group] = {}
+        for name, config in dump["pg_config"].items():
+            ranks = [int(word) for word in config["ranks"].strip("[]").split(",")]
+            key = name, config["ranks"]
+            here[name] = groups.setdefault(key, _Group(name, config["desc"], ranks))
+            here[name].calls[rank] = {}
+            here[name].to_common[rank] = _to_common_clock(dumps, name, about)
+            here[name].dumped[rank] = about["monotonic_ns"] + here[name].to_common[rank]
+        for entry in dump["entries"]:
+            group, own = here[entry["process_group"][0]], entry["ringreduce"]
+            last = max(own["posted_ns"], own["arrived_ns"], own["done_ns"])
+            began = own["arrived_ns"] + group.to_common[rank]
+            group.calls[rank][own["sequence"]] = _Call(own, about["monotonic_ns"] - last, began)
+    return list(groups.values())
+
+
+def _to_common_clock(dumps: dict[int, Dump], name: str, about: Dump) -> int:
+    """What to add to a rank's times so that those of all ranks of a group can be compared.
+
+    They get the group's clock if all ranks know it, else the time of day.
+    """
+    facts = [dump["ringreduce"]["groups"].get(name) for dump in dumps.values()]
+    if all(one["clock_error_ns"] >= 0 for one in facts if one):
+        return -int(about["groups"][name]["clock_ahead_ns"])
+    return int(about["time_ns"] - about["monotonic_ns"])
+
+
+# ---- what was wrong
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What ended the job.
+
+    Attributes:
+        what: a sentence: the operation, the group, and who did what.
+        ranks: who is to blame; the ranks to look at.
+        group: the name of the group, or "".
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    group: str = ""
+
+
+def _mismatch(group: _Group) -> Finding | None:
+    """Ranks whose calls with the same number differ."""
+
+    def parties(number: int) -> dict[tuple[Any, ...], list[int]]:
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for rank, calls in group.calls.items():
+            if number in calls:
+                found.setdefault(calls[number].signature, []).append(rank)
+        return found
+
+    number = group.first(lambda n: len(parties(n)) > 1)
+    if number is None:
+        return None
+    found = sorted(parties(number).values(), key=len, reverse=True)  # the lowest rank's first
+    told = [f"{ranks_text(ranks)} called {group.calls[ranks[0]][number].about}" for ranks in found]
+    ranks = sorted(rank for party in found[1:] for rank in party)
+    what = f"In operation #{number} of {group.title}, {listed(told)}."
+    return Finding(what, tuple(ranks), group.name)
+
+
+def _missing(group: _Group) -> Finding | None:
+    """Ranks that did not come to an operation in which others failed, or still wait."""
+
+    def waits(number: int) -> list[int]:
+        return [rank for rank, calls in group.calls.items()
+                if number in calls and calls[number].own["state"] != "done"
+                and calls[number].came]  # fmt: skip
+
+    def absent(number: int) -> list[int]:
+        first = min(group.calls[rank][number].began for rank in waits(number))
+        return [rank for rank, calls in group.calls.items()
+                if (number not in calls or not calls[number].came)
+                and group.dumped[rank] > first]  # fmt: skip
+
+    number = group.first(lambda n: bool(waits(n)) and bool(absent(n)))
+    if number is None:
+        return None
+    there, away = waits(number), absent(number)
+    waited = max(group.calls[rank][number].age for rank in there)
+    call = group.calls[there[0]][number]
+    late = any(number in group.calls[rank] for rank in away)
+    if call.own["state"] == "failed":
+        own = [group.calls[rank][number].own for rank in there]
+        waited = max(one["done_ns"] - one["arrived_ns"] for one in own)
+    what = (
+        f"{_big(ranks_text(away))} did not come{' in time' if late else ''} "
+        f"to operation #{number} of {group.title}: "
+        f"{ranks_text(there)} called {call.about} and waited for {_seconds(waited)}."
+    )
+    return Finding(what, tuple(away), group.name)
+
+
+def _lost(group: _Group, error: Dump) -> Finding | None:
+    """A rank whose process ended, as the others saw it."""
+    if error["type"] != "PeerLost" or error["rank"] is None:
+        return None
+    rank = error["rank"]
+    numbers = [n for calls in group.calls.values() for n, c in calls.items()
+               if c.own["state"] != "done"]  # fmt: skip
+    call = "" if not numbers else next(
+        f" in operation #{min(numbers)}, {calls[min(numbers)].about},"
+        for calls in group.calls.values() if min(numbers) in calls
+    )  # fmt: skip
+    dump = "" if rank not in group.silent else " and left no dump"
+    what = f"{_big(ranks_text([rank]))} was lost{call} of {group.title}{dump}: {_first(error)}."
+    return Finding(what, (rank,), group.name)
+
+
+def _errors_of(dumps: dict[int, Dump]) -> list[tuple[int, Dump]]:
+    """Ranks and their errors, the first one first."""
+    found = [(rank, error) for rank, dump in dumps.items()
+             if (error := dump["ringreduce"]["error"])]  # fmt: skip
+    return sorted(found, key=lambda pair: pair[1]["time_ns"])
+
+
+def find(dumps: dict[int, Dump]) -> Finding | None:
+    """What ended the job.
+
+    Args:
+        dumps: as of `load`.
+
+    Returns:
+        The cause; None if all operations have ended and no rank has an error.
+    """
+    told = _errors_of(dumps)
+    for rank, error in told:
+        # What others were told of that rank came of it.
+        if not error["of_a_group"] and (error is told[0][1] or rank == told[0][1].get("rank")):
+            what = f"{_big(ranks_text([rank]))} ended with {error['type']}: {_first(error)}."
+            return Finding(what, (rank,))
+    told = [(rank, error) for rank, error in told if error["of_a_group"]]
+    names = [error["group"] for _, error in told]
+    groups = _groups_of(dumps)
+    groups.sort(key=lambda group: names.index(group.name) if group.name in names else len(names))
+    for group in groups:
+        here = [error for _, error in told if error["group"] == group.name]
+        lost = [_lost(group, error) for error in here[:1]]
+        for found in (_mismatch(group), *lost, _missing(group)):
+            if found is not None:
+                return found
+    if told:
+        rank, error = told[0]
+        blamed = () if error["rank"] is None else (error["rank"],)
+        what = f"{_big(ranks_text([rank]))} raised {error['type']}: {_first(error)}."
+        return Finding(what, blamed, error["group"])
+    waiting = [(group, rank, call) for group in groups for rank, calls in group.calls.items()
+               for call in calls.values() if call.own["state"] == "running"]  # fmt: skip
+    if not waiting:
+        return None
+    group, _, call = waiting[0]
+    inside = [rank for one, rank, other in waiting if one is group and other.name == call.name]
+    where = (
+        f"operation #{call.own['sequence']}, {call.about}, of {group.title} "
+        f"holds {ranks_text(inside)}"
+    )
+    if group.silent:
+        what = f"{_big(where)}, and {ranks_text(group.silent)} left no dump."
+        return Finding(what, tuple(group.silent), group.name)
+    return Finding(f"{_big(where)}, and no rank is known to be missing.", (), group.name)
+
+
+# ---- what is said
+
+
+def _last(dumps: dict[int, Dump], name: str) -> str:
+    """A sentence: what each rank did last, in the group with that name if there is one."""
+    groups = _groups_of(dumps)
+    groups = [group for group in groups if group.name == name] or groups
+    said: dict[str, list[int]] = {}
+    ages: dict[str, int] = {}
+    for rank in sorted({rank for group in groups for rank in group.ranks} or dumps):
+        calls = [c for group in groups for c in group.calls.get(rank, {}).values() if c.came]
+        if rank not in dumps:
+            doing = "left no dump"
+        elif not calls:
+            doing = "had called nothing"
+        else:
+            call = min(calls, key=lambda call: call.age)
+            doing = call.doing
+            if call.own["state"] != "failed":
+                ages[doing] = max(ages.get(doing, 0), call.age)
+        said.setdefault(doing, []).append(rank)
+    words = []
+    for doing, ranks in said.items():
+        age = _seconds(ages.get(doing, 0))
+        since = f"{age} before its dump" if doing.startswith("had ended") else f"for {age}"
+        words.append(f"{ranks_text(ranks)} {doing}" + (f" {since}" if doing in ages else ""))
+    return _big("; ".join(words)) + "."
+
+
+def _place(frames: list[Any], libraries: list[str]) -> str:
+    """The innermost frame that is the program's own."""
+    inner = tuple(libraries)
+    outer = [f for f in frames if not f["filename"].startswith(inner)] or frames
+    return f"{outer[0]['name']} ({outer[0]['filename']}:{outer[0]['line']})" if outer else ""
+
+
+def _where(dumps: dict[int, Dump], finding: Finding) -> str:
+    """A sentence: the processes, hosts and lines to look at."""
+    words = []
+    for rank in finding.ranks or tuple(dumps):
+        if rank not in dumps:
+            words.append(
+                f"{ranks_text([rank])}, which left no dump: at its own output, and whether it was "
+                "killed, was stopped or hangs in native code"
+            )
+            continue
+        about = dumps[rank]["ringreduce"]
+        error = about["error"] or {}
+        stacks: dict[str, list[Any]] = about["stacks"]
+        of_main = next(iter(stacks.values()), [])
+        place = _place(error.get("frames") or of_main, about["libraries"])
+        in_it = f", in {place}" if place else ""
+        words.append(f"{ranks_text([rank])}, pid {about['pid']} on {about['host']}{in_it}")
+    more = len(words) - 4
+    if more > 0:
+        words = [*words[:4], f"{more} more"]
+    return f"Look at {'; '.join(words)}."
+
+
+def explain(dumps: dict[int, Dump], finding: Finding | None) -> list[str]:
+    """What ended the job, in words.
+
+    Args:
+        dumps: as of `load`.
+        finding: as of `find`.
+
+    Returns:
+        Three sentences: the cause, what each rank did last, where to look.  Two if there is no
+        cause.
+    """
+    if finding is None:
+        cause = (
+            f"No cause was found: all operations in the dumps of {ranks_text(dumps)} have ended."
+        )
+        return [cause, _last(dumps, "")]
+    return [finding.what, _last(dumps, finding.group), _where(dumps, finding)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what ended a job.
+
+    Args:
+        arguments: of the command line; None for those of the process.
+
+    Returns:
+        The exit status: 0 if a cause was found, 1 if none was, 2 if the dumps cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ringreduce.recorder",
+        description="Say what ended a job, from the dumps of its ranks: RINGREDUCE_DUMP.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder with the dumps of all ranks")
+    options = parser.parse_args(arguments)
+    try:
+        dumps = load(options.folder)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    finding = find(dumps)
+    print("\n".join(explain(dumps, finding)))
+    return int(finding is None)

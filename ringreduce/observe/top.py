@@ -1,0 +1,589 @@
+"""What the ranks of a running job do now, and whom they wait for: top for a job.
+
+    python -m ringreduce.top FOLDER            # that of RINGREDUCE_METRICS
+    python -m ringreduce.top http://host:25999 # torch's debug server, with debug_server.py's page
+    python -m ringreduce.top FOLDER --once     # two looks, a second apart, as plain text
+
+`rows` compares two looks at the metrics (metrics.py); the page of the debug server shows the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import socket
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from ringreduce._words import listed, ranks_text
+from ringreduce.observe.metrics import Status, require_client, statuses
+
+if TYPE_CHECKING:
+    from textual.app import App
+
+_STALE = 5.0  # seconds without news from a rank
+_LONG = 2.0  # seconds; the ranks that are missing in a longer operation are named
+MOST_LINES = 16  # that are shown
+_LEAST_MOVED, _LEAST_BUSY = 1 << 20, 0.01  # bytes and seconds that tell the rate of a line
+_BUSY, _SLOW = 0.2, 0.5  # a line is slow if so busy, and so much slower than others
+_APART, _OLD = 0.5, 10.0  # seconds between two looks, at least, and at most for rates
+WAITS = 0.05  # a rank that the others wait for is named from this share of the time on
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank does: a line of the table.
+
+    Attributes:
+        rank, host, pid, step: as in Status.
+        operations, megabytes: a second.
+        inside: the share of the time in operations.
+        waits: the share of the time that it waits for other ranks there.
+        waited_for: the largest share of the time that another rank waits for it.
+        now: what it does, in words.
+        missing: an operation of its group has run for 2 s or more without it.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    operations: float
+    megabytes: float
+    inside: float
+    waits: float
+    waited_for: float
+    now: str
+    missing: bool = False
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            str(self.rank),
+            self.host,
+            str(self.pid),
+            str(self.step),
+            f"{self.operations:.0f}",
+            f"{self.megabytes:.1f}",
+            f"{self.inside:.0%}",
+            f"{self.waits:.0%}",
+            f"{self.waited_for:.0%}",
+            self.now,
+        )
+
+
+@dataclass(frozen=True)
+class LineRow:
+    """What the line from a rank to one of another host does.
+
+    Attributes:
+        sender, receiver: their ranks.
+        sender_host, receiver_host: their hosts.
+        megabytes: a second, of bytes that have arrived.
+        busy: the share of the time in which it had bytes to move.
+        resent: packets that were sent again, a second.
+        rate: megabytes a second in which it had bytes to move; 0: too few to tell.
+    """
+
+    sender: int
+    receiver: int
+    sender_host: str
+    receiver_host: str
+    megabytes: float
+    busy: float
+    resent: float
+    rate: float
+
+    def __str__(self) -> str:
+        return (
+            f"line from rank {self.sender} ({self.sender_host}) to rank {self.receiver} "
+            f"({self.receiver_host})"
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            f"{self.sender} ({self.sender_host})",
+            f"{self.receiver} ({self.receiver_host})",
+            f"{self.megabytes:.1f}",
+            f"{self.rate:.1f}",
+            f"{self.busy:.0%}",
+            f"{self.resent:.0f}",
+        )
+
+
+LINE_COLUMNS = ("FROM", "TO", "MB/S", "MB/S WHILE BUSY", "BUSY", "RESENT/S")
+COLUMNS = ("RANK", "HOST", "PID", "STEP", "OPS/S", "MB/S", "IN OPS", "WAITS", "WAITED FOR", "NOW")
+TEXT_COLUMNS = (1, len(COLUMNS) - 1)
+LINE_TEXT_COLUMNS = (0, 1)
+# Keys that sort by a column; the largest first, but for ranks.
+_SORTS: dict[str, tuple[str, Callable[[Row], float]]] = {
+    "r": ("rank", lambda row: row.rank),
+    "l": ("waited for", lambda row: -row.waited_for),
+    "w": ("waits", lambda row: -row.waits),
+    "o": ("ops/s", lambda row: -row.operations),
+    "b": ("MB/s", lambda row: -row.megabytes),
+}
+
+
+def rows(before: Sequence[Status], now: Sequence[Status]) -> list[Row]:
+    """What happened between two looks.
+
+    Args:
+        before: an earlier look; ranks that it lacks have no rates yet.
+        now: the later one.
+
+    Returns:
+        A row for each rank of the later look.
+    """
+    steps = _steps(before, now)
+    waits = {  # of each rank, for each: shares of the time
+        step.now.rank: {
+            late: max(0.0, seconds - step.before.waited.get(late, 0.0)) / step.span
+            for late, seconds in step.now.waited.items()
+        }
+        for step in steps.values()
+    }
+    return [_row(status, steps.get(status.rank), now, waits) for status in now]
+
+
+def lines(before: Sequence[Status], now: Sequence[Status]) -> list[LineRow]:
+    """What the lines between hosts did between two looks.
+
+    Args:
+        before, now: as for `rows`.
+
+    Returns:
+        Those that moved bytes, the busiest first.
+    """
+    hosts = {status.rank: status.host for status in now}
+    found = []
+    for step in _steps(before, now).values():
+        for receiver, use in step.now.lines.items():
+            last = step.before.lines.get(receiver, [0.0] * 3)
+            size, busy, resent = (max(0.0, a - b) for a, b in zip(use, last, strict=True))
+            if size == 0:
+                continue
+            tells = size >= _LEAST_MOVED and busy >= _LEAST_BUSY
+            found.append(
+                LineRow(
+                    sender=step.now.rank,
+                    receiver=receiver,
+                    sender_host=step.now.host,
+                    receiver_host=hosts.get(receiver, "?"),
+                    megabytes=size / step.span / 1e6,
+                    # Seconds are known when an operation ends; it may be longer than the span.
+                    busy=min(1.0, busy / step.span),
+                    resent=resent / step.span,
+                    rate=size / busy / 1e6 if tells else 0.0,
+                )
+            )
+    return sorted(found, key=lambda line: -line.busy)
+
+
+def slow_lines(table: Sequence[LineRow]) -> str:
+    """Which lines are slow: one, all from a host, or all to a host.
+
+    Args:
+        table: the lines.
+
+    Returns:
+        A sentence; "" if none is busy for a fifth of the time and less than half as fast as the
+        median.
+    """
+    rates = [line.rate for line in table if line.rate > 0]
+    limit = _SLOW * statistics.median(rates) if rates else 0.0
+    slow = [line for line in table if 0 < line.rate < limit and line.busy >= _BUSY]
+    if not slow:
+        return ""
+    worst = min(slow, key=lambda line: line.rate)
+    usual = statistics.median(rate for rate in rates if rate >= limit)
+    text = f"{worst.rate:.1f} MB/s while busy, where the others have {usual:.1f}"
+    for end, word in (("sender_host", "from"), ("receiver_host", "to")):
+        host = getattr(worst, end)
+        of_host = [line for line in table if getattr(line, end) == host]
+        if len(of_host) > 1 and all(line in slow for line in of_host):
+            return f"All lines {word} host {host} are slow: {text}."
+    return f"The {worst} is slow: {text}."
+
+
+def _goes_on(before: Status, now: Status) -> bool:
+    """Whether the same process has written since, and its sums have not begun anew."""
+    return (
+        now.updated > before.updated
+        and now.updated - before.updated < _OLD
+        and now.pid == before.pid
+        and now.operations >= before.operations
+        and now.bytes >= before.bytes
+        and now.seconds >= before.seconds
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Two looks at a rank, between which its sums have grown."""
+
+    before: Status
+    now: Status
+
+    @property
+    def span(self) -> float:
+        return self.now.updated - self.before.updated
+
+
+def _steps(before: Sequence[Status], now: Sequence[Status]) -> dict[int, _Step]:
+    """By rank; without ranks that have no rates, or whose last ones are no news."""
+    old = {status.rank: status for status in before}
+    return {
+        status.rank: _Step(old[status.rank], status)
+        for status in now
+        if status.rank in old and status.age <= _STALE and _goes_on(old[status.rank], status)
+    }
+
+
+def _row(
+    now: Status, step: _Step | None, ranks: Sequence[Status], waits: dict[int, dict[int, float]]
+) -> Row:
+    # A rank that has done more operations than the one that waits has been there.
+    waiting = [
+        (seconds, other.rank)
+        for other in ranks
+        for group, seconds in other.running_seconds.items()
+        if seconds > _LONG
+        and other.age <= _STALE
+        and group in now.done
+        and now.done[group] <= other.done[group]
+    ]
+    operations = size = seconds = 0.0
+    if step:
+        operations = (now.operations - step.before.operations) / step.span
+        size = (now.bytes - step.before.bytes) / step.span
+        seconds = (now.seconds - step.before.seconds) / step.span
+    return Row(
+        rank=now.rank,
+        host=now.host,
+        pid=now.pid,
+        step=now.step,
+        operations=operations,
+        megabytes=size / 1e6,
+        # An operation counts when it ends: a long one may be longer than the time between looks.
+        inside=min(1.0, seconds),
+        waits=min(1.0, sum(waits.get(now.rank, {}).values())),
+        # Not the mean: between hosts only its neighbour may see when it came, and a rank of a small
+        # group stops few others.
+        waited_for=min(1.0, max((of.get(now.rank, 0.0) for of in waits.values()), default=0.0)),
+        now=_doing(now, waiting),
+        missing=bool(waiting) and not now.running,
+    )
+
+
+def _doing(status: Status, waiting: Sequence[tuple[float, int]]) -> str:
+    """`waiting`: the ranks whose operation of a group of this rank runs, and for how long."""
+    if status.age > _STALE:
+        return f"no news for {status.age:.0f} s"
+    if status.running:
+        group = max(status.running, key=lambda name: status.running_seconds[name])
+        seconds = status.running_seconds[group]
+        text = status.running[group]
+        return f"{text} for {seconds:.1f} s" if seconds >= 0.1 else text
+    if not waiting:
+        return "no operation"
+    who = ranks_text({rank for _, rank in waiting})
+    return f"not in the operation of {who}, for {max(waiting)[0]:.1f} s"
+
+
+def late_ranks(table: Sequence[Row]) -> set[int]:
+    """The ranks that the others wait for: 5 % of the time, and half as long as for any, or more.
+
+    Args:
+        table: the rows of all ranks.
+
+    Returns:
+        Their ranks.
+    """
+    most = max((row.waited_for for row in table), default=0.0)
+    return {row.rank for row in table if row.missing or row.waited_for >= max(WAITS, most / 2)}
+
+
+def headline(table: Sequence[Row], job: str) -> str:
+    """What the job does, and whom it waits for.
+
+    Args:
+        table: the rows of all ranks.
+        job: its name.
+
+    Returns:
+        A line of text.
+    """
+    hosts = len({row.host for row in table})
+    text = f"{job}: {len(table)} ranks on {hosts} host{'s' * (hosts != 1)}"
+    text += f", step {max((row.step for row in table), default=0)}"
+    missing = [row.rank for row in table if row.missing]
+    if missing:
+        return f"{text}. An operation of others waits for {ranks_text(missing)}."
+    if not late_ranks(table):
+        return f"{text}. No rank is waited for {WAITS:.0%} of the time."
+    late = max(table, key=lambda row: row.waited_for)
+    on = f" on {late.host}" if hosts > 1 else ""
+    return f"{text}. The others wait {late.waited_for:.0%} of the time for rank {late.rank}{on}."
+
+
+class View(NamedTuple):
+    """What there is to see of a job.
+
+    Attributes:
+        headline: in words.
+        rows: of the ranks.
+        lines: between hosts, the busiest first.
+    """
+
+    headline: str
+    rows: list[Row]
+    lines: list[LineRow]
+
+
+class Looks:
+    """The last two looks at each rank, half a second apart at least."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Status] = {}
+        self._last: dict[int, Status] = {}
+        self._changed: dict[int, float] = {}  # when a rank's figures did, on time.monotonic()
+        self._job = ""
+
+    def add(self, now: Sequence[Status], *, all_write: bool = True) -> View:
+        """Looks once more.
+
+        Args:
+            now: what the ranks of a job have written last.
+            all_write: whether a rank that is not in it has ended; else it is still shown.
+
+        Returns:
+            What there is to see.
+        """
+        if now and now[0].job != self._job:
+            for kept in (self._before, self._last, self._changed):
+                kept.clear()
+            self._job = now[0].job
+        there = {status.rank for status in now}
+        lost = [] if all_write else [s for rank, s in self._last.items() if rank not in there]
+        now = sorted([*now, *lost], key=lambda status: status.rank)
+        for status in now:
+            last = self._last.get(status.rank)
+            if last is None or abs(status.updated - last.updated) > _APART:
+                if last is not None:
+                    self._before[status.rank] = last
+                self._last[status.rank] = status
+                self._changed[status.rank] = time.monotonic()
+        before = list(self._before.values())
+        latest = [dataclasses.replace(self._last[s.rank], age=self._age(s)) for s in now]
+        table, between = rows(before, latest), lines(before, latest)
+        line = headline(table, now[0].job) if now else "no rank has answered"
+        return View(f"{line} {slow_lines(between)}".rstrip(), table, between)
+
+    def _age(self, status: Status) -> float:
+        """Seconds since its figures were new; clocks of other hosts do not tell."""
+        here = time.time() - status.updated if status.host == socket.gethostname() else 0.0
+        return max(status.age, here, time.monotonic() - self._changed[status.rank])
+
+
+class Source:
+    """Where the metrics of a job are: a folder, or torch's debug server."""
+
+    def __init__(self, where: str, job: str = "") -> None:
+        self._where, self._job = where, job
+        self._looks = Looks()
+
+    def look(self) -> View:
+        """Looks once more.
+
+        Raises:
+            ValueError: nothing can be read there, with what to do.
+        """
+        by_page = self._where.startswith(("http://", "https://"))
+        found = self._of_page() if by_page else self._of_folder()
+        jobs = {status.job for status in found}
+        if not self._job and found:
+            newest = min(found, key=lambda status: (status.age, -status.updated))
+            now = [status for status in found if status.job == newest.job]
+        else:
+            now = [status for status in found if status.job == self._job]
+        if not now:
+            raise ValueError(
+                f"no rank{f' of job {self._job}' if self._job else ''} has written metrics to "
+                f"{self._where}{f', but of {listed(sorted(jobs))}' if jobs else ''}: start the job "
+                "with RINGREDUCE_METRICS=FOLDER, and give that folder"
+            )
+        return self._looks.add(now, all_write=not by_page)
+
+    def _of_page(self) -> list[Status]:
+        url = self._where.rstrip("/") + "/ringreduce_metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return statuses([answer.read().decode()])
+        except (urllib.error.URLError, OSError) as error:
+            raise ValueError(
+                f"{url} does not answer ({error}): start the debug server on all ranks with "
+                "handlers=ringreduce.debug_server.handlers() (docs/see.md)"
+            ) from error
+
+    def _of_folder(self) -> list[Status]:
+        folder = Path(self._where)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: give the one of RINGREDUCE_METRICS")
+        written: list[tuple[float, list[Status]]] = []
+        for path in folder.glob("*.prom"):
+            # It may be another program's; and a rank ends, or writes another one meanwhile.
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                if path.is_file():
+                    written.append((path.stat().st_mtime, statuses([path.read_text()])))
+        # One clock dates all files of a folder, those of hosts may differ.
+        newest = max((at for at, _ in written), default=0.0)
+        for at, found in written:
+            for status in found:
+                status.age = newest - at
+        return [status for _, found in written for status in found]
+
+
+def as_text(view: View) -> str:
+    """The view for a terminal or a file.
+
+    Args:
+        view: what to show.
+
+    Returns:
+        Lines of text.
+    """
+    ranks = _aligned(COLUMNS, [row.cells() for row in view.rows], TEXT_COLUMNS)
+    return "\n\n".join(filter(None, [view.headline, ranks, _lines_text(view)]))
+
+
+def _lines_text(view: View) -> str:
+    cells = [line.cells() for line in view.lines[:MOST_LINES]]
+    return _aligned(LINE_COLUMNS, cells, LINE_TEXT_COLUMNS) if cells else ""
+
+
+def _aligned(names: Sequence[str], cells: Sequence[Sequence[str]], texts: Sequence[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in texts else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (names, *cells)
+    )
+
+
+def app(source: Source, every: float) -> App[None]:
+    """The table in a terminal, until the user quits.
+
+    Args:
+        source: where the metrics are.
+        every: seconds between two looks.
+
+    Raises:
+        ImportError: textual is not installed.
+    """
+    try:
+        import textual.app
+        import textual.widgets
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError(
+            f"ringreduce.top needs the package textual ({error}): "
+            "pip install textual, or use --once"
+        ) from error
+
+    class Top(textual.app.App[None]):
+        TITLE = "ringreduce top"
+        BINDINGS: ClassVar = [
+            ("q", "quit", "Quit"),
+            *((key, f"sort('{key}')", f"by {name}") for key, (name, _) in _SORTS.items()),
+        ]
+
+        def compose(self) -> textual.app.ComposeResult:
+            yield textual.widgets.Static(id="headline", markup=False)
+            yield textual.widgets.DataTable[Text](cursor_type="row", zebra_stripes=True)
+            yield textual.widgets.Static(id="lines", markup=False)
+            yield textual.widgets.Footer()
+
+        def on_mount(self) -> None:
+            self.sorted_by = "r"
+            self.query_one(textual.widgets.DataTable).add_columns(*COLUMNS)
+            self.look()
+            self.set_interval(every, self.look)
+
+        def action_sort(self, key: str) -> None:
+            self.sorted_by = key
+            self.show()
+
+        def look(self) -> None:
+            try:
+                self.view = source.look()
+            except ValueError as error:  # the job has ended, or has not begun
+                self.view = View(str(error), [], [])
+            self.show()
+
+        def show(self) -> None:
+            self.query_one("#headline", textual.widgets.Static).update(self.view.headline)
+            self.query_one("#lines", textual.widgets.Static).update(_lines_text(self.view))
+            table = self.query_one(textual.widgets.DataTable)
+            at = table.cursor_coordinate
+            scrolled = table.scroll_y
+            table.clear()
+            late_ones = late_ranks(self.view.rows)
+            for row in sorted(self.view.rows, key=_SORTS[self.sorted_by][1]):
+                late = row.rank in late_ones
+                table.add_row(
+                    *(
+                        Text(
+                            cell,
+                            style="bold red" if late else "",
+                            justify="left" if column in TEXT_COLUMNS else "right",
+                        )
+                        for column, cell in enumerate(row.cells())
+                    )
+                )
+            if table.row_count:
+                table.move_cursor(row=min(at.row, table.row_count - 1), scroll=False)
+                table.scroll_y = scrolled
+
+    return Top()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ringreduce.top",
+        description="What the ranks of a job do, and whom they wait for.",
+    )
+    parser.add_argument(
+        "where", help="the folder of RINGREDUCE_METRICS, or a debug server's address"
+    )
+    parser.add_argument(
+        "--job", default="", help="its name, if several write there; else the newest"
+    )
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
+    parser.add_argument("--once", action="store_true", help="print the table, and end")
+    given = parser.parse_args(arguments)
+    if not 0 < given.every < 1e6:
+        parser.error(f"--every {given.every} is not a time")
+    source = Source(given.where, given.job)
+    try:
+        require_client()
+        if not given.once:
+            app(source, given.every).run()
+            return 0
+        source.look()
+        time.sleep(max(given.every, 1.1))  # ranks write once a second
+        print(as_text(source.look()))
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
