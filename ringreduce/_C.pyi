@@ -74,6 +74,7 @@ def record_names() -> dict[str, list[str]]: ...  # of the numbers in them
 def clock_offset(
     backend: Any,
 ) -> tuple[int, int]: ...  # ns ahead of the group's, error; -1: unknown
+def meeting(backend: Any) -> str: ...  # the same on all ranks of a group, and of no other
 def training_step() -> int: ...  # of this process
 def count_training_step() -> int: ...  # of this process
 def goes_on(backend: Any) -> bool: ...  # after a loss

@@ -63,6 +63,9 @@ struct GroupOptions {
   // Those of the caller's ranks that take part, ascending; empty: all.
   std::vector<int> members = {};
 
+  // Tells the group that is made from all others, also of the same name (Rendezvous::id).
+  std::string meeting = "";
+
   std::string store_host = "";  // where the store is, by name or number, if that is known
 
   std::shared_ptr<Attempt> attempt = nullptr;  // null: nothing outside ends it

@@ -118,7 +118,11 @@ class Meeting {
     }
   }
 
-  Rendezvous run() { return rank_ == 0 ? runRank0() : runOther(); }
+  Rendezvous run() {
+    Rendezvous met = rank_ == 0 ? runRank0() : runOther();
+    met.id = attempt_;
+    return met;
+  }
 
  private:
   // ---- rank 0

@@ -34,6 +34,7 @@ namespace ringreduce {
 struct Rendezvous {
   Membership membership;       // of all ranks, if they share memory
   std::optional<Hosts> hosts;  // otherwise
+  std::string id = {};         // of this meeting, a random one: the same on all ranks
 };
 
 // The settings that this rank sends to the others, called with the hosts that were found; again if

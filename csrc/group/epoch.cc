@@ -35,6 +35,7 @@ std::shared_ptr<Epoch> Epoch::create(Store& users_store, int rank, int world_siz
                               [&](const Hosts& hosts) { return links->open(hosts); });
   GroupOptions made = options;
   made.attempt = nullptr;  // it ends with this call
+  made.meeting = met.id;
   if (!met.hosts) return std::make_shared<Epoch>(rank, std::move(met.membership), made, executor);
 
   const Hosts& hosts = *met.hosts;

@@ -53,6 +53,7 @@ Group::Group(int rank, int size, const GroupOptions& options, std::unique_ptr<Ex
       size_(size),
       options_(options),
       generation_(forkGeneration()),
+      meeting_(epoch->options.meeting),
       timeout_(options.timeout),
       shared_(epoch->shared),
       in_memory_(!epoch->network),

@@ -116,6 +116,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void shutdown();
 
   const GroupOptions& options() const { return options_; }
+  // Of the ranks that made it: the same on all of them, and of no other group.
+  const std::string& meeting() const { return meeting_; }
   const SharedOptions& sharedOptions() const { return shared_; }
   uint64_t operations() const { return submitted_; }  // the sequence number of the next one
   size_t stagingBytes() const;
@@ -138,6 +140,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const int rank_, size_;
   const GroupOptions options_;
   const int generation_;  // number of forks before it was made
+  const std::string meeting_;
   std::atomic<Nanos> timeout_;
   const SharedOptions shared_;
   const bool in_memory_;  // all ranks share it

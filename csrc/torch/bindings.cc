@@ -618,6 +618,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "sequence"_a, "ask"_a);
   m.def("record_names", &recordNames);
   m.def("clock_offset", &clockOffset, "backend"_a);
+  m.def(
+      "meeting",
+      [](const BackendPtr& backend) { return asRingreduce(*backend).group()->meeting(); },
+      "backend"_a);
   m.def("training_step", [] { return training_step.load(); });
   m.def("count_training_step", [] { return ++training_step; });
   property("live_ranks", &Backend::liveRanks, no_gil);
